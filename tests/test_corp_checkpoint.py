@@ -15,7 +15,7 @@ import corp_deploy
 from corp_deploy.families.family import sites_of
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
-from corp_deploy.traced.models.module import replaced
+from corp_deploy.traced.models.module import replace_submodules
 from corp_deploy.traced.models.narrowed_model import at_widths
 from ground.errors import BadInput
 from tests import tiny
@@ -43,7 +43,7 @@ def test_a_reduced_model_comes_back_with_its_widths_and_outputs(tmp_path: Path) 
 def test_a_copy_with_other_modules_leaves_the_given_model_alone() -> None:
     model = nn.Sequential(nn.Linear(4, 6), nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 4)))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    new = replaced(model, {"0": nn.Linear(4, 3)})
+    new = replace_submodules(model, {"0": nn.Linear(4, 3)})
     assert new.get_parameter("0.weight").shape == (3, 4)
     assert new.get_parameter("1.0.weight") is not model.get_parameter("1.0.weight")
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

@@ -27,7 +27,7 @@ from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.read_tokens import tokens_to_fit
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
-from corp_deploy.traced.finding.cuts import cuts
+from corp_deploy.traced.finding.cuts import find_cuts
 from corp_deploy.traced.models.steps import StreamState
 from tests import tiny
 from tests.command import invoked
@@ -46,7 +46,7 @@ def heard(model: nn.Module, images: NDArray[np.float32], read: slice) -> tuple[d
     """What the program gives by its nodes, tokens below each other, and the nodes that are its streams."""
     given = Heard(model).at(torch.from_numpy(images))
     rows = {name: each[:, read].flatten(0, 1).numpy() for name, each in given.items() if each.ndim == 3}
-    return rows, [cut.node.name for cut in cuts(tracing(model).analysis)]
+    return rows, [cut.node.name for cut in find_cuts(tracing(model).analysis)]
 
 
 def entering(model: nn.Module, layer: str) -> str:

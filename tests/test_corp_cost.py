@@ -15,7 +15,7 @@ from corp_deploy.families.family import image_spec, sites_of
 from corp_deploy.families.inspection import inspection_of_model
 from corp_deploy.spec.architecture import Architecture
 from corp_deploy.store.checkpoint import dense_from_architecture
-from corp_deploy.traced.models.module import replaced
+from corp_deploy.traced.models.module import replace_submodules
 from corp_deploy.traced.models.narrowed_model import at_widths
 from corp_deploy.traced.models.sites import Currency
 from ground.ports import Port, image_port
@@ -49,7 +49,7 @@ def on_meta(name: str, **kwargs: Any) -> nn.Module:
 def test_half_precision_costs_as_many_multiply_adds() -> None:
     model = tiny.checkpoint().model
     expected = macs(model)
-    half = replaced(model, {}).half()
+    half = replace_submodules(model, {}).half()
     assert macs(half) == expected
     assert {parameter.dtype for parameter in half.parameters()} == {torch.float16}
 

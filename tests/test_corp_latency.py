@@ -38,7 +38,7 @@ from corp_deploy.planning.schedule import MERGE, MergeAlone
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.kinds import kind_of
 from corp_deploy.reduction.method import method_from_preset
-from corp_deploy.spec.merging import Merging, grown, tokens_after
+from corp_deploy.spec.merging import Merging, grow_schedule, tokens_after
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.traced.models.narrowed_model import at_widths
 from corp_deploy.traced.models.parts import STREAM
@@ -220,7 +220,7 @@ def test_layers_are_timed_at_the_tokens_that_reach_them_and_merges_alone(bench: 
 
 @pytest.mark.slow("models")
 def test_many_numbers_of_tokens_are_measured_at_four(bench: Bench) -> None:
-    model = merged(tiny.checkpoint(depth=7), *grown(3, 7))
+    model = merged(tiny.checkpoint(depth=7), *grow_schedule(3, 7))
     tables = bench(model)
     assert {len(tables.names[f"blocks.{block}.mlp"]) for block in range(7)} == {4}
     reach = [tables.tokens[f"blocks.{block}.mlp"] for block in range(7)]

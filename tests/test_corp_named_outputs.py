@@ -32,7 +32,7 @@ from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.read_tokens import tokens_to_fit
 from corp_deploy.spec.architecture import Architecture
 from corp_deploy.spec.merging import Merging
-from corp_deploy.spec.outputs import Outputs, outputs_from_text
+from corp_deploy.spec.outputs import NamedOutputs, outputs_from_text
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
 from corp_deploy.store.input_sets import images_for_model, model_digest
@@ -97,7 +97,7 @@ def test_names_of_sites_and_weights_stay_and_nothing_is_counted_twice() -> None:
     dense = VIT().model
     model = named_by(dense, "class,patches,block0")
     assert outputs_of(dense) is None
-    assert outputs_of(model) == Outputs(("class", "patches", "block0"))
+    assert outputs_of(model) == NamedOutputs(("class", "patches", "block0"))
     assert [site.name for site in traced_model.sites_of(model).every] == [
         site.name for site in traced_model.sites_of(dense).every
     ]
@@ -308,7 +308,7 @@ def test_a_graph_of_merged_tokens_has_a_vector_for_each_patch(tmp_path: Path) ->
 
 def named(architecture: Architecture, *names: str) -> Checkpoint:
     dense = checkpoint_of(architecture)
-    return replace(dense, model=with_outputs(dense.model, Outputs(names)))
+    return replace(dense, model=with_outputs(dense.model, NamedOutputs(names)))
 
 
 def stages(word: str, places: Iterable[int]) -> dict[str, int | None]:
@@ -335,7 +335,7 @@ def test_maps_and_their_places_are_what_timm_takes(
     """
     dense: Any = made().model
     assert_maps(dense, pixels(dense, 2), places)
-    assert outputs_of(named_by(dense, ",".join(places))) == Outputs(tuple(places))
+    assert outputs_of(named_by(dense, ",".join(places))) == NamedOutputs(tuple(places))
 
 
 def assert_maps(dense: Any, images: Tensor, places: dict[str, int | None]) -> None:
@@ -367,7 +367,7 @@ def test_they_stay_in_what_is_reduced(architecture: Architecture, names: tuple[s
     reduced = replace(dense, model=reduce(dense.model, moments, half).model)
     save(reduced, tmp_path / "reduced")
     loaded = load_checkpoint(tmp_path / "reduced")
-    assert outputs_of(loaded.model) == Outputs(names)
+    assert outputs_of(loaded.model) == NamedOutputs(names)
     export_checkpoint(loaded, tmp_path / "reduced.onnx", precision="fp32")
     pixels = images(3, seed=2)
     given = onnxruntime.InferenceSession(tmp_path / "reduced.onnx").run(list(names), {"images": pixels})

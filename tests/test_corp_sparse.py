@@ -32,8 +32,8 @@ from corp_deploy.spec.sparsity import Sparsity
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.store.onnx_file import export_checkpoint
 from corp_deploy.store.quantised_onnx import Quantisation, export_quantised, quantiser_of
-from corp_deploy.traced.models.layers import layered
-from corp_deploy.traced.models.module import replaced
+from corp_deploy.traced.models.layers import build_layered_model
+from corp_deploy.traced.models.module import replace_submodules
 from ground.errors import BadInput
 from ground.files import sha256_of_file
 from tests import small_convnets, tiny
@@ -86,7 +86,7 @@ def test_every_layer_of_the_sites_is_sparse_and_refitted_to_the_reduced_model() 
     """
     model, report = made("none")
     dense, batch = tiny.checkpoint().model, torch.from_numpy(tiny.images(48))
-    program, layers = layered(model)
+    program, layers = build_layered_model(model)
     paths = {each.name: each.path for each in layers}
     names = [each.layer for each in report.layers]
     assert names == [f"blocks.{at}.{name}" for at in (0, 1) for name in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")]
@@ -123,7 +123,7 @@ def test_layers_of_a_traced_model_are_refitted_too(architecture: Architecture, s
     dense, pixels = checkpoint_of(architecture).model, traced_images(48, seed=1)
     source = tiny.opened(Path(small_convnets._FOLDER.name) / "traced.npy", pixels, dense)
     model, report = sparsified(dense, source, Sparsifying(kinds=ALL))
-    program, layers = layered(model)
+    program, layers = build_layered_model(model)
     paths = {each.name: each.path for each in layers}
     assert len(report.patterns) == sparse
     for each in report.layers:
@@ -190,7 +190,7 @@ def test_convolutions_are_sparse_along_their_channels_at_each_place(name: str) -
 
 
 def test_activations_that_are_not_finite_are_refused() -> None:
-    own = replaced(tiny.checkpoint().model, {})
+    own = replace_submodules(tiny.checkpoint().model, {})
     with torch.no_grad():
         own.get_parameter("blocks.0.mlp.fc1.bias")[3] = float("inf")
     rejects(r"NaN or Inf in the activations", sparsified, own, images(), Sparsifying(kinds=ALL))

@@ -28,18 +28,18 @@ from corp_deploy.reduction.moments import merging_note
 from corp_deploy.spec.architecture import Architecture
 from corp_deploy.spec.merging import How, Merging, Metric, schedule_from_text
 from corp_deploy.store.checkpoint import Checkpoint, save
-from corp_deploy.traced.models.layers import layered
+from corp_deploy.traced.models.layers import build_layered_model
 from corp_deploy.traced.models.module import TracedModule
 from corp_deploy.traced.models.steps import Merge, StreamState
 from corp_deploy.traced.models.token_merging import (
     Tokens,
-    alike,
-    dropped,
+    drop_tokens,
     key_bias,
-    matched,
-    merged,
+    match_tokens,
+    merge_tokens,
     sources_of,
-    unmerged,
+    token_similarity,
+    unmerge_tokens,
     ward,
 )
 from ground.errors import BadInput
@@ -107,7 +107,9 @@ def merged_by_loops(
 def test_a_merge_is_what_loops_over_tokens_give(tokens: int, protected: int, count: int, metric: Metric) -> None:
     x_BNC, sizes_BN, compared_BNX = stream(tokens), sizes_of(tokens), stream(tokens, seed=2, channels=4)
     given = Tokens(x_BNC, sizes_BN, sources_of(x_BNC))
-    got = merged(given, matched(alike(metric, x_BNC, compared_BNX, sizes_BN, protected), count), protected)
+    got = merge_tokens(
+        given, match_tokens(token_similarity(metric, x_BNC, compared_BNX, sizes_BN, protected), count), protected
+    )
     assert got.sizes is not None
     assert got.sources is not None
     for image in range(len(x_BNC)):
@@ -126,7 +128,7 @@ def test_what_all_tokens_have_in_common_changes_no_choice() -> None:
     plain_BAD = ward(x_BNC, sizes_BN, 1)
     far_BAD = ward(x_BNC + 1000.0, sizes_BN, 1)
     torch.testing.assert_close(far_BAD, plain_BAD, rtol=2e-3, atol=2e-3)  # 1000 in float32 has four digits left
-    assert torch.equal(matched(far_BAD, 5).merged, matched(plain_BAD, 5).merged)
+    assert torch.equal(match_tokens(far_BAD, 5).merged, match_tokens(plain_BAD, 5).merged)
     torch.testing.assert_close(ward(x_BNC, None, 1), ward(x_BNC, torch.ones(3, 21), 1))
 
 
@@ -135,16 +137,16 @@ def test_planted_duplicates_are_merged_first_and_change_nothing(metric: Metric) 
     x_BNC = stream(13)
     for even, odd in ((1, 4), (5, 2), (11, 12)):  # behind one protected token, odd numbers are the even places
         x_BNC[:, even] = x_BNC[:, odd]
-    match = matched(alike(metric, x_BNC, x_BNC, sizes_of(13), 1), 3)
+    match = match_tokens(token_similarity(metric, x_BNC, x_BNC, sizes_of(13), 1), 3)
     assert [sorted(1 + 2 * place for place in row) for row in match.merged.tolist()] == [[1, 5, 11]] * 3
-    got = merged(Tokens(x_BNC, sizes_of(13), sources_of(x_BNC)), match, 1)
+    got = merge_tokens(Tokens(x_BNC, sizes_of(13), sources_of(x_BNC)), match, 1)
     assert got.sources is not None
-    torch.testing.assert_close(unmerged(got.x, got.sources), x_BNC, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(unmerge_tokens(got.x, got.sources), x_BNC, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("metric", ["ward", "stream"])
 def test_of_equals_the_first_is_merged_into_the_first(metric: Metric) -> None:
-    match = matched(alike(metric, torch.ones(2, 10, 3), torch.ones(2, 10, 3), None, 0), 2)
+    match = match_tokens(token_similarity(metric, torch.ones(2, 10, 3), torch.ones(2, 10, 3), None, 0), 2)
     assert match.merged.tolist() == [[0, 1]] * 2
     assert match.into.tolist() == [[0] * 5] * 2
     assert match.kept.tolist() == [[2, 3, 4]] * 2
@@ -153,12 +155,12 @@ def test_of_equals_the_first_is_merged_into_the_first(metric: Metric) -> None:
 def test_dropped_tokens_are_those_of_least_attention() -> None:
     x_BNC = stream(7, batch=1)
     attention_BN = torch.tensor([[0.0, 0.3, 0.1, 0.1, 0.2, 0.1, 0.2]])
-    got = dropped(Tokens(x_BNC, None, sources_of(x_BNC)), attention_BN, 2, 1)
+    got = drop_tokens(Tokens(x_BNC, None, sources_of(x_BNC)), attention_BN, 2, 1)
     assert torch.equal(got.x, x_BNC[:, [0, 1, 4, 5, 6]])
     assert got.sizes is None
     assert got.sources is not None
     assert got.sources.tolist() == [[0, 1, -1, -1, 2, 3, 4]]
-    again = dropped(got, torch.tensor([[0.0, 0.1, 0.5, 0.4, 0.3]]), 1, 1)
+    again = drop_tokens(got, torch.tensor([[0.0, 0.1, 0.5, 0.4, 0.3]]), 1, 1)
     assert again.sources is not None
     assert again.sources.tolist() == [[0, -1, -1, -1, 1, 2, 3]]
 
@@ -451,7 +453,7 @@ def test_steps_and_layers_cut_by_cut_give_the_models_outputs(form: str, options:
         for step in traced_model.steps(model):
             walk = walk.behind(step)
         (given,) = traced_model.answers(model, walk, images)
-        pieces, layers = layered(model)
+        pieces, layers = build_layered_model(model)
         torch.testing.assert_close(given, given_by(model), rtol=0, atol=0)
         torch.testing.assert_close(pieces(images), given_by(model), rtol=0, atol=0)
     assert [step.name for step in traced_model.steps(model) if isinstance(step, Merge)] == [

@@ -28,7 +28,7 @@ from corp_deploy.reduction.model import reduce
 from corp_deploy.spec.widths import aligned_width, aligned_widths, narrow_step
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.store.graph_facts import facts_of_onnx
-from corp_deploy.traced.models.module import replaced
+from corp_deploy.traced.models.module import replace_submodules
 from perf.parity.measures import measures
 from tests import tiny
 from tests.command import invoked, refuses, run
@@ -240,7 +240,7 @@ def test_one_precision_goes_to_the_very_file_and_several_are_each_named(home: Pa
 def test_a_swapped_channel_is_found_and_located(home: Path, single: Path, tmp_path: Path) -> None:
     """The graph of another model than the torch one: the block where they part is named."""
     dense = load_checkpoint(home / "dense")
-    faulty = replaced(dense.model, {})
+    faulty = replace_submodules(dense.model, {})
     weight = faulty.get_parameter("blocks.1.mlp.fc1.weight")
     with torch.no_grad():
         weight[[0, 1]] = weight[[1, 0]]
@@ -288,7 +288,7 @@ def test_shift_and_random_inputs_are_told(home: Path, tmp_path: Path) -> None:
 def test_mixed_finds_the_block_that_overflows(home: Path, tmp_path: Path) -> None:
     """Values of one MLP pass 65,504 in half precision; only that block is kept in float32."""
     dense = load_checkpoint(home / "dense")
-    hot = replaced(dense.model, {})
+    hot = replace_submodules(dense.model, {})
     with torch.no_grad():
         for name, factor in (("fc1.weight", 3e4), ("fc1.bias", 3e4), ("fc2.weight", 1 / 3e4)):
             hot.get_parameter(f"blocks.1.mlp.{name}").mul_(factor)

@@ -37,7 +37,7 @@ from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.store.checkpoint import Checkpoint, on_device
-from corp_deploy.traced.models.module import device
+from corp_deploy.traced.models.module import device_of
 from tests import small_convnets, tiny
 
 NAME = "pretended"
@@ -256,7 +256,7 @@ def method(preset: str, kind: str) -> Method:
 
 def require_same(found: nn.Module, expected: nn.Module, kind: str, where: str) -> None:
     """The same widths, and outputs but for rounding, which closed forms of few images magnify; found on that device."""
-    assert device(found).type == where
+    assert device_of(found).type == where
     assert [each.shape for each in found.parameters()] == [each.shape for each in expected.parameters()]
     (batch,) = images(kind).batches(16)
     assert isinstance(batch, Tensor)
@@ -271,7 +271,7 @@ def test_statistics_are_those_of_the_cpu(there: str, kind: str) -> None:
         for name, tensor in tensors_of(own).items():
             size = float(tensor.abs().max()) if tensor.numel() else 0.0
             torch.testing.assert_close(tensors_of(found.sites[site])[name], tensor, rtol=1e-5, atol=1e-5 * size)
-    assert device(dense(kind).model).type == "cpu", "the caller's stays where it is"
+    assert device_of(dense(kind).model).type == "cpu", "the caller's stays where it is"
 
 
 def tensors_of(statistics: object) -> dict[str, Tensor]:
@@ -317,7 +317,7 @@ def test_a_polish_runs_there(there: str) -> None:
     begun = on_device(replace(dense("vit"), model=start), there).model
     result = polished(own.model, begun, images("vit"), options)
     expected = polished(dense("vit").model, start, images("vit"), options)
-    assert device(result.model).type == there
+    assert device_of(result.model).type == there
     assert result.report.error == pytest.approx(expected.report.error, rel=1e-3)
 
 

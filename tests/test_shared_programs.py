@@ -16,7 +16,7 @@ from corp_deploy.families import shared_programs
 from corp_deploy.families.family import dense_model, with_outputs
 from corp_deploy.families.shared_programs import MOST_PROGRAMS, share_program_
 from corp_deploy.spec.architecture import Architecture
-from corp_deploy.spec.outputs import Outputs
+from corp_deploy.spec.outputs import NamedOutputs
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from corp_deploy.traced.models import module
 from corp_deploy.traced.models.module import TracedModule, Tracing, tracing
@@ -50,7 +50,7 @@ def reduced(tmp_path: Path) -> Path:
     return tmp_path / "reduced"
 
 
-def shared(architecture: Architecture = tiny.ARCHITECTURE, outputs: Outputs | None = None) -> Tracing:
+def shared(architecture: Architecture = tiny.ARCHITECTURE, outputs: NamedOutputs | None = None) -> Tracing:
     """The program of a model that was just built."""
     with torch.device("meta"):
         model = with_outputs(dense_model(architecture), outputs)
@@ -90,7 +90,7 @@ def test_other_arguments_are_traced_separately(other: Architecture, traces: list
 
 
 def test_other_outputs_are_traced_separately(traces: list[str]) -> None:
-    assert shared().program is not shared(outputs=Outputs(("logits", "block0_class"))).program
+    assert shared().program is not shared(outputs=NamedOutputs(("logits", "block0_class"))).program
     assert len(traces) == 2
 
 

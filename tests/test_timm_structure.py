@@ -26,7 +26,7 @@ from corp_deploy.spec.architecture import Architecture
 from corp_deploy.spec.merging import Merging
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
-from corp_deploy.traced.models.narrowed_model import at_widths, first_groups, provable
+from corp_deploy.traced.models.narrowed_model import at_widths, first_groups, prove_kept
 from corp_deploy.traced.models.pairs import TracedPairs
 from corp_deploy.traced.models.steps import StreamState
 from ground.errors import BadInput
@@ -118,7 +118,7 @@ def test_half_width_saves_what_sites_cost_and_is_read_again(form: str, tmp_path:
     dense = checkpoint(form)
     every, widths = sites_of(dense.model).every, uniform_widths(dense.model, method())
     first = {site.name: first_groups(site.groups, widths[site.name]) for site in every if site.name in widths}
-    kept, refused = provable(dense.model, first)
+    kept, refused = prove_kept(dense.model, first)
     assert not refused
     assert {name: len(groups) for name, groups in kept.items()} == widths
     # Narrowing folds what no input changes, such as networks of biases, into constants: counted without it.

@@ -28,12 +28,18 @@ from corp_deploy.spec.sparsity import Sparsity
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.input_sets import arrays_for_model, texts_for_model
 from corp_deploy.store.transformers_directory import load_transformers
-from corp_deploy.traced.finding.cuts import along, between, cuts
+from corp_deploy.traced.finding.cuts import extract_between, find_cuts, side_inputs
 from corp_deploy.traced.models.pairs import TracedPairs
 from corp_deploy.traced.models.segments import TokenRows
 from corp_deploy.traced.models.steps import SegmentStep, StreamState
-from corp_deploy.traced.programs.attention_masks import SDPA, added_scores, unread_queries, values_product, visible_keys
-from corp_deploy.traced.programs.exported import padded
+from corp_deploy.traced.programs.attention_masks import (
+    SDPA,
+    added_scores,
+    find_attention_output,
+    unread_queries,
+    visible_keys,
+)
+from corp_deploy.traced.programs.exported import pad_uneven_heads
 from corp_deploy.traced.programs.program import Program, operation
 from corp_deploy.traced.programs.tracing import trace
 from tests import encoders
@@ -108,7 +114,7 @@ def model_of(form: str, **more: int) -> nn.Module:
 
 
 def product_of(program: Program) -> fx.Node:
-    (node,) = (node for node in program.nodes if operation(node) in (SDPA, "matmul") and values_product(node))
+    (node,) = (node for node in program.nodes if operation(node) in (SDPA, "matmul") and find_attention_output(node))
     return node
 
 
@@ -116,7 +122,7 @@ def product_of(program: Program) -> fx.Node:
 def test_programs_say_which_pairs_see_each_other(form: str) -> None:
     program = trace(Shifted(form), (torch.randn(2, TOKENS, D),))
     product = product_of(program)
-    whole = values_product(product)
+    whole = find_attention_output(product)
     assert whole is not None
     added, gone = added_scores(program, product), unread_queries(program, whole)
     if form == "of the input":
@@ -188,7 +194,7 @@ def test_pairs_count_that_see_each_other(form: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", ["spelled", "five axes"])
 def test_narrower_queries_and_keys_are_padded_whatever_stands_before_the_softmax(form: str) -> None:
     program = trace(Shifted(form), (torch.randn(2, TOKENS, D),))
-    wider, x = padded(program), torch.randn(3, TOKENS, D)
+    wider, x = pad_uneven_heads(program), torch.randn(3, TOKENS, D)
     added = [
         node for node in wider.graph.nodes if operation(node) == "pad" and node.meta["val"].shape[-1] == D // HEADS
     ]
@@ -218,13 +224,13 @@ def test_segments_with_the_mask_are_the_program(tmp_path: Path) -> None:
     checkpoint, texts = loaded(tmp_path, SHORT)
     model, (tokens, *_) = checkpoint.model, texts.batches(5)
     own = tracing(model)
-    at = [None, *(cut.node for cut in cuts(own.analysis)), None]
-    assert [node.name for node in along(own.program)] == ["attention_mask"]
+    at = [None, *(cut.node for cut in find_cuts(own.analysis)), None]
+    assert [node.name for node in side_inputs(own.program)] == ["attention_mask"]
     x, mask = tensors_by_name(tokens).values()
     assert not bool(mask.all())
     with torch.no_grad():
         for before, after in pairwise(at):
-            x = between(own.program, before, after)(x, mask)
+            x = extract_between(own.program, before, after)(x, mask)
         torch.testing.assert_close(x, run_model(model, tokens))
     *blocks, pooling = own.segments
     assert len(blocks) == 4

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import fx, nn
 
-from corp_deploy.traced.finding.cuts import between, cuts
-from corp_deploy.traced.finding.sites import Found, find
+from corp_deploy.traced.finding.cuts import extract_between, find_cuts
+from corp_deploy.traced.finding.sites import FoundSites, find_sites
 from corp_deploy.traced.models.segments import layout_of
 from corp_deploy.traced.narrowing.proof import narrow
 from corp_deploy.traced.programs.program import Program
-from corp_deploy.traced.programs.sizes import size_, tell
+from corp_deploy.traced.programs.sizes import infer_sizes_, set_sizes
 from corp_deploy.traced.programs.tracing import trace
 from tests import traced_models as own
 from tests.traced_examples import SIDE, Patched
@@ -21,16 +21,16 @@ from tests.traced_examples import SIDE, Patched
 IMAGES = (3, SIDE, SIDE)
 
 
-def found_of(model: nn.Module, *shapes: tuple[int, ...]) -> Found:
-    return find(trace(model.eval(), [torch.zeros(2, *shape) for shape in shapes]))
+def found_of(model: nn.Module, *shapes: tuple[int, ...]) -> FoundSites:
+    return find_sites(trace(model.eval(), [torch.zeros(2, *shape) for shape in shapes]))
 
 
-def chained(program: Program, found: Found, inputs: torch.Tensor) -> torch.Tensor:
+def chained(program: Program, found: FoundSites, inputs: torch.Tensor) -> torch.Tensor:
     """The program run segment by segment, at another batch than it was traced with."""
-    at = [None, *(cut.node for cut in cuts(found)), None]
+    at = [None, *(cut.node for cut in find_cuts(found)), None]
     with torch.no_grad():
         for before, after in pairwise(at):
-            inputs = between(program, before, after)(inputs)
+            inputs = extract_between(program, before, after)(inputs)
     return inputs
 
 
@@ -50,7 +50,7 @@ def test_segments_one_behind_the_other_are_the_program(
     torch.manual_seed(0)
     model = build()
     found, inputs = found_of(model, shape), torch.randn(3, *shape)
-    assert len(cuts(found)) == count
+    assert len(find_cuts(found)) == count
     with torch.no_grad():
         assert torch.allclose(chained(found.program, found, inputs), model(inputs), atol=1e-5)
 
@@ -69,7 +69,7 @@ def test_sizes_are_those_of_what_a_program_gives() -> None:
     """Equal calls are made once, others not."""
     graph = found_of(Patched(depth=3), IMAGES).program.graph
     told = {node.name: node.meta.pop("sizes") for node in graph.graph.nodes if node.op != "output"}
-    size_(graph, [torch.zeros(2, *IMAGES)], any_batch=True)
+    infer_sizes_(graph, [torch.zeros(2, *IMAGES)], any_batch=True)
     assert {node.name: node.meta["sizes"] for node in graph.graph.nodes if node.op != "output"} == told
 
 
@@ -88,7 +88,7 @@ def test_sizes_are_those_of_what_a_program_gives() -> None:
 def test_a_stream_is_rows_of_its_channels(sizes: tuple[int, ...], image: tuple[int, ...], axis: int) -> None:
     tensor = torch.randn(2, *sizes)
     node = fx.Graph().placeholder("x")
-    tell(node, tensor, tensor)
+    set_sizes(node, tensor, tensor)
     layout = layout_of(node, image)
     rows_BNC = layout.rows(tensor)
     assert rows_BNC.shape == (2, math.prod(sizes) // sizes[axis - 1], sizes[axis - 1])
@@ -97,13 +97,13 @@ def test_a_stream_is_rows_of_its_channels(sizes: tuple[int, ...], image: tuple[i
 
 
 def test_no_cut_stands_before_the_last_use_of_a_second_input() -> None:
-    assert cuts(found_of(own.TwoInputs(), (4,), (5,))) == ()
+    assert find_cuts(found_of(own.TwoInputs(), (4,), (5,))) == ()
 
 
 def test_a_narrowed_program_has_the_same_cuts() -> None:
     torch.manual_seed(0)
     dense = found_of(Patched(), IMAGES)
     narrower = narrow(dense, {site.key: range(site.size // 2) for site in dense.sites if site.part_G is None})
-    size_(narrower.module, [torch.zeros(2, *IMAGES)], any_batch=True)
-    again = find(replace(dense.program, graph=narrower.module))
-    assert [cut.name for cut in cuts(again)] == [cut.name for cut in cuts(dense)]
+    infer_sizes_(narrower.module, [torch.zeros(2, *IMAGES)], any_batch=True)
+    again = find_sites(replace(dense.program, graph=narrower.module))
+    assert [cut.name for cut in find_cuts(again)] == [cut.name for cut in find_cuts(dense)]

@@ -23,7 +23,7 @@ from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.read_tokens import places_read
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.input_sets import images_for_model
-from corp_deploy.traced.finding.cuts import without_values
+from corp_deploy.traced.finding.cuts import input_free_nodes
 from corp_deploy.traced.programs.readers import layers
 from corp_deploy.traced.programs.tracing import trace
 from tests.refusals import rejects
@@ -195,7 +195,7 @@ def test_what_is_lacking_is_brought_back_to_the_layer(weight: str) -> None:
     model = Scaled().eval()
     program = trace(model, [torch.zeros(2, 5, 6)])
     node = next(layer.node for layer in layers(program) if layer.weight == weight)
-    target: Target = target_of(node, without_values(program))
+    target: Target = target_of(node, input_free_nodes(program))
     assert target.at is not None
     interpreter = fx.Interpreter(program.graph, garbage_collect_values=False)
     with torch.no_grad():
@@ -237,7 +237,7 @@ def test_what_is_lacking_behind_a_norm_is_brought_in_front_of_it() -> None:
     model = Normed().eval().double()
     program = trace(model, [torch.zeros(2, 5, 6, dtype=torch.float64)])
     node = next(layer.node for layer in layers(program) if layer.weight == "own.weight")
-    target = target_of(node, without_values(program))
+    target = target_of(node, input_free_nodes(program))
     assert target.norm is not None
     values = list[dict[fx.Node, Any]]()
     with torch.no_grad():

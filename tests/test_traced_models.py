@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from corp_deploy.traced.finding.choice import beside, together
+from corp_deploy.traced.finding.choice import find_head_groups, jointly_narrowed
 from corp_deploy.traced.finding.site_groups import SiteGroups
-from corp_deploy.traced.finding.sites import Found, find
-from corp_deploy.traced.narrowing.proof import difference, narrow, prove
-from corp_deploy.traced.programs.readers import with_biases_
+from corp_deploy.traced.finding.sites import FoundSites, find_sites
+from corp_deploy.traced.narrowing.proof import narrow, prove, relative_difference
+from corp_deploy.traced.programs.readers import add_zero_biases_
 from corp_deploy.traced.programs.tracing import trace
 from tests import traced_models as own
 from tests.refusals import rejects
@@ -48,7 +48,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Sequence[Shape], list[tuple[str
 }
 
 
-def found_of(name: str) -> tuple[nn.Module, Found]:
+def found_of(name: str) -> tuple[nn.Module, FoundSites]:
     torch.manual_seed(0)
     build, shapes, _ = MODELS[name]
     model = build().eval()
@@ -56,7 +56,7 @@ def found_of(name: str) -> tuple[nn.Module, Found]:
         if isinstance(module, nn.BatchNorm2d):
             module.running_mean = torch.randn(module.num_features)
             module.running_var = torch.rand(module.num_features) + 0.5
-    return model, find(trace(model, inputs(shapes, 2)))
+    return model, find_sites(trace(model, inputs(shapes, 2)))
 
 
 def inputs(shapes: Sequence[Shape], batch: int) -> tuple[Tensor, ...]:
@@ -94,7 +94,7 @@ def test_narrowed_it_is_the_dense_one_with_zeros(name: str) -> None:
     counts = [sum(each.numel() for each in module.parameters()) for module in (given.module, model)]
     assert counts[0] < counts[1]
     nothing = torch.zeros(found.flow.groups.count, dtype=torch.bool)
-    assert difference(found, nothing, given.module, inputs(shapes, 2)) > 1e-3
+    assert relative_difference(found, nothing, given.module, inputs(shapes, 2)) > 1e-3
     with torch.no_grad():
         for batch in (1, 2, 5):
             leaves = tree_leaves(given.module(*inputs(shapes, batch)))
@@ -120,13 +120,13 @@ def test_whole_heads_go_with_their_queries_keys_and_values() -> None:
     for name in ("relative", "einsum", "grouped queries"):
         _, found = found_of(name)
         queries, values = found.sites
-        others = beside(found, values)
+        others = find_head_groups(found, values)
         assert not isinstance(others, str)
         assert queries.part_G is not None
         assert {key: parts.tolist() for key, parts in others.items()} == {queries.key: queries.part_G.tolist()}
         kept = {site.key: np.flatnonzero(site.part_G == 1) for site in found.sites}
-        assert together(found, kept) == [[queries.key, values.key]]
-        assert together(found, {site.key: half(site) for site in found.sites}) == [[queries.key], [values.key]]
+        assert jointly_narrowed(found, kept) == [[queries.key, values.key]]
+        assert jointly_narrowed(found, {site.key: half(site) for site in found.sites}) == [[queries.key], [values.key]]
         given = prove(found, kept, inputs([TOKENS], 2))
         assert given.unreduced == {}, name
         assert given.difference is not None
@@ -137,7 +137,7 @@ def test_whole_heads_go_with_their_queries_keys_and_values() -> None:
 def test_weights_that_are_tied_stay_with_a_reason() -> None:
     torch.manual_seed(0)
     model, x = own.Nano().eval(), torch.randint(0, 20, (2, own.TOKENS))
-    found = find(trace(model, (x,)))
+    found = find_sites(trace(model, (x,)))
     assert [site.kind for site in found.sites] == ["queries and keys", "values", "channels"]
     reasons = {stay.name: stay.reason for stay in found.stays}
     assert reasons["lm_head.weight"] == "layer_norm in attn.norm (LayerNorm) mixes it"
@@ -186,7 +186,7 @@ class _Kernel(nn.Module):
 
 def test_a_weight_of_another_name_has_its_bias_beside_it() -> None:
     program = trace(_Kernel(), inputs([MAP], 2))
-    assert with_biases_(program) == ("kernel_bias",)
+    assert add_zero_biases_(program) == ("kernel_bias",)
     torch.testing.assert_close(program.tensor("kernel_bias"), torch.zeros(8))
 
 
@@ -194,6 +194,6 @@ def test_a_model_on_meta_has_the_same_sites() -> None:
     _, found = found_of("rotary")
     with torch.device("meta"):
         program = trace(own.Rotary(), inputs([TOKENS], 2))
-    again = find(program)
+    again = find_sites(program)
     assert [site.key for site in again.sites] == [site.key for site in found.sites]
     assert narrow(again, {site.key: half(site) for site in again.sites}).unreduced == {}

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from corp_deploy.families.traced_model import traced, tracing
 from corp_deploy.spec.architecture import Architecture
 from corp_deploy.store.checkpoint import dense_from_architecture
-from corp_deploy.traced.models.layers import reordered, scores, streams
+from corp_deploy.traced.models.layers import find_streams, reorder_groups, stream_scores
 from tests import timm_models, tiny
 from tests.refusals import rejects
 from tests.traced_examples import PVT
@@ -35,11 +35,11 @@ def outputs(model: nn.Module) -> Tensor:
 @pytest.mark.parametrize("name", ["class token", "registers", "layer scale", "packed gate", "norms inside", "swin"])
 def test_a_stream_in_another_order_gives_what_it_gave(name: str) -> None:
     model = model_of(name)
-    new, found = model, streams(model)
+    new, found = model, find_streams(model)
     assert len(found) == (2 if name == "swin" else 1)
     for stream in found:
         order = torch.randperm(stream.size, generator=torch.Generator().manual_seed(0))
-        new = reordered(new, stream, order)
+        new = reorder_groups(new, stream, order)
         span = stream.readers[0]
         before, after = model.get_parameter(span.name), new.get_parameter(span.name)
         assert not torch.equal(before, after)
@@ -54,7 +54,7 @@ def test_groups_inside_sites_change_places() -> None:
         parts = torch.arange(site.size).view(site.parts, -1)  # the heads of these stand one behind the other
         drawn = torch.randperm(parts.shape[1], generator=torch.Generator().manual_seed(1))
         if site.kind in ("channels", "values"):
-            new = reordered(new, site, parts[:, drawn].flatten())
+            new = reorder_groups(new, site, parts[:, drawn].flatten())
     assert not torch.equal(new.state_dict()["stages.0.blocks.0.mlp.fc2.weight"],
                            model.state_dict()["stages.0.blocks.0.mlp.fc2.weight"])  # fmt: skip
     assert float((outputs(new) - outputs(model)).norm() / outputs(model).norm()) < 2e-6
@@ -69,9 +69,9 @@ def test_scores_are_what_readers_take_behind_norms() -> None:
     for norm, layer in [*pairs, ("norm", "head")]:
         for row in state[f"{layer}.weight"].double():
             by_hand += (row * state[f"{norm}.weight"].double()).square()
-    (stream,) = streams(model)
-    torch.testing.assert_close(scores(model, stream), by_hand)
+    (stream,) = find_streams(model)
+    torch.testing.assert_close(stream_scores(model, stream), by_hand)
 
 
 def test_what_a_model_gives_keeps_its_order() -> None:
-    rejects("no residual stream of which all that writes and reads it is known", streams, model_of("no classes"))
+    rejects("no residual stream of which all that writes and reads it is known", find_streams, model_of("no classes"))

@@ -29,7 +29,7 @@ from corp_deploy.reduction.model import reduce
 from corp_deploy.spec.architecture import Architecture, Preprocessing
 from corp_deploy.spec.merging import Merging
 from corp_deploy.store.checkpoint import Checkpoint
-from corp_deploy.traced.models.module import replaced, traced_module
+from corp_deploy.traced.models.module import replace_submodules, traced_module
 from corp_deploy.traced.models.steps import SegmentStep, StreamState
 from tests import tiny
 from tests.layer_fits import fit_layers_
@@ -218,7 +218,7 @@ def planted(*, in_place: bool = False) -> tuple[nn.Module, nn.Module, InputSet]:
 
 def test_planted_layers_come_back() -> None:
     dense, disturbed, _ = planted()
-    model = replaced(disturbed, {})
+    model = replace_submodules(disturbed, {})
     with torch.no_grad():
         pairs = pairs_of(dense, shown(dense, 48, 3), shown(dense, 8, 4))
     fits = fit_layers_(dense, model, pairs, Newton(ridge_rel=1e-5, looks=(8, 20)), sweeps=5)

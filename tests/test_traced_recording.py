@@ -9,8 +9,8 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from corp_deploy.traced.programs.program import Program, sizes_at_one
-from corp_deploy.traced.programs.recording import recorded
-from corp_deploy.traced.programs.sizes import BatchAffineSize, BatchDependentProgram, size_of
+from corp_deploy.traced.programs.recording import record_graph
+from corp_deploy.traced.programs.sizes import BatchAffineSize, BatchDependentProgram, size_from_batches
 from corp_deploy.traced.programs.tracing import trace
 from tests import traced_models as own
 
@@ -81,7 +81,7 @@ TOLD: dict[str, Forward] = {
 @pytest.mark.parametrize("name", TOLD)
 def test_it_is_the_model_at_any_batch(name: str) -> None:
     model = Does(TOLD[name]).eval()
-    graph = recorded(model, (torch.randn(2, 4),), {})
+    graph = record_graph(model, (torch.randn(2, 4),), {})
     for batch in (1, 3, 7):
         x = torch.randn(batch, 4)
         with torch.no_grad():
@@ -95,7 +95,7 @@ def test_a_part_may_be_called_as_what_a_graph_has_itself(name: str) -> None:
     model.add_module(name, nn.Linear(4, 4))
     x = torch.randn(3, 4)
     with torch.no_grad():
-        torch.testing.assert_close(recorded(model, (torch.randn(2, 4),), {})(x), model(x))
+        torch.testing.assert_close(record_graph(model, (torch.randn(2, 4),), {})(x), model(x))
 
 
 def test_two_parts_are_never_one() -> None:
@@ -103,7 +103,7 @@ def test_two_parts_are_never_one() -> None:
     model.add_module("meta", nn.Linear(4, 4))
     model.add_module("meta_", nn.Linear(4, 4))
     with pytest.raises(BatchDependentProgram, match=r"two parts that a graph calls meta_.weight"):
-        recorded(model, (torch.randn(2, 4),), {})
+        record_graph(model, (torch.randn(2, 4),), {})
 
 
 def used(model: nn.Module, graph: fx.GraphModule) -> list[tuple[str, Tensor]]:
@@ -145,12 +145,12 @@ NOT_TOLD: dict[str, tuple[Forward, str]] = {
 def test_what_is_another_program_at_another_batch_is_not_told(name: str) -> None:
     forward, reason = NOT_TOLD[name]
     with pytest.raises(BatchDependentProgram, match=reason):
-        recorded(Does(forward).eval(), (torch.randn(2, 4),), {})
+        record_graph(Does(forward).eval(), (torch.randn(2, 4),), {})
 
 
 def test_one_that_looks_at_numbers_says_so() -> None:
     with pytest.raises(RuntimeError, match="meta"):
-        recorded(Does(lambda m, x: x if bool(x.sum() > 0) else -x).eval(), (torch.randn(2, 4),), {})
+        record_graph(Does(lambda m, x: x if bool(x.sum() > 0) else -x).eval(), (torch.randn(2, 4),), {})
 
 
 def test_what_torch_alone_can_write_down_is_exported() -> None:
@@ -162,7 +162,7 @@ def test_what_torch_alone_can_write_down_is_exported() -> None:
 
 
 def test_sizes_tell_what_the_batch_counts() -> None:
-    graph = recorded(Does(in_windows).eval(), (torch.randn(2, 4),), {})
+    graph = record_graph(Does(in_windows).eval(), (torch.randn(2, 4),), {})
     sizes = {node.name: node.meta["sizes"] for node in graph.graph.nodes if node.op != "output"}
     assert (sizes["x"], sizes["reshape"], sizes["cat"]) == (
         (BatchAffineSize(1), 4),
@@ -170,7 +170,7 @@ def test_sizes_tell_what_the_batch_counts() -> None:
         (BatchAffineSize(2, 1), 2),
     )
     assert sizes_at_one(next(node for node in graph.graph.nodes if node.name == "cat")) == (3, 2)
-    assert size_of(8, 8) == 8
+    assert size_from_batches(8, 8) == 8
 
 
 def test_calls_tell_the_module_that_made_them() -> None:
@@ -183,7 +183,7 @@ def test_calls_tell_the_module_that_made_them() -> None:
 
 def test_one_weight_of_two_names_is_one() -> None:
     model = own.Nano().eval()
-    graph = recorded(model, (torch.randint(0, 20, (2, own.TOKENS)),), {})
+    graph = record_graph(model, (torch.randint(0, 20, (2, own.TOKENS)),), {})
     names = [str(node.target) for node in graph.graph.nodes if node.op == "get_attr"]
     assert names.count("lm_head.weight") == 1
     assert "wte.weight" not in names

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from corp_deploy.traced.finding.flow import Flow, stuck
-from corp_deploy.traced.finding.labels import LabelTensor, marked
+from corp_deploy.traced.finding.flow import Flow, find_stuck
+from corp_deploy.traced.finding.labels import LabelTensor, label_tensor
 from corp_deploy.traced.finding.pointwise import is_pointwise
-from corp_deploy.traced.finding.walk import RULES, value_of
+from corp_deploy.traced.finding.walk import RULES, evaluate_node
 from corp_deploy.traced.programs.program import Program
-from corp_deploy.traced.programs.sizes import tell
+from corp_deploy.traced.programs.sizes import set_sizes
 
 aten: Any = torch.ops.aten
 DRAWS, CHANGES = 2, 5
@@ -139,7 +139,7 @@ def program_of(op: Any, arguments: tuple[Any, ...]) -> Program:
 
 def tell_as_it_is(node: fx.Node, value: Any) -> None:
     """With its numbers, at one batch."""
-    tell(node, value, value)
+    set_sizes(node, value, value)
     node.meta["val"] = value
 
 
@@ -150,7 +150,7 @@ def labelled(flow: Flow, draw: random.Random, tensor: Tensor) -> LabelTensor:
     if not axes or not tensor.is_floating_point():
         return LabelTensor(tuple(tensor.shape))
     labels = flow.fresh([size if dim in axes else 1 for dim, size in enumerate(tensor.shape)])
-    return marked(labels.expand(tensor.shape))
+    return label_tensor(labels.expand(tensor.shape))
 
 
 def changed(flow: Flow, node: fx.Node, group: int) -> Tensor:
@@ -170,11 +170,11 @@ def held(name: str, case: Case) -> list[bool]:
         *before, node, _ = program.nodes
         inputs, flow = [each for each in before if each.op == "placeholder"], Flow(program=program)
         flow.values = {each: labelled(flow, draw, each.meta["val"]) for each in inputs}
-        flow.values |= {each: value_of(flow, each) for each in before if each not in inputs}
+        flow.values |= {each: evaluate_node(flow, each) for each in before if each not in inputs}
         groups = flow.groups.of(torch.arange(flow.groups.count))
-        given = [each for each in tree_leaves(value_of(flow, node)) if isinstance(each, LabelTensor)]
+        given = [each for each in tree_leaves(evaluate_node(flow, node)) if isinstance(each, LabelTensor)]
         summed = [flow.groups.of(use.labels) for use in flow.every_use if not use.is_of_constant]
-        goes = ~stuck(flow)[flow.groups.of(groups)]
+        goes = ~find_stuck(flow)[flow.groups.of(groups)]
         free.append(bool(goes.all()))
         going = sorted(set(flow.groups.of(groups)[goes].tolist()))
         for group in draw.sample(going, min(CHANGES, len(going))):
@@ -221,9 +221,9 @@ def test_labels_that_meet_or_are_mixed_go_together(name: str) -> None:
 def test_one_lump_of_all_stays(op: Any) -> None:
     program = program_of(op, (torch.randn(1, 6), 1))
     (source, node, _), flow = program.nodes, Flow(program=program)
-    flow.values[source] = marked(flow.fresh((1, 6)))
-    assert value_of(flow, node).labels is None
-    assert bool(stuck(flow).all())
+    flow.values[source] = label_tensor(flow.fresh((1, 6)))
+    assert evaluate_node(flow, node).labels is None
+    assert bool(find_stuck(flow).all())
 
 
 def test_every_rule_is_held_to_something() -> None:

@@ -40,10 +40,10 @@ def test_sites_are_found_and_programs_narrowed_in_one_thread(monkeypatch: pytest
 
         return run
 
-    monkeypatch.setattr(sites, "walked", watched(vars(sites)["walked"]))
-    monkeypatch.setattr(proof, "without", watched(vars(proof)["without"]))
+    monkeypatch.setattr(sites, "walk_program", watched(vars(sites)["walk_program"]))
+    monkeypatch.setattr(proof, "remove_elements", watched(vars(proof)["remove_elements"]))
     model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
-    found = sites.find(trace(model, [torch.randn(2, 4)]))
+    found = sites.find_sites(trace(model, [torch.randn(2, 4)]))
     proof.narrow(found, {found.sites[0].key: [0, 2]})
     assert threads == [1, 1]
     assert torch.get_num_threads() == 2

@@ -13,7 +13,7 @@ from corp_deploy.families.traced_model import traced
 from corp_deploy.spec.architecture import Architecture
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.onnx_file import export_checkpoint
-from corp_deploy.traced.programs.exported import with_one_type_
+from corp_deploy.traced.programs.exported import unify_types_
 from corp_deploy.traced.programs.tracing import trace
 from export.graph.quantised import simulate_quantisation
 
@@ -89,7 +89,7 @@ def test_a_clamp_to_the_end_of_float32_stays_one_of_float32() -> None:
             return x.clamp(min=least, max=1.0) + torch.where(x > 0, 0.0, least)
 
     graph = trace(Bounded().eval(), [torch.ones(2, 3)]).graph
-    with_one_type_(graph)
+    unify_types_(graph)
     x = torch.full((2, 3), -1e30)
     assert torch.equal(graph(x.abs()), torch.ones(2, 3))
     clamps = [node for node in graph.graph.nodes if "clamp" in str(node.target)]

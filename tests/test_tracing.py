@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 
 from corp_deploy.families.traced_model import exportable
 from corp_deploy.store.checkpoint import load_checkpoint, save
-from corp_deploy.traced.models.narrowed_model import narrowed
+from corp_deploy.traced.models.narrowed_model import narrow_model
 from export.graph import to_onnx
 from export.graph.precision import typed_copy
 from tests import graph_keys, tiny, tracing
@@ -68,7 +68,7 @@ def key(model: nn.Module, precision: str = "fp32", **others: Any) -> str:
 def reduced(directory: Path) -> nn.Module:
     if not directory.exists():
         dense = tiny.checkpoint()
-        model = narrowed(dense.model, {"blocks.0.mlp": np.arange(100)}, {})
+        model = narrow_model(dense.model, {"blocks.0.mlp": np.arange(100)}, {})
         save(dataclasses.replace(dense, model=model), directory)
     return load_checkpoint(directory).model
 

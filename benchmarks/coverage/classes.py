@@ -26,8 +26,8 @@ from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.spec.architecture import Architecture
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.input_sets import inputs_for_model
-from corp_deploy.traced.finding.flow import labels_of
-from corp_deploy.traced.finding.sites import Found
+from corp_deploy.traced.finding.flow import site_labels
+from corp_deploy.traced.finding.sites import FoundSites
 from corp_deploy.traced.models.pairs import TracedPairs
 from corp_deploy.traced.programs.tracing import trace
 
@@ -39,11 +39,11 @@ KIND, KEY = "benchmarks/coverage-classes", ("source", "class")
 MOST_S, MOST_BYTES = 900, 12 * 2**30
 
 
-def share_within(found: Found) -> float:
+def share_within(found: FoundSites) -> float:
     """Of the multiply-adds, those that go when all that can be removed is: by the share of rows or columns of each."""
     units, share = torch.zeros(found.flow.groups.count + 1, dtype=torch.bool), defaultdict[fx.Node, float](float)
     for site in found.sites:
-        units[labels_of(found.flow, site)] = True
+        units[site_labels(found.flow, site)] = True
     for use in found.flow.every_use:
         share[use.node] = max(share[use.node], float(units[found.flow.groups.of(use.labels)].double().mean()))
     within = sum(found.costs[node] * of_node for node, of_node in share.items())

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from corp_deploy.traced.models.module import replaced
+from corp_deploy.traced.models.module import replace_submodules
 
 Eight = Literal["fp8", "int8"]
 LARGEST: dict[Eight, float] = {"fp8": 448.0, "int8": 127.0}
@@ -84,4 +84,6 @@ def quantised(model: nn.Module, blocks: Sequence[str], images: Tensor, how: Eigh
         model(images)
     for hook in hooks:
         hook.remove()
-    return replaced(model, {name: QuantisedLinear(layer, largest[name], how) for name, layer in layers.items()}).eval()
+    return replace_submodules(
+        model, {name: QuantisedLinear(layer, largest[name], how) for name, layer in layers.items()}
+    ).eval()

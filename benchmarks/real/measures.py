@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from benchmarks.real.head import SaliencyHead
 from corp_deploy.families import traced_model
-from corp_deploy.traced.models.module import device
+from corp_deploy.traced.models.module import device_of
 from perf.parity.measures import measures
 
 BATCH = 16
@@ -44,7 +44,7 @@ def at_cpu(tensor: Tensor | None) -> Tensor | None:
 
 def normed(model: nn.Module, batches: Iterable[Tensor]) -> Iterator[Tensor]:
     """All tokens behind the last norm of one of timm's ViTs, dense or reduced, batch by batch."""
-    running, seen, where = traced_model.exportable(model), list[Tensor](), device(model)
+    running, seen, where = traced_model.exportable(model), list[Tensor](), device_of(model)
     running.get_submodule("norm").register_forward_hook(lambda _, __, tokens: seen.append(tokens))
     for batch in batches:
         running(batch.to(where))

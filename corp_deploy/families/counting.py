@@ -17,11 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from corp_deploy.spec.widths import Width, Widths
-from corp_deploy.traced.finding.shares import Layers
+from corp_deploy.traced.finding.shares import LayerCosts
 from corp_deploy.traced.models.module import parameters as parameters
 from corp_deploy.traced.models.sites import Currency, Site
-from corp_deploy.traced.programs.program import twin
-from corp_deploy.traced.programs.recording import stacked
+from corp_deploy.traced.programs.program import copy_module
+from corp_deploy.traced.programs.recording import track_modules
 from corp_deploy.traced.programs.sizes import sizes_key
 from ground.ports import Port
 
@@ -37,7 +37,7 @@ class SiteCosts:
 
     currency: Currency
     now: Mapping[str, int]
-    layers: Layers
+    layers: LayerCosts
     biases: Mapping[str, int]
 
     def of(self, site: Site, width: Width) -> int:
@@ -158,9 +158,11 @@ def count(model: nn.Module, ports: Sequence[Port]) -> MacCounts:
     """
     as_inputs = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
     with torch.inference_mode(False), torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
-        counted = twin(model, lambda each: each.detach().to("meta", as_inputs.get(each.dtype, each.dtype))).eval()
+        counted = copy_module(
+            model, lambda each: each.detach().to("meta", as_inputs.get(each.dtype, each.dtype))
+        ).eval()
         inputs = [torch.empty(1, *port.shape, dtype=getattr(torch, port.dtype), device="meta") for port in ports]
-        with stacked(counted) as running, _Counting(running) as counting:
+        with track_modules(counted) as running, _Counting(running) as counting:
             out = counted(*inputs)
         chain = max(counting.chain_to.get(leaf, 0) for leaf in _tensors(out))
     shapes = tuple(tuple(leaf.shape[1:]) for leaf in _tensors(out))

@@ -12,10 +12,10 @@ from torch import nn
 from calib.inputs import Inputs
 from calib.products import PartialTokenWeights, TokenWeights
 from corp_deploy.spec.architecture import Architecture
-from corp_deploy.spec.outputs import Outputs
+from corp_deploy.spec.outputs import NamedOutputs
 from corp_deploy.spec.trusted_code import FAMILY
-from corp_deploy.traced.models.array_inputs import ArraySpec, batch_of_ports
-from corp_deploy.traced.models.module import TracedModule, device, traced_state
+from corp_deploy.traced.models.array_inputs import ArraySpec, build_plain_batch
+from corp_deploy.traced.models.module import TracedModule, device_of, traced_state
 from corp_deploy.traced.models.sites import Sites
 from ground.errors import BadInput
 from ground.ports import Port
@@ -79,7 +79,7 @@ def input_ports(model: nn.Module) -> tuple[Port, ...]:
     return traced_model.input_spec(model).ports
 
 
-def outputs_of(model: nn.Module) -> Outputs | None:
+def outputs_of(model: nn.Module) -> NamedOutputs | None:
     """The names of a model's outputs, None for one that gives its own."""
     return traced_model.facts_of(model).named
 
@@ -91,7 +91,7 @@ def gives_patches(model: nn.Module) -> bool:
     return outputs_of(model) is None and traced_model.classes(model) == 0
 
 
-def with_outputs(model: nn.Module, outputs: Outputs | None) -> nn.Module:
+def with_outputs(model: nn.Module, outputs: NamedOutputs | None) -> nn.Module:
     """A copy of a dense model of any family that gives these outputs, itself for None. Raises BadInput for what it
     hasn't.
     """
@@ -116,7 +116,7 @@ def token_weights(model: nn.Module) -> TokenWeights:
 def example_of(model: nn.Module) -> Inputs:
     """One input of zeros, as the model takes it and where it is; masks of ones, so that something is there."""
     ports = input_ports(model)
-    tensors = batch_of_ports(ports, 1, device(model))
+    tensors = build_plain_batch(ports, 1, device_of(model))
     return {port.name: each for port, each in zip(ports, tensors, strict=True)} if len(ports) > 1 else tensors[0]
 
 

@@ -13,12 +13,12 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
 
-from corp_deploy.traced.models.array_inputs import random_batch
+from corp_deploy.traced.models.array_inputs import build_random_batch
 from corp_deploy.traced.models.module import facts_of, traced_state, tracing
 from corp_deploy.traced.models.pairs import TracedPairs
 from corp_deploy.traced.models.sites import Site
 from corp_deploy.traced.models.values import TracedValues
-from corp_deploy.traced.programs.readers import vocabularies
+from corp_deploy.traced.programs.readers import vocabulary_sizes
 from ground.errors import BadInput
 
 from .family import sites_of
@@ -232,7 +232,7 @@ def _scaled(model: nn.Module, changes: Mapping[str, Any]) -> dict[str, Tensor]:
 def _require_same(model: nn.Module, theirs: nn.Module) -> None:
     own = tracing(model)
     ports = facts_of(model).spec.ports
-    inputs = random_batch(ports, vocabularies(own.program), _INPUTS, torch.device("cpu"))
+    inputs = build_random_batch(ports, vocabulary_sizes(own.program), _INPUTS, torch.device("cpu"))
     parameters = [str(theirs.main_input_name), *(port.name for port in ports[1:])]
     with torch.inference_mode():
         expected: Any = model.cpu()(*inputs)

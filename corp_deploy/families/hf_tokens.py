@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from corp_deploy.spec.outputs import Output, Outputs
+from corp_deploy.spec.outputs import NamedOutput, NamedOutputs
 from corp_deploy.traced.models.module import TracedModule, facts_of, traced_module, traced_state
 from ground.errors import BadInput
 
@@ -48,7 +48,7 @@ class _Tower:
         named = {name.rpartition(".")[2]: each for name, each in self.base.named_modules() if ".layer" not in name}
         return next((named[name] for name in _NORMS if name in named), None)
 
-    def tensor(self, output: Output, x_BNC: Tensor) -> Tensor:
+    def tensor(self, output: NamedOutput, x_BNC: Tensor) -> Tensor:
         """Return what an output has of tokens."""
         front = len(self.kinds)
         if output.part == "tokens":
@@ -60,7 +60,7 @@ class _Tower:
         first, count = self.kinds.index(kind), self.kinds.count(kind)
         return x_BNC[:, first] if kind == "class" else x_BNC[:, first : first + count]
 
-    def refusal(self, output: Output) -> str:
+    def refusal(self, output: NamedOutput) -> str:
         """Return why the model hasn't an output, or nothing."""
         if output.part is None:
             ours = "logits" if self.own == "logits" else "pooled"
@@ -74,7 +74,7 @@ class _Tower:
         return "the model has no norm of tokens behind its last layer" if is_normed and self.norm is None else ""
 
 
-def _place(output: Output) -> int:
+def _place(output: NamedOutput) -> int:
     return int(output.layer.rpartition(".")[2])
 
 
@@ -96,7 +96,7 @@ def _tower(model: nn.Module) -> _Tower:
     return _Tower(base, tuple(kinds), (sides[0] // patches[0], sides[1] // patches[1]), own)
 
 
-def with_named_tokens(model: TracedModule, outputs: Outputs) -> TracedModule:
+def with_named_tokens(model: TracedModule, outputs: NamedOutputs) -> TracedModule:
     """Return a copy of a dense vision model of transformers that gives these outputs: its own, tokens of its last
     hidden state, and tokens behind its layers. Raises BadInput for what it hasn't got.
     """

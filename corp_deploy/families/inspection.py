@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from calib.inputs import Inputs, input_count, run_model
 from corp_deploy.spec.merging import MergingRecord, tokens_after
 from corp_deploy.traced.models.module import parameters, tracing
-from corp_deploy.traced.models.offered import names_of, sites_of
+from corp_deploy.traced.models.offered import sites_by_name, sites_of
 from corp_deploy.traced.models.sites import Currency
-from corp_deploy.traced.models.token_merging import TokenMerge, alike, merges_in
+from corp_deploy.traced.models.token_merging import TokenMerge, find_merges, token_similarity
 
 from . import traced_model
 from .counting import counted
@@ -41,7 +41,7 @@ def traced_rows(model: nn.Module, macs: int) -> tuple[list[dict[str, Any]], list
     by_name = {site.name: site for site in offered.every}
     reasons = {refusal.name: refusal.reason for refusal in offered.refused}
     rows: list[dict[str, Any]] = []
-    named = {name: groups for name, groups in names_of(found).items() if name in by_name or name in reasons}
+    named = {name: groups for name, groups in sites_by_name(found).items() if name in by_name or name in reasons}
     for name, groups in named.items():
         words = by_name[name].describe() if name in by_name else f"{groups.kind} {groups.size}"
         own = {"parameters": found.shares.parameters.alone[groups.key], "macs": found.shares.macs.alone[groups.key]}
@@ -109,7 +109,7 @@ def fixed_shares(model: nn.Module, currency: Currency, whole: Mapping[str, str])
     """What stays, with the share of each and why, largest first: sites that can't be narrower, or are left `whole` for
     the reason told by their names, and the parts of the model that are no site.
     """
-    own, named = tracing(model), names_of(tracing(model))
+    own, named = tracing(model), sites_by_name(tracing(model))
     layers = own.shares.macs if currency == "macs" else own.shares.parameters
     reasons: dict[str, list[str]] = defaultdict(list)
     for name, reason in {**whole, **{each.name: each.reason for each in sites_of(model).refused}}.items():
@@ -151,7 +151,7 @@ def merging_record(model: nn.Module) -> MergingRecord | None:
         protected=protected,
         tokens=(len(kinds), *tokens_after(merging, len(kinds), protected)),
         macs=count.macs,
-        macs_of_merging=sum(map(count.within, merges_in(model))),
+        macs_of_merging=sum(map(count.within, find_merges(model))),
         macs_with_all_tokens=counted(traced_model.with_merging(model, None)).macs,
     )
 
@@ -190,7 +190,7 @@ def _of_merge(merge: TokenMerge, x_BNC: Tensor, compared: Tensor, sizes_BN: Tens
     """The lesser of the gap between the tokens that are merged and those kept, and, of each that is merged, the gap
     from its best match to the second best; as shares of the tokens' spread, or of cosines.
     """
-    count, alike_BAD = merge.count, alike(merge.metric, x_BNC, compared, sizes_BN, merge.protected)
+    count, alike_BAD = merge.count, token_similarity(merge.metric, x_BNC, compared, sizes_BN, merge.protected)
     if merge.metric in ("ward", "attended"):
         # The mean squared norm of the unprotected tokens about their mean, which distances and their rounding are of.
         free_BNC = x_BNC[:, merge.protected :].float()
@@ -227,7 +227,7 @@ def merge_margins(model: nn.Module, inputs: Inputs) -> Tensor | None:
         every.append(margins_of(merge, entering[0], entering[3], entering[1]))
 
     with ExitStack() as stack, torch.inference_mode():
-        for merge in merges_in(model).values():
+        for merge in find_merges(model).values():
             stack.callback(merge.register_forward_pre_hook(look).remove)
         run_model(model, inputs)
         if not every:

@@ -20,17 +20,17 @@ from corp_deploy.spec.architecture import Preprocessing
 from corp_deploy.traced.models.array_inputs import (
     WRITE,
     ArraySpec,
-    Calling,
+    CallOrder,
     InputSpec,
-    batch_of_ports,
-    listed,
-    outputs_of,
+    build_plain_batch,
     parameters_of,
-    ports_of,
+    ports_as_line,
+    read_outputs,
+    read_ports,
     takes_by_place,
 )
-from corp_deploy.traced.models.module import Facts, device
-from corp_deploy.traced.programs.program import twin
+from corp_deploy.traced.models.module import Facts, device_of
+from corp_deploy.traced.programs.program import copy_module
 from ground.errors import BadInput
 from ground.ports import Port, Role, image_port
 
@@ -62,7 +62,7 @@ def facts_of_module(model: nn.Module, preprocessing: Preprocessing) -> Facts:
     """
     declared = getattr(model, "inputs", None)
     if isinstance(declared, Mapping) and declared:
-        return facts_of_arrays(model, ports_of(model, declared))
+        return facts_of_arrays(model, read_ports(model, declared))
     return facts_of_images(model, None, preprocessing)
 
 
@@ -95,11 +95,12 @@ def facts_with(model: nn.Module, spec: InputSpec, parameters: Sequence[str], rol
     except Exception as error:
         _refuse_written_batch(model, spec.ports, parameters, error)
         raise BadInput(
-            f"{type(model).__name__} can't be run on {listed(spec.ports)}: {in_a_line(error)}. (a) Does it take that? "
+            f"{type(model).__name__} can't be run on {ports_as_line(spec.ports)}: {in_a_line(error)}. "
+            "(a) Does it take that? "
             f"If not, {WRITE}; (b) control flow that looks at values can't be traced: give a module without it; (c) of "
             "a fixed size say that one"
         ) from None
-    outputs, inputs = outputs_of(model, result, other, BATCHES), {port.name for port in spec.ports}
+    outputs, inputs = read_outputs(model, result, other, BATCHES), {port.name for port in spec.ports}
     if role is not None:
         if len(outputs) > 1:
             names = ", ".join(each.port.name for each in outputs)
@@ -116,7 +117,7 @@ def facts_with(model: nn.Module, spec: InputSpec, parameters: Sequence[str], rol
         classes=next((math.prod(each.shape[1:]) for each in outputs if each.port.role == "logits"), 0),
         calling=None
         if is_plain
-        else Calling(parameters=tuple(parameters), outputs=tuple(each.place for each in outputs)),
+        else CallOrder(parameters=tuple(parameters), outputs=tuple(each.place for each in outputs)),
     )
 
 
@@ -152,9 +153,9 @@ def _line_of(error: Exception) -> str:
 
 @torch.no_grad()
 def _run(model: nn.Module, ports: Sequence[Port], parameters: Sequence[str], count: int) -> Any:
-    own = twin(model)
+    own = copy_module(model)
     with _unlogged(), FakeTensorMode(allow_non_fake_inputs=True):
-        inputs = batch_of_ports(ports, count, device(model))
+        inputs = build_plain_batch(ports, count, device_of(model))
         try:
             return own(**dict(zip(parameters, inputs, strict=True))) if parameters else own(*inputs)
         except fake_tensor.DataDependentOutputException as error:

@@ -11,10 +11,10 @@ from torch import nn
 from corp_deploy.spec.architecture import Preprocessing
 from corp_deploy.traced.finding.site_groups import SiteGroups, Span
 from corp_deploy.traced.models.module import TracedModule, Tracing, traced_module, traced_state, tracing
-from corp_deploy.traced.models.offered import names_of, traced_sites
+from corp_deploy.traced.models.offered import sites_by_name, traced_sites
 from corp_deploy.traced.models.pairs import TracedPairs
 from corp_deploy.traced.models.sites import Sites
-from corp_deploy.traced.programs.attention_masks import factor
+from corp_deploy.traced.programs.attention_masks import score_factor
 from ground.errors import BadInput
 from ground.ports import Role
 
@@ -46,7 +46,7 @@ def with_named_sites(
         facts = facts_of_images(copied, inputs, preprocessing, role)
         traced = traced_module(copied, facts)
         own = tracing(traced)
-        found = _Found(traced, own, traced_sites(own), names_of(own))
+        found = _Found(traced, own, traced_sites(own), sites_by_name(own))
         chosen = {name for path, layers in mlps.items() for name in found.of_mlp(path, layers)}
         chosen |= {name for path, entry in attentions.items() for name in found.of_attention(path, entry)}
         traced_state(traced).facts = replace(facts, sites=tuple(sorted(chosen)))
@@ -136,7 +136,7 @@ def _is_written(groups: SiteGroups, kinds: Sequence[str], layers: Sequence[str])
 
 def _scale(site: TracedPairs) -> float | None:
     """By what queries, keys and their products are multiplied; None where that is no one number."""
-    by_product = factor(site.program, site.tracing.by_node[site.product])
+    by_product = score_factor(site.program, site.tracing.by_node[site.product])
     scales = [side.scale_HTD.flatten() for side in site.repair.sides if site.repair.mixing == "free"]
     if by_product is None or not scales or any(not torch.allclose(each, each[:1]) for each in scales):
         return None

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from corp_deploy.spec.outputs import Output, Outputs
+from corp_deploy.spec.outputs import NamedOutput, NamedOutputs
 from corp_deploy.traced.models.module import TracedModule, is_librarys, traced_module, traced_state
-from corp_deploy.traced.programs.program import without_memory
+from corp_deploy.traced.programs.program import copy_to_meta
 from ground.errors import BadInput
 from ground.ports import OutputPort
 
@@ -45,7 +45,7 @@ class _Stream:
         places_BPC = tokens_from_map(self.map_BCHW)
         return places_BPC if self.front_BFC is None else torch.cat((self.front_BFC, places_BPC), dim=1)
 
-    def part(self, output: Output, kinds: Sequence[str]) -> Tensor:
+    def part(self, output: NamedOutput, kinds: Sequence[str]) -> Tensor:
         """What an output has of it; `kinds`: of the tokens in front."""
         if output.part == "tokens":
             return self.tokens_BNC
@@ -59,7 +59,7 @@ class _Stream:
 
 
 def _named_tensors(
-    model: Any, images: Tensor, numbers: Mapping[Output, int | None], kinds: Sequence[str]
+    model: Any, images: Tensor, numbers: Mapping[NamedOutput, int | None], kinds: Sequence[str]
 ) -> Tensor | tuple[Tensor, ...]:
     """One output bare, several as a tuple, each of the stream of a number: None for the head's own, -1 for what the
     head reads. `kinds`: of tokens in front.
@@ -100,7 +100,7 @@ def _last_stream(features: Tensor, like_BCHW: Tensor) -> _Stream:
     return _Stream(None, features.permute(0, 3, 1, 2) if is_last else features)
 
 
-def with_named_maps(model: TracedModule, outputs: Outputs) -> TracedModule:
+def with_named_maps(model: TracedModule, outputs: NamedOutputs) -> TracedModule:
     """A copy of a dense model that gives these outputs: its head's, and tokens and maps behind its layers,
     `block1_class`, `stage1_map`, or by timm's numbers, `feature1_map`; `stage1` for the map's places as tokens
     [B,HW,C]. Raises BadInput for what it hasn't got.
@@ -149,7 +149,7 @@ class _Layers:
 
 def _layers(model: nn.Module) -> _Layers:
     """Raises BadInput where timm takes no maps."""
-    running, (height, width) = without_memory(model), timm_library.configured_size(model)
+    running, (height, width) = copy_to_meta(model), timm_library.configured_size(model)
     images = torch.empty(2, timm_library.channels(model), height, width, device="meta")
     try:
         info: Any = running.feature_info
@@ -175,7 +175,7 @@ def _layers(model: nn.Module) -> _Layers:
     )
 
 
-def _number(output: Output, layers: _Layers) -> int | None:
+def _number(output: NamedOutput, layers: _Layers) -> int | None:
     """Of a stream, None of the head's output. Raises BadInput for what the model hasn't."""
     number, reason = None, ""
     if output.part is not None:
@@ -193,7 +193,7 @@ def _number(output: Output, layers: _Layers) -> int | None:
     return number
 
 
-def _refusal(output: Output, number: int | None, layers: _Layers) -> str:
+def _refusal(output: NamedOutput, number: int | None, layers: _Layers) -> str:
     if number is None:
         every = dict.fromkeys((*_names(layers.names), *(f"feature{place}" for place in range(len(layers.names)))))
         return f"the model has no such layer; it has {', '.join(every)}"

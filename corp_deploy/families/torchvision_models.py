@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from corp_deploy.spec.architecture import OF_TORCHVISION, Architecture, Preprocessing
-from corp_deploy.traced.models.module import counts_of_batches, refuse_larger, traced_module
+from corp_deploy.traced.models.module import batch_counters, refuse_larger, traced_module
 from ground.errors import BadInput
 
 from .module_facts import facts_of_images
@@ -131,4 +131,4 @@ def own_state(architecture: Architecture, model: nn.Module, state: Mapping[str, 
     """Weights under the names of today's torchvision, without what only training runs."""
     beside = _OF_TRAINING.get(architecture.name.removeprefix(PREFIX), ())
     renamed = {_OLD.sub(r"\1\2", name): each for name, each in state.items() if not name.startswith(beside or ("\0",))}
-    return {**counts_of_batches(model), **renamed}
+    return {**batch_counters(model), **renamed}

@@ -16,26 +16,39 @@ from calib.inputs import Inputs, tensors_by_name
 from corp_deploy.spec.architecture import Architecture
 from corp_deploy.spec.merging import Merging
 from corp_deploy.spec.widths import HeadGeometry
-from corp_deploy.traced.finding.attentions import blocks_of
+from corp_deploy.traced.finding.attentions import find_blocks
 from corp_deploy.traced.models.array_inputs import is_mask
 from corp_deploy.traced.models.mergeable import Mergeable
 from corp_deploy.traced.models.module import classes as classes
 from corp_deploy.traced.models.module import facts_of as facts_of
 from corp_deploy.traced.models.module import input_spec as input_spec
-from corp_deploy.traced.models.module import is_librarys, merging_module, replaced, traced_module, traced_state
+from corp_deploy.traced.models.module import (
+    is_librarys,
+    merging_module,
+    replace_submodules,
+    traced_module,
+    traced_state,
+)
 from corp_deploy.traced.models.module import output_ports as output_ports
 from corp_deploy.traced.models.module import tracing as tracing
-from corp_deploy.traced.models.narrowed_model import narrowed
+from corp_deploy.traced.models.narrowed_model import narrow_model
 from corp_deploy.traced.models.offered import sites_by_segment
 from corp_deploy.traced.models.offered import sites_of as sites_of
 from corp_deploy.traced.models.segments import Layout, ProgramSegment, TokenRows, layout_of
 from corp_deploy.traced.models.sites import Site
 from corp_deploy.traced.models.steps import Merge, OutputStep, SegmentStep, Step, StreamState, Unmerge
-from corp_deploy.traced.narrowing.whole_removal import filled_
+from corp_deploy.traced.narrowing.whole_removal import fill_empty_readers_
 from corp_deploy.traced.programs.attention_masks import SDPA, SOFTMAX
-from corp_deploy.traced.programs.exported import has_uneven, made_on_, padded, spelled_out_, tree, with_one_type_
+from corp_deploy.traced.programs.exported import (
+    build_module_tree,
+    has_heads_to_pad,
+    pad_uneven_heads,
+    set_device_,
+    spell_out_causal_attentions_,
+    unify_types_,
+)
 from corp_deploy.traced.programs.program import operation
-from corp_deploy.traced.programs.readers import Layer, as_module, layers, vocabularies, without_biases_
+from corp_deploy.traced.programs.readers import Layer, layer_as_module, layers, remove_biases_, vocabulary_sizes
 from ground.errors import BadInput
 
 from . import timm_library
@@ -68,7 +81,7 @@ def listened(model: nn.Module) -> nn.Module:
 
 def known_numbers(model: nn.Module) -> dict[str, int]:
     """Of inputs that are looked up in tables, by their ports, how many rows there are."""
-    return vocabularies(tracing(model).program)
+    return vocabulary_sizes(tracing(model).program)
 
 
 def token_weights(model: nn.Module, inputs: Inputs) -> Tensor | None:
@@ -82,7 +95,7 @@ def layers_of(model: nn.Module, site: Site) -> dict[str, Layer]:
     own = tracing(model)
     touched = {span.name for span in (*site.groups.writers, *site.groups.readers)}
     return {
-        layer.name: as_module(own.program, replace(layer, bias="") if layer.bias in own.added else layer)
+        layer.name: layer_as_module(own.program, replace(layer, bias="") if layer.bias in own.added else layer)
         for layer in layers(own.program)
         if layer.weight in touched and isinstance(own.program.tensor(layer.weight), nn.Parameter)
     }
@@ -174,7 +187,7 @@ def token_kinds(model: nn.Module) -> tuple[str, ...]:
 
 def depth(model: nn.Module) -> int:
     """Sums that add attentions to a stream, else sites."""
-    found = blocks_of(tracing(model).program)
+    found = find_blocks(tracing(model).program)
     return len(sites_of(model).every) if isinstance(found, str) else len(found)
 
 
@@ -199,7 +212,7 @@ def merging_refusal(model: nn.Module) -> str:
 def with_merging(model: nn.Module, merging: Merging | None) -> nn.Module:
     """A copy in eval mode whose program merges tokens so, or none. Raises BadInput where it can't."""
     if merging is None and merging_of(model) is None:
-        return replaced(model, {}).eval()
+        return replace_submodules(model, {}).eval()
     if merging is not None and (reason := merging_refusal(model)):
         raise BadInput(f"token merging: {reason}; leave --merge-tokens out")
     named = facts_of(model).named
@@ -210,7 +223,7 @@ def with_merging(model: nn.Module, merging: Merging | None) -> nn.Module:
                 "merge instead"
             )
         merging = replace(merging, unmerged=merging.unmerged or (named.has_patches and merging.how == "merge"))
-    program = replaced(model if traced_state(model).cut is not None else narrowed(model, {}, {}), {})
+    program = replace_submodules(model if traced_state(model).cut is not None else narrow_model(model, {}, {}), {})
     return merging_module(program, merging).eval().requires_grad_(False)
 
 
@@ -221,7 +234,7 @@ def counted_form(model: nn.Module) -> nn.Module:
     graph = _program(model)
     if graph is None:
         return model
-    made_on_(graph, torch.device("meta"))
+    set_device_(graph, torch.device("meta"))
     for module in graph.modules():
         vars(module).update({name: each.to("meta") for name, each in vars(module).items() if isinstance(each, Tensor)})
     return graph
@@ -237,14 +250,14 @@ def _program(model: nn.Module, *, is_padded: bool = False, is_exported: bool = F
     has_attention = any(operation(node) in (SDPA, *SOFTMAX) for node in program.nodes)
     if is_own and not (program.folded and has_attention):
         return None
-    graph = copy.deepcopy(padded(program) if is_padded else program.graph)
-    without_biases_(graph, tracing(model).added)
+    graph = copy.deepcopy(pad_uneven_heads(program) if is_padded else program.graph)
+    remove_biases_(graph, tracing(model).added)
     return graph
 
 
 def has_uneven_heads(model: nn.Module) -> bool:
     """Whether queries and keys are of another width than values anywhere."""
-    return has_uneven(tracing(model).running)
+    return has_heads_to_pad(tracing(model).running)
 
 
 def exportable(model: nn.Module, *, geometry: HeadGeometry | None = None) -> nn.Module:
@@ -255,11 +268,11 @@ def exportable(model: nn.Module, *, geometry: HeadGeometry | None = None) -> nn.
     state = traced_state(model)
     graph = _program(model, is_padded=state.cut is not None and geometry != "ragged", is_exported=True)
     if graph is None:
-        return replaced(model, {}).eval().requires_grad_(False)
-    spelled_out_(graph)
-    filled_(graph)
-    with_one_type_(graph)
-    return tree(graph, graph.graph).requires_grad_(False)
+        return replace_submodules(model, {}).eval().requires_grad_(False)
+    spell_out_causal_attentions_(graph)
+    fill_empty_readers_(graph)
+    unify_types_(graph)
+    return build_module_tree(graph, graph.graph).requires_grad_(False)
 
 
 def extra_files(model: nn.Module) -> Mapping[str, str]:

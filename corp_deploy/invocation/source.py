@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from corp_deploy.spec.architecture import CROP_MODES, INTERPOLATIONS, Preprocessing
-from corp_deploy.spec.outputs import EXAMPLE, Outputs, outputs_from_text
+from corp_deploy.spec.outputs import EXAMPLE, NamedOutputs, outputs_from_text
 from ground.quantity import DEVIATION, MEAN, SHARE_KEPT, quoted
 from ground.records import record_from_text
 
@@ -78,9 +78,9 @@ class ModelSource(Record, heading="Model"):
         _ = self.named_outputs
 
     @property
-    def named_outputs(self) -> Outputs | None:
+    def named_outputs(self) -> NamedOutputs | None:
         """What the model gives by name, None for its own output. Raises BadInput for names that are none."""
-        return None if self.outputs is None else Outputs(tuple(self.outputs))
+        return None if self.outputs is None else NamedOutputs(tuple(self.outputs))
 
     @property
     def preprocessing(self) -> Preprocessing:

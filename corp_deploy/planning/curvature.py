@@ -21,8 +21,8 @@ from corp_deploy.families import traced_model
 from corp_deploy.families.family import answers, steps_to_outputs
 from corp_deploy.families.traced_model import tracing
 from corp_deploy.traced.models.steps import SegmentStep, StreamState
-from corp_deploy.traced.programs.program import Program, batch_of
-from corp_deploy.traced.programs.readers import LINEAR, Called, every_layer
+from corp_deploy.traced.programs.program import Program, batch_axis_of
+from corp_deploy.traced.programs.readers import LINEAR, CalledLayer, every_layer
 
 DIRECTIONS = 3
 _LEAST_ENERGY = 1e-30
@@ -114,9 +114,9 @@ Change = Mapping[str, Tensor]
 class _Moved(fx.Interpreter):
     """A program with zeros added to what some layers give, by which its outputs can be differentiated."""
 
-    def __init__(self, program: Program, layers: Mapping[fx.Node, Called]) -> None:
+    def __init__(self, program: Program, layers: Mapping[fx.Node, CalledLayer]) -> None:
         super().__init__(program.graph)
-        self.layers, self.entering, self.zeros = layers, dict[Called, Tensor](), dict[Called, Tensor]()
+        self.layers, self.entering, self.zeros = layers, dict[CalledLayer, Tensor](), dict[CalledLayer, Tensor]()
 
     def run_node(self, n: fx.Node) -> Any:
         out = super().run_node(n)
@@ -128,7 +128,7 @@ class _Moved(fx.Interpreter):
         return out + self.zeros[layer]
 
 
-def _tangents(model: nn.Module, inputs: Inputs, weights: Collection[str]) -> Iterator[Tangent[Called]]:
+def _tangents(model: nn.Module, inputs: Inputs, weights: Collection[str]) -> Iterator[Tangent[CalledLayer]]:
     """Of pieces of the inputs, what each layer of these weights reads, and gradients by what it gives."""
     program, drawn = tracing(model).running, torch.Generator().manual_seed(0)
     layers = {layer.node: layer for layer in every_layer(program) if layer.weight in weights}
@@ -141,7 +141,7 @@ def _tangents(model: nn.Module, inputs: Inputs, weights: Collection[str]) -> Ite
             yield tangent
 
 
-def _moved_by(tangent: Tangent[Called], layer: Called, change: Change) -> Tensor | None:
+def _moved_by(tangent: Tangent[CalledLayer], layer: CalledLayer, change: Change) -> Tensor | None:
     """Return by how much a change of this layer moves the outputs in each direction: of each image [V,B], or of all
     together [V,1] if the program doesn't tell the images apart there.
     """
@@ -152,7 +152,7 @@ def _moved_by(tangent: Tangent[Called], layer: Called, change: Change) -> Tensor
     assert callable(node.target), node
     d_X: Tensor = node.target(x, weight.to(x), None if bias is None else bias.to(x), *node.args[3:])
     by_element = tangent.gradients[layer] * d_X
-    batch = batch_of(node)
+    batch = batch_axis_of(node)
     if batch is None:
         return by_element.flatten(1).double().sum(dim=1, keepdim=True)
     return torch.stack([batch.in_front(each).flatten(1).double().sum(dim=1) for each in by_element])

@@ -22,7 +22,7 @@ from corp_deploy.reduction.kinds import kind_of
 from corp_deploy.reduction.method import Method
 from corp_deploy.reduction.moments import site_moments
 from corp_deploy.spec.widths import Width, is_empty
-from corp_deploy.traced.models.module import device
+from corp_deploy.traced.models.module import device_of
 from corp_deploy.traced.models.sites import Currency, Site
 from ground.errors import BadInput
 
@@ -82,7 +82,7 @@ def site_metrics(model: nn.Module, method: Method, inputs: Inputs) -> dict[str, 
 
 def eliminations(model: nn.Module, moments: Moments, method: Method) -> dict[str, Elimination]:
     """Every order of removal; made once, it serves every width of a sweep or a budget."""
-    where, sites = device(model), _chosen_by_order(model, method)
+    where, sites = device_of(model), _chosen_by_order(model, method)
 
     def at_site(site: Site) -> Elimination | None:
         return kind_of(site).elimination(site, site_moments(site, moments, where), method)
@@ -141,7 +141,7 @@ def site_curves(probe: Probe) -> SiteCurves:
             "a budget follows the error curves of preset best (obs, affine and lowrank); expected --preset best, with "
             "no other --select, --repair and --qk"
         )
-    sites, where = _chosen(model, method), device(model)
+    sites, where = _chosen(model, method), device_of(model)
 
     def curve_at(site: Site) -> ErrorCurve:
         kind, cached = kind_of(site), probe.eliminations.get(site.name)

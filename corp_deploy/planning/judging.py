@@ -18,7 +18,7 @@ from corp_deploy.invocation.budget_choice import BudgetChoice, Measure
 from corp_deploy.invocation.values import InMemory
 from corp_deploy.store.input_sets import inputs_for_model
 from corp_deploy.store.labels import labels_for
-from corp_deploy.traced.models.module import device
+from corp_deploy.traced.models.module import device_of
 from ground.errors import BadInput
 from ground.ports import OutputPort, Role
 from perf.parity.labels import predicted_classes
@@ -31,7 +31,7 @@ Answer = NDArray[np.float32]
 
 def outputs(model: nn.Module, batches: Iterable[Inputs]) -> tuple[Answer, ...]:
     """Each output [N, ...] of all inputs."""
-    where = device(model)
+    where = device_of(model)
     with torch.inference_mode():
         rows = [
             [output.float().cpu().numpy() for output in as_tuple(run_model(model, to_device(batch, where)))]

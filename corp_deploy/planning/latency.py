@@ -24,7 +24,7 @@ from corp_deploy.reduction.kinds import kind_of
 from corp_deploy.reduction.method import Method
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.input_sets import model_digest
-from corp_deploy.traced.models.parts import STREAM, part_of, tokens_that_enter
+from corp_deploy.traced.models.parts import STREAM, build_part, tokens_that_enter
 from corp_deploy.traced.models.token_merging import TokenMerge
 from export.graph.to_onnx import onnx_from_model, save_onnx
 from ground.errors import BadInput
@@ -102,16 +102,16 @@ class Grids:
         shapes, names = dict[str, str](), dict[str, str]()
         for site in sites_of(self.model).every:
             if len(kind_of(site).offers(site, self.method)) > 1:
-                outline = part_of(self.model, site, site.width).cost_signature
+                outline = build_part(self.model, site, site.width).cost_signature
                 shapes[site.name] = names.setdefault(outline, f"{site.cost_signature}, as in {site.name}")
         return shapes
 
     def of_site(self, name: str, site: str, tokens: int, *, points: int = POINTS) -> Grid:
         own = sites_of(self.model).by_name[site]
-        part = part_of(self.model, own, own.width, tokens)
+        part = build_part(self.model, own, own.width, tokens)
 
         def open_width(size: int) -> ModuleRunner | OnnxRunner:
-            module = part_of(self.model, own, size, tokens).module
+            module = build_part(self.model, own, size, tokens).module
             return _runner(module, part.inputs, part.outputs, self.where, self.scratch)
 
         return Grid(

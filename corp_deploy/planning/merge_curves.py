@@ -20,7 +20,7 @@ from calib.sites import evaluating
 from corp_deploy.families import traced_model
 from corp_deploy.spec.merging import Merging, most_merged
 from corp_deploy.traced.models.steps import Merge, SegmentStep, Unmerge
-from corp_deploy.traced.models.token_merging import TokenMerge, Tokens, sources_of, unmerged
+from corp_deploy.traced.models.token_merging import TokenMerge, Tokens, sources_of, unmerge_tokens
 
 from .curvature import Tangent, tangents
 
@@ -70,7 +70,7 @@ def _lost(place: MergePlace, tangent: Tangent[str], amounts: Sequence[int]) -> l
         merge = TokenMerge(count=amount - merged, protected=place.protected, how="merge")
         tokens, merged = Tokens(*merge(*tokens, tokens.x)), amount
         assert tokens.sources is not None, place
-        lost.append(tangent.energy_of_change(place.before, unmerged(tokens.x, tokens.sources) - x_BNC))
+        lost.append(tangent.energy_of_change(place.before, unmerge_tokens(tokens.x, tokens.sources) - x_BNC))
     return lost
 
 

@@ -27,7 +27,7 @@ from corp_deploy.reduction.method import Method
 from corp_deploy.reduction.model import reduce, reduced_site
 from corp_deploy.spec.merging import Merging
 from corp_deploy.spec.widths import Width, Widths
-from corp_deploy.traced.models.module import device
+from corp_deploy.traced.models.module import device_of
 from corp_deploy.traced.programs.program import Program
 from corp_deploy.traced.programs.sizes import changes_in_place
 
@@ -193,7 +193,7 @@ class Probe:
         return effects | dict(zip(changes, moved, strict=True))
 
     def _reduced(self, trials: Sequence[Trial]) -> dict[Trial, TracedReduced]:
-        method, where = replace(self._ragged, mlp_swaps=False), device(self.model)
+        method, where = replace(self._ragged, mlp_swaps=False), device_of(self.model)
         sites = sites_of(self.model).by_name
 
         def at_site(trial: Trial) -> TracedReduced:

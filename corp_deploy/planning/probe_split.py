@@ -16,7 +16,7 @@ from corp_deploy.reduction.calibrate import as_taken, calibrate
 from corp_deploy.reduction.moments import merging_note
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.input_sets import merging_of_moments
-from corp_deploy.traced.models.module import device
+from corp_deploy.traced.models.module import device_of
 
 IMAGES = 32
 IN_LOOP = 96
@@ -69,7 +69,7 @@ def _as_calibrated(dense: Checkpoint, moments: Moments) -> Checkpoint:
 
 def _left(dense: Checkpoint, moments: Moments, chosen: InputSet) -> Moments:
     """The moments without these images, and their half without those of them that are in it."""
-    where, half = device(dense.model), moments.half
+    where, half = device_of(dense.model), moments.half
     in_half = torch.zeros(chosen.count, dtype=torch.bool) if half is None else torch.isin(chosen.ids, half.image_ids)
     left = moments
     with torch.inference_mode(False), torch.no_grad():
@@ -109,7 +109,7 @@ def few_of(dense: Checkpoint, images: InputSet, most: int = FEW) -> Inputs:
     """At most so many of these, evenly; a FEW are enough for means over all their tokens."""
     spread = images.subset(_spread(images.count, most))
     (inputs,) = spread.batches(spread.count)
-    return to_device(inputs, device(dense.model))
+    return to_device(inputs, device_of(dense.model))
 
 
 def _spread(count: int, most: int) -> list[int]:

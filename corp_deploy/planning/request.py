@@ -24,7 +24,7 @@ from corp_deploy.polish.options import PolishOptions
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import Method
 from corp_deploy.reduction.model import Reduction
-from corp_deploy.spec.merging import Merging, capped, schedule_from_text
+from corp_deploy.spec.merging import Merging, cap_schedule, schedule_from_text
 from corp_deploy.spec.widths import Widths, is_empty
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.class_names import CLASS_NAMES
@@ -101,7 +101,7 @@ def merging_from_choice(choice: MergedStatistics, model: nn.Module) -> Merging |
     kinds = traced_model.token_kinds(model)
     schedule = schedule_from_text(text, traced_model.depth(model))
     if "," not in text:
-        schedule = capped(schedule, choice.merge_how, len(kinds), len(kinds) - kinds.count("patch"))
+        schedule = cap_schedule(schedule, choice.merge_how, len(kinds), len(kinds) - kinds.count("patch"))
     return merging_of_schedule(choice, schedule)
 
 

@@ -22,7 +22,7 @@ from corp_deploy.families.traced_model import tracing
 from corp_deploy.spec.merging import most_merged
 from corp_deploy.traced.models.mergeable import Mergeable
 from corp_deploy.traced.models.parts import macs_at_tokens
-from corp_deploy.traced.models.token_merging import TokenMerge, Tokens, merges_in
+from corp_deploy.traced.models.token_merging import TokenMerge, Tokens, find_merges
 from perf.bench.latency_table import LatencyTable
 
 from .merge_curves import Array, MergeCurves, merge_places
@@ -122,7 +122,7 @@ class MergeAlone(nn.Module):
 def merges_of(model: nn.Module) -> dict[str, tuple[TokenMerge, int]]:
     """Every merge of the model by name, with the tokens that enter it."""
     tokens, merges = len(traced_model.token_kinds(model)), {}
-    for name, merge in merges_in(model).items():
+    for name, merge in find_merges(model).items():
         merges[name] = merge, tokens
         tokens -= merge.count
     return merges

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from calib.inputs import InputSet, to_device
 from corp_deploy.families import traced_model
 from corp_deploy.reduction.streams import mean_of_sources
-from corp_deploy.traced.models.module import device
+from corp_deploy.traced.models.module import device_of
 from corp_deploy.traced.models.token_merging import Tokens
 from ground.errors import BadInput
 
@@ -89,7 +89,7 @@ def held_out_error(dense: nn.Module, reduced: nn.Module, inputs: InputSet, *, re
     """
     total, count = 0.0, 0
     for batch in inputs.batches(AT_ONCE):
-        here = to_device(batch, device(dense))
+        here = to_device(batch, device_of(dense))
         x_BNC, weights_BN = traced_model.embedded(dense, here), traced_model.token_weights(dense, here)
         exact, found = (last_stream(model, x_BNC, weights_BN) for model in (dense, reduced))
         error = relative_square(joined_answers(reduced, found, here), joined_answers(dense, exact, here))

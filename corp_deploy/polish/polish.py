@@ -17,7 +17,7 @@ from corp_deploy.families.family import sites_of
 from corp_deploy.reduction.read_tokens import Reads, tokens_to_fit
 from corp_deploy.spec.widths import is_empty
 from corp_deploy.store.input_sets import model_digest
-from corp_deploy.traced.models.module import device, replaced
+from corp_deploy.traced.models.module import device_of, replace_submodules
 from corp_deploy.traced.models.sites import TracedStream
 from corp_deploy.traced.models.steps import SegmentStep
 
@@ -152,7 +152,7 @@ def _fit_layers_(
     on_progress: Callable[[PolishProgress], None] | None,
 ) -> tuple[PartReport, ...]:
     """Fit each reduced sublayer in place, in order; those that an earlier attempt finished are taken from its file."""
-    state, steps = PolishState() if file is None else file.load(device(model)), fitted_steps(dense, model)
+    state, steps = PolishState() if file is None else file.load(device_of(model)), fitted_steps(dense, model)
     reports = list[PartReport]()
 
     def fit(block: BlockSteps, pairs: Sequence[StreamPair]) -> None:
@@ -207,8 +207,8 @@ def polished(
     dense = dense if traced_model.merging_of(dense) is None else traced_model.with_merging(dense, None)
     reads_all = tokens_to_fit(reduced, reads) is None
     with torch.inference_mode(False), torch.no_grad(), evaluating(dense):
-        model = replaced(reduced, {}).eval()
-        where = device(model)
+        model = replace_submodules(reduced, {}).eval()
+        where = device_of(model)
         before = held_out_error(dense, model, inputs.held_out, reads_all=reads_all)
         file = None if state is None else _state_file(state, dense, model, inputs, options)
         with matmul_precision("high") if where.type == "cuda" else nullcontext():
@@ -221,5 +221,5 @@ def polished(
         error=min(before, after),
         parts=parts,
     )
-    best = model if after < before else replaced(reduced, {})
+    best = model if after < before else replace_submodules(reduced, {})
     return Polished(model=best.eval().requires_grad_(False), report=report)

@@ -20,15 +20,15 @@ from corp_deploy.families.family import sites_of
 from corp_deploy.families.traced_model import tracing
 from corp_deploy.reduction.layer_targets import rows_of
 from corp_deploy.reduction.stream_walk import Values, run
-from corp_deploy.traced.finding.cuts import needed
+from corp_deploy.traced.finding.cuts import required_nodes
 from corp_deploy.traced.models.module import Tracing
 from corp_deploy.traced.models.segments import ProgramSegment, TokenRows
 from corp_deploy.traced.models.sites import Site, TracedStream
 from corp_deploy.traced.models.steps import SegmentStep
 from corp_deploy.traced.programs.attention_masks import unread_queries
-from corp_deploy.traced.programs.folding import is_mean
+from corp_deploy.traced.programs.folding import is_mean_weight
 from corp_deploy.traced.programs.program import Program
-from corp_deploy.traced.programs.readers import LINEAR, Called, as_module, layers
+from corp_deploy.traced.programs.readers import LINEAR, CalledLayer, layer_as_module, layers
 
 from .matrices import Matrix
 from .newton import LayerGroup, Sublayer, counts
@@ -52,13 +52,13 @@ def segment_sublayer(model: nn.Module, step: SegmentStep) -> Sublayer:
     program, segment = own.running, next(each for each in own.segments if each.name == step.name)
     inside = [by_name[name] for name in step.sites if name in by_name]
     touched = {name for site in inside if not isinstance(site, TracedStream) for name in _touched(site)}
-    nodes = needed(program, segment.before, [segment.after], beside=segment.beside)
-    together = dict[tuple[fx.Node, bool], list[Called]]()
+    nodes = required_nodes(program, segment.before, [segment.after], beside=segment.beside)
+    together = dict[tuple[fx.Node, bool], list[CalledLayer]]()
     for layer in layers(program):
         if layer.weight not in touched or layer.node not in nodes or len(own.uses[layer.weight]) > 1:
             continue
         weight = program.tensor(layer.weight)
-        is_own = isinstance(weight, nn.Parameter) and not is_mean(layer.weight)
+        is_own = isinstance(weight, nn.Parameter) and not is_mean_weight(layer.weight)
         if is_own and weight.numel() > 0 and _is_linear(program, layer):
             together.setdefault((layer.node.all_input_nodes[0], layer.bias in own.added), []).append(layer)
     read, groups = _read(own, segment, step.module), list[LayerGroup]()
@@ -66,8 +66,8 @@ def segment_sublayer(model: nn.Module, step: SegmentStep) -> Sublayer:
         way = _Way(
             program=program, nodes=tuple(nodes), segment=segment, read_X=read, step=step.module, called=tuple(called)
         )
-        alone = [Called(node=each.node, weight=each.weight, bias="") if is_biasless else each for each in called]
-        matrices = (Matrix(name=each.name, layer=as_module(program, each)) for each in alone)
+        alone = [CalledLayer(node=each.node, weight=each.weight, bias="") if is_biasless else each for each in called]
+        matrices = (Matrix(name=each.name, layer=layer_as_module(program, each)) for each in alone)
         look = partial(_lacking, way, is_biasless)
         groups.append(LayerGroup(matrices=tuple(matrices), linearised=partial(_Linearised, look)))
     return Sublayer(step=step, read=read, groups=tuple(groups))
@@ -77,11 +77,11 @@ def _touched(site: Site) -> set[str]:
     return {span.name for span in (*site.groups.writers, *site.groups.readers)}
 
 
-def _is_linear(program: Program, layer: Called) -> bool:
+def _is_linear(program: Program, layer: CalledLayer) -> bool:
     """Of every place for itself."""
     if layer.node.target is LINEAR:
         return True
-    module = as_module(program, layer)
+    module = layer_as_module(program, layer)
     assert isinstance(module, nn.Conv2d), layer
     return module.kernel_size == module.stride == (1, 1) and module.padding == (0, 0)
 
@@ -104,7 +104,7 @@ class _Way:
     segment: ProgramSegment
     read_X: Tensor | None
     step: TokenRows
-    called: tuple[Called, ...]
+    called: tuple[CalledLayer, ...]
 
     def values(self, x_BNC: Tensor, weights_BN: Tensor | None) -> Values:
         """Of a stream that enters the segment."""

@@ -14,7 +14,7 @@ from calib.inputs import Inputs, InputSet, to_device
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import answers
 from corp_deploy.reduction.streams import mean_of_sources
-from corp_deploy.traced.models.module import device
+from corp_deploy.traced.models.module import device_of
 from corp_deploy.traced.models.steps import SegmentStep, Step, StreamState
 from corp_deploy.traced.models.token_merging import Tokens
 
@@ -87,7 +87,7 @@ def pairs_of(dense: nn.Module, fitted: InputSet, held_out: InputSet) -> list[Str
     pairs = list[StreamPair]()
     for inputs, is_held_out in ((fitted, False), (held_out, True)):
         for batch in inputs.batches(AT_ONCE):
-            here = to_device(batch, device(dense))
+            here = to_device(batch, device_of(dense))
             x_BMC, weights_BM = traced_model.embedded(dense, here), traced_model.token_weights(dense, here)
             pairs.append(StreamPair(x_BMC, weights_BM, StreamState.of(x_BMC, weights_BM), is_held_out))
     return pairs

@@ -41,7 +41,7 @@ from corp_deploy.spec.widths import aligned_widths
 from corp_deploy.store.checkpoint import Checkpoint, on_device
 from corp_deploy.store.input_sets import lineage_for_moments
 from corp_deploy.store.library_model import refuse_other_weights
-from corp_deploy.traced.models.module import device as device_of
+from corp_deploy.traced.models.module import device_of as device_of
 from corp_deploy.traced.models.pairs import TracedPairs
 from corp_deploy.traced.models.sites import TracedConvolutions, TracedStream, calibration_taps
 from ground.errors import BadInput

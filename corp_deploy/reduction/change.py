@@ -17,7 +17,7 @@ from corp_deploy.algebra.ridges import RidgeChoice
 from corp_deploy.traced.finding.site_groups import Index
 from corp_deploy.traced.models.pairs import Side
 from corp_deploy.traced.programs.program import Program
-from corp_deploy.traced.programs.readers import Called
+from corp_deploy.traced.programs.readers import CalledLayer
 
 from .reader_stats import ReaderStats
 from .report import HeldOut, SiteReport
@@ -79,7 +79,7 @@ class Mapped:
 
 
 def mapped_layer(
-    program: Program, rows: Called | Side, of_both: Mapping[str, Tensor], added_HR: Tensor | None = None
+    program: Program, rows: CalledLayer | Side, of_both: Mapping[str, Tensor], added_HR: Tensor | None = None
 ) -> tuple[Mapped, Mapped]:
     """The weight and the bias of a layer, whose rows are mixed alike; `added_HR`: to the biases."""
     weight, bias = (program.tensor(name).detach().double() for name in (rows.weight, rows.bias))

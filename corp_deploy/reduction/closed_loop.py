@@ -18,15 +18,15 @@ from calib.moments import Moments
 from calib.sites import evaluating
 from corp_deploy.families.traced_model import token_weights, tracing
 from corp_deploy.spec.widths import Widths
-from corp_deploy.traced.finding.cuts import without_values
-from corp_deploy.traced.models.module import Tracing, device
-from corp_deploy.traced.models.narrowed_model import narrowed, provable
-from corp_deploy.traced.models.offered import names_of, traced_sites
+from corp_deploy.traced.finding.cuts import input_free_nodes
+from corp_deploy.traced.models.module import Tracing, device_of
+from corp_deploy.traced.models.narrowed_model import narrow_model, prove_kept
+from corp_deploy.traced.models.offered import sites_by_name, traced_sites
 from corp_deploy.traced.models.pairs import TracedPairs
 from corp_deploy.traced.models.sites import Site
 from corp_deploy.traced.models.values import TracedValues
-from corp_deploy.traced.programs.folding import is_mean
-from corp_deploy.traced.programs.readers import Called, layers
+from corp_deploy.traced.programs.folding import is_mean_weight
+from corp_deploy.traced.programs.readers import CalledLayer, layers
 from ground.errors import BadInput
 
 from .change import TracedReduced, left_of, tensors_of
@@ -80,8 +80,10 @@ def reduce_traced(
     half_ids = _half_ids(images, loop)
     every_one = None if loop is None else loop.held_out_every
     weights = partial(token_weights, model)
-    pieces = pieces_of(images, device(model), batch_size, weights=weights, half_ids=half_ids, held_out_every=every_one)
-    read = {} if loop is None or counts_all(model, loop.reads) else places_read(dense, device(model))
+    pieces = pieces_of(
+        images, device_of(model), batch_size, weights=weights, half_ids=half_ids, held_out_every=every_one
+    )
+    read = {} if loop is None or counts_all(model, loop.reads) else places_read(dense, device_of(model))
     making = _Making(
         student=student,
         method=method,
@@ -139,7 +141,7 @@ class _Making:
     new: dict[str, TracedReduced] = field(default_factory=dict)
     reports: list[SiteReport] = field(default_factory=list)
     finished: set[fx.Node] = field(default_factory=set)
-    called: dict[str, list[Called]] = field(default_factory=dict)
+    called: dict[str, list[CalledLayer]] = field(default_factory=dict)
     steps: list[Step] = field(init=False)
     constants: set[fx.Node] = field(init=False)
     order: dict[str, int] = field(init=False)
@@ -149,8 +151,10 @@ class _Making:
         for layer in layers(program, in_groups=True):
             self.called.setdefault(layer.weight, []).append(layer)
         # What is divided by a mean must stay far from zero: those are told of what is kept alone, and never fitted.
-        self.finished |= {layer.node for weight, every in self.called.items() if is_mean(weight) for layer in every}
-        self.constants = without_values(program)
+        self.finished |= {
+            layer.node for weight, every in self.called.items() if is_mean_weight(weight) for layer in every
+        }
+        self.constants = input_free_nodes(program)
         self.order = {node.name: place for place, node in enumerate(program.nodes)}
         self.steps = steps_of(self.student.tracing, traced_sites(self.student.tracing), self.widths, self.method)
 
@@ -165,7 +169,7 @@ class _Making:
                 on_progress(len(self.new), len(self.new) + len(self.steps))
         segment.advance_(self.pieces, with_dense=self.loop is not None)
 
-    def _readers(self, site: Site) -> list[Called]:
+    def _readers(self, site: Site) -> list[CalledLayer]:
         """Layers that are fitted behind a site, in order of the program."""
         if isinstance(site, TracedPairs):
             return [layer for every in self.called.values() for layer in every if layer.node.name == site.behind]
@@ -176,7 +180,7 @@ class _Making:
         """`later`: layers that are fitted when further sites are reduced."""
         loop, site, readers = self.loop, step.site, self._readers(step.site)
         alignment = self._align(segment, (site, *step.beside)) if loop is not None and loop.align_inputs else None
-        targets: dict[Called, Target | None] = dict.fromkeys(readers)
+        targets: dict[CalledLayer, Target | None] = dict.fromkeys(readers)
         if loop is not None:
             for layer in readers:
                 targets[layer] = replace(target_of(layer.node, self.constants), read_P=self._read(segment, layer))
@@ -186,11 +190,11 @@ class _Making:
         self.student.set_(tensors_of({site.name: new}))
         # With heads gone already, dimensions of those left go.
         self.new[site.name] = replace(new, beside=self.new[site.name].beside) if site.name in self.new else new
-        keys = names_of(self.student.tracing)
+        keys = sites_by_name(self.student.tracing)
         self.student.keep_({keys[name].key: groups for name, groups in left_of(self.new).items()})
         fits = []
         for layer in readers if loop is not None else ():
-            if layer.node in later or is_mean(layer.weight):
+            if layer.node in later or is_mean_weight(layer.weight):
                 continue
             if not sums or len(readers) > 1 or new.mapped:  # what it reads is other than when it was summed
                 fits.append(self._fit(layer, layer_sums(segment, self.pieces, {layer: targets[layer]})[layer]))
@@ -201,10 +205,10 @@ class _Making:
         reports = [replace(first, alignment=alignment), *rest]
         self.reports += [*reports[:-1], replace(reports[-1], loop=fits[0] if fits else None)]
 
-    def _read(self, segment: Segment, layer: Called) -> Tensor | None:
+    def _read(self, segment: Segment, layer: CalledLayer) -> Tensor | None:
         return segment.read_of(layer.node, self.read.get(layer.node))
 
-    def _reduced(self, segment: Segment, step: Step, sums: Mapping[Called, LayerSums]) -> TracedReduced:
+    def _reduced(self, segment: Segment, step: Step, sums: Mapping[CalledLayer, LayerSums]) -> TracedReduced:
         site, where = step.site, self.student.where
         if isinstance(site, TracedValues) and site.name in self.new:
             site = site.of_heads(self.new[site.name].kept_K)
@@ -246,16 +250,16 @@ class _Making:
             self.finished.add(layer.node)
         return fits[0] if fits else None
 
-    def _fit(self, layer: Called, sums: LayerSums, was: Grouped | None = None) -> LoopFit:
+    def _fit(self, layer: CalledLayer, sums: LayerSums, was: Grouped | None = None) -> LoopFit:
         assert self.loop is not None, layer
         return fit_(self.student, layer, sums, self.loop.strengths, was, both_ways=self.both_ways)
 
     def narrowed(self, model: nn.Module, dense: Tracing) -> nn.Module:
         """Raises BadInput for a site that differs from the dense program's when it is narrowed."""
-        kept, unreduced = provable(model, left_of({name: new for name, new in self.new.items() if new.is_narrower}))
+        kept, unreduced = prove_kept(model, left_of({name: new for name, new in self.new.items() if new.is_narrower}))
         if unreduced:
             name, reason = next(iter(unreduced.items()))
             raise BadInput(f"closed loop: {name} can't be narrowed, {reason}; reduce without --closed-loop")
         dtype = next(model.parameters()).dtype
         changed = self.student.changed(dense.program)
-        return narrowed(model, kept, {name: tensor.to(dtype) for name, tensor in changed.items()})
+        return narrow_model(model, kept, {name: tensor.to(dtype) for name, tensor in changed.items()})

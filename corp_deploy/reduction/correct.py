@@ -12,7 +12,7 @@ from torch import Tensor
 
 from corp_deploy.algebra.regression import Regression, RegressionSums, refit_toward
 from corp_deploy.traced.programs.program import Program
-from corp_deploy.traced.programs.readers import Called, groups_of
+from corp_deploy.traced.programs.readers import CalledLayer, group_count
 
 from .layer_sums import LayerSums
 from .report import LoopFit
@@ -88,14 +88,14 @@ Grouped: TypeAlias = tuple[Tensor, Tensor]
 """A weight [G,P,K] and a bias [G,P], float64."""
 
 
-def grouped(program: Program, layer: Called) -> Grouped:
+def grouped(program: Program, layer: CalledLayer) -> Grouped:
     """Those of a layer, copied."""
     weight, bias = program.tensor(layer.weight).double(), program.tensor(layer.bias).double()
-    groups = groups_of(layer.node)
+    groups = group_count(layer.node)
     return weight.reshape(groups, len(weight) // groups, -1).clone(), bias.reshape(groups, -1).clone()
 
 
-def _columns(student: Student, layer: Called, weight_GPK: Tensor) -> list[Tensor]:
+def _columns(student: Student, layer: CalledLayer, weight_GPK: Tensor) -> list[Tensor]:
     keep = next((keep for _, _, keep in student.masks.get(layer.node, ())), None)
     groups, _, columns = weight_GPK.shape
     if keep is None:
@@ -107,7 +107,7 @@ def _columns(student: Student, layer: Called, weight_GPK: Tensor) -> list[Tensor
 
 def fit_(
     student: Student,
-    layer: Called,
+    layer: CalledLayer,
     sums: LayerSums,
     strengths: Sequence[float],
     was: Grouped | None = None,

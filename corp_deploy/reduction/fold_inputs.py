@@ -14,8 +14,8 @@ from calib.moments import Moments
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.traced_model import token_weights, tracing
 from corp_deploy.spec.widths import Widths
-from corp_deploy.traced.finding.cuts import along, cuts, needed
-from corp_deploy.traced.models.module import Tracing, device
+from corp_deploy.traced.finding.cuts import find_cuts, required_nodes, side_inputs
+from corp_deploy.traced.models.module import Tracing, device_of
 from ground.effort import Stopwatch, measure_effort
 from ground.errors import BadInput
 
@@ -75,7 +75,7 @@ _Stretch = tuple[list[fx.Node], fx.Node | None, list[TracedFold]]
 def _stretches(own: Tracing, every: Iterable[TracedFold]) -> Iterator[_Stretch]:
     """As far as there are sites."""
     order, left = {node: place for place, node in enumerate(own.program.nodes)}, list(every)
-    for before, after in pairwise([None, *(cut.node for cut in cuts(own.analysis)), None]):
+    for before, after in pairwise([None, *(cut.node for cut in find_cuts(own.analysis)), None]):
         folds = [
             each
             for each in left
@@ -83,7 +83,11 @@ def _stretches(own: Tracing, every: Iterable[TracedFold]) -> Iterator[_Stretch]:
         ]
         left = [each for each in left if each not in folds]
         ends = [node for each in folds for node in each.units.region.around]
-        yield needed(own.program, before, [*ends, *([] if after is None or not left else [after])]), after, folds
+        yield (
+            required_nodes(own.program, before, [*ends, *([] if after is None or not left else [after])]),
+            after,
+            folds,
+        )
         if not left:
             return
 
@@ -93,9 +97,9 @@ def _show(model: nn.Module, shown: ShownInputs, own: Tracing, every: Collection[
     """Each input through the dense program, from cut to cut."""
     stretches, inputs = tuple(_stretches(own, every)), [node for node in own.program.nodes if node.op == "placeholder"]
     for batch, is_held in shown.batches():
-        here = to_device(batch, device(model))
+        here = to_device(batch, device_of(model))
         weights_BN, entering = token_weights(model, here), dict(zip(inputs, tensors_of_inputs(here), strict=True))
-        beside = {node: entering[node] for node in along(own.program)}
+        beside = {node: entering[node] for node in side_inputs(own.program)}
         for nodes, after, folds in stretches:
             values = run(own.program, nodes, entering)
             for fold in folds:
@@ -122,7 +126,7 @@ def merged_sites(
         )
     shown = ShownInputs.of(images, moments, held_out)
     few = f"what was merged was fitted and judged on {shown.fitted} of the {moments.images} calibration images"
-    own, where = tracing(model), device(model)
+    own, where = tracing(model), device_of(model)
     if own.merging is not None:
         raise BadInput("merged channels and heads are fitted to all tokens, and this model merges some; leave one away")
     sites = [site for site in sites_of(model).every if site.name in widths]

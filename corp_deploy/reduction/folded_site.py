@@ -26,7 +26,7 @@ from corp_deploy.traced.models.units import Units
 from corp_deploy.traced.models.values import TracedValues
 from corp_deploy.traced.narrowing.proof import Mask
 from corp_deploy.traced.programs.program import Program
-from corp_deploy.traced.programs.readers import with_tensors
+from corp_deploy.traced.programs.readers import replace_tensors
 from ground.errors import BadInput
 
 from .change import Change, Mapped, TracedReduced, site_report, tensors_of
@@ -191,7 +191,7 @@ def folded(site: Site, reads: tuple[ReaderStats, ...], method: Method, width: Wi
         site=site,
         units=units,
         kept_K=kept_K,
-        program=with_tensors(site.program, tensors),
+        program=replace_tensors(site.program, tensors),
         mapped=mapped,
         reads=tuple(_folded(read, units, map_KU, kept_K, recovery, method.ridge_rel) for read in reads),
     )

@@ -20,7 +20,7 @@ from calib.products import PassWeights, add_active_, kernel_for, pass_weights
 from calib.sites import PatchTaps, Role, listening_to_sites
 from corp_deploy.algebra.regression import Gram, RegressionSums
 from corp_deploy.traced.models.pairs import TracedPairs
-from corp_deploy.traced.programs.readers import Called, Layer, as_module
+from corp_deploy.traced.programs.readers import CalledLayer, Layer, layer_as_module
 
 from .layer_targets import Target, TargetResidual, rows_of
 from .stream_walk import Piece, Segment, Values
@@ -147,7 +147,13 @@ class LayerSums:
         return cls(fit=fit, held_out=held_out)
 
     def add(
-        self, layer: Called, x: Tensor, lacking: TargetResidual | None, weights_BN: Tensor | None, *, held_out: bool
+        self,
+        layer: CalledLayer,
+        x: Tensor,
+        lacking: TargetResidual | None,
+        weights_BN: Tensor | None,
+        *,
+        held_out: bool,
     ) -> None:
         (self.held_out if held_out else self.fit).add(x, lacking, weights_BN)
         if lacking is not None:
@@ -172,12 +178,12 @@ class LayerSums:
 
 
 def layer_sums(
-    segment: Segment, pieces: Sequence[Piece], targets: Mapping[Called, Target | None]
-) -> dict[Called, LayerSums]:
+    segment: Segment, pieces: Sequence[Piece], targets: Mapping[CalledLayer, Target | None]
+) -> dict[CalledLayer, LayerSums]:
     """Of several layers at once, by one run of the student and, where there are targets, one of the dense model."""
     program = segment.student.program
     sums = {
-        layer: LayerSums.of(as_module(program, layer), layer.name, is_fitted=target is not None)
+        layer: LayerSums.of(layer_as_module(program, layer), layer.name, is_fitted=target is not None)
         for layer, target in targets.items()
     }
     reading = {layer: layer.node.all_input_nodes[0] for layer in targets}

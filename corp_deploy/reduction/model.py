@@ -16,8 +16,8 @@ from calib.moments import Moments
 from corp_deploy.algebra.obs import Elimination
 from corp_deploy.families.family import sites_of
 from corp_deploy.spec.widths import Width, Widths
-from corp_deploy.traced.models.module import device, replaced
-from corp_deploy.traced.models.narrowed_model import narrowed, provable
+from corp_deploy.traced.models.module import device_of, replace_submodules
+from corp_deploy.traced.models.narrowed_model import narrow_model, prove_kept
 from corp_deploy.traced.models.sites import Site, Sites
 from ground.effort import Stopwatch, measure_effort
 
@@ -108,14 +108,14 @@ def _carried_out(
     rescaled on them.
     """
     if not new:
-        return replaced(model, {}).eval().requires_grad_(False), {}
+        return replace_submodules(model, {}).eval().requires_grad_(False), {}
     narrower = {name: each for name, each in new.items() if each.is_narrower}
-    kept, unreduced = provable(model, left_of(narrower))
+    kept, unreduced = prove_kept(model, left_of(narrower))
     tensors = tensors_of({name: each for name, each in narrower.items() if name in kept})
     if images is not None:
         tensors = rescaled(model, kept, tensors, images)
     dtype = next(model.parameters()).dtype
-    return narrowed(model, kept, {name: tensor.to(dtype) for name, tensor in tensors.items()}), unreduced
+    return narrow_model(model, kept, {name: tensor.to(dtype) for name, tensor in tensors.items()}), unreduced
 
 
 def reduce(
@@ -146,7 +146,7 @@ def reduce(
         require_apart(moments, held_out)
     shown = require_rescalable(model, without_held_out(images, held_out)) if method.rescales else None
     target_widths = uniform_widths(model, method) if widths is None else widths
-    sites, where = sites_of(model), device(model)
+    sites, where = sites_of(model), device_of(model)
     merged, few = merged_sites(model, target_widths, moments, method, images, held_out, watch)
     affected = [site for site in sites.every if site.name in target_widths]
 

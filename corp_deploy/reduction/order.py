@@ -11,7 +11,7 @@ import torch
 from corp_deploy.spec.widths import Widths
 from corp_deploy.traced.models.module import Tracing
 from corp_deploy.traced.models.narrowed_model import first_groups
-from corp_deploy.traced.models.offered import names_of
+from corp_deploy.traced.models.offered import sites_by_name
 from corp_deploy.traced.models.pairs import TracedPairs
 from corp_deploy.traced.models.sites import Site, Sites
 from corp_deploy.traced.models.values import TracedValues
@@ -69,7 +69,7 @@ def _heads_left(site: Site, method: Method) -> int:
 
 def irreducible_sites(dense: Tracing, sites: Sites, widths: Widths, method: Method) -> dict[str, str]:
     """Sites that no program can be written without groups of, with the reason, seen on the first ones of each part."""
-    named, first = names_of(dense), dict[str, TracedReduced]()
+    named, first = sites_by_name(dense), dict[str, TracedReduced]()
     for name, width in widths.items():
         site = sites.by_name[name]
         left = _heads_left(site, method)

@@ -16,7 +16,7 @@ from torch import nn
 
 from calib.moments import Moments
 from corp_deploy.families.family import sites_of
-from corp_deploy.traced.models.module import device
+from corp_deploy.traced.models.module import device_of
 from corp_deploy.traced.models.sites import Site
 
 from .kinds import kind_of
@@ -82,7 +82,7 @@ def overfitting(model: nn.Module, moments: Moments) -> Overfitting | None:
     if moments.half is None or not every:
         return None
     sites, groups = every[:: max(1, len(every) // LOOKED_AT)], len(moments.group_ids.unique())
-    fitted, held_out = zip(*(_at(site, moments, width, device(model)) for site, width in sites), strict=True)
+    fitted, held_out = zip(*(_at(site, moments, width, device_of(model)) for site, width in sites), strict=True)
     return from_splits(fmean(fitted), fmean(held_out), groups=groups, weights=fmean(width for _, width in sites))
 
 

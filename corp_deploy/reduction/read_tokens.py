@@ -13,11 +13,11 @@ from torch import Tensor, fx, nn
 from calib.sites import evaluating
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import answers, example_of, gives_patches, steps_to_outputs
-from corp_deploy.traced.finding.cuts import cuts, needed, outputs_behind
+from corp_deploy.traced.finding.cuts import find_cuts, outputs_after, required_nodes
 from corp_deploy.traced.models.module import Tracing
-from corp_deploy.traced.models.segments import layout_of, without_padding
+from corp_deploy.traced.models.segments import build_full_masks, layout_of
 from corp_deploy.traced.models.steps import StreamState
-from corp_deploy.traced.programs.program import IN_FRONT, Program, batch_of, sizes_at_one
+from corp_deploy.traced.programs.program import IN_FRONT, Program, batch_axis_of, sizes_at_one
 from corp_deploy.traced.programs.readers import LINEAR, layers
 
 from .stream_walk import run
@@ -82,9 +82,11 @@ def tokens_to_fit(model: nn.Module, reads: Reads | None = None) -> Tensor | None
 def places_read(dense: Tracing, where: torch.device) -> dict[fx.Node, Tensor]:
     """Of linear layers of which some places [P] alone are read, which; those behind the first cut are looked at."""
     program, read = dense.program, dict[fx.Node, Tensor]()
-    linear = [each.node for each in layers(program) if each.node.target is LINEAR and batch_of(each.node) == IN_FRONT]
+    linear = [
+        each.node for each in layers(program) if each.node.target is LINEAR and batch_axis_of(each.node) == IN_FRONT
+    ]
     (entering, *_) = [node for node in program.nodes if node.op == "placeholder"]
-    for cut in reversed(cuts(dense.analysis, beside_outputs=True)):
+    for cut in reversed(find_cuts(dense.analysis, beside_outputs=True)):
         layout = layout_of(cut.node, sizes_at_one(entering)[1:])
         like_1NC = layout.rows(torch.empty(1, *layout.sizes, device=where))
         with torch.inference_mode(False), torch.enable_grad():
@@ -104,8 +106,10 @@ def _gradients(
     program: Program, cut: fx.Node, stream_BNC: Tensor, x: Tensor, nodes: list[fx.Node]
 ) -> list[Tensor | None]:
     """Of the outputs by a stream, which is `x` at a cut, and by what each of these nodes gives."""
-    outputs = outputs_behind(program, cut)
-    values = run(program, needed(program, cut, outputs), {cut: x, **without_padding(program, len(x), x.device)})
+    outputs = outputs_after(program, cut)
+    values = run(
+        program, required_nodes(program, cut, outputs), {cut: x, **build_full_masks(program, len(x), x.device)}
+    )
     terms = [drawn(each) for node in outputs if (each := values[node]).requires_grad]
     own = [values[node] if node in values and values[node].requires_grad else None for node in nodes]
     inputs = [stream_BNC, *(each for each in own if each is not None)]

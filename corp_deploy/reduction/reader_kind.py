@@ -15,7 +15,7 @@ from calib.moments import Moments
 from corp_deploy.algebra.obs import Elimination
 from corp_deploy.spec.widths import aligned_width, aligned_widths, finer_step, narrow_step, stepped_width
 from corp_deploy.traced.models.sites import Site, TracedChannels
-from corp_deploy.traced.programs.folding import is_mean
+from corp_deploy.traced.programs.folding import is_mean_weight
 
 from .change import Change, TracedReduced
 from .choice import changed, elimination, error_of, mean_of_kept, ranked, swapped
@@ -143,9 +143,9 @@ class TracedKind(Generic[OfSite]):
         others = None if held_out is None else _judged(changes, kept_K, of_places(held_out))
         report = replace(self.report(site, method, changes, len(kept_K), others), ridge_fit=ridge)
         squeezes = [read for read in moments if read.reading.is_squeeze]
-        means = tuple(read for read in squeezes if is_mean(read.reading.weight))
+        means = tuple(read for read in squeezes if is_mean_weight(read.reading.weight))
         changes += tuple(Change(read=read, recovery=mean_of_kept(read, kept_K)) for read in means)
-        gated = tuple(read for read in squeezes if not is_mean(read.reading.weight))
+        gated = tuple(read for read in squeezes if not is_mean_weight(read.reading.weight))
         changes += tuple(map(_changer("none" if recovery == "none" else "affine", kept_K, method.ridge_rel), gated))
         return TracedReduced(reports=[report], kept_K=kept_K, changes=changes if width < site.width else ())
 

@@ -18,10 +18,10 @@ from corp_deploy.algebra.patches import rescaled_outputs
 from corp_deploy.families.family import CONVOLUTIONS, kinds_of
 from corp_deploy.families.traced_model import tracing
 from corp_deploy.traced.finding.site_groups import Index
-from corp_deploy.traced.models.module import Tracing, device
-from corp_deploy.traced.models.offered import names_of
+from corp_deploy.traced.models.module import Tracing, device_of
+from corp_deploy.traced.models.offered import sites_by_name
 from corp_deploy.traced.programs.program import Program
-from corp_deploy.traced.programs.readers import CONV2D, Called, every_layer
+from corp_deploy.traced.programs.readers import CONV2D, CalledLayer, every_layer
 from ground.errors import BadInput
 
 from .stream_walk import Piece, Segment, Student, Values, pieces_of, segments_of
@@ -52,7 +52,7 @@ class OutputSums:
         return (self._square_O / self._count - self.mean_O.square()).clamp_min(0.0)
 
 
-def convolutions(program: Program) -> Iterator[Called]:
+def convolutions(program: Program) -> Iterator[CalledLayer]:
     """In order of the program, but for those that are called several times."""
     every = [layer for layer in every_layer(program) if layer.node.target is CONV2D]
     calls = Counter(name for layer in every for name in (layer.weight, layer.bias))
@@ -75,7 +75,7 @@ def rescaled(
     already.
     """
     dense = tracing(model)
-    student, names = Student.of(dense), names_of(dense)
+    student, names = Student.of(dense), sites_by_name(dense)
     student.set_(tensors)
     student.keep_({names[name].key: groups for name, groups in kept.items()})
     rescale_(dense, student, images)
@@ -88,7 +88,7 @@ def rescale_(dense: Tracing, student: Student, images: InputSet, *, batch_size: 
     convolution takes a run from the cut in front of it, the dense model one of the whole. Of rows that are gone nobody
     hears what they become.
     """
-    where = device(dense.program.graph)
+    where = device_of(dense.program.graph)
     pieces = list(pieces_of(images, where, batch_size, weights=lambda _: None, half_ids=None, held_out_every=None))
     left = list(convolutions(dense.program))
     for segment in segments_of(dense, student):
@@ -102,8 +102,11 @@ def rescale_(dense: Tracing, student: Student, images: InputSet, *, batch_size: 
 
 
 def _sums(
-    segment: Segment, layers: Sequence[Called], pieces: Sequence[Piece], run: Callable[[Piece, list[fx.Node]], Values]
-) -> dict[Called, OutputSums]:
+    segment: Segment,
+    layers: Sequence[CalledLayer],
+    pieces: Sequence[Piece],
+    run: Callable[[Piece, list[fx.Node]], Values],
+) -> dict[CalledLayer, OutputSums]:
     """`run`: of the dense model or of the student."""
     weights = {layer: segment.dense.program.tensor(layer.weight) for layer in layers}
     sums = {layer: OutputSums(len(weight), weight.device) for layer, weight in weights.items()}
@@ -115,7 +118,7 @@ def _sums(
     return sums
 
 
-def _rescale_(student: Student, layer: Called, own: OutputSums, dense: OutputSums) -> None:
+def _rescale_(student: Student, layer: CalledLayer, own: OutputSums, dense: OutputSums) -> None:
     """To a mean and variance of each output, where it doesn't have them."""
     found, wanted = ((sums.mean_O, sums.variance_O) for sums in (own, dense))
     if not all(map(torch.equal, found, wanted)):

@@ -20,7 +20,7 @@ from calib.patch_sums import patches_of_map
 from corp_deploy.spec.sparsity import SparseKind, Sparsity, Target
 from corp_deploy.store.weight_fit import rows_of_weight
 from corp_deploy.traced.finding.site_groups import Kind, SiteGroups
-from corp_deploy.traced.models.layers import ProgramLayer, block_of
+from corp_deploy.traced.models.layers import ProgramLayer, input_block_of
 
 from .coverage import by_reason
 
@@ -121,7 +121,7 @@ def sparse_places_of_program(
         is_other = kind == "conv" and isinstance(layer, nn.Linear)
         if kind is not None and kind in kinds and not is_other:
             place = SparsePlace(name=each.name, path=each.path, kind=kind, layer=layer, uses=each.uses)
-            if isinstance(layer, nn.Linear) and (read := block_of(model, each.weight)) is not None:
+            if isinstance(layer, nn.Linear) and (read := input_block_of(model, each.weight)) is not None:
                 place = replace(place, site=read[0], block=read[1])
             yield place
 

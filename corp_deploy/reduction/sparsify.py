@@ -34,8 +34,14 @@ from corp_deploy.spec.sparsity import (
     Target,
 )
 from corp_deploy.traced.finding.site_groups import SiteGroups
-from corp_deploy.traced.models.layers import layered, relayered, reordered, scores, streams
-from corp_deploy.traced.models.module import device
+from corp_deploy.traced.models.layers import (
+    build_layered_model,
+    find_streams,
+    reorder_groups,
+    replace_layers,
+    stream_scores,
+)
+from corp_deploy.traced.models.module import device_of
 from corp_deploy.traced.models.token_merging import Tokens
 from ground.errors import BadInput
 
@@ -104,7 +110,7 @@ def pairs_of(
 ) -> Iterator[Pair]:
     """`weights` of tokens."""
     for batch in inputs.batches(batch_size):
-        here = to_device(batch, device(model))
+        here = to_device(batch, device_of(model))
         entering = tuple(tensors_by_name(here).values())
         yield Pair(entering, entering, len(entering[0]), weights(here))
 
@@ -209,14 +215,14 @@ def _chosen(
 
 def _streams_reordered(model: nn.Module, kinds: Mapping[SparseKind, Sparsity]) -> nn.Module:
     sizes = {sparsity.of for sparsity in kinds.values()}
-    for stream in streams(model):
-        score_C = scores(model, stream)
+    for stream in find_streams(model):
+        score_C = stream_scores(model, stream)
         if len(sizes) > 1 or len(score_C) % max(sizes):
             raise BadInput(
                 f"--sparse-permute stream: one order of {len(score_C)} channels can't serve groups of "
                 f"{' and '.join(map(str, sorted(sizes)))}; give --sparse-permute inside"
             )
-        model = reordered(model, stream, interleaved(score_C, next(iter(kinds.values()))))
+        model = reorder_groups(model, stream, interleaved(score_C, next(iter(kinds.values()))))
     return model
 
 
@@ -237,7 +243,7 @@ def sparsified(
     """
     if how.permute == "stream":
         reduced = _streams_reordered(reduced, how.kinds)
-    before, traced = layered(reduced)
+    before, traced = build_layered_model(reduced)
     own = copy.deepcopy(before)
     orders = list[tuple[SiteGroups, Tensor]]()
     every = list(sparse_places_of_program(reduced, own, traced, how.kinds))
@@ -273,7 +279,7 @@ def sparsified(
             f"--sparse {kinds}: no layer can be sparse ({why or 'the model has none of these kinds'}); leave it out"
         )
     report = SparsityReport(rule=how.rule, permute=how.permute, target=how.target, layers=tuple(listed))
-    new = relayered(reduced, {place.name: place.layer for place in places if place.name in reports}, traced)
+    new = replace_layers(reduced, {place.name: place.layer for place in places if place.name in reports}, traced)
     for site, order_G in orders:
-        new = reordered(new, site, order_G)
+        new = reorder_groups(new, site, order_G)
     return new.eval().requires_grad_(False), report

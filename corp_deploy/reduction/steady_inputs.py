@@ -3,7 +3,7 @@
 from torch import nn
 
 from calib.inputs import InputSet, tensors_by_name, to_device
-from corp_deploy.traced.models.module import TracedModule, device
+from corp_deploy.traced.models.module import TracedModule, device_of
 from corp_deploy.traced.models.narrowed_model import require_steady_model
 
 AT_ONCE, BATCHES = 2, 2
@@ -15,6 +15,6 @@ def require_steady_on(model: nn.Module, inputs: InputSet) -> None:
         return
     first = inputs.subset(range(min(inputs.count, AT_ONCE * BATCHES)))
     for batch in first.batches(AT_ONCE):
-        tensors = list(tensors_by_name(to_device(batch, device(model))).values())
+        tensors = list(tensors_by_name(to_device(batch, device_of(model))).values())
         if all(bool(each.isfinite().all()) for each in tensors):  # others are named with their file as they are read
             require_steady_model(model, tensors, called=f"the first {inputs.noun}")

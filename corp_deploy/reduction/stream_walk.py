@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, fx, nn
 
 from calib.inputs import Inputs, InputSet, tensors_by_name, to_device
-from corp_deploy.traced.finding.choice import Kept, gone
-from corp_deploy.traced.finding.cuts import along, cuts, needed
+from corp_deploy.traced.finding.choice import Kept, removed_labels
+from corp_deploy.traced.finding.cuts import find_cuts, required_nodes, side_inputs
 from corp_deploy.traced.models.mergeable import Mergeable
 from corp_deploy.traced.models.merged_program import MergedProgram
 from corp_deploy.traced.models.module import Tracing
-from corp_deploy.traced.narrowing.proof import Mask, masks, zeroed
-from corp_deploy.traced.programs.program import Program, number_of, operation
-from corp_deploy.traced.programs.readers import every_layer, with_tensors
+from corp_deploy.traced.narrowing.proof import Mask, removal_masks, zero_removed
+from corp_deploy.traced.programs.program import Program, number_at_one, operation
+from corp_deploy.traced.programs.readers import every_layer, replace_tensors
 from corp_deploy.traced.programs.sizes import changes_in_place
 from ground.errors import BadInput
 
@@ -45,7 +45,7 @@ def run(
         if node.op == "get_attr":
             values[node] = program.tensor(str(node.target))
         elif operation(node) == "sym_size" and node.args[0] not in values:
-            count = number_of(node)
+            count = number_at_one(node)
             assert count is not None, node
             values[node] = batch * count
         else:
@@ -70,7 +70,7 @@ def called(node: fx.Node, values: Values, module: nn.Module | None = None) -> An
 def _masked(values: Values, masks: Sequence[Mask]) -> Values:
     masked: Values = {}
     for source, axes, keep in masks:
-        masked[source] = zeroed((values | masked)[source], axes, keep)
+        masked[source] = zero_removed((values | masked)[source], axes, keep)
     return masked
 
 
@@ -158,7 +158,7 @@ class Student:
     def of(cls, dense: Tracing) -> Self:
         """The dense model itself, as yet."""
         owned = frozenset(name for layer in every_layer(dense.program) for name in (layer.weight, layer.bias))
-        program = with_tensors(dense.program, {name: dense.program.tensor(name).detach().clone() for name in owned})
+        program = replace_tensors(dense.program, {name: dense.program.tensor(name).detach().clone() for name in owned})
         tracing = replace(dense, program=program)
         vars(tracing).update(found=replace(dense.analysis, program=program), shares=dense.shares)
         gone, found, fewer = torch.zeros(dense.analysis.flow.groups.count, dtype=torch.bool), dense.mergeable, None
@@ -186,9 +186,9 @@ class Student:
     def keep_(self, kept: Kept) -> None:
         """These groups of sites alone."""
         found = self.tracing.analysis
-        self.gone |= gone(found, kept)
+        self.gone |= removed_labels(found, kept)
         self.is_changed = True
-        self.masks = masks(found, self.gone)
+        self.masks = removal_masks(found, self.gone)
 
     def changed(self, dense: Program) -> dict[str, Tensor]:
         """Its tensors that differ from the dense ones."""
@@ -208,7 +208,7 @@ class Segment:
 
     def up_to(self, ends: Collection[fx.Node]) -> list[fx.Node]:
         """What has to run for these nodes."""
-        return needed(self.dense.program, self.before, ends)
+        return required_nodes(self.dense.program, self.before, ends)
 
     def _entering(self, tensors: tuple[Tensor, ...]) -> dict[fx.Node, Tensor]:
         inputs = [node for node in self.dense.program.nodes if node.op == "placeholder"]
@@ -290,6 +290,6 @@ class Segment:
 
 def segments_of(dense: Tracing, student: Student) -> Iterator[Segment]:
     """From the inputs to the outputs, cut by cut."""
-    beside = along(dense.program)
-    for before, after in pairwise([None, *(cut.node for cut in cuts(dense.analysis, beside_outputs=True)), None]):
+    beside = side_inputs(dense.program)
+    for before, after in pairwise([None, *(cut.node for cut in find_cuts(dense.analysis, beside_outputs=True)), None]):
         yield Segment(dense=dense, student=student, before=before, after=after, beside=beside)

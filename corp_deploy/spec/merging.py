@@ -82,7 +82,7 @@ def tokens_after(merging: Merging, tokens: int, protected: int) -> tuple[int, ..
     return tuple(behind)
 
 
-def capped(schedule: tuple[int, ...], how: How, tokens: int, protected: int) -> tuple[int, ...]:
+def cap_schedule(schedule: tuple[int, ...], how: How, tokens: int, protected: int) -> tuple[int, ...]:
     """The same, with no more in a block than it can merge away."""
     fitting = []
     for count in schedule:
@@ -91,7 +91,7 @@ def capped(schedule: tuple[int, ...], how: How, tokens: int, protected: int) -> 
     return tuple(fitting)
 
 
-def grown(last: int, depth: int) -> tuple[int, ...]:
+def grow_schedule(last: int, depth: int) -> tuple[int, ...]:
     """A schedule that grows evenly from 0 in the first block to `last` in the last one."""
     return tuple(round(last * block / max(1, depth - 1)) for block in range(depth))
 
@@ -108,7 +108,7 @@ def schedule_from_text(text: str, depth: int) -> tuple[int, ...]:
     if number != text:
         if len(parts) > 1:
             raise BadInput(f"{quoted(text)}: grow takes one number, that of the last block: grow:36")
-        return grown(int(number), depth)
+        return grow_schedule(int(number), depth)
     return tuple(map(int, parts)) if len(parts) > 1 else (int(number),) * depth
 
 

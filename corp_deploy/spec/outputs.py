@@ -24,7 +24,7 @@ EXAMPLE = "class,patches,block8"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Output:
+class NamedOutput:
     """One output. `layer`: the path of the layer behind which it stands, `blocks.8`; empty for the last stream or,
     where `part` is None, the head.
     """
@@ -46,12 +46,12 @@ class Output:
         return OutputPort(name=self.name, role="embedding" if self.part == "class" else "feature map")
 
 
-def output_from_name(name: str) -> Output:
+def output_from_name(name: str) -> NamedOutput:
     """Raises BadInput for a name that is none."""
     if name in HEADS:
-        return Output(name=name, part=None)
+        return NamedOutput(name=name, part=None)
     if name in PARTS:
-        return Output(name=name, part=name)
+        return NamedOutput(name=name, part=name)
     match = _LAYER.fullmatch(name)
     if match is None:
         raise BadInput(
@@ -60,11 +60,11 @@ def output_from_name(name: str) -> Output:
         )
     word, number, part, norm = match.groups()
     of_layer: Part = next((each for each in PARTS if each == part), "patches")
-    return Output(name=name, part=of_layer, layer=f"{word}s.{number}", normed=norm is not None)
+    return NamedOutput(name=name, part=of_layer, layer=f"{word}s.{number}", normed=norm is not None)
 
 
 @dataclass(frozen=True, slots=True)
-class Outputs:
+class NamedOutputs:
     """What a model gives, in this order. Raises BadInput for a name that is none or stands there twice."""
 
     names: tuple[str, ...]
@@ -78,7 +78,7 @@ class Outputs:
         _ = self.every
 
     @property
-    def every(self) -> tuple[Output, ...]:
+    def every(self) -> tuple[NamedOutput, ...]:
         return tuple(output_from_name(name) for name in self.names)
 
     @property
@@ -91,6 +91,6 @@ class Outputs:
         return ", ".join(self.names)
 
 
-def outputs_from_text(text: str) -> Outputs:
+def outputs_from_text(text: str) -> NamedOutputs:
     """`class,patches,block8`. Raises BadInput for what is none."""
-    return Outputs(tuple(part.strip() for part in text.split(",")))
+    return NamedOutputs(tuple(part.strip() for part in text.split(",")))

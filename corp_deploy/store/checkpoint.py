@@ -21,9 +21,9 @@ from corp_deploy.families import traced_model
 from corp_deploy.families.family import dense_model, outputs_of, with_outputs
 from corp_deploy.families.shared_programs import share_program_
 from corp_deploy.spec.architecture import Architecture, Preprocessing
-from corp_deploy.traced.models.module import TracedModule, replaced
-from corp_deploy.traced.models.module import device as device_of
-from corp_deploy.traced.models.narrowed_model import as_recorded, program_record, sites_record
+from corp_deploy.traced.models.module import TracedModule, replace_submodules
+from corp_deploy.traced.models.module import device_of as device_of
+from corp_deploy.traced.models.narrowed_model import program_record, rebuild_narrowed, sites_record
 from corp_deploy.traced.programs.threads import one_thread
 from ground.errors import BadInput
 from ground.files import sha256_of_file, write_json
@@ -62,7 +62,7 @@ def on_device(checkpoint: Checkpoint, device: torch.device | str) -> Checkpoint:
     """The checkpoint with its model there: itself where it is there already, else with a copy of the model."""
     if device_of(checkpoint.model).type == torch.device(device).type:
         return checkpoint
-    return replace(checkpoint, model=replaced(checkpoint.model, {}).to(device))
+    return replace(checkpoint, model=replace_submodules(checkpoint.model, {}).to(device))
 
 
 @one_thread()
@@ -190,7 +190,7 @@ def load_checkpoint(directory: Path) -> Checkpoint:
     if config.program is not None:  # weights are not set yet
         assert isinstance(model, TracedModule), type(model)
         share_program_(model, architecture)
-        model = as_recorded(model, config.sizes, config.kept, asdict(config.program), where=where)
+        model = rebuild_narrowed(model, config.sizes, config.kept, asdict(config.program), where=where)
     if config.merging is not None:
         with _recorded_at(f"{where}: merging"):
             model = traced_model.with_merging(model, config.merging.merging)

@@ -12,7 +12,7 @@ from corp_deploy.families import decoder, decoder_config, hf_classes, timm_libra
 from corp_deploy.families.family import image_spec, outputs_of, with_outputs
 from corp_deploy.spec import trusted_code
 from corp_deploy.spec.architecture import Architecture, Preprocessing
-from corp_deploy.spec.outputs import Outputs
+from corp_deploy.spec.outputs import NamedOutputs
 from ground.errors import BadInput
 from ground.records import record_from_value
 
@@ -128,7 +128,7 @@ def load_dense(
     ema: bool | None = None,
     key: str | None = None,
     preprocessing: Preprocessing | None = None,
-    outputs: Outputs | None = None,
+    outputs: NamedOutputs | None = None,
 ) -> Checkpoint:
     """A model from a directory written by `save`, from a snapshot of one of timm's repositories, from a directory
     of transformers (`hf:DIR`), made by a function of a file (`module:PATH.py:FUNCTION`), or from a timm name with
@@ -168,7 +168,7 @@ def _architecture_of_transformers(
 
 
 def without_weights(
-    model: str, kwargs: Mapping[str, Any], preprocessing: Preprocessing, outputs: Outputs | None
+    model: str, kwargs: Mapping[str, Any], preprocessing: Preprocessing, outputs: NamedOutputs | None
 ) -> Checkpoint:
     """A model by name or configuration, without memory: to be looked at. Raises BadInput as `load_dense`."""
     if model.startswith(torchvision_models.PREFIX):

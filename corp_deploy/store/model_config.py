@@ -7,7 +7,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from corp_deploy.spec.merging import MOST_TOKENS, How, Merging, Metric
-from corp_deploy.spec.outputs import Outputs
+from corp_deploy.spec.outputs import NamedOutputs
 from ground.errors import BadInput
 from ground.records import Sha256, record_from_file
 
@@ -101,9 +101,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return {name: site.kept for name, site in self.sites.items() if site.kept is not UNSET}
 
     @property
-    def named_outputs(self) -> Outputs | None:
+    def named_outputs(self) -> NamedOutputs | None:
         """What the model gives by name, None for its own output."""
-        return None if self.outputs is None else Outputs(self.outputs)
+        return None if self.outputs is None else NamedOutputs(self.outputs)
 
     @property
     def architecture_line(self) -> str:

@@ -16,7 +16,7 @@ from corp_deploy.families.family import image_spec, input_ports
 from corp_deploy.families.plain_module import require_module
 from corp_deploy.families.timm_arguments import arguments_beside
 from corp_deploy.spec.architecture import Architecture, Preprocessing
-from corp_deploy.traced.models.array_inputs import ports_of
+from corp_deploy.traced.models.array_inputs import read_ports
 from corp_deploy.traced.models.module import notes_on_module
 from ground.errors import BadInput
 from ground.quantity import quoted
@@ -122,7 +122,7 @@ def _require_same(model: nn.Module, built: nn.Module) -> None:
 def _in_memory(model: nn.Module, input_args: Mapping[str, Any], preprocessing: Preprocessing) -> Checkpoint:
     """Any module, of which a directory loads beside the module alone."""
     if isinstance(declared := input_args.get("inputs"), Mapping):
-        input_args = {"inputs": [asdict(port) for port in ports_of(model, declared)]}
+        input_args = {"inputs": [asdict(port) for port in read_ports(model, declared)]}
     architecture = given_module.architecture_in_memory(model, input_args, preprocessing)
     try:
         with given_module.available_module(model):

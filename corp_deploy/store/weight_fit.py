@@ -13,7 +13,7 @@ from corp_deploy.families.timm_library import unused
 from corp_deploy.families.traced_model import adapted_state
 from corp_deploy.spec.architecture import Architecture
 from corp_deploy.spec.sparsity import sparsity_from_text
-from corp_deploy.traced.models.module import counts_of_batches
+from corp_deploy.traced.models.module import batch_counters
 from ground.errors import BadInput
 
 from .model_config import REMEDY
@@ -63,7 +63,7 @@ def require_fit(model: nn.Module, state: State, where: Path) -> None:
 
 def exactly_fitted(model: nn.Module, weights: Weights) -> State:
     """Return the weights of a file under the model's names. Raises BadInput where these are not all, or others."""
-    state = {**counts_of_batches(model), **weights.state}
+    state = {**batch_counters(model), **weights.state}
     if words := _Misfit(state, model.state_dict()).words:
         advice = "check that --model and --model-kwargs make the model whose weights these are"
         raise _refusal(weights, words, shown_by(weights.state) or advice)
@@ -80,7 +80,7 @@ def fitted(model: nn.Module, weights: Weights, architecture: Architecture) -> tu
 
     Raises BadInput, with the arguments that would fit where they can be told, or naming another library's format.
     """
-    expected, counts = model.state_dict(), counts_of_batches(model)
+    expected, counts = model.state_dict(), batch_counters(model)
     with_counts = {**counts, **weights.state}
     before = _Misfit(with_counts, expected).words
     if not before:

@@ -11,18 +11,18 @@ from functools import cache
 import torch
 from torch import Tensor, fx
 
-from corp_deploy.traced.programs.attention_masks import PRODUCTS, SDPA, scores_of, values_product
+from corp_deploy.traced.programs.attention_masks import PRODUCTS, SDPA, find_attention_output, scores_and_softmax
 from corp_deploy.traced.programs.program import (
     IN_FRONT,
     Program,
-    arguments_of,
-    batch_of,
+    batch_axis_of,
     module_of,
+    named_arguments,
     operation,
     sizes_at_one,
 )
 
-from .cuts import passed_by_all, ways_out, without_values
+from .cuts import find_bottlenecks, find_output_branches, input_free_nodes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -58,12 +58,15 @@ class Block:
         return int(sizes_at_one(self.added)[1])
 
 
-def blocks_of(program: Program) -> tuple[Block, ...] | str:
+def find_blocks(program: Program) -> tuple[Block, ...] | str:
     """In order of the program; or why its tokens are in no stream between attentions."""
-    attentions = tuple(attentions_of(program))
+    attentions = tuple(find_attentions(program))
     if not attentions:
         return "no attention of tokens is found in its program"
-    constants, passed = without_values(program), {node for node, _ in passed_by_all(program, ways_out(program))}
+    constants, passed = (
+        input_free_nodes(program),
+        {node for node, _ in find_bottlenecks(program, find_output_branches(program))},
+    )
     by_sum: dict[fx.Node, list[Attention]] = defaultdict(list)
     before: dict[fx.Node, fx.Node] = {}
     for each in attentions:
@@ -81,14 +84,16 @@ def blocks_of(program: Program) -> tuple[Block, ...] | str:
     )
 
 
-def attentions_of(program: Program) -> Iterator[Attention]:
+def find_attentions(program: Program) -> Iterator[Attention]:
     """Those of as many queries as keys."""
     for node in program.nodes:
-        output = values_product(node) if operation(node) in PRODUCTS else node if operation(node) == SDPA else None
+        output = (
+            find_attention_output(node) if operation(node) in PRODUCTS else node if operation(node) == SDPA else None
+        )
         if output is not None and len(node.all_input_nodes) > 1:
             queries, keys = (sizes_at_one(each) for each in node.all_input_nodes[:2])
             if queries[-2] == keys[-2 if output is node else -1]:
-                scores, _ = (output is not node and scores_of(node)) or (None, None)
+                scores, _ = (output is not node and scores_and_softmax(node)) or (None, None)
                 yield Attention(product=node, output=output, scores=scores)
 
 
@@ -100,15 +105,15 @@ def _added(program: Program, attention: Attention, constants: set[fx.Node]) -> t
         others = [each for each in node.all_input_nodes if each not in behind and each not in constants]
         if operation(node) in ("add", "add_") and others and len(node.all_input_nodes) == 2:
             sizes = sizes_at_one(node)
-            is_stream = len(sizes) == 3 and sizes[1] == tokens and batch_of(node) == IN_FRONT
+            is_stream = len(sizes) == 3 and sizes[1] == tokens and batch_axis_of(node) == IN_FRONT
             return (node, others[0]) if is_stream and sizes_at_one(others[0]) == sizes else None
         behind.add(node)
     return None
 
 
-def in_front(program: Program, stream: fx.Node) -> int | None:
+def count_leading_tokens(program: Program, stream: fx.Node) -> int | None:
     """Count the tokens in front that are the same for every image, as class tokens; None if some are elsewhere."""
-    constants = without_values(program)
+    constants = input_free_nodes(program)
 
     @cache
     def is_same(node: fx.Node, dim: int) -> Tensor:
@@ -116,7 +121,7 @@ def in_front(program: Program, stream: fx.Node) -> int | None:
         rank, size = len(sizes_at_one(node)), sizes_at_one(node)[dim]
         if node in constants or node.op != "call_function":
             return torch.full((size,), node in constants)
-        arguments = arguments_of(node)
+        arguments = named_arguments(node)
         if operation(node) == "cat" and arguments["dim"] % rank == dim:
             return torch.cat([is_same(each, dim) for each in arguments["tensors"]])
         if operation(node) == "slice" and arguments["dim"] == dim and arguments["step"] == 1:

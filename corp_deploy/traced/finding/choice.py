@@ -11,15 +11,15 @@ from torch import Tensor
 
 from ground.errors import BadInput
 
-from .flow import Flow, labels_of, stuck
+from .flow import Flow, find_stuck, site_labels
 from .site_groups import Index, SiteGroups
-from .sites import Found
+from .sites import FoundSites
 
 Kept = Mapping[str, Sequence[int] | Index]
 """Of sites by their keys the groups that are kept; a site that isn't named is kept whole."""
 
 
-def gone(analysis: Found, kept: Kept) -> Tensor:
+def removed_labels(analysis: FoundSites, kept: Kept) -> Tensor:
     """Return which labels go [labels]; where none is kept, their holders stay. Raises BadInput if that can't be."""
     flow, by_key = analysis.flow, {site.key: site for site in analysis.sites}
     goes, folded_to_constant = (torch.zeros(flow.groups.count, dtype=torch.bool) for _ in range(2))
@@ -29,7 +29,7 @@ def gone(analysis: Found, kept: Kept) -> Tensor:
         site = by_key[key]
         of_site = goes if len(groups) else folded_to_constant
         removed = np.setdiff1d(np.arange(site.size), _checked(site, groups))
-        of_site[labels_of(flow, site)[torch.from_numpy(removed)]] = True
+        of_site[site_labels(flow, site)[torch.from_numpy(removed)]] = True
     return _taken_along(flow, goes) | folded_to_constant
 
 
@@ -46,7 +46,7 @@ def _checked(site: SiteGroups, groups: Sequence[int] | Index) -> Index:
 
 def _taken_along(flow: Flow, goes: Tensor) -> Tensor:
     """Remove what holds nothing any more, as a head without dimensions. Raises BadInput where it can't go."""
-    stays, head_labels = stuck(flow), flow.held_groups()
+    stays, head_labels = find_stuck(flow), flow.held_groups()
     while True:
         lost, left = torch.zeros_like(goes), torch.zeros_like(goes)
         for outer, inner in head_labels:
@@ -70,7 +70,7 @@ Holders = Mapping[int, set[int]]
 """By label, what holds it."""
 
 
-def holders_of(flow: Flow) -> Holders:
+def holders_by_label(flow: Flow) -> Holders:
     holders = defaultdict[int, set[int]](set)
     for outer, inner in flow.held_groups():
         for one, other in zip(outer.tolist(), inner.tolist(), strict=True):
@@ -79,14 +79,14 @@ def holders_of(flow: Flow) -> Holders:
 
 
 def _of_groups(flow: Flow, holders: Holders, site: SiteGroups) -> list[set[int]]:
-    return [holders.get(label, set()) for label in labels_of(flow, site)[:, 0].tolist()]
+    return [holders.get(label, set()) for label in site_labels(flow, site)[:, 0].tolist()]
 
 
-def beside(analysis: Found, values: SiteGroups) -> dict[str, Index] | str:
+def find_head_groups(analysis: FoundSites, values: SiteGroups) -> dict[str, Index] | str:
     """Return by site which head of `values` each group belongs to, or why no head goes whole."""
     if values.part_G is None:
         return "it has a single head"
-    holders, part_of = holders_of(analysis.flow), defaultdict[int, set[int]](set)
+    holders, part_of = holders_by_label(analysis.flow), defaultdict[int, set[int]](set)
     for part, labels in zip(values.part_G.tolist(), _of_groups(analysis.flow, holders, values), strict=True):
         for label in labels:
             part_of[label].add(part)
@@ -100,13 +100,13 @@ def beside(analysis: Found, values: SiteGroups) -> dict[str, Index] | str:
     first = {values.key: np.flatnonzero(values.part_G > 0)}
     first |= {key: np.flatnonzero(of_part > 0) for key, of_part in others.items()}
     try:
-        gone(analysis, first)
+        removed_labels(analysis, first)
     except BadInput:
         return "what a head of it is made of can't go as a whole"
     return others
 
 
-def together(analysis: Found, kept: Kept) -> list[list[str]]:
+def jointly_narrowed(analysis: FoundSites, kept: Kept) -> list[list[str]]:
     """The keys of what is kept; those of which the same heads go are narrowed together or not at all."""
     units, labels_of_units = list[list[str]](), list[set[int]]()
     holders: Holders = {}
@@ -115,7 +115,7 @@ def together(analysis: Found, kept: Kept) -> list[list[str]]:
             continue
         labels = set[int]()
         if site.part_G is not None and len(np.unique(site.part_G[np.asarray(kept[site.key])])) < site.parts:
-            holders = holders or holders_of(analysis.flow)
+            holders = holders or holders_by_label(analysis.flow)
             labels = set[int]().union(*_of_groups(analysis.flow, holders, site))
         at = next((at for at, each in enumerate(labels_of_units) if each & labels), len(units))
         if at == len(units):

@@ -16,17 +16,17 @@ from torch.utils._pytree import tree_structure
 from corp_deploy.traced.programs.program import (
     IN_FRONT,
     Program,
-    batch_of,
+    batch_axis_of,
+    find_reachable,
     module_of,
-    number_of,
+    number_at_one,
     operation,
-    reached,
 )
 
-from .flow import labels_of
-from .labels import loses
-from .product import contracts, macs
-from .sites import Found
+from .flow import site_labels
+from .labels import loses_elements
+from .product import count_macs, is_contraction
+from .sites import FoundSites
 
 _SIZE = torch.ops.aten.sym_size.int
 
@@ -39,7 +39,7 @@ class Cut:
     name: str
 
 
-def cuts(analysis: Found, *, beside_outputs: bool = False, to_end: bool = False) -> tuple[Cut, ...]:
+def find_cuts(analysis: FoundSites, *, beside_outputs: bool = False, to_end: bool = False) -> tuple[Cut, ...]:
     """In order of the program, each the first behind a contraction, and one ahead; where no site but a stream removes
     elements. `beside_outputs`: outputs may be given in front of a cut, where nothing is contracted for them alone, and
     of several the last stream is one too. `to_end`: one behind the last contraction too.
@@ -49,26 +49,26 @@ def cuts(analysis: Found, *, beside_outputs: bool = False, to_end: bool = False)
     removable, names = torch.zeros(analysis.flow.groups.count, dtype=torch.bool), _names(analysis.program)
     for site in analysis.sites:
         if site.kind != "stream":
-            removable[labels_of(analysis.flow, site)] = True
-    out = ways_out(analysis.program) if beside_outputs else frozenset()
+            removable[site_labels(analysis.flow, site)] = True
+    out = find_output_branches(analysis.program) if beside_outputs else frozenset()
     chosen: list[Cut] = []
     is_due = False
-    for node, since in passed_by_all(analysis.program, out, along(analysis.program)):
-        is_due = is_due or any(map(contracts, since))
+    for node, since in find_bottlenecks(analysis.program, out, side_inputs(analysis.program)):
+        is_due = is_due or any(map(is_contraction, since))
         value = node.meta.get("val")
-        is_rows = isinstance(value, Tensor) and value.dim() > 1 and batch_of(node) == IN_FRONT
-        if is_due and is_rows and not loses(analysis.flow.values[node], removable):
+        is_rows = isinstance(value, Tensor) and value.dim() > 1 and batch_axis_of(node) == IN_FRONT
+        if is_due and is_rows and not loses_elements(analysis.flow.values[node], removable):
             chosen.append(Cut(node=node, name=names[node]))
             is_due = False
     is_at_end = bool(chosen) and not is_due and not out and not to_end
     return tuple(chosen[:-1] if is_at_end else chosen)
 
 
-def passed_by_all(
+def find_bottlenecks(
     program: Program, out: frozenset[tuple[fx.Node, fx.Node]] = frozenset(), others: Sequence[fx.Node] = ()
 ) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
     """Yield nodes that all later ones are computed through, and those since the one before; `out` uses don't count."""
-    aside = without_values(program, others) | {user for _, user in out if user.op != "output"}
+    aside = input_free_nodes(program, others) | {user for _, user in out if user.op != "output"}
     nodes = [node for node in program.nodes if node not in aside]
     place = {node: at for at, node in enumerate(nodes)}
     last, start = 0, 0
@@ -80,32 +80,32 @@ def passed_by_all(
         last = max([last, *(place[user] for user in counted)])
 
 
-def ways_out(program: Program) -> frozenset[tuple[fx.Node, fx.Node]]:
+def find_output_branches(program: Program) -> frozenset[tuple[fx.Node, fx.Node]]:
     """Uses on the way to all outputs but that of which most is computed; none where something is contracted there."""
-    before = {node: needed(program, None, [node]) for node in program.output.all_input_nodes}
+    before = {node: required_nodes(program, None, [node]) for node in program.output.all_input_nodes}
     longest = max(before, key=lambda node: len(before[node]))
     inside = {*before[longest], program.output}
     beside = {node for every in before.values() for node in every} - inside
-    if any(macs(node) or node.op == "placeholder" for node in beside):
+    if any(count_macs(node) or node.op == "placeholder" for node in beside):
         return frozenset()
     early = [(node, program.output) for node in before if node is not longest]
     return frozenset(early + [(node, user) for user in beside for node in user.all_input_nodes])
 
 
-def along(program: Program) -> tuple[fx.Node, ...]:
+def side_inputs(program: Program) -> tuple[fx.Node, ...]:
     """Inputs behind the first that go on to every cut, masks: of whole numbers, of which nothing is contracted."""
     _, *others = (node for node in program.nodes if node.op == "placeholder")
     if not others or any(node.meta["val"].is_floating_point() for node in others):
         return ()
-    return () if any(macs(node) for node in without_values(program, others)) else tuple(others)
+    return () if any(count_macs(node) for node in input_free_nodes(program, others)) else tuple(others)
 
 
-def without_values(program: Program, others: Sequence[fx.Node] = ()) -> set[fx.Node]:
+def input_free_nodes(program: Program, others: Sequence[fx.Node] = ()) -> set[fx.Node]:
     """Nodes that no value of an input but these `others` reaches: constants, sizes, what is computed of these alone."""
     free = set(others)
     for node in program.nodes:
         is_computed = node.op == "call_function" and free.issuperset(node.all_input_nodes)
-        if node.op == "get_attr" or is_computed or number_of(node) is not None:
+        if node.op == "get_attr" or is_computed or number_at_one(node) is not None:
             free.add(node)
     return free
 
@@ -120,7 +120,7 @@ def _names(program: Program) -> dict[fx.Node, str]:
     return names
 
 
-def between(
+def extract_between(
     program: Program,
     before: fx.Node | None,
     after: fx.Node | None,
@@ -133,16 +133,16 @@ def between(
     program's own parameters.
     """
     graph, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
-    entering = () if before is None else (before, *along(program), *beside)
+    entering = () if before is None else (before, *side_inputs(program), *beside)
     for each in entering:
         nodes[each] = graph.placeholder(each.name)
         nodes[each].meta = dict(each.meta)
     if before is not None:
         batch = graph.call_function(_SIZE, (nodes[before], 0))
     ends = [after or program.output] if outputs is None else outputs
-    for node in needed(program, before, ends, beside=beside):
+    for node in required_nodes(program, before, ends, beside=beside):
         if operation(node) == "sym_size" and before is not None and node.args[0] not in nodes:
-            nodes[node] = graph.call_function(operator.mul, (batch, number_of(node)))
+            nodes[node] = graph.call_function(operator.mul, (batch, number_at_one(node)))
         else:
             nodes[node] = graph.node_copy(node, lambda each: nodes[each])
     if outputs is not None:
@@ -155,7 +155,7 @@ def between(
     return fx.GraphModule(program.graph, graph).eval()
 
 
-def needed(
+def required_nodes(
     program: Program, before: fx.Node | None, ends: Collection[fx.Node], *, beside: Collection[fx.Node] = ()
 ) -> list[fx.Node]:
     """What has to be computed for these nodes, themselves too, of the tensor at a cut, what goes `along` and is known
@@ -168,7 +168,7 @@ def needed(
     return [node for node in program.nodes if node in found]
 
 
-def outputs_behind(program: Program, cut: fx.Node) -> list[fx.Node]:
+def outputs_after(program: Program, cut: fx.Node) -> list[fx.Node]:
     """Of the outputs those that are computed of the tensor at a cut, and what goes `along`, alone."""
     inputs = _inputs(program)
     return [node for node in program.output.all_input_nodes if inputs.isdisjoint(_needed(program, cut, [node]))]
@@ -183,13 +183,13 @@ def _needed(
 ) -> set[fx.Node]:
     order = list(program.nodes)
     inside = set(order[0 if before is None else order.index(before) + 1 :])
-    available = {*beside} if before is None else {before, *along(program), *beside}
+    available = {*beside} if before is None else {before, *side_inputs(program), *beside}
 
     def entering(node: fx.Node) -> list[fx.Node]:
         is_size = operation(node) == "sym_size" and before is not None and node.args[0] not in inside | {before}
         return [] if is_size else [each for each in node.all_input_nodes if each not in available]
 
-    return set(reached((node for node in ends if node not in available), entering))
+    return set(find_reachable((node for node in ends if node not in available), entering))
 
 
 def _codegen(program: Program, entering: Sequence[str], after: fx.Node | None) -> _PyTreeCodeGen:

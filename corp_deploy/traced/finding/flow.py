@@ -11,9 +11,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx
 
-from corp_deploy.traced.programs.program import Program, arguments_of, module_of, operation, sizes_at_one
+from corp_deploy.traced.programs.program import Program, module_of, named_arguments, operation, sizes_at_one
 
-from .labels import FIXED, TYPE, Groups, LabelTensor, compact, pairs, placed, standing, tidy, varying
+from .labels import FIXED, TYPE, Groups, LabelTensor, compact, first_along, meeting_pairs, place_along, tidy, varying
 from .site_groups import SiteGroups
 
 Value = Any
@@ -59,9 +59,9 @@ class Call:
         return [each for each in entering if isinstance(each, LabelTensor)]
 
 
-def call_of(node: fx.Node, values: Mapping[fx.Node, Value]) -> Call:
+def make_call(node: fx.Node, values: Mapping[fx.Node, Value]) -> Call:
     """The call that a node is."""
-    return Call(node, values, arguments_of(node), sizes_at_one(node))
+    return Call(node, values, named_arguments(node), sizes_at_one(node))
 
 
 Role = Literal["writes", "reads", "between", "sums", "pairs"]
@@ -137,14 +137,14 @@ class Flow:
 
     def join(self, one: Tensor, other: Tensor, why: str) -> None:
         """Elements that meet are one; what meets a fixed one stays."""
-        met = pairs(one, other)
+        met = meeting_pairs(one, other)
         fixed = (met < 0).any(1)
         self.groups.join(met[~fixed])
         self.stay(met[fixed].amax(1), why)
 
     def hold(self, outer: Tensor, inner: Tensor) -> None:
         """Each of the outer labels holds the inner ones that it meets."""
-        met = pairs(outer, inner)
+        met = meeting_pairs(outer, inner)
         self.inside.append(met[(met >= 0).all(1)])
         self.stay(met[(met[:, 0] >= 0) & (met[:, 1] < 0), 0], "it holds what stays")
 
@@ -165,7 +165,7 @@ class Flow:
         first = labels
         for dim in dims:
             first = first.narrow(dim, 0, 1)
-        met = pairs(first, labels)
+        met = meeting_pairs(first, labels)
         if len(met):
             self.join(first, labels, why)
             self.lumps.append((first.reshape(-1), why))
@@ -174,8 +174,8 @@ class Flow:
     def across(self, marks: LabelTensor, dims: Sequence[int], why: str) -> Tensor:
         """The labels [the sizes of dims, in their order] along some axes, joined over all others."""
         assert marks.labels is not None, why
-        first = standing(marks.labels, dims)
-        self.join(placed(first, dims, len(marks.shape)), marks.labels, why)
+        first = first_along(marks.labels, dims)
+        self.join(place_along(first, dims, len(marks.shape)), marks.labels, why)
         return first
 
     def axis(self, constant: str, axes: tuple[int, ...], sizes: Sequence[int]) -> Tensor:
@@ -199,7 +199,7 @@ class Flow:
 
     def held_groups(self) -> list[tuple[Tensor, Tensor]]:
         """Of each relation the groups that hold and those that they hold, itself left out, each pair once."""
-        relations = [pairs(*self.groups.of(met).unbind(1)) for met in self.inside]
+        relations = [meeting_pairs(*self.groups.of(met).unbind(1)) for met in self.inside]
         return [(met[:, 0], met[:, 1]) for met in relations if len(met)]
 
     def elements(self, marks: LabelTensor, node: fx.Node) -> Tensor:
@@ -213,7 +213,7 @@ class Flow:
         return labels
 
 
-def stuck(flow: Flow) -> Tensor:
+def find_stuck(flow: Flow) -> Tensor:
     """Whether each label [labels] names a group that can't go."""
     stays = flow.groups.reason_of(torch.arange(flow.groups.count)) > 0
     head_labels = flow.held_groups()
@@ -227,7 +227,7 @@ def stuck(flow: Flow) -> Tensor:
             return stays
 
 
-def holders(flow: Flow) -> Tensor:
+def find_holders(flow: Flow) -> Tensor:
     """Whether each label [labels] names a group that holds others."""
     holds = torch.zeros(flow.groups.count, dtype=torch.bool)
     for outer, _ in flow.held_groups():
@@ -235,7 +235,7 @@ def holders(flow: Flow) -> Tensor:
     return holds
 
 
-def labels_of(flow: Flow, site: SiteGroups) -> Tensor:
+def site_labels(flow: Flow, site: SiteGroups) -> Tensor:
     """Of the groups of a site [G,M], by where its writers stand: the same in any program with these parameters."""
     first = site.writers[0]
     labels = next(

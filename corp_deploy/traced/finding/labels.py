@@ -43,7 +43,7 @@ def compact(*tensors: Tensor) -> Tensor:
     return first
 
 
-def pairs(one: Tensor, other: Tensor) -> Tensor:
+def meeting_pairs(one: Tensor, other: Tensor) -> Tensor:
     """The pairs [P, 2] of labels that meet in tensors that can be broadcast, each once."""
     one, other = torch.broadcast_tensors(one, other)
     small, beside = compact(one, other), compact(other, one)
@@ -53,7 +53,7 @@ def pairs(one: Tensor, other: Tensor) -> Tensor:
     return torch.stack((key >> 32, (key & 0xFFFFFFFF) + FIXED), 1)
 
 
-def standing(labels: Tensor, axes: Sequence[int]) -> Tensor:
+def first_along(labels: Tensor, axes: Sequence[int]) -> Tensor:
     """Those [the sizes of axes, in their order] that stand first along all other axes."""
     for dim in reversed(range(labels.dim())):
         labels = labels if dim in axes else labels.select(dim, 0)
@@ -61,7 +61,7 @@ def standing(labels: Tensor, axes: Sequence[int]) -> Tensor:
     return labels.permute([kept.index(dim) for dim in axes])
 
 
-def placed(labels: Tensor, axes: Sequence[int], rank: int) -> Tensor:
+def place_along(labels: Tensor, axes: Sequence[int], rank: int) -> Tensor:
     """Labels [the sizes of axes] along those of `rank` axes, of size 1 along the others."""
     sizes = dict(zip(axes, labels.shape, strict=True))
     order = sorted(range(len(axes)), key=lambda place: axes[place])
@@ -91,7 +91,7 @@ class LabelTensor:
         return self.labels is None and not self.constant
 
 
-def marked(labels: Tensor, why: str = "") -> LabelTensor:
+def label_tensor(labels: Tensor, why: str = "") -> LabelTensor:
     """With these labels, untidy as they may be."""
     return LabelTensor(tuple(labels.shape), tidy(labels), why)
 
@@ -150,12 +150,12 @@ class Uneven(Exception):
     """What remains of a tensor is none: its rows have different lengths."""
 
 
-def kept(labels: Tensor, gone: Tensor) -> Tensor:
+def keep_mask(labels: Tensor, gone: Tensor) -> Tensor:
     """Which elements stay, fixed ones always; `gone` [labels] says of each label whether it is removed."""
     return (labels == FIXED) | ~gone[labels.clamp(min=0)]
 
 
-def remaining(keep: Tensor) -> tuple[int, ...]:
+def kept_sizes(keep: Tensor) -> tuple[int, ...]:
     """Return the sizes of what a mask keeps of a tensor. Raises Uneven where that is no tensor."""
     total, dims = int(keep.sum()), range(keep.dim())
     if total == 0:
@@ -176,38 +176,38 @@ def remaining(keep: Tensor) -> tuple[int, ...]:
     raise Uneven(f"{total} of {tuple(keep.shape)}")
 
 
-def compacted(labels: Tensor, gone: Tensor) -> Tensor:
+def remove_labels(labels: Tensor, gone: Tensor) -> Tensor:
     """Tidy labels without those that are removed, still tidy. Raises Uneven."""
     small = compact(labels)
-    keep = kept(small, gone)
+    keep = keep_mask(small, gone)
     if small.numel() and bool(keep.all()):
         return labels
-    sizes = remaining(keep)
+    sizes = kept_sizes(keep)
     full_sizes = [size if of == 1 else have for size, of, have in zip(labels.shape, small.shape, sizes, strict=True)]
     return small[keep].reshape(sizes).expand(full_sizes)
 
 
-def narrowed(value: Any, gone: Tensor) -> Any:
+def narrow_value(value: Any, gone: Tensor) -> Any:
     """What remains of what a node gives, as Marks; numbers as they are. Raises Uneven."""
     if isinstance(value, tuple):
-        return tuple(narrowed(each, gone) for each in value)
+        return tuple(narrow_value(each, gone) for each in value)
     if not isinstance(value, LabelTensor) or value.labels is None:
         return value
-    labels = compacted(value.labels, gone)
+    labels = remove_labels(value.labels, gone)
     return LabelTensor(tuple(labels.shape), labels, value.why)
 
 
-def loses(value: Any, gone: Tensor) -> bool:
+def loses_elements(value: Any, gone: Tensor) -> bool:
     """Whether elements of what a node gives are removed."""
     every = [each.labels for each in tree_leaves(value) if isinstance(each, LabelTensor)]
-    return not all(bool(kept(compact(labels), gone).all()) for labels in every if labels is not None)
+    return not all(bool(keep_mask(compact(labels), gone).all()) for labels in every if labels is not None)
 
 
-def selected(tensor: Tensor, keep: Tensor) -> Tensor:
+def select_kept(tensor: Tensor, keep: Tensor) -> Tensor:
     """Return what a mask keeps of a tensor; axes that only the mask has are spread out first."""
     tensor = tensor.expand(torch.broadcast_shapes(tensor.shape, keep.shape))
     axes = tuple(dim for dim in range(keep.dim()) if keep.shape[dim] > 1)
-    front, sizes = tuple(range(len(axes))), remaining(keep)
+    front, sizes = tuple(range(len(axes))), kept_sizes(keep)
     if tensor.is_meta:
         return tensor.new_empty([sizes[dim] if dim in axes else size for dim, size in enumerate(tensor.shape)])
     rows = tensor.movedim(axes, front).flatten(0, len(axes) - 1)

@@ -8,19 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from corp_deploy.traced.programs.program import RUN, SAME, SHAPED, number_of, operation
+from corp_deploy.traced.programs.program import RUN, SAME, SHAPED, number_at_one, operation
 
 from .flow import Call, Flow, Value
-from .labels import LabelTensor, marked, tidy, varying
+from .labels import LabelTensor, label_tensor, tidy, varying
 
 
-def moved(flow: Flow, call: Call) -> Any:
+def move(flow: Flow, call: Call) -> Any:
     """Whatever the op makes of the labels."""
     why = next((each.why for each in call.tensors if each.why), "")
     if all(each.is_fixed for each in call.tensors):
-        return fixed(call.shape, why)
+        return unlabelled(call.shape, why)
     if call.op in SAME | SHAPED:
-        return marked(flow.elements(call.tensors[0], call.node).reshape(call.shape), why)
+        return label_tensor(flow.elements(call.tensors[0], call.node).reshape(call.shape), why)
     labels: dict[fx.Node, Tensor] = {}
 
     def entering(node: fx.Node) -> Any:
@@ -29,12 +29,16 @@ def moved(flow: Flow, call: Call) -> Any:
 
     assert callable(call.node.target), call.node
     result = call.node.target(*fx.map_arg(call.node.args, entering), **fx.map_arg(call.node.kwargs, entering))
-    return tuple(marked(each, why) for each in result) if isinstance(result, list | tuple) else marked(result, why)
+    return (
+        tuple(label_tensor(each, why) for each in result)
+        if isinstance(result, list | tuple)
+        else label_tensor(result, why)
+    )
 
 
-def joined(flow: Flow, call: Call) -> Any:
+def concatenate(flow: Flow, call: Call) -> Any:
     """cat and stack: parts side by side along one axis are as wide as each other along all others."""
-    result = moved(flow, call)
+    result = move(flow, call)
     if result.labels is None:
         return result
     dim = call["dim"] % len(result.shape)
@@ -60,15 +64,15 @@ def joined(flow: Flow, call: Call) -> Any:
     return flow.renewed(result)
 
 
-def scattered(flow: Flow, call: Call) -> Any:
+def scatter(flow: Flow, call: Call) -> Any:
     """A part of a tensor put into it."""
-    result = moved(flow, call)
+    result = move(flow, call)
     if result.labels is not None and set(result.dims) - {dim := call["dim"] % len(result.shape)}:
         flow.join(result.labels.narrow(dim, 0, 1), result.labels, f"{call.where} puts it beside what stays")
     return flow.renewed(result)
 
 
-def padded(flow: Flow, call: Call) -> Value:
+def pad(flow: Flow, call: Call) -> Value:
     """Elements that are added along an axis without labels are of the same channels."""
     first, pad = call["self"], list(call["pad"])
     if first.is_fixed:
@@ -82,57 +86,57 @@ def padded(flow: Flow, call: Call) -> Value:
     pad = [0 if labels.shape[rank - 1 - place // 2] == 1 else amount for place, amount in enumerate(pad)]
     if any(pad):
         labels = torch.constant_pad_nd(labels, pad, -1)
-    return marked(labels.expand(call.shape), f"{call.where} adds elements")
+    return label_tensor(labels.expand(call.shape), f"{call.where} adds elements")
 
 
-def indexed(flow: Flow, call: Call) -> Value:
+def take_by_index(flow: Flow, call: Call) -> Value:
     """index, index_select, gather: along axes without labels it doesn't matter what an index says. Along others it
     does, and on meta nobody knows it: sites would be others there.
     """
     first = call["self"]
     if not isinstance(first, LabelTensor) or first.is_fixed:
-        return fixed(call.shape, first.why)
+        return unlabelled(call.shape, first.why)
     labels, rank = flow.elements(first, call.node), len(first.shape)
     indices = dict(enumerate(call["indices"])) if call.op == "index" else {call["dim"] % rank: call["index"]}
     numbers = {dim: torch.zeros(each.shape, dtype=torch.long) for dim, each in indices.items() if each is not None}
     if set(numbers) & set(varying(labels)):
-        return stopped(flow, call)
+        return stop_labels(flow, call)
     if call.op == "gather":
-        return marked(labels.gather(*next(iter(numbers.items()))), first.why)
-    return marked(labels[tuple(numbers.get(dim, slice(None)) for dim in range(max(numbers) + 1))], first.why)
+        return label_tensor(labels.gather(*next(iter(numbers.items()))), first.why)
+    return label_tensor(labels[tuple(numbers.get(dim, slice(None)) for dim in range(max(numbers) + 1))], first.why)
 
 
-def replaced(flow: Flow, call: Call) -> Value:
+def overwrite(flow: Flow, call: Call) -> Value:
     """copy: what is put in the place of something else."""
     labels = flow.elements(call["src"], call.node)
-    return marked(labels.broadcast_to(call.shape), call["src"].why)
+    return label_tensor(labels.broadcast_to(call.shape), call["src"].why)
 
 
-def filled(flow: Flow, call: Call) -> Any:
+def fill(flow: Flow, call: Call) -> Any:
     """new_zeros and its like take a type alone."""
-    return fixed(call.shape, f"it comes from {call.where}")
+    return unlabelled(call.shape, f"it comes from {call.where}")
 
 
-def picked(flow: Flow, call: Call) -> Any:
+def pick_item(flow: Flow, call: Call) -> Any:
     """One of several."""
     return call["0"][call["1"]]
 
 
-def fixed(shape: Any, why: str) -> Any:
+def unlabelled(shape: Any, why: str) -> Any:
     """No labels on any of what an op gives."""
     if shape is None:
         return None
     if shape and isinstance(shape[0], tuple | type(None)):
-        return tuple(fixed(each, why) for each in shape)
+        return tuple(unlabelled(each, why) for each in shape)
     return LabelTensor(tuple(shape), None, why)
 
 
-def stopped(flow: Flow, call: Call) -> Any:
+def stop_labels(flow: Flow, call: Call) -> Any:
     """Nothing goes on from here."""
     why = f"{call.where} needs all of it"
     for each in call.tensors:
         flow.stay(each.labels, why)
-    return fixed(call.shape, f"it comes from {call.where}")
+    return unlabelled(call.shape, f"it comes from {call.where}")
 
 
 _SCALING = frozenset(("mul", "div"))
@@ -144,7 +148,7 @@ def is_move(node: fx.Node) -> bool:
     return is_first and operation(node) in RUN | SAME | SHAPED | {"getitem"}
 
 
-def way_to(node: fx.Node, passes: Callable[[fx.Node], bool]) -> list[fx.Node]:
+def path_to(node: fx.Node, passes: Callable[[fx.Node], bool]) -> list[fx.Node]:
     """The nodes that lead to a node by their first arguments, itself last, from the first that isn't passed on."""
     way = [node]
     while passes(way[0]):
@@ -152,18 +156,18 @@ def way_to(node: fx.Node, passes: Callable[[fx.Node], bool]) -> list[fx.Node]:
     return way
 
 
-def carried(numbers: Tensor, way: Iterable[fx.Node]) -> dict[fx.Node, Any]:
+def carry(numbers: Tensor, way: Iterable[fx.Node]) -> dict[fx.Node, Any]:
     """What each move of a way makes of numbers in the place of what the first node gives; scaling leaves them."""
     first, *moves = way
     values: dict[fx.Node, Any] = {first: numbers}
     for node in moves:
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: values.get(each, number_of(each)))
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: values.get(each, number_at_one(each)))
         assert callable(node.target), node
         values[node] = args[0] if operation(node) in _SCALING else node.target(*args, **kwargs)
     return values
 
 
-def along(numbers: Tensor, shape: tuple[int, ...], dim: int) -> Tensor | None:
+def axis_order(numbers: Tensor, shape: tuple[int, ...], dim: int) -> Tensor | None:
     """The places along one axis of a shape that moved numbers stand at, where moves changed nothing but their order."""
     others = [size for place, size in enumerate(shape) if place != dim]
     if numbers.dim() != len(shape) or [size for place, size in enumerate(numbers.shape) if place != dim] != others:
@@ -172,9 +176,9 @@ def along(numbers: Tensor, shape: tuple[int, ...], dim: int) -> Tensor | None:
     return lines[:, 0] if torch.equal(lines, lines[:, :1].expand_as(lines)) else None
 
 
-def moved_from(node: fx.Node) -> fx.Node:
+def source_of_moves(node: fx.Node) -> fx.Node:
     """Return the node behind moves and scalings by one number, else the last node that is neither."""
-    return way_to(node, _is_passed)[0]
+    return path_to(node, _is_passed)[0]
 
 
 def _is_passed(node: fx.Node) -> bool:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from .flow import Call, Flow, Value
-from .labels import LabelTensor, marked
-from .moves import fixed
+from .labels import LabelTensor, label_tensor
+from .moves import unlabelled
 
 UNTAGGED, SUMS, PRODUCTS = (
     frozenset(ops.split())
@@ -35,13 +35,13 @@ def is_pointwise(target: Any) -> bool:
     return name in UNTAGGED or torch.Tag.pointwise in (*target.tags, *plain.tags)
 
 
-def combined(flow: Flow, call: Call, tensors: Sequence[LabelTensor] = ()) -> Value:
+def join_elementwise(flow: Flow, call: Call, tensors: Sequence[LabelTensor] = ()) -> Value:
     """Join labels element by element, with axes of size 1 spread out; constants go along with what they meet."""
     tensors = tensors or call.tensors
     spread = [_aligned(each, len(call.shape)) for each in tensors]
     labelled = [each for each in spread if each.labels is not None]
     if not labelled:
-        return fixed(call.shape, next((each.why for each in spread if each.why), f"it comes from {call.where}"))
+        return unlabelled(call.shape, next((each.why for each in spread if each.why), f"it comes from {call.where}"))
     for one, other in combinations([each for each in spread if not each.constant], 2):
         _meet(flow, call, one, other)
     # Of labels that hold others, and of those along another axis, the finer and the first ones go on.
@@ -53,7 +53,7 @@ def combined(flow: Flow, call: Call, tensors: Sequence[LabelTensor] = ()) -> Val
         if each.constant and len(axes) == len(first.dims):  # as a bias or a layer scale
             labels = flow.across(first, first.dims, f"{call.where} has an element for each")
             flow.use(call.node, each.constant, tuple(axes), labels, "between")
-    return marked(first.labels.expand(call.shape), first.why)
+    return label_tensor(first.labels.expand(call.shape), first.why)
 
 
 def _aligned(marks: LabelTensor, rank: int) -> LabelTensor:
@@ -85,22 +85,22 @@ def _meet(flow: Flow, call: Call, one: LabelTensor, other: LabelTensor) -> None:
             flow.multiplied.append(one.labels)
 
 
-def gated(flow: Flow, call: Call) -> Value:
+def gate(flow: Flow, call: Call) -> Value:
     """glu: the first half of an axis times a sigmoid of the other, pair by pair."""
     first, dim = call["self"], call["dim"]
     if first.labels is None:
-        return fixed(call.shape, first.why)
+        return unlabelled(call.shape, first.why)
     one, other = first.labels.chunk(2, dim)
     flow.join(one, other, f"{call.where} takes it together with what stays")
     flow.multiplied.append(one)
-    return marked(one, first.why)
+    return label_tensor(one, first.why)
 
 
 def channelwise(flow: Flow, call: Call, axis: int = 1) -> Value:
     """Take batch_norm, prelu and norms by channel: along one axis, with parameters by channel."""
     first = call.tensors[0]
     if first.labels is None:
-        return fixed(call.shape, first.why)
+        return unlabelled(call.shape, first.why)
     if axis in first.dims:
         channels_C = flow.across(first, (axis,), f"{call.where} has a parameter for each channel")
         for marks in call.tensors[1:]:
@@ -108,37 +108,37 @@ def channelwise(flow: Flow, call: Call, axis: int = 1) -> Value:
                 flow.use(call.node, marks.constant, (0,), channels_C, "between")
             elif marks.shape == tuple(channels_C.shape):
                 flow.stay(channels_C, f"{call.where} has computed parameters")
-    return marked(first.labels, first.why)
+    return label_tensor(first.labels, first.why)
 
 
-def over(flow: Flow, call: Call) -> Any:
+def reduce_axes(flow: Flow, call: Call) -> Any:
     """Along the axes of `dim`, or all; the larger of two tensors is element by element."""
     if torch.Tag.pointwise in call.node.target.tags:  # type: ignore[union-attr]
-        return combined(flow, call)
+        return join_elementwise(flow, call)
     first, along = call.tensors[0], call["dim"]
     dims = range(len(first.shape)) if along in (None, [], ()) else [along] if isinstance(along, int) else along
-    return mixed(flow, call, first, dims)
+    return mix(flow, call, first, dims)
 
 
-def of_maps(flow: Flow, call: Call) -> Any:
+def pool_maps(flow: Flow, call: Call) -> Any:
     """Pools and resizing: along the axes behind the second one."""
     first = call.tensors[0]
-    return mixed(flow, call, first, range(2, len(first.shape)))
+    return mix(flow, call, first, range(2, len(first.shape)))
 
 
-def last_axes(flow: Flow, call: Call) -> Any:
+def normalize_last_axes(flow: Flow, call: Call) -> Any:
     """Norms of layers: along the last axes, as many as `normalized_shape` has; one takes channels in any order."""
     if flow.keeps_all and len(call["normalized_shape"]) == 1:
         return channelwise(flow, call, axis=len(call.tensors[0].shape) - 1)
-    return mixed(flow, call, call.tensors[0], range(-len(call["normalized_shape"]), 0))
+    return mix(flow, call, call.tensors[0], range(-len(call["normalized_shape"]), 0))
 
 
-def mixed(flow: Flow, call: Call, first: LabelTensor, dims: Sequence[int]) -> Any:
+def mix(flow: Flow, call: Call, first: LabelTensor, dims: Sequence[int]) -> Any:
     """One lump along some axes, what the labels vary along besides stays apart."""
     why, among = f"{call.where} mixes it", sorted({dim % len(first.shape) for dim in dims})
     if first.labels is None or not set(first.dims) - set(among):
         flow.stay(first.labels, why)
-        return fixed(call.shape, (first.labels is None and first.why) or f"it comes from {call.where}")
+        return unlabelled(call.shape, (first.labels is None and first.why) or f"it comes from {call.where}")
     return _spread(flow.lump(first.labels, among, why), among, call.shape, why)
 
 
@@ -148,7 +148,7 @@ def _spread(small: Tensor, dims: Sequence[int], shape: Any, why: str) -> Any:
         return tuple(_spread(small, dims, each, why) for each in shape)
     if len(shape) < small.dim():
         small = small.reshape([size for dim, size in enumerate(small.shape) if dim not in dims])
-    return marked(small.expand(shape), why)
+    return label_tensor(small.expand(shape), why)
 
 
 def group_norm(flow: Flow, call: Call) -> Any:
@@ -156,9 +156,9 @@ def group_norm(flow: Flow, call: Call) -> Any:
     first = call["input"]
     groups, channels = call["num_groups"], first.shape[1]
     if first.labels is None or 1 not in first.dims or groups == 1:
-        return mixed(flow, call, first, range(1, len(first.shape)))
+        return mix(flow, call, first, range(1, len(first.shape)))
     if set(first.dims) != {1}:
-        return mixed(flow, call, first, range(len(first.shape)))
+        return mix(flow, call, first, range(len(first.shape)))
     if groups != channels:
         by_group = first.labels.narrow(0, 0, 1).movedim(1, -1).unflatten(-1, (groups, -1))
         flow.lump(by_group, (-1,), f"{call.where} mixes it")
@@ -168,12 +168,12 @@ def group_norm(flow: Flow, call: Call) -> Any:
 def instance_norm(flow: Flow, call: Call) -> Any:
     """Each channel by itself."""
     first = call["input"]
-    return mixed(flow, call, first, range(2, len(first.shape))) if set(first.dims) - {1} else channelwise(flow, call)
+    return mix(flow, call, first, range(2, len(first.shape))) if set(first.dims) - {1} else channelwise(flow, call)
 
 
 def native_batch_norm(flow: Flow, call: Call) -> Any:
     """One that gives its statistics too, which are none in eval."""
-    first, *statistics = fixed(call.shape, "")
+    first, *statistics = unlabelled(call.shape, "")
     return channelwise(flow, replace(call, shape=first.shape)), *statistics
 
 
@@ -181,7 +181,7 @@ def patches(flow: Flow, call: Call) -> Any:
     """im2col [B, C x places, patches] of maps [B, C, ...], and col2im back: the places of every channel."""
     first = call["self"]
     if first.labels is None or set(first.dims) != {1}:
-        return mixed(flow, call, first, range(len(first.shape)))
+        return mix(flow, call, first, range(len(first.shape)))
     labels = flow.across(first, (1,), call.where)
     if call.op == "col2im":
         labels = flow.lump(labels.reshape(call.shape[1], -1), (1,), f"{call.where} adds it up").reshape(-1)
@@ -192,4 +192,4 @@ def patches(flow: Flow, call: Call) -> Any:
 
 def by_channel(labels: Tensor, shape: tuple[int, ...], why: str) -> LabelTensor:
     """Labels [C] of maps [B, C, ...]."""
-    return marked(labels.reshape(1, -1, *[1] * (len(shape) - 2)).expand(shape), why)
+    return label_tensor(labels.reshape(1, -1, *[1] * (len(shape) - 2)).expand(shape), why)

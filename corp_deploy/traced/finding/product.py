@@ -11,11 +11,11 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from corp_deploy.traced.programs.program import arguments_of, operation, sizes_at_one
+from corp_deploy.traced.programs.program import named_arguments, operation, sizes_at_one
 
 from .flow import Call, Flow, Value
-from .labels import LabelTensor, marked, placed, standing
-from .moves import fixed
+from .labels import LabelTensor, first_along, label_tensor, place_along
+from .moves import unlabelled
 
 FRONT, FREE = "abcdefghijklmn", string.ascii_lowercase
 _FACTORS = {
@@ -50,7 +50,7 @@ def equation_of(node: fx.Node) -> Equation | None:
     """Of linear, matmul and its like, and einsum of two tensors; None of all else, and where an axis of one factor
     alone is summed over or a letter stands twice in one.
     """
-    op, arguments = operation(node), arguments_of(node)
+    op, arguments = operation(node), named_arguments(node)
     if op == "einsum":
         return _of_einsum(node, str(arguments["equation"]).replace(" ", ""), list(arguments["tensors"]))
     if op not in _FACTORS:
@@ -86,11 +86,11 @@ def _of_einsum(node: fx.Node, equation: str, nodes: list[Any]) -> Equation | Non
     return Equation((nodes[0], nodes[1]), (one, other), out)
 
 
-def macs(node: fx.Node) -> int:
+def count_macs(node: fx.Node) -> int:
     """Of contractions; whatever works element by element is not counted."""
     op = operation(node)
     if op.startswith("conv") and op[-1] == "d":
-        arguments = arguments_of(node)
+        arguments = named_arguments(node)
         places = arguments["input"] if "transpose" in op else node
         return int(math.prod(sizes_at_one(places)) * math.prod(sizes_at_one(arguments["weight"])[1:]))
     if op == "scaled_dot_product_attention":
@@ -100,9 +100,9 @@ def macs(node: fx.Node) -> int:
     return 0 if equation is None else math.prod(equation.sizes.values())
 
 
-def contracts(node: fx.Node) -> bool:
+def is_contraction(node: fx.Node) -> bool:
     """Whether it sums products, or stands for what would where a layer reads nothing and gives a constant."""
-    return operation(node) == "linear" or macs(node) > 0 or 0 in (sizes_at_one(node) or ())
+    return operation(node) == "linear" or count_macs(node) > 0 or 0 in (sizes_at_one(node) or ())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,15 +127,15 @@ class Factor:
     def at(self, letters: str) -> Tensor:
         """Its labels [the sizes of letters], the first along all others."""
         assert self.marks.labels is not None, self
-        return standing(self.marks.labels, self.axes(letters))
+        return first_along(self.marks.labels, self.axes(letters))
 
 
-def factor(call: Call, name: str, letters: str) -> Factor:
+def argument_factor(call: Call, name: str, letters: str) -> Factor:
     """An argument."""
     return Factor(node=call.arguments[name], marks=call[name], letters=letters)
 
 
-def spread_out(one: Factor, other: Factor) -> Factor:
+def rename_broadcast_letters(one: Factor, other: Factor) -> Factor:
     """With letters of its own for axes of size 1 that are spread out to the other side's."""
     odd = {
         letter: chr(ord("Α") + place)
@@ -145,9 +145,9 @@ def spread_out(one: Factor, other: Factor) -> Factor:
     return replace(one, letters="".join(odd.get(letter, letter) for letter in one.letters))
 
 
-def product(flow: Flow, call: Call, one: Factor, other: Factor, out: str) -> Value:
+def multiply(flow: Flow, call: Call, one: Factor, other: Factor, out: str) -> Value:
     """One times the other, summed over the letters that `out` lacks."""
-    one, other = spread_out(one, other), spread_out(other, one)
+    one, other = rename_broadcast_letters(one, other), rename_broadcast_letters(other, one)
     if other.marks.constant and not one.marks.constant:
         return _weighted(flow, call, one, other, out)
     if one.marks.constant and not other.marks.constant:
@@ -176,18 +176,18 @@ def _weighted(flow: Flow, call: Call, one: Factor, weight: Factor, out: str) -> 
         flow.use(call.node, weight.marks.constant, axes, ids, "reads")
         flow.use(call.node, one.node.name, one.axes(read), ids, "sums")
     else:
-        columns_stay(flow, weight, summed, one.marks.why)
+        keep_columns(flow, weight, summed, one.marks.why)
         if one.marks.labels is not None:
             return _through(one, call.shape, out)
     if not written:
-        return fixed(call.shape, f"it comes from {call.where}")
+        return unlabelled(call.shape, f"it comes from {call.where}")
     if set(batch) - set(one.varying):  # as tables of relative positions have
-        return fixed(call.shape, f"{call.where} has rows for each place")
+        return unlabelled(call.shape, f"{call.where} has rows for each place")
     letters = "".join(letter for letter in weight.letters if letter in batch + written)
-    return _placed(write(flow, call, weight, letters), letters, call.shape, out)
+    return _placed(write_rows(flow, call, weight, letters), letters, call.shape, out)
 
 
-def write(flow: Flow, call: Call, weight: Factor, letters: str) -> Tensor:
+def write_rows(flow: Flow, call: Call, weight: Factor, letters: str) -> Tensor:
     """The labels [the sizes of letters] of the weight's rows."""
     axes = weight.axes(letters)
     ids = flow.axis(weight.marks.constant, axes, [weight.size(letter) for letter in letters])
@@ -195,7 +195,7 @@ def write(flow: Flow, call: Call, weight: Factor, letters: str) -> Tensor:
     return ids
 
 
-def columns_stay(flow: Flow, weight: Factor, letters: str, why: str) -> None:
+def keep_columns(flow: Flow, weight: Factor, letters: str, why: str) -> None:
     """Columns that meet what is fixed, where the weight is used elsewhere too."""
     if flow.times_used[weight.marks.constant] > 1:
         for letter in letters:
@@ -204,7 +204,7 @@ def columns_stay(flow: Flow, weight: Factor, letters: str, why: str) -> None:
 
 
 def _placed(ids: Tensor, letters: str, shape: tuple[int, ...], out: str) -> LabelTensor:
-    return marked(placed(ids, [out.index(letter) for letter in letters], len(out)).expand(shape))
+    return label_tensor(place_along(ids, [out.index(letter) for letter in letters], len(out)).expand(shape))
 
 
 def _through(one: Factor, shape: tuple[int, ...], out: str) -> LabelTensor:
@@ -224,7 +224,7 @@ def _bilinear(flow: Flow, call: Call, one: Factor, other: Factor, out: str) -> V
         flow.use(call.node, each.node.name, each.axes(letters), labels, "pairs")
     heads = "".join(letter for letter in batch if letter in one.varying + other.varying)
     if not heads:
-        return fixed(call.shape, f"it comes from {call.where}")
+        return unlabelled(call.shape, f"it comes from {call.where}")
     outer = flow.fresh([one.size(letter) for letter in heads])
     flow.hold(outer.reshape([one.size(letter) if letter in heads else 1 for letter in letters]), labels)
     return _placed(outer, heads, call.shape, out)
@@ -243,7 +243,7 @@ def _weighing(flow: Flow, call: Call, one: Factor, other: Factor, out: str) -> V
     batch = set(_common(one, other, out)[0])
     fine, coarse = (other, one) if not set(one.varying) - batch and other.varying else (one, other)
     if fine.marks.labels is None:
-        return fixed(call.shape, one.marks.why or other.marks.why or f"it comes from {call.where}")
+        return unlabelled(call.shape, one.marks.why or other.marks.why or f"it comes from {call.where}")
     own = "".join(letter for letter in fine.varying if letter not in batch)
     heads = "".join(letter for letter in fine.letters if letter in batch and letter in fine.varying + coarse.varying)
     why = call.because("multiplies it with", coarse.marks)

@@ -12,9 +12,9 @@ from torch import Tensor, fx
 
 from corp_deploy.traced.programs.program import module_of, operation
 
-from .flow import Flow, Use, labels_of
+from .flow import Flow, Use, site_labels
 from .labels import LabelTensor, compact
-from .sites import Found
+from .sites import FoundSites
 
 _ATTENTION = "scaled_dot_product_attention"
 EXACT = 1e-9
@@ -22,7 +22,7 @@ EXACT = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True)  # without slots, so that what is summed can be kept
-class Layers:
+class LayerCosts:
     """What layers cost, with which shares of each of their sides are of which sites: `every` (cost, by side, by site's
     key) with where each stands, a module or a parameter; `streams`: the keys of streams.
     """
@@ -62,7 +62,7 @@ class Layers:
             left[place] += cost * (1.0 - sum(share for key, share in self._shared(sides).items() if key in keys))
         return left
 
-    def of_others(self, keys: Collection[str]) -> "Layers":
+    def of_others(self, keys: Collection[str]) -> "LayerCosts":
         """What is left where all of these sites go."""
         every, places = [], []
         for (cost, sides), place in zip(self.every, self.places, strict=True):
@@ -89,16 +89,16 @@ class Layers:
 class Shares:
     """What goes with sites, of one input."""
 
-    macs: Layers
-    parameters: Layers
+    macs: LayerCosts
+    parameters: LayerCosts
 
 
-def shares(analysis: Found, *, aside: Collection[str] = ()) -> Shares:
+def compute_shares(analysis: FoundSites, *, aside: Collection[str] = ()) -> Shares:
     """Of all sites; parameters of the names `aside` don't count."""
     flow, program = analysis.flow, analysis.program
     owner = torch.full((flow.groups.count + 1,), -1)
     for number, site in enumerate(analysis.sites):
-        owner[labels_of(flow, site)] = number
+        owner[site_labels(flow, site)] = number
     parameters = dict(program.graph.named_parameters(remove_duplicate=False))
     of_constants: dict[str, list[Use]] = defaultdict(list)
     for use in flow.every_use:
@@ -114,7 +114,7 @@ def shares(analysis: Found, *, aside: Collection[str] = ()) -> Shares:
     return Shares(macs=_layers(analysis, owner, costs), parameters=_layers(analysis, owner, sizes))
 
 
-def _layers(analysis: Found, owner: Tensor, costs: Sequence[tuple[int, list[Tensor], str]]) -> Layers:
+def _layers(analysis: FoundSites, owner: Tensor, costs: Sequence[tuple[int, list[Tensor], str]]) -> LayerCosts:
     keys = [site.key for site in analysis.sites]
     every = []
     for cost, sides, _ in costs:
@@ -123,7 +123,7 @@ def _layers(analysis: Found, owner: Tensor, costs: Sequence[tuple[int, list[Tens
         shared = [{keys[at]: float(count[at]) for at in count.nonzero()[:, 0].tolist()} for count in counts]
         every.append((cost, tuple(side for side in shared if side)))
     streams = frozenset(site.key for site in analysis.sites if site.kind == "stream")
-    return Layers(every=tuple(every), places=tuple(place for *_, place in costs), streams=streams)
+    return LayerCosts(every=tuple(every), places=tuple(place for *_, place in costs), streams=streams)
 
 
 def _products(flow: Flow, node: fx.Node, cost: int) -> list[tuple[int, list[Tensor]]]:

@@ -8,16 +8,16 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
-from corp_deploy.traced.programs.folding import is_mean
+from corp_deploy.traced.programs.folding import is_mean_weight
 from corp_deploy.traced.programs.program import RUN, SAME, SHAPED, Program, module_of, operation
-from corp_deploy.traced.programs.readers import CONV2D, LINEAR, groups_of
+from corp_deploy.traced.programs.readers import CONV2D, LINEAR, group_count
 from corp_deploy.traced.programs.threads import one_thread
 
-from .flow import Flow, Role, Use, holders, stuck
+from .flow import Flow, Role, Use, find_holders, find_stuck
 from .labels import LabelTensor, compact
-from .product import macs
+from .product import count_macs
 from .site_groups import FixedElements, Index, Kind, SiteGroups, Span
-from .walk import walked
+from .walk import walk_program
 
 _PLAIN = SAME | SHAPED | RUN | {"batch_norm", "pad", "constant_pad_nd", "avg_pool2d", "adaptive_avg_pool2d", "mean"}
 
@@ -65,7 +65,7 @@ def _alike(flow: Flow, units: Tensor) -> Iterator[_Alike]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Found:
+class FoundSites:
     """`sites` in order of the program, what `stays` and why, and multiply-adds of one input by node."""
 
     program: Program
@@ -76,12 +76,12 @@ class Found:
 
 
 @one_thread()
-def find(program: Program, *, keeps_all: bool = False) -> Found:
+def find_sites(program: Program, *, keeps_all: bool = False) -> FoundSites:
     """All sites of a program, with weights or without; with `keeps_all` those whose groups can change places alone."""
-    flow = walked(program, keeps_all=keeps_all)
+    flow = walk_program(program, keeps_all=keeps_all)
     units, parts, met = _units(flow), _parts(flow), _met(flow)
-    costs = {node: macs(node) for node in program.nodes if node.op == "call_function"}
-    return Found(
+    costs = {node: count_macs(node) for node in program.nodes if node.op == "call_function"}
+    return FoundSites(
         program=program,
         flow=flow,
         sites=tuple(_named(_site(flow, met, parts, each) for each in _alike(flow, units))),
@@ -100,7 +100,7 @@ def _units(flow: Flow) -> Tensor:
     for use in flow.every_use:
         if use.role != "between":
             (written if use.role == "writes" else read)[_of(flow, use.labels)] = True
-    return written & read & ~stuck(flow) & ~holders(flow)
+    return written & read & ~find_stuck(flow) & ~find_holders(flow)
 
 
 Met = Mapping[str, Tensor]
@@ -162,14 +162,14 @@ def _is_pointwise(flow: Flow, each: _Alike) -> bool:
         else:
             # One place of each map, as squeezes read, unless it is a norm's mean over channels.
             source, weight = use.node.all_input_nodes[:2]
-            is_pooled = source.meta["val"].shape[2:].numel() == 1 and not is_mean(str(weight.target))
+            is_pooled = source.meta["val"].shape[2:].numel() == 1 and not is_mean_weight(str(weight.target))
             if is_pooled or not _is_activated(use.node):
                 return False
     return True
 
 
 def _is_grouped(node: fx.Node) -> bool:
-    return node.target is CONV2D and groups_of(node) > 1
+    return node.target is CONV2D and group_count(node) > 1
 
 
 def _is_activated(reader: fx.Node) -> bool:
@@ -217,7 +217,7 @@ def _named(sites: Iterator[SiteGroups]) -> Iterator[SiteGroups]:
 
 
 def _stays(flow: Flow, units: Tensor) -> Iterator[FixedElements]:
-    holds, written = holders(flow), dict[str, Tensor]()
+    holds, written = find_holders(flow), dict[str, Tensor]()
     for use in flow.every_use:
         if use.role == "writes" and len(flow.program.tensor(use.name).shape) > 1:
             written.setdefault(use.name, _of(flow, use.labels))

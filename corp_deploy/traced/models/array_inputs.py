@@ -55,18 +55,18 @@ class ArraySpec:
 
     def as_line(self) -> str:
         """The inputs for people."""
-        return f"arrays as they are: {listed(self.ports)}"
+        return f"arrays as they are: {ports_as_line(self.ports)}"
 
     def as_json(self) -> dict[str, Any]:
         """The inputs as plain JSON values."""
         return {"inputs": [{"name": port.name, "shape": list(port.shape), "dtype": port.dtype} for port in self.ports]}
 
 
-def listed(ports: Sequence[Port]) -> str:
+def ports_as_line(ports: Sequence[Port]) -> str:
     return ", ".join(f"{port.name} [{', '.join(map(str, port.shape))}] {port.dtype}" for port in ports)
 
 
-def ports_of(model: nn.Module, declared: Mapping[Any, Any]) -> tuple[Port, ...]:
+def read_ports(model: nn.Module, declared: Mapping[Any, Any]) -> tuple[Port, ...]:
     """Return a module's declared ports. Raises BadInput for no shape or tensor, and for what forward has not."""
     name, parameters = type(model).__name__, parameters_of(model)
     missing = [each for each, needed in parameters.items() if needed and each not in declared]
@@ -103,7 +103,7 @@ def _port(where: str, name: str, value: Any) -> Port:
     return Port(name=name, shape=sizes, dtype=word)
 
 
-def batch_of_ports(ports: Sequence[Port], count: int, device: torch.device | str) -> list[Tensor]:
+def build_plain_batch(ports: Sequence[Port], count: int, device: torch.device | str) -> list[Tensor]:
     """Zeros, and ones of masks, so that something is there."""
     return [
         torch.full((count, *port.shape), int(is_mask(port)), dtype=getattr(torch, port.dtype), device=device)
@@ -111,7 +111,9 @@ def batch_of_ports(ports: Sequence[Port], count: int, device: torch.device | str
     ]
 
 
-def random_batch(ports: Sequence[Port], sizes: Mapping[str, int], count: int, device: torch.device) -> list[Tensor]:
+def build_random_batch(
+    ports: Sequence[Port], sizes: Mapping[str, int], count: int, device: torch.device
+) -> list[Tensor]:
     """Normal noise, ids below as many as are `sizes`, and ones of masks and of what else no noise can be of."""
     generator = torch.Generator().manual_seed(0)
 
@@ -122,7 +124,7 @@ def random_batch(ports: Sequence[Port], sizes: Mapping[str, int], count: int, de
             return torch.randn(plain.shape, generator=generator)
         return torch.randint(sizes.get(port.name, 2), plain.shape, generator=generator, dtype=plain.dtype)
 
-    plain = batch_of_ports(ports, count, "cpu")
+    plain = build_plain_batch(ports, count, "cpu")
     return [drawn(port, each).to(device) for port, each in zip(ports, plain, strict=True)]
 
 
@@ -135,7 +137,7 @@ ROLES: tuple[Role, ...] = get_args(Role)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Calling:
+class CallOrder:
     """`parameters` of forward in the order of the ports, and the places of the `outputs` among all that it gives."""
 
     parameters: tuple[str, ...]
@@ -143,12 +145,12 @@ class Calling:
 
     def called(self, forward: Callable[..., Any], inputs: Sequence[Tensor]) -> Tensor | tuple[Tensor, ...]:
         """The outputs, one of them bare."""
-        tensors = [value for _, value in leaves(forward(**dict(zip(self.parameters, inputs, strict=True))))]
+        tensors = [value for _, value in named_leaves(forward(**dict(zip(self.parameters, inputs, strict=True))))]
         outputs = tuple(tensors[place] for place in self.outputs)
         return outputs[0] if len(outputs) == 1 else outputs
 
 
-def by_ports(plain: type[nn.Module], calling: Calling) -> Callable[..., Any]:
+def build_forward(plain: type[nn.Module], calling: CallOrder) -> Callable[..., Any]:
     """A forward of these parameters, in this order, for a class that is derived from the module's own."""
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     signature = inspect.Signature([inspect.Parameter(name, kind) for name in ("self", *calling.parameters)])
@@ -161,7 +163,7 @@ def by_ports(plain: type[nn.Module], calling: Calling) -> Callable[..., Any]:
     return forward
 
 
-def leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+def named_leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
     """What stands in a tuple, list, mapping or dataclass, and in those inside it, by name; nothing of None."""
     if value is None:
         return
@@ -170,7 +172,7 @@ def leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
         yield "_".join(path), value
         return
     for name, each in inner:
-        yield from leaves(each, (*path, name))
+        yield from named_leaves(each, (*path, name))
 
 
 def _entries(value: Any) -> list[tuple[str, Any]] | None:
@@ -193,9 +195,9 @@ class GivenOutput:
     shape: tuple[int, ...]
 
 
-def outputs_of(model: nn.Module, result: Any, other: Any, batches: tuple[int, int]) -> tuple[GivenOutput, ...]:
+def read_outputs(model: nn.Module, result: Any, other: Any, batches: tuple[int, int]) -> tuple[GivenOutput, ...]:
     """Return the outputs that a module declares, else all. Raises BadInput for what is no floating batch."""
-    first, second = (dict(enumerate(leaves(each))) for each in (result, other))
+    first, second = (dict(enumerate(named_leaves(each))) for each in (result, other))
     declared, name = getattr(model, "outputs", None), type(model).__name__
     if isinstance(declared, list | tuple) and all(isinstance(each, str) for each in declared):
         declared = dict.fromkeys(declared)

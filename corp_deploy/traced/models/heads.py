@@ -15,19 +15,19 @@ import torch
 from torch import Tensor, fx
 
 from calib.sites import HeadTaps, Role, Tap
-from corp_deploy.traced.finding.labels import standing
+from corp_deploy.traced.finding.labels import first_along
 from corp_deploy.traced.finding.product import equation_of
 from corp_deploy.traced.finding.site_groups import Span
 from corp_deploy.traced.programs.attention_masks import (
     PRODUCTS,
     SDPA,
     added_scores,
-    scale_of,
+    attention_scale,
+    find_attention_output,
     unread_queries,
-    values_product,
     visible_keys,
 )
-from corp_deploy.traced.programs.program import BatchAxis, Program, batch_of, operation, sizes_at_one
+from corp_deploy.traced.programs.program import BatchAxis, Program, batch_axis_of, operation, sizes_at_one
 
 from .module import Tracing
 
@@ -104,7 +104,7 @@ def both_heads(reader: fx.Node, spans: tuple[Span, Span], nodes: tuple[fx.Node, 
     if equation is not None and len(set.intersection(*map(set, equation.letters)) - set(equation.out)) > 1:
         return "its products are summed over several axes at once"
     labels, sizes = zip(*(_labels(span, node) for span, node in zip(spans, nodes, strict=True)), strict=True)
-    if any(batch_of(node) is None for node in nodes):
+    if any(batch_axis_of(node) is None for node in nodes):
         return "it can't be told where images stand among its queries and keys"
     counts = range(len(spans[0].axes) - 1)
     own = [
@@ -129,7 +129,7 @@ def _of_axes(
     counts = range(len(spans[0].axes) - 1)
     by_head, places = [], []
     for each, of_axes, most in zip(labels, sizes, sizes[::-1], strict=True):
-        kept = standing(each, [*own, len(counts)])
+        kept = first_along(each, [*own, len(counts)])
         number = torch.arange(kept.numel()).view(kept.shape)
         for dim, place in enumerate(own):
             times = max(most[place] // of_axes[place], 1)
@@ -144,7 +144,7 @@ def _of_axes(
     for span, node, number, order in zip(spans, nodes, places, (order_HTD, order_HTD[:, :1]), strict=True):
         others = tuple(span.axes[place] for place in (*own, len(span.axes) - 1))
         windows = tuple(span.axes[place] for place in counts if place not in own)
-        batch = batch_of(node)
+        batch = batch_axis_of(node)
         assert batch is not None, node
         sides.append(
             HeadPlaces(
@@ -267,7 +267,7 @@ def _counting(program: Program, both: BothHeads, queries: fx.Node, keys: fx.Node
     is_told = product.args[0] is queries and operation(product) in (SDPA, *PRODUCTS)
     if not is_told or any(each.is_meta for each in program.graph.parameters()):
         return _Counting()
-    output, added = values_product(product), added_scores(program, product)
+    output, added = find_attention_output(product), added_scores(program, product)
     gone = None if output is None else unread_queries(program, output)
     read = None if gone is None else (~gone).unsqueeze(-1)
     others = sizes_at_one(keys)[-2 if operation(product) == SDPA else -1]
@@ -277,7 +277,7 @@ def _counting(program: Program, both: BothHeads, queries: fx.Node, keys: fx.Node
     if len(seen_WNM) == 1:
         is_causal = sizes[-2] == others and torch.equal(seen_WNM[0], torch.ones_like(seen_WNM[0]).tril())
         in_planes = is_causal and both.joined == 2 and operation(product) == SDPA
-        return _Counting(read=read, is_causal=is_causal, plane_scale=scale_of(product) if in_planes else None)
+        return _Counting(read=read, is_causal=is_causal, plane_scale=attention_scale(product) if in_planes else None)
     parts = _parts(seen_WNM)
     return _Counting(read=read) if parts is None else _Counting(read=read, parts_V=parts[0], slots_VN=parts[1])
 

@@ -13,17 +13,17 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
-from corp_deploy.traced.finding.cuts import between, cuts
+from corp_deploy.traced.finding.cuts import extract_between, find_cuts
 from corp_deploy.traced.finding.site_groups import Kind, SiteGroups
-from corp_deploy.traced.finding.sites import find
-from corp_deploy.traced.programs.program import SAME, Program, batch_of, operation, times_used
-from corp_deploy.traced.programs.readers import CONV2D, LINEAR, BatchFirst, Layer, layers, listening
+from corp_deploy.traced.finding.sites import find_sites
+from corp_deploy.traced.programs.program import SAME, Program, batch_axis_of, count_uses, operation
+from corp_deploy.traced.programs.readers import CONV2D, LINEAR, BatchFirst, Layer, build_listening_graph, layers
 from ground.errors import BadInput
 
 from .mergeable import Mergeable
 from .merged_program import CutState
 from .module import tracing
-from .narrowed_model import narrowed
+from .narrowed_model import narrow_model
 from .segments import crossing
 from .token_merging import Tokens
 
@@ -42,14 +42,14 @@ class ProgramLayer:
     kinds: frozenset[Kind]
 
 
-def layered(model: nn.Module) -> tuple[nn.Sequential, tuple[ProgramLayer, ...]]:
+def build_layered_model(model: nn.Module) -> tuple[nn.Sequential, tuple[ProgramLayer, ...]]:
     """What runs as the model does, from one of its cuts to the next, with the inputs beside the first at each, with its
     layers as modules that share its weights. Raises BadInput where it runs at one batch size alone.
     """
     own = tracing(model)
     if not own.program.any_batch:
         raise BadInput(f"{own.program.model}: its program is for one batch size only, so its layers can't be observed")
-    uses = times_used(own.program)
+    uses = count_uses(own.program)
     by_site = [(site.kind, {span.name for span in (*site.writers, *site.readers)}) for site in own.analysis.sites]
     run, every = nn.Sequential(), dict[str, ProgramLayer]()
     merged = None
@@ -57,13 +57,13 @@ def layered(model: nn.Module) -> tuple[nn.Sequential, tuple[ProgramLayer, ...]]:
         assert isinstance(own.mergeable, Mergeable), own.mergeable
         merged = own.mergeable.merged(own.program, own.merging, follows=True)
     program = own.program if merged is None else merged.program
-    for start, end in pairwise([None, *(crossing(merged, cut.node) for cut in cuts(own.analysis)), None]):
+    for start, end in pairwise([None, *(crossing(merged, cut.node) for cut in find_cuts(own.analysis)), None]):
         before, beside = (None, ()) if start is None else (start.node, start.token_state)
         outputs = [end.node, *end.token_state] if merged is not None and end is not None else None
-        part = between(program, before, None if end is None else end.node, beside=beside, outputs=outputs)
+        part = extract_between(program, before, None if end is None else end.node, beside=beside, outputs=outputs)
         piece = replace(program, graph=part)
-        called = [each for each in layers(piece) if batch_of(each.node.all_input_nodes[0]) is not None]
-        hooked, modules, _ = listening(piece, {each.node.name for each in called}, ())
+        called = [each for each in layers(piece) if batch_axis_of(each.node.all_input_nodes[0]) is not None]
+        hooked, modules, _ = build_listening_graph(piece, {each.node.name for each in called}, ())
         for each in called:
             if each.bias in own.biasless:
                 modules[each.node.name].bias = None
@@ -101,19 +101,19 @@ class _OfTokens(nn.Module):
         return Tokens(leaving[0], **dict(zip(names, leaving[1:], strict=True)))
 
 
-def relayered(model: nn.Module, of: Mapping[str, Layer], every: tuple[ProgramLayer, ...]) -> nn.Module:
+def replace_layers(model: nn.Module, of: Mapping[str, Layer], every: tuple[ProgramLayer, ...]) -> nn.Module:
     """The model with the weights that these layers have, by their names."""
     weights = {each.weight: of[each.name].weight for each in every if each.name in of}
     biases = {each.bias: bias for each in every if each.name in of and (bias := of[each.name].bias) is not None}
-    return narrowed(model, {}, {**weights, **biases})
+    return narrow_model(model, {}, {**weights, **biases})
 
 
-def streams(model: nn.Module) -> tuple[SiteGroups, ...]:
+def find_streams(model: nn.Module) -> tuple[SiteGroups, ...]:
     """Those whose channels may change places: all that writes, reads and norms them is known. Raises BadInput where
     there is none.
     """
     program = tracing(model).program
-    found = tuple(each for each in find(program, keeps_all=True).sites if each.kind == "stream")
+    found = tuple(each for each in find_sites(program, keeps_all=True).sites if each.kind == "stream")
     if not found:
         raise BadInput(
             f"--sparse-permute stream: {program.model} has no residual stream of which all that writes and reads it is "
@@ -122,7 +122,7 @@ def streams(model: nn.Module) -> tuple[SiteGroups, ...]:
     return found
 
 
-def scores(model: nn.Module, stream: SiteGroups) -> Tensor:
+def stream_scores(model: nn.Module, stream: SiteGroups) -> Tensor:
     """By channel of a stream sum_o (w_oj gamma_j)^2 over all layers that read it [G], float64: behind a norm of scale
     gamma a channel's variance is about gamma^2.
     """
@@ -151,7 +151,7 @@ def _laid_out(tensor: Tensor, axes: tuple[int, ...]) -> Tensor:
     return tensor.movedim(axes, tuple(range(-len(axes), 0))).flatten(-len(axes))
 
 
-def reordered(model: nn.Module, site: SiteGroups, order_G: Tensor) -> nn.Module:
+def reorder_groups(model: nn.Module, site: SiteGroups, order_G: Tensor) -> nn.Module:
     """A copy whose site has its groups in this order."""
     program, tensors = tracing(model).program, dict[str, Tensor]()
     for span in {(span.name, span.axes): span for span in site.spans}.values():
@@ -162,10 +162,10 @@ def reordered(model: nn.Module, site: SiteGroups, order_G: Tensor) -> nn.Module:
         new = flat.index_copy(-1, to.reshape(-1), flat[..., source.reshape(-1)])
         apart: Tensor = new.unflatten(-1, [tensor.shape[axis] for axis in span.axes])
         tensors[span.name] = apart.movedim(tuple(range(-len(span.axes), 0)), span.axes)
-    return narrowed(model, {}, tensors)
+    return narrow_model(model, {}, tensors)
 
 
-def block_of(model: nn.Module, weight: str) -> tuple[SiteGroups, int] | None:
+def input_block_of(model: nn.Module, weight: str) -> tuple[SiteGroups, int] | None:
     """The site that a layer's weight reads in the order of its inputs, where nothing else does, and within how many
     neighbours these may change places: of one head.
     """

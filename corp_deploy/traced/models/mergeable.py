@@ -5,18 +5,18 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from corp_deploy.spec.merging import Merging, capped, tokens_after
-from corp_deploy.traced.finding.attentions import Block, attentions_of, blocks_of, in_front
-from corp_deploy.traced.finding.cuts import passed_by_all, ways_out
-from corp_deploy.traced.finding.product import macs
+from corp_deploy.spec.merging import Merging, cap_schedule, tokens_after
+from corp_deploy.traced.finding.attentions import Block, count_leading_tokens, find_attentions, find_blocks
+from corp_deploy.traced.finding.cuts import find_bottlenecks, find_output_branches
+from corp_deploy.traced.finding.product import count_macs
 from corp_deploy.traced.programs.program import Program, operation, sizes_at_one
-from corp_deploy.traced.programs.readers import without_biases_
-from corp_deploy.traced.programs.sizes import size_
+from corp_deploy.traced.programs.readers import remove_biases_
+from corp_deploy.traced.programs.sizes import infer_sizes_
 from ground.errors import BadInput
 
 from .merged_nodes import MergedNodes, PositionDependent
 from .merged_program import MergedProgram
-from .merges import MergeBuilder, by_node, sized
+from .merges import MergeBuilder, attentions_by_node, build_sized_program
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,20 +70,20 @@ class Mergeable:
             raise BadInput(f"token merging: {still}; leave --merge-tokens out") from None
 
 
-def mergeable(program: Program) -> Mergeable | str:
+def find_mergeable(program: Program) -> Mergeable | str:
     """Or why its tokens can't be merged."""
     if not program.any_batch:
         return "its program is for one batch size alone"
-    blocks = blocks_of(program)
+    blocks = find_blocks(program)
     if isinstance(blocks, str):
         return blocks
     if len({block.tokens for block in blocks}) > 1:
         return "its blocks have different numbers of tokens"
-    protected = in_front(program, blocks[0].before)
+    protected = count_leading_tokens(program, blocks[0].before)
     if protected is None:
         return "tokens that are no patches, such as a class token, stand elsewhere than in front"
     found = Mergeable(blocks=blocks, protected=protected)
-    one_each = capped((1,) * len(blocks), "merge", found.tokens, protected)
+    one_each = cap_schedule((1,) * len(blocks), "merge", found.tokens, protected)
     try:
         found.merged(program, Merging(schedule=one_each))
     except BadInput as error:
@@ -91,23 +91,26 @@ def mergeable(program: Program) -> Mergeable | str:
     return found
 
 
-def merged_graph(program: Program, added: tuple[str, ...], merging: Merging) -> fx.GraphModule:
+def build_merged_graph(program: Program, added: tuple[str, ...], merging: Merging) -> fx.GraphModule:
     """What a model runs that merges so: its program without biases that it hasn't."""
-    found = mergeable(program)
+    found = find_mergeable(program)
     if isinstance(found, str):
         raise BadInput(f"token merging: {found}; leave --merge-tokens out")
     graph = found.merged(program, merging).program.graph
-    without_biases_(graph, tuple(name for name in added if name in dict(graph.named_parameters())))
+    remove_biases_(graph, tuple(name for name in added if name in dict(graph.named_parameters())))
     return graph
 
 
-def at_tokens(piece: Program, protected: int, tokens: int) -> Program:
+def program_at_tokens(piece: Program, protected: int, tokens: int) -> Program:
     """A part of a program that one stream enters [B,N,C], with so many tokens in it that all count alike. Raises
     BadInput where it needs all.
     """
     (entering,) = (node for node in piece.nodes if node.op == "placeholder")
-    size_(piece.graph, [entering.meta["val"]], any_batch=True)
-    nodes, attentions = MergedNodes(program=piece, protected=protected, as_before=True), by_node(attentions_of(piece))
+    infer_sizes_(piece.graph, [entering.meta["val"]], any_batch=True)
+    nodes, attentions = (
+        MergedNodes(program=piece, protected=protected, as_before=True),
+        attentions_by_node(find_attentions(piece)),
+    )
     try:
         for node in piece.nodes:
             if node.op == "output" or operation(node) == "sym_size" or not nodes.is_behind(node):
@@ -118,15 +121,15 @@ def at_tokens(piece: Program, protected: int, tokens: int) -> Program:
                 nodes.begin_(node, tokens)
     except PositionDependent as reason:
         raise BadInput(f"{piece.model}: {reason}, so that it can't be timed with fewer") from None
-    return sized(nodes, {}, [nodes.values[entering]], dead=False)
+    return build_sized_program(nodes, {}, [nodes.values[entering]], dead=False)
 
 
 def _last_stream(program: Program, blocks: Sequence[Block], before: fx.Node | None) -> fx.Node | None:
     last, stream = None, sizes_at_one(blocks[-1].added)
-    for node, since in passed_by_all(program, ways_out(program)):
+    for node, since in find_bottlenecks(program, find_output_branches(program)):
         if before in since:
             break
-        is_cut = sizes_at_one(node) == stream and any(map(macs, since))
+        is_cut = sizes_at_one(node) == stream and any(map(count_macs, since))
         if node is blocks[-1].added or (last is not None and is_cut):
             last = node
     return last

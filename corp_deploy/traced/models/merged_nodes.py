@@ -21,16 +21,16 @@ from corp_deploy.traced.programs.program import (
     SAME,
     SHAPED,
     Program,
-    arguments_of,
     constant_names,
+    find_reachable,
     module_of,
-    number_of,
+    named_arguments,
+    number_at_one,
     operation,
-    reached,
     sizes_at_one,
     sizes_of_any_batch,
 )
-from corp_deploy.traced.programs.sizes import changes_in_place, on_meta
+from corp_deploy.traced.programs.sizes import call_on_meta, changes_in_place
 
 _ARRANGED, _REDUCED, _ALONG = (
     frozenset(ops.split())
@@ -114,7 +114,7 @@ class MergedNodes:
     def value(self, node: fx.Node) -> Any:
         if node in self.values:
             return self.values[node]
-        number = number_of(node)
+        number = number_at_one(node)
         if number is not None:
             return number
         types = tree_map_only(Tensor, lambda each: each.dtype, node.meta["val"])
@@ -128,7 +128,7 @@ class MergedNodes:
         if changes_in_place(node):  # what else is known by these sizes stays as it is
             arguments = tree_map_only(Tensor, Tensor.clone, arguments)
         try:
-            return on_meta(node.target, *arguments)
+            return call_on_meta(node.target, *arguments)
         except RuntimeError:
             raise PositionDependent(
                 node, f"takes something with a place for every token, as positions are: {_ANY}"
@@ -166,7 +166,7 @@ class MergedNodes:
         if sizes is None:
             raise PositionDependent(node, "puts tokens and images on several axes at once")
         if operation(node) == "unflatten":
-            dim = arguments_of(node)["dim"] % len(old)
+            dim = named_arguments(node)["dim"] % len(old)
             sizes = sizes[dim : dim + 1 + len(new_shape) - len(old)]
             return (source, dim, sizes), {}
         return (source, sizes), {}
@@ -187,17 +187,17 @@ class MergedNodes:
         if op == "linear" and rank - 1 not in axes:
             return True
         if op in ("layer_norm", "rms_norm"):
-            last = len(arguments_of(node)["normalized_shape"])
+            last = len(named_arguments(node)["normalized_shape"])
             if all(dim < rank - last for dim in axes):
                 return True
         if op in _ALONG | _REDUCED:
             return self._refuse_along(node, axes, rank)
-        if op == SDPA and self.as_before and arguments_of(node)["attn_mask"] is None:
+        if op == SDPA and self.as_before and named_arguments(node)["attn_mask"] is None:
             return True
         raise PositionDependent(node, "reads all tokens at once: those that were merged would count as one")
 
     def _refuse_along(self, node: fx.Node, axes: frozenset[int], rank: int) -> bool:
-        arguments, op = arguments_of(node), operation(node)
+        arguments, op = named_arguments(node), operation(node)
         dims = arguments.get("dim")
         dims = range(rank) if dims is None else dims if isinstance(dims, list | tuple) else (dims,)
         if axes.isdisjoint(each % rank for each in dims) or self._reads_protected(op, arguments):
@@ -223,7 +223,7 @@ class MergedNodes:
         sides = [self.axes.get(each) for each in node.all_input_nodes[: 3 if operation(node) == SDPA else 2]]
         last = len(sizes_at_one(node.all_input_nodes[0])) - 1
         if operation(node) == SDPA:
-            arguments = arguments_of(node)
+            arguments = named_arguments(node)
             masks = arguments["attn_mask"] is not None and not _masks_nothing(self.program, node)
             if masks or arguments["is_causal"]:
                 raise PositionDependent(node, f"adds to scores by where tokens stand or masks them: {_ANY}")
@@ -233,10 +233,12 @@ class MergedNodes:
 
 
 def _masks_nothing(program: Program, node: fx.Node) -> bool:
-    mask = arguments_of(node)["attn_mask"]
+    mask = named_arguments(node)["attn_mask"]
     if mask is None:
         return False
-    sources = reached([mask], lambda each: [source for source in each.all_input_nodes if number_of(source) is None])
+    sources = find_reachable(
+        [mask], lambda each: [source for source in each.all_input_nodes if number_at_one(source) is None]
+    )
     if not all(name.startswith(NUMBERS) for name in constant_names(sources)):
         return False
     added = added_scores(program, node)

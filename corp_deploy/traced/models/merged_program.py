@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from corp_deploy.traced.programs.program import Program, sizes_at_one
 
-from .token_merging import TokenMerge, unmerged
+from .token_merging import TokenMerge, unmerge_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,13 +62,13 @@ class MergedProgram:
             sizes=self.sizes_at.get(name),
             sources=self.sources_at.get(name),
         )
-        call = stands.args[0] if stands.target in (operator.getitem, unmerged) else stands
+        call = stands.args[0] if stands.target in (operator.getitem, unmerge_tokens) else stands
         assert isinstance(call, fx.Node), stands
         if call.op == "call_module":
             raw, _, _, compared = call.args
             compared = None if compared is raw else compared
             return replace(state, raw=raw, merge=self.merge_at[name], name=str(call.target), compared=compared)  # type: ignore[arg-type]
-        return replace(state, raw=call) if stands.target is unmerged else state
+        return replace(state, raw=call) if stands.target is unmerge_tokens else state
 
     def read_of(self, node: fx.Node, read_P: Tensor | None) -> Tensor | None:
         """Which places of a node [B,N,C] count, bool, of those that count with all tokens: protected ones, None for all

@@ -14,23 +14,23 @@ from torch import Tensor, fx
 
 from corp_deploy.spec.merging import Merging
 from corp_deploy.traced.finding.attentions import Attention, Block
-from corp_deploy.traced.finding.cuts import ways_out
-from corp_deploy.traced.programs.attention_masks import SDPA, SOFTMAX, scale_of
+from corp_deploy.traced.finding.cuts import find_output_branches
+from corp_deploy.traced.programs.attention_masks import SDPA, SOFTMAX, attention_scale
 from corp_deploy.traced.programs.program import (
     IN_FRONT,
     Program,
-    batch_of,
+    batch_axis_of,
     constant_names,
     operation,
+    remove_dead_nodes_,
     sizes_at_one,
-    without_dead_,
 )
-from corp_deploy.traced.programs.sizes import size_
+from corp_deploy.traced.programs.sizes import infer_sizes_
 from ground.errors import BadInput
 
 from .merged_nodes import MergedNodes, PositionDependent
 from .merged_program import MergedProgram
-from .token_merging import TokenMerge, key_bias, unmerged
+from .token_merging import TokenMerge, key_bias, unmerge_tokens
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,8 +59,8 @@ class MergeBuilder:
 
     def merged_program(self) -> MergedProgram:
         by_sum = {block.added: number for number, block in enumerate(self.blocks)}
-        attentions = by_node([each for block in self.blocks for each in block.attentions])
-        out = ways_out(self.program)
+        attentions = attentions_by_node([each for block in self.blocks for each in block.attentions])
+        out = find_output_branches(self.program)
         self.outside = frozenset(user for _, user in out)
         for node in self.program.nodes:
             self._copy(node, attentions.get(node), {each for each, user in out if user is node})
@@ -70,7 +70,7 @@ class MergeBuilder:
                 self._unmerge(node)
         inputs = [node.meta["val"] for node in self.nodes.graph.nodes if node.op == "placeholder"]
         return MergedProgram(
-            program=sized(self.nodes, self.merges, inputs, dead=self.follows),
+            program=build_sized_program(self.nodes, self.merges, inputs, dead=self.follows),
             stands={node.name: new for node, new in self.nodes.nodes.items()},
             merge_at={name: merge for name, (merge, _, _) in self.tokens_at.items()},
             sizes_at={name: sizes for name, (_, sizes, _) in self.tokens_at.items() if sizes is not None},
@@ -93,7 +93,9 @@ class MergeBuilder:
 
     def _given_back(self, node: fx.Node) -> fx.Node:
         if node.name not in self.back:
-            self.back[node.name] = self._new(unmerged, self.nodes.nodes[node], self.tokens_at[node.name][2], like=node)
+            self.back[node.name] = self._new(
+                unmerge_tokens, self.nodes.nodes[node], self.tokens_at[node.name][2], like=node
+            )
         return self.back[node.name]
 
     def _new(self, function: Any, *args: Any, like: fx.Node) -> fx.Node:
@@ -173,12 +175,12 @@ class MergeBuilder:
         if attention.scores is not None:
             (softmax,) = attention.scores.users
             return self._new(_of_first, stands[softmax], like=like)
-        scale = scale_of(attention.product)
+        scale = attention_scale(attention.product)
         return self._new(_attended, stands[attention.queries], stands[attention.keys], scale, like=like)
 
     def _unmerge(self, node: fx.Node) -> None:
         if node in self.nodes.units:
-            self.nodes.nodes[node] = self._new(unmerged, self.nodes.nodes[node], self.sources, like=node)
+            self.nodes.nodes[node] = self._new(unmerge_tokens, self.nodes.nodes[node], self.sources, like=node)
             self.nodes.end_(node)
             del self.tokens_at[node.name]
             self.sizes = self.sources = None
@@ -186,7 +188,7 @@ class MergeBuilder:
 
 def _refuse_layout(attention: Attention) -> None:
     queries = attention.queries
-    if len(sizes_at_one(queries)) != 4 or batch_of(queries) != IN_FRONT:
+    if len(sizes_at_one(queries)) != 4 or batch_axis_of(queries) != IN_FRONT:
         raise PositionDependent(
             attention.product, "has heads and images on one axis, so that sizes can't be added to scores"
         )
@@ -216,7 +218,7 @@ def _attended(q_BHND: Tensor, k_BHND: Tensor, scale: float) -> Tensor:
     return scores_BHN.softmax(-1, dtype=torch.float32).mean(dim=1)
 
 
-def by_node(attentions: Iterable[Attention]) -> dict[fx.Node, Attention]:
+def attentions_by_node(attentions: Iterable[Attention]) -> dict[fx.Node, Attention]:
     """By all nodes of theirs that mix tokens."""
     return {
         node: each
@@ -225,13 +227,15 @@ def by_node(attentions: Iterable[Attention]) -> dict[fx.Node, Attention]:
     }
 
 
-def sized(nodes: MergedNodes, merges: Mapping[str, TokenMerge], inputs: Sequence[Tensor], *, dead: bool) -> Program:
+def build_sized_program(
+    nodes: MergedNodes, merges: Mapping[str, TokenMerge], inputs: Sequence[Tensor], *, dead: bool
+) -> Program:
     """What was made as a program that knows its sizes; `dead`: with nodes that nothing takes."""
     program = nodes.program
     nodes.graph.set_codegen(copy(program.graph.graph._codegen))
     root: dict[str, Any] = {name: program.tensor(name) for name in constant_names(nodes.graph.nodes)}
     if not dead:
-        without_dead_(nodes.graph)
+        remove_dead_nodes_(nodes.graph)
     graph = fx.GraphModule({**merges, **root}, nodes.graph).eval()
-    size_(graph, inputs, any_batch=True)
+    infer_sizes_(graph, inputs, any_batch=True)
     return Program(graph=graph, model=program.model, any_batch=True, folded=program.folded)

@@ -7,18 +7,18 @@ from functools import cached_property
 from torch import Tensor, fx, nn
 
 from corp_deploy.spec.merging import Merging
-from corp_deploy.traced.finding.product import macs
-from corp_deploy.traced.finding.shares import Shares, shares
-from corp_deploy.traced.finding.sites import Found, find
-from corp_deploy.traced.narrowing.proof import Narrowed
-from corp_deploy.traced.narrowing.whole_removal import WholeRemoval, without_sites
+from corp_deploy.traced.finding.product import count_macs
+from corp_deploy.traced.finding.shares import Shares, compute_shares
+from corp_deploy.traced.finding.sites import FoundSites, find_sites
+from corp_deploy.traced.narrowing.proof import NarrowedProgram
+from corp_deploy.traced.narrowing.whole_removal import WholeRemoval, remove_sites
 from corp_deploy.traced.programs.attention_masks import unread_queries
 from corp_deploy.traced.programs.program import Program
-from corp_deploy.traced.programs.readers import CONV2D, LINEAR, Layer, is_heard, layers, listening
+from corp_deploy.traced.programs.readers import CONV2D, LINEAR, Layer, build_listening_graph, can_be_observed, layers
 
-from .mergeable import Mergeable, mergeable
+from .mergeable import Mergeable, find_mergeable
 from .merged_program import MergedProgram
-from .segments import CutOutputs, ProgramSegment, given_at_cuts, segments
+from .segments import CutOutputs, ProgramSegment, find_cut_outputs, find_segments
 from .sites import Sites
 
 
@@ -35,13 +35,13 @@ class Tracing:
     multiple: int = 1
     merging: Merging | None = None
     offered: list[Sites] = field(default_factory=list, init=False)
-    proved: list[Narrowed] = field(default_factory=list, init=False)
+    proved: list[NarrowedProgram] = field(default_factory=list, init=False)
     folded_to_constant: dict[tuple[WholeRemoval, ...], "Tracing"] = field(default_factory=dict, init=False)
 
     def without(self, places: tuple[WholeRemoval, ...], inputs: list[Tensor]) -> "Tracing":
         """The program without these sites, made once."""
         if places not in self.folded_to_constant:
-            self.folded_to_constant[places] = replace(self, program=without_sites(self.program, places, inputs))
+            self.folded_to_constant[places] = replace(self, program=remove_sites(self.program, places, inputs))
         return self.folded_to_constant[places]
 
     def again(self) -> "Tracing":
@@ -53,7 +53,7 @@ class Tracing:
     @cached_property
     def mergeable(self) -> Mergeable | str:
         """Where tokens can be merged, or why they can't."""
-        return mergeable(self.program)
+        return find_mergeable(self.program)
 
     @cached_property
     def merged(self) -> MergedProgram | None:
@@ -73,24 +73,24 @@ class Tracing:
         return None if self.merged is None else self.merged.merge_at.get(name)
 
     @cached_property
-    def analysis(self) -> Found:
-        return find(self.program)
+    def analysis(self) -> FoundSites:
+        return find_sites(self.program)
 
     @cached_property
     def segments(self) -> tuple[ProgramSegment, ...]:
-        return segments(self.analysis, self.merged)
+        return find_segments(self.analysis, self.merged)
 
     @cached_property
     def cut_outputs(self) -> tuple[CutOutputs, ...]:
-        return given_at_cuts(self.analysis, self.merged)
+        return find_cut_outputs(self.analysis, self.merged)
 
     @cached_property
     def shares(self) -> Shares:
         if self.merged is None:
-            return shares(self.analysis, aside=self.added)
+            return compute_shares(self.analysis, aside=self.added)
         now = self.merged.by_name
-        costs = {node: macs(now[node.name]) if cost else 0 for node, cost in self.analysis.costs.items()}
-        return shares(replace(self.analysis, costs=costs), aside=self.added)
+        costs = {node: count_macs(now[node.name]) if cost else 0 for node, cost in self.analysis.costs.items()}
+        return compute_shares(replace(self.analysis, costs=costs), aside=self.added)
 
     @cached_property
     def hooked(self) -> tuple[fx.GraphModule, dict[str, Layer], dict[str, nn.Module]]:
@@ -100,11 +100,11 @@ class Tracing:
             for span in site.listening:
                 reader = self.by_node[span.reader]
                 if reader.target in (LINEAR, CONV2D):
-                    if is_heard(reader, self.by_node[span.name]):
+                    if can_be_observed(reader, self.by_node[span.name]):
                         readers.add(span.reader)
                 elif site.kind == "queries and keys":
                     projections.add(span.name)
-        return listening(self.running, readers, projections, dict(self._read(readers)))
+        return build_listening_graph(self.running, readers, projections, dict(self._read(readers)))
 
     def _read(self, readers: set[str]) -> Iterator[tuple[str, Tensor]]:
         """Yield layers behind attentions with the rows that are read, where others are not."""

@@ -11,26 +11,26 @@ import torch
 from torch import Tensor, fx, nn
 
 from corp_deploy.spec.merging import Merging
-from corp_deploy.spec.outputs import Outputs
+from corp_deploy.spec.outputs import NamedOutputs
 from corp_deploy.traced.finding.site_groups import Index
 from corp_deploy.traced.programs.program import Program
-from corp_deploy.traced.programs.readers import with_biases_
-from corp_deploy.traced.programs.sizes import size_
+from corp_deploy.traced.programs.readers import add_zero_biases_
+from corp_deploy.traced.programs.sizes import infer_sizes_
 from corp_deploy.traced.programs.tracing import trace
 from ground.errors import BadInput
 from ground.ports import OutputPort
 
-from .array_inputs import Calling, InputSpec, batch_of_ports, by_ports
-from .mergeable import merged_graph
+from .array_inputs import CallOrder, InputSpec, build_forward, build_plain_batch
+from .mergeable import build_merged_graph
 from .model_program import Tracing as Tracing
 
 
-def device(model: nn.Module) -> torch.device:
+def device_of(model: nn.Module) -> torch.device:
     """Where the model's weights are; of one without any, the CPU."""
     return next((each.device for each in model.parameters()), torch.device("cpu"))
 
 
-def replaced(model: nn.Module, modules: Mapping[str, nn.Module]) -> nn.Module:
+def replace_submodules(model: nn.Module, modules: Mapping[str, nn.Module]) -> nn.Module:
     """A copy of the model with the named submodules replaced; the model given is left as it is."""
     memo: dict[int, Any] = {id(model.get_submodule(name)): new for name, new in modules.items()}
     return copy.deepcopy(model, memo)
@@ -53,7 +53,7 @@ def parameters(*modules: nn.Module) -> int:
     return sum(parameter.numel() for module in modules for parameter in module.parameters())
 
 
-def counts_of_batches(model: nn.Module) -> dict[str, Tensor]:
+def batch_counters(model: nn.Module) -> dict[str, Tensor]:
     """Of how many batches its norms met in training, which older files don't have and what is trained never reads."""
     return {name: each for name, each in model.state_dict().items() if name.endswith("num_batches_tracked")}
 
@@ -74,8 +74,8 @@ class Facts:
     spec: InputSpec
     outputs: tuple[OutputPort, ...]
     classes: int
-    calling: Calling | None = None
-    named: Outputs | None = None
+    calling: CallOrder | None = None
+    named: NamedOutputs | None = None
     sites: tuple[str, ...] | None = None
     biasless: bool = False
     multiple: int = 1
@@ -189,7 +189,7 @@ def _wearing(
     model: nn.Module, plain: type[nn.Module], facts: Facts | Callable[[nn.Module], Facts], cut: KeptGroups | None
 ) -> TracedModule:
     calling = facts.calling if isinstance(facts, Facts) else None
-    own = {} if calling is None else {"forward": by_ports(plain, calling)}
+    own = {} if calling is None else {"forward": build_forward(plain, calling)}
     kind: type[TracedModule] = type(plain.__name__, (TracedModule, plain), own)
     new = kind.__new__(kind)
     new.__dict__ |= vars(model)
@@ -213,7 +213,7 @@ def merging_module(model: nn.Module, merging: Merging | None) -> TracedModule:
     """A narrowed module that shares its weights with one, but merges tokens so, or none."""
     state, own = traced_state(model), tracing(model)
     all_tokens = _all_tokens(model)
-    graph = all_tokens if merging is None else merged_graph(own.program, own.added, merging)
+    graph = all_tokens if merging is None else build_merged_graph(own.program, own.added, merging)
     new = narrowed_module(graph, state.plain.__name__, facts_of(model), state.cut)
     if merging is not None:
         traced_state(new).merging, traced_state(new).unmerged = merging, all_tokens.graph
@@ -226,9 +226,9 @@ def tracing(model: nn.Module) -> Tracing:
     if state.tracing is None:
         facts = facts_of(model)
         with torch.inference_mode(False):  # constants are kept, and gradients asked for elsewhere
-            inputs = batch_of_ports(facts.spec.ports, EXAMPLES, device(model))
+            inputs = build_plain_batch(facts.spec.ports, EXAMPLES, device_of(model))
             program = trace(model, inputs) if state.cut is None else _again(model, inputs, state.cut)
-            added = with_biases_(program)
+            added = add_zero_biases_(program)
             state.tracing = Tracing(
                 program=program,
                 added=added,
@@ -245,5 +245,5 @@ def _all_tokens(model: nn.Module) -> fx.GraphModule:
 
 def _again(model: nn.Module, inputs: list[Tensor], cut: KeptGroups) -> Program:
     graph = _all_tokens(model)
-    size_(graph, inputs, any_batch=cut.any_batch)
+    infer_sizes_(graph, inputs, any_batch=cut.any_batch)
     return Program(graph=graph, model=type(model).__name__, any_batch=cut.any_batch, folded=())

@@ -12,37 +12,37 @@ import torch
 from torch import Tensor, fx, nn
 
 from corp_deploy.traced.finding.site_groups import Index, SiteGroups, Span
-from corp_deploy.traced.narrowing.proof import Narrowed, narrow, prove
-from corp_deploy.traced.programs.exported import made_on_
-from corp_deploy.traced.programs.readers import vocabularies, without_biases_
+from corp_deploy.traced.narrowing.proof import NarrowedProgram, narrow, prove
+from corp_deploy.traced.programs.exported import set_device_
+from corp_deploy.traced.programs.readers import remove_biases_, vocabulary_sizes
 from corp_deploy.traced.programs.steady import NotFinite, require_steady
 from ground.errors import BadInput
 
-from .array_inputs import random_batch
+from .array_inputs import build_random_batch
 from .module import (
     EXAMPLES,
     KeptGroups,
     TracedModule,
     Tracing,
-    device,
+    device_of,
     facts_of,
     merging_module,
     narrowed_module,
     traced_state,
     tracing,
 )
-from .offered import names_of, values_beside, whole_removal
+from .offered import sites_by_name, values_beside, whole_removal_of
 
 VERSIONS = ("torch", "timm")
 """Of what builds and traces a model."""
 
 
-def provable(model: nn.Module, kept: Mapping[str, Index]) -> tuple[dict[str, Index], dict[str, str]]:
+def prove_kept(model: nn.Module, kept: Mapping[str, Index]) -> tuple[dict[str, Index], dict[str, str]]:
     """Of sites by name the groups that can be all that is kept, seen on random inputs; sites that must stay whole, with
     the reason. Raises BadInput for a model that isn't deterministic, or that gives NaN on inputs within 0 and 1 too.
     """
     folded_to_constant, (own, rest) = {name: each for name, each in kept.items() if not len(each)}, _left(model, kept)
-    names = {groups.key: name for name, groups in names_of(own).items()}
+    names = {groups.key: name for name, groups in sites_by_name(own).items()}
     by_key, noise = _by_key(own, rest), _random_inputs(model, own)
     try:
         result = prove(own.analysis, by_key, noise)
@@ -58,8 +58,8 @@ def _left(model: nn.Module, kept: Mapping[str, Index]) -> tuple[Tracing, dict[st
     """The program without the sites of which nothing is kept, and what is kept of others that are left. Raises BadInput
     for one that can't go whole.
     """
-    own, named = tracing(model), names_of(tracing(model))
-    empty = {name: whole_removal(own, named[name], name) for name, each in kept.items() if not len(each)}
+    own, named = tracing(model), sites_by_name(tracing(model))
+    empty = {name: whole_removal_of(own, named[name], name) for name, each in kept.items() if not len(each)}
     beside = values_beside(own, named) if None in empty.values() else {}
     for name, place in empty.items():
         if place is None and empty.get(beside.get(name, "")) is None:
@@ -69,12 +69,12 @@ def _left(model: nn.Module, kept: Mapping[str, Index]) -> tuple[Tracing, dict[st
     places = tuple(each for each in empty.values() if each is not None)
     if places:
         own = own.without(places, _random_inputs(model, own))
-        named = names_of(own)
+        named = sites_by_name(own)
     return own, {name: each for name, each in kept.items() if len(each) and name in named}
 
 
 def _random_inputs(model: nn.Module, own: Tracing) -> list[Tensor]:
-    return random_batch(facts_of(model).spec.ports, vocabularies(own.program), EXAMPLES, device(model))
+    return build_random_batch(facts_of(model).spec.ports, vocabulary_sizes(own.program), EXAMPLES, device_of(model))
 
 
 def require_steady_model(model: nn.Module, inputs: Sequence[Tensor], *, called: str) -> None:
@@ -83,10 +83,10 @@ def require_steady_model(model: nn.Module, inputs: Sequence[Tensor], *, called: 
 
 
 def _by_key(own: Tracing, kept: Mapping[str, Index]) -> dict[str, Index]:
-    return {groups.key: kept[name] for name, groups in names_of(own).items() if name in kept}
+    return {groups.key: kept[name] for name, groups in sites_by_name(own).items() if name in kept}
 
 
-def narrowed(model: nn.Module, kept: Mapping[str, Index], tensors: Mapping[str, Tensor]) -> nn.Module:
+def narrow_model(model: nn.Module, kept: Mapping[str, Index], tensors: Mapping[str, Tensor]) -> nn.Module:
     """The model without the other groups of these sites, some of its weights replaced by `tensors`, of the sizes that
     they have in it.
     """
@@ -95,7 +95,7 @@ def narrowed(model: nn.Module, kept: Mapping[str, Index], tensors: Mapping[str, 
     emptied = {name for name, each in own.program.graph.named_parameters() if not each.numel()}
     result.set_({name: each for name, each in tensors.items() if name not in emptied})
     graph = result.module
-    without_biases_(graph, [name for name in _added(graph, own) if not bool(graph.get_parameter(name).any())])
+    remove_biases_(graph, [name for name in _added(graph, own) if not bool(graph.get_parameter(name).any())])
     return _module(model, graph, kept, tuple(_added(graph, own)))
 
 
@@ -103,7 +103,7 @@ def at_widths(model: nn.Module, widths: Mapping[str, int]) -> nn.Module:
     """The model with the first groups of each part of these sites, as many as the widths say, and nothing repaired.
     Raises BadInput where one can't be as narrow.
     """
-    own, sites = tracing(model), names_of(tracing(model))
+    own, sites = tracing(model), sites_by_name(tracing(model))
     kept = {name: first_groups(sites[name], width) for name, width in widths.items()}
     new, unreduced = with_groups(model, kept, own.added)
     for name in kept:
@@ -127,13 +127,13 @@ def with_groups(
     """
     own, rest = _left(model, kept)
     result = narrow(own.analysis, _by_key(own, rest))
-    without_biases_(result.module, [name for name in _added(result.module, own) if name not in biases])
-    where = device(model)
-    made_on_(result.module, torch.device("cpu") if where.type == "meta" else where)
+    remove_biases_(result.module, [name for name in _added(result.module, own) if name not in biases])
+    where = device_of(model)
+    set_device_(result.module, torch.device("cpu") if where.type == "meta" else where)
     return _module(model, result.module, kept, biases), result.unreduced
 
 
-def _narrow(own: Tracing, kept: Mapping[str, Index]) -> Narrowed:
+def _narrow(own: Tracing, kept: Mapping[str, Index]) -> NarrowedProgram:
     chosen = _by_key(own, kept)
     last = own.proved.pop() if own.proved else None
     if last is None or {key: list(each) for key, each in last.kept.items()} != {
@@ -156,7 +156,7 @@ def _module(model: nn.Module, graph: fx.GraphModule, kept: Mapping[str, Index], 
 
 def _joined(model: nn.Module, kept: Mapping[str, Index], biases: tuple[str, ...]) -> KeptGroups:
     own, before = tracing(model), traced_state(model).cut
-    groups = names_of(own)
+    groups = sites_by_name(own)
     if before is None:
         sizes = {name: each.size for name, each in groups.items()}
         digest, any_batch = digest_of(own), own.program.any_batch
@@ -173,7 +173,7 @@ def digest_of(own: Tracing) -> str:
     """Of all sites: what they are called, and which elements of which parameters each of their groups is."""
     table = [
         [name, groups.kind, groups.size, [_line(span) for span in groups.spans]]
-        for name, groups in names_of(own).items()
+        for name, groups in sites_by_name(own).items()
     ]
     return hashlib.sha256(json.dumps(table).encode()).hexdigest()
 
@@ -195,14 +195,14 @@ def program_record(model: nn.Module) -> dict[str, Any] | None:
 def sites_record(model: TracedModule) -> dict[str, Any]:
     """Of every site how many groups it has in the dense model, and those that are kept where not all are."""
     cut = traced_state(model).cut
-    sizes = {name: groups.size for name, groups in names_of(tracing(model)).items()} if cut is None else cut.sizes
+    sizes = {name: groups.size for name, groups in sites_by_name(tracing(model)).items()} if cut is None else cut.sizes
     kept = {} if cut is None else cut.kept
     return {
         name: {"groups": size} | ({"kept": kept[name].tolist()} if name in kept else {}) for name, size in sizes.items()
     }
 
 
-def as_recorded(
+def rebuild_narrowed(
     model: TracedModule,
     written_sizes: Mapping[str, int],
     written_kept: Mapping[str, Sequence[int]],
@@ -231,7 +231,7 @@ def as_recorded(
             f"{where}: the model {reason}, so the kept channels can't be found; {remedy}, or reduce it again"
         )
     kept = {name: np.array(each, dtype=np.int64) for name, each in written_kept.items()}
-    sizes = {name: groups.size for name, groups in names_of(own).items()}
+    sizes = {name: groups.size for name, groups in sites_by_name(own).items()}
     if unknown := [name for name, size in written_sizes.items() if sizes.get(name) != size]:
         raise BadInput(f"{where}: no site {unknown[0]!r:.100} of so many groups; the file was edited, write it again")
     if odd := [name for name, each in kept.items() if not (np.diff(each, prepend=-1, append=sizes[name]) > 0).all()]:

@@ -10,20 +10,20 @@ import numpy as np
 import torch
 from torch import nn
 
-from corp_deploy.traced.finding.flow import labels_of
+from corp_deploy.traced.finding.flow import site_labels
 from corp_deploy.traced.finding.labels import LabelTensor, compact
 from corp_deploy.traced.finding.site_groups import SiteGroups, Span
-from corp_deploy.traced.narrowing.whole_removal import WholeRemoval, whole_removal_at
-from corp_deploy.traced.programs.attention_masks import values_product
-from corp_deploy.traced.programs.folding import is_mean
-from corp_deploy.traced.programs.program import arguments_of, module_of, operation, sizes_at_one
-from corp_deploy.traced.programs.readers import CONV2D, LINEAR, gain_behind, is_heard
+from corp_deploy.traced.narrowing.whole_removal import WholeRemoval, find_whole_removal
+from corp_deploy.traced.programs.attention_masks import find_attention_output
+from corp_deploy.traced.programs.folding import is_mean_weight
+from corp_deploy.traced.programs.program import module_of, named_arguments, operation, sizes_at_one
+from corp_deploy.traced.programs.readers import CONV2D, LINEAR, batch_norm_gain, can_be_observed
 
 from .module import Tracing, facts_of, tracing
-from .pairs import TracedPairs, pairs
+from .pairs import TracedPairs, build_pairs
 from .segments import ProgramSegment
 from .sites import Refusal, Site, SiteReader, Sites, TracedChannels, TracedConvolutions, TracedStream
-from .values import TracedValues, values
+from .values import TracedValues, build_values
 
 _CLASSES: dict[str, type[Site]] = {
     "channels": TracedChannels,
@@ -38,7 +38,7 @@ _SUFFIXES = {"queries and keys": ".qk", "values": ".v", "stream": ".stream"}
 
 def traced_sites(tracing: Tracing, chosen: Container[str] | None = None) -> Sites:
     """In order of the program; of these names, None for all."""
-    every, refused, named = list[Site](), list[Refusal](), names_of(tracing)
+    every, refused, named = list[Site](), list[Refusal](), sites_by_name(tracing)
     beside = values_beside(tracing, named)
     for name, groups in named.items():
         site = _site(tracing, named, beside, name)
@@ -65,11 +65,11 @@ def values_beside(tracing: Tracing, named: Mapping[str, SiteGroups]) -> dict[str
     """Return by queries and keys the values of the same attention, by shared labels or else by module."""
     flow, found = tracing.analysis.flow, dict[str, str]()
     values = {name: groups for name, groups in named.items() if groups.kind == "values"}
-    labels = {name: labels_of(flow, groups)[:, 0] for name, groups in values.items()}
+    labels = {name: site_labels(flow, groups)[:, 0] for name, groups in values.items()}
     for name, groups in named.items():
         if groups.kind != "queries and keys":
             continue
-        output = values_product(tracing.by_node[groups.listening[0].reader])
+        output = find_attention_output(tracing.by_node[groups.listening[0].reader])
         marks = None if output is None else flow.values.get(output)
         if isinstance(marks, LabelTensor) and marks.labels is not None:
             summed = flow.groups.of(compact(marks.labels))
@@ -85,13 +85,13 @@ def _behind(tracing: Tracing, groups: SiteGroups, values: SiteGroups | None) -> 
     readers = () if values is None else (span.reader for span in values.listening)
     if hooked_reader := next((reader for reader in readers if reader in tracing.hooked[1]), ""):
         return hooked_reader
-    node = values_product(tracing.by_node[groups.listening[0].reader])
+    node = find_attention_output(tracing.by_node[groups.listening[0].reader])
     while node is not None and node.target not in (LINEAR, CONV2D):
         node = next(iter(node.users)) if len(node.users) == 1 else None
     return "" if node is None else node.name
 
 
-def names_of(tracing: Tracing) -> dict[str, SiteGroups]:
+def sites_by_name(tracing: Tracing) -> dict[str, SiteGroups]:
     """All that can be removed, by one name each: the path of the module that it is in, and what it is of that."""
     count: Counter[str] = Counter()
     named: dict[str, SiteGroups] = {}
@@ -116,7 +116,7 @@ def _site(tracing: Tracing, named: Mapping[str, SiteGroups], beside: Mapping[str
         "parameters_now": tracing.shares.parameters.alone[groups.key],
     }
     if kind is TracedPairs:
-        return pairs(tracing, own, _behind(tracing, groups, named[beside[name]] if name in beside else None))
+        return build_pairs(tracing, own, _behind(tracing, groups, named[beside[name]] if name in beside else None))
     readings = list[SiteReader]()
     for span in groups.listening:
         reading = _reading(tracing, span)
@@ -126,22 +126,22 @@ def _site(tracing: Tracing, named: Mapping[str, SiteGroups], beside: Mapping[str
     readings = _squeezes_told(tracing, groups, readings)
     if refusal := _refusal(tracing, groups, readings):
         return refusal
-    own |= {"readings": tuple(readings), "whole_removal": whole_removal(tracing, groups, name)}
+    own |= {"readings": tuple(readings), "whole_removal": whole_removal_of(tracing, groups, name)}
     if kind is TracedValues:
-        return values(tracing, named, own, has_queries=name in beside.values())
+        return build_values(tracing, named, own, has_queries=name in beside.values())
     return kind(**own, multiple=tracing.multiple if kind is TracedChannels else 1)
 
 
-def whole_removal(tracing: Tracing, groups: SiteGroups, name: str) -> WholeRemoval | None:
+def whole_removal_of(tracing: Tracing, groups: SiteGroups, name: str) -> WholeRemoval | None:
     """Return where all of an MLP's channels or an attention's values can go."""
     if groups.kind not in ("channels", "gated channels", "values") or "#" in f"{name}{groups.name}":
         return None
-    return whole_removal_at(tracing.program, groups)
+    return find_whole_removal(tracing.program, groups)
 
 
 def _squeezes_told(tracing: Tracing, groups: SiteGroups, readings: list[SiteReader]) -> list[SiteReader]:
     """Tell readers of places of a map from readers of its means."""
-    readings = [replace(each, is_squeeze=is_mean(each.weight)) for each in readings]
+    readings = [replace(each, is_squeeze=is_mean_weight(each.weight)) for each in readings]
     shapes = [sizes_at_one(tracing.by_node[each.source]) for each in readings]
     counts = [math.prod(shape[2:]) if len(shape) == 4 else 0 for shape in shapes]
     places = [1 if each.is_squeeze else count for each, count in zip(readings, counts, strict=True)]
@@ -177,7 +177,7 @@ def _reading(tracing: Tracing, span: Span) -> SiteReader | str:
     """Return the reader, or why its statistics are not known."""
     node = tracing.by_node[span.reader]
     path, source = module_of(node)[0] or "the model", tracing.by_node[span.name]
-    if not is_heard(node, source):
+    if not can_be_observed(node, source):
         return f"{operation(node)} in {path} reads several maps of each image, of which no repair is known"
     layer = tracing.hooked[1].get(node.name)
     if layer is None:
@@ -186,7 +186,7 @@ def _reading(tracing: Tracing, span: Span) -> SiteReader | str:
     last = (source.meta["val"].dim() - 1,)
     if span.axes != (last if node.target is LINEAR else (1,)) or source is not node.args[0]:
         return f"{operation(node)} in {path} reads it along several axes, of which no repair is known"
-    weight, bias = (str(arguments_of(node)[name].target) for name in ("weight", "bias"))
+    weight, bias = (str(named_arguments(node)[name].target) for name in ("weight", "bias"))
     distinct = len(np.unique(span.index_GM))
     assert distinct == span.index_GM.size, span
     return SiteReader(
@@ -195,7 +195,7 @@ def _reading(tracing: Tracing, span: Span) -> SiteReader | str:
         columns_GM=span.index_GM,
         weight=weight,
         bias=bias,
-        gain_O=gain_behind(tracing.program, node),
+        gain_O=batch_norm_gain(tracing.program, node),
         is_biasless=bias in tracing.biasless,
         use=tracing.uses[weight].index(node.name),
         merge=tracing.merge_before(source.name),
@@ -213,7 +213,7 @@ def sites_by_segment(model: nn.Module) -> dict[ProgramSegment, tuple[str, ...]]:
     """The names of the sites that stand in each segment, in order."""
     own = tracing(model)
     tensors = {
-        name: {span.name for span in (*groups.writers, *groups.readers)} for name, groups in names_of(own).items()
+        name: {span.name for span in (*groups.writers, *groups.readers)} for name, groups in sites_by_name(own).items()
     }
     return {
         each: tuple(name for name in tensors if not tensors[name].isdisjoint(each.weights)) for each in own.segments

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from calib.sites import HeadTaps
 from corp_deploy.traced.finding.site_groups import SiteGroups
-from corp_deploy.traced.programs.subprogram import Subprogram, between
+from corp_deploy.traced.programs.subprogram import Subprogram, subprogram_before
 
 from .heads import BothHeads, HeadPlaces, both_heads, taps_of
 from .module import Tracing
@@ -103,7 +103,7 @@ class TracedPairs(Site):
         return _repair(self.tracing, self.groups, self.both)
 
 
-def pairs(tracing: Tracing, own: Mapping[str, Any], behind: str) -> TracedPairs | str:
+def build_pairs(tracing: Tracing, own: Mapping[str, Any], behind: str) -> TracedPairs | str:
     """The site of these fields, which are those of any; or why it stays."""
     groups: SiteGroups = own["groups"]
     # Queries and keys of the first product: two that one node reads.
@@ -128,7 +128,7 @@ def _repair(tracing: Tracing, groups: SiteGroups, both: BothHeads) -> Repair:
         return none
     sides = list[Side]()
     for span, heads in zip(groups.listening, (both.queries, both.keys), strict=True):
-        piece = between(tracing.program, tracing.by_node[span.name])
+        piece = subprogram_before(tracing.program, tracing.by_node[span.name])
         side = None if piece is None else _side(piece, groups, heads, both)
         if side is None:
             return none

@@ -5,13 +5,13 @@ from dataclasses import dataclass, replace
 
 from torch import fx, nn
 
-from corp_deploy.traced.finding.cuts import between
-from corp_deploy.traced.finding.product import macs
-from corp_deploy.traced.narrowing.whole_removal import filled_
+from corp_deploy.traced.finding.cuts import extract_between
+from corp_deploy.traced.finding.product import count_macs
+from corp_deploy.traced.narrowing.whole_removal import fill_empty_readers_
 from corp_deploy.traced.programs.program import Program, sizes_at_one
 from ground.ports import OutputPort, Port
 
-from .mergeable import Mergeable, at_tokens
+from .mergeable import Mergeable, program_at_tokens
 from .module import Tracing, input_spec, output_ports, tracing
 from .narrowed_model import at_widths
 from .offered import sites_by_segment, sites_of
@@ -45,7 +45,7 @@ def tokens_that_enter(model: nn.Module) -> dict[str, int]:
 
 def _at_tokens(own: Tracing, module: fx.GraphModule, tokens: int) -> Program:
     assert isinstance(own.mergeable, Mergeable), own.mergeable
-    return at_tokens(replace(own.program, graph=module), own.mergeable.protected, tokens)
+    return program_at_tokens(replace(own.program, graph=module), own.mergeable.protected, tokens)
 
 
 def macs_at_tokens(model: nn.Module, name: str, tokens: Sequence[int]) -> list[int]:
@@ -54,14 +54,14 @@ def macs_at_tokens(model: nn.Module, name: str, tokens: Sequence[int]) -> list[i
     (segment,) = (each for each in own.segments if each.name == name)
     all_tokens = int(sizes_at_one(segment.before)[1])
     last, before, first = (
-        sum(map(macs, _at_tokens(own, segment.module, count).nodes))
+        sum(map(count_macs, _at_tokens(own, segment.module, count).nodes))
         for count in (all_tokens, all_tokens - 1, all_tokens - 2)
     )
     slope, bend = last - before, last - 2 * before + first
     return [last - gone * slope + gone * (gone - 1) // 2 * bend for gone in (all_tokens - count for count in tokens)]
 
 
-def part_of(model: nn.Module, site: Site, width: int, tokens: int | None = None) -> Part:
+def build_part(model: nn.Module, site: Site, width: int, tokens: int | None = None) -> Part:
     """From the first segment that the site stands in to the last one, all else whole; the model where no segments are
     known. The site has the first groups of each of its parts. `tokens`: that enter, None for all. Raises BadInput where
     it can't be narrower, and where it needs all tokens.
@@ -71,8 +71,8 @@ def part_of(model: nn.Module, site: Site, width: int, tokens: int | None = None)
     found = [each for each in own.segments if each.name in inside]
     before = found[0].before if found and found[0] is not own.segments[0] else None
     after = found[-1].after if found and (own.cut_outputs or found[-1] is not own.segments[-1]) else None
-    module = between(own.program, before, after)
-    filled_(module)
+    module = extract_between(own.program, before, after)
+    fill_empty_readers_(module)
     all_tokens = 0 if isinstance(own.mergeable, str) else own.mergeable.tokens
     is_stream = before is not None and sizes_at_one(before)[1:2] == (all_tokens,)
     if is_stream and tokens not in (None, all_tokens):

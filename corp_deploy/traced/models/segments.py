@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
-from corp_deploy.traced.finding.cuts import along, between, cuts, needed, outputs_behind
-from corp_deploy.traced.finding.product import contracts
-from corp_deploy.traced.finding.sites import Found, common_path
+from corp_deploy.traced.finding.cuts import extract_between, find_cuts, outputs_after, required_nodes, side_inputs
+from corp_deploy.traced.finding.product import is_contraction
+from corp_deploy.traced.finding.sites import FoundSites, common_path
 from corp_deploy.traced.programs.program import Program, constant_names, operation, sizes_at_one, tensor_of
 
 from .merged_program import CutState, MergedProgram
@@ -108,7 +108,7 @@ def crossing(merged: MergedProgram | None, node: fx.Node) -> CutState:
     return CutState(raw=node, node=node) if merged is None else merged.crossing(node)
 
 
-def given_at_cuts(analysis: Found, merged: MergedProgram | None = None) -> tuple[CutOutputs, ...]:
+def find_cut_outputs(analysis: FoundSites, merged: MergedProgram | None = None) -> tuple[CutOutputs, ...]:
     """All outputs of a model that gives several, each of the last stream that has it, in order of the streams; none of
     a model of one, and where some output is of no stream at a cut. `merged`: what runs where tokens are merged.
     """
@@ -116,15 +116,15 @@ def given_at_cuts(analysis: Found, merged: MergedProgram | None = None) -> tuple
     leaves, now = (tree_leaves(each.output.args[0]) for each in (program, running))
     if len(leaves) == 1 or not all(isinstance(leaf, fx.Node) for leaf in leaves):
         return ()
-    every, left, found_outputs = cuts(analysis, beside_outputs=True), set(range(len(leaves))), list[CutOutputs]()
+    every, left, found_outputs = find_cuts(analysis, beside_outputs=True), set(range(len(leaves))), list[CutOutputs]()
     for cut in reversed(every):
-        behind, at = set(outputs_behind(program, cut.node)), crossing(merged, cut.node)
+        behind, at = set(outputs_after(program, cut.node)), crossing(merged, cut.node)
         numbers = tuple(sorted(number for number in left if leaves[number] in behind))
         if numbers:
             outputs = [now[number] for number in numbers]
             beside = _nodes_beside(running, at, outputs)
             assert at.sizes not in beside or at.sizes is None, cut
-            module = between(running, at.node, None, beside=beside, outputs=outputs)
+            module = extract_between(running, at.node, None, beside=beside, outputs=outputs)
             of_cut = CutOutputs(
                 name=cut.name, before=at.node, takes_sources=bool(beside), numbers=numbers, module=module
             )
@@ -135,57 +135,57 @@ def given_at_cuts(analysis: Found, merged: MergedProgram | None = None) -> tuple
 
 
 def _nodes_beside(program: Program, at: CutState, ends: list[fx.Node]) -> tuple[fx.Node, ...]:
-    nodes = needed(program, at.node, ends, beside=at.token_state)
+    nodes = required_nodes(program, at.node, ends, beside=at.token_state)
     return tuple(info for info in at.token_state if info in ends or any(info in node.all_input_nodes for node in nodes))
 
 
-def segments(analysis: Found, merged: MergedProgram | None = None) -> tuple[ProgramSegment, ...]:
+def find_segments(analysis: FoundSites, merged: MergedProgram | None = None) -> tuple[ProgramSegment, ...]:
     """In order, from the input to the output or, where there are several, to the last stream that outputs are of; none
     where the model takes more than one tensor and its mask, or several outputs are of no such stream or have sites
     behind it. `merged`: what runs where tokens are merged; none where that is at no cut.
     """
     program = analysis.program
     inputs, output = [node for node in program.nodes if node.op == "placeholder"], single_output(program)
-    masks = along(program)
+    masks = side_inputs(program)
     if len(inputs) > 1 + len(masks) or len(masks) > 1 or not all(map(_is_mask, masks)):
         return ()
     if output is not None:
-        at, every = cuts(analysis), cuts(analysis, to_end=True)
+        at, every = find_cuts(analysis), find_cuts(analysis, to_end=True)
         streams = [cut for cut in every[len(at) :] if cut.node is not output and len(sizes_at_one(cut.node)) == 3]
         return _segments(analysis, [inputs[0], *(cut.node for cut in (*at, *streams)), output], merged)
-    last = given_at_cuts(analysis)[-1:]
+    last = find_cut_outputs(analysis)[-1:]
     weights = {name for each in last for name in constant_names(each.module.graph.nodes)}
     if not last or any(span.name in weights for site in analysis.sites for span in (*site.writers, *site.readers)):
         return ()
-    return _segments(analysis, [inputs[0], *(cut.node for cut in cuts(analysis, beside_outputs=True))], merged)
+    return _segments(analysis, [inputs[0], *(cut.node for cut in find_cuts(analysis, beside_outputs=True))], merged)
 
 
 def _is_mask(node: fx.Node) -> bool:
     return node.name.endswith("mask") and len(sizes_at_one(node)) == 2
 
 
-def without_padding(program: Program, count: int, where: torch.device) -> dict[fx.Node, Tensor]:
+def build_full_masks(program: Program, count: int, where: torch.device) -> dict[fx.Node, Tensor]:
     """Inputs beside the first, of so many texts of which all tokens are there."""
     return {
         node: torch.full(
             (count, *sizes_at_one(node)[1:]), int(_is_mask(node)), dtype=node.meta["val"].dtype, device=where
         )
-        for node in along(program)
+        for node in side_inputs(program)
     }
 
 
-def _segments(analysis: Found, at: list[fx.Node], merged: MergedProgram | None) -> tuple[ProgramSegment, ...]:
+def _segments(analysis: FoundSites, at: list[fx.Node], merged: MergedProgram | None) -> tuple[ProgramSegment, ...]:
     running, crossings = analysis.program if merged is None else merged.program, [crossing(merged, node) for node in at]
-    masks, count, every = along(running), Counter[str](), list[ProgramSegment]()
+    masks, count, every = side_inputs(running), Counter[str](), list[ProgramSegment]()
     for start, end, cut in zip(crossings, crossings[1:], at[1:], strict=False):
         outputs = None if end.compared is None else [end.raw, end.compared]
         beside = _nodes_beside(running, start, outputs or [end.raw])
         if start.sources in beside and start.sources is not None:
             return ()
         before, after = start.node, None if end.raw is single_output(running) else end.raw
-        module = between(running, before if every else None, after, beside=beside, outputs=outputs)
+        module = extract_between(running, before if every else None, after, beside=beside, outputs=outputs)
         beside = (*masks, *beside)
-        name = common_path([node for node in module.graph.nodes if contracts(node)] or [end.raw])
+        name = common_path([node for node in module.graph.nodes if is_contraction(node)] or [end.raw])
         count[name] += 1
         name = name if count[name] == 1 else f"{name}#{count[name]}"
         weights = frozenset(constant_names(module.graph.nodes))

@@ -18,7 +18,7 @@ from calib.sites import ChannelTaps, HeadTaps, PatchTaps
 from corp_deploy.traced.finding.site_groups import Index, SiteGroups
 from corp_deploy.traced.narrowing.whole_removal import WholeRemoval
 from corp_deploy.traced.programs.program import Program
-from corp_deploy.traced.programs.readers import Layer, weight_with_gain, with_gain
+from corp_deploy.traced.programs.readers import Layer, scale_rows, weight_with_gain
 
 from .units import Units, channel_units
 
@@ -87,7 +87,7 @@ class SiteReader:
     @property
     def gained_weight(self) -> Tensor:
         """What the layer and a batch norm right behind it multiply by, float64."""
-        return with_gain(self.layer.weight.detach().double(), self.gain_O)
+        return scale_rows(self.layer.weight.detach().double(), self.gain_O)
 
     @property
     def tap(self) -> ChannelTaps | PatchTaps:

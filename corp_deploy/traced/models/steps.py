@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from .segments import TokenRows
-from .token_merging import TokenMerge, Tokens, sources_of, unmerged
+from .token_merging import TokenMerge, Tokens, sources_of, unmerge_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ class Unmerge:
     def __call__(self, tokens: Tokens, compared_BNX: Tensor | None) -> Tokens:
         if tokens.sources is None or not self.gives_back:
             return Tokens(tokens.x)
-        return Tokens(unmerged(tokens.x, tokens.sources))
+        return Tokens(unmerge_tokens(tokens.x, tokens.sources))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

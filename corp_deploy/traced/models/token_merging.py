@@ -103,14 +103,16 @@ def attended(x_BNC: Tensor, attention_BN: Tensor, sizes_BN: Tensor | None, prote
     return ward(x_BNC, sizes_BN, protected) * (even_BA1 + odd_B1D)
 
 
-def alike(metric: Metric, x_BNC: Tensor, compared: Tensor, sizes_BN: Tensor | None, protected: int) -> Tensor:
+def token_similarity(
+    metric: Metric, x_BNC: Tensor, compared: Tensor, sizes_BN: Tensor | None, protected: int
+) -> Tensor:
     """How alike each even token is to each odd one [B,A,D], larger for more."""
     if metric == "attended":
         return attended(x_BNC, compared, sizes_BN, protected)
     return ward(compared, sizes_BN, protected) if metric == "ward" else cosines(compared, protected)
 
 
-def matched(alike_BAD: Tensor, count: int) -> Match:
+def match_tokens(alike_BAD: Tensor, count: int) -> Match:
     """The `count` even tokens that are most like an odd one; of equals the first counts."""
     best_BA, into_BA = alike_BAD.max(dim=-1)
     merged_BR = _first(best_BA, count, largest=True)
@@ -119,7 +121,7 @@ def matched(alike_BAD: Tensor, count: int) -> Match:
     return Match(kept=kept_BK, merged=merged_BR, into=into_BA, is_merged=is_merged_BA)
 
 
-def merged(tokens: Tokens, match: Match, protected: int) -> Tokens:
+def merge_tokens(tokens: Tokens, match: Match, protected: int) -> Tokens:
     """The protected tokens, the even ones kept, and the odd ones, each the mean of all that stand in it.
 
     Shares are taken before sums, so that many tokens in half precision stay within its range.
@@ -165,7 +167,7 @@ def _behind_protected(places_BN: Tensor, protected: int) -> Tensor:
     return torch.cat([_places(protected, places_BN).expand(places_BN.shape[0], -1), places_BN], dim=1)
 
 
-def dropped(tokens: Tokens, attention_BN: Tensor, count: int, protected: int) -> Tokens:
+def drop_tokens(tokens: Tokens, attention_BN: Tensor, count: int, protected: int) -> Tokens:
     """Without the `count` unprotected tokens of least attention, of equals the first; sizes stay one."""
     free_BN = attention_BN[:, protected:].float()
     out_BR = _first(free_BN, count, largest=False)
@@ -181,7 +183,7 @@ def dropped(tokens: Tokens, attention_BN: Tensor, count: int, protected: int) ->
     return Tokens(x=torch.cat([x_BNC[:, :protected], _picked(x_BNC[:, protected:], kept_BK)], dim=1), sources=sources)
 
 
-def unmerged(x_BNC: Tensor, sources_BM: Tensor) -> Tensor:
+def unmerge_tokens(x_BNC: Tensor, sources_BM: Tensor) -> Tensor:
     """Every source token's value [B,M,C]: that of the token it is in."""
     if sources_BM.shape[0] != x_BNC.shape[0]:  # one input's tokens, looked at with several streams
         sources_BM = sources_BM.expand(x_BNC.shape[0], -1)
@@ -224,11 +226,11 @@ class TokenMerge(nn.Module):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         tokens = Tokens(x, sizes, sources_of(x) if sources is None and self.follows else sources)
         if self.how == "drop":
-            return tuple(dropped(tokens, compared, self.count, self.protected))  # type: ignore[return-value]
-        match = matched(alike(self.metric, x, compared, sizes, self.protected), self.count)
-        return tuple(merged(tokens, match, self.protected))  # type: ignore[return-value]
+            return tuple(drop_tokens(tokens, compared, self.count, self.protected))  # type: ignore[return-value]
+        match = match_tokens(token_similarity(self.metric, x, compared, sizes, self.protected), self.count)
+        return tuple(merge_tokens(tokens, match, self.protected))  # type: ignore[return-value]
 
 
-def merges_in(model: nn.Module) -> dict[str, TokenMerge]:
+def find_merges(model: nn.Module) -> dict[str, TokenMerge]:
     """Those of a model that merges, by their names, in order."""
     return {name: module for name, module in model.named_modules() if isinstance(module, TokenMerge)}

@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
-from corp_deploy.traced.finding.choice import gone
-from corp_deploy.traced.finding.cuts import without_values
+from corp_deploy.traced.finding.choice import removed_labels
+from corp_deploy.traced.finding.cuts import input_free_nodes
 from corp_deploy.traced.finding.site_groups import Index, SiteGroups, Span
-from corp_deploy.traced.finding.sites import Found
-from corp_deploy.traced.programs.program import Program, number_of, operation, reached, sizes_at_one
-from corp_deploy.traced.programs.readers import with_tensors
-from corp_deploy.traced.programs.subprogram import run
+from corp_deploy.traced.finding.sites import FoundSites
+from corp_deploy.traced.programs.program import Program, find_reachable, number_at_one, operation, sizes_at_one
+from corp_deploy.traced.programs.readers import replace_tensors
+from corp_deploy.traced.programs.subprogram import run_nodes
 
 GATED = "folding takes means of rows, and the product of two means is not the mean of a gate's products"
 _EXACT = 1e-5
@@ -56,10 +56,10 @@ class Units:
 
 
 def _region(program: Program, names: Collection[str], sources: Collection[str]) -> Region:
-    changed, constants = set[fx.Node](), without_values(program)
+    changed, constants = set[fx.Node](), input_free_nodes(program)
     for node in program.nodes:
         is_written = node.op == "get_attr" and str(node.target) in names
-        if is_written or (number_of(node) is None and not changed.isdisjoint(node.all_input_nodes)):
+        if is_written or (number_at_one(node) is None and not changed.isdisjoint(node.all_input_nodes)):
             changed.add(node)
     ends = [node for node in program.nodes if node.name in sources]
     of_either = changed | constants
@@ -67,7 +67,7 @@ def _region(program: Program, names: Collection[str], sources: Collection[str]) 
     def entering(node: fx.Node) -> list[fx.Node]:
         return node.all_input_nodes if node in of_either and operation(node) != "sym_size" else []
 
-    every = reached(ends, entering)
+    every = find_reachable(ends, entering)
     inside = [node for node in program.nodes if node in every]
     return Region(
         changed=frozenset(changed),
@@ -89,7 +89,7 @@ def channel_units(program: Program, groups: SiteGroups, sources: Sequence[str]) 
 
 
 def head_units(
-    analysis: Found, values: SiteGroups, others: Mapping[str, Index], groups_HV: Tensor, span: Span
+    analysis: FoundSites, values: SiteGroups, others: Mapping[str, Index], groups_HV: Tensor, span: Span
 ) -> Units | str:
     """Return each head of an attention as a unit, or why none can be merged."""
     assert values.part_G is not None, values.key
@@ -103,11 +103,11 @@ def head_units(
     return units
 
 
-def _rows_of_heads(analysis: Found, part_of: Mapping[str, Index], heads: int) -> dict[str, Tensor] | None:
+def _rows_of_heads(analysis: FoundSites, part_of: Mapping[str, Index], heads: int) -> dict[str, Tensor] | None:
     flow, lines = analysis.flow, dict[str, list[Tensor]]()
     written = {use.name: use for use in flow.every_use if use.role == "writes"}
     for head in range(heads):
-        goes = gone(analysis, {key: np.flatnonzero(part_G != head) for key, part_G in part_of.items()})
+        goes = removed_labels(analysis, {key: np.flatnonzero(part_G != head) for key, part_G in part_of.items()})
         for name, use in written.items():
             own = torch.nonzero(goes[flow.groups.of(use.labels).flatten()])[:, 0]
             if len(own) and use.axes != (0,):
@@ -132,11 +132,11 @@ def _are_alike(program: Program, units: Units, span: Span) -> bool:
     for name, rows_UX in units.rows.items():
         moved[name] = program.tensor(name).detach().clone()
         moved[name][rows_UX.to(where)] = program.tensor(name).detach()[rows_UX.roll(1, 0).to(where)]
-    nodes = [node for node in units.region.nodes if number_of(node) is None]
+    nodes = [node for node in units.region.nodes if number_at_one(node) is None]
     (end,) = units.region.ends
     dense, other = (
-        run(each, nodes, {node: x.clone() for node, x in entering.items()}, torch.float64)[end]
-        for each in (program, with_tensors(program, moved))
+        run_nodes(each, nodes, {node: x.clone() for node, x in entering.items()}, torch.float64)[end]
+        for each in (program, replace_tensors(program, moved))
     )
     columns_UK = torch.from_numpy(span.index_GM)[units.groups_UV].flatten(1).to(where)
     expected = dense.movedim(span.axes[0], -1)[..., columns_UK.roll(1, 0)]

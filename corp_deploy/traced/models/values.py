@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from corp_deploy.traced.finding.attentions import attentions_of
-from corp_deploy.traced.finding.choice import beside
+from corp_deploy.traced.finding.attentions import find_attentions
+from corp_deploy.traced.finding.choice import find_head_groups
 from corp_deploy.traced.finding.labels import LabelTensor, compact
-from corp_deploy.traced.finding.moves import moved_from
+from corp_deploy.traced.finding.moves import source_of_moves
 from corp_deploy.traced.finding.site_groups import Index, SiteGroups
 from corp_deploy.traced.programs.program import operation
-from corp_deploy.traced.programs.readers import Called, layers
+from corp_deploy.traced.programs.readers import CalledLayer, layers
 
 from .module import Tracing
 from .sites import Site, SiteReader
@@ -41,7 +41,7 @@ class TracedValues(Site):
 
     kind: ClassVar[str] = "traced values"
     groups_HV: Tensor
-    rows: Called | None
+    rows: CalledLayer | None
     rows_HV: Tensor
     queries: int | None
     beside: str
@@ -64,7 +64,7 @@ class TracedValues(Site):
         return replace(self, groups_HV=self.groups_HV[is_left_H], rows_HV=self.rows_HV[is_left_H])
 
 
-def values(
+def build_values(
     tracing: Tracing, named: Mapping[str, SiteGroups], own: Mapping[str, Any], *, has_queries: bool
 ) -> TracedValues:
     """The site of these fields, which are those of any; `named` are all, and its queries may be among them."""
@@ -78,7 +78,7 @@ def values(
 
     @cache
     def with_heads() -> Mapping[str, Index] | str:
-        of_key = beside(tracing.analysis, groups)
+        of_key = find_head_groups(tracing.analysis, groups)
         return (
             of_key
             if isinstance(of_key, str)
@@ -87,7 +87,7 @@ def values(
 
     @cache
     def units() -> Units | str:
-        others = beside(tracing.analysis, groups)
+        others = find_head_groups(tracing.analysis, groups)
         span = next(each for each in groups.listening if each.name == readings[0].source)
         return others if isinstance(others, str) else head_units(tracing.analysis, groups, others, groups_HV, span)
 
@@ -105,8 +105,8 @@ def values(
 
 
 def _queries_mixed(tracing: Tracing, reading: SiteReader) -> str:
-    output, flow = moved_from(tracing.by_node[reading.source]), tracing.analysis.flow
-    queries = next((each.queries for each in attentions_of(tracing.program) if each.output is output), None)
+    output, flow = source_of_moves(tracing.by_node[reading.source]), tracing.analysis.flow
+    queries = next((each.queries for each in find_attentions(tracing.program) if each.output is output), None)
     marks = None if queries is None else flow.values.get(queries)
     if not isinstance(marks, LabelTensor) or marks.labels is None:
         return marks.why if isinstance(marks, LabelTensor) else ""
@@ -115,11 +115,11 @@ def _queries_mixed(tracing: Tracing, reading: SiteReader) -> str:
     return next((why for labels, why in joined if bool(torch.isin(labels, groups).any())), "")
 
 
-def _rows(tracing: Tracing, groups: SiteGroups, reading: SiteReader) -> Called | None:
-    product = moved_from(tracing.by_node[reading.source])
+def _rows(tracing: Tracing, groups: SiteGroups, reading: SiteReader) -> CalledLayer | None:
+    product = source_of_moves(tracing.by_node[reading.source])
     if operation(product) not in _SUMS:
         return None
     writers = {layer.node: layer for layer in layers(tracing.program)}
     touched = {span.name for span in groups.spans}
-    rows = (writers.get(moved_from(node)) for node in product.all_input_nodes)
+    rows = (writers.get(source_of_moves(node)) for node in product.all_input_nodes)
     return next((each for each in rows if each and touched <= {each.weight, each.bias, reading.weight}), None)

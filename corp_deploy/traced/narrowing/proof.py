@@ -8,59 +8,59 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
-from corp_deploy.traced.finding.choice import Kept, gone, together
-from corp_deploy.traced.finding.labels import LabelTensor, compact, kept, placed
-from corp_deploy.traced.finding.sites import Found
+from corp_deploy.traced.finding.choice import Kept, jointly_narrowed, removed_labels
+from corp_deploy.traced.finding.labels import LabelTensor, compact, keep_mask, place_along
+from corp_deploy.traced.finding.sites import FoundSites
 from corp_deploy.traced.programs.program import set_tensor_
 from corp_deploy.traced.programs.steady import require_steady
 from corp_deploy.traced.programs.threads import one_thread
 from corp_deploy.traced.programs.tracing import Inputs
 
-from .rewriter import Parts, Refused, part_of, without
+from .rewriter import NarrowingRefused, Parts, kept_part, remove_elements
 
 Mask = tuple[fx.Node, tuple[int, ...], Tensor]
 """Of what a node gives, the axes that elements are removed along, and which stay."""
 
 
-def masks(analysis: Found, gone: Tensor) -> dict[fx.Node, list[Mask]]:
+def removal_masks(analysis: FoundSites, gone: Tensor) -> dict[fx.Node, list[Mask]]:
     """Of what each node sums over, where something is removed [labels] of it."""
     sources, of_nodes = {node.name: node for node in analysis.program.nodes}, dict[fx.Node, list[Mask]]()
     for use in analysis.flow.every_use:
-        keep = kept(analysis.flow.groups.of(use.labels), gone)
+        keep = keep_mask(analysis.flow.groups.of(use.labels), gone)
         if not use.is_of_constant and not bool(keep.all()):
             of_nodes.setdefault(use.node, []).append((sources[use.name], use.axes, keep))
     return of_nodes
 
 
-class Masked(fx.Interpreter):
+class MaskedProgram(fx.Interpreter):
     """The dense program; what is removed is 0 wherever it would be summed over."""
 
-    def __init__(self, analysis: Found, gone: Tensor) -> None:
+    def __init__(self, analysis: FoundSites, gone: Tensor) -> None:
         super().__init__(analysis.program.graph)
-        self._masks = masks(analysis, gone)
+        self._masks = removal_masks(analysis, gone)
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What enters a node."""
         before = {source: self.env[source] for source, _, _ in self._masks.get(n, ())}
         for source, axes, keep in self._masks.get(n, ()):
-            self.env[source] = zeroed(self.env[source], axes, keep)
+            self.env[source] = zero_removed(self.env[source], axes, keep)
         entering = super().fetch_args_kwargs_from_env(n)
         self.env |= before
         return entering
 
 
-def zeroed(tensor: Tensor, axes: tuple[int, ...], keep: Tensor) -> Tensor:
+def zero_removed(tensor: Tensor, axes: tuple[int, ...], keep: Tensor) -> Tensor:
     """0 where a mask [the sizes of axes] says so; an axis that counts the batch too has the mask as often."""
-    mask = placed(keep, axes, tensor.dim())
+    mask = place_along(keep, axes, tensor.dim())
     times = [have // size if size > 1 else 1 for have, size in zip(tensor.shape, mask.shape, strict=True)]
     return tensor * mask.repeat(times).to(tensor)
 
 
-def difference(analysis: Found, gone: Tensor, narrowed: nn.Module, inputs: Inputs) -> float:
+def relative_difference(analysis: FoundSites, gone: Tensor, narrowed: nn.Module, inputs: Inputs) -> float:
     """Return the largest relative difference from the dense program with zeros; infinite where it doesn't run."""
     args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
     with torch.no_grad():
-        dense = tree_leaves(Masked(analysis, gone).run(*args, *kwargs.values()))
+        dense = tree_leaves(MaskedProgram(analysis, gone).run(*args, *kwargs.values()))
         try:
             new = tree_leaves(narrowed(*args, **kwargs))
         except (IndexError, RuntimeError):
@@ -81,7 +81,7 @@ ROUNDING = 1e-4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Narrowed:
+class NarrowedProgram:
     """`module` is the program without what went, `parts` what its tensors are of the dense one's; `unreduced`: sites
     that had to be kept, with the reason, by their keys. `difference`: from the dense program with the same elements
     zeroed, relative; None where it wasn't looked at.
@@ -97,39 +97,44 @@ class Narrowed:
         """Give the module what is left of these in the place of the dense program's, by their names there."""
         for name, (dense, keep) in self.parts.items():
             if dense in tensors:
-                set_tensor_(self.module, name, part_of(tensors[dense], keep))
+                set_tensor_(self.module, name, kept_part(tensors[dense], keep))
 
 
 @one_thread()
-def narrow(analysis: Found, kept: Kept) -> Narrowed:
+def narrow(analysis: FoundSites, kept: Kept) -> NarrowedProgram:
     """Return the narrower program by its labels alone; sites that can't be narrowed are kept whole."""
     chosen, unreduced = dict(kept), dict[str, str]()
     while True:
         try:
-            goes = gone(analysis, chosen)
-            module, parts = without(analysis.program, analysis.flow, goes)
-            return Narrowed(module=module, parts=parts, kept=chosen, unreduced=unreduced, difference=None)
-        except Refused as refused:
+            goes = removed_labels(analysis, chosen)
+            module, parts = remove_elements(analysis.program, analysis.flow, goes)
+            return NarrowedProgram(module=module, parts=parts, kept=chosen, unreduced=unreduced, difference=None)
+        except NarrowingRefused as refused:
             met = _at(analysis, refused.node, chosen)
-            for key in [key for unit in together(analysis, chosen) if not set(unit).isdisjoint(met) for key in unit]:
+            for key in [
+                key for unit in jointly_narrowed(analysis, chosen) if not set(unit).isdisjoint(met) for key in unit
+            ]:
                 unreduced[key] = str(refused)
                 del chosen[key]
 
 
-def _at(analysis: Found, node: fx.Node, chosen: Kept) -> list[str]:
+def _at(analysis: FoundSites, node: fx.Node, chosen: Kept) -> list[str]:
     flow = analysis.flow
     every = tree_leaves([flow.values.get(each) for each in (node, *node.all_input_nodes)])
     marks = [each for each in every if isinstance(each, LabelTensor)]
     labels = [flow.groups.of(compact(each.labels)) for each in marks if each.labels is not None]
-    units = together(analysis, chosen)
-    own = {tuple(unit): gone(analysis, {key: chosen[key] for key in unit}) for unit in units}
+    units = jointly_narrowed(analysis, chosen)
+    own = {tuple(unit): removed_labels(analysis, {key: chosen[key] for key in unit}) for unit in units}
     met = [
-        key for unit, goes in own.items() for key in unit if any(not bool(kept(each, goes).all()) for each in labels)
+        key
+        for unit, goes in own.items()
+        for key in unit
+        if any(not bool(keep_mask(each, goes).all()) for each in labels)
     ]
     return met or list(chosen)
 
 
-def prove(analysis: Found, kept: Kept, inputs: Inputs) -> Narrowed:
+def prove(analysis: FoundSites, kept: Kept, inputs: Inputs) -> NarrowedProgram:
     """As `narrow`, held on a batch against the dense program with what went zeroed; sites with which it differs are
     kept whole. Raises BadInput for a program that isn't deterministic, NotFinite where it gives NaN on this batch.
     """
@@ -145,16 +150,16 @@ def prove(analysis: Found, kept: Kept, inputs: Inputs) -> Narrowed:
     return replace(again, unreduced=result.unreduced | differs | again.unreduced)
 
 
-def _compared(analysis: Found, kept: Kept, inputs: Inputs) -> Narrowed:
+def _compared(analysis: FoundSites, kept: Kept, inputs: Inputs) -> NarrowedProgram:
     result = narrow(analysis, kept)
-    apart = difference(analysis, gone(analysis, result.kept), result.module, inputs)
+    apart = relative_difference(analysis, removed_labels(analysis, result.kept), result.module, inputs)
     return replace(result, difference=apart)
 
 
-def _wrong(analysis: Found, kept: Kept, inputs: Inputs) -> list[str]:
+def _wrong(analysis: FoundSites, kept: Kept, inputs: Inputs) -> list[str]:
     """Find sites that differ by themselves, by halves; all where only some together do."""
     wrong: list[str] = []
-    every = together(analysis, kept)
+    every = jointly_narrowed(analysis, kept)
     for units in (front := [every]):
         part = {key: kept[key] for unit in units for key in unit}
         if len(units) < len(every) and (_compared(analysis, part, inputs).difference or 0.0) <= ROUNDING:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, fx
 
 from corp_deploy.traced.finding.flow import Call
-from corp_deploy.traced.finding.labels import FIXED, TYPE, LabelTensor, Uneven, compact, kept, narrowed
+from corp_deploy.traced.finding.labels import FIXED, TYPE, LabelTensor, Uneven, compact, keep_mask, narrow_value
 from corp_deploy.traced.programs.program import RUN, SHAPED, sizes_of_any_batch
 
 aten = torch.ops.aten
@@ -24,9 +24,9 @@ def sizes_to_reshape(node: fx.Node, sizes: Sequence[int]) -> list[int]:
     return shape
 
 
-def resized(call: Call, value: Any, gone: Tensor) -> tuple[Callable[..., Any], Arguments]:
+def resize_call(call: Call, value: Any, gone: Tensor) -> tuple[Callable[..., Any], Arguments]:
     """The op and its arguments by name, nodes still the dense program's. Raises Uneven where no numbers will do."""
-    target, arguments, new = call.node.target, dict(call.arguments), narrowed(value, gone)
+    target, arguments, new = call.node.target, dict(call.arguments), narrow_value(value, gone)
     assert callable(target), call.node
     if call.op in SHAPED:
         return aten.reshape.default, {"self": arguments["self"], "shape": sizes_to_reshape(call.node, new.shape)}
@@ -42,9 +42,9 @@ def resized(call: Call, value: Any, gone: Tensor) -> tuple[Callable[..., Any], A
         arguments["scale"] = float(call["query"].shape[-1]) ** -0.5
     elif call.op == "group_norm":
         size = call["input"].shape[1] // arguments["num_groups"]
-        arguments["num_groups"] = narrowed(call["input"], gone).shape[1] // size
+        arguments["num_groups"] = narrow_value(call["input"], gone).shape[1] // size
     elif call.op.startswith("conv") and arguments["groups"] == call["input"].shape[1] > 1:
-        arguments["groups"] = narrowed(call["input"], gone).shape[1]
+        arguments["groups"] = narrow_value(call["input"], gone).shape[1]
     return target, arguments
 
 
@@ -63,11 +63,11 @@ def _spread(call: Call, old: tuple[int, ...], new: tuple[int, ...]) -> list[Any]
 def _cut(call: Call, new: LabelTensor, gone: Tensor) -> Arguments:
     first: LabelTensor = call["self"]
     dim, name = call["dim"] % len(first.shape), CUTS[call.op]
-    is_whole = narrowed(first, gone).shape[dim] == first.shape[dim]
+    is_whole = narrow_value(first, gone).shape[dim] == first.shape[dim]
     if call.arguments.get("step", 1) != 1 or first.labels is None or is_whole:
         return {}
     start = (call[name] or 0) % first.shape[dim]
-    keep = kept(compact(first.labels), gone)
+    keep = keep_mask(compact(first.labels), gone)
     before = torch.unique(keep.narrow(dim, 0, start).sum(dim)[keep.any(dim)]).tolist() or [0]
     if len(before) > 1:
         raise Uneven(call.where)
@@ -77,17 +77,17 @@ def _cut(call: Call, new: LabelTensor, gone: Tensor) -> Arguments:
     return {name: before[0], **length}
 
 
-def agrees(call: Call, target: Callable[..., Any], arguments: Arguments, value: Any, gone: Tensor) -> bool:
+def gives_remaining(call: Call, target: Callable[..., Any], arguments: Arguments, value: Any, gone: Tensor) -> bool:
     """Whether a move with these arguments, run on what remains of what enters, gives what remains of its result."""
     if call.op not in RUN | SHAPED:
         return True
 
     def entering(node: fx.Node) -> Any:
-        less = narrowed(call.values[node], gone)
+        less = narrow_value(call.values[node], gone)
         if not isinstance(less, LabelTensor):
             return less
         return torch.full(less.shape, FIXED, dtype=TYPE) if less.labels is None else less.labels
 
-    result, new = target(**fx.map_arg(arguments, entering)), narrowed(value, gone)
+    result, new = target(**fx.map_arg(arguments, entering)), narrow_value(value, gone)
     both = zip(result, new, strict=True) if isinstance(result, list | tuple) else [(result, new)]
     return all(each.labels is None or torch.equal(actual, each.labels) for actual, each in both)

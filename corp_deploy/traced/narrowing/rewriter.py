@@ -7,19 +7,28 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from corp_deploy.traced.finding.flow import Call, Flow, call_of
-from corp_deploy.traced.finding.labels import LabelTensor, Uneven, compact, compacted, kept, loses, placed, selected
-from corp_deploy.traced.finding.moves import along, carried, is_move, way_to
+from corp_deploy.traced.finding.flow import Call, Flow, make_call
+from corp_deploy.traced.finding.labels import (
+    LabelTensor,
+    Uneven,
+    compact,
+    keep_mask,
+    loses_elements,
+    place_along,
+    remove_labels,
+    select_kept,
+)
+from corp_deploy.traced.finding.moves import axis_order, carry, is_move, path_to
 from corp_deploy.traced.finding.pointwise import is_pointwise
 from corp_deploy.traced.programs.program import SHAPED, Program, module_of, operation
 
-from .resizing import CUTS, Arguments, agrees, aten, resized, sizes_to_reshape
+from .resizing import CUTS, Arguments, aten, gives_remaining, resize_call, sizes_to_reshape
 
 PROVENANCE = ("nn_module_stack", "source_fn_stack")
 """What a node tells of the module that it was called in."""
 
 
-class Refused(Exception):
+class NarrowingRefused(Exception):
     """The node at which the program can't be narrowed."""
 
     def __init__(self, node: fx.Node, reason: str) -> None:
@@ -31,7 +40,7 @@ Parts = dict[str, tuple[str, Tensor | None]]
 """By the names of a narrowed program's tensors those of the dense ones, and the mask of what is left; None of all."""
 
 
-def without(program: Program, flow: Flow, gone: Tensor) -> tuple[fx.GraphModule, Parts]:
+def remove_elements(program: Program, flow: Flow, gone: Tensor) -> tuple[fx.GraphModule, Parts]:
     """The program without the labels for which `gone` [labels] is true, and what its tensors are. Raises Refused."""
     new = _Narrowing(program, flow, gone)
     for node in program.nodes:
@@ -45,9 +54,9 @@ def without(program: Program, flow: Flow, gone: Tensor) -> tuple[fx.GraphModule,
     return fx.GraphModule(new.tensors, new.graph).eval(), new.parts
 
 
-def part_of(tensor: Tensor, keep: Tensor | None) -> Tensor:
+def kept_part(tensor: Tensor, keep: Tensor | None) -> Tensor:
     """What is left of a parameter or constant."""
-    new = tensor.detach() if keep is None else selected(tensor.detach(), keep)
+    new = tensor.detach() if keep is None else select_kept(tensor.detach(), keep)
     return nn.Parameter(new, requires_grad=False) if isinstance(tensor, nn.Parameter) else new
 
 
@@ -75,14 +84,14 @@ class _Narrowing:
             return True
         values = [self.flow.values.get(each) for each in (node, *node.all_input_nodes)]
         used = (self.flow.groups.of(use.labels) for use in self.flow.constants_of(node))
-        return any(loses(value, self.gone) for value in values) or any(
-            not bool(kept(labels, self.gone).all()) for labels in used
+        return any(loses_elements(value, self.gone) for value in values) or any(
+            not bool(keep_mask(labels, self.gone).all()) for labels in used
         )
 
     def copy(self, node: fx.Node) -> None:
         def entering(each: fx.Node) -> fx.Node:
             if each in self.uneven:
-                raise Refused(node, "an uneven part of it would be left")
+                raise NarrowingRefused(node, "an uneven part of it would be left")
             return self.constant(each, None) if each.op == "get_attr" else self.nodes[each]
 
         self.nodes[node] = _of_module(self.graph.node_copy(node, entering), node)
@@ -100,16 +109,16 @@ class _Narrowing:
                 self.resize(node)
         except (Uneven, RuntimeError) as error:
             if not is_move(node):
-                raise Refused(node, f"an uneven part of it would be left, {error}") from error
+                raise NarrowingRefused(node, f"an uneven part of it would be left, {error}") from error
             self.uneven[node] = None
 
     def resize(self, node: fx.Node) -> None:
-        call, value = call_of(node, self.flow.values), self.flow.values[node]
-        target, arguments = resized(call, value, self.gone)
-        if not agrees(call, target, arguments, value, self.gone):
+        call, value = make_call(node, self.flow.values), self.flow.values[node]
+        target, arguments = resize_call(call, value, self.gone)
+        if not gives_remaining(call, target, arguments, value, self.gone):
             if is_move(node):
                 raise Uneven("what remains of it stands elsewhere")
-            raise Refused(node, "what remains of it stands elsewhere")
+            raise NarrowingRefused(node, "what remains of it stands elsewhere")
 
         def entering(each: fx.Node) -> fx.Node:
             return self.constant(each, self.mask(call, each)) if each.op == "get_attr" else self.nodes[each]
@@ -127,12 +136,12 @@ class _Narrowing:
         """One of several; along an axis that is narrower now, by its new number."""
         source, number = node.args
         assert isinstance(source, fx.Node), node
-        call = call_of(source, self.flow.values)
+        call = make_call(source, self.flow.values)
         if call.op == "unbind" and call["self"].labels is not None:
             base, dim = call["self"], call["dim"]
             small = compact(base.labels).movedim(dim, 0)
             lines = small.reshape(len(small), -1)
-            keep = kept(lines, self.gone).any(1).expand(base.shape[dim])
+            keep = keep_mask(lines, self.gone).any(1).expand(base.shape[dim])
             if not bool(keep.all()):
                 whole, index = self.nodes[source.all_input_nodes[0]], int(keep[:number].sum())
                 self.nodes[node] = self.call(node, aten.select.int, {"self": whole, "dim": dim, "index": index})
@@ -141,17 +150,17 @@ class _Narrowing:
 
     def part(self, node: fx.Node) -> None:
         """Move a part of an uneven tensor by itself. Raises Uneven for what is no part yet."""
-        source, *moves = way = way_to(node, lambda each: each is node or each in self.uneven or self.is_spread(each))
+        source, *moves = way = path_to(node, lambda each: each is node or each in self.uneven or self.is_spread(each))
         value = self.flow.values[source]
         if not is_move(node) or not isinstance(value, LabelTensor) or value.labels is None or len(value.dims) != 1:
-            raise Refused(node, "an uneven part of it would be left")
+            raise NarrowingRefused(node, "an uneven part of it would be left")
         (dim,) = value.dims
         # Each element its place along the axis.
         sizes = [-1 if each == dim else 1 for each in range(len(value.shape))]
-        numbers = carried(torch.arange(value.shape[dim]).view(sizes).expand(value.shape), way)
+        numbers = carry(torch.arange(value.shape[dim]).view(sizes).expand(value.shape), way)
         if not isinstance(numbers[node], Tensor):
             raise Uneven("of several tensors")
-        order = along(numbers[node], value.shape, dim)
+        order = axis_order(numbers[node], value.shape, dim)
         if order is not None and not bool((order.diff() == 1).all()):
             self.nodes[node] = self.selected(node, source, dim, order)
             return
@@ -159,22 +168,22 @@ class _Narrowing:
         first, last = int(own[0]), int(own[-1])
         if len(own) < last - first + 1 or len(own) == value.shape[dim]:
             raise Uneven("no slice of it")
-        keep = kept(compact(value.labels), self.gone).reshape(-1)
+        keep = keep_mask(compact(value.labels), self.gone).reshape(-1)
         goes = torch.ones(len(keep), dtype=torch.bool)
         goes[own] = ~keep[own]
         ends = {"start": int(keep[:first].sum()), "end": int(keep[: last + 1].sum())}
         new = self.call(node, aten.slice.Tensor, {"self": self.nodes[source], "dim": dim, **ends})
-        moved = compacted(numbers[source], goes)
+        moved = remove_labels(numbers[source], goes)
         for each in moves:
             if isinstance(numbers[each], Tensor):
-                expected = compacted(numbers[each], goes)
+                expected = remove_labels(numbers[each], goes)
                 target, arguments = self.alone(each, moved.shape, expected.shape)
                 if target is not None:
                     named = {target._schema.arguments[0].name: new, **fx.map_arg(arguments, self.nodes.get)}
                     new = self.call(node, target, named)
                     moved = target(moved, **fx.map_arg(arguments, self.flow.values.get))
         if not torch.equal(moved, expected):
-            raise Refused(node, "what remains of it stands elsewhere")
+            raise NarrowingRefused(node, "what remains of it stands elsewhere")
         self.nodes[node] = new
 
     def is_spread(self, node: fx.Node) -> bool:
@@ -184,7 +193,7 @@ class _Narrowing:
 
     def selected(self, node: fx.Node, source: fx.Node, dim: int, order: Tensor) -> fx.Node:
         """What is left of a source along its axis, in the order in which a node has its elements."""
-        keep = kept(compact(self.flow.values[source].labels), self.gone).reshape(-1)
+        keep = keep_mask(compact(self.flow.values[source].labels), self.gone).reshape(-1)
         places = (keep.cumsum(0) - 1)[order[keep[order]]]
         name = f"order_of_{node.name}"
         where = self.program.device
@@ -195,7 +204,7 @@ class _Narrowing:
     def alone(self, node: fx.Node, before: torch.Size, after: torch.Size) -> tuple[Any, Arguments]:
         """A move of one part alone, from a shape to another, its arguments behind the first; None if it needs none."""
         op = operation(node)
-        call = call_of(node.all_input_nodes[0] if op == "getitem" else node, self.flow.values)
+        call = make_call(node.all_input_nodes[0] if op == "getitem" else node, self.flow.values)
         if op in SHAPED:
             return aten.reshape.default, {"shape": sizes_to_reshape(node, after)}
         if (op in CUTS or op == "getitem") and before == after:
@@ -212,8 +221,8 @@ class _Narrowing:
         uses = [each for each in self.flow.constants_of(call.node) if each.name == constant.target]
         keep = torch.ones((1,) * len(shape), dtype=torch.bool) if uses else self.met(call, shape)
         for use in uses:
-            labels = placed(self.flow.groups.of(use.labels), use.axes, len(shape))
-            keep = keep & kept(labels, self.gone)
+            labels = place_along(self.flow.groups.of(use.labels), use.axes, len(shape))
+            keep = keep & keep_mask(labels, self.gone)
         return None if bool(keep.all()) else keep
 
     def met(self, call: Call, shape: tuple[int, ...]) -> Tensor:
@@ -223,7 +232,7 @@ class _Narrowing:
         value = self.flow.values[call.node]
         if not isinstance(value, LabelTensor) or value.labels is None or not is_pointwise(call.node.target):
             return torch.ones((1,) * len(shape), dtype=torch.bool)
-        keep = kept(compact(value.labels), self.gone)
+        keep = keep_mask(compact(value.labels), self.gone)
         missing = keep.dim() - len(shape)
         own = others = keep
         for dim in range(keep.dim()):
@@ -238,7 +247,7 @@ class _Narrowing:
         if key not in self.names:
             count = sum(each[0] == name for each in self.names)
             self.names[key] = f"{name}_{count}" if count else name
-            self.tensors[self.names[key]] = part_of(self.program.tensor(name), keep)
+            self.tensors[self.names[key]] = kept_part(self.program.tensor(name), keep)
             self.parts[self.names[key]] = name, keep
         return _of_module(self.graph.create_node("get_attr", self.names[key]), node)
 

@@ -8,9 +8,9 @@ import torch
 from torch import fx
 
 from corp_deploy.traced.finding.site_groups import SiteGroups
-from corp_deploy.traced.programs.program import Program, reached, set_tensor_, settle_
+from corp_deploy.traced.programs.program import Program, find_reachable, remove_unused_, set_tensor_
 from corp_deploy.traced.programs.readers import LINEAR
-from corp_deploy.traced.programs.sizes import size_
+from corp_deploy.traced.programs.sizes import infer_sizes_
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +21,7 @@ class WholeRemoval:
     writer: str
 
 
-def whole_removal_at(program: Program, site: SiteGroups) -> WholeRemoval | None:
+def find_whole_removal(program: Program, site: SiteGroups) -> WholeRemoval | None:
     """None where more than one linear layer reads the site, or that reads more than it."""
     nodes = {node.name: node for node in program.nodes}
     readers = {nodes[span.reader] for span in site.listening}
@@ -36,14 +36,14 @@ def whole_removal_at(program: Program, site: SiteGroups) -> WholeRemoval | None:
 
 
 def _writer(source: fx.Node, written: set[str]) -> fx.Node | None:
-    nodes = reached([source], lambda node: [each for each in node.all_input_nodes if each.op == "call_function"])
+    nodes = find_reachable([source], lambda node: [each for each in node.all_input_nodes if each.op == "call_function"])
     writers = (node for node in nodes if node.target is LINEAR and str(node.all_input_nodes[1].target) in written)
     writer = next(writers, None)
     is_as_long = writer and writer.all_input_nodes[0].meta["sizes"][:-1] == source.meta["sizes"][:-1]
     return writer if is_as_long else None
 
 
-def without_sites(program: Program, places: Iterable[WholeRemoval], inputs: list[torch.Tensor]) -> Program:
+def remove_sites(program: Program, places: Iterable[WholeRemoval], inputs: list[torch.Tensor]) -> Program:
     """The program in which these layers read no channel of anything. `inputs`: of any values, for sizes."""
     graph = copy.deepcopy(program.graph)
     nodes = {node.name: node for node in graph.graph.nodes}
@@ -57,12 +57,12 @@ def without_sites(program: Program, places: Iterable[WholeRemoval], inputs: list
         name = str(reader.args[1].target)
         weight = graph.get_parameter(name)
         set_tensor_(graph, name, weight.new_zeros(len(weight), 0))
-    settle_(graph)
-    size_(graph, inputs, any_batch=program.any_batch)
+    remove_unused_(graph)
+    infer_sizes_(graph, inputs, any_batch=program.any_batch)
     return replace(program, graph=graph)
 
 
-def filled_(graph: fx.GraphModule) -> None:
+def fill_empty_readers_(graph: fx.GraphModule) -> None:
     """What reads nothing reads one channel with a weight of zero, since tensors of no elements trouble runtimes."""
     parameters = dict(graph.named_parameters())
     for node in graph.graph.nodes:

@@ -5,8 +5,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor, fx
 
-from .program import SAME, SHAPED, Program, arguments_of, operation, sizes_at_one
-from .subprogram import needed, run
+from .program import SAME, SHAPED, Program, named_arguments, operation, sizes_at_one
+from .subprogram import nodes_to_run, run_nodes
 
 SDPA, SOFTMAX = "scaled_dot_product_attention", frozenset(("softmax", "_softmax"))
 PRODUCTS = frozenset(("matmul", "bmm"))
@@ -23,18 +23,18 @@ def _way(product: fx.Node) -> list[fx.Node]:
     return way
 
 
-def scores_of(product: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+def scores_and_softmax(product: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     """What is made of a product alone, as it enters a softmax, and that."""
     return next(((each, behind) for each, behind in pairwise(_way(product)) if operation(behind) in SOFTMAX), None)
 
 
-def values_product(product: fx.Node) -> fx.Node | None:
+def find_attention_output(product: fx.Node) -> fx.Node | None:
     """What an attention gives of its product of queries and keys: itself, or the product that its softmax enters."""
     if operation(product) == SDPA:
         return product
     *way, last = _way(product)
     is_one = bool(way) and {operation(product), operation(last)} <= PRODUCTS and last.args[0] is way[-1]
-    return last if is_one and scores_of(product) is not None else None
+    return last if is_one and scores_and_softmax(product) is not None else None
 
 
 def added_scores(program: Program, product: fx.Node) -> Tensor | None:
@@ -42,7 +42,7 @@ def added_scores(program: Program, product: fx.Node) -> Tensor | None:
     it broadcasts to the products of one image; None where nothing is, or what is hangs on the inputs.
     """
     if operation(product) == SDPA:
-        arguments = arguments_of(product)
+        arguments = named_arguments(product)
         mask = arguments["attn_mask"]
         added = None if mask is None else _whatever(program, mask, ())
         if mask is None and arguments["is_causal"]:
@@ -55,23 +55,23 @@ def added_scores(program: Program, product: fx.Node) -> Tensor | None:
     return added if added is not None and bool(added.any()) else None
 
 
-def factor(program: Program, product: fx.Node) -> float | None:
+def score_factor(program: Program, product: fx.Node) -> float | None:
     """Return what scores are multiplied by before the softmax; None where that is no one number."""
     if operation(product) == SDPA:
-        return scale_of(product)
+        return attention_scale(product)
     scores = _before_softmax(product)
-    nodes = None if scores is None else needed(program, [scores], (product,))[0]
+    nodes = None if scores is None else nodes_to_run(program, [scores], (product,))[0]
     if scores is None or nodes is None:
         return None
     ones = torch.ones(sizes_at_one(product), device=program.device)
-    zero, one = (run(program, nodes, {product: each})[scores] for each in (torch.zeros_like(ones), ones))
+    zero, one = (run_nodes(program, nodes, {product: each})[scores] for each in (torch.zeros_like(ones), ones))
     times = (one - zero)[zero.isfinite()]
     return float(times[0]) if torch.allclose(times, times[:1]) else None
 
 
-def scale_of(product: fx.Node) -> float:
+def attention_scale(product: fx.Node) -> float:
     """What one op multiplies its products of queries and keys by."""
-    scale = arguments_of(product)["scale"]
+    scale = named_arguments(product)["scale"]
     return float(product.all_input_nodes[0].meta["val"].shape[-1] ** -0.5 if scale is None else scale)
 
 
@@ -87,7 +87,7 @@ def unread_queries(program: Program, output: fx.Node) -> Tensor | None:
     with torch.inference_mode(False), torch.enable_grad():
         start = torch.randn(sizes_at_one(output), generator=generator).to(program.device).requires_grad_()
         # In copies, as gradients can't go through what was made in inference mode.
-        every = run(program, nodes, {output: start}, start.dtype)
+        every = run_nodes(program, nodes, {output: start}, start.dtype)
         behind = dict.fromkeys((output, *nodes))
         ends = [every[node] for node in behind if not node.users or not behind.keys() >= node.users.keys()]
         ends = [each for each in ends if isinstance(each, Tensor) and each.requires_grad]
@@ -99,16 +99,16 @@ def unread_queries(program: Program, output: fx.Node) -> Tensor | None:
 
 def _whatever(program: Program, node: fx.Node, zero: tuple[fx.Node, ...]) -> Tensor | None:
     """Return what a node gives whatever the image; None where images matter."""
-    nodes, _ = needed(program, [node], zero)
+    nodes, _ = nodes_to_run(program, [node], zero)
     zeros = {each: torch.zeros(sizes_at_one(each), device=program.device) for each in zero}
-    return None if nodes is None else run(program, nodes, zeros)[node]
+    return None if nodes is None else run_nodes(program, nodes, zeros)[node]
 
 
 def _before_softmax(product: fx.Node) -> fx.Node | None:
-    found = scores_of(product)
+    found = scores_and_softmax(product)
     if found is None or sizes_at_one(found[0]) != sizes_at_one(product):
         return None
-    return found[0] if arguments_of(found[1])["dim"] in (-1, len(sizes_at_one(product)) - 1) else None
+    return found[0] if named_arguments(found[1])["dim"] in (-1, len(sizes_at_one(product)) - 1) else None
 
 
 def _behind(program: Program, start: fx.Node) -> tuple[fx.Node, ...]:
@@ -116,6 +116,6 @@ def _behind(program: Program, start: fx.Node) -> tuple[fx.Node, ...]:
     for node in program.nodes:
         if node.op == "call_function" and not behind.isdisjoint(node.all_input_nodes):
             others = [each for each in node.all_input_nodes if each not in behind]
-            if needed(program, others, ())[0] is not None:
+            if nodes_to_run(program, others, ())[0] is not None:
                 behind.add(node)
-    return needed(program, behind, (start,))[0] or ()
+    return nodes_to_run(program, behind, (start,))[0] or ()

@@ -19,18 +19,18 @@ import torch
 from torch import Tensor, fx, nn, ops
 from torch.utils._pytree import tree_leaves
 
-from .attention_masks import SDPA, scale_of, values_product
-from .program import Program, arguments_of, module_of, operation, sizes_at_one, tensor_of
+from .attention_masks import SDPA, attention_scale, find_attention_output
+from .program import Program, module_of, named_arguments, operation, sizes_at_one, tensor_of
 
 HIDDEN = -30_000.0
 """Beside the scores of keys that no query sees: within half precision, and nothing behind a softmax."""
 _NAME = "hidden_behind"
 
 
-def spelled_out_(graph: fx.GraphModule) -> None:
+def spell_out_causal_attentions_(graph: fx.GraphModule) -> None:
     """Attentions with no other mask; those of as many queries and keys have one constant."""
     for node in list(graph.graph.nodes):
-        arguments = arguments_of(node) if operation(node) == SDPA else {"is_causal": False}
+        arguments = named_arguments(node) if operation(node) == SDPA else {"is_causal": False}
         if arguments["is_causal"] and arguments["attn_mask"] is None and not arguments["enable_gqa"]:
             _spell_out_(graph, node)
     graph.recompile()
@@ -52,7 +52,7 @@ def _spell_out_(graph: fx.GraphModule, node: fx.Node) -> None:
     with graph.graph.inserting_before(node):
         hidden_NN = graph.graph.get_attr(name)
         transposed_keys = call_op(aten.transpose.int, keys, -2, -1)
-        scores = call_op(aten.matmul.default, call_op(aten.mul.Scalar, queries, scale_of(node)), transposed_keys)
+        scores = call_op(aten.matmul.default, call_op(aten.mul.Scalar, queries, attention_scale(node)), transposed_keys)
         weights = call_op(aten.softmax.int, call_op(aten.add.Tensor, scores, hidden_NN), -1, torch.float32)
         attended = call_op(aten.matmul.default, call_op(aten.to.other, weights, values), values)
     attended.meta |= node.meta
@@ -64,7 +64,7 @@ Pads = dict[int, list[int]]
 """By the place of an argument the zeros that go beside it, as `pad` takes them."""
 
 
-def padded(program: Program) -> fx.GraphModule:
+def pad_uneven_heads(program: Program) -> fx.GraphModule:
     """The same program; an attention of which nothing says what its scores are scaled by stays as it is."""
     graph, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
     pads = {node: each for owner in program.nodes for node, each in _pads(owner)}
@@ -83,7 +83,7 @@ def padded(program: Program) -> fx.GraphModule:
     return fx.GraphModule(program.graph, graph)
 
 
-def has_uneven(program: Program) -> bool:
+def has_heads_to_pad(program: Program) -> bool:
     """Whether queries and keys are of another width than values in any attention that can be padded."""
     return any(pads for owner in program.nodes for pads in _pads(owner))
 
@@ -93,7 +93,7 @@ def _values_place(node: fx.Node) -> int:
 
 
 def _pads(scores: fx.Node) -> Iterator[tuple[fx.Node, Pads]]:
-    is_whole, node = operation(scores) == SDPA, values_product(scores)
+    is_whole, node = operation(scores) == SDPA, find_attention_output(scores)
     if node is None or (is_whole and scores.kwargs.get("scale") is None):
         return
     queries, values = (sizes_at_one(each)[-1] for each in (scores.args[0], node.args[_values_place(node)]))  # type: ignore[arg-type]
@@ -112,7 +112,7 @@ _FLOAT, _HALF = torch.finfo(torch.float32), torch.finfo(torch.float16)
 _ENDS = {_FLOAT.min: _HALF.min, _FLOAT.max: _HALF.max}
 
 
-def with_one_type_(graph: fx.GraphModule) -> None:
+def unify_types_(graph: fx.GraphModule) -> None:
     """What enters a product is brought to the type of its weight, or else of the last weight before it."""
     others = [node for node in graph.graph.nodes if not operation(node).startswith("clamp")]  # to the end is not at all
     _change_arguments_(others, lambda each: _ENDS.get(each, each) if isinstance(each, float) else each)
@@ -134,7 +134,7 @@ def _is_floating(node: fx.Node, kind: str) -> bool:
     return node.op == kind and isinstance(value, Tensor) and value.is_floating_point()
 
 
-def made_on_(graph: fx.GraphModule, place: torch.device) -> None:
+def set_device_(graph: fx.GraphModule, place: torch.device) -> None:
     """Where a program makes tensors itself, of a batch's size say, it makes them there."""
     nodes = [node for node in graph.graph.nodes if any(isinstance(each, torch.device) for each in _leaves(node))]
     if nodes:
@@ -162,7 +162,7 @@ class Norm(CalledModule):
     """One whose class was a norm's, other than that of a batch, and that called no other."""
 
 
-def tree(root: nn.Module, graph: fx.Graph) -> nn.Module:
+def build_module_tree(root: nn.Module, graph: fx.Graph) -> nn.Module:
     """What the graph makes of the tensors of `root`, which stay at their names; a module that is called again, or whose
     work isn't done at a stretch, has what comes later done where it is called, but for norms, which are further modules
     then.

@@ -9,13 +9,13 @@ from collections.abc import Collection, Iterator
 import torch
 from torch import Tensor, fx
 
-from .program import SAME, module_of, operation, reached, set_tensor_, settle_
+from .program import SAME, find_reachable, module_of, operation, remove_unused_, set_tensor_
 
 NUMBERS = "numbers_folded"
 """What constants are called that were computed from no parameter: nothing that is learned changes them."""
 
 
-def fold_(graph: fx.GraphModule) -> tuple[str, ...]:
+def fold_constants_(graph: fx.GraphModule) -> tuple[str, ...]:
     """Put constants in the place of all that is computed from parameters and numbers alone; their names.
 
     A constant has the name of the one parameter of its shape that it was computed from, so that a standardised weight
@@ -35,7 +35,7 @@ def fold_(graph: fx.GraphModule) -> tuple[str, ...]:
             constant = graph.graph.get_attr(names[-1])
         constant.meta = dict(node.meta)
         node.replace_all_uses_with(constant)
-    settle_(graph)
+    remove_unused_(graph)
     return tuple(names)
 
 
@@ -53,12 +53,12 @@ def _is_of_rows(node: fx.Node) -> bool:
 
 
 def _name(node: fx.Node, free: Collection[fx.Node], used: Collection[str]) -> str:
-    sources = [each for each in reached([node]) if each.op == "get_attr"]
+    sources = [each for each in find_reachable([node]) if each.op == "get_attr"]
     for each in sources:
         value = each.meta["val"]
         is_same = value.shape == node.meta["val"].shape and value.is_floating_point() and str(each.target) not in used
         if is_same and all(
-            at in free for at in reached([each], lambda at: [user for user in at.users if user is not node])
+            at in free for at in find_reachable([each], lambda at: [user for user in at.users if user is not node])
         ):
             return str(each.target)
     name = f"{sources[0].target}_folded" if sources else NUMBERS
@@ -70,7 +70,7 @@ NAME = "mean_weight"
 _SCALED = frozenset(("div", "add", "clamp_min", "clamp")) | SAME
 
 
-def means_as_layers_(graph: fx.GraphModule) -> None:
+def replace_means_(graph: fx.GraphModule) -> None:
     """Linear layers of a constant weight [1, channels] in their place; the graph is to be compiled anew."""
     where = next((each.device for each in graph.parameters()), torch.device("cpu"))
     modules = dict(graph.named_modules())
@@ -93,7 +93,7 @@ def means_as_layers_(graph: fx.GraphModule) -> None:
         graph.graph.erase_node(node)
 
 
-def is_mean(weight: str) -> bool:
+def is_mean_weight(weight: str) -> bool:
     """Whether a layer's weight, by its name, is one of those."""
     return weight.rpartition(".")[2].startswith(f"{NAME}_")
 

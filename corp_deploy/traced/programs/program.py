@@ -77,7 +77,7 @@ def constant_names(nodes: Iterable[fx.Node]) -> dict[str, None]:
     return {str(node.target): None for node in nodes if node.op == "get_attr"}
 
 
-def times_used(program: Program) -> Counter[str]:
+def count_uses(program: Program) -> Counter[str]:
     """How often each parameter and constant is taken."""
     taken = (node for node in program.nodes if node.op == "get_attr")
     return Counter(str(node.target) for node in taken for _ in node.users)
@@ -99,15 +99,15 @@ def delete_tensor_(module: nn.Module, name: str) -> None:
     delattr(module.get_submodule(owner), last)
 
 
-def without_dead_(graph: fx.Graph) -> None:
+def remove_dead_nodes_(graph: fx.Graph) -> None:
     """Without nodes that nothing takes; what drops nothing in evaluation counts as random to torch, and goes too."""
     graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
 
 
-def settle_(graph: fx.GraphModule) -> None:
+def remove_unused_(graph: fx.GraphModule) -> None:
     """Without what nothing needs any more, and the constants that it alone took."""
     before = constant_names(graph.graph.nodes)
-    without_dead_(graph.graph)
+    remove_dead_nodes_(graph.graph)
     for name in before.keys() - constant_names(graph.graph.nodes).keys():
         delete_tensor_(graph, name)
     graph.recompile()
@@ -123,7 +123,7 @@ def operation(node: fx.Node) -> str:
     return str(getattr(node.target, "__name__", node.target))
 
 
-def arguments_of(node: fx.Node) -> dict[str, Any]:
+def named_arguments(node: fx.Node) -> dict[str, Any]:
     """By their names in the op's schema, defaults among them; of another function by their places."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return {str(place): each for place, each in enumerate(node.args)} | dict(node.kwargs)
@@ -132,7 +132,7 @@ def arguments_of(node: fx.Node) -> dict[str, Any]:
     return defaults | {each.name: given for each, given in zip(schema, node.args, strict=False)} | dict(node.kwargs)
 
 
-def reached(
+def find_reachable(
     starts: Iterable[fx.Node], along: Callable[[fx.Node], Iterable[fx.Node]] = lambda node: node.all_input_nodes
 ) -> dict[fx.Node, None]:
     """These nodes and all that a way leads to from them, the nearest first: what they are computed of unless said."""
@@ -161,7 +161,7 @@ def sizes_at_one(node: fx.Node) -> Any:
     return _at_one(sizes) if isinstance(sizes, tuple) else None
 
 
-def number_of(node: fx.Node) -> int | None:
+def number_at_one(node: fx.Node) -> int | None:
     """The size that a node gives at a batch of 1; None for a tensor."""
     size = node.meta.get("sizes")
     return _at_one(size) if isinstance(size, int | BatchAffineSize) else None
@@ -203,13 +203,13 @@ IN_FRONT = BatchAxis(axis=0, outer=1, inner=1)
 """Images alone on the first axis."""
 
 
-def batch_of(node: fx.Node) -> BatchAxis | None:
+def batch_axis_of(node: fx.Node) -> BatchAxis | None:
     """Of a tensor's node; None where that can't be told, as of a program for one batch size alone."""
     axis, sizes = _counted(node)
     if axis is None or sizes[axis] == 1:
         return None if axis is None else BatchAxis(axis=axis, outer=1, inner=1)
     before = next((each for each in node.all_input_nodes if _counted(each)[0] is not None), None)
-    place = None if before is None else batch_of(before)
+    place = None if before is None else batch_axis_of(before)
     if before is None or place is None:
         return None
     old, outer, inner = _counted(before)[1], place.outer, place.inner
@@ -235,7 +235,7 @@ def _counted(node: fx.Node) -> tuple[int | None, tuple[int, ...]]:
 Module = TypeVar("Module", bound=nn.Module)
 
 
-def twin(module: Module, convert: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Module:
+def copy_module(module: Module, convert: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Module:
     """With what is made of each parameter and buffer, itself unless said."""
     memo: dict[int, Any] = {}
     for each in (*module.parameters(), *module.buffers()):
@@ -245,6 +245,6 @@ def twin(module: Module, convert: Callable[[Tensor], Tensor] = lambda tensor: te
     return copy.deepcopy(module, memo)
 
 
-def without_memory(module: Module) -> Module:
+def copy_to_meta(module: Module) -> Module:
     """With names and shapes of weights alone."""
-    return twin(module, lambda tensor: tensor.detach().to("meta"))
+    return copy_module(module, lambda tensor: tensor.detach().to("meta"))

@@ -20,16 +20,16 @@ from .program import (
     SHAPED,
     BatchAxis,
     Program,
-    arguments_of,
-    batch_of,
+    batch_axis_of,
     constant_names,
     delete_tensor_,
+    named_arguments,
     operation,
     set_tensor_,
 )
 
 
-def vocabularies(program: Program) -> dict[str, int]:
+def vocabulary_sizes(program: Program) -> dict[str, int]:
     """By the name of an input how many rows the smallest table has that its numbers are looked up in."""
     rows: dict[str, int] = {}
     for node in program.nodes:
@@ -51,7 +51,7 @@ Layer = nn.Linear | nn.Conv2d
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Called:
+class CalledLayer:
     """A linear layer or convolution as a node calls it: the names of its weight [O,I] or [O,I,H,W] and bias."""
 
     node: fx.Node
@@ -64,33 +64,35 @@ class Called:
         return self.weight.removesuffix(".weight")
 
 
-def every_layer(program: Program) -> Iterator[Called]:
+def every_layer(program: Program) -> Iterator[CalledLayer]:
     """Those whose weight is a parameter, in order of the program."""
     for node in program.nodes:
         if node.target in (LINEAR, CONV2D):
-            arguments = arguments_of(node)
+            arguments = named_arguments(node)
             weight, bias = arguments["weight"], arguments["bias"]
             if weight.op == "get_attr" and (bias is None or bias.op == "get_attr"):
-                yield Called(node=node, weight=str(weight.target), bias=str(bias.target) if bias is not None else "")
+                yield CalledLayer(
+                    node=node, weight=str(weight.target), bias=str(bias.target) if bias is not None else ""
+                )
 
 
-def layers(program: Program, *, in_groups: bool = False) -> Iterator[Called]:
+def layers(program: Program, *, in_groups: bool = False) -> Iterator[CalledLayer]:
     """Return layers that sum over all channels; `in_groups` also convolutions in groups of several channels."""
     for layer in every_layer(program):
-        if groups_of(layer.node) == 1 or (in_groups and program.tensor(layer.weight).shape[1] > 1):
+        if group_count(layer.node) == 1 or (in_groups and program.tensor(layer.weight).shape[1] > 1):
             yield layer
 
 
-def groups_of(node: fx.Node) -> int:
-    return int(arguments_of(node).get("groups", 1))
+def group_count(node: fx.Node) -> int:
+    return int(named_arguments(node).get("groups", 1))
 
 
-def gain_behind(program: Program, node: fx.Node) -> Tensor | None:
+def batch_norm_gain(program: Program, node: fx.Node) -> Tensor | None:
     """By what a batch norm multiplies each channel [O] that a layer gives, where nothing else reads that; float64."""
     norm = next(iter(node.users)) if len(node.users) == 1 else node
     if norm.target is not BATCH_NORM:
         return None
-    arguments = arguments_of(norm)
+    arguments = named_arguments(norm)
     gain_O: Tensor = (program.tensor(str(arguments["running_var"].target)).double() + arguments["eps"]).rsqrt()
     weight = arguments["weight"]
     return gain_O if weight is None else program.tensor(str(weight.target)).detach().double() * gain_O
@@ -100,15 +102,15 @@ def weight_with_gain(program: Program, name: str) -> Tensor:
     """A weight, and what a batch norm behind its layer multiplies the rows by, float64."""
     weight = program.tensor(name).detach().double()
     calls = [layer.node for layer in every_layer(program) if layer.weight == name]
-    gain_O = gain_behind(program, calls[0]) if len(calls) == 1 else None
-    return with_gain(weight, gain_O)
+    gain_O = batch_norm_gain(program, calls[0]) if len(calls) == 1 else None
+    return scale_rows(weight, gain_O)
 
 
-def with_gain(weight: Tensor, gain_O: Tensor | None) -> Tensor:
+def scale_rows(weight: Tensor, gain_O: Tensor | None) -> Tensor:
     return weight if gain_O is None else weight * gain_O.to(weight.device).view(-1, *[1] * (weight.dim() - 1))
 
 
-def with_biases_(program: Program) -> tuple[str, ...]:
+def add_zero_biases_(program: Program) -> tuple[str, ...]:
     """Give every layer without a bias one of zeros for repairs; return their names."""
     graph, added = program.graph, dict[str, None]()
     names = constant_names(program.nodes)
@@ -133,7 +135,7 @@ def with_biases_(program: Program) -> tuple[str, ...]:
     return tuple(added)
 
 
-def without_biases_(graph: fx.GraphModule, names: Collection[str]) -> None:
+def remove_biases_(graph: fx.GraphModule, names: Collection[str]) -> None:
     """Take biases of these names away from their layers."""
     if not names:
         return
@@ -169,7 +171,7 @@ class BatchFirst(nn.Module):
         return self.batch.back(outputs.view(*front.shape[:-1], -1))
 
 
-def listening(
+def build_listening_graph(
     program: Program,
     hooked: Collection[str],
     tapped: Collection[str],
@@ -179,14 +181,14 @@ def listening(
     nodes give; both by the names of the nodes. `read`: of layers some of whose rows go nowhere which others do.
     """
     called = layers(program, in_groups=True)
-    modules = {layer.node.name: as_module(program, layer) for layer in called if layer.node.name in hooked}
+    modules = {layer.node.name: layer_as_module(program, layer) for layer in called if layer.node.name in hooked}
     taps: dict[str, nn.Module] = {name: nn.Identity() for name in tapped}
     graph, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
     root: dict[str, Any] = {f"given.of_{name}": module for name, module in taps.items()}
     for node in program.nodes:
         if node.name in modules:
             entering, name, layer = node.all_input_nodes[0], f"listened.{node.name}", modules[node.name]
-            batch, is_read = batch_of(entering), read.get(node.name)
+            batch, is_read = batch_axis_of(entering), read.get(node.name)
             assert batch is not None, node
             root[name] = layer if batch == IN_FRONT and is_read is None else BatchFirst(layer, batch, is_read)
             nodes[node] = graph.call_module(name, (nodes[entering],))
@@ -206,13 +208,13 @@ def listening(
     return fx.GraphModule(root, graph).eval(), modules, taps
 
 
-def is_heard(reader: fx.Node, source: fx.Node) -> bool:
+def can_be_observed(reader: fx.Node, source: fx.Node) -> bool:
     """Whether statistics can be taken of what a layer reads: images can be told apart there, and maps are one each."""
-    batch = batch_of(source)
+    batch = batch_axis_of(source)
     return batch is not None and (reader.target is LINEAR or batch.outer * batch.inner == 1)
 
 
-def as_module(program: Program, layer: Called) -> Layer:
+def layer_as_module(program: Program, layer: CalledLayer) -> Layer:
     """It shares its weights with the program."""
     weight, bias = program.tensor(layer.weight), program.tensor(layer.bias) if layer.bias else None
     rows, columns = weight.shape[:2]
@@ -220,7 +222,7 @@ def as_module(program: Program, layer: Called) -> Layer:
     if layer.node.target is LINEAR:
         module = nn.Linear(columns, rows, bias=bias is not None, device="meta")
     else:
-        arguments, groups = arguments_of(layer.node), groups_of(layer.node)
+        arguments, groups = named_arguments(layer.node), group_count(layer.node)
         # One number stands for both directions.
         how = {name: (arguments[name][0], arguments[name][-1]) for name in ("stride", "padding", "dilation")}
         size = (weight.shape[2], weight.shape[3])
@@ -234,7 +236,7 @@ def _parameter(tensor: Tensor) -> nn.Parameter:
     return tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=False)
 
 
-def with_tensors(program: Program, tensors: Mapping[str, Tensor]) -> Program:
+def replace_tensors(program: Program, tensors: Mapping[str, Tensor]) -> Program:
     """The same program, node by node, with other values of some parameters."""
     graph = program.graph.graph
     root: dict[str, Any] = {name: program.tensor(name) for name in constant_names(graph.nodes)}

@@ -165,7 +165,7 @@ def _place(tensor: Tensor) -> Any:
     return (_storage(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
 
 
-class Numbers(TorchFunctionMode):
+class KeepNumbersOffMeta(TorchFunctionMode):
     """Tensors that are made of numbers have them: on meta they would be lost."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -21,11 +21,11 @@ from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
 from torch.nn.modules import module as hooks
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_structure, tree_unflatten
 
-from .program import without_memory
-from .recorder import Numbers, RecordedCall, Recorder, Ref
-from .sizes import BATCHES, BatchAffineSize, BatchDependentProgram, at_batch, size_of, tell
+from .program import copy_to_meta
+from .recorder import KeepNumbersOffMeta, RecordedCall, Recorder, Ref
+from .sizes import BATCHES, BatchAffineSize, BatchDependentProgram, inputs_at_batch, set_sizes, size_from_batches
 
-TAKEN = frozenset(dir(fx.GraphModule(nn.Module(), fx.Graph())))
+RESERVED_NAMES = frozenset(dir(fx.GraphModule(nn.Module(), fx.Graph())))
 """What a graph has itself, by names that a model's own parts may have too."""
 
 
@@ -39,21 +39,21 @@ class _Recorded:
     gives: Any
 
 
-def recorded(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> fx.GraphModule:
+def record_graph(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> fx.GraphModule:
     """The graph of a model at any batch, with its own parameters; every node tells what it gives on meta (`val`), of
     which sizes (`sizes`) and where it was called (`nn_module_stack`). Raises BatchDependentProgram, and whatever a
     model raises that looks at numbers.
     """
     names, inputs = _names(model, args, kwargs), (tuple(args), dict(kwargs))
-    running, (one, two) = without_memory(model), BATCHES
-    first = _run(model, running, at_batch(inputs, one), names)
+    running, (one, two) = copy_to_meta(model), BATCHES
+    first = _run(model, running, inputs_at_batch(inputs, one), names)
 
     def beside(running: nn.Module) -> fx.GraphModule:
-        return _Graph(model, first, _run(model, running, at_batch(inputs, two), names)).build(inputs, names)
+        return _Graph(model, first, _run(model, running, inputs_at_batch(inputs, two), names)).build(inputs, names)
 
     with suppress(Exception):  # of one that keeps something from its first call on
         return beside(running)
-    return beside(without_memory(model))
+    return beside(copy_to_meta(model))
 
 
 def _names(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
@@ -77,10 +77,10 @@ def _run(model: nn.Module, running: nn.Module, inputs: Any, names: Sequence[str]
     tensors = {name: each for name, each in named_leaves.items() if isinstance(each, Tensor)}
     own = {f".{name}": each for name, each in _tensors(running)}
     on_meta = bool(own) and all(each.is_meta for _, each in _tensors(model))
-    with stacked(running) as stack:
+    with track_modules(running) as stack:
         recorder = Recorder({**own, **tensors}, stack, on_meta=on_meta)
         # Models leave checks of numbers out where torch says that it exports them.
-        with torch.no_grad(), exporting(), Numbers(), enable_python_dispatcher(), recorder:
+        with torch.no_grad(), exporting(), KeepNumbersOffMeta(), enable_python_dispatcher(), recorder:
             gives = running(*args, **kwargs)
     return _Recorded(
         calls=recorder.calls,
@@ -97,7 +97,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 @contextmanager
-def stacked(model: nn.Module) -> Iterator[list[tuple[str, str]]]:
+def track_modules(model: nn.Module) -> Iterator[list[tuple[str, str]]]:
     """The modules that are running, outermost first: the path and the class."""
     stack = list[tuple[str, str]]()
     paths = {id(module): path for path, module in model.named_modules()}
@@ -118,7 +118,7 @@ def stacked(model: nn.Module) -> Iterator[list[tuple[str, str]]]:
 def _free(name: str) -> str:
     """Rename `meta`, `graph` and `code`, which a graph has itself."""
     first, *rest = name.split(".")
-    return ".".join((f"{first}_" if first in TAKEN else first, *rest))
+    return ".".join((f"{first}_" if first in RESERVED_NAMES else first, *rest))
 
 
 class _Graph:
@@ -148,14 +148,14 @@ class _Graph:
     def build(self, inputs: Any, names: list[str]) -> fx.GraphModule:
         for name, value in self.first.inputs.items():
             node = self.nodes[Ref(name)] = self.graph.placeholder(name)
-            tell(node, value, self.other.inputs[name])
+            set_sizes(node, value, self.other.inputs[name])
         used = tree_leaves([call.args for call in self.first.calls] + [self.first.gives])
         # What the model has, in front of all calls.
         for source in dict.fromkeys(each.source for each in used if isinstance(each, Ref)):
             if isinstance(source, str) and Ref(source) not in self.nodes:
                 target = _free(source[1:]) if source.startswith(".") else source
                 node = self.nodes[Ref(source)] = self.graph.get_attr(target)
-                tell(node, self.root[target], self.root[target])
+                set_sizes(node, self.root[target], self.root[target])
         for number, (one, other) in enumerate(zip(self.first.calls, self.other.calls, strict=True)):
             self._call(number, one, other)
         gives = self._both(self.first.gives, self.other.gives)
@@ -171,12 +171,12 @@ class _Graph:
         stack = OrderedDict((path or "model", (_free(path), kind)) for path, kind in one.stack)
         node = self.nodes[Ref(number)] = self.graph.create_node("call_function", one.target, args, kwargs, one.name)
         node.meta["nn_module_stack"] = stack
-        tell(node, one.gives, other.gives)
+        set_sizes(node, one.gives, other.gives)
         if isinstance(one.gives, list | tuple):
             for place, (each, beside) in enumerate(zip(one.gives, other.gives, strict=True)):
                 part = self.nodes[Ref(number, place)] = self.graph.call_function(operator.getitem, (node, place))
                 part.meta["nn_module_stack"] = stack
-                tell(part, each, beside)
+                set_sizes(part, each, beside)
 
     def _both(self, one: Any, other: Any) -> Any:
         """Arguments with nodes, and with what the batch counts of numbers computed."""
@@ -192,7 +192,7 @@ class _Graph:
         if isinstance(one, torch.device) and one.type == "meta":
             return self.device
         if type(one) is int and type(other) is int:
-            size = size_of(one, other)
+            size = size_from_batches(one, other)
             return size if isinstance(size, int) else self._number(size)
         if type(one) is not type(other) or not (one == other or (one != one and other != other)):
             raise BatchDependentProgram(f"{one} and {other}")
@@ -207,6 +207,6 @@ class _Graph:
                 node = self.graph.call_function(operator.add, (self._number(BatchAffineSize(size.times)), size.more))
             else:
                 node = self.graph.call_function(operator.mul, (self._number(BatchAffineSize(1)), size.times))
-            tell(node, *map(size.at, BATCHES))
+            set_sizes(node, *map(size.at, BATCHES))
             self.numbers[size] = node
         return self.numbers[size]

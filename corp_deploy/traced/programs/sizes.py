@@ -30,7 +30,7 @@ class BatchAffineSize:
 Size = int | BatchAffineSize
 
 
-def size_of(first: int, other: int) -> Size:
+def size_from_batches(first: int, other: int) -> Size:
     """Of what it is at each of BATCHES. Raises BatchDependentProgram."""
     if first == other:
         return first
@@ -41,24 +41,24 @@ def size_of(first: int, other: int) -> Size:
     return BatchAffineSize(times, more)
 
 
-def sizes_of(first: Any, other: Any) -> Any:
+def sizes_from_batches(first: Any, other: Any) -> Any:
     """Of a tensor its shape, of several a tuple of them, of a number itself; None of what else a node gives."""
     if isinstance(first, Tensor):
         if first.dim() != other.dim():
             raise BatchDependentProgram(f"{tuple(first.shape)} and {tuple(other.shape)}")
-        return tuple(map(size_of, first.shape, other.shape))
+        return tuple(map(size_from_batches, first.shape, other.shape))
     if isinstance(first, list | tuple):
-        return tuple(map(sizes_of, first, other))
-    return size_of(first, other) if isinstance(first, int) and not isinstance(first, bool) else None
+        return tuple(map(sizes_from_batches, first, other))
+    return size_from_batches(first, other) if isinstance(first, int) and not isinstance(first, bool) else None
 
 
-def tell(node: fx.Node, first: Any, other: Any) -> None:
+def set_sizes(node: fx.Node, first: Any, other: Any) -> None:
     """Of a node what it gives, `val` on meta, and of which `sizes`, by what it gives at each of BATCHES."""
     node.meta["val"] = first.to("meta") if isinstance(first, Tensor) else first
-    node.meta["sizes"] = sizes_of(first, other)
+    node.meta["sizes"] = sizes_from_batches(first, other)
 
 
-def at_batch(inputs: Any, batch: int) -> Any:
+def inputs_at_batch(inputs: Any, batch: int) -> Any:
     """The same inputs on meta, so many of them; a tensor without axes as it is."""
 
     def many(tensor: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ _CALLS = MetaCalls()
 
 
 @torch.no_grad()
-def on_meta(target: Callable[..., Any], args: Any, kwargs: Any, calls: MetaCalls = _CALLS) -> Any:
+def call_on_meta(target: Callable[..., Any], args: Any, kwargs: Any, calls: MetaCalls = _CALLS) -> Any:
     """What a call gives, of which no number is computed."""
     args, kwargs = tree_map_only(torch.device, lambda _: torch.device("meta"), (args, kwargs))
     key = target, sizes_key((args, kwargs))
@@ -126,13 +126,13 @@ class _OnMeta(fx.Interpreter):
         return super().get_attr(target, args, kwargs).to("meta")
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        return on_meta(target, args, kwargs, self.calls)
+        return call_on_meta(target, args, kwargs, self.calls)
 
 
-def size_(graph: fx.GraphModule, inputs: Sequence[Tensor], *, any_batch: bool) -> None:
+def infer_sizes_(graph: fx.GraphModule, inputs: Sequence[Tensor], *, any_batch: bool) -> None:
     """Tell every node what it gives, on meta, and of which sizes."""
     runs = _OnMeta(graph), _OnMeta(graph)
     for run, batch in zip(runs, BATCHES if any_batch else (len(inputs[0]),) * 2, strict=True):
-        run.run(*at_batch(inputs, batch), enable_io_processing=False)
+        run.run(*inputs_at_batch(inputs, batch), enable_io_processing=False)
     for node in graph.graph.nodes:
-        tell(node, *(run.env[node] for run in runs))
+        set_sizes(node, *(run.env[node] for run in runs))

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .program import Program, number_of, reached, sizes_at_one
-from .readers import LINEAR, Called, layers
+from .program import Program, find_reachable, number_at_one, sizes_at_one
+from .readers import LINEAR, CalledLayer, layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -16,7 +16,7 @@ class Subprogram:
     """From what `layer` gives for one image to what the last of `nodes` gives, constants with it, in float64."""
 
     program: Program
-    layer: Called
+    layer: CalledLayer
     nodes: tuple[fx.Node, ...]
 
     @property
@@ -29,11 +29,11 @@ class Subprogram:
         return sizes_at_one(self.layer.node)
 
     def __call__(self, x: Tensor) -> Tensor:
-        every = run(self.program, self.nodes, {self.layer.node: x.double()}, torch.float64)
+        every = run_nodes(self.program, self.nodes, {self.layer.node: x.double()}, torch.float64)
         return every[self.nodes[-1] if self.nodes else self.layer.node]
 
 
-def run(
+def run_nodes(
     program: Program, nodes: Iterable[fx.Node], values: Mapping[fx.Node, Tensor], dtype: torch.dtype | None = None
 ) -> dict[fx.Node, Any]:
     """What nodes give for one image, beside what is known of others, with constants of a type or of their own."""
@@ -43,32 +43,32 @@ def run(
             tensor = program.tensor(str(node.target)).detach()
             every[node] = tensor.to(dtype, copy=True) if dtype is not None and tensor.is_floating_point() else tensor
             continue
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: every.get(each, number_of(each)))
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: every.get(each, number_at_one(each)))
         assert callable(node.target), node
         every[node] = node.target(*args, **kwargs)
     return every
 
 
-def between(program: Program, source: fx.Node) -> Subprogram | None:
+def subprogram_before(program: Program, source: fx.Node) -> Subprogram | None:
     """Up to the source; None where it is made of something else than what one layer gives."""
     by_node = {each.node: each for each in layers(program)}
-    nodes, found = needed(program, [source], by_node)
+    nodes, found = nodes_to_run(program, [source], by_node)
     if nodes is None or len(found) != 1:
         return None
     return Subprogram(program=program, layer=by_node[found.pop()], nodes=nodes)
 
 
-def needed(
+def nodes_to_run(
     program: Program, ends: Iterable[fx.Node], available: Collection[fx.Node]
 ) -> tuple[tuple[fx.Node, ...] | None, set[fx.Node]]:
     """What has to run for these nodes, in order, behind which ones of those available; None where inputs have to be."""
 
     def entering(node: fx.Node) -> list[fx.Node]:
-        return [] if node in available or number_of(node) is not None else node.all_input_nodes
+        return [] if node in available or number_at_one(node) is not None else node.all_input_nodes
 
-    every = reached(ends, entering)
+    every = find_reachable(ends, entering)
     found = {node for node in every if node in available}
     if any(node.op not in ("get_attr", "call_function") for node in every.keys() - found):
         return None, found
     inside = (node for node in program.nodes if node in every and node not in found)
-    return tuple(node for node in inside if number_of(node) is None), found
+    return tuple(node for node in inside if number_at_one(node) is None), found

@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_map
 
 from ground.errors import BadInput
 
-from .folding import fold_, means_as_layers_
-from .program import Program, operation, twin
-from .recording import recorded
+from .folding import fold_constants_, replace_means_
+from .program import Program, copy_module, operation
+from .recording import record_graph
 from .sizes import BatchAffineSize, changes_in_place
 
 Inputs = Sequence[Any] | Mapping[str, Any]
@@ -29,8 +29,8 @@ def trace(model: nn.Module, inputs: Inputs) -> Program:
     _without_changes_(graph.graph)
     _drop_checks_(graph.graph)
     _by_numbers_(graph.graph)
-    means_as_layers_(graph)
-    return Program(graph=graph, model=type(model).__name__, any_batch=any_batch, folded=fold_(graph))
+    replace_means_(graph)
+    return Program(graph=graph, model=type(model).__name__, any_batch=any_batch, folded=fold_constants_(graph))
 
 
 def _graph(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[fx.GraphModule, bool]:
@@ -40,7 +40,7 @@ def _graph(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
         stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)
         with suppress(Exception):  # whatever a model's own code raises, torch.export says why
-            return recorded(model, args, kwargs), True
+            return record_graph(model, args, kwargs), True
         with suppress(Exception):
             return _exported(model, args, kwargs, any_batch=True), True
         try:
@@ -61,7 +61,7 @@ def _exported(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *
             lambda each: {0: Dim.AUTO} if isinstance(each, Tensor) and each.dim() else None, kwargs or args
         )
     with torch.no_grad():
-        program = export(twin(model), args, kwargs, dynamic_shapes=shapes, strict=False)
+        program = export(copy_module(model), args, kwargs, dynamic_shapes=shapes, strict=False)
         changed = [each for _, each in _changes(program.graph)]
         if any(map(_is_view, (*changed, *(user for each in changed for user in each.users)))):
             program = program.run_decompositions({})  # something is changed that is seen through something else too
