@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from corp_deploy.polish.newton import Newton, PartReport, SweepBudget, fit_
+from corp_deploy.polish.newton import Newton, PartReport, SweepBudget, fit_sublayer_
 from corp_deploy.polish.polish import fitted_steps
 from corp_deploy.polish.segments import segment_sublayer
 from corp_deploy.polish.walk import BlockSteps, StreamPair, walk
@@ -21,7 +21,7 @@ def fit_layers_(
     def fit(block: BlockSteps, both: Sequence[StreamPair]) -> None:
         if block.name in steps:
             sublayer = segment_sublayer(model, steps[block.name])
-            reports.append(fit_(sublayer, both, SweepBudget(sweeps=sweeps, seconds=None), how))
+            reports.append(fit_sublayer_(sublayer, both, SweepBudget(sweeps=sweeps, seconds=None), how))
 
     walk(dense, model, pairs, fit)
     return reports

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scipy.optimize import LinearConstraint, milp
 from scipy.sparse import block_diag, coo_array
 
-from corp_deploy.algebra.knapsack import Selection, SiteOptions, allocate
+from corp_deploy.algebra.knapsack import Selection, SiteOptions, solve_knapsack
 from tests.refusals import rejects
 
 NUMBERS = st.one_of(st.integers(0, 6).map(float), st.floats(0.0, 10.0), st.integers(10**9, 10**12).map(float))
@@ -52,7 +52,7 @@ def check(sites: list[SiteOptions], budget: float, got: Selection) -> None:
 def test_no_combination_within_the_budget_is_better(sites: list[SiteOptions], where: float) -> None:
     least, most = sum(min(s.costs) for s in sites), sum(max(s.costs) for s in sites)
     budget = least + where * (most - least)
-    got = allocate(sites, budget)
+    got = solve_knapsack(sites, budget)
     check(sites, budget, got)
     error, _ = by_trying_all(sites, budget)
     assert got.error == pytest.approx(error, rel=1e-12, abs=1e-12)
@@ -63,13 +63,13 @@ def test_all_fits_and_ties_take_the_cheaper() -> None:
         SiteOptions(site="a", widths=(8, 16, 24), costs=(1.0, 2.0, 3.0), errors=(5.0, 1.0, 1.0)),
         SiteOptions(site="b", widths=(8, 16), costs=(1.0, 2.0), errors=(2.0, 0.0)),
     ]
-    assert dict(allocate(sites, 100.0).widths) == {"a": 16, "b": 16}
-    assert allocate(sites, 2.0).widths == {"a": 8, "b": 8}
+    assert dict(solve_knapsack(sites, 100.0).widths) == {"a": 16, "b": 16}
+    assert solve_knapsack(sites, 2.0).widths == {"a": 8, "b": 8}
 
 
 def test_an_impossible_budget_is_refused_with_both_numbers() -> None:
     sites = [SiteOptions(site="a", widths=(8,), costs=(5.0,), errors=(0.0,))]
-    rejects(r"budget 4 .* 5 ", allocate, sites, 4.0)
+    rejects(r"budget 4 .* 5 ", solve_knapsack, sites, 4.0)
 
 
 def test_choices_refuse_what_cannot_be() -> None:
@@ -77,7 +77,7 @@ def test_choices_refuse_what_cannot_be() -> None:
         with pytest.raises(AssertionError):
             SiteOptions(site="a", widths=(8, 16), costs=(1.0, 2.0), errors=errors)
     with pytest.raises(AssertionError, match="site 0"):
-        allocate([site_of(0, [1], [1]), site_of(0, [2], [2])], 10.0)
+        solve_knapsack([site_of(0, [1], [1]), site_of(0, [2], [2])], 10.0)
 
 
 def test_a_deep_model_is_no_trouble() -> None:
@@ -92,7 +92,7 @@ def test_a_deep_model_is_no_trouble() -> None:
         for i in range(36)
     ]
     budget = 0.5 * sum(max(s.costs) for s in sites)
-    got = allocate(sites, budget)
+    got = solve_knapsack(sites, budget)
     check(sites, budget, got)
     assert got.cost > 0.999 * budget
 
@@ -138,7 +138,7 @@ def test_an_integer_program_finds_nothing_better(seed: int, share: float) -> Non
     sites = random_sites(seed, 8, 6, 50) if seed % 2 else falling_sites(seed, 14, 10)
     least, most = (sum(end(site.costs) for site in sites) for end in (min, max))
     budget = float(round(least + share * (most - least)))
-    got = allocate(sites, budget)
+    got = solve_knapsack(sites, budget)
     check(sites, budget, got)
     assert got.error == by_integer_program(sites, budget)
 
@@ -157,6 +157,6 @@ def test_degenerate_problems_have_the_integer_programs_optimum(sites: list[SiteO
     """At every budget between the least and the most, or at many of them."""
     least, most = (int(sum(end(site.costs) for site in sites)) for end in (min, max))
     for budget in sorted({*np.linspace(least, most, 15).astype(int).tolist(), least, most}):
-        got = allocate(sites, float(budget))
+        got = solve_knapsack(sites, float(budget))
         check(sites, float(budget), got)
         assert got.error == by_integer_program(sites, float(budget)), budget

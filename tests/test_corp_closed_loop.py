@@ -21,7 +21,7 @@ from corp_deploy.families.family import sites_of
 from corp_deploy.families.traced_model import tracing
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.closed_loop import reduce_traced
-from corp_deploy.reduction.correct import group_corrections
+from corp_deploy.reduction.correct import fit_corrections
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.reduction.model import reduce
@@ -173,13 +173,13 @@ def test_sums_are_float64_means_of_the_samples_and_add_up() -> None:
 def test_noise_is_not_fitted_and_a_plain_map_is() -> None:
     (x, clear), (y, other) = planted(0, noise=1e-6), planted(1, noise=1e-6)
     strengths = (1e-9, 1.0, 1e6)
-    ((weight_CK, _),), fit = group_corrections([(sums_of(x, clear), sums_of(y, other))], 1.0, strengths)
+    ((weight_CK, _),), fit = fit_corrections([(sums_of(x, clear), sums_of(y, other))], 1.0, strengths)
     truth = torch.randn(3, 5, generator=torch.Generator().manual_seed(99), dtype=torch.float64)
     assert fit.strength == 1e-9
     torch.testing.assert_close(weight_CK, truth, rtol=1e-4, atol=1e-4)
     noise_x, noise_t = planted(2, noise=0.0)[0], torch.randn(6, 9, 3, dtype=torch.float64)
     noise_t -= noise_t.mean(dim=(0, 1))
-    ((nothing_CK, _),), fit = group_corrections([(sums_of(noise_x, noise_t), sums_of(y, -noise_t))], 1.0, strengths)
+    ((nothing_CK, _),), fit = fit_corrections([(sums_of(noise_x, noise_t), sums_of(y, -noise_t))], 1.0, strengths)
     assert fit.strength in (None, 1e6)
     assert float(nothing_CK.abs().max()) < 1e-4
 

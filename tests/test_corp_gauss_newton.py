@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from corp_deploy.algebra.gauss_newton import Residuals, Tangent, gauss_newton, with_one
+from corp_deploy.algebra.gauss_newton import LayerTangent, Residuals, gauss_newton, with_one
 
 INPUTS, HIDDEN, OUTPUTS = 3, 4, 3
 
@@ -23,10 +23,10 @@ def of_kind(x: Tensor, kind: str) -> Tensor:
     return torch.cat((x[..., :-1], x[..., :1]), dim=-1) if kind == "singular" else x
 
 
-def channels(kind: str, tokens: slice = slice(None)) -> tuple[Tangent, Callable[[Tensor], Tensor], Tensor]:
+def channels(kind: str, tokens: slice = slice(None)) -> tuple[LayerTangent, Callable[[Tensor], Tensor], Tensor]:
     entering_XD = with_one(of_kind(normal(40, INPUTS, seed=0), kind))[tokens]
     first_RD, last_OR = normal(HIDDEN, INPUTS + 1, seed=1), normal(OUTPUTS, HIDDEN, seed=2)
-    tangent = Tangent.of(entering_XD, entering_XD @ first_RD.mT, lambda z_XR: F.gelu(z_XR) @ last_OR.mT)
+    tangent = LayerTangent.of(entering_XD, entering_XD @ first_RD.mT, lambda z_XR: F.gelu(z_XR) @ last_OR.mT)
     return tangent, lambda first: F.gelu(entering_XD @ first.mT) @ last_OR.mT, first_RD
 
 
@@ -48,7 +48,7 @@ def test_the_step_is_the_damped_least_squares_of_the_jacobian(kind: str, ridge_r
     torch.testing.assert_close(step_RD.flatten(), expected[:, 0], rtol=1e-4, atol=1e-5)
 
 
-def ridge_scale(tangent: Tangent, weight_X: Tensor) -> float:
+def ridge_scale(tangent: LayerTangent, weight_X: Tensor) -> float:
     """Mean of the product's diagonal, as the docstring has it, by sums over tokens."""
     generator = torch.Generator().manual_seed(0)
     sign = torch.randint(0, 2, (len(weight_X), OUTPUTS), generator=generator).double() * 2 - 1

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from corp_deploy.algebra import channels, scores
 from corp_deploy.algebra.block_obs import eliminate_blocks
 from corp_deploy.algebra.channels import ChannelRecovery
-from corp_deploy.algebra.patches import PatchStatistics, columns, recovered, rescaled_outputs
+from corp_deploy.algebra.patches import PatchStatistics, columns, recover_convolution, rescaled_outputs
 
 Array = NDArray[np.floating[Any]]
 FORMS = ["affine", "bias", "gram", "im2col", "none"]
@@ -104,8 +104,8 @@ def test_errors_are_those_of_the_convolutions(form: str, kernel: int, padding: i
     maps, (weight, bias) = hard_maps(kind), conv_of(4, 6, kernel)
     kept = torch.tensor([0, 1, 2, 5])
     stats = statistics_of(maps, patches_by_hand(maps, kernel, padding, stride))
-    result = recovered(form, stats, weight.flatten(1), bias, kept, ridge_rel=1e-4)
-    dropped = recovered("none", stats, weight.flatten(1), bias, kept, ridge_rel=1e-4)
+    result = recover_convolution(form, stats, weight.flatten(1), bias, kept, ridge_rel=1e-4)
+    dropped = recover_convolution("none", stats, weight.flatten(1), bias, kept, ridge_rel=1e-4)
     scale = float(F.conv2d(maps, weight, bias, stride=stride, padding=padding).square().sum(dim=1).mean())
     expected = error_of_conv(maps, weight, bias, kept, result, padding, stride)
     assert result.residual == pytest.approx(expected, rel=1e-7, abs=1e-12 * scale)
@@ -118,7 +118,7 @@ def test_errors_are_those_of_the_convolutions(form: str, kernel: int, padding: i
 def test_nothing_removed_changes_nothing_and_a_layer_without_bias_gets_one(form: str) -> None:
     maps, (weight, _) = hard_maps("random"), conv_of(4, 6, 3)
     stats = statistics_of(maps, patches_by_hand(maps, 3, 1))
-    result = recovered(form, stats, weight.flatten(1), None, torch.arange(6), ridge_rel=0.0)
+    result = recover_convolution(form, stats, weight.flatten(1), None, torch.arange(6), ridge_rel=0.0)
     torch.testing.assert_close(result.weight_OK, weight.flatten(1), rtol=1e-8, atol=1e-9)
     torch.testing.assert_close(result.bias_O, torch.zeros(4, dtype=torch.float64), rtol=0.0, atol=1e-12)
 
@@ -127,7 +127,7 @@ def test_nothing_removed_changes_nothing_and_a_layer_without_bias_gets_one(form:
 def test_one_tap_is_the_linear_layer(form: str) -> None:
     maps, (weight, bias) = hard_maps("random"), conv_of(4, 6, 1)
     stats, kept = statistics_of(maps, patches_by_hand(maps, 1, 0)), torch.tensor([1, 2, 4])
-    result = recovered(form, stats, weight.flatten(1), bias, kept, ridge_rel=1e-3)
+    result = recover_convolution(form, stats, weight.flatten(1), bias, kept, ridge_rel=1e-3)
     linear = {"none": channels.none, "bias": channels.bias, "gram": channels.gram}.get(form, channels.affine)
     expected = linear(stats.mean_C, stats.second_CC, weight.flatten(1), bias, kept, ridge_rel=1e-3)
     torch.testing.assert_close(result.weight_OK, expected.weight_OK)
@@ -162,7 +162,7 @@ def test_gram_and_affine_map_every_tap_by_the_maps_regression(kind: str) -> None
             affine[:, :, i, j] += w[:, pruned, i, j] @ b_PK
             constant += w[:, pruned, i, j] @ (mean[pruned] - b_PK @ mean[kept])
     for form, expected, bias_by_hand in (("gram", gram, bias.numpy()), ("affine", affine, constant)):
-        result = recovered(form, stats, weight.flatten(1), bias, torch.tensor(kept), ridge_rel=1e-5)
+        result = recover_convolution(form, stats, weight.flatten(1), bias, torch.tensor(kept), ridge_rel=1e-5)
         np.testing.assert_allclose(result.weight_OK, expected.reshape(3, 27), rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(result.bias_O, bias_by_hand, rtol=1e-5, atol=1e-6)
 
@@ -173,7 +173,7 @@ def test_im2col_is_least_squares_over_patches(ridge_rel: float, kind: str) -> No
     """Of what the dropped columns gave, on the kept ones, centred; compared by what the layers give."""
     maps, (weight, bias) = hard_maps(kind), conv_of(3, 6, 3)
     u, kept = patches_by_hand(maps, 3, 1), torch.tensor([0, 1, 4])
-    result = recovered("im2col", statistics_of(maps, u), weight.flatten(1), bias, kept, ridge_rel=ridge_rel)
+    result = recover_convolution("im2col", statistics_of(maps, u), weight.flatten(1), bias, kept, ridge_rel=ridge_rel)
     a: Array = u.numpy() - u.numpy().mean(0)
     kept_k = [9 * channel + tap for channel in kept.tolist() for tap in range(9)]
     pruned_p = [column for column in range(54) if column not in kept_k]
@@ -184,7 +184,7 @@ def test_im2col_is_least_squares_over_patches(ridge_rel: float, kind: str) -> No
     np.testing.assert_allclose(given, dense.mean(0) + a[:, kept_k] @ (w[:, kept_k] + step).T, rtol=1e-5, atol=1e-5)
     if ridge_rel == 0.0:
         best = min(
-            recovered(form, statistics_of(maps, u), weight.flatten(1), bias, kept, ridge_rel=0.0).residual
+            recover_convolution(form, statistics_of(maps, u), weight.flatten(1), bias, kept, ridge_rel=0.0).residual
             for form in FORMS
         )
         assert result.residual <= best * (1.0 + 1e-9) + 1e-9
@@ -203,7 +203,7 @@ def test_rescaled_outputs_have_the_dense_mean_and_variance(kind: str) -> None:
     maps, (weight, bias) = hard_maps(kind), conv_of(4, 6, 3)
     u, kept = patches_by_hand(maps, 3, 1), torch.tensor([0, 1, 4])
     stats, kept_k = statistics_of(maps, u), columns(kept, 9)
-    small = recovered("none", stats, weight.flatten(1), bias, kept, ridge_rel=0.0)
+    small = recover_convolution("none", stats, weight.flatten(1), bias, kept, ridge_rel=0.0)
     dense = u @ weight.flatten(1).T + bias
     mean_k, covariance_kk = stats.mean_U[kept_k], stats.covariance_UU[kept_k[:, None], kept_k]
     mean_O, variance_O = dense.mean(dim=0), dense.var(dim=0, correction=0)
@@ -236,7 +236,7 @@ def test_a_channel_constant_on_the_map_is_not_constant_in_padded_patches() -> No
     kept = torch.tensor([0, 1, 4])
     for padding, lossless in ((0, True), (1, False)):
         stats = statistics_of(maps, patches_by_hand(maps, 3, padding))
-        result = recovered("bias", stats, weight.flatten(1), bias, kept, ridge_rel=0.0)
+        result = recover_convolution("bias", stats, weight.flatten(1), bias, kept, ridge_rel=0.0)
         assert (result.residual < 1e-12 * result.residual_uncompensated) == lossless
         eliminated = eliminate_blocks(stats.covariance_UU, weight.flatten(1), 9, ridge_rel=1e-6)
         assert (2 in eliminated.order_F[:3].tolist() and eliminated.error_at(3) < 1e-9) == lossless

@@ -100,7 +100,7 @@ def least_squares(q_BND: Tensor, k_BND: Tensor, kept: list[int], is_seen_NN: Ten
 def test_factors_are_least_squares_over_images(kind: str) -> None:
     q, k = turned_by(*raw(kind), angles())
     kept_HK = torch.tensor([[0, 2], [1, 3]])
-    recovery = planes.logit(system_of(q, k), kept_HK, ridge_rel=1e-14)
+    recovery = planes.logit_planes(system_of(q, k), kept_HK, ridge_rel=1e-14)
     dense, narrow = q @ k.mT, (q @ recovery.q_map_HRD.mT) @ (k @ recovery.k_map_HRD.mT).mT
     for head, kept in enumerate(kept_HK.tolist()):
         left = least_squares(q[:, head], k[:, head], kept, torch.ones(TOKENS, TOKENS, dtype=torch.bool))
@@ -115,7 +115,7 @@ def test_factors_on_second_moments_have_no_slope_left(kind: str) -> None:
     """tr(S_q E S_k E') of the maps, differentiated by the factors."""
     q, k = turned_by(*raw(kind), angles())
     kept_HK = torch.tensor([[0, 2], [1, 3]])
-    recovery = planes.logit_v1(second(q), second(k), kept_HK, ridge_rel=1e-13)
+    recovery = planes.logit_v1_planes(second(q), second(k), kept_HK, ridge_rel=1e-13)
     for head in range(HEADS):
         turns = torch.zeros(2, 2, dtype=torch.float64, requires_grad=True)  # factors are multiplied by 1 + these
         rows = recovery.q_map_HRD[head]
@@ -134,7 +134,7 @@ def test_maps_commute_with_every_turn() -> None:
     q, k = raw()
     angle_HNP = angles()
     q_turned, k_turned = turned_by(q, k, angle_HNP)
-    recovery = planes.eliminated(second(q_turned), second(k_turned), 2, ridge_rel=1e-4)
+    recovery = planes.eliminate_planes(second(q_turned), second(k_turned), 2, ridge_rel=1e-4)
     assert recovery.planes_HK is not None
     own_HNK = torch.stack([each[:, planes] for each, planes in zip(angle_HNP, recovery.planes_HK, strict=True)])
     for maps, before, after in zip((recovery.q_map_HRD, recovery.k_map_HRD), (q, k), (q_turned, k_turned), strict=True):
@@ -147,7 +147,7 @@ def test_the_elimination_removes_what_costs_least() -> None:
     """Against every fit of every set, with the same ridge."""
     q, k = turned_by(*raw("ill-conditioned"), angles())
     loss, ridge_rel = planes.aggregated_loss(second(q), second(k)), 1e-3
-    order_HP = planes.elimination(loss.gram_HXX, ridge_rel=ridge_rel)
+    order_HP = planes.order_planes(loss.gram_HXX, ridge_rel=ridge_rel)
     for head in range(HEADS):
         gram = loss.gram_HXX[head]
         shifted = gram + ridge_rel * gram.diagonal().mean() * torch.eye(DIMS, dtype=torch.float64)
@@ -168,7 +168,7 @@ def test_the_elimination_removes_what_costs_least() -> None:
 
 def test_a_head_of_zeros_is_no_trouble() -> None:
     nothing = torch.zeros(1, DIMS, DIMS, dtype=torch.float64)
-    recovery = planes.eliminated(nothing, torch.eye(DIMS, dtype=torch.float64)[None], 2, ridge_rel=1e-4)
+    recovery = planes.eliminate_planes(nothing, torch.eye(DIMS, dtype=torch.float64)[None], 2, ridge_rel=1e-4)
     assert float(recovery.residual_H) == 0.0
     assert bool(recovery.q_map_HRD.isfinite().all())
 
@@ -247,7 +247,7 @@ def test_halves_of_the_images_choose_a_ridge(whole: Checkpoint) -> None:
         lost: dict[float, float] = {}
         for strength in ridges_from(asked.ridge_rel):
             for own, other in (splits, splits[::-1]):
-                fitted = planes.logit(logits_system(site.name, own), kept_HK, ridge_rel=strength)
+                fitted = planes.logit_planes(logits_system(site.name, own), kept_HK, ridge_rel=strength)
                 seen = logits_system(site.name, other)
                 nothing = torch.zeros_like(fitted.q_map_HRD)
                 left = residual_per_image(seen, fitted.q_map_HRD, fitted.k_map_HRD).sum()
@@ -298,7 +298,7 @@ def test_each_head_reaches_its_own_least_squares(activations: tuple[Tensor, Tens
     scores_HD = shared_by_groups(logit_energy(moments.energy_HD, moments.images), GROUPED)
     kept_HK = kept_from_scores(planes.plane_scores(scores_HD), KEPT)
     assert moments.system_HTT is not None
-    recovery = planes.logit(whole_system(moments.system_HTT, DIMS), kept_HK, ridge_rel=1e-13, grouped=GROUPED)
+    recovery = planes.logit_planes(whole_system(moments.system_HTT, DIMS), kept_HK, ridge_rel=1e-13, grouped=GROUPED)
     require_shared(recovery)
     q, k = (x.double() for x in activations)
     lost = q @ k.mT - (q @ recovery.q_map_HRD.mT) @ (k @ recovery.k_map_HRD.mT).mT
@@ -311,11 +311,11 @@ def test_each_head_reaches_its_own_least_squares(activations: tuple[Tensor, Tens
 
 def test_the_elimination_takes_one_plane_of_all_heads_of_a_group(moments: HeadMoments) -> None:
     second = moments.q_second_HDD, moments.k_centred_HDD
-    recovery = planes.eliminated(*second, KEPT, ridge_rel=1e-6, grouped=GROUPED)
+    recovery = planes.eliminate_planes(*second, KEPT, ridge_rel=1e-6, grouped=GROUPED)
     require_shared(recovery)
     exact = residual_aggregated(*second, recovery.q_map_HRD, recovery.k_map_HRD)
     torch.testing.assert_close(recovery.residual_H, exact)
-    alone = planes.eliminated(*second, KEPT, ridge_rel=1e-6)
+    alone = planes.eliminate_planes(*second, KEPT, ridge_rel=1e-6)
     assert float(alone.residual_H.sum()) <= float(recovery.residual_H.sum()) * (1 + 1e-9)
 
 
@@ -323,7 +323,7 @@ def test_exact_elimination_loses_least_where_all_orders_are_tried(moments: HeadM
     """Two of four planes kept: greedy against every pair of planes of the group, each with its best factors."""
     gram_HXX = moments.plane_gram_HXX
     assert gram_HXX is not None
-    recovery = planes.eliminated_exactly(gram_HXX, KEPT, ridge_rel=1e-12, grouped=GROUPED)
+    recovery = planes.eliminate_planes_exactly(gram_HXX, KEPT, ridge_rel=1e-12, grouped=GROUPED)
     require_shared(recovery)
     half = DIMS // 2
     for first in range(0, QUERY_HEADS, GROUPED):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from calib.images import Images
 from corp_deploy.families import traced_model as vit
-from corp_deploy.polish.held_out import parted, relative_square, stream_error
+from corp_deploy.polish.held_out import relative_square, split_inputs, stream_error
 from corp_deploy.polish.options import PolishOptions
 from corp_deploy.polish.polish import polished
 from corp_deploy.spec.merging import Merging
@@ -94,20 +94,20 @@ def test_inputs_held_out_are_whole_groups_and_their_copies_are_not_fitted_to(tmp
     pictures = tiny.images(12)
     pictures[0] = pictures[3]  # a copy of one that is held out
     images = tiny.opened(tmp_path / "images.npy", pictures)
-    by_image = parted(images, 4)
+    by_image = split_inputs(images, 4)
     assert torch.equal(by_image.held_out.ids, images.ids[[3, 7, 11]])
     groups = torch.tensor([5, 5, 2, 2, 9, 9, 9, 1, 1, 1, 5, 2])
-    by_group = parted(images, 2, groups)
+    by_group = split_inputs(images, 2, groups)
     assert torch.equal(by_group.held_out.ids, images.ids[[2, 3, 7, 8, 9, 11]])
     assert torch.equal(by_group.fitted.ids, images.ids[[1, 4, 5, 6, 10]])
-    assert parted(images, 8, groups).held_out.count == 3  # the last group, where there are fewer than 8
+    assert split_inputs(images, 8, groups).held_out.count == 3  # the last group, where there are fewer than 8
     with pytest.raises(BadInput, match="12 images in 1 different groups; expected two or more"):
-        parted(images, 4, torch.zeros(12, dtype=torch.int64))
+        split_inputs(images, 4, torch.zeros(12, dtype=torch.int64))
 
 
 def test_many_inputs_held_out_are_thinned_evenly(tmp_path: Path) -> None:
     images = tiny.opened(tmp_path / "images.npy", tiny.images(300))
-    both = parted(images, 2)
+    both = split_inputs(images, 2)
     assert both.held_out.count == 64
     assert both.fitted.count == 150
     assert set(both.held_out.ids.tolist()).isdisjoint(both.fitted.ids.tolist())

@@ -201,7 +201,7 @@ def value_error(z: Tensor, weight: Tensor, bias: Tensor, result: ValueRecovery) 
 @pytest.mark.parametrize("width", [1, 3, DIM])
 def test_maps_are_the_truncated_svd_of_each_heads_output(width: int) -> None:
     z, weight, bias = layer(0)
-    result = recover_values.lowrank(*moments_of(z), weight, bias, HEADS, width, ridge_rel=1e12, sweeps=0)
+    result = recover_values.lowrank_values(*moments_of(z), weight, bias, HEADS, width, ridge_rel=1e12, sweeps=0)
     spectrum = recover_values.lowrank_spectrum(*moments_of(z), weight, HEADS)
     centred: Array = (z - z.mean(dim=0)).numpy()
     for head in range(HEADS):
@@ -217,7 +217,7 @@ def test_maps_are_the_truncated_svd_of_each_heads_output(width: int) -> None:
 
 def test_refit_is_least_squares_over_all_heads() -> None:
     z, weight, bias = layer(1)
-    result = recover_values.lowrank(*moments_of(z), weight, bias, HEADS, 2, ridge_rel=1e-12, sweeps=0)
+    result = recover_values.lowrank_values(*moments_of(z), weight, bias, HEADS, 2, ridge_rel=1e-12, sweeps=0)
     inputs = np.hstack((shortened(z, result).numpy(), np.ones((len(z), 1))))
     target = (z @ weight.T + bias).numpy()
     fitted = np.linalg.lstsq(inputs, target, rcond=None)[0].T
@@ -236,10 +236,12 @@ def test_refit_is_least_squares_over_all_heads() -> None:
 @settings(max_examples=30, deadline=None)
 def test_never_worse_than_dropping_and_exact(seed: int, rank: int, width: int, ridge_rel: float) -> None:
     z, weight, bias = layer(seed, tokens=40, rank=rank)
-    result = recover_values.lowrank(*moments_of(z), weight, bias, HEADS, width, ridge_rel=ridge_rel)
+    result = recover_values.lowrank_values(*moments_of(z), weight, bias, HEADS, width, ridge_rel=ridge_rel)
     total = float((z @ weight.T).square().sum(dim=1).mean())
     errors = [
-        recover_values.lowrank(*moments_of(z), weight, bias, HEADS, width, ridge_rel=ridge_rel, sweeps=sweeps).residual
+        recover_values.lowrank_values(
+            *moments_of(z), weight, bias, HEADS, width, ridge_rel=ridge_rel, sweeps=sweeps
+        ).residual
         for sweeps in (0, 1, 3)
     ]
     assert errors[2] <= errors[1] + 1e-7 * total
@@ -257,15 +259,15 @@ def test_sweeps_share_the_work_between_heads() -> None:
     code = torch.randn(400, 3, generator=generator, dtype=torch.float64)
     z = torch.cat((code, code), dim=1) * torch.tensor([3.0, 2.0, 1.5, 3.0, 2.0, 1.5], dtype=torch.float64)
     weight = torch.eye(3, dtype=torch.float64).repeat(1, 2)
-    alone = recover_values.lowrank(*moments_of(z), weight, None, 2, 2, ridge_rel=1e-6, sweeps=0)
-    shared = recover_values.lowrank(*moments_of(z), weight, None, 2, 2, ridge_rel=1e-6, sweeps=5)
+    alone = recover_values.lowrank_values(*moments_of(z), weight, None, 2, 2, ridge_rel=1e-6, sweeps=0)
+    shared = recover_values.lowrank_values(*moments_of(z), weight, None, 2, 2, ridge_rel=1e-6, sweeps=5)
     assert alone.residual > 0.5
     assert shared.residual < 1e-3 * alone.residual
 
 
 def test_what_is_uncompensated_drops_the_least_coordinates() -> None:
     z, weight, bias = layer(2)
-    result = recover_values.lowrank(*moments_of(z), weight, bias, HEADS, 3, ridge_rel=1e-4)
+    result = recover_values.lowrank_values(*moments_of(z), weight, bias, HEADS, 3, ridge_rel=1e-4)
     kept = []
     for head in range(HEADS):
         score = [float((z[:, j] ** 2).mean() * (weight[:, j] ** 2).sum()) for j in range(head * DIM, (head + 1) * DIM)]
@@ -279,21 +281,21 @@ def test_what_is_uncompensated_drops_the_least_coordinates() -> None:
 
 def test_full_width_and_keep_are_the_dense_layer() -> None:
     z, weight, bias = layer(3)
-    full = recover_values.lowrank(*moments_of(z), weight, bias, HEADS, DIM, ridge_rel=1e-4)
-    kept = recover_values.keep(weight, bias, HEADS)
+    full = recover_values.lowrank_values(*moments_of(z), weight, bias, HEADS, DIM, ridge_rel=1e-4)
+    kept = recover_values.keep_values(weight, bias, HEADS)
     dense = z @ weight.T + bias
     for result in (full, kept):
         torch.testing.assert_close(shortened(z, result) @ result.weight_OK.T + result.bias_O, dense)
         assert result.residual < 1e-20 * float(dense.square().mean())
     assert torch.equal(kept.weight_OK, weight)
-    assert recover_values.keep(weight, None, HEADS).bias_O.abs().max() == 0.0
+    assert recover_values.keep_values(weight, None, HEADS).bias_O.abs().max() == 0.0
 
 
 def test_fewer_outputs_than_values_leave_nothing_out() -> None:
     """As many directions as outputs are all that is read, and further ones are of no use."""
     z, weight, bias = layer(4)
     few, few_bias = weight[:3], bias[:3]
-    result = recover_values.lowrank(*moments_of(z), few, few_bias, HEADS, 4, ridge_rel=1e-9)
+    result = recover_values.lowrank_values(*moments_of(z), few, few_bias, HEADS, 4, ridge_rel=1e-9)
     assert result.v_map_HRV.shape == (HEADS, 4, DIM)
     assert value_error(z, few, few_bias, result) < 1e-9 * float((z @ few.T).var(dim=0).sum())
 
@@ -308,6 +310,6 @@ def test_what_hardly_changes_beside_its_mean_is_solved_without_noise() -> None:
     _, weight, bias = layer(6)
     mean, second = moments_of(z.float())
     assert float(torch.linalg.eigvalsh(second.double() - torch.outer(mean.double(), mean.double()))[0]) < 0.0
-    result = recover_values.lowrank(mean.double(), second.double(), weight, bias, HEADS, 2, ridge_rel=1e-9)
+    result = recover_values.lowrank_values(mean.double(), second.double(), weight, bias, HEADS, 2, ridge_rel=1e-9)
     assert float(result.weight_OK.abs().max()) < 100.0
     assert value_error(z, weight, bias, result) < 0.02 * float((z @ weight.T).var(dim=0).sum())

@@ -14,7 +14,7 @@ from calib.combination import moments_without
 from calib.images import Images
 from calib.moments import Moments
 from calib.store import load_moments
-from corp_deploy.algebra.ridges import RIDGES, chosen_ridge, ridges_from
+from corp_deploy.algebra.ridges import RIDGES, choose_ridge, ridges_from
 from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
@@ -93,7 +93,7 @@ def test_the_strength_is_that_of_an_explicit_loop(count: int, rank: int | None) 
         + 0.5 * share(ridge_fit(other, layer, kept, strength), one, layer, kept)
         for strength in ridges_from(method.ridge_rel)
     }
-    choice = chosen_ridge(
+    choice = choose_ridge(
         (one, other),
         ridges_from(method.ridge_rel),
         lambda half, strength: ridge_fit(half, layer, kept, strength),
@@ -105,7 +105,7 @@ def test_the_strength_is_that_of_an_explicit_loop(count: int, rank: int | None) 
 
 
 def test_ties_go_to_the_strongest() -> None:
-    choice = chosen_ridge((0, 0), RIDGES, lambda half, strength: strength, lambda fit, half: 1.0)
+    choice = choose_ridge((0, 0), RIDGES, lambda half, strength: strength, lambda fit, half: 1.0)
     assert choice.strength == max(RIDGES)
     assert ridges_from(0.05) == (0.05, 0.1, 0.3, 1.0, 3.0, 10.0)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from corp_deploy.algebra import scores as select
 from corp_deploy.algebra.block_obs import eliminate_blocks, eliminate_coupled
-from corp_deploy.algebra.obs import Elimination, interleaved, obs
+from corp_deploy.algebra.obs import Elimination, interleave, obs
 from corp_deploy.algebra.swap import swap
 
 
@@ -346,7 +346,7 @@ def test_separate_eliminations_are_joined_round_by_round() -> None:
     """A convolution in groups: its covariance and its weights are block diagonal."""
     parts = [(covariance_of(patches_of(5, 4, 300, seed=seed)), weight_of(3, 20, seed=seed)) for seed in (6, 7, 8)]
     alone = [eliminate_blocks(cov, weight, 4, ridge_rel=1e-3) for cov, weight in parts]
-    result = interleaved(alone)
+    result = interleave(alone)
     assert sorted(result.order_F.tolist()) == list(range(15))
     for r in range(5):
         expected = [5 * group + int(each.order_F[r]) for group, each in enumerate(alone)]

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from corp_deploy.algebra.regression import Regression
-from corp_deploy.algebra.sparse_patterns import cast_mask, holds, interleaved, magnitude_mask, obs_mask, saliency
-from corp_deploy.algebra.sparse_refit import Objective, Sparse, damped, refitted, sparse_layer
+from corp_deploy.algebra.sparse_patterns import cast_mask, cast_order, holds, magnitude_mask, obs_mask, saliency
+from corp_deploy.algebra.sparse_refit import Objective, Sparse, damped, refit_mask, sparse_layer
 from corp_deploy.spec.sparsity import Rule, Sparsity, sparsity_from_text
 from tests.refusals import rejects
 
@@ -91,7 +91,7 @@ def test_the_refit_is_each_rows_least_squares_on_its_support(
 def test_rows_of_one_support_are_solved_alike() -> None:
     objective, bias_O, x_XK, t_XO = problem("random", ridge_rel=1e-4)
     alike_OK = torch.tensor([True, False, False, True]).repeat(OUTPUTS, INPUTS // 4)
-    require_refitted(refitted(objective, bias_O, alike_OK), objective, x_XK, t_XO)
+    require_refitted(refit_mask(objective, bias_O, alike_OK), objective, x_XK, t_XO)
 
 
 @pytest.mark.parametrize("rule", get_args(Rule))
@@ -158,7 +158,7 @@ def test_orders_put_one_of_each_quantile_in_every_group() -> None:
     by_hand = (drawn(OUTPUTS, INPUTS, seed=12).square() * drawn(INPUTS, seed=13).square()).sum(0)
     torch.testing.assert_close(score_K, by_hand)
     for block in (INPUTS, 8):
-        order_K = interleaved(score_K, TWO_OF_FOUR, block=block)
+        order_K = cast_order(score_K, TWO_OF_FOUR, block=block)
         assert torch.equal(order_K.sort().values, torch.arange(INPUTS))
         assert torch.equal(order_K // block, torch.arange(INPUTS) // block)
         for start in range(0, INPUTS, block):

@@ -17,7 +17,7 @@ from corp_deploy.algebra.channels import affine
 from corp_deploy.algebra.obs import obs
 from corp_deploy.algebra.regression import RegressionSums, refit_toward
 from corp_deploy.reduction.closed_loop import reduce_traced
-from corp_deploy.reduction.correct import STRENGTHS, divided_by_scale, group_corrections
+from corp_deploy.reduction.correct import STRENGTHS, divided_by_scale, fit_corrections
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import method_from_preset
 from tests import tiny
@@ -125,7 +125,7 @@ def test_the_layer_is_fitted_by_the_strength_that_the_halves_choose(count: int) 
     expected = none if best is None else fitted([one, other], best / 2)
 
     sums = summed(one[0], left(one)), summed(other[0], left(other))
-    (changes,), fit = group_corrections([sums], 1.0, STRENGTHS, both_ways=True)
+    (changes,), fit = fit_corrections([sums], 1.0, STRENGTHS, both_ways=True)
     assert fit.strength == best
     assert (fit.error_held_out, fit.error_recovered) == pytest.approx((errors[best], errors[None]), rel=1e-3)
     weight_OF, bias_O = (divided_by_scale(each, scale) for each in changes)

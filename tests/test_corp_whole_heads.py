@@ -228,7 +228,7 @@ MAPS = {
 def test_the_affine_projection_is_least_squares_over_the_samples(name: str, kind: str) -> None:
     """With almost no ridge: the residual of lstsq with a constant beside the heads that are left."""
     z_XC, (weight, bias) = samples(kind), projection()
-    got = whole_heads.recovered(*moments_of(z_XC), weight, bias, MAPS[name], "affine", ridge_rel=1e-13)
+    got = whole_heads.recover_projection(*moments_of(z_XC), weight, bias, MAPS[name], "affine", ridge_rel=1e-13)
     y_XO, small_XK = z_XC @ weight.T + bias, fewer(z_XC, MAPS[name])
     with_one = torch.cat((small_XK, torch.ones(len(z_XC), 1, dtype=torch.float64)), 1)
     exact = with_one @ torch.linalg.lstsq(with_one, y_XO, driver="gelsd").solution
@@ -246,7 +246,7 @@ def test_the_affine_projection_is_least_squares_over_the_samples(name: str, kind
 def test_grails_projection_is_ridge_regression_over_the_samples(name: str, kind: str) -> None:
     """Its equation as published, by stacked rows: roots of the ridge below the samples."""
     z_XC, (weight, bias) = samples(kind), projection()
-    got = whole_heads.recovered(*moments_of(z_XC), weight, bias, MAPS[name], "gram", ridge_rel=1e-2)
+    got = whole_heads.recover_projection(*moments_of(z_XC), weight, bias, MAPS[name], "gram", ridge_rel=1e-2)
     small_XK = fewer(z_XC, MAPS[name])
     ridge = 1e-2 * float(small_XK.square().mean())
     root = (ridge * len(z_XC)) ** 0.5 * torch.eye(small_XK.shape[1], dtype=torch.float64)
@@ -264,7 +264,7 @@ def test_all_heads_are_the_projection_as_it_is(kind: str) -> None:
     z_XC, (weight, bias) = samples(kind), projection()
     whole = selection(torch.arange(HEADS), HEADS)
     for form in ("none", "affine"):
-        got = whole_heads.recovered(*moments_of(z_XC), weight, bias, whole, form, ridge_rel=1e-2)
+        got = whole_heads.recover_projection(*moments_of(z_XC), weight, bias, whole, form, ridge_rel=1e-2)
         torch.testing.assert_close(got.weight_OK, weight, rtol=0.0, atol=0.0)
         torch.testing.assert_close(got.bias_O, bias, rtol=0.0, atol=0.0)
         assert (got.residual, got.residual_uncompensated, got.r2) == (0.0, 0.0, 1.0)
@@ -272,7 +272,7 @@ def test_all_heads_are_the_projection_as_it_is(kind: str) -> None:
 
 def test_nothing_fitted_sums_the_columns_of_a_cluster() -> None:
     z_XC, (weight, _) = samples("random"), projection()
-    got = whole_heads.recovered(*moments_of(z_XC), weight, None, MAPS["averaged"], "none", ridge_rel=1e-4)
+    got = whole_heads.recover_projection(*moments_of(z_XC), weight, None, MAPS["averaged"], "none", ridge_rel=1e-4)
     by_head = weight.view(OUTPUTS, HEADS, WIDTH)
     expected = torch.cat((by_head[:, 0] + by_head[:, 2], by_head[:, 1] + by_head[:, 3]), 1)
     torch.testing.assert_close(got.weight_OK, expected)
@@ -294,7 +294,7 @@ def test_each_elimination_is_the_cheapest_of_all(kind: str) -> None:
     """By a refit for every candidate; the first is the best set of all but one, too."""
     z_XC, (weight, _) = samples(kind), projection()
     mean, second = moments_of(z_XC)
-    found = whole_heads.eliminated(second - torch.outer(mean, mean), weight, HEADS, ridge_rel=1e-11)
+    found = whole_heads.eliminate_heads(second - torch.outer(mean, mean), weight, HEADS, ridge_rel=1e-11)
     left = tuple(range(HEADS))
     for pick, lost in zip(found.order_F.tolist()[:-1], found.error_F.tolist(), strict=False):
         costs = {head: lost_without(z_XC, weight, tuple(each for each in left if each != head)) for head in left}
@@ -310,7 +310,7 @@ def test_scores_are_those_of_every_head_alone() -> None:
     z_XC, (weight, _) = samples("random"), projection()
     _, second = moments_of(z_XC)
     energy = whole_heads.output_energy(second, weight, HEADS)
-    size = whole_heads.magnitude(weight, HEADS)
+    size = whole_heads.weight_energy(weight, HEADS)
     for head in range(HEADS):
         own = slice(head * WIDTH, (head + 1) * WIDTH)
         alone = (z_XC[:, own] @ weight[:, own].T).square().sum(1).mean()

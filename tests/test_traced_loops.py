@@ -16,7 +16,7 @@ from corp_deploy.algebra.norm_behind import DAMPING, NormBehind
 from corp_deploy.families.traced_model import tracing
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.closed_loop import reduce_traced
-from corp_deploy.reduction.layer_targets import Target, _passed, rows_of, target_of
+from corp_deploy.reduction.layer_targets import Target, _passed, find_target, output_rows
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
@@ -195,7 +195,7 @@ def test_what_is_lacking_is_brought_back_to_the_layer(weight: str) -> None:
     model = Scaled().eval()
     program = trace(model, [torch.zeros(2, 5, 6)])
     node = next(layer.node for layer in layers(program) if layer.weight == weight)
-    target: Target = target_of(node, input_free_nodes(program))
+    target: Target = find_target(node, input_free_nodes(program))
     assert target.at is not None
     interpreter = fx.Interpreter(program.graph, garbage_collect_values=False)
     with torch.no_grad():
@@ -212,7 +212,7 @@ def test_what_is_lacking_is_brought_back_to_the_layer(weight: str) -> None:
     if weight == "cut.weight":
         assert found.counts is not None
         assert int(found.counts.sum()) == 3 * 5
-        assert len(rows_of(found.residual, node)) == 3 * 7
+        assert len(output_rows(found.residual, node)) == 3 * 7
 
 
 class Normed(nn.Module):
@@ -237,7 +237,7 @@ def test_what_is_lacking_behind_a_norm_is_brought_in_front_of_it() -> None:
     model = Normed().eval().double()
     program = trace(model, [torch.zeros(2, 5, 6, dtype=torch.float64)])
     node = next(layer.node for layer in layers(program) if layer.weight == "own.weight")
-    target = target_of(node, input_free_nodes(program))
+    target = find_target(node, input_free_nodes(program))
     assert target.norm is not None
     values = list[dict[fx.Node, Any]]()
     with torch.no_grad():

@@ -22,7 +22,7 @@ from corp_deploy.polish.newton import LayerGroup, Newton, SweepBudget
 from corp_deploy.polish.options import PolishOptions
 from corp_deploy.polish.polish import Polished, PolishProgress, fitted_steps, polished
 from corp_deploy.polish.segments import segment_sublayer
-from corp_deploy.polish.walk import BlockSteps, StreamPair, pairs_of, walk
+from corp_deploy.polish.walk import BlockSteps, StreamPair, stream_pairs, walk
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
@@ -220,7 +220,7 @@ def test_planted_layers_come_back() -> None:
     dense, disturbed, _ = planted()
     model = replace_submodules(disturbed, {})
     with torch.no_grad():
-        pairs = pairs_of(dense, shown(dense, 48, 3), shown(dense, 8, 4))
+        pairs = stream_pairs(dense, shown(dense, 48, 3), shown(dense, 8, 4))
     fits = fit_layers_(dense, model, pairs, Newton(ridge_rel=1e-5, looks=(8, 20)), sweeps=5)
     assert [fit.part for fit in fits] == ["blocks.0", "blocks.1"]
     assert all(fit.error < 0.05 * fit.error_before for fit in fits), fits
@@ -292,7 +292,7 @@ def test_a_segment_of_merged_tokens_is_linearised_as_it_is() -> None:
             heaviest.append(0.0 if piece.weight_X is None else float(piece.weight_X.max()))
         looked_at.append(name)
 
-    (pair, *_) = pairs_of(dense, shown(dense, 6), shown(dense, 6, 1))
+    (pair, *_) = stream_pairs(dense, shown(dense, 6), shown(dense, 6, 1))
     pairs = [StreamPair(pair.dense.double(), None, StreamState.of(pair.reduced.tokens.x.double(), None))]
     list(traced_model.steps(dense))
     for each in (dense, model):

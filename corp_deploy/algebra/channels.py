@@ -53,7 +53,7 @@ def _pruned(kept_K: Tensor, channels: int) -> Tensor:
     return mask_F.nonzero().squeeze(1)
 
 
-def judged(
+def judge_layer(
     mean_F: Tensor,
     second_FF: Tensor,
     weight_OF: Tensor,
@@ -83,7 +83,7 @@ def judged(
     )
 
 
-def recovered(
+def recover_channels(
     form: Form,
     mean_F: Tensor,
     second_FF: Tensor,
@@ -123,7 +123,7 @@ def recovered(
         solved = solve_ridge(dropped_OP @ cross_PK, gram_KK, ridge_rel=ridge_rel)  # W_P B, without forming B
         new_O = old_O + dropped_OP @ mean_F[pruned_P] - solved.solution_OK @ mean_K
         new_OK = new_OK + solved.solution_OK
-    return judged(mean_F, second_FF, weight_OF, old_O, kept_K, new_OK, new_O, solved)
+    return judge_layer(mean_F, second_FF, weight_OF, old_O, kept_K, new_OK, new_O, solved)
 
 
-none, bias, gram, affine, affine_v1 = (partial(recovered, form) for form in get_args(Form))
+none, bias, gram, affine, affine_v1 = (partial(recover_channels, form) for form in get_args(Form))

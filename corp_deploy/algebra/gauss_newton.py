@@ -25,7 +25,7 @@ def with_one(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tangent:
+class LayerTangent:
     """How a layer's outputs over some tokens change with its first map, whose inputs [X,D] end in a one where it has a
     bias. Of y = f(first u), f any function of what the first map gives [X,R], which is differentiated once:
     `pulled_XR` is linear in `weights_XO`, so that its own derivative is f's. `size_bytes`: of all that is kept.
@@ -78,7 +78,7 @@ class Tangent:
 class Residuals:
     """Some tokens: the tangent there, what the outputs lack, and how much each token counts (None: all alike)."""
 
-    tangent: Tangent
+    tangent: LayerTangent
     residual_XO: Tensor
     weight_X: Tensor | None = None
 

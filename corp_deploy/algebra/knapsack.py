@@ -73,7 +73,7 @@ def _frontier(cost_S: Array, error_S: Array) -> NDArray[np.int64]:
     return order[error_S[order] < best_before]
 
 
-def allocate(sites: Sequence[SiteOptions], budget: float) -> Selection:
+def solve_knapsack(sites: Sequence[SiteOptions], budget: float) -> Selection:
     """The widths of least total error whose total cost is at most `budget`; exact, the cheaper one on a tie.
 
     Raises BadInput when even the cheapest choices cost more than the budget.

@@ -59,7 +59,7 @@ def without_cost(part_C: Tensor) -> Elimination:
     return Elimination(order_F=order_C, error_F=torch.zeros_like(order_C, dtype=torch.float64), ridge=0.0)
 
 
-def interleaved(eliminations: Sequence[Elimination]) -> Elimination:
+def interleave(eliminations: Sequence[Elimination]) -> Elimination:
     """The separate eliminations of a grouped convolution's groups as one, round by round.
 
     Round r is the r-th removal of every group, in the groups' order; channels are numbered one group behind the other,

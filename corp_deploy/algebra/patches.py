@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from . import channels
-from .channels import ChannelRecovery, judged
+from .channels import ChannelRecovery, judge_layer
 from .quadratic import RidgeSolution
 
 _STILL_VARIANCE_REL = 1e-12  # an output whose variance is below this share of its scale is a constant
@@ -57,7 +57,7 @@ _ON_COLUMNS = {"none": channels.none, "bias": channels.bias, "im2col": channels.
 _ON_MAP = {"gram": channels.gram, "affine": channels.affine}
 
 
-def recovered(
+def recover_convolution(
     form: str, stats: PatchStatistics, weight_OU: Tensor, bias_O: Tensor | None, kept_K: Tensor, *, ridge_rel: float
 ) -> ChannelRecovery:
     """The new convolution on the kept channels, weight_OK [O, K T]; ridge_rel is relative to the mean diagonal:
@@ -80,7 +80,7 @@ def recovered(
     weight_XC = weight_OU.unflatten(1, (-1, taps)).transpose(1, 2).flatten(0, 1)
     at_taps = _ON_MAP[form](stats.mean_C, stats.second_CC, weight_XC, None, kept_K, ridge_rel=ridge_rel)
     old_O = weight_OU.new_zeros(outputs) if bias_O is None else bias_O
-    return judged(
+    return judge_layer(
         stats.mean_U,
         stats.second_UU,
         weight_OU,

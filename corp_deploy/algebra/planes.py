@@ -24,7 +24,7 @@ from torch import Tensor
 
 from .image_system import ImageSystem, pair_index
 from .quadratic import solve_ridge
-from .queries_keys import QkRecovery, explained, judged, residual_aggregated, residual_per_image
+from .queries_keys import QkRecovery, explained, judge_maps, residual_aggregated, residual_per_image
 from .scores import kept_from_scores, selection, shared_by_groups
 
 # A factor's part as (row, column, sign) within a plane: the identity, and [[0, 1], [-1, 0]].
@@ -163,7 +163,7 @@ def _start(gram_HXX: Tensor, ridge_rel: float) -> tuple[Tensor, Tensor]:
     return torch.linalg.pinv(gram_HXX + shift_H11 * identity_XX, hermitian=True), theta_HX
 
 
-def elimination(gram_HXX: Tensor, *, ridge_rel: float, grouped: int = 1) -> Tensor:
+def order_planes(gram_HXX: Tensor, *, ridge_rel: float, grouped: int = 1) -> Tensor:
     """The planes of each head [H,P] in the order of their removal, greedy and backward, the factors of those left
     fitted anew after each (optimal brain surgeon in pairs): removing p costs theta_p' [(G + ridge)^-1]_pp^-1 theta_p,
     of heads that share keys the sum.
@@ -209,7 +209,7 @@ def _recovered(
     """Planes with fitted factors beside planes without, by the residual of maps of q and of k."""
     factor_HK2, condition, ridge = fitted
     maps, plain = _maps(factor_HK2, kept_HK, dims, grouped), selection(dims_of_planes(plain_HK, dims), dims)
-    own = judged(maps, residual(*maps), residual(plain, plain), condition=condition, ridge=ridge)
+    own = judge_maps(maps, residual(*maps), residual(plain, plain), condition=condition, ridge=ridge)
     return replace(own, planes_HK=kept_HK)
 
 
@@ -235,35 +235,35 @@ def _aggregated(
     )
 
 
-def eliminated(
+def eliminate_planes(
     q_second_HDD: Tensor, k_second_HDD: Tensor, planes: int, *, ridge_rel: float, grouped: int = 1
 ) -> QkRecovery:
     """So many planes a head, those left after the greedy elimination. Give k's second moment centred per image."""
     gram_HXX = aggregated_loss(q_second_HDD, k_second_HDD).gram_HXX
-    kept_HK = _left(elimination(gram_HXX, ridge_rel=ridge_rel, grouped=grouped), planes)
+    kept_HK = _left(order_planes(gram_HXX, ridge_rel=ridge_rel, grouped=grouped), planes)
     energy_HD = q_second_HDD.diagonal(dim1=1, dim2=2) * k_second_HDD.diagonal(dim1=1, dim2=2)
     plain_HK = kept_from_scores(shared_by_groups(plane_scores(energy_HD), grouped), planes)
     return _aggregated(q_second_HDD, k_second_HDD, kept_HK, plain_HK, ridge_rel=ridge_rel, grouped=grouped)
 
 
-def eliminated_exactly(gram_HXX: Tensor, planes: int, *, ridge_rel: float, grouped: int = 1) -> QkRecovery:
+def eliminate_planes_exactly(gram_HXX: Tensor, planes: int, *, ridge_rel: float, grouped: int = 1) -> QkRecovery:
     """The same by how attention moves; uncompensated are those planes that alone move it most."""
     loss = exact_loss(gram_HXX)
-    kept_HK = _left(elimination(loss.gram_HXX, ridge_rel=ridge_rel, grouped=grouped), planes)
+    kept_HK = _left(order_planes(loss.gram_HXX, ridge_rel=ridge_rel, grouped=grouped), planes)
     fitted, dims = _fitted(loss, kept_HK, ridge_rel), gram_HXX.shape[1]
     own_HP = loss.gram_HXX.diagonal(dim1=1, dim2=2)[:, : dims // 2]
     plain_HK = kept_from_scores(shared_by_groups(own_HP, grouped), planes)
     return _recovered(fitted, kept_HK, plain_HK, dims, grouped, partial(residual_exact, loss.gram_HXX))
 
 
-def logit_v1(
+def logit_v1_planes(
     q_second_HDD: Tensor, k_second_HDD: Tensor, kept_HK: Tensor, *, ridge_rel: float, grouped: int = 1
 ) -> QkRecovery:
     """Factors of these planes by CORP's first version's equation, on second moments of all tokens."""
     return _aggregated(q_second_HDD, k_second_HDD, kept_HK, kept_HK, ridge_rel=ridge_rel, grouped=grouped)
 
 
-def logit(system: ImageSystem, kept_HK: Tensor, *, ridge_rel: float, grouped: int = 1) -> QkRecovery:
+def logit_planes(system: ImageSystem, kept_HK: Tensor, *, ridge_rel: float, grouped: int = 1) -> QkRecovery:
     """CORP's eq. 14-16 with M of a complex number a plane: the missing logits of every image ~ Q_S M K_S'. The planes
     are among those that the system covers.
     """

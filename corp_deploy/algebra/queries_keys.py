@@ -50,7 +50,7 @@ def explained(residual_H: Tensor, uncompensated_H: Tensor) -> float:
     return 1.0 - float(residual_H.sum()) / total if total > 0.0 else 1.0
 
 
-def judged(
+def judge_maps(
     maps: tuple[Tensor, Tensor], residual_H: Tensor, uncompensated_H: Tensor, *, condition: float, ridge: float
 ) -> QkRecovery:
     """Maps of q and k with what they lose, and what is lost with nothing fitted."""
@@ -91,7 +91,7 @@ def select(kept_HR: Tensor, *, q_second_HDD: Tensor, k_second_HDD: Tensor) -> Qk
     """Keep those dimensions as they are. Judged on the second moments."""
     map_HRD = selection(kept_HR, q_second_HDD.shape[-1])
     residual_H = residual_aggregated(q_second_HDD, k_second_HDD, map_HRD, map_HRD)
-    return replace(judged((map_HRD, map_HRD), residual_H, residual_H.clone(), condition=1.0, ridge=0.0), r2=0.0)
+    return replace(judge_maps((map_HRD, map_HRD), residual_H, residual_H.clone(), condition=1.0, ridge=0.0), r2=0.0)
 
 
 def _folded(m_HRR: Tensor, kept_HR: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
@@ -120,7 +120,7 @@ def logit(system: ImageSystem, kept_HR: Tensor, *, ridge_rel: float) -> QkRecove
     residual_H = system.energy_H.new_tensor(residuals)
     uncompensated_H = system.energy_H.new_tensor(missing)
     maps = _folded(torch.stack(ms), kept_HR, system.head_dim)
-    return judged(maps, residual_H, uncompensated_H, condition=max(conditions), ridge=max(ridges))
+    return judge_maps(maps, residual_H, uncompensated_H, condition=max(conditions), ridge=max(ridges))
 
 
 def logit_v1(q_second_HDD: Tensor, k_second_HDD: Tensor, kept_HR: Tensor, *, ridge_rel: float) -> QkRecovery:
@@ -148,7 +148,7 @@ def logit_v1(q_second_HDD: Tensor, k_second_HDD: Tensor, kept_HR: Tensor, *, rid
     uncompensated_H = residual_aggregated(q_second_HDD, k_second_HDD, rows_HRD, rows_HRD)
     smallest_H = values_HRR.amin(dim=(1, 2)).clamp_min(torch.finfo(torch.float64).eps * largest_H11.flatten())
     condition = float((largest_H11.flatten() / smallest_H).max())
-    return judged(maps, residual_H, uncompensated_H, condition=condition, ridge=float(ridge_H.max()))
+    return judge_maps(maps, residual_H, uncompensated_H, condition=condition, ridge=float(ridge_H.max()))
 
 
 def _roots(second_HDD: Tensor, floor_rel: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -185,7 +185,7 @@ def lowrank(q_second_HDD: Tensor, k_second_HDD: Tensor, width: int, *, floor_rel
     maps = torch.where(worse_H11, plain_HRD, q_map_HRD), torch.where(worse_H11, plain_HRD, k_map_HRD)
     condition = float(torch.maximum(q_condition_H, k_condition_H).max())
     ridge = floor_rel * float(q_second_HDD.diagonal(dim1=1, dim2=2).mean(1).max())
-    return judged(maps, torch.minimum(residual_H, plain_H), plain_H, condition=condition, ridge=ridge)
+    return judge_maps(maps, torch.minimum(residual_H, plain_H), plain_H, condition=condition, ridge=ridge)
 
 
 def _of_like_size(q_map_HRD: Tensor, k_map_HRD: Tensor) -> tuple[Tensor, Tensor]:

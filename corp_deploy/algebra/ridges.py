@@ -36,7 +36,7 @@ def ridges_from(least: float) -> tuple[float, ...]:
     return (least, *(each for each in RIDGES if each > least))
 
 
-def chosen_ridge(
+def choose_ridge(
     splits: tuple[Statistics, Statistics],
     strengths: Sequence[float],
     fit: Callable[[Statistics, float], Fit],

@@ -19,7 +19,7 @@ def saliency(weight_OK: Tensor, spread_K: Tensor) -> Tensor:
     return weight_OK.square().sum(dim=0) * spread_K
 
 
-def interleaved(score_K: Tensor, sparsity: Sparsity, *, block: int | None = None) -> Tensor:
+def cast_order(score_K: Tensor, sparsity: Sparsity, *, block: int | None = None) -> Tensor:
     """CAST's order [K]: sorted by score, cut into n quantiles, and one of each in every group; within blocks of so many
     neighbours each.
     """

@@ -146,7 +146,7 @@ def damped(system_KK: Tensor) -> Tensor:
         damp *= 10.0
 
 
-def choose(objective: Objective, sparsity: Sparsity, rule: Rule) -> Tensor:
+def choose_mask(objective: Objective, sparsity: Sparsity, rule: Rule) -> Tensor:
     """Which weights stay, boolean [O,K]; see the rules."""
     if rule == "magnitude":
         return magnitude_mask(objective.dense_OK, sparsity)
@@ -161,10 +161,10 @@ def sparse_layer(
     """The pattern by a rule, then the exact refit on it; never worse than the dense weights that stay. Without `refits`
     those are left as they are.
     """
-    return refitted(objective, dense_bias_O, choose(objective, sparsity, rule), refits=refits)
+    return refit_mask(objective, dense_bias_O, choose_mask(objective, sparsity, rule), refits=refits)
 
 
-def refitted(objective: Objective, dense_bias_O: Tensor, mask_OK: Tensor, *, refits: bool = True) -> Sparse:
+def refit_mask(objective: Objective, dense_bias_O: Tensor, mask_OK: Tensor, *, refits: bool = True) -> Sparse:
     """The refit on these supports. Exact, so that with its penalty it is least; the penalty of the dense weights that
     stay is least of all, so that the error alone is never above theirs either.
     """

@@ -58,7 +58,7 @@ def _dropped(second_CC: Tensor, weight_OC: Tensor, heads: int, width: int) -> fl
     return variance(change_HOV.transpose(0, 1).flatten(1), second_CC)
 
 
-def keep(weight_OC: Tensor, bias_O: Tensor | None, heads: int) -> ValueRecovery:
+def keep_values(weight_OC: Tensor, bias_O: Tensor | None, heads: int) -> ValueRecovery:
     """Everything as it is."""
     head_dim = weight_OC.shape[1] // heads
     return ValueRecovery(
@@ -126,7 +126,7 @@ def _denoised(covariance_CC: Tensor, heads: int) -> Tensor:
     return raised_CC
 
 
-def lowrank(
+def lowrank_values(
     mean_C: Tensor,
     second_CC: Tensor,
     weight_OC: Tensor,

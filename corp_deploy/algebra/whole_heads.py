@@ -30,12 +30,12 @@ def output_energy(second_CC: Tensor, weight_OC: Tensor, heads: int) -> Tensor:
     return score_H
 
 
-def magnitude(weight_OC: Tensor, heads: int) -> Tensor:
+def weight_energy(weight_OC: Tensor, heads: int) -> Tensor:
     """||W_h||^2 [H]."""
     return weight_OC.square().sum(dim=0).view(heads, -1).sum(dim=1)
 
 
-def eliminated(covariance_CC: Tensor, weight_OC: Tensor, heads: int, *, ridge_rel: float) -> Elimination:
+def eliminate_heads(covariance_CC: Tensor, weight_OC: Tensor, heads: int, *, ridge_rel: float) -> Elimination:
     """Heads in the order in which they go, each the one of least tr(W_h' W_h [H^-1]_hh^-1), the others refitted: one
     order serves every count. Fewer `heads` than there are take as many neighbours at a time, the query heads of whole
     groups.
@@ -43,7 +43,7 @@ def eliminated(covariance_CC: Tensor, weight_OC: Tensor, heads: int, *, ridge_re
     return eliminate_blocks(covariance_CC, weight_OC, weight_OC.shape[1] // heads, ridge_rel=ridge_rel)
 
 
-def recovered(
+def recover_projection(
     mean_C: Tensor,
     second_CC: Tensor,
     weight_OC: Tensor,

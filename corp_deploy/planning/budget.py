@@ -52,7 +52,7 @@ def allocate(curves: list[CostCurve], dense: int, share: float, *, full_cost: in
     least = fixed + sum(curve.costs[0] for curve in curves)
     if least > share * full_cost:
         raise out_of_reach(curves, dense, share, least / full_cost, full_cost=full_cost)
-    best = knapsack.allocate(options, share * full_cost - fixed)
+    best = knapsack.solve_knapsack(options, share * full_cost - fixed)
     widths = {curve.site: curve.widths[best.widths[name]] for name, own in together.items() for curve in own}
     return Allocation(widths=widths, share=(best.cost + fixed) / full_cost, predicted_error=best.error**0.5)
 

@@ -20,11 +20,11 @@ from corp_deploy.families import traced_model
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.traced_model import tracing
 from corp_deploy.reduction import pool
-from corp_deploy.reduction.change import TracedReduced, tensors_of
+from corp_deploy.reduction.change import TracedReduced, changed_tensors
 from corp_deploy.reduction.closed_loop import reduce_traced
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import Method
-from corp_deploy.reduction.model import reduce, reduced_site
+from corp_deploy.reduction.model import reduce, reduce_site
 from corp_deploy.spec.merging import Merging
 from corp_deploy.spec.widths import Width, Widths
 from corp_deploy.traced.models.module import device_of
@@ -169,7 +169,9 @@ class Probe:
         """
         program, new = tracing(self.model).program, self._reduced(trials)
         tensors = {
-            trial: tensors_of({trial[0]: each}) for trial, each in new.items() if not (each.mapped or each.selected)
+            trial: changed_tensors({trial[0]: each})
+            for trial, each in new.items()
+            if not (each.mapped or each.selected)
         }
         changes = {
             trial: {name: each - program.tensor(name).double() for name, each in own.items()}
@@ -184,7 +186,7 @@ class Probe:
         running, changes, effects = tracing(self.model).running, dict[Trial, Change](), dict[Trial, float]()
         for trial, each in new.items():
             if not each.selected:
-                tensors = tensors_of({trial[0]: each})
+                tensors = changed_tensors({trial[0]: each})
                 changes[trial] = {name: tensor.to(running.tensor(name).dtype) for name, tensor in tensors.items()}
             else:
                 effects[trial] = self.effect({trial[0]: trial[1]})
@@ -197,7 +199,7 @@ class Probe:
         sites = sites_of(self.model).by_name
 
         def at_site(trial: Trial) -> TracedReduced:
-            return reduced_site(
+            return reduce_site(
                 sites[trial[0]],
                 widths=dict([trial]),
                 moments=self.moments,

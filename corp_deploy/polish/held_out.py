@@ -36,7 +36,7 @@ def _thinned(images: InputSet, rows: list[int]) -> InputSet:
     return images.subset(chosen)
 
 
-def parted(
+def split_inputs(
     images: InputSet, every: int, groups_B: Tensor | None = None, judges: InputSet | None = None
 ) -> ValidationSplit:
     """Hold out each `every`-th input, or all inputs of each `every`-th group in the order in which groups come up;

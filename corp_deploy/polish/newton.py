@@ -175,7 +175,7 @@ def _some(pairs: Sequence[StreamPair], sweep: int) -> Sequence[StreamPair]:
 
 
 @torch.no_grad()
-def fit_(
+def fit_sublayer_(
     sublayer: Sublayer,
     pairs: Sequence[StreamPair],
     budget: SweepBudget,

@@ -21,12 +21,12 @@ from corp_deploy.traced.models.module import device_of, replace_submodules
 from corp_deploy.traced.models.sites import TracedStream
 from corp_deploy.traced.models.steps import SegmentStep
 
-from .held_out import ValidationSplit, held_out_error, parted
-from .newton import PartReport, SweepBudget, fit_
+from .held_out import ValidationSplit, held_out_error, split_inputs
+from .newton import PartReport, SweepBudget, fit_sublayer_
 from .options import PolishOptions
 from .segments import segment_sublayer, spatial_sites
 from .state import PolishState, StateFile
-from .walk import BlockSteps, StreamPair, blocks, pairs_of, walk
+from .walk import BlockSteps, StreamPair, blocks, stream_pairs, walk
 
 HELD_OUT_EVERY = 8
 """One in so many inputs, or groups of inputs, is held out to judge by."""
@@ -171,13 +171,13 @@ def _fit_layers_(
                 share = (len(reports) + budget.spent(now.steps, now.seconds)) / len(steps)
                 on_progress(PolishProgress(part=now.part, share=share, error_before=now.error_before, error=now.error))
 
-        reports.append(fit_(sublayer, pairs, budget, on_sweep=show))
+        reports.append(fit_sublayer_(sublayer, pairs, budget, on_sweep=show))
         state.finished[block.name] = reports[-1]
         state.matrices |= {matrix.name: matrix.values_OD for matrix in sublayer.matrices}
         if file is not None:
             file.save(state)
 
-    walk(dense, model, pairs_of(dense, inputs.fitted, inputs.held_out), fit)
+    walk(dense, model, stream_pairs(dense, inputs.fitted, inputs.held_out), fit)
     return tuple(reports)
 
 
@@ -202,7 +202,7 @@ def polished(
     until it is removed. All runs where the models are. Raises BadInput for too few images and for the state of another
     polish; see reason_against for models that can't be polished.
     """
-    inputs = parted(images, HELD_OUT_EVERY, groups_B, judges)
+    inputs = split_inputs(images, HELD_OUT_EVERY, groups_B, judges)
     # The tokens that a merged token stands for say what it should be.
     dense = dense if traced_model.merging_of(dense) is None else traced_model.with_merging(dense, None)
     reads_all = tokens_to_fit(reduced, reads) is None

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from corp_deploy.algebra.gauss_newton import Residuals, Tangent, with_one
+from corp_deploy.algebra.gauss_newton import LayerTangent, Residuals, with_one
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.traced_model import tracing
-from corp_deploy.reduction.layer_targets import rows_of
-from corp_deploy.reduction.stream_walk import Values, run
+from corp_deploy.reduction.layer_targets import output_rows
+from corp_deploy.reduction.stream_walk import Values, run_nodes
 from corp_deploy.traced.finding.cuts import required_nodes
 from corp_deploy.traced.models.module import Tracing
 from corp_deploy.traced.models.segments import ProgramSegment, TokenRows
@@ -109,7 +109,7 @@ class _Way:
     def values(self, x_BNC: Tensor, weights_BN: Tensor | None) -> Values:
         """Of a stream that enters the segment."""
         nodes = (self.segment.before, *self.segment.beside)
-        return run(self.program, self.nodes, dict(zip(nodes, self.step.tensors(x_BNC, weights_BN), strict=True)))
+        return run_nodes(self.program, self.nodes, dict(zip(nodes, self.step.tensors(x_BNC, weights_BN), strict=True)))
 
     def read(self, x_BNC: Tensor) -> Tensor:
         """What counts of the stream behind it [X,C]."""
@@ -131,7 +131,7 @@ class _Way:
         beside = {each: values[each] for node in behind for each in node.all_input_nodes if each not in behind}
         before = {self.segment.before: values[self.segment.before]}
         with sdpa_kernel(SDPBackend.MATH):  # of others no second derivative is known
-            end = run(self.program, behind, before | beside | outputs)[self.segment.after]
+            end = run_nodes(self.program, behind, before | beside | outputs)[self.segment.after]
         return self.read(self.step.leaving.rows(end))
 
 
@@ -149,10 +149,10 @@ def _lacking(way: _Way, is_biasless: bool, pair: StreamPair) -> tuple[Residuals,
     x_BNC, present_BN, _ = pair.reduced.tokens
     values = way.values(x_BNC, present_BN)
     first = way.called[0].node
-    entering_XD = rows_of(values[first.all_input_nodes[0]], first)
-    given_XR = torch.cat([rows_of(values[each.node], each.node) for each in way.called], dim=-1)
+    entering_XD = output_rows(values[first.all_input_nodes[0]], first)
+    given_XR = torch.cat([output_rows(values[each.node], each.node) for each in way.called], dim=-1)
     entering_XD = entering_XD if is_biasless else with_one(entering_XD)
-    tangent = Tangent.of(entering_XD, given_XR, partial(way.through, values))
+    tangent = LayerTangent.of(entering_XD, given_XR, partial(way.through, values))
     weight_X = way.read(counts(way.read_X, pair).unsqueeze(-1)).flatten()
     lacking = Residuals(
         tangent=tangent,

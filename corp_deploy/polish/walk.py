@@ -82,7 +82,7 @@ class StreamPair(NamedTuple):
         return self.dense if sources_BM is None else mean_of_sources(self.dense, sources_BM, x_BNC.shape[1])
 
 
-def pairs_of(dense: nn.Module, fitted: InputSet, held_out: InputSet) -> list[StreamPair]:
+def stream_pairs(dense: nn.Module, fitted: InputSet, held_out: InputSet) -> list[StreamPair]:
     """Both streams where they are one yet, before the first block. Memory: up to 2 * inputs * M * C * 4 bytes."""
     pairs = list[StreamPair]()
     for inputs, is_held_out in ((fitted, False), (held_out, True)):

@@ -106,7 +106,7 @@ class TracedReduced:
         return bool(self.changes or self.mapped or self.selected)
 
 
-def tensors_of(new: Mapping[str, TracedReduced]) -> dict[str, Tensor]:
+def changed_tensors(new: Mapping[str, TracedReduced]) -> dict[str, Tensor]:
     """The weights and biases that all these sites change, by their names, of dense sizes: what changes of a layer that
     reads several sites is added up.
     """
@@ -146,7 +146,7 @@ def _add(tensors: dict[str, Tensor], change: Change, kept_K: Tensor) -> None:
     tensors |= {reading.weight: weight, reading.bias: bias_O}
 
 
-def left_of(narrower: Mapping[str, TracedReduced]) -> dict[str, Index]:
+def groups_left(narrower: Mapping[str, TracedReduced]) -> dict[str, Index]:
     """The groups that every site leaves of itself, and of others."""
     left = {name: each.kept_K.cpu().numpy() for name, each in narrower.items()}
     for name, groups in (item for each in narrower.values() for item in each.beside.items()):

@@ -15,7 +15,7 @@ from torch import Tensor
 from corp_deploy.algebra import channels, patches, scores
 from corp_deploy.algebra.block_obs import eliminate_blocks, eliminate_coupled
 from corp_deploy.algebra.channels import ChannelRecovery
-from corp_deploy.algebra.obs import Elimination, interleaved, others_first
+from corp_deploy.algebra.obs import Elimination, interleave, others_first
 from corp_deploy.algebra.patches import columns
 from corp_deploy.algebra.quadratic import mean_from_kept, output_error
 from corp_deploy.algebra.regression import refit_toward
@@ -48,7 +48,7 @@ def _stacked(reads: Sequence[ReaderStats]) -> list[ReaderStats]:
     ]
 
 
-def elimination(reads: Sequence[ReaderStats], part_C: Tensor | None, *, ridge_rel: float) -> Elimination:
+def eliminate_groups(reads: Sequence[ReaderStats], part_C: Tensor | None, *, ridge_rel: float) -> Elimination:
     """The whole order of backward elimination over all layers, as many of each part at a time. Groups without patches
     go first.
     """
@@ -86,7 +86,7 @@ def _by_portions(stacked: Sequence[ReaderStats], part_C: Tensor | None, ridge_re
             read.stats.covariance_UU, read.weight_OU, read.columns, ridge_rel=ridge_rel, group_of_C=own_C
         )
         orders.append(order)
-    together, groups_C = interleaved(orders), torch.cat([read.groups_C for read in stacked])
+    together, groups_C = interleave(orders), torch.cat([read.groups_C for read in stacked])
     return replace(together, order_F=groups_C[together.order_F])
 
 
@@ -106,7 +106,7 @@ def _as_one(portions: Sequence[ReaderStats]) -> tuple[Tensor, Tensor, int]:
     return covariance_FF, torch.cat(weights), joined
 
 
-def swapped(reads: Sequence[ReaderStats], kept_K: Tensor, *, ridge_rel: float) -> Tensor:
+def swap_groups(reads: Sequence[ReaderStats], kept_K: Tensor, *, ridge_rel: float) -> Tensor:
     """The kept groups after exchanges that lose less, where one layer reads one element of each."""
     stacked = _stacked(reads)
     if len(stacked) > 1 or stacked[0].columns > 1:
@@ -114,7 +114,7 @@ def swapped(reads: Sequence[ReaderStats], kept_K: Tensor, *, ridge_rel: float) -
     return swap(stacked[0].stats.covariance_UU, stacked[0].weight_OU, kept_K, ridge_rel=ridge_rel).kept_K
 
 
-def ranked(
+def rank_groups(
     reads: Sequence[ReaderStats], selection: str, writing_CX: Tensor, part_C: Tensor | None, width: int
 ) -> Tensor:
     """The groups of the highest scores, ascending, as many of each part; over several layers of the sum of shares."""
@@ -138,16 +138,16 @@ def ranked(
     return of_part_PC.gather(1, kept_PK).flatten().sort().values
 
 
-def changed(read: ReaderStats, *, recovery: str, kept_K: Tensor, ridge_rel: float) -> Change:
+def repair_layer(read: ReaderStats, *, recovery: str, kept_K: Tensor, ridge_rel: float) -> Change:
     """Return what one layer becomes on the groups that stay. Raises BadInput for those that have no patches."""
     if read.target is not None:
         return Change(read=read, recovery=_fitted(read, recovery, kept_K, ridge_rel))
     stats, kept_k, layer = read.stats, read.kept_k(kept_K), (read.weight_OU, read.bias_O)
     if read.is_of_maps:
         form = "affine" if recovery == "affine-v1" else recovery
-        return Change(read=read, recovery=patches.recovered(form, stats, *layer, kept_k, ridge_rel=ridge_rel))
+        return Change(read=read, recovery=patches.recover_convolution(form, stats, *layer, kept_k, ridge_rel=ridge_rel))
     of_vectors: Any = "affine" if recovery == "im2col" else recovery
-    new = channels.recovered(of_vectors, stats.mean_U, stats.second_UU, *layer, kept_k, ridge_rel=ridge_rel)
+    new = channels.recover_channels(of_vectors, stats.mean_U, stats.second_UU, *layer, kept_k, ridge_rel=ridge_rel)
     return Change(read=read, recovery=new)
 
 
@@ -184,7 +184,7 @@ def _fitted(read: ReaderStats, recovery: str, kept_K: Tensor, ridge_rel: float) 
 def mean_of_kept(read: ReaderStats, kept_K: Tensor) -> ChannelRecovery:
     """Of a mean over all groups that they are divided by, told of those that stay alone."""
     weight_K = mean_from_kept(read.stats.second_UU, read.weight_OU[0], read.kept_k(kept_K))
-    plain = changed(read, recovery="none", kept_K=kept_K, ridge_rel=0.0).recovery
+    plain = repair_layer(read, recovery="none", kept_K=kept_K, ridge_rel=0.0).recovery
     return replace(plain, weight_OK=weight_K[None], bias_O=read.bias_O)
 
 

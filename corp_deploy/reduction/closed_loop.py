@@ -29,20 +29,20 @@ from corp_deploy.traced.programs.folding import is_mean_weight
 from corp_deploy.traced.programs.readers import CalledLayer, layers
 from ground.errors import BadInput
 
-from .change import TracedReduced, left_of, tensors_of
-from .correct import Grouped, fit_, grouped
+from .change import TracedReduced, changed_tensors, groups_left
+from .correct import Grouped, correct_layer_, grouped
 from .coverage import coverage
-from .folded_site import folded, merges
+from .folded_site import fold_site, merges
 from .kinds import kind_of
-from .layer_sums import LayerSums, SplitStatistics, combined, head_moments, layer_sums
-from .layer_targets import Target, target_of
+from .layer_sums import LayerSums, SplitStatistics, combine_halves, sum_heads, sum_layers
+from .layer_targets import Target, find_target
 from .loop import Loop
 from .method import RESCALED, Method
 from .model import Reduction, notes_on, uniform_widths
 from .order import Step, irreducible_sites, refuse_shared_readers, steps_of
 from .read_tokens import counts_all, places_read
 from .report import LoopFit, SiteReport, as_allocated
-from .rescaling import SAID, require_rescalable, rescale_
+from .rescaling import RESCALING_NOTE, require_rescalable, rescale_
 from .stream_walk import Piece, Segment, Student, pieces_of, segments_of
 
 Done = Callable[[int, int], None] | None
@@ -111,7 +111,7 @@ def reduce_traced(
         decisions=(
             f"closed loop over {len(making.new)} sites in the order in which they run, {way}",
             *((f"only places that outputs read count in the fits of {', '.join(partly)}",) if partly else ()),
-            *((SAID,) if method.rescales else ()),
+            *((RESCALING_NOTE,) if method.rescales else ()),
         ),
     )
 
@@ -183,21 +183,21 @@ class _Making:
         targets: dict[CalledLayer, Target | None] = dict.fromkeys(readers)
         if loop is not None:
             for layer in readers:
-                targets[layer] = replace(target_of(layer.node, self.constants), read_P=self._read(segment, layer))
-        sums = {} if isinstance(site, TracedPairs) else layer_sums(segment, self.pieces, targets)
+                targets[layer] = replace(find_target(layer.node, self.constants), read_P=self._read(segment, layer))
+        sums = {} if isinstance(site, TracedPairs) else sum_layers(segment, self.pieces, targets)
         before = {layer: grouped(self.student.program, layer) for layer in readers}
         new = self._reduced(segment, step, sums)
-        self.student.set_(tensors_of({site.name: new}))
+        self.student.set_(changed_tensors({site.name: new}))
         # With heads gone already, dimensions of those left go.
         self.new[site.name] = replace(new, beside=self.new[site.name].beside) if site.name in self.new else new
         keys = sites_by_name(self.student.tracing)
-        self.student.keep_({keys[name].key: groups for name, groups in left_of(self.new).items()})
+        self.student.keep_({keys[name].key: groups for name, groups in groups_left(self.new).items()})
         fits = []
         for layer in readers if loop is not None else ():
             if layer.node in later or is_mean_weight(layer.weight):
                 continue
             if not sums or len(readers) > 1 or new.mapped:  # what it reads is other than when it was summed
-                fits.append(self._fit(layer, layer_sums(segment, self.pieces, {layer: targets[layer]})[layer]))
+                fits.append(self._fit(layer, sum_layers(segment, self.pieces, {layer: targets[layer]})[layer]))
             else:
                 fits.append(self._fit(layer, sums[layer], before[layer]))
             self.finished.add(layer.node)
@@ -214,7 +214,7 @@ class _Making:
             site = site.of_heads(self.new[site.name].kept_K)
         kind = kind_of(site)
         if isinstance(site, TracedPairs):
-            splits = head_moments(segment, site, self.pieces, system=self.method.needs_attention_system)
+            splits = sum_heads(segment, site, self.pieces, system=self.method.needs_attention_system)
             by_name: dict[str, SplitStatistics] = {site.name: splits}
         else:
             by_name = {layer.name: own.moments() for layer, own in sums.items()}
@@ -222,7 +222,7 @@ class _Making:
         def at(moments: Mapping[str, Any]) -> Any:
             return kind.moments_at(site, Moments(sites=moments, lineage={}, images=1, metrics=self.metrics), where)
 
-        whole = at({name: combined(name, halves) for name, halves in by_name.items()})
+        whole = at({name: combine_halves(name, halves) for name, halves in by_name.items()})
         if not merges(site, step.method):
             apart = None
             if self.both_ways:
@@ -230,7 +230,7 @@ class _Making:
             return kind.reduced(site, whole, step.method, step.width, splits=apart)
         # Fitted and judged on the student's stream.
         assert self.student.fewer is None, site.name
-        fold = folded(site, whole, step.method, step.width)
+        fold = fold_site(site, whole, step.method, step.width)
         nodes = segment.up_to(fold.units.region.around)
         for piece in self.pieces:
             values = segment.run_student(piece, nodes)
@@ -245,18 +245,20 @@ class _Making:
         for layer in sorted(dict.fromkeys(writers), key=lambda each: self.order[each.node.name]):
             if self.student.is_changed and layer.node not in self.finished and len(self.called[layer.weight]) == 1:
                 target = Target(layer=layer.node, read_P=self._read(segment, layer))
-                fits.append(self._fit(layer, layer_sums(segment, self.pieces, {layer: target})[layer]))
+                fits.append(self._fit(layer, sum_layers(segment, self.pieces, {layer: target})[layer]))
             # A further site of the same layer finds rows of it reduced that its own output would undo.
             self.finished.add(layer.node)
         return fits[0] if fits else None
 
     def _fit(self, layer: CalledLayer, sums: LayerSums, was: Grouped | None = None) -> LoopFit:
         assert self.loop is not None, layer
-        return fit_(self.student, layer, sums, self.loop.strengths, was, both_ways=self.both_ways)
+        return correct_layer_(self.student, layer, sums, self.loop.strengths, was, both_ways=self.both_ways)
 
     def narrowed(self, model: nn.Module, dense: Tracing) -> nn.Module:
         """Raises BadInput for a site that differs from the dense program's when it is narrowed."""
-        kept, unreduced = prove_kept(model, left_of({name: new for name, new in self.new.items() if new.is_narrower}))
+        kept, unreduced = prove_kept(
+            model, groups_left({name: new for name, new in self.new.items() if new.is_narrower})
+        )
         if unreduced:
             name, reason = next(iter(unreduced.items()))
             raise BadInput(f"closed loop: {name} can't be narrowed, {reason}; reduce without --closed-loop")

@@ -41,7 +41,7 @@ def _tried(groups: Sequence[_Ways], strength: float | None) -> tuple[float, floa
     return fitted, held_out
 
 
-def group_corrections(
+def fit_corrections(
     groups: Sequence[tuple[RegressionSums, RegressionSums]],
     energy: float,
     strengths: Sequence[float],
@@ -105,7 +105,7 @@ def _columns(student: Student, layer: CalledLayer, weight_GPK: Tensor) -> list[T
     return [torch.nonzero(kept.repeat_interleave(each))[:, 0] for kept in by_group]
 
 
-def fit_(
+def correct_layer_(
     student: Student,
     layer: CalledLayer,
     sums: LayerSums,
@@ -133,7 +133,7 @@ def fit_(
         return half.of(columns_G[group])
 
     left = [(still(fit, group), still(out, group)) for group, (fit, out) in enumerate(sums.groups())]
-    changes, fit = group_corrections(left, sums.variance(), strengths, both_ways=both_ways)
+    changes, fit = fit_corrections(left, sums.variance(), strengths, both_ways=both_ways)
     for group, ((change_PK, change_P), columns) in enumerate(zip(changes, columns_G, strict=True)):
         weight_GPK[group][:, columns] += divided_by_scale(change_PK, gain_GP[group])
         bias_GP[group] += divided_by_scale(change_P, gain_GP[group])

@@ -20,10 +20,10 @@ from ground.effort import Stopwatch, measure_effort
 from ground.errors import BadInput
 
 from .change import TracedReduced
-from .folded_site import TracedFold, folded, merges
+from .folded_site import TracedFold, fold_site, merges
 from .method import Method
 from .reader_stats import reads_of
-from .stream_walk import run, tensors_of_inputs
+from .stream_walk import input_tensors, run_nodes
 
 BATCH_SIZE = 32
 
@@ -98,10 +98,10 @@ def _show(model: nn.Module, shown: ShownInputs, own: Tracing, every: Collection[
     stretches, inputs = tuple(_stretches(own, every)), [node for node in own.program.nodes if node.op == "placeholder"]
     for batch, is_held in shown.batches():
         here = to_device(batch, device_of(model))
-        weights_BN, entering = token_weights(model, here), dict(zip(inputs, tensors_of_inputs(here), strict=True))
+        weights_BN, entering = token_weights(model, here), dict(zip(inputs, input_tensors(here), strict=True))
         beside = {node: entering[node] for node in side_inputs(own.program)}
         for nodes, after, folds in stretches:
-            values = run(own.program, nodes, entering)
+            values = run_nodes(own.program, nodes, entering)
             for fold in folds:
                 fold.show(values, weights_BN, is_held_out=is_held)
             entering = beside | {node: values[node] for node in [after] if node in values}
@@ -132,7 +132,7 @@ def merged_sites(
     sites = [site for site in sites_of(model).every if site.name in widths]
     with measure_effort(watch, "select"):
         folds = {
-            site.name: folded(site, reads_of(site, moments, where), method, widths[site.name])
+            site.name: fold_site(site, reads_of(site, moments, where), method, widths[site.name])
             for site in sites
             if merges(site, method)
         }

@@ -19,7 +19,7 @@ from corp_deploy.algebra.channels import ChannelRecovery
 from corp_deploy.algebra.fold import averages, cluster_rows
 from corp_deploy.algebra.patches import columns
 from corp_deploy.algebra.regression import RegressionSums, refit_toward
-from corp_deploy.algebra.whole_heads import recovered
+from corp_deploy.algebra.whole_heads import recover_projection
 from corp_deploy.spec.widths import Width
 from corp_deploy.traced.models.sites import Site, TracedChannels
 from corp_deploy.traced.models.units import Units
@@ -29,14 +29,14 @@ from corp_deploy.traced.programs.program import Program
 from corp_deploy.traced.programs.readers import replace_tensors
 from ground.errors import BadInput
 
-from .change import Change, Mapped, TracedReduced, site_report, tensors_of
+from .change import Change, Mapped, TracedReduced, changed_tensors, site_report
 from .choice import without_patches
 from .kinds import kind_of
 from .method import Method
 from .reader_kind import TracedKind
 from .reader_stats import ReaderStats
 from .report import HeldOut
-from .stream_walk import Values, run
+from .stream_walk import Values, run_nodes
 from .values_kind import TracedValuesKind, beside_heads
 
 
@@ -110,7 +110,7 @@ class TracedFold:
         is_held_out: bool,
         masks: Mapping[fx.Node, Sequence[Mask]] | None = None,
     ) -> None:
-        """What the layers read that are behind the site, by the `values` of the program as it is; see `run`."""
+        """What the layers read that are behind the site, by the `values` of the program as it is; see `run_nodes`."""
         if weights_BN is not None and isinstance(self.site, TracedValues):
             raise BadInput(
                 f"{self.site.name}: folded heads are judged on whole images, and these inputs have padding; rank "
@@ -118,7 +118,7 @@ class TracedFold:
             )
         region = self.units.region
         unchanged = {node: value for node, value in values.items() if node not in region.changed}
-        merged = run(self.program, region.nodes, unchanged, masks=masks)
+        merged = run_nodes(self.program, region.nodes, unchanged, masks=masks)
 
         def there(x: Tensor) -> Tensor:
             is_of_tokens = weights_BN is not None and x.dim() == 3 and x.shape[:2] == weights_BN.shape
@@ -163,7 +163,7 @@ def merges(site: Site, method: Method) -> bool:
     return isinstance(site, TracedChannels) and method.merges
 
 
-def folded(site: Site, reads: tuple[ReaderStats, ...], method: Method, width: Width) -> TracedFold:
+def fold_site(site: Site, reads: tuple[ReaderStats, ...], method: Method, width: Width) -> TracedFold:
     """The site at one width."""
     is_of_heads = isinstance(site, TracedValues)
     units = site.units() if isinstance(site, TracedValues | TracedChannels) else ""
@@ -186,7 +186,9 @@ def folded(site: Site, reads: tuple[ReaderStats, ...], method: Method, width: Wi
     )
     alone = TracedReduced(reports=[], kept_K=kept_K, mapped=mapped)
     recovery = method.heads_recovery if is_of_heads else method.mlp_recovery
-    tensors = {name: tensor.to(site.program.tensor(name)) for name, tensor in tensors_of({site.name: alone}).items()}
+    tensors = {
+        name: tensor.to(site.program.tensor(name)) for name, tensor in changed_tensors({site.name: alone}).items()
+    }
     return TracedFold(
         site=site,
         units=units,
@@ -211,8 +213,8 @@ def _folded(
         read.bias_O,
         map_KU,
     )
-    plain = recovered(*parts, "none", ridge_rel=ridge_rel)
-    foretold = recovered(*parts, "gram", ridge_rel=ridge_rel) if recovery == "gram" else plain
+    plain = recover_projection(*parts, "none", ridge_rel=ridge_rel)
+    foretold = recover_projection(*parts, "gram", ridge_rel=ridge_rel) if recovery == "gram" else plain
     outputs, inputs = plain.weight_OK.shape
     fit, held_out = (
         RegressionSums.empty(inputs=inputs, outputs=outputs, device=map_KU.device) for _ in ("fit", "held out")

@@ -18,7 +18,7 @@ from corp_deploy.algebra import planes, queries_keys, values, whole_heads
 from corp_deploy.algebra.channels import ChannelRecovery
 from corp_deploy.algebra.quadratic import output_error, variance
 from corp_deploy.algebra.queries_keys import QkRecovery
-from corp_deploy.algebra.ridges import RidgeChoice, chosen_ridge, ridges_from
+from corp_deploy.algebra.ridges import RidgeChoice, choose_ridge, ridges_from
 from corp_deploy.algebra.scores import kept_from_scores, selection
 from corp_deploy.algebra.values import ValueRecovery
 from ground.errors import BadInput
@@ -43,7 +43,7 @@ def ridge_by_halves(
     """
     if splits is None:
         return ridge_rel, None
-    ridge = chosen_ridge(splits, ridges_from(ridge_rel), fit, lambda recovery, half: judged(recovery, half).share)
+    ridge = choose_ridge(splits, ridges_from(ridge_rel), fit, lambda recovery, half: judged(recovery, half).share)
     return ridge.strength_whole, ridge
 
 
@@ -52,7 +52,7 @@ def kept_planes(scores_HD: Tensor, width: int) -> Tensor:
     return kept_from_scores(planes.plane_scores(scores_HD), width // 2)
 
 
-def recovered_qk(
+def recover_qk(
     site: str,
     moments: HeadMoments,
     method: Method,
@@ -76,14 +76,14 @@ def recovered_qk(
         return _recovered(site, of, own, scores_HD, width, in_planes=in_planes, grouped=grouped)
 
     def judged(recovery: QkRecovery, half: HeadMoments) -> HeldOut:
-        return judged_qk(site, recovery, half, method)
+        return judge_qk(site, recovery, half, method)
 
     chooses = method.qk_recovery == "logit" and width < moments.energy_HD.shape[1]
     strength, ridge = ridge_by_halves(splits if chooses else None, method.ridge_rel, fit, judged)
     return fit(moments, strength), ridge
 
 
-def judged_qk(site: str, recovery: QkRecovery, moments: HeadMoments, method: Method) -> HeldOut:
+def judge_qk(site: str, recovery: QkRecovery, moments: HeadMoments, method: Method) -> HeldOut:
     """What is lost of the logits of any moments."""
     error_H = logit_error(site, moments, method, recovery.q_map_HRD, recovery.k_map_HRD)
     return HeldOut(energy=float(logit_scale(site, moments, method).sum()), error=float(error_H.sum()))
@@ -99,8 +99,8 @@ def _recovered(
         if not in_planes:
             return queries_keys.lowrank(*seconds, width)
         if moments.plane_gram_HXX is not None:
-            return planes.eliminated_exactly(moments.plane_gram_HXX, places, ridge_rel=ridge_rel, grouped=grouped)
-        return planes.eliminated(*seconds, places, ridge_rel=ridge_rel, grouped=grouped)
+            return planes.eliminate_planes_exactly(moments.plane_gram_HXX, places, ridge_rel=ridge_rel, grouped=grouped)
+        return planes.eliminate_planes(*seconds, places, ridge_rel=ridge_rel, grouped=grouped)
     kept_HX = kept_from_scores(scores_HX, places)
     if method.qk_recovery == "logit":
         system = system_of(site, moments)
@@ -110,12 +110,12 @@ def _recovered(
             covered_HX = planes.covered_planes(system) if in_planes else system.covered_HS
             inside_HX = _inside(site, method, covered_HX, scores_HX, kept_HX)
             if in_planes:
-                return planes.logit(system, inside_HX, ridge_rel=ridge_rel, grouped=grouped)
+                return planes.logit_planes(system, inside_HX, ridge_rel=ridge_rel, grouped=grouped)
             return queries_keys.logit(system, inside_HX, ridge_rel=ridge_rel)
     elif method.qk_recovery == "logit-v1":
         published = moments.q_second_HDD, moments.k_second_HDD, kept_HX
         if in_planes:
-            return planes.logit_v1(*published, ridge_rel=ridge_rel, grouped=grouped)
+            return planes.logit_v1_planes(*published, ridge_rel=ridge_rel, grouped=grouped)
         return queries_keys.logit_v1(*published, ridge_rel=ridge_rel)
     kept_HR = planes.dims_of_planes(kept_HX, scores_HD.shape[1]) if in_planes else kept_HX
     selected = queries_keys.select(kept_HR, q_second_HDD=seconds[0], k_second_HDD=seconds[1])
@@ -169,19 +169,19 @@ class HeadOutputs:
         )
 
 
-def recovered_values(
+def recover_values(
     own: HeadOutputs, method: Method, heads: int, width: int, splits: tuple[HeadOutputs, HeadOutputs] | None = None
 ) -> tuple[ValueRecovery, RidgeChoice | None]:
     """The values and the output projection at one width per head. `splits` of the images choose the ridge of the joint
     refit, which pulls toward the best projection of each head alone.
     """
     if width == own.weight_OC.shape[1] // heads:
-        return values.keep(own.weight_OC, own.bias_O, heads), None
+        return values.keep_values(own.weight_OC, own.bias_O, heads), None
     assert method.value_recovery == "lowrank", method.value_recovery
 
     def fit(of: HeadOutputs, strength: float) -> ValueRecovery:
         projection = own.weight_OC, own.bias_O
-        return values.lowrank(of.z_mean_C, of.z_second_CC, *projection, heads, width, ridge_rel=strength)
+        return values.lowrank_values(of.z_mean_C, of.z_second_CC, *projection, heads, width, ridge_rel=strength)
 
     def judged(recovery: ValueRecovery, half: HeadOutputs) -> HeldOut:
         return half.judged(recovery.as_dense_OC, recovery.bias_O)
@@ -194,15 +194,15 @@ def kept_groups(own: HeadOutputs, method: Method, groups: int, count: int) -> Te
     """Of so many groups of as many neighbours those that stay."""
     if method.heads_selection == "obs":
         covariance_CC = own.z_covariance_CC
-        order_G = whole_heads.eliminated(covariance_CC, own.weight_OC, groups, ridge_rel=method.ridge_rel).order_F
+        order_G = whole_heads.eliminate_heads(covariance_CC, own.weight_OC, groups, ridge_rel=method.ridge_rel).order_F
         return order_G[groups - count :].sort().values
     if method.heads_selection == "magnitude":
-        return kept_from_scores(whole_heads.magnitude(own.weight_OC, groups), count)
+        return kept_from_scores(whole_heads.weight_energy(own.weight_OC, groups), count)
     assert method.heads_selection == "grail", method.heads_selection
     return kept_from_scores(whole_heads.output_energy(own.z_second_CC, own.weight_OC, groups), count)
 
 
-def projected(
+def recover_heads(
     site: str,
     heads: int,
     own: HeadOutputs,
@@ -221,7 +221,7 @@ def projected(
 
     def fit(of: HeadOutputs, strength: float) -> ChannelRecovery:
         parts = of.z_mean_C, of.z_second_CC, own.weight_OC, own.bias_O
-        return whole_heads.recovered(*parts, map_MH, how, ridge_rel=strength)
+        return whole_heads.recover_projection(*parts, map_MH, how, ridge_rel=strength)
 
     def judged(recovery: ChannelRecovery, other: HeadOutputs) -> HeldOut:
         return other.judged(recovery.weight_OK @ torch.kron(map_MH, eye_VV), recovery.bias_O)
@@ -245,5 +245,5 @@ def qk_report(
     """What happened to queries and keys that had the width `dense` per head."""
     widths = dense, dense * method.attention_kept, recovery.q_map_HRD.shape[1]
     energy = float(logit_scale(site, moments, method).sum())
-    elsewhere = None if held_out is None else judged_qk(site, recovery, held_out, method)
+    elsewhere = None if held_out is None else judge_qk(site, recovery, held_out, method)
     return site_report(site, "qk", widths, recovery, energy=energy, held_out=elsewhere, ridge=ridge)

@@ -22,7 +22,7 @@ from corp_deploy.algebra.regression import Gram, RegressionSums
 from corp_deploy.traced.models.pairs import TracedPairs
 from corp_deploy.traced.programs.readers import CalledLayer, Layer, layer_as_module
 
-from .layer_targets import Target, TargetResidual, rows_of
+from .layer_targets import Target, TargetResidual, output_rows
 from .stream_walk import Piece, Segment, Values
 from .streams import StreamEnergy, refuse_nonfinite
 
@@ -30,7 +30,7 @@ SplitStatistics = list[SiteMoments]
 """Statistics of one kind over the inputs of a fit, and over those held out where there are any of both."""
 
 
-def combined(name: str, halves: SplitStatistics) -> SiteMoments:
+def combine_halves(name: str, halves: SplitStatistics) -> SiteMoments:
     """Over all inputs."""
     return halves[0] if len(halves) == 1 else add_statistics(name, *halves)
 
@@ -158,7 +158,7 @@ class LayerSums:
         (self.held_out if held_out else self.fit).add(x, lacking, weights_BN)
         if lacking is not None:
             self.gain_O = lacking.gain_O
-            wanted_XO = rows_of(lacking.target, layer.node)
+            wanted_XO = output_rows(lacking.target, layer.node)
             is_of_tokens = weights_BN is not None and weights_BN.numel() == len(wanted_XO)
             counted = None if weights_BN is None or not is_of_tokens else _at(weights_BN.reshape(-1, 1), lacking.read)
             self.energy.add(_at(wanted_XO, lacking.read), counted)
@@ -177,7 +177,7 @@ class LayerSums:
         return zip(self.fit.regressions(), self.held_out.regressions(), strict=True)
 
 
-def layer_sums(
+def sum_layers(
     segment: Segment, pieces: Sequence[Piece], targets: Mapping[CalledLayer, Target | None]
 ) -> dict[CalledLayer, LayerSums]:
     """Of several layers at once, by one run of the student and, where there are targets, one of the dense model."""
@@ -207,7 +207,7 @@ def layer_sums(
     return sums
 
 
-def head_moments(segment: Segment, site: TracedPairs, pieces: Sequence[Piece], *, system: bool) -> SplitStatistics:
+def sum_heads(segment: Segment, site: TracedPairs, pieces: Sequence[Piece], *, system: bool) -> SplitStatistics:
     """Of an attention's queries and keys in the student."""
     tracing, (taps,) = segment.student.tracing, site.listening()
     nodes = segment.up_to([tracing.by_node[name] for name in site.sources])

@@ -15,7 +15,7 @@ from corp_deploy.algebra.norm_behind import NormBehind
 from corp_deploy.traced.programs.program import RUN, SAME, SHAPED, operation
 from corp_deploy.traced.programs.readers import LINEAR
 
-from .stream_walk import Values, called
+from .stream_walk import Values, call_node
 
 _SUMS = frozenset(("add", "add_"))
 _EITHER, _FIRST = _SUMS | {"mul", "mul_"}, frozenset(("div", "batch_norm"))
@@ -58,7 +58,7 @@ def _passed(first: fx.Node, own: Tensor, way: Sequence[fx.Node], values: Values)
     def through(own: Tensor) -> Tensor:
         here = values | {first: own}
         for node in way:
-            here[node] = called(node, here)
+            here[node] = call_node(node, here)
         output: Tensor = here[way[-1]] if way else own
         return output
 
@@ -120,7 +120,7 @@ class Target:
 
     def _of_stream(self, dense_sum: Tensor, beside: Tensor, student: Values) -> TargetResidual | None:
         passed = _passed(self.layer, student[self.layer], self.way, student)
-        found = _gain(rows_of(passed.gain, self.layer))
+        found = _gain(output_rows(passed.gain, self.layer))
         if found is None or (self.layer.target is not LINEAR and not bool(found[1].all())):
             return None
         return TargetResidual(
@@ -138,7 +138,7 @@ class Target:
         weight, eps = norm_args[0], norm_args[2]
         assert isinstance(eps, float), self
         front = _passed(self.layer, student[self.layer], self.front, student)
-        normed = called(norm_node, student | {norm_node.all_input_nodes[0]: source})
+        normed = call_node(norm_node, student | {norm_node.all_input_nodes[0]: source})
         behind = _passed(norm_node, normed, self.way, student)
         found = _gain(behind.gain.flatten(0, -2))
         if found is None or self.layer.target is not LINEAR:
@@ -147,7 +147,7 @@ class Target:
         norm = NormBehind(gain_C=gain_C, eps=eps)
         added = gain_C * F.layer_norm(source, source.shape[-1:], eps=eps)
         target = norm.before(added + behind.back(dense_sum - beside - behind.output), source)
-        own = _gain(rows_of(front.gain * front.back(gain_C.expand_as(source)), self.layer))
+        own = _gain(output_rows(front.gain * front.back(gain_C.expand_as(source)), self.layer))
         if own is None:
             return None
         return TargetResidual(
@@ -155,16 +155,16 @@ class Target:
             target=front.back(behind.back(dense_sum)),
             gain_O=own[0],
             counts=None if bool(own[1].all()) else own[1],
-            weights=rows_of(front.back(norm.passed(source).unsqueeze(-1).expand_as(source)), self.layer).amax(1),
+            weights=output_rows(front.back(norm.passed(source).unsqueeze(-1).expand_as(source)), self.layer).amax(1),
         )
 
 
-def rows_of(x: Tensor, layer: fx.Node) -> Tensor:
+def output_rows(x: Tensor, layer: fx.Node) -> Tensor:
     """What a layer gives, or something of its shape, by channel [places, O]."""
     return (x if layer.target is LINEAR else x.movedim(1, -1)).flatten(0, -2)
 
 
-def target_of(layer: fx.Node, constants: Collection[fx.Node]) -> Target:
+def find_target(layer: fx.Node, constants: Collection[fx.Node]) -> Target:
     """`constants`: nodes that no input's value reaches."""
     at, target = layer, Target(layer=layer)
     while True:

@@ -22,7 +22,7 @@ from corp_deploy.traced.models.sites import Site, Sites
 from ground.effort import Stopwatch, measure_effort
 
 from . import pool
-from .change import TracedReduced, left_of, tensors_of
+from .change import TracedReduced, changed_tensors, groups_left
 from .coverage import Coverage, coverage
 from .fold_inputs import merged_sites
 from .kinds import kind_of
@@ -30,7 +30,7 @@ from .method import Method
 from .moments import require_apart, require_same_model, site_moments, splits_at, without_held_out
 from .overfitting import Overfitting
 from .report import SiteReport, as_allocated
-from .rescaling import SAID, require_rescalable, rescaled
+from .rescaling import RESCALING_NOTE, require_rescalable, rescaled_tensors
 from .sparse_places import SparsityReport
 
 
@@ -83,7 +83,7 @@ def notes_on(sites: Sites, method: Method, widths: Widths) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def reduced_site(
+def reduce_site(
     site: Site,
     *,
     widths: Widths,
@@ -110,10 +110,10 @@ def _carried_out(
     if not new:
         return replace_submodules(model, {}).eval().requires_grad_(False), {}
     narrower = {name: each for name, each in new.items() if each.is_narrower}
-    kept, unreduced = prove_kept(model, left_of(narrower))
-    tensors = tensors_of({name: each for name, each in narrower.items() if name in kept})
+    kept, unreduced = prove_kept(model, groups_left(narrower))
+    tensors = changed_tensors({name: each for name, each in narrower.items() if name in kept})
     if images is not None:
-        tensors = rescaled(model, kept, tensors, images)
+        tensors = rescaled_tensors(model, kept, tensors, images)
     dtype = next(model.parameters()).dtype
     return narrow_model(model, kept, {name: tensor.to(dtype) for name, tensor in tensors.items()}), unreduced
 
@@ -160,7 +160,7 @@ def reduce(
         with measure_effort(watch, "select"):
             chosen = dict(zip((site.name for site in apart), each(choose, apart), strict=True))
         of_widths = partial(
-            reduced_site,
+            reduce_site,
             widths=target_widths,
             moments=moments,
             method=method,
@@ -182,5 +182,5 @@ def reduce(
         sites=tuple(reports if widths is None else as_allocated(reports)),
         coverage=coverage(sites, method, target_widths, by_site=widths is not None),
         notes=(*notes_on(sites, method, target_widths), *few),
-        decisions=() if shown is None else (SAID,),
+        decisions=() if shown is None else (RESCALING_NOTE,),
     )

@@ -19,7 +19,7 @@ from corp_deploy.traced.narrowing.proof import narrow
 from corp_deploy.traced.programs.readers import layers
 from ground.errors import BadInput
 
-from .change import TracedReduced, left_of
+from .change import TracedReduced, groups_left
 from .kinds import kind_of
 from .method import Method
 from .values_kind import TracedValuesKind, beside_heads
@@ -77,7 +77,7 @@ def irreducible_sites(dense: Tracing, sites: Sites, widths: Widths, method: Meth
         beside = beside_heads(site, torch.arange(left)) if left < site.parts else {}
         first[name] = TracedReduced(reports=[], kept_K=kept_K, beside=beside)
     names = {groups.key: name for name, groups in named.items()}
-    kept = {named[name].key: groups for name, groups in left_of(first).items() if len(groups)}
+    kept = {named[name].key: groups for name, groups in groups_left(first).items() if len(groups)}
     return {names[key]: reason for key, reason in narrow(dense.analysis, kept).unreduced.items()}
 
 

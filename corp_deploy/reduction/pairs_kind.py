@@ -19,7 +19,7 @@ from corp_deploy.spec.widths import aligned_width, aligned_widths
 from corp_deploy.traced.models.pairs import Side, TracedPairs
 
 from .change import Mapped, TracedReduced, mapped_layer
-from .heads import qk_report, recovered_qk
+from .heads import qk_report, recover_qk
 from .method import Method
 from .reader_stats import lacking
 
@@ -92,7 +92,7 @@ class TracedPairsKind:
             report = qk_report(site.name, site.dims, recovery, moments, method, held_out)
             return TracedReduced(reports=[report], kept_K=_kept(site, kept_HK), selected=narrower)
         in_planes, grouped = repair.mixing == "planes", site.both.shared
-        recovery, ridge = recovered_qk(
+        recovery, ridge = recover_qk(
             site.name, moments, method, scores_HD, dims, splits, in_planes=in_planes, grouped=grouped
         )
         report = qk_report(site.name, site.dims, recovery, moments, method, held_out, ridge)

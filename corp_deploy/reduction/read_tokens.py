@@ -20,7 +20,7 @@ from corp_deploy.traced.models.steps import StreamState
 from corp_deploy.traced.programs.program import IN_FRONT, Program, batch_axis_of, sizes_at_one
 from corp_deploy.traced.programs.readers import LINEAR, layers
 
-from .stream_walk import run
+from .stream_walk import run_nodes
 
 Reads = Literal["all", "pooled"]
 _DRAWS = 16  # channels drawn for each token, so that a maximum over tokens falls on every one of them
@@ -107,7 +107,7 @@ def _gradients(
 ) -> list[Tensor | None]:
     """Of the outputs by a stream, which is `x` at a cut, and by what each of these nodes gives."""
     outputs = outputs_after(program, cut)
-    values = run(
+    values = run_nodes(
         program, required_nodes(program, cut, outputs), {cut: x, **build_full_masks(program, len(x), x.device)}
     )
     terms = [drawn(each) for node in outputs if (each := values[node]).requires_grad]

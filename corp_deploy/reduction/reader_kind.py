@@ -18,7 +18,7 @@ from corp_deploy.traced.models.sites import Site, TracedChannels
 from corp_deploy.traced.programs.folding import is_mean_weight
 
 from .change import Change, TracedReduced
-from .choice import changed, elimination, error_of, mean_of_kept, ranked, swapped
+from .choice import eliminate_groups, error_of, mean_of_kept, rank_groups, repair_layer, swap_groups
 from .heads import ridge_by_halves
 from .method import Method
 from .reader_stats import ReaderStats, of_places, reads_of, rest_of
@@ -114,10 +114,10 @@ class TracedKind(Generic[OfSite]):
         if width in (0, site.width):
             return torch.arange(width, device=moments[0].weight_OU.device)
         if selection != "obs":
-            return ranked(moments, selection, site.writing_GX(), part_C, width)
-        kept_K = (cached or elimination(moments, part_C, ridge_rel=method.ridge_rel)).kept(width)
+            return rank_groups(moments, selection, site.writing_GX(), part_C, width)
+        kept_K = (cached or eliminate_groups(moments, part_C, ridge_rel=method.ridge_rel)).kept(width)
         swaps = method.mlp_swaps and self.part == "channels" and part_C is None
-        return swapped(moments, kept_K, ridge_rel=method.ridge_rel) if swaps else kept_K
+        return swap_groups(moments, kept_K, ridge_rel=method.ridge_rel) if swaps else kept_K
 
     def reduced(
         self,
@@ -172,10 +172,10 @@ class TracedKind(Generic[OfSite]):
         )
 
     def elimination(self, site: OfSite, moments: Reads, method: Method) -> Elimination | None:
-        return elimination(moments, _parts(site, moments), ridge_rel=method.ridge_rel)
+        return eliminate_groups(moments, _parts(site, moments), ridge_rel=method.ridge_rel)
 
     def errors(self, site: OfSite, moments: Reads, method: Method, cached: Elimination | None) -> tuple[float, ...]:
-        order = cached or elimination(moments, _parts(site, moments), ridge_rel=method.ridge_rel)
+        order = cached or eliminate_groups(moments, _parts(site, moments), ridge_rel=method.ridge_rel)
         return tuple(map(order.error_at, self.offers(site, method)))
 
 
@@ -185,7 +185,7 @@ def _parts(site: Site, reads: Reads) -> Tensor | None:
 
 
 def _changer(recovery: str, kept_K: Tensor, ridge_rel: float) -> Callable[[ReaderStats], Change]:
-    return partial(changed, recovery=recovery, kept_K=kept_K, ridge_rel=ridge_rel)
+    return partial(repair_layer, recovery=recovery, kept_K=kept_K, ridge_rel=ridge_rel)
 
 
 def _judged(changes: tuple[Change, ...], kept_K: Tensor, others: Reads) -> HeldOut:

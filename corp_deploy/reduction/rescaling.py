@@ -27,7 +27,7 @@ from ground.errors import BadInput
 from .stream_walk import Piece, Segment, Student, Values, pieces_of, segments_of
 from .streams import refuse_nonfinite
 
-SAID = "every convolution rescaled to the dense one's means and variances, channel by channel"
+RESCALING_NOTE = "every convolution rescaled to the dense one's means and variances, channel by channel"
 
 
 class OutputSums:
@@ -52,7 +52,7 @@ class OutputSums:
         return (self._square_O / self._count - self.mean_O.square()).clamp_min(0.0)
 
 
-def convolutions(program: Program) -> Iterator[CalledLayer]:
+def rescalable_convolutions(program: Program) -> Iterator[CalledLayer]:
     """In order of the program, but for those that are called several times."""
     every = [layer for layer in every_layer(program) if layer.node.target is CONV2D]
     calls = Counter(name for layer in every for name in (layer.weight, layer.bias))
@@ -61,14 +61,14 @@ def convolutions(program: Program) -> Iterator[CalledLayer]:
 
 def require_rescalable(model: nn.Module, images: InputSet | None) -> InputSet:
     """The images. Raises BadInput without any, and for a model of whose convolutions none can be reduced."""
-    if CONVOLUTIONS not in kinds_of(model) or next(convolutions(tracing(model).program), None) is None:
+    if CONVOLUTIONS not in kinds_of(model) or next(rescalable_convolutions(tracing(model).program), None) is None:
         raise BadInput(f"--rescale: {type(model).__name__} has no convolutions that can be rescaled; leave it out")
     if images is None:
         raise BadInput("--rescale takes means and variances on the calibration images; give them: --images")
     return images
 
 
-def rescaled(
+def rescaled_tensors(
     model: nn.Module, kept: Mapping[str, Index], tensors: Mapping[str, Tensor], images: InputSet
 ) -> dict[str, Tensor]:
     """The weights and biases that change, of dense sizes, where these groups of sites are kept and `tensors` change
@@ -90,7 +90,7 @@ def rescale_(dense: Tracing, student: Student, images: InputSet, *, batch_size: 
     """
     where = device_of(dense.program.graph)
     pieces = list(pieces_of(images, where, batch_size, weights=lambda _: None, half_ids=None, held_out_every=None))
-    left = list(convolutions(dense.program))
+    left = list(rescalable_convolutions(dense.program))
     for segment in segments_of(dense, student):
         inside = set(segment.up_to([segment.after or dense.program.output]))
         own = [layer for layer in left if layer.node in inside]

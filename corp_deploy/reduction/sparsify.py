@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from calib.inputs import Inputs, InputSet, tensors_by_name, to_device
 from calib.sites import evaluating
 from corp_deploy.algebra.regression import RegressionSums
-from corp_deploy.algebra.sparse_patterns import interleaved, saliency
+from corp_deploy.algebra.sparse_patterns import cast_order, saliency
 from corp_deploy.algebra.sparse_refit import Objective, Sparse, sparse_layer
 from corp_deploy.families import traced_model
 from corp_deploy.spec.sparsity import (
@@ -78,7 +78,7 @@ def inputs_and_outputs(part: nn.Module, state: State, layer: nn.Module) -> tuple
     return found[0]
 
 
-def calls(part: nn.Module, state: State, layers: Mapping[str, nn.Module]) -> tuple[list[str], State]:
+def called_layers(part: nn.Module, state: State, layers: Mapping[str, nn.Module]) -> tuple[list[str], State]:
     """Which of these layers a part calls, in order, and what enters the one behind it."""
     came: list[str] = []
     handles = [layer.register_forward_hook(lambda *_, name=name: came.append(name)) for name, layer in layers.items()]
@@ -105,7 +105,7 @@ class Pair:
         return None if weights_BN is None or x.shape[:-1] != weights_BN.shape else weights_BN
 
 
-def pairs_of(
+def read_pairs(
     model: nn.Module, inputs: InputSet, batch_size: int, weights: Callable[[Inputs], Tensor | None]
 ) -> Iterator[Pair]:
     """`weights` of tokens."""
@@ -168,7 +168,7 @@ def _made_sparse_(
     back_K, order_K = torch.arange(weight_GOK.shape[2], device=weight_GOK.device), None
     if how.permute != "none" and place.site is not None and not place.block % sparsity.of:
         score_K = saliency(weight_GOK[0], regressions[0].covariance_KK.diagonal())
-        order_K = interleaved(score_K, sparsity, block=place.block)
+        order_K = cast_order(score_K, sparsity, block=place.block)
         back_K = order_K.argsort()
         regressions, weight_GOK = [regressions[0].of(order_K)], weight_GOK[:, :, order_K]
     sparse, fits_bias = list[Sparse](), place.layer.bias is not None
@@ -201,7 +201,7 @@ def _chosen(
     came: list[str] = []
     layers = {place.name: place.layer for place in every}
     for part in model:
-        called, state = calls(part, state, layers)
+        called, state = called_layers(part, state, layers)
         came += called
     left: dict[str, str] = {}
     for place in every:
@@ -222,7 +222,7 @@ def _streams_reordered(model: nn.Module, kinds: Mapping[SparseKind, Sparsity]) -
                 f"--sparse-permute stream: one order of {len(score_C)} channels can't serve groups of "
                 f"{' and '.join(map(str, sorted(sizes)))}; give --sparse-permute inside"
             )
-        model = reorder_groups(model, stream, interleaved(score_C, next(iter(kinds.values()))))
+        model = reorder_groups(model, stream, cast_order(score_C, next(iter(kinds.values()))))
     return model
 
 
@@ -250,13 +250,13 @@ def sparsified(
     if traced_model.merging_of(reduced) is not None:
         how = replace(how, target="own")
     with evaluating(before), evaluating(own):
-        pairs = list(pairs_of(before, inputs, batch_size, partial(traced_model.token_weights, reduced)))
+        pairs = list(read_pairs(before, inputs, batch_size, partial(traced_model.token_weights, reduced)))
         places, left = _chosen(every, how, pairs[0].sparse, own)
         count, reports = sum(pair.inputs for pair in pairs), dict[str, LayerSparsity]()
         waiting = {place.name: place for place in places if place.name not in left}
         for parts in zip(before, own, strict=True):
             layers = {name: place.layer for name, place in waiting.items()}
-            for name in calls(parts[1], pairs[0].sparse, layers)[0]:
+            for name in called_layers(parts[1], pairs[0].sparse, layers)[0]:
                 place = waiting.pop(name)
                 target = before.get_submodule(place.path) if how.target == "reduced" else None
                 reports[name], order_K = _made_sparse_(place, _sums(place, target, parts, pairs), how, count)

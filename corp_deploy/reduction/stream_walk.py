@@ -29,7 +29,7 @@ from .streams import mean_of_sources
 Values = dict[fx.Node, Any]
 
 
-def run(
+def run_nodes(
     program: Program,
     nodes: Sequence[fx.Node],
     entering: Mapping[fx.Node, Tensor],
@@ -51,11 +51,11 @@ def run(
         else:
             here = values if masks is None or node not in masks else values | _masked(values, masks[node])
             module = program.graph.get_submodule(str(node.target)) if node.op == "call_module" else None
-            values[node] = called(node, here, module)
+            values[node] = call_node(node, here, module)
     return values
 
 
-def called(node: fx.Node, values: Values, module: nn.Module | None = None) -> Any:
+def call_node(node: fx.Node, values: Values, module: nn.Module | None = None) -> Any:
     """What a node, or the module that it calls, gives for what enters it, which stays as it is."""
     entering: Any = fx.map_arg((node.args, node.kwargs), lambda each: values[each])
     args, kwargs = entering
@@ -118,7 +118,7 @@ def pieces_of(
         if not len(batch.ids):
             continue
         here = to_device(batch.inputs, where)
-        tensors, weights_BN = tensors_of_inputs(here), weights(here)
+        tensors, weights_BN = input_tensors(here), weights(here)
         places_B = torch.arange(start, start + len(tensors[0]))
         held_B = places_B % every == every - 1
         if half_ids is not None:
@@ -136,7 +136,7 @@ def pieces_of(
         )
 
 
-def tensors_of_inputs(inputs: Inputs) -> tuple[Tensor, ...]:
+def input_tensors(inputs: Inputs) -> tuple[Tensor, ...]:
     """In the order of the model's ports."""
     return (inputs,) if isinstance(inputs, Tensor) else tuple(tensors_by_name(inputs).values())
 
@@ -216,7 +216,7 @@ class Segment:
         return dict(zip(nodes, tensors, strict=True))
 
     def run_dense(self, piece: Piece, nodes: Sequence[fx.Node]) -> Values:
-        values = run(self.dense.program, nodes, self._entering(piece.dense))
+        values = run_nodes(self.dense.program, nodes, self._entering(piece.dense))
         if self.after in values:
             piece.ahead = values[self.after]
         return values
@@ -226,7 +226,7 @@ class Segment:
         student, fewer = self.student, self.student.fewer
         entering = self._entering(piece.student)
         if fewer is None:
-            return run(student.program, nodes, entering, masks=student.masks)
+            return run_nodes(student.program, nodes, entering, masks=student.masks)
         stands = fewer.stands
         here = {stands[node.name]: each for node, each in entering.items()} | dict(piece.merged)
         ends = [stands[node.name] for node in nodes]
@@ -240,7 +240,7 @@ class Segment:
             stands[node.name]: [(stands[source.name], axes, keep) for source, axes, keep in each]
             for node, each in student.masks.items()
         }
-        values = run(fewer.program, _behind(fewer.program, here, ends), here, masks=masks)
+        values = run_nodes(fewer.program, _behind(fewer.program, here, ends), here, masks=masks)
         return values | {node: values[stands[node.name]] for node in (*nodes, *entering)}
 
     def weights_at(self, piece: Piece, values: Values, node: fx.Node) -> Tensor | None:

@@ -22,7 +22,7 @@ from corp_deploy.traced.models.sites import Site
 from corp_deploy.traced.models.values import TracedValues
 
 from .change import Change, Mapped, TracedReduced, mapped_layer, site_report
-from .heads import HeadOutputs, kept_groups, projected, recovered_values
+from .heads import HeadOutputs, kept_groups, recover_heads, recover_values
 from .method import Method
 from .reader_kind import Reads, TracedKind
 from .reader_stats import ReaderStats
@@ -182,7 +182,7 @@ class TracedValuesKind(TracedKind[TracedValues]):
         if left == heads:
             return with_dims(full)
         kept_M = kept_groups(full.own, method, heads, left)
-        recovery, report = projected(site.name, heads, full.own, method, kept_M, full.held_out, full.splits)
+        recovery, report = recover_heads(site.name, heads, full.own, method, kept_M, full.held_out, full.splits)
         fewer = full.fewer(kept_M, recovery)
         new = fewer.reduced(recovery, []) if width == left * dense else with_dims(fewer)
         return replace(new, reports=[report, *new.reports], beside=beside_heads(site, kept_M))
@@ -233,7 +233,7 @@ def _head_stats(site: TracedValues, reads: Reads) -> HeadOutputs:
 def _mixed(site: TracedValues, heads: _Heads, method: Method, each: int) -> TracedReduced:
     """So many dimensions of each of these heads."""
     own, (count, dense) = heads.own, heads.groups_HV.shape
-    recovery, ridge = recovered_values(own, method, count, each, heads.splits)
+    recovery, ridge = recover_values(own, method, count, each, heads.splits)
     elsewhere = None if heads.held_out is None else heads.held_out.judged(recovery.as_dense_OC, recovery.bias_O)
     widths = dense, dense * method.attention_kept, each
     report = site_report(site.name, "v", widths, recovery, energy=own.energy, held_out=elsewhere, ridge=ridge)
