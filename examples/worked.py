@@ -1,7 +1,7 @@
 # %% [markdown]
-# The functions behind the commands, one after the other, on the digits example: a trained vision transformer of 6
-# blocks and the images of scikit-learn's digits. Put a model and images of your own in their place; the rest stays. It
-# runs as a script (`python worked.py`) and cell by cell in an editor that knows `# %%`.
+# This script runs the functions behind the commands on the digits example: a trained vision transformer of 6 blocks
+# and the images of scikit-learn's digits. Replace the model and the images by your own; the rest stays the same. Run
+# it as a script (`python worked.py`), or cell by cell in an editor that supports `# %%`.
 
 # %%
 from pathlib import Path
@@ -15,16 +15,16 @@ calibration_images, held_out = here / "images" / "calibration.npz", here / "imag
 dense = here / "dense"
 
 # %% [markdown]
-# One pass over unlabelled images collects second-order sums, from which every reduction is solved. 100 of 500 images
-# are left out of the fit; the loss of each site is also reported on those.
+# One pass over unlabelled images collects second-order sums, from which every reduction is solved. The fit leaves out
+# 100 of the 500 images, and the loss of each site is also reported on those.
 
 # %%
 moments = corp_deploy.calibrate(dense, calibration_images, here / "moments.safetensors", samples=500, hold_out=100)
 print(f"{moments.inputs} images fitted to, {len(moments.moments.sites)} sites")
 
 # %% [markdown]
-# A budget of 70 % of the multiply-adds, shared out by what each site's widths do to the outputs. The result is an
-# ordinary module, and a directory of safetensors and JSON.
+# This call reduces the model to 70 % of the multiply-adds. It gives each site a width by its effect on the outputs.
+# The result is an ordinary module, and a directory of safetensors and JSON.
 
 # %%
 reduced = corp_deploy.reduce(
@@ -36,8 +36,8 @@ worst = max(reduced.sites, key=lambda site: site.error / site.energy)
 print(f"most is lost at {worst.site}: {worst.error / worst.energy:.2g} of its energy")
 
 # %% [markdown]
-# Typed graphs, and the proof on images that no step has seen: each link of the chain has its own error, so that what
-# the reduction lost is never blamed on FP16. A link without a limit would be measured, not passed.
+# Export typed graphs, and verify them on images that no earlier step used. Each link has its own error, so that the
+# error of the reduction is never attributed to FP16. A link without a limit would be measured, but would not pass.
 
 # %%
 graph = corp_deploy.export(reduced, here / "reduced" / "model.onnx")
@@ -57,7 +57,8 @@ for link in proof.links:
 assert proof.verdict == "PASS", proof.reason
 
 # %% [markdown]
-# Dense against reduced in one process, interleaved, with 95 % intervals; `row.noise` is the dense model against itself.
+# Time the dense and the reduced graph in one process, interleaved, with 95 % intervals; `row.noise` is the dense
+# model against itself.
 
 # %%
 dense_graph = corp_deploy.export(dense, here / "dense" / "model.onnx")
@@ -67,7 +68,7 @@ for row in speed.summary.rows:
     print(f"batch {row.batch}: {row.speedup.describe(bounds=' times as fast ({} to {})')}")
 
 # %% [markdown]
-# Later, or elsewhere, the directory is all that is needed; no pruning code, no pickle.
+# To load the model later, or on another machine, you need only the directory: no pruning code and no pickle.
 
 # %%
 model = corp_deploy.load(here / "reduced")
