@@ -25,7 +25,7 @@ from benchmarks.quality.training import HARD, correlation, train, trained, uneve
 from benchmarks.real import efforts, real_convnet
 from benchmarks.real.page import efforts as efforts_table
 from benchmarks.real.page import real_convnet as convnet_table
-from corp_deploy.families.hf_encoders import Arguments, architecture_of
+from corp_deploy.families.hf_encoders import Arguments, architecture_of_encoder
 from corp_deploy.families.tokenizer import Tokenization
 from corp_deploy.reduction.model import uniform_widths
 from corp_deploy.spec.architecture import Preprocessing
@@ -65,7 +65,9 @@ def small_text(scratch: Path, fitted: int, judging: int, *, seed: int = 0) -> Su
     sizes = {"vocab_size": 40, "hidden_size": 24, "intermediate_size": 128, "max_position_embeddings": 8}
     config = {"model_type": "bert", "num_hidden_layers": 1, "num_attention_heads": 2, **sizes}
     text = Tokenization(length=5, sha256="0" * 64)
-    architecture = architecture_of(Arguments(config=config, text=text, pooling="mean"), Preprocessing(), where="small")
+    architecture = architecture_of_encoder(
+        Arguments(config=config, text=text, pooling="mean"), Preprocessing(), where="small"
+    )
     dense = Checkpoint(model=dense_from_architecture(architecture), architecture=architecture, lineage={})
     texts = [
         opened(scratch / name, [" ".join(map(str, row)) for row in torch.randint(40, (count, 5)).tolist()])

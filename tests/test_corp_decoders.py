@@ -111,7 +111,7 @@ def test_a_reduced_decoder_loads_in_transformers_alone(home: Path, kind: str) ->
 @pytest.mark.parametrize(
     ("kind", "options", "said"),
     [
-        ("llama", ("--attn", 0.5), "made anew"),
+        ("llama", ("--attn", 0.5), "would be computed from that width"),
         ("opt", ("--attn", 0.5), "opt reads no width"),
         ("opt", ("--mlp", 0.5, "--whole-heads", 0.5), "makes their width of that number"),
         ("llama", ("--params", 0.8), "a budget gives every layer"),

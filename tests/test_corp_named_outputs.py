@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from corp_deploy import load
 from corp_deploy.families import traced_model
 from corp_deploy.families.counting import macs
-from corp_deploy.families.family import answers, output_ports, outputs_of, steps_to_outputs, with_outputs
+from corp_deploy.families.family import answers, named_outputs_of, output_ports, steps_to_outputs, with_outputs
 from corp_deploy.families.traced_model import traced
 from corp_deploy.planning.probe import Probe
 from corp_deploy.polish.options import PolishOptions
@@ -96,8 +96,8 @@ def test_each_output_is_what_timm_gives_there() -> None:
 def test_names_of_sites_and_weights_stay_and_nothing_is_counted_twice() -> None:
     dense = VIT().model
     model = named_by(dense, "class,patches,block0")
-    assert outputs_of(dense) is None
-    assert outputs_of(model) == NamedOutputs(("class", "patches", "block0"))
+    assert named_outputs_of(dense) is None
+    assert named_outputs_of(model) == NamedOutputs(("class", "patches", "block0"))
     assert [site.name for site in traced_model.sites_of(model).every] == [
         site.name for site in traced_model.sites_of(dense).every
     ]
@@ -173,7 +173,7 @@ def test_a_directory_keeps_its_outputs(tmp_path: Path) -> None:
     model = named_by(dense.model, "class,patches,block1")
     save(replace(dense, model=model), tmp_path / "model")
     loaded = load_checkpoint(tmp_path / "model")
-    assert outputs_of(loaded.model) == outputs_of(model)
+    assert named_outputs_of(loaded.model) == named_outputs_of(model)
     assert given_of(loaded.model).keys() == given_of(model).keys()
     for name, tensor in given_of(model).items():
         assert torch.equal(given_of(load(tmp_path / "model"))[name], tensor)
@@ -268,7 +268,7 @@ def test_loops_and_polishes_lower_the_errors_of_all_outputs(
         assert mean_change(looped, model, shown) < mean_change(reduced, model, shown)
         reduced = looped
     result = polished(model, reduced, inputs, asked)
-    assert outputs_of(reduced) == outputs_of(result.model) == outputs_of(model)
+    assert named_outputs_of(reduced) == named_outputs_of(result.model) == named_outputs_of(model)
     assert result.report.error < result.report.error_before
 
 
@@ -335,7 +335,7 @@ def test_maps_and_their_places_are_what_timm_takes(
     """
     dense: Any = made().model
     assert_maps(dense, pixels(dense, 2), places)
-    assert outputs_of(named_by(dense, ",".join(places))) == NamedOutputs(tuple(places))
+    assert named_outputs_of(named_by(dense, ",".join(places))) == NamedOutputs(tuple(places))
 
 
 def assert_maps(dense: Any, images: Tensor, places: dict[str, int | None]) -> None:
@@ -367,7 +367,7 @@ def test_they_stay_in_what_is_reduced(architecture: Architecture, names: tuple[s
     reduced = replace(dense, model=reduce(dense.model, moments, half).model)
     save(reduced, tmp_path / "reduced")
     loaded = load_checkpoint(tmp_path / "reduced")
-    assert outputs_of(loaded.model) == NamedOutputs(names)
+    assert named_outputs_of(loaded.model) == NamedOutputs(names)
     export_checkpoint(loaded, tmp_path / "reduced.onnx", precision="fp32")
     pixels = images(3, seed=2)
     given = onnxruntime.InferenceSession(tmp_path / "reduced.onnx").run(list(names), {"images": pixels})

@@ -17,7 +17,7 @@ import corp_deploy
 from corp_deploy.families import traced_model
 from corp_deploy.families.counting import macs
 from corp_deploy.families.family import image_spec, sites_of
-from corp_deploy.families.given_module import architecture_of, build
+from corp_deploy.families.given_module import architecture_of_code, build_from_code
 from corp_deploy.families.inspection import traced_rows
 from corp_deploy.families.module_facts import facts_of_module
 from corp_deploy.planning.request import left_alone
@@ -202,7 +202,7 @@ def halved(model: nn.Module, folder: Path, **changes: Any) -> Reduction:
 
 def checkpoint(model: nn.Module) -> Checkpoint:
     code = Code(file="net.py", function="build", source=SOURCE)
-    return Checkpoint(model=model, architecture=architecture_of(code, {}, Preprocessing()), lineage={})
+    return Checkpoint(model=model, architecture=architecture_of_code(code, {}, Preprocessing()), lineage={})
 
 
 class Fused(nn.Module):
@@ -302,7 +302,7 @@ def test_a_file_is_run_where_it_is_trusted_alone(tmp_path: Path) -> None:
 
 def test_a_reduced_form_needs_the_same_trust_and_no_file(tmp_path: Path) -> None:
     with trusting_code(True):
-        model = build(checkpoint(net()).architecture)
+        model = build_from_code(checkpoint(net()).architecture)
     reduction = halved(model, tmp_path)
     save(checkpoint(reduction.model), tmp_path / "reduced")
     refuses("give --trust-code", "export", "--model", tmp_path / "reduced", "-o", tmp_path / "model.onnx")

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from corp_deploy.families.family import image_spec, sites_of
-from corp_deploy.families.torchvision_models import architecture_of
+from corp_deploy.families.torchvision_models import architecture_of_classifier
 from corp_deploy.spec.architecture import Preprocessing
 from corp_deploy.store.dense_model import load_dense
 from ground.errors import BadInput
@@ -58,7 +58,10 @@ def test_images_are_prepared_as_torchvision_does() -> None:
     for name in library.list_models(module=library):
         entries = library.get_model_weights(name)
         for weights, entry in (("", next(iter(entries))), *((f".{each.name}", each) for each in entries)):
-            theirs, asked = entry.transforms(), architecture_of(f"torchvision:{name}{weights}", {}, Preprocessing())
+            theirs, asked = (
+                entry.transforms(),
+                architecture_of_classifier(f"torchvision:{name}{weights}", {}, Preprocessing()),
+            )
             ours = asked.preprocessing
             assert (ours.mean, ours.std) == (tuple(theirs.mean), tuple(theirs.std))
             assert ours.interpolation == theirs.interpolation.value
@@ -70,14 +73,14 @@ def test_a_vits_size_is_that_of_its_positions() -> None:
     """Weights of SWAG are told by it, whose images are resized to the crop's size."""
     positions, patches = torch.empty(1, 24 * 24 + 1, 768), torch.empty(768, 3, 16, 16)
     state = {"encoder.pos_embedding": positions, "conv_proj.weight": patches, "heads.head.weight": torch.empty(5, 768)}
-    asked = architecture_of("torchvision:vit_b_16", {}, Preprocessing(), state)
+    asked = architecture_of_classifier("torchvision:vit_b_16", {}, Preprocessing(), state)
     assert asked.kwargs == {"image_size": 384, "img_size": 384, "num_classes": 5}
     assert (asked.preprocessing.crop_pct, asked.preprocessing.interpolation) == (1.0, "bicubic")
-    assert architecture_of("torchvision:vit_b_16", {}, Preprocessing()).kwargs["image_size"] == 224
-    sized = architecture_of("torchvision:vit_b_16", {"img_size": 288}, Preprocessing())
+    assert architecture_of_classifier("torchvision:vit_b_16", {}, Preprocessing()).kwargs["image_size"] == 224
+    sized = architecture_of_classifier("torchvision:vit_b_16", {"img_size": 288}, Preprocessing())
     assert (sized.kwargs["image_size"], sized.kwargs["img_size"]) == (288, 288)
     with pytest.raises(BadInput, match="positions for images of 384x384, --model-kwargs ask for img_size 224"):
-        architecture_of("torchvision:vit_b_16", {"img_size": 224}, Preprocessing(), state)
+        architecture_of_classifier("torchvision:vit_b_16", {"img_size": 224}, Preprocessing(), state)
 
 
 def test_what_is_no_model_or_weights_of_it_is_refused(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from torch.nn.utils import prune
 from torch.optim.swa_utils import AveragedModel
 
 import corp_deploy
-from corp_deploy.families.given_module import architecture_of, available_module, build
+from corp_deploy.families.given_module import architecture_of_code, available_module, build_from_code
 from corp_deploy.families.plain_module import copy_of, plain_module_, require_module, unwrapped
 from corp_deploy.families.traced_model import tracing
 from corp_deploy.spec.architecture import Preprocessing
@@ -142,7 +142,7 @@ def make():
 def test_function_that_compiles_its_model_is_traced_with_note() -> None:
     code = Code(file="net.py", function="make", source=SOURCE)
     with trusting_code(True):
-        model = build(architecture_of(code, {}, Preprocessing()))
+        model = build_from_code(architecture_of_code(code, {}, Preprocessing()))
     assert notes_on_module(model) == ("Sequential: taken out of OptimizedModule",)
     assert tracing(model).program.model == "Sequential"
 

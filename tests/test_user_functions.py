@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from corp_deploy.families.given_module import architecture_of
+from corp_deploy.families.given_module import architecture_of_code
 from corp_deploy.families.module_facts import facts_of_module
 from corp_deploy.families.timm_names import refuse_reserved
 from corp_deploy.spec.architecture import Preprocessing
@@ -34,7 +34,7 @@ def make(seed=None, size=None):
 
 
 def made(**arguments: int) -> Checkpoint:
-    architecture = architecture_of(Code(file="net.py", function="make", source=SOURCE), arguments, Preprocessing())
+    architecture = architecture_of_code(Code(file="net.py", function="make", source=SOURCE), arguments, Preprocessing())
     lineage = {"source": {"code": "net.py"}}
     return Checkpoint(model=dense_from_architecture(architecture), architecture=architecture, lineage=lineage)
 

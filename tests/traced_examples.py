@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from corp_deploy.families.given_module import architecture_of
+from corp_deploy.families.given_module import architecture_of_code
 from corp_deploy.spec.architecture import Architecture, Preprocessing
 from corp_deploy.spec.trusted_code import Code, trusting_code
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
@@ -113,7 +113,7 @@ def written_by(make: str, **arguments: Any) -> Checkpoint:
     """A module of one's own code, by what makes it, such as `tests.traced_examples.Patched`."""
     source = f"from {make.rpartition('.')[0]} import {make.rpartition('.')[2]} as make\n"
     code = Code(file="own.py", function="make", source=source)
-    architecture = architecture_of(code, arguments, Preprocessing())
+    architecture = architecture_of_code(code, arguments, Preprocessing())
     torch.manual_seed(0)
     with trusting_code(True):
         return Checkpoint(model=dense_from_architecture(architecture), architecture=architecture, lineage={})

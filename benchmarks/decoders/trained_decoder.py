@@ -108,7 +108,7 @@ class Trained:
     @classmethod
     def of(cls, model: TextDecoder) -> "Trained":
         arguments = DecoderArguments(decoder=model.architecture, text=Tokenization(length=LENGTH, sha256="0" * 64))
-        architecture = decoder.architecture_of("llama", arguments)
+        architecture = decoder.architecture_of_decoder("llama", arguments)
         traced = decoder.traced_decoder(model, arguments.text)
         checkpoint = Checkpoint(model=traced, architecture=architecture, lineage={})
         own = sequences(0.8, 0.9, CALIBRATED)

@@ -24,7 +24,7 @@ from torch.nn import functional
 
 import corp_deploy
 from benchmarks.harness import Bench, measures
-from corp_deploy.families.given_module import architecture_of
+from corp_deploy.families.given_module import architecture_of_code
 from corp_deploy.spec.architecture import Architecture, Preprocessing
 from corp_deploy.spec.trusted_code import Code, trusting_code
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, save
@@ -82,7 +82,7 @@ KINDS: Mapping[str, Kind] = {
     "heads": _timm("vit_tiny_patch16_224", "attn", "heads", "qk", "v", **_VIT),
     "rotary heads": _timm("vit_small_patch16_rope_224", "attn", "heads", "qk", "v", **_VIT),
     "grouped heads": Kind(
-        architecture=architecture_of(Code(file="own.py", function="make", source=GROUPED), {}, Preprocessing()),
+        architecture=architecture_of_code(Code(file="own.py", function="make", source=GROUPED), {}, Preprocessing()),
         share="attn",
         parts=frozenset(("heads", "qk", "v")),
     ),

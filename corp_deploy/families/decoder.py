@@ -1,4 +1,4 @@
-"""Causal language models as config.json of a model directory tells them, built to be traced."""
+"""The builder of traced causal language models from the config.json of a model directory."""
 
 import msgspec
 from torch import Tensor, nn
@@ -14,50 +14,49 @@ from .decoder_model import DecoderArchitecture, DecoderBlock, TextDecoder
 from .tokenizer import SequenceSpec, Tokenization
 
 NAME = "decoder"
-LOGITS = OutputPort(name="logits", role="token logits")
-MULTIPLE = 128
-"""Of MLP widths: serving engines' kernels and their shards over several GPUs want it."""
+_MULTIPLE = 128
+"""The number that MLP widths are a multiple of, as serving engines' kernels and their shards over GPUs need it."""
 
 
 class DecoderArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What config.json of a model directory says of a decoder."""
+    """The entries of a model directory's config.json that describe a decoder."""
 
     decoder: DecoderArchitecture
     text: Tokenization
 
 
-def arguments_of(architecture: Architecture) -> DecoderArguments:
-    """Raises BadInput, naming the entry, for one that is missing, of another type or beyond bounds."""
-    where, remedy = "architecture of a decoder", "write the model again"
-    arguments = record_from_value(dict(architecture.kwargs), DecoderArguments, where=where, remedy=remedy)
-    if arguments.text.length > arguments.decoder.longest:
-        raise BadInput(
-            f"sequences of {arguments.text.length} tokens: a token of this decoder sees {arguments.decoder.longest} at "
-            "most"
-        )
-    return arguments
-
-
-def architecture_of(name: str, arguments: DecoderArguments) -> Architecture:
-    """As config.json has it; `name` is the kind that the weights were trained as."""
+def architecture_of_decoder(name: str, arguments: DecoderArguments) -> Architecture:
+    """Return the architecture that config.json keeps; `name` is the model type that the weights were trained as."""
     return Architecture(name=name, kwargs=msgspec.to_builtins(arguments), family=NAME)
 
 
-def build(architecture: Architecture) -> nn.Module:
-    """The decoder with its initial weights, in eval mode; its tokenizer is set by `load_extra_files_`."""
-    arguments = arguments_of(architecture)
+def build_decoder(architecture: Architecture) -> nn.Module:
+    """Return the traced decoder with its initial weights, in eval mode, without a tokenizer.
+
+    `load_extra_files_` sets the tokenizer. Raises BadInput, naming the entry, for an entry that is missing, of another
+    type or out of bounds.
+    """
+    where, remedy = "architecture of a decoder", "write the model again"
+    arguments = record_from_value(dict(architecture.kwargs), DecoderArguments, where=where, remedy=remedy)
+    length, longest = arguments.text.length, arguments.decoder.longest
+    if length > longest:
+        raise BadInput(f"sequences of {length} tokens: a token of this decoder sees {longest} at most")
     refuse_larger(lambda: TextDecoder(arguments.decoder), "a decoder")
     return traced_decoder(TextDecoder(arguments.decoder), arguments.text)
 
 
 def traced_decoder(decoder: TextDecoder, text: Tokenization) -> TracedModule:
-    """To be reduced; its tokenizer is set by `load_extra_files_`. Engines give no layer a bias that it has not."""
+    """Return the decoder as a traced model without a tokenizer, which `load_extra_files_` sets.
+
+    Its layers without a bias stay without one, since engines can't add a bias to them.
+    """
     spec = SequenceSpec(tokenization=text, tokenizer_json="", vocabulary=decoder.architecture.vocabulary)
-    return traced_module(decoder, Facts(spec=spec, outputs=(LOGITS,), classes=0, biasless=True, multiple=MULTIPLE))
+    logits = OutputPort(name="logits", role="token logits")
+    return traced_module(decoder, Facts(spec=spec, outputs=(logits,), classes=0, biasless=True, multiple=_MULTIPLE))
 
 
 class _Block(nn.Module):
-    """One block by its name in the whole model."""
+    """A block under the name that it has in the whole model."""
 
     def __init__(self, index: int, block: DecoderBlock) -> None:
         super().__init__()
@@ -69,8 +68,8 @@ class _Block(nn.Module):
 
 
 def traced_block(index: int, block: DecoderBlock, arguments: DecoderArguments) -> TracedModule:
-    """A block by itself, whose sites are those that it has in the whole model."""
+    """Return one block as a traced model, with the same sites that it has in the whole model."""
     stream = Port(name="entering", shape=(arguments.text.length, arguments.decoder.width))
     leaving = OutputPort(name="leaving", role="feature map")
-    facts = Facts(spec=ArraySpec(ports=(stream,)), outputs=(leaving,), classes=0, biasless=True, multiple=MULTIPLE)
+    facts = Facts(spec=ArraySpec(ports=(stream,)), outputs=(leaving,), classes=0, biasless=True, multiple=_MULTIPLE)
     return traced_module(_Block(index, block), facts)

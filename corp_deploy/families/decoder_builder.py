@@ -1,8 +1,7 @@
-"""A plain directory of transformers as an ONNX graph with a key/value cache, by the model builder of onnxruntime-genai;
-and run by transformers alone, in float32: what that graph must say.
+"""ONNX graphs of decoders with a key/value cache, by the model builder of onnxruntime-genai, and their reference.
 
-The builder is code of others that runs in this process: it is shown local files alone, and what it does to the process
-(its path, the standard streams, the root logger) is undone.
+The reference is the model that transformers runs in float32. The builder is foreign code that runs in this process: it
+gets local files alone, and what it changes of the process (sys.path, standard streams, root logger) is restored.
 
 Shapes: B sequences, T tokens of each, V words.
 """
@@ -26,7 +25,7 @@ from ground.errors import BadInput, Missing, is_out_of_memory, os_error_from
 GRAPH, WEIGHTS, SETTINGS = "model.onnx", "model.onnx.data", "genai_config.json"
 PACKAGE = "onnxruntime-genai"
 PROVIDERS: Mapping[str, str] = {"fp32": "cpu", "int8": "cpu", "int4": "cpu", "fp16": "cuda"}
-"""By precision, whose operators the graph has: in FP32 and with quantised weights a CPU's, in FP16 a GPU's."""
+"""The execution provider that a graph of each precision is built for."""
 CLASSES: Mapping[str, str] = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -38,10 +37,10 @@ _INSTEAD = "export --model hf:DIR writes its graph without a cache, for prefill"
 
 
 def refuse_unbuilt(config: Mapping[str, Any], *, where: str) -> None:
-    """Raise BadInput for a decoder that the builder does not take, or whose class is not the one with token logits."""
+    """Raise BadInput for a decoder that the builder can't build, or whose class does not give token logits."""
     kind = str(config.get("model_type"))
     if "family" in config and "model_type" not in config:
-        raise BadInput(f"{where}: in corp-deploy's own format; give the folder hf that reduce --save-as hf writes")
+        raise BadInput(f"{where}: is in corp-deploy's own format; give the folder hf that reduce --save-as hf writes")
     if kind not in CLASSES:
         raise BadInput(
             f"{where}: model_type is {kind!r:.60}, and {PACKAGE} builds {', '.join(CLASSES)} of those read here; "
@@ -58,19 +57,19 @@ def refuse_unbuilt(config: Mapping[str, Any], *, where: str) -> None:
 
 
 def require_builder() -> None:
-    """Raise Missing without the packages that build a decoder's graph."""
+    """Raise Missing where a package that builds a decoder's graph is not installed."""
     try:
         import onnxruntime_genai  # noqa: F401
         import transformers  # noqa: F401
     except ImportError as error:
         raise Missing(
-            f"{error.name} is not installed, which builds graphs of decoders; install the extra `genai`"
+            f"{error.name}, which builds graphs of decoders, is not installed; install the extra `genai`"
         ) from error
 
 
 @contextmanager
-def undone() -> Iterator[None]:
-    """Without what libraries of decoders do to a process: print, draw bars, lengthen the path, set the root logger."""
+def restored_process() -> Iterator[None]:
+    """Silence the body, and restore the module search path and the root logger that it changes."""
     root, path = logging.getLogger(), list(sys.path)
     handlers, level = list(root.handlers), root.level
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
@@ -82,19 +81,21 @@ def undone() -> Iterator[None]:
 
 
 def build_graph(directory: Path, output: Path, *, precision: str, window: int | None, scratch: Path) -> None:
-    """Write GRAPH, WEIGHTS, SETTINGS and what belongs to the tokenizer into `output`.
+    """Write GRAPH, WEIGHTS, SETTINGS and the tokenizer's files.
 
     Args:
+        directory: The model as transformers saves it.
+        output: The directory that gets the files.
         precision: fp32, int8 and int4 (of weights alone, the cache stays FP32) for CPUs, fp16 for GPUs.
-        window: how many tokens back each one sees, itself among them; None for all.
-        scratch: a directory for what the builder keeps meanwhile.
+        window: The number of tokens that each token sees, itself included; None for all.
+        scratch: A directory for the builder's temporary files.
 
     Raises:
-        BadInput: the builder can't make a graph of it.
-        Missing: its package is absent.
+        BadInput: The builder can't build a graph of this model.
+        Missing: The builder's package is not installed.
     """
     require_builder()
-    with undone():
+    with restored_process():
         try:
             _run_builder(directory, output, precision, scratch)
         except Exception as error:
@@ -104,7 +105,7 @@ def build_graph(directory: Path, output: Path, *, precision: str, window: int | 
                 f"{directory}: {PACKAGE} {version(PACKAGE)} can't build a graph of it ({type(error).__name__}: "
                 f"{error!s:.300}); {_INSTEAD}"
             ) from error
-    _finish(output / GRAPH, window)
+    _set_producer_and_window(output / GRAPH, window)
 
 
 def _run_builder(directory: Path, output: Path, precision: str, scratch: Path) -> None:
@@ -127,10 +128,12 @@ def _run_builder(directory: Path, output: Path, precision: str, scratch: Path) -
     )
 
 
-def _finish(graph: Path, window: int | None) -> None:
-    """Say which release wrote it: the builder adds the commit of whatever repository it happens to be installed below,
-    and the same model would be other bytes elsewhere. And let attention see `window` tokens back and no more: the
-    builder has that in its runtime's settings alone, so that the graph by itself would be another model beyond it.
+def _set_producer_and_window(graph: Path, window: int | None) -> None:
+    """Write the builder's release as the graph's producer, and the window of attention into the graph.
+
+    The builder itself writes the commit of the repository that it is installed in, so that equal models would be
+    different files on two machines. It writes the window into its runtime's settings alone, so that the graph by itself
+    would be a different model beyond the window.
     """
     from onnx.helper import make_attribute
 
@@ -157,14 +160,14 @@ class Reference:
     model: Any
 
     def prefill(self, ids_BT: Ids) -> Logits:
-        """Logits [B,T,V] of all tokens at once, nothing cached."""
+        """Return the logits [B,T,V] of all tokens, computed at once without a cache."""
         with torch.inference_mode():
             answer = self.model(torch.from_numpy(ids_BT), use_cache=False)
         return np.asarray(answer.logits, dtype=np.float32)
 
     @torch.inference_mode()
     def steps(self, ids_BT: Ids) -> Logits:
-        """The same, one token after the other with the cache."""
+        """Return the logits [B,T,V] of all tokens, computed one token after the other with the cache."""
         past, logits = None, []
         for ids_B1 in torch.from_numpy(ids_BT).split(1, dim=1):
             answer = self.model(ids_B1, past_key_values=past, use_cache=True)
@@ -174,18 +177,19 @@ class Reference:
 
 
 def open_reference(directory: Path) -> Reference:
-    """Read a directory that has been judged. Raises BadInput where tensors are missing of it or left over, and Missing
-    without transformers.
+    """Read a directory that `load_decoder` has accepted.
+
+    Raises BadInput where tensors are missing or left over, and Missing without transformers.
     """
     try:
-        from transformers import AutoModelForCausalLM
+        import transformers
     except ImportError as error:
         raise Missing(
             "transformers, the reference for the graph, is not installed; install the extra `genai`"
         ) from error
-    opened: Any = AutoModelForCausalLM
-    with undone():
-        model, loading = opened.from_pretrained(
+    causal: Any = transformers.AutoModelForCausalLM
+    with restored_process():
+        model, loading = causal.from_pretrained(
             directory,
             dtype=torch.float32,
             local_files_only=True,

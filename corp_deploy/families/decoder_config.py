@@ -1,7 +1,7 @@
-"""Causal language models as transformers configures them: what of a config.json is read, and which entries say which
-widths.
+"""The reader of transformers' configurations of causal language models.
 
-Nothing is executed: a configuration is typed and bounded where it is read, and what has no place here is refused.
+A configuration is plain values: types and bounds are checked where it is read, unsupported entries are refused, and no
+code is run.
 """
 
 from collections.abc import Mapping
@@ -17,12 +17,12 @@ from .head_attention import Rope
 
 
 class _Decoder(msgspec.Struct, frozen=True, kw_only=True):
-    """Entries of all kinds, and of those from before Llama. `common`: by a kind's own names of entries most kinds';
-    `fixed`: what stands in its code.
-    """
+    """The entries that configurations of all model types have."""
 
     common: ClassVar[Mapping[str, str]] = {}
+    """The common names of entries, by the names that this model type has for them."""
     fixed: ClassVar[Mapping[str, Any]] = {}
+    """Values that are written in the model type's code, not in its configuration."""
 
     model_type: str
     hidden_size: Width
@@ -41,7 +41,7 @@ class _Decoder(msgspec.Struct, frozen=True, kw_only=True):
     tie_word_embeddings: bool = True
 
     def reasons(self) -> dict[str, bool]:
-        """Return why a model can't be built here, each with whether it holds."""
+        """Return the reasons against building a model here, each with whether it applies."""
         return {
             "it comes with code of its own (auto_map), which is never run": bool(self.auto_map),
             "it is quantised; give the weights before that": self.quantization_config is not None,
@@ -134,7 +134,7 @@ class _Gpt2(_Decoder, frozen=True, kw_only=True):
 
 
 class _Llama(_Decoder, frozen=True, kw_only=True):
-    """Llama, and by the same names Mistral, Qwen2 and Qwen3."""
+    """The configuration of Llama, and of Mistral, Qwen2 and Qwen3, whose entries have the same names."""
 
     common: ClassVar[Mapping[str, str]] = {"rms_norm_eps": "layer_norm_eps"}
     num_key_value_heads: Heads | None = None
@@ -185,7 +185,7 @@ _ROPE_ENTRIES = {
 
 
 def _rope(entries: Mapping[str, Any], theta: float) -> Rope:
-    """Read `rope_parameters` as transformers writes them now, or `rope_scaling` beside `rope_theta` as before."""
+    """Return the rotary positions of `rope_parameters`, or of `rope_scaling` and `rope_theta` in older files."""
     kind = entries.get("rope_type", entries.get("type", "default"))
     if kind not in ("default", "linear", "llama3"):
         raise ValueError(f"positions scaled by {kind!r:.40}, expected default, linear or llama3")
@@ -196,8 +196,9 @@ def _rope(entries: Mapping[str, Any], theta: float) -> Rope:
 
 
 def architecture_from_transformers(config: Mapping[str, Any], *, where: str) -> DecoderArchitecture:
-    """Return the decoder that a config.json of transformers describes. Raises BadInput for another kind of model, and
-    for what no decoder here can do.
+    """Return the decoder that a config.json of transformers describes.
+
+    Raises BadInput for another type of model, and for an entry that no decoder here supports.
     """
     name = config.get("model_type")
     if name not in MODEL_TYPES:

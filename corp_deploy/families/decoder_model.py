@@ -1,8 +1,8 @@
 """A causal language model in plain torch: tokens -> pre-norm blocks -> logits of the next token at each place.
 
-OPT, GPT-2, Llama, Mistral, Qwen2 and Qwen3 differ in their norms, in how places are told (learned rows, rotary
-planes), in groups of queries that share keys and values, in gates and biases; here they are one model, with the q, k
-and v of a layer in one fused projection. Sequences are full: none is padded.
+OPT, GPT-2, Llama, Mistral, Qwen2 and Qwen3 differ in their norms, in their positions (learned rows, rotary planes), in
+groups of queries that share keys and values, in gates and biases; here they are one model, with the q, k and v of a
+layer in one fused projection. Sequences are full: none is padded.
 
 Encoders are transformers' own classes. Decoders are written here because `calibrate --sequential` builds and fills one
 block at a time, and `export-decoder` checks a directory's tensors against them before another package reads it.
@@ -38,12 +38,12 @@ ACTIVATIONS: Mapping[str, Callable[[], nn.Module]] = {
 
 
 class DecoderArchitecture(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All that it takes to build a decoder. `head`: the width of a head; `groups` of heads share keys and values.
+    """The sizes and options that build a decoder.
 
-    `positions` are rows of a table, of which the first `first_position` stand for no place in a text. `rope`: how
-    places turn queries and keys, None for rows of a table. `rms`: norms without means (RMSNorm, arXiv 1910.07467).
-    `window`: how many tokens back one may see, in models that are run on no more. `tied`: the words' embeddings are the
-    head's rows, too.
+    `head` is the width of a head; `groups` of heads share keys and values. `positions` counts the rows of the table of
+    positions, of which the first `first_position` are unused. `rope` has the rotary positions, None for a table. `rms`
+    selects norms without means (RMSNorm, arXiv 1910.07467). `window` is the number of tokens that a token sees, and
+    longer sequences are refused. `tied` uses the words' embeddings as the rows of the last layer.
     """
 
     vocabulary: Rows
@@ -71,21 +71,21 @@ class DecoderArchitecture(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
         if self.heads % self.groups:
             raise ValueError(f"{self.heads} heads are no multiple of {self.groups} groups that share keys and values")
         if self.rope is not None and self.head % 2:
-            raise ValueError(f"heads of {self.head} dimensions, which make no whole planes to be turned")
+            raise ValueError(f"heads of {self.head} dimensions, expected an even number for rotary positions")
         if self.longest < 1:
-            raise ValueError(f"{self.positions} positions, of which the first {self.first_position} are no places")
+            raise ValueError(f"{self.positions} positions, of which the first {self.first_position} are unused")
         if self.activation not in ACTIVATIONS:
             raise ValueError(f"activation {self.activation!r:.60}, expected one of {', '.join(ACTIVATIONS)}")
 
     @property
     def longest(self) -> int:
-        """The most tokens of a sequence whose every token sees all before it."""
+        """The largest number of tokens of a sequence in which every token sees all tokens before it."""
         places = self.positions - (0 if self.rope else self.first_position)
         return places if self.window is None else min(places, self.window)
 
 
 class RmsNorm(nn.Module):
-    """x / rms(x), times a weight."""
+    """RMSNorm: x / rms(x), times a weight."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -101,8 +101,8 @@ def _norm(architecture: DecoderArchitecture, width: int | None = None) -> nn.Mod
     return RmsNorm(width, eps) if architecture.rms else nn.LayerNorm(width, eps=eps)
 
 
-class WordsAndPlaces(nn.Module):
-    """Token ids [B,N] -> [B,N,C]: the word, and the place where that is a row of a table."""
+class Embeddings(nn.Module):
+    """Embeddings of token ids [B,N] -> [B,N,C], plus those of positions where a table has them."""
 
     def __init__(self, architecture: DecoderArchitecture) -> None:
         super().__init__()
@@ -120,20 +120,20 @@ class WordsAndPlaces(nn.Module):
 
 
 class Mlp(nn.Module):
-    """fc1, activation, fc2."""
+    """MLP fc2(activation(fc1(x)))."""
 
-    def __init__(self, width: int, hidden: int, activation: str, *, bias: bool = True) -> None:
+    def __init__(self, architecture: DecoderArchitecture) -> None:
         super().__init__()
-        self.fc1 = nn.Linear(width, hidden, bias=bias)
-        self.act = ACTIVATIONS[activation]()
-        self.fc2 = nn.Linear(hidden, width, bias=bias)
+        self.fc1 = nn.Linear(architecture.width, architecture.hidden, bias=architecture.mlp_bias)
+        self.act = ACTIVATIONS[architecture.activation]()
+        self.fc2 = nn.Linear(architecture.hidden, architecture.width, bias=architecture.mlp_bias)
 
     def forward(self, x_BNC: Tensor) -> Tensor:
         return self.fc2(self.act(self.fc1(x_BNC)))
 
 
 class GatedMlp(nn.Module):
-    """down(activation(gate x) * (up x)) (SwiGLU and its like, arXiv 2002.05202)."""
+    """Gated MLP down(activation(gate(x)) * up(x)), such as SwiGLU (arXiv 2002.05202)."""
 
     def __init__(self, architecture: DecoderArchitecture) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class GatedMlp(nn.Module):
 
 
 class DecoderBlock(nn.Module):
-    """x = x + attn(norm1(x)); x = x + mlp(norm2(x))."""
+    """Pre-norm block: x = x + attn(norm1(x)); x = x + mlp(norm2(x))."""
 
     def __init__(self, architecture: DecoderArchitecture) -> None:
         super().__init__()
@@ -160,14 +160,12 @@ class DecoderBlock(nn.Module):
             head=head,
             qkv_bias=architecture.qkv_bias,
             proj_bias=architecture.proj_bias,
-            q_norm=_norm(architecture, head) if architecture.qk_norm else None,
-            k_norm=_norm(architecture, head) if architecture.qk_norm else None,
+            q_norm=_norm(architecture, head) if architecture.qk_norm else nn.Identity(),
+            k_norm=_norm(architecture, head) if architecture.qk_norm else nn.Identity(),
             rotary=None if rope is None else SequenceRotary(rope.frequencies(head // 2).unsqueeze(0)),
-            causal=True,
         )
         self.norm2 = _norm(architecture)
-        sizes = architecture.width, architecture.hidden, architecture.activation
-        self.mlp = GatedMlp(architecture) if architecture.gated else Mlp(*sizes, bias=architecture.mlp_bias)
+        self.mlp = GatedMlp(architecture) if architecture.gated else Mlp(architecture)
 
     def forward(self, x_BNC: Tensor) -> Tensor:
         x_BNC = x_BNC + self.attn(self.norm1(x_BNC))
@@ -175,12 +173,12 @@ class DecoderBlock(nn.Module):
 
 
 class TextDecoder(nn.Module):
-    """input_ids [B,N] -> the logits of what comes next at each place [B,N,V]."""
+    """Decoder of input_ids [B,N] -> logits of the next token at each position [B,N,V]."""
 
     def __init__(self, architecture: DecoderArchitecture) -> None:
         super().__init__()
         self.architecture = architecture
-        self.embeddings = WordsAndPlaces(architecture)
+        self.embeddings = Embeddings(architecture)
         self.blocks = nn.ModuleList(DecoderBlock(architecture) for _ in range(architecture.layers))
         self.norm = _norm(architecture)
         self.head = None if architecture.tied else nn.Linear(architecture.width, architecture.vocabulary, bias=False)

@@ -1,7 +1,6 @@
-"""The tensors of decoders under transformers' names and under those here, both ways.
+"""Conversion of decoders' state dicts between transformers' names and the names of `decoder_model`, both ways.
 
-A name is of the embeddings, of a block or of the end; q, k and v are one fused projection here. GPT-2 keeps its linear
-layers transposed, and its q, k and v fused as well.
+`decoder_model` has one fused projection of q, k and v. GPT-2 has one too, and its linear layers are transposed.
 """
 
 import re
@@ -17,27 +16,29 @@ from .decoder_model import DecoderArchitecture
 
 _BUFFERS = re.compile(r".*(rotary_emb\.inv_freq|attn\.(masked_)?bias|embeddings\.(position_ids|token_type_ids))")
 _OLD = {"gamma": "weight", "beta": "bias"}
-"""What old files call the entries of a layer norm."""
+"""The entries of a layer norm by their names in old files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
-    """How a kind of model calls its tensors. `blocks`: what stands before a block's number; `base`: what stands before
-    everything but the head in a whole model's file; `parts`: within a block, theirs by ours; `outside`: of no block,
-    likewise; `fused`: of q, k and v, one name where they are one tensor. `transposed`: linear layers are [inputs,
-    outputs].
-    """
+    """The names that a model type of transformers gives to its tensors."""
 
     base: str
+    """The prefix of all names but the head's in the file of a whole model."""
     blocks: str
+    """The prefix of a block's number."""
     outside: Mapping[str, str]
+    """Their names of layers outside of blocks, by ours."""
     parts: Mapping[str, str]
+    """Their names of layers within a block, by ours."""
     fused: tuple[str, ...]
+    """Their names of q, k and v; one name where they are one tensor."""
     transposed: bool = False
+    """Whether weights of linear layers are [inputs, outputs]."""
 
     @property
     def ours_outside(self) -> dict[str, str]:
-        """Of what stands in no block: ours by theirs, without what stands before a whole model's names."""
+        """Our names of tensors outside of blocks, by theirs without `base`."""
         return {
             f"{theirs}.{entry}": f"{ours}.{entry}" for ours, theirs in self.outside.items() for entry in _OLD.values()
         }
@@ -92,12 +93,12 @@ _LINEAR = ("attn.proj", "attn.qkv", "mlp.fc1", "mlp.fc2")
 
 
 def hidden_entry(model_type: str) -> str:
-    """The entry of their configuration that says how wide an MLP is."""
+    """Return the name of the configuration entry that has the width of MLPs."""
     return _HIDDEN.get(model_type, "intermediate_size")
 
 
 def _laid_out(names: Names, path: str, tensor: Tensor) -> Tensor:
-    """A tensor of a block as the other side keeps it."""
+    """Return a tensor of a block, transposed where the two sides have its linear layer in different orders."""
     return tensor.T if names.transposed and tensor.ndim == 2 and path in _LINEAR else tensor
 
 
@@ -108,7 +109,7 @@ def _qkv(names: Names, theirs: Mapping[str, dict[str, Tensor]], where: str) -> d
         if (tensors and len(tensors) < len(names.fused)) or (entry == "weight" and not tensors):
             raise BadInput(f"{where}: expected {', '.join(names.fused)} with a {entry} each")
         if len({each.shape[1:] for each in tensors}) > 1:
-            raise BadInput(f"{where}: {', '.join(names.fused)} read other numbers of channels")
+            raise BadInput(f"{where}: {', '.join(names.fused)} read different numbers of channels")
         if tensors:
             joined[f"attn.qkv.{entry}"] = torch.cat([_laid_out(names, "attn.qkv", each) for each in tensors])
     return joined
@@ -117,8 +118,9 @@ def _qkv(names: Names, theirs: Mapping[str, dict[str, Tensor]], where: str) -> d
 def block_from_transformers(
     state: Mapping[str, Tensor], model_type: str, *, where: str, decoder: DecoderArchitecture
 ) -> dict[str, Tensor]:
-    """A block's tensors, by their names within it, under those here, with what no file has: how fast planes turn.
-    Raises BadInput for a tensor that has no place here.
+    """Return a block's tensors under our names within a block, with the frequencies of rotary planes.
+
+    `state` has them by their names within a block. Raises BadInput for a tensor that our block does not have.
     """
     names = _NAMES[model_type]
     ours = {theirs: path for path, theirs in names.parts.items()}
@@ -141,7 +143,10 @@ def block_from_transformers(
 def outside_from_transformers(
     state: Mapping[str, Tensor], model_type: str, *, tied: bool = False
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Tensors of no block under those names here, and names that have no place; a head that is `tied` has no own."""
+    """Return the tensors outside of blocks under our names, and the names that our model does not have.
+
+    The tensor of a head that is `tied` to the embeddings is left out.
+    """
     ours, mapped, foreign = _NAMES[model_type].ours_outside, dict[str, Tensor](), list[str]()
     for name, tensor in state.items():
         path, _, entry = name.rpartition(".")
@@ -156,7 +161,7 @@ def outside_from_transformers(
 def names_by_block(
     state: Iterable[str], model_type: str, *, where: str
 ) -> tuple[dict[str, str], dict[int, dict[str, str]]]:
-    """Names in a file by what they are called outside of all blocks, and by block within it."""
+    """Return a file's names by those without prefix: of tensors outside of blocks, and of each block's tensors."""
     names, outside, blocks = _NAMES[model_type], dict[str, str](), dict[int, dict[str, str]]()
     block = re.compile(re.escape(names.blocks) + r"(\d{1,4})\.(.+)")
     for name in state:
@@ -171,7 +176,7 @@ def names_by_block(
 
 
 def refuse_foreign(foreign: Iterable[str], model_type: str, *, where: str) -> None:
-    """Raise BadInput, naming the first one, where a tensor has no place here."""
+    """Raise BadInput, naming the first tensor, where there are tensors that our decoder does not have."""
     for name in sorted(foreign):
         raise BadInput(f"{where}: {name!r:.150} has no place in a {model_type} decoder: its blocks are of another kind")
 
@@ -179,7 +184,7 @@ def refuse_foreign(foreign: Iterable[str], model_type: str, *, where: str) -> No
 def state_from_transformers(
     state: Mapping[str, Tensor], model_type: str, *, where: str, decoder: DecoderArchitecture
 ) -> dict[str, Tensor]:
-    """A state dict under this model's names. Raises BadInput for a tensor that has no place here."""
+    """Return a state dict under our names. Raises BadInput for a tensor that our decoder does not have."""
     outside, blocks = names_by_block(state, model_type, where=where)
     own = {name: state[full] for name, full in outside.items()}
     mapped, foreign = outside_from_transformers(own, model_type, tied=decoder.tied)
@@ -207,8 +212,9 @@ def _block_to_transformers(
 def state_to_transformers(
     state: Mapping[str, Tensor], rows: tuple[int, int, int], layers: int, model_type: str
 ) -> dict[str, Tensor]:
-    """A state dict of a whole model under transformers' names; `rows` of each block's fused projection are q's, k's and
-    v's.
+    """Return a whole model's state dict under transformers' names.
+
+    `rows` are the numbers of rows of q, k and v in each block's fused projection.
     """
     names = _NAMES[model_type]
     theirs = {ours: name for name, ours in names.ours_outside.items()}

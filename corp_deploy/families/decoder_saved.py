@@ -1,8 +1,8 @@
-"""A reduced decoder as transformers' own class has it, where its configuration can say the widths.
+"""Reduced decoders in the format of transformers' own classes, where a configuration can say their widths.
 
-That is one MLP width for all layers, and of Llama and its like as many heads in as many groups in every layer, each as
-wide as it was. Narrower heads would load there and be wrong: how fast planes turn is made anew from the head's width.
-None of the encoders' classes reads a width of heads.
+A configuration can say one MLP width for all layers and, of Llama and models like it, one number of heads and of groups
+for all layers, with heads of the dense width. A model with narrower heads would load there and be wrong, since its
+class computes the frequencies of rotary planes from the head's width.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,9 +20,13 @@ from .decoder_config import architecture_from_transformers
 from .decoder_model import DecoderArchitecture
 from .decoder_names import hidden_entry, state_to_transformers
 from .family import sites_of
-from .hf_saved import refused
+from .hf_saved import WHERE, refusal
 
 _OF_HEADS = (".qk", ".v")
+
+
+_WITHOUT_HEADS = ("opt", "gpt2")
+"""Model types whose configurations have no width of heads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,23 +37,16 @@ class Saved:
     state: dict[str, Tensor]
 
 
-def _of_mlps(widths: Widths) -> dict[str, int]:
-    return {name: width for name, width in widths.items() if not name.endswith(_OF_HEADS)}
-
-
 def _refuse(reasons: Iterable[str]) -> None:
     if reason := next(filter(None, reasons), ""):
-        raise refused(reason)
+        raise refusal(reason)
 
 
-_WITHOUT_HEADS = ("opt", "gpt2")
-
-
-def _unsayable_heads(name: str, width: int, dense: DecoderArchitecture, kind: str) -> str:
-    """Of queries and keys, or values, of all heads; those that are left being as wide as they were."""
+def _refusal_of_heads(name: str, width: int, dense: DecoderArchitecture, kind: str) -> str:
+    """Return why a configuration can't say the width of all heads' queries and keys, or values; empty if it can."""
     every, is_qk = dense.groups * dense.head // (2 if dense.rope else 1), name.endswith(".qk")
     if (width != every) if is_qk else (width % dense.head):
-        rope_reason = "how fast positions turn them would be made anew from that width, and be wrong"
+        rope_reason = "the frequencies of rotary positions would be computed from that width, and be wrong"
         why = rope_reason if dense.rope else f"{kind} reads no width of them"
         return f"{name} has heads narrower than {dense.head}, and {why}"
     heads = width // dense.head * dense.heads // dense.groups
@@ -58,27 +55,30 @@ def _unsayable_heads(name: str, width: int, dense: DecoderArchitecture, kind: st
     return ""
 
 
-def _unlike(name: str, count: int, first: tuple[str, int], what: str) -> str:
+def _refusal_beside(name: str, count: int, first: tuple[str, int], what: str) -> str:
     if count != first[1]:
         return f"{name} has {count} {what} and {first[0]} {first[1]}, and a configuration has one number for all layers"
     return "" if count else f"{name} is a constant"
 
 
-def refuse_unsayable(config: Mapping[str, Any], widths: Widths) -> None:
+def refuse_unsayable_widths(config: Mapping[str, Any], widths: Widths) -> None:
     """Raise BadInput, naming the first site, for widths that the configuration of this dense decoder can't say."""
-    kind, dense = str(config["model_type"]), architecture_from_transformers(config, where="--save-as hf")
-    reasons = [_unsayable_heads(name, each, dense, kind) for name, each in widths.items() if name.endswith(_OF_HEADS)]
+    kind, dense = str(config["model_type"]), architecture_from_transformers(config, where=WHERE)
+    reasons = [_refusal_of_heads(name, each, dense, kind) for name, each in widths.items() if name.endswith(_OF_HEADS)]
     values = {name: width // dense.head for name, width in widths.items() if name.endswith(".v")}
-    for each, what in ((values, "heads with values of their own"), (_of_mlps(widths), "channels")):
-        reasons += [_unlike(name, count, next(iter(each.items())), what) for name, count in each.items()]
+    mlps = {name: width for name, width in widths.items() if not name.endswith(_OF_HEADS)}
+    for each, what in ((values, "heads with values of their own"), (mlps, "channels")):
+        reasons += [_refusal_beside(name, count, next(iter(each.items())), what) for name, count in each.items()]
     _refuse(reasons)
 
 
 def sayable_widths(config: Mapping[str, Any], sites: Sites, requested: Widths) -> Widths:
-    """Of a decoder with these sites, some of other widths, as `refuse_unsayable` has it: of queries and keys as if all
-    heads were there; of values that are narrower now those of one head. Of a constant 0.
+    """Return the widths of a decoder's sites as `refuse_unsayable_widths` reads them.
+
+    Widths of queries and keys are given as if all heads were there, widths of narrower values as those of one head, and
+    the width of a constant is 0. `requested` has other widths for some of the sites.
     """
-    dense = architecture_from_transformers(config, where="--save-as hf")
+    dense = architecture_from_transformers(config, where=WHERE)
     widths = {f"blocks.{at}.{part}": 0 for at in range(dense.layers) for part in ("mlp", "attn.v")}
     for site in sites.every:
         width = requested.get(site.name, site.width)
@@ -91,12 +91,14 @@ def sayable_widths(config: Mapping[str, Any], sites: Sites, requested: Widths) -
 
 
 def saved(decoder: nn.Module, config: Mapping[str, Any]) -> Saved:
-    """The decoder as its class has it; `config` is the dense one's. Raises BadInput, naming the site, for widths that a
-    configuration can't say, and for a bias that its class hasn't got.
+    """Return the decoder in transformers' format; `config` is the configuration of the dense decoder.
+
+    Raises BadInput, naming the site, for widths that a configuration can't say, and for a bias that its class does not
+    have.
     """
-    kind, dense = str(config["model_type"]), architecture_from_transformers(config, where="--save-as hf")
+    kind, dense = str(config["model_type"]), architecture_from_transformers(config, where=WHERE)
     widths = sayable_widths(config, sites_of(decoder), {})
-    refuse_unsayable(config, widths)
+    refuse_unsayable_widths(config, widths)
     state = {name: tensor.detach().cpu() for name, tensor in decoder.state_dict().items()}
     has = {"attn.proj.bias": dense.proj_bias, "mlp.fc2.bias": dense.mlp_bias, "mlp.down.bias": dense.mlp_bias}
     added = (name for name in state if not has.get(name.split(".", 2)[-1], True))
@@ -110,5 +112,5 @@ def saved(decoder: nn.Module, config: Mapping[str, Any]) -> Saved:
     tensors = state_to_transformers(state, rows, dense.layers, kind)
     return Saved(
         config={**own, "dtype": "float32", **changes},
-        state={name: tensor.clone().contiguous() for name, tensor in tensors.items()},  # which share no memory
+        state={name: tensor.clone().contiguous() for name, tensor in tensors.items()},  # files can't share memory
     )

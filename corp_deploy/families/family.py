@@ -37,11 +37,12 @@ from .traced_model import steps_to_outputs as steps_to_outputs
 Spec = TypeVar("Spec", ImageSpec, TextSpec, ArraySpec)
 
 
-def _of_library(architecture: Architecture) -> nn.Module:
-    """A model of transformers or of torchvision. Raises BadInput for any other name."""
-    for library in (hf_encoders, torchvision_models):
-        if architecture.name.startswith(library.PREFIX):
-            return library.build(architecture)
+def _build_from_library(architecture: Architecture) -> nn.Module:
+    """Build a model of transformers or of torchvision. Raises BadInput for any other name."""
+    if architecture.name.startswith(hf_encoders.PREFIX):
+        return hf_encoders.build_encoder(architecture)
+    if architecture.name.startswith(torchvision_models.PREFIX):
+        return torchvision_models.build_classifier(architecture)
     raise BadInput(
         f"family {architecture.family}: {architecture.name:.100} is built by no family of this name; write the model "
         "again"
@@ -49,13 +50,13 @@ def _of_library(architecture: Architecture) -> nn.Module:
 
 
 _BUILDERS: dict[str, Callable[[Architecture], nn.Module]] = {
-    timm_library.NAME: timm_library.build,
-    FAMILY: given_module.build,
-    decoder.NAME: decoder.build,
+    timm_library.NAME: timm_library.build_timm_model,
+    FAMILY: given_module.build_from_code,
+    decoder.NAME: decoder.build_decoder,
     given_module.NAME: given_module.build_in_memory,
-    hf_encoders.FAMILY: _of_library,
+    hf_encoders.FAMILY: _build_from_library,
 }
-"""By the name that config.json has of the family: what builds models that are traced."""
+"""The function that builds a family's dense models, by the family's name in config.json."""
 
 
 def builds_installed_code(architecture: Architecture) -> bool:
@@ -79,7 +80,7 @@ def input_ports(model: nn.Module) -> tuple[Port, ...]:
     return traced_model.input_spec(model).ports
 
 
-def outputs_of(model: nn.Module) -> NamedOutputs | None:
+def named_outputs_of(model: nn.Module) -> NamedOutputs | None:
     """The names of a model's outputs, None for one that gives its own."""
     return traced_model.facts_of(model).named
 
@@ -88,7 +89,7 @@ def gives_patches(model: nn.Module) -> bool:
     """Whether the last stream's patch tokens are what a model is for, as of one without classifier; which tokens
     outputs by name read its program tells.
     """
-    return outputs_of(model) is None and traced_model.classes(model) == 0
+    return named_outputs_of(model) is None and traced_model.classes(model) == 0
 
 
 def with_outputs(model: nn.Module, outputs: NamedOutputs | None) -> nn.Module:

@@ -117,14 +117,14 @@ def _with_notes(model: TracedModule, notes: tuple[str, ...]) -> TracedModule:
     return model
 
 
-def architecture_of(code: Code, arguments: Mapping[str, Any], preprocessing: Preprocessing) -> Architecture:
+def architecture_of_code(code: Code, arguments: Mapping[str, Any], preprocessing: Preprocessing) -> Architecture:
     """What config.json keeps: the source itself, so that a directory needs no other file."""
     kwargs = {"source": code.source, "arguments": dict(arguments)}
     name = f"{code.file}:{code.function}"
     return Architecture(name=name, kwargs=kwargs, preprocessing=preprocessing, family=FAMILY)
 
 
-def build(architecture: Architecture) -> nn.Module:
+def build_from_code(architecture: Architecture) -> nn.Module:
     """What the code makes, on the CPU whatever torch's default device is, since it may look at values: a module
     with named sites or any other. Raises BadInput where code isn't trusted, and for what is no module.
     """

@@ -1,8 +1,7 @@
-"""Self-attention of text encoders and decoders in plain torch, one layer for queries, keys and values, and rotary
-positions of a sequence (RoFormer, arXiv 2104.09864): token n is at place n, whatever the length.
+"""Causal self-attention of decoders with a fused qkv projection, and rotary positions (RoFormer, arXiv 2104.09864).
 
-Plane p of P is the dimensions p and p + P of a head, whichever way a library orders them. Frequencies are those of the
-dense head, whichever planes of it are left: they are never made anew from a width.
+Plane p of P consists of the dimensions p and p + P of a head, in whatever order a library has them. A reduced head has
+the frequencies of the planes that it keeps; they are never computed from its width.
 
 Legend: B texts, N tokens, C channels, H heads, or 1 for all, G groups of heads, D width of a head, P planes of it.
 """
@@ -17,14 +16,14 @@ from msgspec import Meta
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from corp_deploy.traced.models.token_merging import HIDDEN, key_bias
-
 Factor = Annotated[float, Meta(gt=0.0, le=1e6)]
 
 
 class Rope(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How fast planes turn: theta^(-p/P) radians a place, `linear` all slower by `factor`, `llama3` the slow ones alone
-    (Llama 3.1): those of wavelengths above `original` / `low`, and in part those down to `original` / `high`.
+    """The frequencies of rotary planes: theta^(-p/P) radians a position.
+
+    Scaling `linear` divides all of them by `factor`. Scaling `llama3` (Llama 3.1) divides those of wavelengths above
+    `original` / `low`, and to a part those of wavelengths down to `original` / `high`.
     """
 
     theta: Annotated[float, Meta(gt=1.0, le=1e12)] = 10_000.0
@@ -39,7 +38,7 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             raise ValueError(f"rope: high {self.high:g} is not above low {self.low:g}")
 
     def frequencies(self, planes: int) -> Tensor:
-        """Radians a place [P], float32, computed as transformers does."""
+        """Return the radians a position [P], float32, computed as transformers does."""
         exponents_P = torch.arange(0, 2 * planes, 2, dtype=torch.int64).float() / (2 * planes)
         own_P = 1.0 / (self.theta**exponents_P)
         if self.scaling == "default":
@@ -55,13 +54,13 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 def apply_rotary(x_BHND: Tensor, sin_HNP: Tensor, cos_HNP: Tensor) -> Tensor:
-    """Every plane turned by its token's angle: [B,H,N,2P]."""
+    """Return every plane, rotated by its token's angle: [B,H,N,2P]."""
     one, other = x_BHND.chunk(2, dim=-1)
     return torch.cat((one * cos_HNP - other * sin_HNP, other * cos_HNP + one * sin_HNP), dim=-1)
 
 
 class SequenceRotary(nn.Module):
-    """Turns queries and keys of any sequence by frequencies [H,P] of planes, one row for all heads or each its own."""
+    """Rotary positions of queries and keys, with frequencies [H,P] of planes: one row for all heads or one for each."""
 
     freqs_HP: Tensor
 
@@ -70,14 +69,14 @@ class SequenceRotary(nn.Module):
         self.register_buffer("freqs_HP", freqs_HP)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "SequenceRotary":
-        """Frequencies stay float32 where a model becomes another type: half a place off in 2,048 is another place."""
+        """Keep frequencies in float32 where the model is cast, since half types are off by a position at 2,048."""
         exact_HP = self.freqs_HP
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.freqs_HP = exact_HP.to(self.freqs_HP.device)
         return self
 
     def tables(self, tokens: int) -> tuple[Tensor, Tensor]:
-        """Sines and cosines of sequences of this length [H,N,P]."""
+        """Return the sines and cosines [H,N,P] of a sequence with this number of tokens."""
         place_N1 = torch.arange(tokens, dtype=torch.float32, device=self.freqs_HP.device).unsqueeze(1)
         angle_HNP = place_N1 * self.freqs_HP.unsqueeze(1)
         return angle_HNP.sin(), angle_HNP.cos()
@@ -87,18 +86,18 @@ class SequenceRotary(nn.Module):
         return apply_rotary(q, sin_HNP, cos_HNP), apply_rotary(k, sin_HNP, cos_HNP)
 
 
-def shared_by_heads(x: Tensor, heads: int) -> Tensor:
-    """Keys or values of groups [B,G,N,D], each for all heads of its group in turn."""
+def repeat_groups(x: Tensor, heads: int) -> Tensor:
+    """Return keys or values of groups [B,G,N,D], repeated for every head of their group: [B,H,N,D]."""
     groups = x.shape[-3]
     return x if groups == heads else x.repeat_interleave(heads // groups, dim=-3)
 
 
 class HeadAttention(nn.Module):
-    """Multi-head self-attention [B,N,C] -> [B,N,C] with an explicit softmax scale; heads are `head` wide.
+    """Causal multi-head self-attention [B,N,C] -> [B,N,C] with an explicit softmax scale; heads are `head` wide.
 
-    Of grouped queries (arXiv 2305.13245) `groups` of heads in turn share keys and values, so that `qkv` has rows
-    q (heads * head), k and v (groups * head each). `rotary` turns queries and keys by where tokens are. `causal`: a
-    token sees itself and those before it.
+    With grouped queries (arXiv 2305.13245) consecutive heads of each of the `groups` share keys and values, so that
+    `qkv` has rows of q (heads * head), k and v (groups * head each). `rotary` rotates queries and keys by their
+    positions.
     """
 
     rotary: SequenceRotary | None
@@ -109,46 +108,30 @@ class HeadAttention(nn.Module):
         dim: int,
         heads: int,
         head: int,
+        groups: int,
         qkv_bias: bool,
         proj_bias: bool,
-        q_norm: nn.Module | None = None,
-        k_norm: nn.Module | None = None,
-        rotary: SequenceRotary | None = None,
-        groups: int | None = None,
-        causal: bool = False,
+        q_norm: nn.Module,
+        k_norm: nn.Module,
+        rotary: SequenceRotary | None,
     ) -> None:
         super().__init__()
-        self.heads, self.head, self.groups, self.causal = heads, head, groups or heads, causal
-        if heads % self.groups:
-            raise ValueError(f"attention widths: {heads} heads are no multiple of {groups} groups")
+        self.heads, self.head, self.groups = heads, head, groups
         self.scale = head**-0.5
         self.qkv = nn.Linear(dim, sum(self.rows), bias=qkv_bias)
-        self.q_norm = q_norm if q_norm is not None else nn.Identity()
-        self.k_norm = k_norm if k_norm is not None else nn.Identity()
-        self.rotary = rotary
+        self.q_norm, self.k_norm, self.rotary = q_norm, k_norm, rotary
         self.proj = nn.Linear(heads * head, dim, bias=proj_bias)
 
     @property
     def rows(self) -> tuple[int, int, int]:
-        """How many rows of `qkv` give queries, keys and values."""
+        """The numbers of rows of `qkv` that compute queries, keys and values."""
         return self.heads * self.head, self.groups * self.head, self.groups * self.head
 
-    def _heads(self, x_BNC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [B,H,N,D] of the input."""
-        apart = zip(self.qkv(x_BNC).split(self.rows, -1), (self.heads, self.groups, self.groups), strict=True)
-        q, k, v = (rows.unflatten(-1, (count, -1)).transpose(-3, -2) for rows, count in apart)
-        q, k, v = self.q_norm(q), shared_by_heads(self.k_norm(k), self.heads), shared_by_heads(v, self.heads)
+    def forward(self, x_BNC: Tensor) -> Tensor:
+        projected = zip(self.qkv(x_BNC).split(self.rows, -1), (self.heads, self.groups, self.groups), strict=True)
+        q, k, v = (rows.unflatten(-1, (count, -1)).transpose(-3, -2) for rows, count in projected)
+        q, k, v = self.q_norm(q), repeat_groups(self.k_norm(k), self.heads), repeat_groups(v, self.heads)
         if self.rotary is not None:
             q, k = self.rotary(q, k)
-        return q, k, v
-
-    def forward(self, x: Tensor, weights_BN: Tensor | None = None) -> Tensor:
-        """x [B,N,C] -> [B,N,C]; a token of weight 0, of any type, is seen by none, one of weight n as n tokens."""
-        q, k, v = self._heads(x)
-        bias_BHNN = None if weights_BN is None else key_bias(weights_BN, q.dtype)
-        alone = self.causal and bias_BHNN is None
-        if self.causal and bias_BHNN is not None:
-            place_N = torch.arange(q.shape[-2], device=q.device)
-            bias_BHNN = bias_BHNN + (place_N[:, None] < place_N).to(q.dtype) * HIDDEN
-        z = F.scaled_dot_product_attention(q, k, v, attn_mask=bias_BHNN, is_causal=alone, scale=self.scale)
+        z = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
         return self.proj(z.transpose(-3, -2).flatten(-2))

@@ -58,7 +58,7 @@ def is_theirs(model: nn.Module) -> bool:
     return type(model).__module__.startswith("transformers.")
 
 
-def write(model: nn.Module, directory: Path) -> None:
+def save_pretrained(model: nn.Module, directory: Path) -> None:
     """Save a model as transformers does, its weights in one file."""
     with quiet():
         model.save_pretrained(directory, max_shard_size="10TB")  # type: ignore[operator]
@@ -178,7 +178,7 @@ def read(
     return found
 
 
-def built(kind: Any, values: Mapping[str, Any], left_out: Mapping[str, bool], *, where: str) -> nn.Module:
+def build_class(kind: Any, values: Mapping[str, Any], left_out: Mapping[str, bool], *, where: str) -> nn.Module:
     """Return a model with its initial weights. Raises BadInput where transformers can't build it."""
     config = config_from(values, where=where)
     try:

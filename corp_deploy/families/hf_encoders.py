@@ -18,9 +18,9 @@ from corp_deploy.traced.models.module import refuse_larger, traced_module
 from ground.errors import BadInput
 from ground.ports import Port
 
-from .hf_classes import IMAGES, TEXT, base_of, built, class_of, longest, read
+from .hf_classes import IMAGES, TEXT, base_of, build_class, class_of, longest, read
 from .hf_images import Sides, both
-from .hf_outputs import Answer, Called, Pooling, answering, chosen, pooled
+from .hf_outputs import Answer, CalledClass, Pooling, answering_class, chosen, pooled
 from .module_facts import PREPARED, facts_with
 from .timm_images import BY_CHANNEL, ImageSpec
 from .tokenizer import TextSpec, Tokenization
@@ -60,7 +60,7 @@ class Arguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return None if self.output is None else chosen(self.output)
 
 
-def arguments_of(kwargs: Mapping[str, Any], *, where: str) -> Arguments:
+def parse_arguments(kwargs: Mapping[str, Any], *, where: str) -> Arguments:
     """Raise BadInput, naming the entry, for what is none."""
     try:
         return msgspec.convert(dict(kwargs), Arguments)
@@ -68,7 +68,7 @@ def arguments_of(kwargs: Mapping[str, Any], *, where: str) -> Arguments:
         raise BadInput(f"{where}: {str(error)[:200]}; write the model again") from None
 
 
-def architecture_of(arguments: Arguments, preprocessing: Preprocessing, *, where: str) -> Architecture:
+def architecture_of_encoder(arguments: Arguments, preprocessing: Preprocessing, *, where: str) -> Architecture:
     """Return what config.json of a model directory keeps. Raises BadInput for what its library can't build."""
     name = class_of(arguments.config, where=where).__name__
     kwargs = {"config": arguments.config}
@@ -78,13 +78,13 @@ def architecture_of(arguments: Arguments, preprocessing: Preprocessing, *, where
     return Architecture(name=PREFIX + name, kwargs=kwargs, preprocessing=preprocessing, family=FAMILY)
 
 
-def build(architecture: Architecture) -> nn.Module:
+def build_encoder(architecture: Architecture) -> nn.Module:
     """Return the traced model with its initial weights, on the CPU whatever torch's default device is, as its code
     holds numbers that are no weights. Raises BadInput where transformers can't build it or it can't be traced, and for
     more parameters than are built.
     """
     where = architecture.name
-    arguments = arguments_of(architecture.kwargs, where=where)
+    arguments = parse_arguments(architecture.kwargs, where=where)
     refuse_larger(lambda: plain_model(arguments, where=where), where)
     with torch.device("cpu"):
         model = plain_model(arguments, where=where).eval()
@@ -103,7 +103,9 @@ def plain_model(arguments: Arguments, *, where: str) -> nn.Module:
     kind, config = class_of(arguments.config, where=where), arguments.config
     resized = arguments.img_size is not None and both(arguments.img_size) != _own_sides(config)
     more = {_INTERPOLATES: True} if resized and _INTERPOLATES in signature(kind.forward).parameters else {}
-    return built(answering(Called(kind, arguments.answer, more)), config, arguments.left_out, where=where)
+    return build_class(
+        answering_class(CalledClass(kind, arguments.answer, more)), config, arguments.left_out, where=where
+    )
 
 
 def _own_sides(config: Mapping[str, Any]) -> tuple[int, ...] | None:
@@ -152,4 +154,4 @@ def _spec(model: nn.Module, arguments: Arguments, preprocessing: Preprocessing) 
 def most_tokens(config: Mapping[str, Any], *, where: str) -> int:
     """Return the most tokens of a text that a configuration has places for."""
     with torch.device("meta"):
-        return longest(built(base_of(config, where=where), config, {}, where=where))
+        return longest(build_class(base_of(config, where=where), config, {}, where=where))

@@ -65,7 +65,7 @@ def pooled(pooling: Pooling, normalize: bool) -> Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Called:
+class CalledClass:
     """A class of transformers, the extra arguments `more` of its forward, and the answer taken from its outputs."""
 
     kind: Any
@@ -82,7 +82,7 @@ class Called:
         return outputs if self.answer is None else self.answer(outputs, inputs)
 
 
-def answering(called: Called) -> Any:
+def answering_class(called: CalledClass) -> Any:
     """Return a class that is called so."""
     kind = called.kind
     if called.answer is None and not called.more:
@@ -91,6 +91,6 @@ def answering(called: Called) -> Any:
     return type(kind.__name__, (kind,), {**members, "__module__": kind.__module__})
 
 
-def called_of(plain: type[nn.Module]) -> Called:
-    """Return how a class that may come of `answering` is called."""
-    return vars(plain).get(CALLED) or Called(plain, None, {})
+def called_of(plain: type[nn.Module]) -> CalledClass:
+    """Return how a class that may come of `answering_class` is called."""
+    return vars(plain).get(CALLED) or CalledClass(plain, None, {})

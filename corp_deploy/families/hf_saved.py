@@ -22,7 +22,7 @@ from corp_deploy.traced.programs.readers import vocabulary_sizes
 from ground.errors import BadInput
 
 from .family import sites_of
-from .hf_classes import built, class_of, config_from, library
+from .hf_classes import build_class, class_of, config_from, library
 from .hf_encoders import Arguments, plain_model
 
 INSTEAD = "corp_deploy.load reads the directory that is written without --save-as, and its ONNX graph runs anywhere"
@@ -32,8 +32,8 @@ _RATIO, _HEAD = "mlp_ratio", "head_dim"
 _INPUTS, _MOST_APART = 2, 1e-3
 
 
-def refused(reason: str) -> BadInput:
-    """Return the refusal of a model that transformers can't be told of."""
+def refusal(reason: str) -> BadInput:
+    """Return the error that a model can't be saved for transformers."""
     return BadInput(f"{WHERE}: {reason}; {INSTEAD}")
 
 
@@ -87,7 +87,7 @@ def _unlike(
     return next((name for name in own if name.endswith(".bias") and name not in shapes), "")
 
 
-def changes_of(model: nn.Module, arguments: Arguments, unread: Mapping[str, Tensor]) -> dict[str, Any]:
+def find_config_changes(model: nn.Module, arguments: Arguments, unread: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return the changes of its dense configuration that say the widths of a reduced model; `unread` has the dense
     model's tensors. Raises BadInput, naming the site, for widths that a configuration can't say.
     """
@@ -97,13 +97,13 @@ def changes_of(model: nn.Module, arguments: Arguments, unread: Mapping[str, Tens
     state = {**unread, **own}
     added = any(name.endswith(".bias") and name not in dense for name in own)
     if reason := next(_reasons(model, values, str(arguments.config.get("model_type"))), ""):
-        raise refused(reason)
+        raise refusal(reason)
     name = ""
     for changes in _options(model, values, added):
         shapes = _shapes(replace(arguments, config={**arguments.config, **changes}))
         if not (name := _unlike(shapes, state, own, dense)):
             return changes
-    raise refused(_last_reason(model, arguments, name, in_class=name in state))
+    raise refusal(_last_reason(model, arguments, name, in_class=name in state))
 
 
 def _reasons(model: nn.Module, values: Mapping[str, Any], kind: str) -> Iterator[str]:
@@ -174,7 +174,7 @@ def as_theirs(
         BadInput: naming the site, for widths that a configuration can't say, and for a class that scales or reads them
             otherwise.
     """
-    changes = changes_of(model, arguments, unread)
+    changes = find_config_changes(model, arguments, unread)
     changed = replace(arguments, config={**arguments.config, **changes})
     with torch.device("cpu"):
         theirs = plain_model(changed, where=WHERE).eval()
@@ -185,7 +185,7 @@ def as_theirs(
     if whole is None:
         return _plain(theirs, changed)
     with torch.device("cpu"):
-        outer = built(getattr(library(), whole), changed.config, {}, where=WHERE).eval()
+        outer = build_class(getattr(library(), whole), changed.config, {}, where=WHERE).eval()
     at = f"{outer.base_model_prefix}."
     outer.load_state_dict(
         {**{at + name: each for name, each in own.items()}, **_heads(outer, at, unread)}, strict=False
@@ -208,7 +208,7 @@ def _heads(outer: nn.Module, at: str, unread: Mapping[str, Tensor]) -> dict[str,
     named = dict(outer.named_parameters(remove_duplicate=False))
     at_hand = {id(each) for name, each in named.items() if name.startswith(at) or name in unread}
     if lost := [name for name, each in named.items() if id(each) not in at_hand]:
-        raise refused(
+        raise refusal(
             f"the class has {lost[0]} too, which is only in the transformers directory that the model was read from; "
             "give --model hf:DIR for that one"
         )
@@ -242,4 +242,4 @@ def _require_same(model: nn.Module, theirs: nn.Module) -> None:
     apart = float((first - ours).norm() / ours.norm())
     if not apart <= _MOST_APART:
         name = type(theirs).__name__
-        raise refused(f"{name} of transformers gives other outputs of these widths (relative error {apart:.2g})")
+        raise refusal(f"{name} of transformers gives other outputs of these widths (relative error {apart:.2g})")

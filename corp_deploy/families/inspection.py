@@ -26,7 +26,7 @@ from corp_deploy.traced.models.token_merging import TokenMerge, find_merges, tok
 
 from . import traced_model
 from .counting import counted
-from .family import output_ports, outputs_of
+from .family import named_outputs_of, output_ports
 
 ELSEWHERE = "all else"
 ROUNDED = 1e-3
@@ -174,7 +174,7 @@ def inspection_of_model(model: nn.Module) -> dict[str, Any]:
         "sites": sites,
         "fixed": fixed,
         "stays": stays_of(model),
-        **({} if outputs_of(model) is None else {"outputs": outputs}),
+        **({} if named_outputs_of(model) is None else {"outputs": outputs}),
         **({} if merging is None else {"merging": merging.as_json() | {"sentences": list(merging.sentences())}}),
     }
 

@@ -81,7 +81,7 @@ def facts_of_images(
         raise BadInput(f"{type(model).__name__}: its forward takes {', '.join(needed)}; {WRITE}")
     shape = shape or _shape_of_images(model)
     is_timms = type(model).__module__.startswith("timm.")
-    config = timm_library.image_spec(model, shape[1:]).config if is_timms else PREPARED
+    config = timm_library.configured_image_spec(model, shape[1:]).config if is_timms else PREPARED
     prepared = {**config, **preprocessing.spread(shape[0]).settings}
     return facts_with(model, ImageSpec(shape=shape, config={**prepared, "input_size": shape}), needed, role)
 

@@ -16,7 +16,7 @@ from corp_deploy.spec.architecture import Architecture
 from corp_deploy.traced.models.module import TracedModule, Tracing, traced_state, tracing
 
 from . import timm_library
-from .family import builds_installed_code, outputs_of
+from .family import builds_installed_code, named_outputs_of
 
 MOST_PROGRAMS = 4
 """The number of programs that a process keeps, those used last."""
@@ -40,7 +40,7 @@ def _key(model: TracedModule, architecture: Architecture) -> _Key | None:
         text = json.dumps(asdict(architecture), sort_keys=True)
     except TypeError:  # code among the arguments
         return None
-    named = outputs_of(model)
+    named = named_outputs_of(model)
     settings = (torch.get_default_dtype(), *timm_library.settings())
     return _Key(architecture=text, outputs=None if named is None else named.names, settings=settings, model=model)
 

@@ -69,7 +69,7 @@ def _spelled(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return spelled
 
 
-def built(name: str, kwargs: Mapping[str, Any]) -> nn.Module:
+def build_from_arguments(name: str, kwargs: Mapping[str, Any]) -> nn.Module:
     """The model on torch's default device with its initial weights. Any error is one of the arguments."""
     head, spelled = kwargs.get("head"), _spelled(kwargs)
     if head not in (None, *HEADS):

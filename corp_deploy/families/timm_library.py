@@ -26,7 +26,7 @@ from ground.ports import LOGITS, OutputPort
 from ground.quantity import quoted
 from ground.records import record_from_value
 
-from .timm_arguments import built, refuse_unbounded
+from .timm_arguments import build_from_arguments, refuse_unbounded
 from .timm_images import BY_CHANNEL, ImageSpec
 from .timm_names import look_alikes, refuse_reserved, require_local_name
 
@@ -57,7 +57,7 @@ def pretrained_tag(model: nn.Module) -> str:
     return str(_config(model).get("tag") or "")
 
 
-def classes(model: nn.Module) -> int:
+def class_count(model: nn.Module) -> int:
     """How many classes the model tells apart; 0 for one that has no classifier."""
     count: Any = model.num_classes
     return int(count)
@@ -81,7 +81,7 @@ def made_size(model: nn.Module) -> tuple[int, int]:
     return configured_size(model) if size is None else (int(size[0]), int(size[1]))
 
 
-def image_spec(model: nn.Module, size: tuple[int, int]) -> ImageSpec:
+def configured_image_spec(model: nn.Module, size: tuple[int, int]) -> ImageSpec:
     """Images of this height and width, the rest of the preprocessing from timm's data config of the model."""
     shape = (channels(model), *size)
     config = dict(timm.data.resolve_model_data_config(model))
@@ -91,10 +91,10 @@ def image_spec(model: nn.Module, size: tuple[int, int]) -> ImageSpec:
 
 def input_and_classes(model: nn.Module, size: tuple[int, int]) -> dict[str, Any]:
     """The arguments that a name's tag or timm's defaults decided, spelled out: classes, image size and channels."""
-    arguments = {"num_classes": classes(model), "img_size": list(size)}
+    arguments = {"num_classes": class_count(model), "img_size": list(size)}
     if channels(model) != 3:
         return arguments | {"in_chans": channels(model)}
-    config = image_spec(model, size).config
+    config = configured_image_spec(model, size).config
     # In place of those of other channels the name's own, of three colours, would be taken.
     others = {name: list(config[name]) for name in BY_CHANNEL if len(config[name]) != 3}
     return arguments | ({"pretrained_cfg_overlay": others} if others else {})
@@ -105,7 +105,7 @@ def _classifiers(model: nn.Module) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(names)
 
 
-def adapted_state(model: nn.Module, library: str, state: State) -> dict[str, Tensor]:
+def filter_state(model: nn.Module, library: str, state: State) -> dict[str, Tensor]:
     """A state dict brought to a model whose class is of this module of timm's, by the filter that stands there, if any:
     older and other projects' names are mapped, and what is of another size resampled as timm does for it.
     """
@@ -127,14 +127,14 @@ def _classifier_of(model: nn.Module, state: State) -> Tensor | None:
     return next((each for each in named if each.ndim in (2, 4)), None)
 
 
-def classes_of_weights(model: nn.Module, library: str, state: State) -> int | None:
+def count_classes(model: nn.Module, library: str, state: State) -> int | None:
     """Return how many classes a state dict's classifier tells apart, by today's name for it or by an older one that
     the filter in this module of timm's knows; None where it has none.
     """
     weight = _classifier_of(model, state)
     if weight is None:
         try:
-            weight = _classifier_of(model, adapted_state(model, library, state))
+            weight = _classifier_of(model, filter_state(model, library, state))
         except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError, AssertionError):
             return None  # which is told where the weights are fitted
     return None if weight is None else len(weight)
@@ -155,7 +155,7 @@ def arguments_shown(model: nn.Module, state: State) -> dict[str, Any]:
 def unused(model: nn.Module) -> tuple[str, ...]:
     """Prefixes of the weights of a classifier or of a pooling by attention, for a model that was built without."""
     pool = () if "attn_pool" in dict(model.named_children()) else ("attn_pool.",)
-    return pool if classes(model) else (*(f"{name}." for name in _classifiers(model)), *pool)
+    return pool if class_count(model) else (*(f"{name}." for name in _classifiers(model)), *pool)
 
 
 def set_preprocessing_(model: nn.Module, preprocessing: Preprocessing) -> None:
@@ -171,28 +171,28 @@ def set_size_(model: nn.Module, size: Any) -> None:
     model.pretrained_cfg = config
 
 
-def output_ports(model: nn.Module) -> tuple[OutputPort, ...]:
+def timm_output_ports(model: nn.Module) -> tuple[OutputPort, ...]:
     """Logits, or the pooled features of a model that has no classifier; of every token where nothing is pooled."""
     if getattr(model, "global_pool", None) == "":
-        return (OutputPort(name=LOGITS.name, role="token logits" if classes(model) else "feature map"),)
-    return (LOGITS if classes(model) else OutputPort(name=LOGITS.name, role="embedding"),)
+        return (OutputPort(name=LOGITS.name, role="token logits" if class_count(model) else "feature map"),)
+    return (LOGITS if class_count(model) else OutputPort(name=LOGITS.name, role="embedding"),)
 
 
 def facts(model: nn.Module) -> Facts:
     """As timm's configuration of the model says."""
-    spec = image_spec(model, configured_size(model))
-    return Facts(spec=spec, outputs=output_ports(model), classes=classes(model))
+    spec = configured_image_spec(model, configured_size(model))
+    return Facts(spec=spec, outputs=timm_output_ports(model), classes=class_count(model))
 
 
 def _created(name: str, arguments: dict[str, Any]) -> nn.Module:
     """timm's model; an image size that is no argument of a model that takes any is that of its configuration."""
     try:
-        model = built(name, arguments)
+        model = build_from_arguments(name, arguments)
     except TypeError as error:
         if "img_size" not in arguments or "argument 'img_size'" not in str(error):
             raise
         size = arguments.pop("img_size")
-        model = built(name, arguments)
+        model = build_from_arguments(name, arguments)
         if size is not None:
             set_size_(model, size)
     return model
@@ -257,7 +257,7 @@ def _size(architecture: Architecture) -> int:
     return count if key is None else _sizes.setdefault(key, count)
 
 
-def build(architecture: Architecture) -> nn.Module:
+def build_timm_model(architecture: Architecture) -> nn.Module:
     """Any of timm's models with its initial weights, in eval mode: what it is decides its family. Raises BadInput for
     an unknown name or arguments, and for more parameters than are built.
     """

@@ -125,9 +125,9 @@ def with_named_maps(model: TracedModule, outputs: NamedOutputs) -> TracedModule:
     )
     plain = kind.__new__(kind)
     plain.__dict__ |= copy.deepcopy({key: value for key, value in vars(model).items() if key != "known_to_corp_deploy"})
-    (own,) = timm_library.output_ports(model)
+    (own,) = timm_library.timm_output_ports(model)
     ports = [OutputPort(name=each.name, role=own.role) if each.part is None else each.port for each in outputs.every]
-    own_classes = timm_library.classes(model) if "logits" in outputs.names else 0
+    own_classes = timm_library.class_count(model) if "logits" in outputs.names else 0
     facts = replace(timm_library.facts(model), outputs=tuple(ports), classes=own_classes, named=outputs)
     return traced_module(plain, facts)
 
@@ -171,7 +171,7 @@ def _layers(model: nn.Module) -> _Layers:
         kinds=(*kinds, *["register"] * (count - len(kinds))),
         is_in_front=tuple(each.front_BFC is not None for each in streams),
         normed=end.map_BCHW.shape[1] if is_normed else 0,
-        classes=timm_library.classes(model),
+        classes=timm_library.class_count(model),
     )
 
 

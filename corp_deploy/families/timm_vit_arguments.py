@@ -149,8 +149,8 @@ def _fits(name: str, arguments: Mapping[str, Any], state: State) -> bool:
     """Return whether a model of these arguments has the names and shapes of a state dict, as timm adapts it."""
     try:
         with torch.device("meta"):
-            built = timm_library.build(Architecture(name=name, kwargs=arguments))
-        adapted = timm_library.adapted_state(built, type(built).__module__, state)
+            built = timm_library.build_timm_model(Architecture(name=name, kwargs=arguments))
+        adapted = timm_library.filter_state(built, type(built).__module__, state)
     except (BadInput, RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError, AssertionError):
         return False
     unused = (*timm_library.unused(built), *_TRAINING)

@@ -46,7 +46,7 @@ def require_classifier(text: str) -> tuple[str, Any]:
     return name, entries[weights] if weights else next(iter(entries))
 
 
-def architecture_of(
+def architecture_of_classifier(
     text: str, kwargs: Mapping[str, Any], preprocessing: Preprocessing, state: State | None = None
 ) -> Architecture:
     """As config.json keeps it: images of the size and the preparation of torchvision's own weights where none are said,
@@ -92,7 +92,7 @@ def architecture_of(
     )
 
 
-def names_of(model: nn.Module) -> list[str]:
+def possible_names(model: nn.Module) -> list[str]:
     """Of torchvision's classifiers those that a module's class may be made by, as `torchvision:NAME`; none of another
     library's.
     """
@@ -103,7 +103,7 @@ def names_of(model: nn.Module) -> list[str]:
     return [PREFIX + each.__name__ for each in every if each.__module__ == home]
 
 
-def build(architecture: Architecture) -> nn.Module:
+def build_classifier(architecture: Architecture) -> nn.Module:
     """The model with its initial weights, on torch's default device. Raises BadInput where torchvision can't build it
     or it takes images of another size, and for more parameters than are built.
     """

@@ -291,9 +291,9 @@ def load_extra_files_(model: nn.Module, directory: Path) -> None:
 
 def adapted_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A state dict brought to this model by the filter that stands beside its class in timm, where one does."""
-    return timm_library.adapted_state(model, traced_state(model).plain.__module__, state)
+    return timm_library.filter_state(model, traced_state(model).plain.__module__, state)
 
 
 def classes_of_weights(model: nn.Module, state: Mapping[str, Tensor]) -> int | None:
     """Return the number of classes in a state dict of this timm model; None where it has no classifier."""
-    return timm_library.classes_of_weights(model, traced_state(model).plain.__module__, state)
+    return timm_library.count_classes(model, traced_state(model).plain.__module__, state)

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from corp_deploy.families import traced_model
-from corp_deploy.families.family import dense_model, outputs_of, with_outputs
+from corp_deploy.families.family import dense_model, named_outputs_of, with_outputs
 from corp_deploy.families.shared_programs import share_program_
 from corp_deploy.spec.architecture import Architecture, Preprocessing
 from corp_deploy.traced.models.module import TracedModule, replace_submodules
@@ -130,7 +130,7 @@ def _config_of(checkpoint: Checkpoint, weights: Path) -> dict[str, Any]:
     model, architecture = checkpoint.model, checkpoint.architecture
     assert isinstance(model, TracedModule), type(model)
     built = {"name": architecture.name, "kwargs": dict(architecture.kwargs)}
-    spec, merging, outputs = traced_model.input_spec(model), traced_model.merging_of(model), outputs_of(model)
+    spec, merging, outputs = traced_model.input_spec(model), traced_model.merging_of(model), named_outputs_of(model)
     entries = {
         "kind": KIND,
         "version": 1,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from corp_deploy.families import decoder
 from corp_deploy.families.decoder import DecoderArguments
-from corp_deploy.families.decoder_model import DecoderArchitecture, DecoderBlock, TextDecoder, WordsAndPlaces
+from corp_deploy.families.decoder_model import DecoderArchitecture, DecoderBlock, Embeddings, TextDecoder
 from corp_deploy.families.decoder_names import (
     block_from_transformers,
     names_by_block,
@@ -52,7 +52,7 @@ class DecoderLayers:
         load_extra_files_(model, self.directory)
         return Checkpoint(
             model=model,
-            architecture=decoder.architecture_of(self.kind, self.arguments),
+            architecture=decoder.architecture_of_decoder(self.kind, self.arguments),
             lineage=lineage_of_decoder(self.directory, self.arguments, self.weights),
         )
 
@@ -60,11 +60,11 @@ class DecoderLayers:
     def _names(self) -> tuple[dict[str, str], dict[int, dict[str, str]]]:
         return names_by_block(self.files, self.kind, where=str(self.weights))
 
-    def embeddings(self) -> WordsAndPlaces:
+    def embeddings(self) -> Embeddings:
         """What makes the first residual stream of token ids."""
         prefix, outside = "embeddings.", self._outside()
         of_words = {name.removeprefix(prefix): each for name, each in outside.items() if name.startswith(prefix)}
-        return self._filled(WordsAndPlaces, of_words)
+        return self._filled(Embeddings, of_words)
 
     def block(self, index: int) -> DecoderBlock:
         """One block with its weights, float32. Raises BadInput for a tensor that is missing or has no place."""

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from corp_deploy.families import decoder, decoder_config, hf_classes, timm_library, torchvision_models, traced_model
-from corp_deploy.families.family import image_spec, outputs_of, with_outputs
+from corp_deploy.families.family import image_spec, named_outputs_of, with_outputs
 from corp_deploy.spec import trusted_code
 from corp_deploy.spec.architecture import Architecture, Preprocessing
 from corp_deploy.spec.outputs import NamedOutputs
@@ -54,7 +54,7 @@ def _of_other_classes(
     built: nn.Module, architecture: Architecture, read: Weights
 ) -> tuple[nn.Module, Architecture, Weights]:
     """The model just built, or one of as many classes as the weights tell apart, where none were asked for."""
-    count, own = traced_model.classes_of_weights(built, read.state), timm_library.classes(built)
+    count, own = traced_model.classes_of_weights(built, read.state), timm_library.class_count(built)
     if count in (None, own) or not own or "num_classes" in architecture.kwargs:
         return built, architecture, read
     note = f"{read.path.name}: tells {count} classes apart, where {architecture.name} has {own}: built with {count}"
@@ -139,7 +139,7 @@ def load_dense(
     anything that it has itself, and for outputs that the model hasn't got.
     """
     checkpoint = _loaded(model, WeightChoice(file=weights, ema=ema, key=key), kwargs, preprocessing or Preprocessing())
-    own = outputs_of(checkpoint.model)
+    own = named_outputs_of(checkpoint.model)
     if outputs is None or outputs == own:
         return checkpoint
     if own is not None:
@@ -162,7 +162,7 @@ def _architecture_of_transformers(
     config = config_of_transformers(directory)
     if config.get("model_type") in decoder_config.MODEL_TYPES:
         _refuse_beside(directory, preprocessing.settings)
-        return decoder.architecture_of(*decoder_arguments(directory, kwargs, looked_at=True))
+        return decoder.architecture_of_decoder(*decoder_arguments(directory, kwargs, looked_at=True))
     _refuse_other_decoder(directory, config)
     return encoder_architecture(directory, kwargs, preprocessing)
 
@@ -172,7 +172,7 @@ def without_weights(
 ) -> Checkpoint:
     """A model by name or configuration, without memory: to be looked at. Raises BadInput as `load_dense`."""
     if model.startswith(torchvision_models.PREFIX):
-        architecture = torchvision_models.architecture_of(model, kwargs, preprocessing)
+        architecture = torchvision_models.architecture_of_classifier(model, kwargs, preprocessing)
     elif model.startswith(PREFIX):
         architecture = _architecture_of_transformers(Path(model.removeprefix(PREFIX)), kwargs, preprocessing)
     else:

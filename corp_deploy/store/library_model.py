@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from corp_deploy.families import torchvision_models
-from corp_deploy.families.given_module import architecture_of, images_of
+from corp_deploy.families.given_module import architecture_of_code, images_of
 from corp_deploy.spec.architecture import Preprocessing
 from corp_deploy.spec.trusted_code import PREFIX, Code, file_and_function
 from corp_deploy.traced.models.module import is_reduced, notes_on_module
@@ -29,9 +29,9 @@ def load_library_model(
 ) -> Checkpoint:
     """torchvision's model with weights of its own names. Raises BadInput for others."""
     with torch.device("meta"):
-        named = dense_from_architecture(torchvision_models.architecture_of(text, kwargs, preprocessing))
+        named = dense_from_architecture(torchvision_models.architecture_of_classifier(text, kwargs, preprocessing))
     read = choice.read(weights, named.state_dict().keys())
-    architecture = torchvision_models.architecture_of(text, kwargs, preprocessing, read.state)
+    architecture = torchvision_models.architecture_of_classifier(text, kwargs, preprocessing, read.state)
     model = dense_from_architecture(architecture)
     read = replace(read, state=torchvision_models.own_state(architecture, model, read.state))
     load_weights(model, exactly_fitted(model, read), where=weights)
@@ -87,7 +87,7 @@ def load_from_code(
     that will not do.
     """
     code = code_of_file(text)
-    architecture = architecture_of(code, kwargs, preprocessing)
+    architecture = architecture_of_code(code, kwargs, preprocessing)
     model = dense_from_architecture(architecture)
     if (images := images_of(model)) is not None:
         preprocessing.for_channels(images.shape[0])

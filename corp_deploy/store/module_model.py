@@ -60,8 +60,8 @@ def _of_torchvision(model: nn.Module, kwargs: Mapping[str, Any]) -> Checkpoint:
     """torchvision's, by the name whose weights have these shapes."""
     state = _state(model)
     shapes = {name: each.shape for name, each in state.items()}
-    for name in torchvision_models.names_of(model):
-        architecture = torchvision_models.architecture_of(name, kwargs, Preprocessing(), state)
+    for name in torchvision_models.possible_names(model):
+        architecture = torchvision_models.architecture_of_classifier(name, kwargs, Preprocessing(), state)
         with torch.device("meta"):
             theirs = dense_from_architecture(architecture).state_dict()
         if shapes == {name: each.shape for name, each in theirs.items()}:
@@ -75,7 +75,7 @@ def _of_transformers(model: nn.Module, kwargs: Mapping[str, Any]) -> Checkpoint:
     if not hf_classes.is_theirs(model):
         raise BadInput(f"model is {type(model).__name__}, no model of transformers")
     with TemporaryDirectory() as scratch:
-        hf_classes.write(model, Path(scratch))
+        hf_classes.save_pretrained(model, Path(scratch))
         try:
             return load_dense(f"{PREFIX}{scratch}", weights=None, kwargs=kwargs)
         except BadInput as error:

@@ -12,7 +12,7 @@ from msgspec.structs import asdict
 from corp_deploy.families import decoder, decoder_config, hf_classes
 from corp_deploy.families.decoder import DecoderArguments
 from corp_deploy.families.decoder_names import state_from_transformers
-from corp_deploy.families.hf_encoders import PREFIX, Arguments, architecture_of, most_tokens, state_of
+from corp_deploy.families.hf_encoders import PREFIX, Arguments, architecture_of_encoder, most_tokens, state_of
 from corp_deploy.families.hf_images import Prepared, Sides, has_default, prepared
 from corp_deploy.families.hf_outputs import OUTPUTS, Pooling
 from corp_deploy.families.sentence_files import (
@@ -70,7 +70,7 @@ class _Encoder:
 
     @property
     def architecture(self) -> Architecture:
-        return architecture_of(self.arguments, self.preprocessing, where=CONFIG)
+        return architecture_of_encoder(self.arguments, self.preprocessing, where=CONFIG)
 
 
 def _based(config: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -218,7 +218,7 @@ def load_transformers(
     """
     encoder, file = _encoder(directory, kwargs, preprocessing or Preprocessing()), weights_of_transformers(directory)
     arguments, state, unused = state_of(directory, encoder.arguments)
-    architecture = architecture_of(arguments, encoder.preprocessing, where=str(directory / CONFIG))
+    architecture = architecture_of_encoder(arguments, encoder.preprocessing, where=str(directory / CONFIG))
     model = dense_from_architecture(architecture)
     load_weights(model, state, where=file)
     load_extra_files_(model, directory)
@@ -277,7 +277,7 @@ def load_decoder(directory: Path, kwargs: Mapping[str, Any] = _NOTHING) -> Check
     missing, pickled or another model's, and for a directory without a tokenizer.json.
     """
     kind, arguments = decoder_arguments(directory, kwargs)
-    architecture = decoder.architecture_of(kind, arguments)
+    architecture = decoder.architecture_of_decoder(kind, arguments)
     file = weights_of_transformers(directory)
     state = state_from_transformers(state_as_named(file), kind, where=str(file), decoder=arguments.decoder)
     model = dense_from_architecture(architecture)

@@ -69,13 +69,13 @@ def refuse_unsayable(dense: Checkpoint, widths: Widths) -> None:
     origin, model = _origin_of(dense), dense.model
     if dense.architecture.family == DECODER:
         sayable = decoder_saved.sayable_widths(origin.config, sites_of(model), widths)
-        decoder_saved.refuse_unsayable(origin.config, sayable)
+        decoder_saved.refuse_unsayable_widths(origin.config, sayable)
         return
     narrower = {
         site.name: widths[site.name] for site in sites_of(model).every if widths.get(site.name, site.width) < site.width
     }
-    arguments = hf_encoders.arguments_of(dense.architecture.kwargs, where=CONFIG)
-    hf_saved.changes_of(at_widths(model, narrower) if narrower else model, arguments, dense.unread)
+    arguments = hf_encoders.parse_arguments(dense.architecture.kwargs, where=CONFIG)
+    hf_saved.find_config_changes(at_widths(model, narrower) if narrower else model, arguments, dense.unread)
 
 
 def transformers_form(checkpoint: Checkpoint) -> tuple[Saved | nn.Module, Mapping[str, str]]:
@@ -90,7 +90,7 @@ def transformers_form(checkpoint: Checkpoint) -> tuple[Saved | nn.Module, Mappin
         raise BadInput(f"{WHERE}: no class of transformers merges tokens; {INSTEAD}")
     if checkpoint.architecture.family == DECODER:
         return decoder_saved.saved(checkpoint.model, origin.config), files
-    arguments = hf_encoders.arguments_of(checkpoint.architecture.kwargs, where=CONFIG)
+    arguments = hf_encoders.parse_arguments(checkpoint.architecture.kwargs, where=CONFIG)
     return hf_saved.as_theirs(checkpoint.model, arguments, checkpoint.unread, origin.whole), files
 
 
@@ -105,7 +105,7 @@ def write_transformers(form: Saved | nn.Module, files: Mapping[str, str], direct
                 save_file(form.state, scratch / WEIGHTS, metadata={"format": "pt"})
                 write_json(scratch / CONFIG, form.config)
             else:
-                hf_classes.write(form, scratch)
+                hf_classes.save_pretrained(form, scratch)
             for path, text in files.items():
                 (scratch / path).parent.mkdir(exist_ok=True)
                 (scratch / path).write_text(text, encoding="utf-8")

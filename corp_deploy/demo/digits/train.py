@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional as F
 
-from corp_deploy.families.timm_arguments import built
+from corp_deploy.families.timm_arguments import build_from_arguments
 from corp_deploy.spec.architecture import Architecture
 from corp_deploy.store.checkpoint import WEIGHTS, Checkpoint, dense_from_architecture, save
 from corp_deploy.store.hub_snapshot import CONFIG
@@ -127,7 +127,9 @@ class Training:
 
 EXAMPLES: Mapping[str, Training] = {
     "vit": Training(make=lambda: dense_from_architecture(VIT), epochs=50, rate=1e-3, save=_save_vit),
-    "resnet": Training(make=lambda: built(RESNET.name, dict(RESNET.kwargs)), epochs=20, rate=2e-3, save=_save_snapshot),
+    "resnet": Training(
+        make=lambda: build_from_arguments(RESNET.name, dict(RESNET.kwargs)), epochs=20, rate=2e-3, save=_save_snapshot
+    ),
 }
 
 
