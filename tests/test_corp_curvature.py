@@ -24,7 +24,7 @@ from corp_deploy.families.family import sites_of
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.planning import curvature
 from corp_deploy.planning.curvature import output_metrics
-from corp_deploy.planning.curves import ErrorCurve, _in_outputs, _tried, eliminations
+from corp_deploy.planning.curves import ErrorCurve, _in_outputs, _probed_positions, eliminations
 from corp_deploy.planning.execution import reduce_as_asked
 from corp_deploy.planning.probe import Probe, Trial
 from corp_deploy.planning.probe_split import IN_LOOP, set_apart
@@ -55,20 +55,20 @@ CPU = torch.device("cpu")
 def test_a_curve_is_what_was_measured_where_it_was_tried_and_its_own_shape_between() -> None:
     errors = (8.0, 4.0, 2.0, 1.0, 0.5, 0.25, 0.125, 0.0)
     curve = ErrorCurve(errors=errors, widths=tuple(range(1, 9)))
-    tried = _tried(curve)
+    tried = _probed_positions(curve)
     assert tried == [1, 3, 5]
     ratios = (3.0, 3.0, 12.0)
     scaled = _in_outputs(curve, [ratio * errors[at] for ratio, at in zip(ratios, tried, strict=True)])
     assert scaled == pytest.approx([24.0, 12.0, 6.0, 3.0, 3.0, 3.0, 1.5, 0.0])
     assert _in_outputs(curve, [0.0, 0.0, 0.0]) == (0.0,) * 8
     constant = ErrorCurve(errors=(90.0, *errors), widths=(0, *range(1, 9)))
-    assert _tried(constant) == [0, 1, 3, 6]
+    assert _probed_positions(constant) == [0, 1, 3, 6]
     of_constant = _in_outputs(constant, [0.5, 24.0, 6.0, 0.75])
     assert of_constant[0] == 0.5
     assert of_constant[1:4] == pytest.approx([24.0, 12.0, 6.0])
     assert _in_outputs(constant, [0.5, 0.0, 0.0, 0.0]) == (0.5, *(0.0,) * 8)
     short = ErrorCurve(errors=(1.0, 0.0), widths=(8, 16))
-    assert _tried(short) == [0]
+    assert _probed_positions(short) == [0]
 
 
 @pytest.fixture(scope="module")
@@ -328,7 +328,7 @@ def test_metrics_are_the_mean_square_of_all_outputs_gradients(
     def each_in_turn(like: Tensor, generator: torch.Generator) -> Tensor:
         return torch.nn.functional.one_hot(torch.tensor(next(turn) % outputs), outputs).to(like).expand_as(like)
 
-    monkeypatch.setattr(curvature, "signs", each_in_turn)
+    monkeypatch.setattr(curvature, "random_signs", each_in_turn)
     monkeypatch.setattr(curvature, "DIRECTIONS", outputs)
     (found,) = output_metrics(own.model, pixels, {weight}).values()
     rows_XO = gradients_of_every_output(own.model, weight.removesuffix(".weight"), pixels, dim)

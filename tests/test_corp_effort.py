@@ -14,7 +14,7 @@ from calib.store import load_moments
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.planning import carried_out
 from corp_deploy.planning.curves import site_metrics
-from corp_deploy.planning.probe_split import few_of, set_apart
+from corp_deploy.planning.probe_split import draw_inputs, set_apart
 from corp_deploy.planning.request import request_of
 from corp_deploy.polish.options import PolishOptions
 from corp_deploy.reduction.closed_loop import reduce_traced
@@ -53,7 +53,7 @@ def record_of(directory: Path) -> dict[str, Any]:
 def judged(monkeypatch: pytest.MonkeyPatch, *errors: float) -> None:
     """What one pass and the loop are found to err by."""
     found = iter(errors)
-    monkeypatch.setattr(carried_out, "_error", lambda *_: next(found))
+    monkeypatch.setattr(carried_out, "_output_error", lambda *_: next(found))
 
 
 def by_hand(home: Path, way: str, *, every: bool, name: str = "m") -> tuple[torch.nn.Module, float, int]:
@@ -62,7 +62,7 @@ def by_hand(home: Path, way: str, *, every: bool, name: str = "m") -> tuple[torc
     options = {"mlp": 0.5, "attn": 0.5, "align": {"mlp": 8, "head": 8, "conv": 32}}
     images, method = images_for_model(dense.model, home / "images.npy"), ReduceOptions.from_options(options).method
     apart = set_apart(dense, moments, images)
-    metrics = site_metrics(dense.model, method, few_of(dense, apart.few))
+    metrics = site_metrics(dense.model, method, draw_inputs(dense, apart.loop_images))
     fitted, others = (moments, images) if every else (apart.moments, apart.others)
     if way == ONE:
         model = reduce(dense.model, replace(fitted, metrics=metrics), method).model
@@ -167,11 +167,11 @@ def test_images_that_the_moments_may_be_of_judge_nothing(home: Path) -> None:
     dense, moments = load_checkpoint(home / "dense"), load_moments(home / "m")
     images = images_for_model(dense.model, home / "images.npy")
     apart = set_apart(dense, moments, images)
-    assert carried_out._judges(apart, images) == 8
-    assert carried_out._judges(replace(apart, moments=moments), images) == 0
+    assert carried_out._count_judges(apart, images) == 8
+    assert carried_out._count_judges(replace(apart, moments=moments), images) == 0
     none = {name: getattr(apart.moments, name)[:0] for name in ("image_ids", "image_hashes")}
     unknown = replace(apart.moments, **none)
-    assert carried_out._judges(replace(apart, moments=unknown), images) == 0
+    assert carried_out._count_judges(replace(apart, moments=unknown), images) == 0
 
 
 @pytest.mark.parametrize("effort", ["standard", "thorough"])

@@ -18,7 +18,7 @@ from calib.moments import Moments
 from corp_deploy.families import traced_model
 from corp_deploy.families.counting import macs, parameters
 from corp_deploy.families.family import sites_of
-from corp_deploy.planning.budget import allocate
+from corp_deploy.planning.budget import allocate_widths
 from corp_deploy.planning.budget_planner import budget_planner
 from corp_deploy.planning.curves import CostCurve, cost_curves, eliminations
 from corp_deploy.planning.plan import choose_heads
@@ -108,16 +108,16 @@ def test_tied_sites_have_the_same_place_among_their_widths() -> None:
     queries = CostCurve(site="qk", costs=(1, 2, 4), errors=(9.0, 8.0, 0.0), **shared)
     values = CostCurve(site="v", costs=(1, 2, 4), errors=(3.0, 0.1, 0.0), **shared)
     mlp = CostCurve(site="mlp", widths=(8, 16), costs=(4, 8), errors=(5.0, 0.0), cost_now=8)
-    assert allocate([queries, mlp, values], 16, 0.75).widths == {"qk": 4, "mlp": 8, "v": 4}
-    assert allocate([queries, mlp, values], 16, 0.5).widths == {"qk": 2, "mlp": 8, "v": 2}
+    assert allocate_widths([queries, mlp, values], 16, 0.75).widths == {"qk": 4, "mlp": 8, "v": 4}
+    assert allocate_widths([queries, mlp, values], 16, 0.5).widths == {"qk": 2, "mlp": 8, "v": 2}
 
 
 def test_values_tied_to_queries_may_go_whole() -> None:
     """Those can't, and are as narrow as they may be then, which loses nothing more."""
     queries = CostCurve(site="qk", widths=(2, 4), costs=(2, 4), errors=(1.0, 0.0), cost_now=4, tied="attn")
     values = CostCurve(site="v", widths=(0, 2, 4), costs=(0, 2, 4), errors=(3.0, 1.0, 0.0), cost_now=4, tied="attn")
-    assert allocate([queries, values], 8, 0.25).widths == {"qk": 2, "v": 0}
-    assert allocate([queries, values], 8, 0.5).widths == {"qk": 2, "v": 2}
+    assert allocate_widths([queries, values], 8, 0.25).widths == {"qk": 2, "v": 0}
+    assert allocate_widths([queries, values], 8, 0.5).widths == {"qk": 2, "v": 2}
 
 
 def test_what_is_reported_of_values_is_what_the_stream_loses() -> None:

@@ -20,7 +20,7 @@ from corp_deploy.families.family import sites_of
 from corp_deploy.families.traced_model import tracing
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.planning import latency as latency_grid
-from corp_deploy.planning.budget import allocate
+from corp_deploy.planning.budget import allocate_widths
 from corp_deploy.planning.budget_planner import budget_planner
 from corp_deploy.planning.curves import CostCurve
 from corp_deploy.planning.execution import reduce_as_asked
@@ -123,7 +123,7 @@ def assert_within(model: nn.Module, curves: list[CostCurve], tables: Tables, *, 
     """A budget of 0.8 is one of the model's own latency, and its widths are as quick as it says."""
     priced, total = curves_in_time(curves, tables, 1)
     assert total == pytest.approx(1e6 * cost_ms(model), rel=rel)
-    found = allocate(priced, total, 0.8)
+    found = allocate_widths(priced, total, 0.8)
     smaller = model
     for site in sites_of(model).every:
         width = found.widths.get(site.name, site.width)

@@ -174,7 +174,7 @@ def test_the_smallest_model_keeps_the_limit_at_its_worst_output(bare: Path) -> N
 def test_accuracy_is_not_of_tokens(bare: Path) -> None:
     asked = ("--within", "accuracy -1", "--judge", bare / "held-out.npy", "-o", bare / "no")
     words = ("reduce", *dense(bare), "--images", bare / "images.npy", *asked)
-    refuses("class is embedding, block0 is feature map, which no label is of", *words)
+    refuses("class is embedding, block0 is feature map, and only logits have labels", *words)
 
 
 @pytest.mark.slow("models")

@@ -20,7 +20,7 @@ from corp_deploy.families.family import image_spec, sites_of
 from corp_deploy.families.given_module import architecture_of_code, build_from_code
 from corp_deploy.families.inspection import traced_rows
 from corp_deploy.families.module_facts import facts_of_module
-from corp_deploy.planning.request import left_alone
+from corp_deploy.planning.request import sentences_on_spared
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import Reduction, reduce
@@ -289,7 +289,7 @@ def test_queries_and_keys_know_their_values_wherever_layers_stand(tmp_path: Path
     assert (queries.dims, values.beside, values.tied) == (8, queries.name, queries.tied)
     stream, *both = sites_of(square.model).every
     assert [(site.name, site.width) for site in both] == [(queries.name, 16), (values.name, 16)]
-    assert left_alone(square.model, {values.name: 0, stream.name: 8}) == ()
+    assert sentences_on_spared(square.model, {values.name: 0, stream.name: 8}) == ()
     assert not sites_of(at_widths(square.model, {values.name: 0})).every
 
 

@@ -13,8 +13,7 @@ from corp_deploy.families import traced_model
 from corp_deploy.families.counting import macs
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.planning import joint_planner
-from corp_deploy.planning.cost import dense_cost
-from corp_deploy.planning.curves import cost_curves, eliminations, site_curves
+from corp_deploy.planning.curves import cost_curves, dense_cost, eliminations, site_curves
 from corp_deploy.planning.execution import reduce_as_asked
 from corp_deploy.planning.joint_planner import ABOUT, JointPlanner, _metrics_beside
 from corp_deploy.planning.merge_curves import MergeCurves, amounts_offered, merge_curves
@@ -204,7 +203,7 @@ def test_of_schedules_about_as_good_the_plain_one_that_merges_latest_is_taken(
     planned: JointPlanner, about: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(joint_planner, "ABOUT", about)
-    probe, costs, planned = planned.probe, planned.prices.costs, replace(planned, stages={})
+    probe, costs, planned = planned.probe, planned.prices.costs, replace(planned, priced={})
     for step in (2, 4):
         limit = (1.0 - 0.05 * step) * macs(probe.model)
         plain = [shaped_schedule(planned.losses, costs, limit, shape) for shape in shapes(DEPTH)]
@@ -213,7 +212,7 @@ def test_of_schedules_about_as_good_the_plain_one_that_merges_latest_is_taken(
         assert all(each.cost <= limit for each in offered)
         lost = [probe.effect({}, merging=Merging(schedule=each.counts)) for each in offered]
         (first, *_) = [place for place, each in enumerate(lost) if each <= about**2 * min(lost)]
-        stage = planned._stage(step)
+        stage = planned._priced_merging(step)
         assert stage is not None
         assert stage.merging == Merging(schedule=offered[first].counts)
         assert stage.lost == pytest.approx(lost[first], rel=1e-6)

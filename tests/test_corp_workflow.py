@@ -14,10 +14,9 @@ from click.testing import Result
 from calib.store import load_moments
 from corp_deploy.families.counting import macs
 from corp_deploy.families.family import sites_of
-from corp_deploy.planning.budget import allocate, uniform_for_share
+from corp_deploy.planning.budget import allocate_widths, uniform_for_share
 from corp_deploy.planning.budget import uniform as evenly
-from corp_deploy.planning.cost import dense_cost
-from corp_deploy.planning.curves import cost_curves, eliminations
+from corp_deploy.planning.curves import cost_curves, dense_cost, eliminations
 from corp_deploy.planning.judging import outputs
 from corp_deploy.planning.plan import choose_heads
 from corp_deploy.planning.probe import Probe
@@ -90,7 +89,7 @@ def probe(home: Path) -> Probe:
 def test_a_budget_is_kept_and_beats_uniform_widths(probe: Probe, currency: Any) -> None:
     dense = dense_cost(probe.model, currency)
     sites = list(cost_curves(probe, currency))
-    found = allocate(sites, dense, 0.7)
+    found = allocate_widths(sites, dense, 0.7)
     assert found.share <= 0.7
     model = reduce(probe.model, probe.moments, probe.method, widths=found.widths).model
     cost = macs(model) if currency == "macs" else sum(p.numel() for p in model.parameters())
@@ -98,15 +97,15 @@ def test_a_budget_is_kept_and_beats_uniform_widths(probe: Probe, currency: Any) 
     beside = uniform_for_share(probe.model, probe.method, sites, dense, 0.7)
     assert beside is not None
     assert uniform_for_share(probe.model, probe.method, sites, dense, 0.05) is None
-    sparsity, uniform = beside
-    assert uniform.share <= 0.7
+    assert beside.share <= 0.7
+    sparsity = float(beside.name.removeprefix("uniform sparsity "))
     less = replace(probe.method, mlp_sparsity=sparsity - 0.01, attention_sparsity=sparsity - 0.01)
     assert evenly(probe.model, less, sites, dense).share > 0.7, "the least sparsity that meets the budget"
     asked = replace(probe.method, mlp_sparsity=sparsity, attention_sparsity=sparsity)
     even = reduce(probe.model, probe.moments, asked).model
     narrower = {site.name: site.width for site in sites_of(even).every if site.kind != "traced values"}
-    assert narrower.items() <= uniform.widths.items()
-    assert found.predicted_error <= uniform.predicted_error
+    assert narrower.items() <= beside.widths.items()
+    assert found.predicted_error <= beside.predicted_error
     images = torch.from_numpy(tiny.images(24))
     (reference,) = outputs(probe.model, [images])
     errors = [measures(reference, *outputs(each, [images])).relative_error for each in (model, even)]

@@ -1,4 +1,4 @@
-"""Widths for one budget: the knapsack over every site's cost curve, exact, and uniform widths beside it."""
+"""Widths for one budget: the exact knapsack over the cost curves of all sites, and uniform widths to compare."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,8 +17,9 @@ from .curves import CostCurve
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allocation:
-    """Widths by site, the share of the dense cost that stays, and the relative output error the curves predict;
-    `merging`: the tokens that are merged away for it, `name`: what tells it from others of the same budget.
+    """Widths by site, the share of the dense cost that they keep, and the relative output error the curves predict.
+
+    `merging` is the token merging that is part of the allocation; `name` tells it from others of the same budget.
     """
 
     widths: dict[str, Width]
@@ -28,18 +29,24 @@ class Allocation:
     name: str = "by site"
 
 
-def allocate(curves: list[CostCurve], dense: int, share: float, *, full_cost: int | None = None) -> Allocation:
-    """The widths of least predicted error that keep at most `share` of the dense cost; exact.
+def allocate_widths(curves: list[CostCurve], dense: int, share: float, *, full_cost: int | None = None) -> Allocation:
+    """Return the widths of least predicted error that keep at most `share` of the dense cost.
 
-    `dense` is the cost at the sites' own widths; shares are of `full_cost`, which is more where tokens are merged, and
-    the same by default. Raises BadInput when even the narrowest widths cost more.
+    Args:
+        curves: The costs and errors of every site.
+        dense: The model's cost at the sites' present widths.
+        share: The largest share of `full_cost` that may remain.
+        full_cost: The cost that shares refer to, by default `dense`; it is larger if the model merges tokens.
+
+    Raises:
+        BadInput: Even the narrowest widths cost more.
     """
     full_cost = dense if full_cost is None else full_cost
     fixed = dense - sum(curve.cost_now for curve in curves)
     together: dict[str, list[CostCurve]] = {}
     for curve in curves:
         together.setdefault(curve.tied or curve.site, []).append(curve)
-    together = {name: _of_one_length(own) for name, own in together.items()}
+    together = {name: _padded_to_one_length(own) for name, own in together.items()}
     options = [
         knapsack.SiteOptions(
             site=name,
@@ -57,23 +64,21 @@ def allocate(curves: list[CostCurve], dense: int, share: float, *, full_cost: in
     return Allocation(widths=widths, share=(best.cost + fixed) / full_cost, predicted_error=best.error**0.5)
 
 
-def _of_one_length(tied: list[CostCurve]) -> list[CostCurve]:
-    """Where a site goes whole, one that is tied to it and can't is as narrow as it may be, which loses no more."""
-    most = max(len(curve.widths) for curve in tied)
-    short = [(curve, most - len(curve.widths)) for curve in tied]
-    return [
-        replace(
-            curve,
-            widths=curve.widths[:1] * lacking + curve.widths,
-            costs=curve.costs[:1] * lacking + curve.costs,
-            errors=(0.0,) * lacking + curve.errors,
-        )
-        for curve, lacking in short
-    ]
+def _padded_to_one_length(tied: list[CostCurve]) -> list[CostCurve]:
+    """Repeat the narrowest width, at no error, of each curve that has fewer widths than those that it is tied to.
+
+    If one of two tied sites can be removed whole and the other can't, the other then takes its narrowest width.
+    """
+    longest, padded = max(len(curve.widths) for curve in tied), []
+    for curve in tied:
+        lacking = longest - len(curve.widths)
+        widths, costs = curve.widths[:1] * lacking + curve.widths, curve.costs[:1] * lacking + curve.costs
+        padded.append(replace(curve, widths=widths, costs=costs, errors=(0.0,) * lacking + curve.errors))
+    return padded
 
 
 def out_of_reach(curves: list[CostCurve], dense: int, share: float, least: float, *, full_cost: int) -> BadInput:
-    """Why no widths keep so little; `least`: the share that the narrowest ones keep."""
+    """Return the refusal of a budget below `least`, the share that the narrowest widths keep."""
     stays = dense - sum(curve.cost_now for curve in curves if len(curve.costs) > 1)
     return BadInput(
         f"a budget of {share:g} is out of reach: the narrowest widths keep {least:.3f}, "
@@ -85,7 +90,10 @@ def out_of_reach(curves: list[CostCurve], dense: int, share: float, least: float
 def uniform(
     model: nn.Module, method: Method, curves: list[CostCurve], dense: int, *, full_cost: int | None = None
 ) -> Allocation:
-    """What the method's own uniform sparsities leave and lose, by the curves; other sites stay. See `allocate`."""
+    """Return the allocation of the method's uniform sparsities, with cost and error read from the curves.
+
+    Sites that the sparsities don't reduce keep their widths; `dense` and `full_cost` are as in `allocate_widths`.
+    """
     fixed = dense - sum(curve.cost_now for curve in curves)
     even_widths = uniform_widths(model, method)
     widths = {curve.site: even_widths.get(curve.site, curve.widths[-1]) for curve in curves}
@@ -104,14 +112,16 @@ def uniform_for_share(
     *,
     full_cost: int | None = None,
     used: Callable[[Allocation], Allocation] = lambda each: each,
-) -> tuple[float, Allocation] | None:
-    """The least uniform sparsity (in percent steps) that meets the same budget, to stand beside allocated widths. None
-    where none does: measured costs need not fall with every width. `used`: with the share that widths do use.
+) -> Allocation | None:
+    """Return the allocation of the smallest uniform sparsity, in percent steps, that meets the budget.
+
+    The result is None if no sparsity does: measured costs need not fall with the width. `used` replaces the share of
+    an allocation, which curves add up site by site, by the share that its widths use together.
     """
     for percent in range(100):
         even = percent / 100
         evenly = replace(method, mlp_sparsity=even, attention_sparsity=even, conv_sparsity=even)
         found = used(uniform(model, evenly, curves, dense, full_cost=full_cost))
         if found.share <= share:
-            return even, replace(found, name=f"uniform sparsity {even:.2f}")
+            return replace(found, name=f"uniform sparsity {even:.2f}")
     return None

@@ -1,4 +1,4 @@
-"""Widths for every share of one budget, from one look at the images."""
+"""Planners: the widths of a budget at any share of the cost, from one pass over the probe's images."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -14,17 +14,25 @@ from corp_deploy.reduction.method import Method
 from corp_deploy.store.checkpoint import Checkpoint
 from ground.effort import Stopwatch, measure_effort
 
-from .budget import Allocation, allocate, out_of_reach, uniform_for_share
-from .cost import cost_of_all_tokens, dense_cost
-from .curves import CostCurve, SiteCurves, cost_curves, eliminations, site_curves, site_metrics
+from .budget import Allocation, allocate_widths, out_of_reach, uniform_for_share
+from .curves import (
+    CostCurve,
+    SiteCurves,
+    cost_curves,
+    cost_of_all_tokens,
+    dense_cost,
+    eliminations,
+    site_curves,
+    site_metrics,
+)
 from .latency import curves_in_time, measure_tables
 from .probe import Probe
-from .probe_split import few_of, set_apart
-from .request import LatencyTarget, ProbedAllocation, WidthPlan, left_alone
+from .probe_split import draw_inputs, set_apart
+from .request import LatencyTarget, ProbedAllocation, WidthPlan, sentences_on_spared
 
 _ROUNDING = 1e-12
 _HALVINGS = 8
-"""Of what curves are allowed beyond a budget."""
+"""Bisection steps over the budget that the curves are allowed, since sites that share layers save more together."""
 
 
 def probe_of(
@@ -35,9 +43,12 @@ def probe_of(
     loop: Loop | None = None,
     watch: Stopwatch | None = None,
 ) -> Probe:
-    """With `loop`, what is tried end to end is tried in that closed loop, on a few of the images."""
+    """Return the probe of a budget: images set apart, moments without them, and every site's order of removal.
+
+    With a `loop`, the probe tries widths in that closed loop, on a few of the other images.
+    """
     apart = set_apart(dense, moments, images)
-    metrics = site_metrics(dense.model, method, few_of(dense, apart.few))
+    metrics = site_metrics(dense.model, method, draw_inputs(dense, apart.loop_images))
     with measure_effort(watch, "select"):
         eliminations_by_site = eliminations(dense.model, replace(moments, metrics=metrics), method)
     # Ridges chosen by halves cost a dozen fits a trial, and what is tried is judged on other images anyway.
@@ -48,13 +59,13 @@ def probe_of(
         method=method,
         inputs=apart.inputs,
         eliminations=eliminations_by_site,
-        others=apart.few,
-        loop=loop if loop is not None and apart.few.count >= loop.held_out_every else None,
+        others=apart.loop_images,
+        loop=loop if loop is not None and apart.loop_images.count >= loop.held_out_every else None,
     )
 
 
-def probed(probe: Probe, allocations: Sequence[Allocation]) -> tuple[ProbedAllocation, ...]:
-    """Each tried end to end."""
+def probe_allocations(probe: Probe, allocations: Sequence[Allocation]) -> tuple[ProbedAllocation, ...]:
+    """Measure the output error of each allocation on the probe's images."""
     return tuple(
         ProbedAllocation(
             name=each.name,
@@ -68,10 +79,10 @@ def probed(probe: Probe, allocations: Sequence[Allocation]) -> tuple[ProbedAlloc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planner(ABC):
-    """All that a budget's plan follows from but its share, in one currency, made once for every share.
+    """A budget's probe, curves and costs in one currency, from which a plan for any share is made.
 
-    `own`: the sites' curves in their own units, which any look at the outputs scales anew. `full_cost`: that of a model
-    that merges no tokens, which shares are of; `where`: on what latency is measured.
+    `own` holds the sites' error curves in their own units. Shares refer to `full_cost`, the cost of the model without
+    token merging; `where` says how latency is measured.
     """
 
     probe: Probe
@@ -82,21 +93,25 @@ class Planner(ABC):
 
     @abstractmethod
     def narrowest(self) -> float:
-        """The least share within reach."""
+        """Return the smallest share of the cost that any plan keeps."""
 
     @abstractmethod
     def widths_at(self, share: float) -> WidthPlan:
-        """What is predicted to lose the least and keeps at most this share. Raises BadInput where nothing does."""
+        """Return the plan of least predicted error that keeps at most this share.
+
+        Raises:
+            BadInput: No plan keeps so little.
+        """
 
     @abstractmethod
     def tried_at(self, share: float) -> WidthPlan:
-        """The same, tried on the probe's images; what it was weighed against is told."""
+        """Return the plan for this share with its error, and that of its alternatives, measured on the images."""
 
     def _planned(self, best: Allocation, words: str, ways: tuple[ProbedAllocation, ...] = ()) -> WidthPlan:
         return WidthPlan(
             method=self.probe.method,
             widths=best.widths,
-            decisions=(words, *left_alone(self.probe.model, best.widths)),
+            decisions=(words, *sentences_on_spared(self.probe.model, best.widths)),
             predicted_speedup=1.0 / best.share if self.currency == "latency" else None,
             ways=ways,
             eliminations=self.probe.eliminations,
@@ -116,10 +131,11 @@ class Planner(ABC):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetPlanner(Planner):
-    """By widths alone: `curves` are priced in the currency, and `total` is the cost of the model as it merges tokens.
+    """A planner that chooses widths alone.
 
-    `costs`: of a traced model, whose sites share layers, what widths save together. `merging_ms`: what merging alone
-    takes, where latency counts and tokens are merged.
+    `curves` are priced in the currency, and `total` is the cost of the model with the tokens that it merges. `costs`
+    tells what widths of sites that share layers save together. `merging_ms` is the time of the merges alone, if
+    latency counts and the model merges tokens.
     """
 
     curves: list[CostCurve]
@@ -129,28 +145,34 @@ class BudgetPlanner(Planner):
 
     def widths_at(self, share: float) -> WidthPlan:
         best = self._allocated(share)
-        return self._planned(best, self._words(best, share))
+        return self._planned(best, self._described(best, share))
 
     def tried_at(self, share: float) -> WidthPlan:
-        """Uniform widths of the same budget, where there are any, are told beside them."""
+        """Return the plan for this share with its measured error, beside uniform widths of the same budget."""
         best, probe = self._allocated(share), self.probe
         even = uniform_for_share(
             probe.model, probe.method, self.curves, self.total, share, full_cost=self.full_cost, used=self._used_by
         )
-        return self._planned(best, self._words(best, share), probed(probe, [best] if even is None else [best, even[1]]))
+        return self._planned(
+            best, self._described(best, share), probe_allocations(probe, [best] if even is None else [best, even])
+        )
 
     def narrowest(self) -> float:
         return self._least if self.costs is None else self._exactly(self._least).share
 
     @property
     def _least(self) -> float:
-        """What the narrowest widths keep by the curves."""
+        """The share that the narrowest widths keep according to the curves."""
         return (self.total - sum(curve.cost_now - curve.costs[0] for curve in self.curves)) / self.full_cost
 
     def _allocated(self, share: float) -> Allocation:
-        """Curves of a traced model cost what they do at most: more is allowed until the widths use what was asked."""
+        """Return the best widths whose exact share is at most `share`.
+
+        Curves overestimate the cost of sites that share layers, so that bisection finds the larger budget over the
+        curves whose widths use what was asked for.
+        """
         if self.costs is None:
-            return allocate(self.curves, self.total, share, full_cost=self.full_cost)
+            return allocate_widths(self.curves, self.total, share, full_cost=self.full_cost)
         least = self._least
         best, low, high = self._exactly(max(share, least)), share, 1.0
         if best.share > share:  # biases are added where there are none
@@ -164,8 +186,9 @@ class BudgetPlanner(Planner):
         return best
 
     def _exactly(self, share: float) -> Allocation:
-        """Allocated by curves, with the share that the widths do use."""
-        return self._used_by(allocate(self.curves, self.total, share * (1.0 + _ROUNDING), full_cost=self.full_cost))
+        """Return the allocation that the curves choose, with the share that its widths use together."""
+        rounded_up = share * (1.0 + _ROUNDING)
+        return self._used_by(allocate_widths(self.curves, self.total, rounded_up, full_cost=self.full_cost))
 
     def _used_by(self, allocation: Allocation) -> Allocation:
         if self.costs is None:
@@ -173,7 +196,7 @@ class BudgetPlanner(Planner):
         saved = self.costs.saved(sites_of(self.probe.model).every, allocation.widths)
         return replace(allocation, share=(self.total - saved) / self.full_cost)
 
-    def _words(self, best: Allocation, share: float) -> str:
+    def _described(self, best: Allocation, share: float) -> str:
         used, merging = self._used(best, share), self.merging_ms
         return used if merging is None else f"{used}; merging tokens takes about {merging:.3f} ms of it, measured alone"
 
@@ -189,7 +212,7 @@ def budget_planner(
     loop: Loop | None = None,
     watch: Stopwatch | None = None,
 ) -> BudgetPlanner:
-    """Probe the sites and price their widths: one look at the images, and for latency the measured tables."""
+    """Probe the sites and price their widths; for latency, by measured tables."""
     probe = probe_of(dense, moments, method, images, loop, watch)
     own = site_curves(probe)
     if currency != "latency":

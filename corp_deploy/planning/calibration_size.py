@@ -1,6 +1,6 @@
-"""How many calibration images are enough: one reduction from moments of ever more images, judged on others.
+"""The number of calibration images that is enough: reductions from moments of more and more images, judged on others.
 
-What a fit loses on images that it has not seen falls as J_inf + c / N with the number N of images that it was made of.
+The error of a fit on images that it has not seen falls as J_inf + c / N with the number N of its images.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,19 +29,19 @@ WITHIN = 0.05
 DRAWS, CONFIDENCE, SEED = 2000, 0.95, 0
 Floats = NDArray[np.float64]
 _Judged = tuple[list[Floats], float | None]
-"""Relative errors of each output of one reduced model [N], and what they agree on."""
+"""Relative errors of each output of one reduced model [N], and the smallest agreement of its outputs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizeFit:
-    """The line loss(N) = `limit` + `slope` / N, and the largest distance of a point from it, relative to the point."""
+    """The line loss(N) = `limit` + `slope` / N, and the largest relative deviation of a point from it."""
 
     limit: float
     slope: float
     residual: float
 
     def images_within(self, share: float) -> int | None:
-        """How many images bring the loss within so large a share of its limit; None where it does not fall so."""
+        """Return how many images bring the loss within this share of its limit, or None if the loss doesn't fall."""
         if self.limit <= 0.0 or self.slope <= 0.0:
             return None
         return int(np.ceil(round(self.slope / (share * self.limit), 6)))
@@ -51,10 +51,10 @@ class SizeFit:
 class CalibrationSize:
     """Points of ascending numbers of images, and the smallest number that is enough.
 
-    The rule: the least number from which on every number's error is at most 1 + `within` times that of the largest,
-    the upper bound of its interval included. None where that is the largest alone: more images may still pay.
-    `images_by_fit`: what the fitted line asks for to come within that share of endless images; None without one that
-    falls. The fit is of held_out, or of relative_error without held-out moments (`fit_of`).
+    `sufficient` is the smallest number from which on every error is at most 1 + `within` times that of the largest
+    number, the upper bound of the interval included. It is None if only the largest number is: more images may help.
+    `images_by_fit` is the number at which the fitted line comes within that share of its limit. `judged_by` and
+    `fit_of` are relative_error or held_out.
     """
 
     points: tuple[ImagesPoint, ...]
@@ -66,12 +66,10 @@ class CalibrationSize:
     images_by_fit: int | None
 
     def as_json(self) -> dict[str, Any]:
-        """The fields and the sentence; `judged_by` and `fit_of` are relative_error or held_out."""
         return {"kind": SIZE_KIND, "version": 1, "sentence": self.sentence, **asdict(self)}
 
     @property
     def sentence(self) -> str:
-        """The answer in words."""
         largest = self.points[-1].images
         if self.sufficient is None:
             hint = "" if self.images_by_fit is None else f"; the fitted curve asks for about {self.images_by_fit:,}"
@@ -80,7 +78,7 @@ class CalibrationSize:
 
 
 def loss_of_sites(reports: Sequence[SiteReport]) -> tuple[float, float | None]:
-    """Shares of variance lost, summed over parts: on the images of the fit, and on those held out where they judge."""
+    """Return the lost shares of variance, summed over sites: on the images of the fit, and on held-out ones, if any."""
     fitted = sum(each.error / each.energy for each in reports if each.energy > 0.0)
     judged = [each.held_out for each in reports if each.held_out is not None]
     if not judged:
@@ -89,7 +87,7 @@ def loss_of_sites(reports: Sequence[SiteReport]) -> tuple[float, float | None]:
 
 
 def fit_of_losses(images: Sequence[int], losses: Sequence[float]) -> SizeFit:
-    """The line through losses over 1 / images by least squares, of two numbers of images or more."""
+    """Fit a line through the losses over 1 / images by least squares."""
     inverse, loss = 1.0 / np.asarray(images, dtype=np.float64), np.asarray(losses, dtype=np.float64)
     slope, limit = np.polyfit(inverse, loss, 1)
     away = np.abs(limit + slope * inverse - loss) / np.maximum(np.abs(loss), np.finfo(np.float64).tiny)
@@ -103,7 +101,7 @@ def _ratio(loss: float, largest: float) -> float:
 
 
 def ratio_to(errors_N: Floats, largest_N: Floats) -> tuple[float, float, float]:
-    """Mean error over that of the largest number of images, with its 95 % interval over inputs drawn in pairs."""
+    """Return the ratio of mean errors to those of the largest number of images, with its paired bootstrap interval."""
     ratio = _ratio(float(errors_N.mean()), float(largest_N.mean()))
     if not largest_N.mean() > 0.0:
         return ratio, ratio, ratio
@@ -115,7 +113,7 @@ def ratio_to(errors_N: Floats, largest_N: Floats) -> tuple[float, float, float]:
 
 
 def smallest_sufficient(points: Sequence[ImagesPoint], within: float) -> int | None:
-    """The least number of images from which on all are within the share of the largest; None for the largest alone."""
+    """Return the smallest number of images from which on all errors are within the share, or None."""
     enough = None
     for point in reversed(points[:-1]):
         if point.high > 1.0 + within:
@@ -135,12 +133,14 @@ def calibration_size(
     calibration: InputSet | None = None,
     on_progress: Callable[[int], None] = lambda judged: None,
 ) -> CalibrationSize:
-    """The curve of error against the number of calibration images, one reduction for each of the moments, which are of
-    ascending numbers of images of one model; uniform, unless `widths` by site are given.
+    """Compute the curve of error against the number of calibration images, by a reduction from each of the moments.
 
-    `held_out` moments, inputs with the dense answers (`scored`), or both judge; none of them may be calibrated on.
-    `calibration`: as in `sweep`. `on_progress` hears how many reductions are judged. Raises BadInput for numbers that
-    don't ascend, where nothing judges, and as `reduce` does.
+    The moments are those of one model on ascending numbers of images. Widths are uniform unless `widths` gives them by
+    site. `held_out` moments, inputs with the dense outputs (`scored`), or both judge; no calibration image may be among
+    these. `calibration` is as in `sweep`; `on_progress` hears how many reductions are judged.
+
+    Raises:
+        BadInput: The numbers of images don't ascend, nothing judges, or `reduce` refuses.
     """
     counts = [each.images for each in every]
     if len(counts) < 2 or any(one >= other for one, other in pairwise(counts)):

@@ -1,5 +1,6 @@
-"""What is planned, carried out: in one pass over the moments, in the closed loop over the images, or as what wins of
-both, judged on images that neither is fitted to; and polished.
+"""Plans carried out: in one pass over the moments, in the closed loop over the images, or by the better of both.
+
+Images that neither is fitted to judge which is better. The polish of the result is here too.
 """
 
 import math
@@ -31,11 +32,11 @@ from ground.errors import BadInput
 from .curves import site_metrics
 from .judging import Judges
 from .probe import Probe
-from .probe_split import ProbeSplit, few_of, set_apart
-from .request import ReductionRequest, Stage, WidthPlan
+from .probe_split import ProbeSplit, draw_inputs, set_apart
+from .request import Attempt, ReductionRequest, WidthPlan
 
 
-def as_planned(
+def carry_out(
     dense: nn.Module,
     planned: WidthPlan,
     *,
@@ -46,10 +47,10 @@ def as_planned(
     on_progress: Callable[[int, int], None] | None = None,
     watch: Stopwatch | None = None,
 ) -> Reduction:
-    """In one pass over the moments, or in the closed loop over the images that the request asks for, with what its
-    sites lose on images that they are not fitted to, where groups of images tell it.
+    """Reduce by a plan: in the closed loop over the images if the request asks for it, otherwise in one pass.
 
-    `watch` takes the time of selection, of recovery and of a loop, which does both in turns, apart.
+    If calibration recorded groups of images, the reduction also tells the error of its sites on images that they are
+    not fitted to. `watch` records the times of selection, of recovery, and of a loop, which does both.
     """
     if request is not None and request.options.loop is not None:
         assert images is not None
@@ -82,14 +83,12 @@ def as_planned(
     return replace(reduction, gap=gap, decisions=(*reduction.decisions, gap.sentence("at these widths, sites lose")))
 
 
-Planning = Callable[[ReductionRequest], tuple[Checkpoint, WidthPlan]]
-"""The plan of a request, and the model as it merges tokens then."""
 MOST_APART = 0.1
-"""Of the images, beyond which the loop is run again over all of them."""
+"""Largest share of the images set apart at which a loop over the other images is final."""
 
 
-def _error(dense: nn.Module, reduced: nn.Module, planned: WidthPlan, apart: ProbeSplit) -> float:
-    """Relative change of the outputs of the dense model with all of its tokens."""
+def _output_error(dense: nn.Module, reduced: nn.Module, planned: WidthPlan, apart: ProbeSplit) -> float:
+    """Return the relative change of the outputs against the dense model with all of its tokens."""
     probe = Probe(
         model=dense if traced_model.merging_of(dense) is None else traced_model.with_merging(dense, None),
         moments=apart.moments,
@@ -100,16 +99,16 @@ def _error(dense: nn.Module, reduced: nn.Module, planned: WidthPlan, apart: Prob
     return math.sqrt(probe.effect_of(reduced))
 
 
-def _judges(apart: ProbeSplit, images: InputSet) -> int:
-    """How many images judge: none where some of them are, or may be, among those that are fitted to."""
+def _count_judges(apart: ProbeSplit, images: InputSet) -> int:
+    """Return how many images can judge: none if some of them are, or may be, fitted to."""
     set_apart_ids = images.ids[~torch.isin(images.ids, apart.others.ids)]
     fitted_ids = apart.moments.image_ids
     unseen = len(fitted_ids) and not torch.isin(set_apart_ids, fitted_ids).any()
     return input_count(apart.inputs) if len(set_apart_ids) and unseen else 0
 
 
-def composed(
-    planning: Planning,
+def carry_out_better(
+    planning: Callable[[ReductionRequest], tuple[Checkpoint, WidthPlan]],
     moments: Moments,
     request: ReductionRequest,
     images: InputSet,
@@ -117,23 +116,24 @@ def composed(
     on_progress: Callable[[int, int], None] | None = None,
     watch: Stopwatch | None = None,
 ) -> tuple[Reduction, WidthPlan]:
-    """The plan carried out in one pass or in the closed loop, whichever errs less; with the most effort the widths of a
-    budget are tried in loops too, where the loop wins. What each stage erred and took stands in the plan.
+    """Carry a plan out in one pass and in the closed loop, and return the reduction of less error with its plan.
 
-    Both ways are chosen and repaired without the images set apart, which judge them; the widths are those of the plan,
-    which looked at these images. Images that can't be parted so, such as too few, are reduced in one pass. What wins is
-    fitted to all images; a loop that was fitted to nearly all of them isn't run again.
+    Both attempts are fitted without the images set apart, which judge them; the plan's widths did look at these images.
+    If no images can be set apart, one pass is taken. The winner is fitted to all images again, unless it is a loop that
+    was fitted to nearly all of them. With effort `thorough`, if the loop wins, the widths of a budget are tried in
+    loops too. `planning` returns the plan of a request, and the model with the tokens that it then merges.
     """
     effort, options = request.options.effort, request.options
-    # The same in the closed loop, with nothing left to settle.
+    # The same request in the closed loop, with nothing left to choose.
     polish = None if request.polish is None else options.polishing
     looped = replace(request, options=replace(options, effort="quick", closed_loop="asymmetric", polish=polish))
-    carried_out = partial(as_planned, on_progress=on_progress, watch=watch)
+    reduced = partial(carry_out, on_progress=on_progress, watch=watch)
     dense, planned = planning(request)
     apart = set_apart(dense, moments, images)
     if planned.widths is None:
-        planned = replace(planned, metrics=site_metrics(dense.model, planned.method, few_of(dense, apart.few)))
-    count = _judges(apart, images)
+        shown = draw_inputs(dense, apart.loop_images)
+        planned = replace(planned, metrics=site_metrics(dense.model, planned.method, shown))
+    count = _count_judges(apart, images)
     widths = uniform_widths(dense.model, planned.method) if planned.widths is None else planned.widths
     reason = shared_reader(traced_model.tracing(dense.model), sites_of(dense.model), widths)
     if not count or apart.others.count < Loop().held_out_every:
@@ -141,14 +141,14 @@ def composed(
     if reason is not None:
         note = f"effort {effort}: {reason}, so one pass over the moments"
         planned = replace(planned, decisions=(*planned.decisions, note))
-        return carried_out(dense.model, planned, moments=moments, request=request, images=images), planned
+        return reduced(dense.model, planned, moments=moments, request=request, images=images), planned
 
-    def tried(name: str, request: ReductionRequest) -> tuple[Stage, Reduction]:
+    def tried(name: str, request: ReductionRequest) -> tuple[Attempt, Reduction]:
         started = time.perf_counter()
-        known = replace(planned, eliminations=None)  # those are by the moments of all images
-        found = carried_out(dense.model, known, moments=apart.moments, request=request, images=apart.others)
+        known = replace(planned, eliminations=None)  # the plan's are those of the moments of all images
+        found = reduced(dense.model, known, moments=apart.moments, request=request, images=apart.others)
         seconds = time.perf_counter() - started
-        return Stage(name=name, error=_error(dense.model, found.model, planned, apart), seconds=seconds), found
+        return Attempt(name=name, error=_output_error(dense.model, found.model, planned, apart), seconds=seconds), found
 
     one, _ = tried("one pass over the moments", request)
     loop, reduction = tried("the closed loop", looped)
@@ -163,13 +163,13 @@ def composed(
     stages = tuple(replace(each, kept=each is kept) for each in (one, loop))
     planned = replace(planned, stages=stages, decisions=(*planned.decisions, words))
     if kept is not loop or again or images.count - apart.others.count > MOST_APART * images.count:
-        reduction = carried_out(dense.model, planned, moments=moments, request=request, images=images)
+        reduction = reduced(dense.model, planned, moments=moments, request=request, images=images)
     return reduction, planned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Polishing:
-    """The file of a polish's state, and the callback for its progress."""
+    """The file of a polish's state, and the callback that hears of its progress."""
 
     state: Path | None = None
     on_progress: Callable[[PolishProgress], None] | None = None
@@ -177,8 +177,10 @@ class Polishing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolishInputs:
-    """The inputs of a polish: `reduced_on` is what the reduction before it may look at, `fitted` what is fitted to, in
-    `groups_B` where they are known, `judges` what neither of them saw; None where some of those fitted have to judge.
+    """The inputs of a polish.
+
+    `reduced_on` are the inputs that the reduction before it may look at, `fitted` those that the polish is fitted to,
+    with their groups [B] if known. `judges` are inputs that neither sees; if None, some of `fitted` judge.
     """
 
     reduced_on: InputSet
@@ -188,7 +190,7 @@ class PolishInputs:
 
 
 def _groups(images: InputSet, moments: Moments) -> Tensor | None:
-    """The group that calibration put each input in."""
+    """Return the group that calibration put each input in, or None if it isn't known of all."""
     if not len(moments.group_ids):
         return None
     group_of = dict(zip(moments.image_ids.tolist(), moments.group_ids.tolist(), strict=True))
@@ -199,10 +201,10 @@ def _groups(images: InputSet, moments: Moments) -> Tensor | None:
 def inputs_to_polish(
     request: ReductionRequest, images: InputSet | None, moments: Moments, judges: Judges | None
 ) -> PolishInputs | None:
-    """The inputs of a polish, None where none is asked for.
+    """Divide the images into those that a polish is fitted to and its judges; return None if no polish is asked for.
 
-    Those that calibration left out (--hold-out) judge; a closed form errs less on inputs that it was fitted to, and so
-    would seem better than what follows it. With a limit they judge that, and nothing else.
+    The inputs that calibration left out (--hold-out) judge: on its own inputs the closed form errs less and would seem
+    better than the polish. If there is a limit, they judge that one alone.
     """
     if request.polish is None or images is None:
         return None
@@ -226,8 +228,12 @@ def with_polish(
     reads: Reads | None,
     optional: bool,
 ) -> Reduction:
-    """Return the reduction with its model polished and the report. An `optional` polish, which a preset or an effort
-    implies, is left out of a model that can't be polished; otherwise such a model raises BadInput.
+    """Return the reduction with its model polished and the polish's report.
+
+    An `optional` polish, which a preset or an effort implies, is left out if the model can't be polished.
+
+    Raises:
+        BadInput: The model can't be polished, and the polish isn't optional.
     """
     if reason := reason_against(dense, reduction.model):
         if not optional:

@@ -1,8 +1,8 @@
-"""What every site costs and loses at every width: error curves, weighted by what each site does to the outputs.
+"""Cost curves: what every site costs and loses at every width, in one unit for all sites.
 
-The curve of a site is in its own unit (mean square of the MLP's output, of the logits, of the projection's output). One
-probe per curve, without labels, turns all into one currency: the site alone is reduced to three widths, and the
-squared change of the model's outputs over the curve's value there is its weight.
+The error curve of a site is in its own unit (mean square of the MLP's output, of the logits, of the projection's
+output). A probe without labels turns all curves into output errors: each site alone is reduced to three widths, and the
+curve is scaled by the squared change of the model's outputs over the curve's value there.
 """
 
 import math
@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from calib.inputs import Inputs
 from calib.moments import Moments
 from corp_deploy.algebra.obs import Elimination
-from corp_deploy.families.counting import site_costs
+from corp_deploy.families import traced_model
+from corp_deploy.families.counting import macs, parameters, site_costs
 from corp_deploy.families.family import sites_of
 from corp_deploy.reduction import pool
 from corp_deploy.reduction.kinds import kind_of
@@ -32,9 +33,20 @@ from .probe import Probe, Trial
 TRIED = (0.25, 0.5, 0.75)
 
 
+def dense_cost(model: nn.Module, currency: Currency) -> int:
+    """Return the MACs of one input, or the parameters, of a whole model."""
+    return macs(model) if currency == "macs" else parameters(model)
+
+
+def cost_of_all_tokens(model: nn.Module, currency: Currency) -> int:
+    """Return the cost of a model if it merged no tokens; shares of the cost refer to it."""
+    merges = traced_model.merging_of(model) is not None
+    return dense_cost(traced_model.with_merging(model, None) if merges else model, currency)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorCurve:
-    """What a site loses at each width that a budget may choose, narrowest first, in its own unit."""
+    """The error of a site, in its own unit, at each width that a budget may choose, narrowest first."""
 
     widths: tuple[Width, ...]
     errors: tuple[float, ...]
@@ -45,10 +57,10 @@ class ErrorCurve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostCurve:
-    """One site: the widths it may have, narrowest first, the cost of each and the squared output error each is worth.
+    """One site's possible widths, narrowest first, with the cost and the squared relative output error of each.
 
-    `cost_now` is the site's cost in the model as it is, which may differ from that of the same widths in new modules.
-    Sites `tied` by a word stand at the same place among their widths.
+    `cost_now` is the site's cost in the present model, which may differ from that of the same width in new modules.
+    Sites with the same word in `tied` take widths at the same position.
     """
 
     site: str
@@ -60,29 +72,29 @@ class CostCurve:
 
 
 def narrowable(model: nn.Module) -> list[Site]:
-    """The sites of which more than a constant is left."""
+    """List the sites that are not a constant already."""
     return [site for site in sites_of(model).every if not is_empty(site.width)]
 
 
-def _chosen(model: nn.Module, method: Method) -> list[Site]:
-    """The sites of which a budget chooses the width."""
+def _sites_with_choice(model: nn.Module, method: Method) -> list[Site]:
+    """List the sites whose width a budget chooses."""
     return [site for site in narrowable(model) if len(kind_of(site).offers(site, method)) > 1]
 
 
-def _chosen_by_order(model: nn.Module, method: Method) -> list[Site]:
-    """And of these the channels that stay."""
-    return [site for site in _chosen(model, method) if kind_of(site).eliminates]
+def _eliminating_sites(model: nn.Module, method: Method) -> list[Site]:
+    """List the sites whose width a budget chooses and whose kept channels an elimination chooses."""
+    return [site for site in _sites_with_choice(model, method) if kind_of(site).eliminates]
 
 
 def site_metrics(model: nn.Module, method: Method, inputs: Inputs) -> dict[str, Tensor]:
-    """What changes of the outputs of layers do to the model's, where these choose which channels of a site stay."""
-    readings = (reading for site in _chosen_by_order(model, method) for reading in site.readings)
+    """Return the output metric of every layer whose outputs decide which channels of a site are kept."""
+    readings = (reading for site in _eliminating_sites(model, method) for reading in site.readings)
     return output_metrics(model, inputs, {reading.weight for reading in readings})
 
 
 def eliminations(model: nn.Module, moments: Moments, method: Method) -> dict[str, Elimination]:
-    """Every order of removal; made once, it serves every width of a sweep or a budget."""
-    where, sites = device_of(model), _chosen_by_order(model, method)
+    """Compute each site's order of removal, which serves every width of a sweep or a budget."""
+    where, sites = device_of(model), _eliminating_sites(model, method)
 
     def at_site(site: Site) -> Elimination | None:
         return kind_of(site).elimination(site, site_moments(site, moments, where), method)
@@ -91,23 +103,23 @@ def eliminations(model: nn.Module, moments: Moments, method: Method) -> dict[str
         return {site.name: order for site, order in zip(sites, each(at_site, sites), strict=True) if order is not None}
 
 
-def _tried(curve: ErrorCurve) -> list[int]:
-    """The positions of a quarter, half and three quarters of the way, and where a constant is all that stays."""
+def _probed_positions(curve: ErrorCurve) -> list[int]:
+    """Return the positions of a quarter, half and three quarters of the widths, and that of a constant if offered."""
     narrower = len(curve.errors) - 1
     empty = {0} if is_empty(curve.widths[0]) else set[int]()
     return sorted(empty | {min(max(round(part * len(curve.errors)) - 1, 0), narrower - 1) for part in TRIED})
 
 
 def _in_outputs(curve: ErrorCurve, effects: Sequence[float]) -> tuple[float, ...]:
-    """The curve as output error: that which was measured where it was tried, and between those places its own shape.
+    """Return the curve in units of output error, given the measured effects at the probed positions.
 
-    The ratio of both is interpolated, geometrically, and kept beyond the ends. What a constant loses is what was
-    measured, and says nothing of any width.
+    The ratio of effect to error is interpolated geometrically between these positions and constant beyond them. The
+    effect of a constant stands for itself alone.
     """
     empty = effects[0] if is_empty(curve.widths[0]) else None
     trials = [
         (at, math.log(effect / curve.errors[at]))
-        for at, effect in zip(_tried(curve), effects, strict=True)
+        for at, effect in zip(_probed_positions(curve), effects, strict=True)
         if effect > 0.0 and curve.errors[at] > 0.0 and (at > 0 or empty is None)
     ]
     if not trials:
@@ -120,8 +132,10 @@ def _in_outputs(curve: ErrorCurve, effects: Sequence[float]) -> tuple[float, ...
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteCurves:
-    """The curves in their own units of all sites that have a choice of width; and the squared relative output error of
-    every site of which a constant alone stays, which is no small change.
+    """The error curves, in their own units, of all sites that have a choice of width.
+
+    `folded_to_constant` is the squared relative output error of each site that is replaced by a constant, measured
+    exactly because that is no small change.
     """
 
     by_site: Mapping[str, ErrorCurve]
@@ -129,19 +143,23 @@ class SiteCurves:
 
     @property
     def trials(self) -> list[Trial]:
-        """All that is tried."""
-        return [(name, curve.widths[at]) for name, curve in self.by_site.items() for at in _tried(curve)]
+        """Every site and width that the probe tries."""
+        return [(name, curve.widths[at]) for name, curve in self.by_site.items() for at in _probed_positions(curve)]
 
 
 def site_curves(probe: Probe) -> SiteCurves:
-    """By the moments, and a few inputs with each site in turn left a constant. Raises BadInput for one without."""
+    """Compute the error curves from the moments, and measure each site that may become a constant on a few inputs.
+
+    Raises:
+        BadInput: The method has no error curves.
+    """
     method, model = probe.method, probe.model
     if not method.has_curves:
         raise BadInput(
             "a budget follows the error curves of preset best (obs, affine and lowrank); expected --preset best, with "
             "no other --select, --repair and --qk"
         )
-    sites, where = _chosen(model, method), device_of(model)
+    sites, where = _sites_with_choice(model, method), device_of(model)
 
     def curve_at(site: Site) -> ErrorCurve:
         kind, cached = kind_of(site), probe.eliminations.get(site.name)
@@ -152,24 +170,22 @@ def site_curves(probe: Probe) -> SiteCurves:
         by_site = dict(zip((site.name for site in sites), each(curve_at, sites), strict=True))
     plain = SiteCurves(by_site=by_site, folded_to_constant={})
     empty = [trial for trial in plain.trials if is_empty(trial[1])]
-    return replace(plain, folded_to_constant=probe.few.effects(empty) if empty else {})
+    return replace(plain, folded_to_constant=probe.on_few_inputs.effects(empty) if empty else {})
 
 
 def output_errors(probe: Probe, curves: SiteCurves) -> dict[str, tuple[float, ...]]:
-    """What every width of a site loses of the outputs, squared, relative; one look of the probe tries a few."""
+    """Return the squared relative output error of every width of every site; the probe measures a few widths."""
     small = [trial for trial in curves.trials if trial not in curves.folded_to_constant]
     effects = {**curves.folded_to_constant, **probe.linear_effects(small)}
     errors = {
-        name: _in_outputs(curve, [effects[name, curve.widths[at]] for at in _tried(curve)])
+        name: _in_outputs(curve, [effects[name, curve.widths[at]] for at in _probed_positions(curve)])
         for name, curve in curves.by_site.items()
     }
     return {site.name: errors.get(site.name, (0.0,)) for site in narrowable(probe.model)}
 
 
 def cost_curves(probe: Probe, currency: Currency, *, curves: SiteCurves | None = None) -> list[CostCurve]:
-    """Every site's costs and output errors by width. `curves` spares `site_curves`. An attention whose Q/K must stay
-    has those of its values.
-    """
+    """Return every site's costs and output errors by width; `curves` are those of `site_curves`, if known."""
     errors = output_errors(probe, site_curves(probe) if curves is None else curves)
     costs, curves_of_sites = site_costs(probe.model, currency), []
     for site in narrowable(probe.model):

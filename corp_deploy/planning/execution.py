@@ -1,4 +1,4 @@
-"""Execute a reduction request on a checkpoint, and write the smaller model with its lineage."""
+"""Reduction requests executed on a checkpoint; the smaller model is written with its lineage."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,21 +21,11 @@ from corp_deploy.store.transformers_saved import FOLDER, transformers_form, writ
 from ground.effort import Stopwatch, measure_effort
 from ground.errors import BadInput
 
-from .carried_out import Polishing, as_planned, composed, inputs_to_polish, with_polish
+from .carried_out import Polishing, carry_out, carry_out_better, inputs_to_polish, with_polish
 from .judging import Judge, Judges
 from .limit_search import figure, smallest_within
 from .plan import plan, planner_of
-from .refusals import (
-    as_merged,
-    refuse_far_budget,
-    refuse_idle,
-    refuse_other_eps,
-    refuse_outdated,
-    refuse_partial,
-    refuse_shared_in_loop,
-    require_images,
-    require_sayable,
-)
+from .refusals import as_merged, refuse_options, refuse_other_eps, refuse_outdated, require_images, require_sayable
 from .request import ReductionRequest, WidthPlan, merging_as_planned, reduced_checkpoint
 
 
@@ -46,11 +36,11 @@ def _planned(
     images: InputSet | None,
     watch: Stopwatch | None,
 ) -> tuple[Checkpoint, WidthPlan]:
-    """The plan, with words on merged tokens and on moments taken otherwise; and the model as it merges then."""
+    """Return the model with the plan's merging, and the plan with sentences on merged tokens and on the moments."""
     looks = request.options.share is not None or request.options.auto_heads
     with torch.inference_mode(), measure_effort(watch if looks else None, "plan"):
         planned = plan(dense, moments, request, images, watch)
-    # Weights that are copied in inference mode can't be run with gradients.
+    # Outside inference mode, since weights that are copied in it can't be run with gradients.
     dense = merging_as_planned(dense, planned.merging)
     merging, words = traced_model.merging_of(dense.model), list[str]()
     if merging is not None:
@@ -73,23 +63,22 @@ def reduce_as_asked(
     on_progress: Callable[[int, int], None] | None = None,
     watch: Stopwatch | None = None,
 ) -> tuple[Reduction, WidthPlan]:
-    """Plan, then reduce in one pass over the moments or in the closed loop over the images.
+    """Plan a reduction, and carry it out in one pass over the moments or in the closed loop over the images.
 
-    `held_out`, moments of other images, judges every site again; ReduceOptions refuses it with a closed loop. Raises
-    BadInput for a model of which less would be removed than was asked for, unless that is allowed.
+    Moments of other images, `held_out`, judge every site again; ReduceOptions refuses them with a closed loop.
+
+    Raises:
+        BadInput: The request fits neither the model nor its moments, or removes less than it asks for.
     """
     dense, request = as_merged(dense, request)
     require_same_model(dense.model, moments)
-    refuse_idle(dense, request)
+    refuse_options(dense, request)
     refuse_other_eps(moments, request)
     assert held_out is None or not (request.options.loop or request.options.composes), request.options
     if held_out is not None:
         require_same_model(dense.model, held_out)
         require_apart(moments, held_out)
-    refuse_partial(dense, request)
-    refuse_shared_in_loop(dense.model, request)
-    refuse_far_budget(dense.model, request)
-    reduced = partial(as_planned, moments=moments, request=request, held_out=held_out, watch=watch)
+    reduced = partial(carry_out, moments=moments, request=request, held_out=held_out, watch=watch)
     if request.options.limit is not None:
         if images is None or judges is None:
             raise BadInput(
@@ -111,12 +100,12 @@ def reduce_as_asked(
     if request.options.composes:
         assert images is not None, request
         planning = partial(_planned, dense, moments, images=images, watch=watch)
-        return composed(planning, moments, request, images, on_progress=on_progress, watch=watch)
+        return carry_out_better(planning, moments, request, images, on_progress=on_progress, watch=watch)
     merged, planned = _planned(dense, moments, request, without_held_out(images, held_out), watch)
     return reduced(merged.model, planned, images=images, on_progress=on_progress), planned
 
 
-def _within_still(
+def _limited(
     dense: nn.Module,
     moments: Moments,
     request: ReductionRequest,
@@ -126,7 +115,7 @@ def _within_still(
     images: InputSet | None,
     judges: Judges | None,
 ) -> Reduction:
-    """The polished reduction; the one before where a limit was asked for that only that one holds. It is said."""
+    """Return the polished reduction, or if it exceeds the limit of the request, the one before, with a sentence."""
     limit = request.options.limit
     if limit is None or images is None or judges is None or polished.polish is None:
         return polished
@@ -153,9 +142,11 @@ def reduce_checkpoint(
     polishing: Polishing | None = None,
     watch: Stopwatch | None = None,
 ) -> tuple[Reduction, WidthPlan]:
-    """Reduce where the dense model is, polish where that was asked for, and write; beside it as a directory of
-    transformers where that was asked for. Nothing is written unless all of it succeeds, but for the state of a polish,
-    from which the same call continues.
+    """Reduce a model, polish and sparsify it if the request asks for that, and write it to a directory.
+
+    The model is reduced on the device of the dense model, and also written in the form of transformers if the request
+    asks for it. Nothing is written unless all of it succeeds, except the state of a polish, from which the same call
+    continues.
     """
     refuse_outdated(directory, request)
     require_sayable(dense, request)
@@ -182,7 +173,7 @@ def reduce_checkpoint(
                 reads=request.options.reads,
                 optional=request.options.polish is None,
             )
-        reduction = _within_still(dense.model, moments, request, reduction, polished, images=images, judges=judges)
+        reduction = _limited(dense.model, moments, request, reduction, polished, images=images, judges=judges)
     options = request.options
     if options.patterns:
         with measure_effort(watch, "sparsify"):

@@ -1,4 +1,4 @@
-"""Plan a budget by costs alone, before any statistics and without weights."""
+"""First plans: what a budget takes of every site, by costs alone, before calibration and without weights."""
 
 import math
 from bisect import bisect_left
@@ -16,17 +16,20 @@ from corp_deploy.traced.models.module import tracing
 from corp_deploy.traced.models.sites import Currency
 from ground.errors import BadInput
 
-from .cost import cost_of_all_tokens, dense_cost
+from .curves import cost_of_all_tokens, dense_cost
 
-NAMED = 3
+NAMED = 3  # parts that a refusal names
 _WORDS: Mapping[Currency, str] = {"macs": "MACs", "params": "parameters"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstPlan:
-    """What a budget, of `macs` or parameters, would take: `cut` in hundredths, evenly, of each of the `sites` that it
-    may cut, which have the share `offered`; None where it is out of reach. `least`: the smallest budget in hundredths
-    that cuts no more than `most_cut`. `stays`: what it leaves whole, with the share of each and why, largest first.
+    """An even cut of all sites that meets a budget of MACs or parameters.
+
+    `macs` is the budget. `cut` is the share, in hundredths, that it takes of each of the `sites` that it may cut, which
+    hold the share `offered` of the cost; it is None if the budget is out of reach. `least` is the smallest budget, in
+    hundredths, that cuts at most `most_cut`. `stays` are the parts that stay whole, with share and reason, largest
+    first.
     """
 
     macs: float
@@ -49,7 +52,7 @@ class FirstPlan:
 def first_plan(
     model: nn.Module, method: Method, share: float, most_cut: float, currency: Currency = "macs"
 ) -> FirstPlan:
-    """Of a budget with this method, by what even cuts leave, whatever multiples widths come in."""
+    """Compute the even cut that meets a budget with this method, ignoring the multiples that widths come in."""
     total, full_cost = dense_cost(model, currency), cost_of_all_tokens(model, currency)
     layers = tracing(model).shares.macs if currency == "macs" else tracing(model).shares.parameters
     keys, whole = list[str](), dict[str, str]()
@@ -80,8 +83,9 @@ def first_plan(
 
 
 def refuse_far(model: nn.Module, method: Method, currency: Currency, share: float, most_cut: float) -> None:
-    """Raise BadInput for a budget that takes more of every site than `most_cut`, evenly, with what stays and why. One
-    that no widths meet is left to the planner, which knows what constants save.
+    """Raise BadInput for a budget that takes more than `most_cut` of every site, evenly.
+
+    A budget that no widths meet is left to the planner, which knows the savings of constants.
     """
     plan, word = first_plan(model, method, share, most_cut, currency), _WORDS[currency]
     if plan.cut is None or plan.holds:

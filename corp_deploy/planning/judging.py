@@ -1,4 +1,4 @@
-"""Inputs that judge reduced models against the dense one, those of a limit not calibrated on. N inputs."""
+"""Judges: inputs on which reduced models are compared with the dense one. N is the number of inputs."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -30,7 +30,7 @@ Answer = NDArray[np.float32]
 
 
 def outputs(model: nn.Module, batches: Iterable[Inputs]) -> tuple[Answer, ...]:
-    """Each output [N, ...] of all inputs."""
+    """Run a model over batches and return each output [N, ...] of all inputs."""
     where = device_of(model)
     with torch.inference_mode():
         rows = [
@@ -41,8 +41,9 @@ def outputs(model: nn.Module, batches: Iterable[Inputs]) -> tuple[Answer, ...]:
 
 
 def top_k(logits_NC: Answer, labels_N: NDArray[np.int64], k: int) -> float:
-    """Share of the inputs whose label is among the k largest logits; all of them where there are no more classes. Of a
-    single logit the sign tells the two classes apart.
+    """Return the share of the inputs whose label is among the k largest logits.
+
+    It is 1 if there are no more than k classes. A single logit tells two classes apart by its sign.
     """
     if k == 1:
         return float((predicted_classes(logits_NC) == labels_N).mean())
@@ -54,7 +55,7 @@ def top_k(logits_NC: Answer, labels_N: NDArray[np.int64], k: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
-    """Inputs with each of the dense model's outputs [N, ...] for them, and labels where there are any."""
+    """Inputs with the dense model's outputs [N, ...] and the labels, if there are any."""
 
     inputs: Inputs
     ports: tuple[OutputPort, ...]
@@ -63,11 +64,11 @@ class Scored:
     batch_size: int
 
     def answers(self, model: nn.Module) -> tuple[Answer, ...]:
-        """Of another model, each output."""
+        """Return each output of another model."""
         return outputs(model, chunks(self.inputs, self.batch_size))
 
     def scores(self, answers: Sequence[Answer]) -> tuple[OutputScore, ...]:
-        """How far each of a model's outputs is from the dense one."""
+        """Compare each of a model's outputs with the dense one."""
         scores = []
         for port, dense, answer in zip(self.ports, self.dense, answers, strict=True):
             found = measures(dense, answer, role=port.role)
@@ -75,7 +76,7 @@ class Scored:
         return tuple(scores)
 
     def accuracies(self, answers: Sequence[Answer]) -> tuple[float, float] | tuple[None, None]:
-        """Top-1 and Top-5, shares of the labelled inputs, of the first logits; None without labels."""
+        """Return the top-1 and top-5 accuracy of the first output that is logits, None without labels."""
         if self.labels_N is None:
             return None, None
         own = next((place for place, port in enumerate(self.ports) if port.role == "logits"), 0)
@@ -89,12 +90,12 @@ class Scored:
 
 
 def worst_agreement(scores: Sequence[OutputScore]) -> float | None:
-    """The least over the outputs; None for too few inputs."""
+    """Return the smallest agreement of the outputs, or None if there are too few inputs for any."""
     return min((score.agreement for score in scores if score.agreement is not None), default=None)
 
 
 def scored_inputs(model: nn.Module, source: InputSet, labels_N: NDArray[np.int64] | None, batch_size: int) -> Scored:
-    """All of the inputs with the dense model's outputs for them."""
+    """Compute the dense model's outputs for all of the inputs."""
     inputs = concatenated(list(source.batches(batch_size)))
     dense = outputs(model, chunks(inputs, batch_size))
     return Scored(inputs=inputs, ports=output_ports(model), dense=dense, labels_N=labels_N, batch_size=batch_size)
@@ -107,7 +108,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judging:
-    """Inputs that no fit has seen, class indices [N] of them where there are any, and where they come from in words."""
+    """Inputs that no fit has seen, their class indices [N] if there are any, and their origin in words."""
 
     inputs: InputSet
     labels_N: NDArray[np.int64] | None
@@ -119,8 +120,9 @@ class Judging:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """One measure of a reduced model, with its 95 % interval over the inputs: that of its worst output where several
-    are judged, which `output` then names and `every` holds among the others.
+    """One measure of a reduced model, with its 95 % interval over the inputs.
+
+    If several outputs are judged, it is that of the worst, which `output` names; `every` holds those of all outputs.
     """
 
     value: float
@@ -146,13 +148,20 @@ def _ids(moments: Moments) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judges:
-    """Inputs that judge, None for those that calibration left out; class indices [N] of them, or of all looked at."""
+    """The inputs that judge, or None for those that calibration left out.
+
+    `labels_N` are the class indices of these inputs; without inputs, those of all inputs given to `apart`.
+    """
 
     inputs: InputSet | None = None
     labels_N: NDArray[np.int64] | None = None
 
     def apart(self, inputs: InputSet, moments: Moments) -> tuple[InputSet, Judging]:
-        """Those of the inputs that may be fitted to, and what judges. Raises BadInput where either is none, or both."""
+        """Divide the inputs into those that may be fitted to and those that judge.
+
+        Raises:
+            BadInput: Either part is empty, or an input is in both.
+        """
         if self.inputs is None:
             return self._left_out(inputs, moments)
         common = int(torch.isin(self.inputs.ids, torch.cat([_ids(moments), inputs.ids])).sum())
@@ -182,7 +191,10 @@ class Judges:
 
 
 def judges_from_choice(model: nn.Module, images: InputSet | None, choice: BudgetChoice) -> Judges | None:
-    """What judges as it is asked for, None where nothing is; `images` are those that are looked at to reduce."""
+    """Open the judges that the options ask for, or return None without a limit.
+
+    `images` are those of the reduction, some of which may judge.
+    """
     if choice.within is None or images is None:
         return None
     others = None if choice.judge is None else inputs_for_model(model, Path(choice.judge))
@@ -193,7 +205,7 @@ def judges_from_choice(model: nn.Module, images: InputSet | None, choice: Budget
 
 
 def _bootstrapped(count: int, value: float, statistic: Callable[[NDArray[np.int64]], float]) -> Judgement:
-    """A statistic of the inputs, with its interval over inputs drawn again with repetition."""
+    """Return the value of a statistic with its bootstrap interval over `count` inputs."""
     drawn_DN = np.random.default_rng(SEED).integers(0, count, size=(DRAWS, count))
     values_D = [statistic(drawn_N) for drawn_N in drawn_DN]
     low, high = np.quantile(values_D, [(1.0 - CONFIDENCE) / 2.0, (1.0 + CONFIDENCE) / 2.0])
@@ -201,10 +213,10 @@ def _bootstrapped(count: int, value: float, statistic: Callable[[NDArray[np.int6
 
 
 class Judge:
-    """The dense model's answers to the inputs that judge, made once, and one measure of any reduced model beside them:
-    of each output that has it, and the worst of them.
+    """The dense model's outputs for the inputs that judge, with which reduced models are compared by one measure.
 
-    Raises BadInput where the measure is not defined of the outputs, or has no labels.
+    Raises:
+        BadInput: The measure is not defined for the model's outputs, or has no labels.
     """
 
     def __init__(self, model: nn.Module, judging: Judging, measure: Measure) -> None:
@@ -216,7 +228,7 @@ class Judge:
         self.judged = tuple(port for port in self.ports if measure != "accuracy" or port.role == "logits")
         if not self.judged:
             roles = ", ".join(f"{port.name} is {port.role}" for port in self.ports)
-            raise BadInput(f"--within accuracy: {roles}, which no label is of; give error or agreement")
+            raise BadInput(f"--within accuracy: {roles}, and only logits have labels; give error or agreement")
         if measure == "accuracy" and judging.labels_N is None:
             raise BadInput("--within accuracy needs --labels, the class indices of the images that judge")
         self.dense = self._answers(model)
@@ -226,7 +238,10 @@ class Judge:
         return {port.name: answers[port.name] for port in self.judged}
 
     def of(self, model: nn.Module) -> Judgement:
-        """Relative error, share that agrees (top-1, or nearest neighbour), or change of accuracy in points."""
+        """Return the relative error, the agreement (top-1 or nearest neighbour), or the accuracy's change in points.
+
+        A model with several outputs is judged by the worst.
+        """
         answers = self._answers(model)
         every = tuple(
             replace(self._judged(self.dense[port.name], answers[port.name], port.role), output=port.name)

@@ -1,12 +1,11 @@
-"""What widths cost in time on this machine: one block of each kind measured alone over a grid of widths.
+"""Latency tables of sites on this machine: each kind of block measured alone over a grid of widths.
 
-Where tokens are merged away a block is measured at a few numbers of tokens, between which it is interpolated, each
-merge as a layer of its own, and the whole model with all its tokens too.
+A site is timed by the segments of the traced program that it is in, with the other sites there whole, on the backend
+that the model will run on. If tokens are merged, a block is measured at a few numbers of tokens, between which its
+latency is interpolated; each merge is measured as a layer, and the whole model also with all its tokens.
 
-A block is timed as its MLP or its attention, fed with tokens, through the same backend that the model will run on; of a
-traced model as the segments of its program that a site stands in, the other sites there whole. The tables are cached
-under the machine's fingerprint, so a second budget measures nothing: those of blocks by shape and structure, that of
-the whole model by its digest.
+Tables are cached under the machine's fingerprint, so that a second budget measures nothing: those of blocks by shape
+and structure, that of the whole model by its digest.
 """
 
 import tempfile
@@ -41,12 +40,12 @@ from .schedule import MergeAlone, latency_at, merge_name, merges_of, spread, str
 
 Inputs = tuple[Port, ...]
 Outputs = tuple[OutputPort, ...]
-POINTS = 6
+POINTS = 6  # widths that a site is measured at
 DENSE, ALL_TOKENS = "the dense model", "the dense model with all tokens"
 
 
 def refuse_disturbed(tables: Mapping[str, LatencyTable]) -> None:
-    """Raise BadInput, by what was measured, where other programs had the CPU for too much of a measurement."""
+    """Raise BadInput if other programs had the CPU for too much of a measurement; name its table."""
     disturbed = [name for name, table in tables.items() if any(cell.disturbed for cell in table.cells)]
     if disturbed:
         raise BadInput(
@@ -57,10 +56,11 @@ def refuse_disturbed(tables: Mapping[str, LatencyTable]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tables:
-    """The tables by kind and shape, which of them are each site's, by number of tokens, the tokens that reach it, and
-    the model's own latency under width 1.
+    """Latency tables by name, and the names of those of each site.
 
-    `merges`: the table of every merge of tokens. `all_tokens`: the latency of a model that merges, with nothing merged.
+    `names` holds the tables of a site by number of tokens, `tokens` the number that reaches it, and `merges` the table
+    of each token merge. `dense` is the latency of the model, and `all_tokens` that without its merging, both as width
+    1. `measured` counts the tables that were not in the cache.
     """
 
     by_name: dict[str, LatencyTable]
@@ -72,23 +72,24 @@ class Tables:
     measured: int
 
     def latency_ms(self, site: str, size: int, batch: int) -> float:
-        """Of a site's layer at this size and the tokens that reach it."""
+        """Return the milliseconds of a site's layer at this size with the tokens that reach it."""
         at = {tokens: self.by_name[name] for tokens, name in self.names[site].items()}
         return latency_at(at, self.tokens[site], size, batch)
 
     def merging_ms(self, batch: int) -> float:
-        """Of all merges of tokens, each measured alone."""
+        """Return the milliseconds of all token merges, each measured alone."""
         return sum(self.by_name[name].latency_ms(1, batch) for name in self.merges.values())
 
     def model_ms(self, batch: int) -> float:
-        """Of the model with nothing merged."""
+        """Return the milliseconds of the model without token merging."""
         return (self.all_tokens or self.dense).latency_ms(1, batch)
 
 
-@dataclass(frozen=True, kw_only=True)  # without slots, so that what is found can be kept
+@dataclass(frozen=True, kw_only=True)  # without slots, for the cached property
 class Grids:
-    """How parts of a model that merges nothing are timed alone; a site by the segments of its program that it stands
-    in, one for all that stand alike in alike ones. Raises BadInput for a site that can't be narrower.
+    """Measurements of parts of a model without merging; sites with equal cost signatures share one.
+
+    `scratch` is the directory of graphs while they are timed.
     """
 
     model: nn.Module
@@ -98,7 +99,7 @@ class Grids:
 
     @cached_property
     def shapes(self) -> dict[str, str]:
-        """By site, the same for those that take as long as each other; none for a constant, and where a site stays."""
+        """A name of the shape of each site that can be narrower, equal for sites with equal latencies."""
         shapes, names = dict[str, str](), dict[str, str]()
         for site in sites_of(self.model).every:
             if len(kind_of(site).offers(site, self.method)) > 1:
@@ -129,13 +130,13 @@ class Grids:
         return self._single(merge_name(merge, tokens, channels), "", MergeAlone(merge), inputs, (STREAM,))
 
     def of_model(self, checkpoint: Checkpoint) -> Grid:
-        """The whole model, told from others by its weights and its layers."""
+        """Return the grid of the whole model, whose identity is its weights and layers."""
         model, name = checkpoint.model, f"dense {checkpoint.architecture.name}"
         identity = f"{model_digest(model)} {model!r}{traced_model.merging_of(model) or ''}"
         return self._single(name, identity, traced_model.exportable(model), input_ports(model), output_ports(model))
 
     def _single(self, name: str, identity: str, module: nn.Module, inputs: Inputs, outputs: Outputs) -> Grid:
-        """Of one width, called 1."""
+        """Return a grid with the one width 1."""
         return Grid(
             name=name,
             identity=identity,
@@ -148,7 +149,7 @@ class Grids:
     def measured(
         self, grids: Mapping[str, Grid], on_progress: Callable[[int, int], None] = lambda finished, total: None
     ) -> dict[str, tuple[LatencyTable, bool]]:
-        """The table of each, and whether the cache held it."""
+        """Measure each grid, or read its table from the cache; tell for each whether the cache held it."""
         tables = dict[str, tuple[LatencyTable, bool]]()
         with watching() as (watch, gpu):
             described = environment(gpu)
@@ -175,14 +176,14 @@ def _runner(
 
 
 def name_at_tokens(shape: str, tokens: int, all_tokens: int) -> str:
-    """What the table of a shape is called."""
+    """Return the name of the table of a shape at a number of tokens."""
     return shape if tokens == all_tokens else f"{shape}, {tokens} tokens"
 
 
 def _names_at_tokens(
     shapes: Mapping[str, str], tokens: Mapping[str, int], all_tokens: int
 ) -> dict[str, dict[int, str]]:
-    """By site the names of its tables, by a few of the numbers of tokens that reach sites of its shape."""
+    """Return the names of each site's tables, at a few of the numbers of tokens that reach sites of its shape."""
     reach: dict[str, set[int]] = {}
     for site, shape in shapes.items():
         reach.setdefault(shape, set()).add(tokens[site])
@@ -200,8 +201,10 @@ def measure_tables(
     *,
     on_progress: Callable[[int, int], None] = lambda finished, total: None,
 ) -> Tables:
-    """One table per distinct block shape and number of tokens, and the dense model's latency, from the cache where it
-    holds them. Raises BadInput for a site of a traced model that can't be narrower.
+    """Measure, or read from the cache, a table for each block shape and number of tokens, and the model's latency.
+
+    Raises:
+        BadInput: A site of the model can't be timed alone.
     """
     model = checkpoint.model
     tokens, merges = tokens_that_enter(model), merges_of(model)
@@ -212,8 +215,8 @@ def measure_tables(
         for site, at_tokens in names.items():
             for count, name in at_tokens.items():
                 by_name[name] = by_name.get(name) or grids.of_site(name, site, count)
-        of_merges = {step: grids.of_merge(merge, entering) for step, (merge, entering) in merges.items()}
-        by_name |= {grid.name: grid for grid in of_merges.values()}
+        merge_grids = {step: grids.of_merge(merge, entering) for step, (merge, entering) in merges.items()}
+        by_name |= {grid.name: grid for grid in merge_grids.values()}
         wholes = {DENSE: checkpoint, ALL_TOKENS: unmerged} if merges else {DENSE: checkpoint}
         tables = grids.measured(by_name | {name: grids.of_model(each) for name, each in wholes.items()}, on_progress)
     return Tables(
@@ -221,14 +224,14 @@ def measure_tables(
         names={site.name: names.get(site.name, {}) for site in sites_of(model).every},
         tokens=tokens,
         dense=tables[DENSE][0],
-        merges={step: grid.name for step, grid in of_merges.items()},
+        merges={step: grid.name for step, grid in merge_grids.items()},
         all_tokens=tables[ALL_TOKENS][0] if merges else None,
         measured=sum(not cached for _, cached in tables.values()),
     )
 
 
 def in_nanoseconds(curves: list[CostCurve], latency_ms: Callable[[str, int], float]) -> list[CostCurve]:
-    """The curves with what each width takes, by site and width, above the quickest."""
+    """Return the curves with costs in nanoseconds above that of each site's fastest width."""
     priced = []
     for curve in curves:
         costs = [round(1e6 * latency_ms(curve.site, width)) for width in curve.widths]
@@ -238,13 +241,15 @@ def in_nanoseconds(curves: list[CostCurve], latency_ms: Callable[[str, int], flo
 
 
 def curves_in_time(curves: list[CostCurve], tables: Tables, batch: int) -> tuple[list[CostCurve], int]:
-    """The curves with costs in nanoseconds at one batch size, and the dense model's latency in nanoseconds. Raises
-    BadInput for tables that were measured while other programs had the machine.
+    """Return the curves with costs in nanoseconds at one batch size, and the dense model's latency in nanoseconds.
+
+    Raises:
+        BadInput: Tables were measured while other programs had the machine.
     """
     all_tokens = {} if tables.all_tokens is None else {ALL_TOKENS: tables.all_tokens}
     refuse_disturbed({**tables.by_name, DENSE: tables.dense, **all_tokens})
     priced = in_nanoseconds(curves, lambda site, width: tables.latency_ms(site, width, batch))
     dense = round(1e6 * tables.dense.latency_ms(1, batch))
     alone = sum(curve.cost_now for curve in priced) + round(1e6 * tables.merging_ms(batch))
-    # Measured inside the model, a block can be faster than alone; what the blocks can't explain counts as fixed.
+    # Inside the model a block can be faster than alone. The time that no block explains is a fixed cost.
     return priced, max(dense, alone)

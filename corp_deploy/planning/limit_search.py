@@ -1,7 +1,7 @@
-"""The smallest model that stays within a limit: bisection over the budget, every model on the way judged for itself.
+"""The smallest model within a limit: bisection over the budget, with every model on the way reduced and judged.
 
-What a budget loses is nearly monotone, not quite: the answer is a model that was measured to hold, one step above one
-that was measured not to, and not the result of any interpolation.
+The error is only nearly monotone in the budget, so nothing is interpolated: the answer is a model that was measured to
+be within the limit, one step above a model that was measured not to be.
 """
 
 import math
@@ -18,13 +18,12 @@ from .budget_planner import Planner
 from .judging import Judge, Judgement, Judging
 from .request import WidthPlan
 
-# Budgets are hundredths of the dense cost: finer steps are below what a hundred images can tell apart.
-STEPS = 100
+STEPS = 100  # budgets are hundredths of the dense cost: a hundred images can't tell finer steps apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One budget that was tried: the share allowed, what was measured, and whether that is within the limit."""
+    """One budget: the share of the cost that it allows, the model's judgement, and whether it holds the limit."""
 
     share: float
     judged: Judgement
@@ -33,7 +32,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LimitSearch:
-    """What a limit was settled by, in the order of the trials; the answer is the smallest one that holds."""
+    """The trials of a search in their order; the answer is the smallest one that holds the limit."""
 
     limit: Limit
     currency: str
@@ -62,15 +61,15 @@ class LimitSearch:
             else f"{nearest.share:.2f} gives {figure(limit, nearest.judged.value)}"
         )
         surely = limit.holds(answer.judged.low) and limit.holds(answer.judged.high)
-        past = "" if surely else f", chosen by the point: {self._more(answer.judged)}"
+        past = "" if surely else f", chosen by the point: {self._inputs_to_decide(answer.judged)}"
         return (
             f"within {limit}: {answer.share:.2f} of the dense {self.currency} gives "
-            f"{_with_interval(limit, answer.judged, past)} on {self.judging}; {smaller}; {count} "
+            f"{_describe(limit, answer.judged, past)} on {self.judging}; {smaller}; {count} "
             f"model{'s were' if count > 1 else ' was'} reduced and judged"
         )
 
-    def _more(self, judged: Judgement) -> str:
-        """What would decide, in the words of a proof that is held to the limit."""
+    def _inputs_to_decide(self, judged: Judgement) -> str:
+        """Say how many inputs would decide whether the limit holds, in the words of a proof."""
         gap, inputs = judged.value - self.limit.value, self.judging.inputs
         if self.limit.measure == "agreement":
 
@@ -83,12 +82,12 @@ class LimitSearch:
 
 
 def figure(limit: Limit, value: float) -> str:
-    """A measured value as people read it."""
+    """Format a measured value with its unit."""
     return {"accuracy": f"{value:+.2f} points", "agreement": f"{value:.2%}", "error": f"{value:.3g}"}[limit.measure]
 
 
-def _with_interval(limit: Limit, judged: Judgement, past: str = "") -> str:
-    """The figure, of which output it is, and those of the others, where there are several."""
+def _describe(limit: Limit, judged: Judgement, past: str = "") -> str:
+    """Format a judgement with its interval, and if there are several outputs, with those of the others."""
     shown = (
         f"{figure(limit, judged.value)} (95 % interval {figure(limit, judged.low)} to "
         f"{figure(limit, judged.high)}{past})"
@@ -108,7 +107,7 @@ def _unreachable(limit: Limit, currency: str, judging: Judging, trials: Sequence
             closest = trial
     return BadInput(
         f"--within '{limit}': out of reach on {judging}; the closest of the {len(trials)} models tried keeps "
-        f"{closest.share:.2f} of the dense {currency} and gives {_with_interval(limit, closest.judged)}; allow more"
+        f"{closest.share:.2f} of the dense {currency} and gives {_describe(limit, closest.judged)}; allow more"
     )
 
 
@@ -120,11 +119,13 @@ def smallest_within(
     *,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Reduction, WidthPlan]:
-    """The model of the smallest budget that is within the limit, and its plan, which says what was tried.
+    """Return the model of the smallest budget that is within the limit, and its plan with the trials.
 
-    `reduced` carries a plan out; `on_progress` is told how many models have been tried, of how many at most. At most
-    log2(STEPS) + 1 models are reduced, each judged in one pass over the inputs. Raises BadInput where even the largest
-    budget is not within it.
+    `reduced` carries a plan out; `on_progress` hears how many models have been tried, of how many at most. At most
+    log2(STEPS) + 1 models are reduced, each judged in one pass over the inputs.
+
+    Raises:
+        BadInput: Even the largest budget is not within the limit.
     """
     judge = Judge(planner.probe.model, judging, limit.measure)
     fails, holds = max(math.ceil(planner.narrowest() * STEPS + 1e-9), 1) - 1, STEPS

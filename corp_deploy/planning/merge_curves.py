@@ -1,8 +1,8 @@
-"""What merging tokens loses at every block, learned without labels.
+"""Merge curves: the output error of merging tokens at every block, computed without labels.
 
-Merging tokens and weighing them by their size is the same as giving every source token the mean of those it is merged
-with, in a model that merges nothing. So what merging loses at a block follows, to first order, from the gradients of
-the outputs there (see curvature.py), for any number of tokens at once.
+Merging tokens and weighing them by their size equals replacing every source token, in a model that merges nothing, by
+the mean of the tokens that it is merged with. So the error of merging at a block follows, to first order, from the
+gradients of the outputs there (see curvature.py), for any number of merged tokens.
 
 Legend: L blocks that can merge, G numbers of tokens merged so far, B images, N tokens, C channels.
 """
@@ -22,17 +22,21 @@ from corp_deploy.spec.merging import Merging, most_merged
 from corp_deploy.traced.models.steps import Merge, SegmentStep, Unmerge
 from corp_deploy.traced.models.token_merging import TokenMerge, Tokens, sources_of, unmerge_tokens
 
-from .curvature import Tangent, tangents
+from .curvature import OutputGradients, output_gradients
 
 Array = NDArray[np.float64]
-TRIED = 16  # amounts of merging whose loss is learned; between them it is interpolated
-AMOUNTS = 128  # about as many a schedule may choose among
-MOST = 0.95  # of the tokens are merged away at most
+TRIED = 16  # numbers of merged tokens whose error is computed; it is interpolated between them
+AMOUNTS = 128  # about so many numbers of merged tokens a schedule may choose from
+MOST = 0.95  # largest share of the tokens that is merged away
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergePlace:
-    """The step before a merge, tokens protected, steps of fewer tokens up to the next place and the `sites` in them."""
+    """A block that can merge tokens.
+
+    `before` is the step in front of the merge and `protected` the number of tokens that never merge; `behind` are the
+    steps up to the next merge, and `sites` the sites in them.
+    """
 
     before: str
     protected: int
@@ -41,7 +45,11 @@ class MergePlace:
 
 
 def merge_places(model: nn.Module) -> list[MergePlace]:
-    """Of every block, as a copy that merges has them. Raises BadInput for a model that can't merge tokens."""
+    """List the blocks of a model that can merge tokens.
+
+    Raises:
+        BadInput: The model can't merge tokens.
+    """
     one_each = Merging(schedule=(1,) * traced_model.depth(model))
     steps = list(traced_model.steps(traced_model.with_merging(model, one_each)))
     at = [place for place, step in enumerate(steps) if isinstance(step, Merge)]
@@ -62,20 +70,20 @@ def merge_places(model: nn.Module) -> list[MergePlace]:
     return places
 
 
-def _lost(place: MergePlace, tangent: Tangent[str], amounts: Sequence[int]) -> list[float]:
-    """Squared change of the outputs of a piece, to first order, with so many tokens merged at one place alone."""
-    x_BNC = tangent.at[place.before]
+def _lost(place: MergePlace, gradients: OutputGradients[str], amounts: Sequence[int]) -> list[float]:
+    """Return the squared change of the outputs, to first order, for each number of tokens merged at one place alone."""
+    x_BNC = gradients.at[place.before]
     tokens, merged, lost = Tokens(x_BNC, None, sources_of(x_BNC)), 0, []
     for amount in amounts:
         merge = TokenMerge(count=amount - merged, protected=place.protected, how="merge")
         tokens, merged = Tokens(*merge(*tokens, tokens.x)), amount
         assert tokens.sources is not None, place
-        lost.append(tangent.energy_of_change(place.before, unmerge_tokens(tokens.x, tokens.sources) - x_BNC))
+        lost.append(gradients.energy_of_change(place.before, unmerge_tokens(tokens.x, tokens.sources) - x_BNC))
     return lost
 
 
 def amounts_tried(tokens: int, protected: int) -> list[int]:
-    """Ascending, each within what one merge can take from the one before."""
+    """Return rising numbers of merged tokens, each of which one more merge reaches from the number before it."""
     step = max(1, round(MOST * (tokens - protected) / TRIED))
     amounts, merged = [], 0
     while merged + step <= MOST * (tokens - protected) and step <= most_merged("merge", tokens - merged, protected):
@@ -85,13 +93,13 @@ def amounts_tried(tokens: int, protected: int) -> list[int]:
 
 
 def amounts_offered(tokens: int, most: int) -> NDArray[np.int64]:
-    """What a schedule may have merged away behind a block [G]: each number of few tokens, every so many of many."""
+    """Return the numbers of merged tokens that a schedule may choose from [G], about AMOUNTS evenly spaced ones."""
     return np.arange(0, most + 1, max(1, tokens // AMOUNTS))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergeCurves:
-    """What merging loses of the outputs [L,G], squared and relative, by how many tokens are gone [G] behind a block."""
+    """Squared relative output errors [L,G] of the numbers of tokens [G] that are merged away behind each block."""
 
     tokens: int
     protected: int
@@ -100,24 +108,24 @@ class MergeCurves:
 
     @property
     def left(self) -> list[int]:
-        """The tokens that are left [G]."""
+        """The numbers of tokens that remain [G]."""
         return [self.tokens - int(amount) for amount in self.amounts_G]
 
 
 def merge_curves(model: nn.Module, inputs: Inputs) -> MergeCurves:
-    """By a few forward and backward passes over the inputs, and a few merges of every block's tokens."""
+    """Compute the curves by a few forward and backward passes, and merges of every block's tokens."""
     places, tokens = merge_places(model), len(traced_model.token_kinds(model))
     protected = places[0].protected
     amounts = amounts_tried(tokens, protected)
     lost_LT, energy = np.zeros((len(places), len(amounts))), 0.0
     with torch.inference_mode(False), evaluating(model):
-        for tangent in tangents(model, inputs):
-            energy += tangent.energy
+        for gradients in output_gradients(model, inputs):
+            energy += gradients.energy
             with torch.no_grad():
-                lost_LT += np.array([_lost(place, tangent, amounts) for place in places])
+                lost_LT += np.array([_lost(place, gradients, amounts) for place in places])
     amounts_G = amounts_offered(tokens, amounts[-1] if amounts else 0)
     errors = [np.interp(amounts_G, [0, *amounts], [0.0, *lost_T]) for lost_T in lost_LT / energy]
-    # More tokens merged never lose less; the estimate may wobble.
+    # The true error rises with the number of merged tokens; the estimate may not.
     return MergeCurves(
         tokens=tokens,
         protected=protected,

@@ -1,8 +1,9 @@
-"""What a plan of merged tokens and widths pays in: multiply-adds, or measured time.
+"""Prices of merged tokens and widths: multiply-adds, or measured time.
 
-In time merging saves and costs what layers at a few numbers of tokens, and merges of a few sizes, take alone. Between
-those it is interpolated, so that one set of measurements prices every schedule. Legend: L blocks that can merge, G
-numbers of tokens merged so far.
+Time comes from tables of layers at a few numbers of tokens and of merges of a few sizes, each measured alone. Values
+between these are interpolated, so that one set of measurements prices every schedule.
+
+Legend: L blocks that can merge, G numbers of tokens merged so far.
 """
 
 from collections import Counter
@@ -23,22 +24,23 @@ from corp_deploy.traced.models.steps import SegmentStep
 from corp_deploy.traced.models.token_merging import TokenMerge
 from perf.bench.latency_table import Grid, LatencyTable
 
-from .cost import dense_cost
-from .curves import CostCurve
+from .curves import CostCurve, dense_cost
 from .latency import POINTS, in_nanoseconds, name_at_tokens, opened_grids, refuse_disturbed
 from .merge_curves import MergeCurves, merge_places
 from .request import LatencyTarget
-from .schedule import MergeCosts, latency_at, merge_costs_in_macs, merges_of, of_merges, spread
+from .schedule import MergeCosts, cost_of_merges, latency_at, merge_costs_in_macs, merges_of, spread
 
 TOKENS = 4  # numbers of tokens that a layer and a merge are measured at
-FEWER_POINTS = 3  # widths of a layer that are measured with fewer than all tokens
-FEW = 1 / 8  # of the most that can be merged at once; a merge of so many is measured, and one of all those
+FEWER_POINTS = 3  # widths of a layer that are measured at fewer tokens than all
+FEW = 1 / 8  # the smaller of the two merges that are measured, as a share of the largest one possible
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergeLatencies:
-    """Tables of each site's layer by its number of tokens, of merges by the tokens that enter and how many are merged
-    away, and of the dense model, at one batch size. `parts`: sites whose tables are of all that any is, each part of
+    """Latency tables of layers, merges and the dense model, at one batch size.
+
+    `sites` holds tables of each site's layer by its number of tokens, and `merges` those of a merge by the tokens that
+    enter it and the tokens that it merges away. `parts` are sites whose layers together cover every measured part of
     the model once.
     """
 
@@ -50,11 +52,11 @@ class MergeLatencies:
     parts: tuple[str, ...] = ()
 
     def site_ms(self, site: str, size: int, tokens: int) -> float:
-        """Of a site's layer."""
+        """Return the milliseconds of a site's layer."""
         return latency_at(self.sites[site], tokens, size, self.batch)
 
     def merge_ms(self, tokens: int, count: int) -> float:
-        """Of one merge, straight between those measured: by the share of what can be merged, and by tokens."""
+        """Return the milliseconds of one merge, interpolated by its share of the largest merge, then by tokens."""
         if not count:
             return 0.0
         share, measured = count / most_merged("merge", tokens, self.protected), sorted(self.merges)
@@ -65,16 +67,19 @@ class MergeLatencies:
             at.append(np.interp(share, [each / most for each in counts], took))
         return float(np.interp(tokens, measured, at))
 
-    def model_ms(self) -> float:
-        """Of the dense model."""
-        return self.dense.latency_ms(1, self.batch)
+    @property
+    def dense_ns(self) -> int:
+        """The latency of the dense model in nanoseconds."""
+        return round(1e6 * self.dense.latency_ms(1, self.batch))
 
 
 def measure_merge_latencies(
     dense: Checkpoint, method: Method, losses: MergeCurves, where: LatencyTarget
 ) -> MergeLatencies:
-    """A few dozen timings, from the cache where it holds them: of one layer of each shape, one merge of each size, and
-    the model. Raises BadInput where other programs had the machine for too much of one.
+    """Measure, or read from the cache, a few dozen latencies: of each layer's shape, each merge's size, and the model.
+
+    Raises:
+        BadInput: Other programs had the machine for too much of a measurement.
     """
     model, places = dense.model, merge_places(dense.model)
     counts = spread(tuple(losses.tokens - int(amount) for amount in losses.amounts_G[::-1]), TOKENS)
@@ -122,7 +127,7 @@ def measure_merge_latencies(
 
 
 def _parts(model: nn.Module) -> tuple[str, ...]:
-    """A site for each step, that stands in no other."""
+    """Return one site for each step of the program: one that is in no other step."""
     every = [site.name for site in sites_of(model).every]
     steps = [step for step in traced_model.steps(model) if isinstance(step, SegmentStep)]
     count = Counter(name for step in steps for name in step.sites)
@@ -131,27 +136,30 @@ def _parts(model: nn.Module) -> tuple[str, ...]:
 
 
 def sites_ns(dense: Checkpoint, latencies: MergeLatencies, tokens: Mapping[str, int]) -> dict[str, int]:
-    """Of the layer of each part of the model at its own width and so many tokens."""
+    """Return the nanoseconds of each part of the model at its present width and so many tokens."""
     sites = sites_of(dense.model).by_name
     return {name: round(1e6 * latencies.site_ms(name, sites[name].width, tokens[name])) for name in latencies.parts}
 
 
 def merge_costs_in_ns(dense: Checkpoint, losses: MergeCurves, latencies: MergeLatencies) -> MergeCosts:
-    """Nanoseconds of one call, by layers and merges measured alone; what they can't explain of the model is fixed."""
+    """Return the costs in nanoseconds of one call; time of the model that no measured layer explains is fixed."""
     behind = [[name for name in place.sites if name in latencies.parts] for place in merge_places(dense.model)]
     at = [sites_ns(dense, latencies, dict.fromkeys(latencies.sites, tokens)) for tokens in losses.left]
     alone = at[0]  # with all tokens
-    total = max(round(1e6 * latencies.model_ms()), sum(alone.values()))
+    total = max(latencies.dense_ns, sum(alone.values()))
     return MergeCosts(
         fixed=float(total - sum(alone[name] for names in behind for name in names)),
         running_LG=np.array([[sum(of[name] for name in names) for of in at] for names in behind], dtype=np.float64),
-        merging_GG=of_merges(losses, lambda tokens, count: 1e6 * latencies.merge_ms(tokens, count)),
+        merging_GG=cost_of_merges(losses, lambda tokens, count: 1e6 * latencies.merge_ms(tokens, count)),
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prices:
-    """The dense cost, that of schedules, and the sites' curves in a model that merges tokens with that model's cost."""
+    """The dense model's cost, the costs of schedules, and a function that prices the curves for a merging model.
+
+    `priced` returns the sites' curves with their costs in that model, and the model's cost.
+    """
 
     full_cost: int
     costs: MergeCosts
@@ -159,7 +167,7 @@ class Prices:
 
 
 def prices_in_macs(dense: nn.Module, curves: list[CostCurve], losses: MergeCurves) -> Prices:
-    """Counted, and by formula."""
+    """Price schedules and widths in multiply-adds, counted for the dense model and by formula at fewer tokens."""
 
     def priced(model: nn.Module) -> tuple[list[CostCurve], int]:
         costs, sites = site_costs(model, "macs"), sites_of(model).by_name
@@ -179,9 +187,9 @@ def prices_in_macs(dense: nn.Module, curves: list[CostCurve], losses: MergeCurve
 def prices_by_latencies(
     dense: Checkpoint, curves: list[CostCurve], losses: MergeCurves, latencies: MergeLatencies
 ) -> Prices:
-    """Nanoseconds, by what was measured; a merged model costs what its layers and merges do, beside what is fixed."""
+    """Price schedules and widths in nanoseconds: those of measured layers and merges, and the model's fixed rest."""
     alone = sum(sites_ns(dense, latencies, tokens_that_enter(dense.model)).values())
-    full_cost = max(round(1e6 * latencies.model_ms()), alone)
+    full_cost = max(latencies.dense_ns, alone)
 
     def priced(model: nn.Module) -> tuple[list[CostCurve], int]:
         tokens = tokens_that_enter(model)

@@ -1,4 +1,4 @@
-"""Settle what a reduction does before it is done: the widths of a budget, the geometry of the heads."""
+"""The plan of a reduction: the widths of a budget and the geometry of the heads."""
 
 from dataclasses import replace
 
@@ -10,20 +10,19 @@ from corp_deploy.traced.models.values import TracedValues
 from ground.effort import Stopwatch
 from ground.errors import BadInput
 
-from .budget import allocate, uniform
-from .budget_planner import Planner, budget_planner, probe_of, probed
-from .cost import dense_cost
-from .curves import cost_curves
+from .budget import allocate_widths, uniform
+from .budget_planner import Planner, budget_planner, probe_allocations, probe_of
+from .curves import cost_curves, dense_cost
 from .joint_planner import joint_planner
 from .probe import Probe
 from .request import ReductionRequest, WidthPlan
 
 
 def choose_heads(probe: Probe, share: float | None) -> WidthPlan:
-    """Spend the same MACs on padded and on square heads and take the one whose curves predict less logit error.
+    """Spend the same MACs on padded and on square heads and choose the geometry of less predicted error.
 
-    `share` of the dense MACs is the budget; None takes what the method's uniform sparsities leave with padded heads, or
-    with square ones where Q/K must stay, since padded heads alone take nothing from those.
+    The budget is `share` of the dense MACs. If it is None, it is what the method's uniform sparsities leave with padded
+    heads, or with square heads if some Q/K can't be reduced, since only square heads reduce such a site.
     """
     dense = dense_cost(probe.model, "macs")
     methods = [replace(probe.method, geometry=geometry) for geometry in ("padded", "square")]
@@ -32,7 +31,7 @@ def choose_heads(probe: Probe, share: float | None) -> WidthPlan:
         stays = any(isinstance(site, TracedValues) and site.queries is None for site in sites_of(probe.model).every)
         share = uniform(probe.model, methods[stays], curves[stays], dense).share
     ways = [
-        (method, replace(allocate(own, dense, share), name=f"{method.geometry} heads"))
+        (method, replace(allocate_widths(own, dense, share), name=f"{method.geometry} heads"))
         for method, own in zip(methods, curves, strict=True)
     ]
     (method, better), (_, worse) = sorted(ways, key=lambda way: way[1].predicted_error)
@@ -44,7 +43,7 @@ def choose_heads(probe: Probe, share: float | None) -> WidthPlan:
         method=method,
         widths=better.widths,
         decisions=(reason,),
-        ways=probed(probe, [way for _, way in ways]),
+        ways=probe_allocations(probe, [way for _, way in ways]),
         eliminations=probe.eliminations,
         metrics=probe.moments.metrics,
     )
@@ -53,7 +52,7 @@ def choose_heads(probe: Probe, share: float | None) -> WidthPlan:
 def planner_of(
     dense: Checkpoint, moments: Moments, request: ReductionRequest, images: InputSet, watch: Stopwatch | None = None
 ) -> Planner:
-    """For every share of the cost that the request counts, from one look at the images."""
+    """Return the planner for the cost that the request counts, joint with token merging if it asks for that."""
     if request.options.auto_merging:
         return joint_planner(dense, moments, request, images, watch=watch)
     return budget_planner(
@@ -75,7 +74,11 @@ def plan(
     images: InputSet | None,
     watch: Stopwatch | None = None,
 ) -> WidthPlan:
-    """Settle geometry and widths; `watch` takes the time of selecting apart."""
+    """Choose widths and the geometry of heads; `watch` records the time of selection apart.
+
+    Raises:
+        BadInput: The request chooses merged tokens without a budget, or compares heads at another cost than MACs.
+    """
     options, share = request.options, request.options.share
     if options.auto_merging and (share is None or options.auto_heads):
         raise BadInput(

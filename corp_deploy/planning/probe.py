@@ -1,7 +1,7 @@
-"""What the outputs of a few images change by when sites are reduced: a budget's one look at the whole model.
+"""The probe of a budget: changes of a model's outputs, on a few images, when sites are reduced.
 
-A change of a block reaches what is behind it alone: what no change reaches runs once for all, so that a trial runs half
-of a model where they are everywhere. Legend: B images, N tokens, C channels.
+A changed weight affects only the nodes behind it. The nodes that no trial changes run once for all trials, so that a
+trial runs half of the model on average.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,12 +34,12 @@ from corp_deploy.traced.programs.sizes import changes_in_place
 from .curvature import effects_of_changes
 
 _PIECE = 8  # inputs whose activations in front of all changes are in memory at a time
-Change = Mapping[str, Tensor]
-"""New tensors by the names of those that they stand for."""
+NewTensors = Mapping[str, Tensor]
+"""Replacements of a program's tensors by name."""
 
 
-class _Kept(fx.Interpreter):
-    """Runs a program and keeps what some nodes give."""
+class _KeepingInterpreter(fx.Interpreter):
+    """An interpreter that keeps the outputs of some nodes."""
 
     def __init__(self, program: Program, keeps: set[fx.Node]) -> None:
         super().__init__(program.graph)
@@ -52,9 +52,10 @@ class _Kept(fx.Interpreter):
         return out
 
 
-def _behind(program: Program, change: Change) -> set[fx.Node]:
-    """The nodes that depend on these, with the weights that they read; all that compute where one changes what it is
-    given.
+def _nodes_behind(program: Program, change: NewTensors) -> set[fx.Node]:
+    """Return the nodes that depend on the changed tensors, and the other weights that these nodes read.
+
+    These are all computing nodes if the program has an operation that changes its input in place.
     """
     every = any(map(changes_in_place, program.nodes))
     changed = {node for node in program.nodes if node.op == "get_attr" and node.target in change}
@@ -68,19 +69,22 @@ def _behind(program: Program, change: Change) -> set[fx.Node]:
 
 
 def effects_of_new_tensors(
-    program: Program, inputs: Inputs, changes: Sequence[Change], dense: Sequence[Tensor]
+    program: Program, inputs: Inputs, changes: Sequence[NewTensors], dense: Sequence[Tensor]
 ) -> list[float]:
-    """Squared relative change of the outputs, the mean of several, by each of these alone; `dense`: those without."""
+    """Return the squared relative change of the outputs, the mean over several, by each change alone.
+
+    `dense` are the outputs without a change.
+    """
     if not changes:
         return []
-    behind = [_behind(program, change) for change in changes]
+    behind = [_nodes_behind(program, change) for change in changes]
     read = {each for nodes in behind for node in nodes for each in node.all_input_nodes if each not in nodes}
     moved = torch.zeros(len(changes), len(dense), dtype=torch.float64)
     start = 0
     for piece in chunks(inputs, _PIECE):
         given = tuple(tensors_by_name(piece).values())
         dense_of_piece = [each[start : start + len(given[0])].double() for each in dense]
-        whole = _Kept(program, {node for node in read if node.op != "get_attr"})
+        whole = _KeepingInterpreter(program, {node for node in read if node.op != "get_attr"})
         whole.run(*given)
         for place, (nodes, change) in enumerate(zip(behind, changes, strict=True)):
             known = {
@@ -95,14 +99,16 @@ def effects_of_new_tensors(
     return shares
 
 
-FEW = 8  # inputs
+FEW = 8  # inputs on which effects are computed exactly
 Trial = tuple[str, Width]
 
 
 @dataclass(frozen=True, kw_only=True)  # without slots, so that the outputs can be kept
 class Probe:
-    """A model, its moments and some inputs; `method` says how sites are reduced, `eliminations` are known by site.
-    `others`: inputs that a closed loop is tried on, where one is asked for.
+    """A model, its moments and the inputs on which its reductions are measured.
+
+    `eliminations` are the orders of removal by site; `others` are the inputs of the closed loop `loop`, if the
+    reduction asks for one.
     """
 
     model: nn.Module
@@ -115,15 +121,15 @@ class Probe:
 
     @property
     def _ragged(self) -> Method:
-        """Exact at any widths, and only the values count here; nothing is rescaled, which takes images."""
+        """The method with ragged heads, exact at any width, and without rescaling, which would take images."""
         return replace(self.method, geometry="ragged", rescales=False)
 
     def effect(self, widths: Widths, *, merging: Merging | None = None) -> float:
-        """Squared relative change of the outputs with these widths, the other sites whole, and tokens merged so."""
+        """Return the squared relative change of the outputs with these widths, and with tokens merged so."""
         return self.effect_of(self.narrowed(widths, merging=merging))
 
     def effect_of(self, reduced: nn.Module) -> float:
-        """Squared relative change of the outputs with this model in place of the dense one."""
+        """Return the squared relative change of the outputs with this model instead of the dense one."""
         with torch.inference_mode():
             pairs = zip(as_tuple(run_model(reduced, self.inputs)), map(Tensor.double, self.outputs), strict=True)
             moved = [float((each.double() - exact).square().sum() / exact.square().sum()) for each, exact in pairs]
@@ -131,22 +137,22 @@ class Probe:
 
     @cached_property
     def outputs(self) -> tuple[Tensor, ...]:
-        """The model's own of these inputs, made once."""
+        """The dense model's outputs for the inputs."""
         with torch.inference_mode():
             return as_tuple(run_model(self.model, self.inputs))
 
     def effects(self, trials: Sequence[Trial]) -> dict[Trial, float]:
-        """`effect` of trials, each one site alone at one width, as elimination leaves it (see Method.mlp_swaps)."""
+        """Return the `effect` of each trial, one site alone at one width, without swaps (see Method.mlp_swaps)."""
         with torch.inference_mode():
             return self._exact_effects(self._reduced(trials))
 
     @property
-    def few(self) -> "Probe":
-        """Looks at about FEW of the inputs, evenly."""
+    def on_few_inputs(self) -> "Probe":
+        """The same probe with about FEW of the inputs, evenly spaced."""
         return replace(self, inputs=map_tensors(self.inputs, lambda tensor: tensor[:: max(1, len(tensor) // FEW)]))
 
     def carried_out(self, widths: Widths, *, merging: Merging | None = None) -> nn.Module:
-        """`narrowed` as the reduction will be: where that is a closed loop, in one over the others."""
+        """Return the model narrowed the way the reduction will do it: by a closed loop if it asks for one."""
         if self.loop is None or self.others is None:
             return self.narrowed(widths, merging=merging)
         with torch.inference_mode(False), torch.no_grad():
@@ -156,7 +162,7 @@ class Probe:
             ).model
 
     def narrowed(self, widths: Widths, *, merging: Merging | None = None) -> nn.Module:
-        """The model with these widths that merges tokens so, as `effect` looks at it; gradients may go through it."""
+        """Return the model with these widths and this merging; it can be differentiated."""
         with torch.inference_mode(False), torch.no_grad():
             reduced = reduce(
                 self.model, self.moments, self._ragged, widths=widths, eliminations=self.eliminations
@@ -164,8 +170,10 @@ class Probe:
             return reduced if merging is None else traced_model.with_merging(reduced, merging)
 
     def linear_effects(self, trials: Sequence[Trial]) -> dict[Trial, float]:
-        """`effects` to first order where layers that read a site change alone, at the cost of a few passes however many
-        trials there are (see curvature.py); exact, on fewer inputs, where rows that write it are mixed too.
+        """Return the `effects`, to first order for trials that change only layers that read the site.
+
+        These take a few passes for any number of trials (see curvature.py). Trials that also change layers that write
+        the site are measured exactly, on fewer inputs.
         """
         program, new = tracing(self.model).program, self._reduced(trials)
         tensors = {
@@ -178,12 +186,12 @@ class Probe:
             for trial, own in tensors.items()
         }
         linear = effects_of_changes(self.model, self.inputs, list(changes.values()))
-        exact = self.few._exact_effects({trial: each for trial, each in new.items() if trial not in changes})
+        exact = self.on_few_inputs._exact_effects({trial: each for trial, each in new.items() if trial not in changes})
         return {**dict(zip(changes, linear, strict=True)), **exact}
 
     def _exact_effects(self, new: Mapping[Trial, TracedReduced]) -> dict[Trial, float]:
-        """By the dense program with the weights that change, where no group goes by itself alone."""
-        running, changes, effects = tracing(self.model).running, dict[Trial, Change](), dict[Trial, float]()
+        """Measure trials by replacing weights of the dense program, or if heads differ in size, by a narrowed model."""
+        running, changes, effects = tracing(self.model).running, dict[Trial, NewTensors](), dict[Trial, float]()
         for trial, each in new.items():
             if not each.selected:
                 tensors = changed_tensors({trial[0]: each})

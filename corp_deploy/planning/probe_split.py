@@ -1,7 +1,7 @@
-"""The probe split of a budget: images that error curves are measured on, and moments of all others, so none is fitted.
+"""The probe split of a budget: images that error curves are measured on, and moments of all other images.
 
-A fit to few images promises more than it keeps, an MLP's more than that of queries and keys, so that curves measured on
-its own images would spare the wrong sites. Moments are sums: those of the images looked at are taken out again.
+Errors on the images of the fit are too small, those of an MLP more so than those of queries and keys, so that curves
+measured on these images would spare the wrong sites. Moments are sums, so those of the probe's images are subtracted.
 """
 
 from dataclasses import dataclass, replace
@@ -18,41 +18,44 @@ from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.input_sets import merging_of_moments
 from corp_deploy.traced.models.module import device_of
 
-IMAGES = 32
-IN_LOOP = 96
-ALL_BELOW = 16
-FEW = 16
-RUNS = 4
+IMAGES = 32  # largest number of images in a probe
+IN_LOOP = 96  # largest number of images that a closed loop is tried on
+ALL_BELOW = 16  # fewer images than these are not split
+FEW = 16  # images that means over all their tokens need
+RUNS = 4  # runs of neighbouring images that a probe's images form
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeSplit:
-    """Inputs to look at, moments without them, and the others (all where all are looked at)."""
+    """The probe's inputs, the moments without them, and the other images, or all images if the probe has them all."""
 
     inputs: Inputs
     moments: Moments
     others: InputSet
 
     @property
-    def few(self) -> InputSet:
-        """What a closed loop is tried on."""
+    def loop_images(self) -> InputSet:
+        """The images that a closed loop is tried on: IN_LOOP of the others."""
         return self.others.subset(_spread(self.others.count, IN_LOOP))
 
 
 def _positions(count: int) -> list[int]:
-    """At most IMAGES, and a quarter of them all at most, in a few runs: neighbours are often cut from one picture."""
+    """Return the positions of at most IMAGES and a quarter of all, in RUNS runs.
+
+    Neighbouring images are often crops of one picture, which must not be on both sides of the split.
+    """
     run = max(min(IMAGES, count // 4) // RUNS, 1)
     return sorted({start * count // RUNS + place for start in range(RUNS) for place in range(run)})
 
 
-def _of_groups(images: InputSet, moments: Moments) -> list[int]:
-    """The positions of whole groups, at least as many images as otherwise, drawn evenly from the groups."""
+def _group_positions(images: InputSet, moments: Moments) -> list[int]:
+    """Return the positions of whole groups, drawn evenly, until they have IMAGES images or a quarter of all."""
     group_of = dict(zip(moments.image_ids.tolist(), moments.group_ids.tolist(), strict=True))
     groups = [group_of.get(image) for image in images.ids.tolist()]
     names = list(dict.fromkeys(group for group in groups if group is not None))
     target_count = min(IMAGES, images.count // 4)
     chosen: set[int] = set()
-    # Every so many groups, then those next to them, until there are images enough.
+    # Every fourth group first, then the groups next to those.
     for name in sorted(names, key=lambda each: (names.index(each) % RUNS, names.index(each))):
         if sum(group in chosen for group in groups) >= target_count or len(chosen) + 1 >= len(names):
             break
@@ -60,20 +63,18 @@ def _of_groups(images: InputSet, moments: Moments) -> list[int]:
     return [place for place, group in enumerate(groups) if group in chosen]
 
 
-def _as_calibrated(dense: Checkpoint, moments: Moments) -> Checkpoint:
-    """The model with tokens merged as when the moments were taken: only sums over the same tokens can be taken off."""
-    if not merging_note(dense.model, moments):
-        return dense
-    return replace(dense, model=traced_model.with_merging(dense.model, merging_of_moments(moments.lineage)))
+def _moments_without(dense: Checkpoint, moments: Moments, chosen: InputSet) -> Moments:
+    """Return the moments, and their half, without the chosen images.
 
-
-def _left(dense: Checkpoint, moments: Moments, chosen: InputSet) -> Moments:
-    """The moments without these images, and their half without those of them that are in it."""
+    The chosen images are calibrated with the merging that the moments were computed with: only sums over the same
+    tokens can be subtracted.
+    """
     where, half = device_of(dense.model), moments.half
     in_half = torch.zeros(chosen.count, dtype=torch.bool) if half is None else torch.isin(chosen.ids, half.image_ids)
     left = moments
-    with torch.inference_mode(False), torch.no_grad():
-        dense = _as_calibrated(dense, moments)
+    if merging_note(dense.model, moments):
+        with torch.inference_mode(False), torch.no_grad():
+            dense = replace(dense, model=traced_model.with_merging(dense.model, merging_of_moments(moments.lineage)))
     for is_half in (False, True):
         places = (torch.isin(chosen.ids, left.image_ids) & (in_half == is_half)).nonzero().squeeze(1).tolist()
         if places:
@@ -86,32 +87,34 @@ def _left(dense: Checkpoint, moments: Moments, chosen: InputSet) -> Moments:
 
 
 def set_apart(dense: Checkpoint, moments: Moments, images: InputSet) -> ProbeSplit:
-    """A few images, of groups of their own where groups of theirs are known, and the moments of the others. Of fewer
-    than ALL_BELOW images all, and the moments as they are, as where nothing would be left of them.
+    """Choose the probe's images and subtract them from the moments.
+
+    The probe has whole groups of images if calibration recorded groups. It has all images, and the moments stay, if
+    there are fewer than ALL_BELOW; the moments stay also if nothing would be left of them.
     """
     few = images.count < ALL_BELOW
     by_group = moments.half is not None and not few
-    places = _of_groups(images, moments) if by_group else []
-    # Of images that the moments are not of no group is known.
+    places = _group_positions(images, moments) if by_group else []
+    # Images that the moments are not made of have no group.
     chosen = images if few else images.subset(places or _positions(images.count))
     left_out = (~torch.isin(images.ids, chosen.ids)).nonzero().squeeze(1).tolist()
     others = images.subset(left_out) if left_out else images
-    apart = ProbeSplit(inputs=few_of(dense, chosen, IMAGES), moments=moments, others=others)
+    apart = ProbeSplit(inputs=draw_inputs(dense, chosen, IMAGES), moments=moments, others=others)
     if few or not torch.isin(chosen.ids, moments.image_ids).any():
         return apart
     left = [moments] if moments.half is None else [moments, moments.half]
     if any(torch.isin(each.image_ids, chosen.ids).all() for each in left):
         return apart
-    return replace(apart, moments=_left(dense, moments, chosen))
+    return replace(apart, moments=_moments_without(dense, moments, chosen))
 
 
-def few_of(dense: Checkpoint, images: InputSet, most: int = FEW) -> Inputs:
-    """At most so many of these, evenly; a FEW are enough for means over all their tokens."""
+def draw_inputs(dense: Checkpoint, images: InputSet, most: int = FEW) -> Inputs:
+    """Return at most `most` of the images, evenly spaced, on the model's device."""
     spread = images.subset(_spread(images.count, most))
     (inputs,) = spread.batches(spread.count)
     return to_device(inputs, device_of(dense.model))
 
 
 def _spread(count: int, most: int) -> list[int]:
-    """At most so many positions, evenly."""
+    """Return at most `most` positions below `count`, evenly spaced."""
     return sorted({place * count // most for place in range(most)}) if count > most else list(range(count))

@@ -1,4 +1,4 @@
-"""Refusals of options that don't fit this model, these moments, or a configuration of transformers."""
+"""Refusals of options that don't fit a model, its moments, or a configuration of transformers."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -25,8 +25,8 @@ from .first_plan import refuse_far
 from .request import ReductionRequest, merging_checkpoint
 
 
-def refuse_far_budget(model: nn.Module, request: ReductionRequest) -> None:
-    """Of a reduction as asked for; what latency costs only its tables tell, what merging saves only its curves."""
+def _refuse_far_budget(model: nn.Module, request: ReductionRequest) -> None:
+    """Refuse a budget that cuts sites too far; those of latency and of automatic merging need measured costs."""
     options, currency = request.options, request.options.currency
     if currency is None or currency == "latency" or options.auto_merging or not request.method.has_curves:
         return
@@ -35,7 +35,7 @@ def refuse_far_budget(model: nn.Module, request: ReductionRequest) -> None:
 
 
 def require_images(request: ReductionRequest, images: InputSet | None) -> None:
-    """Raise BadInput where a reduction looks at images and there are none."""
+    """Raise BadInput if a reduction needs images and there are none."""
     if request.options.needs_images and images is None:
         raise BadInput(
             "a budget, --within, --heads auto, --closed-loop, --effort, --rescale, --polish, --sparse, heads that "
@@ -44,18 +44,18 @@ def require_images(request: ReductionRequest, images: InputSet | None) -> None:
         )
 
 
-def refuse_partial(dense: Checkpoint, request: ReductionRequest) -> None:
-    """Raise BadInput for sparsities that some site can't take, or that remove nothing; a budget is met or refused."""
+def _refuse_partial(dense: Checkpoint, request: ReductionRequest) -> None:
+    """Raise BadInput for sparsities that some site can't have, or that remove nothing."""
     if request.options.allow_partial or request.options.allocates:
         return
-    # Weighing head geometries offers the values of sites whose Q/K must stay, as square heads do.
+    # A comparison of head geometries also reduces values of sites whose Q/K must stay, as square heads do.
     method = replace(request.method, geometry="square") if request.options.auto_heads else request.method
     widths = uniform_widths(dense.model, method)
     require_as_asked(coverage(sites_of(dense.model), method, widths, by_site=False), method)
 
 
-def refuse_shared_in_loop(model: nn.Module, request: ReductionRequest) -> None:
-    """Raise BadInput, before a budget is planned, for a closed loop over sites in front of a shared layer."""
+def _refuse_shared_in_loop(model: nn.Module, request: ReductionRequest) -> None:
+    """Raise BadInput for a closed loop over sites in front of a shared layer."""
     if request.options.loop is None:
         return
     sites = sites_of(model)
@@ -63,12 +63,11 @@ def refuse_shared_in_loop(model: nn.Module, request: ReductionRequest) -> None:
     refuse_shared_readers(tracing(model), sites, every)
 
 
-def refuse_idle(dense: Checkpoint, request: ReductionRequest) -> None:
+def _refuse_idle(dense: Checkpoint, request: ReductionRequest) -> None:
     """Raise BadInput for options of a kind of sites that the model doesn't have."""
     method = request.method
     geometry = "auto" if request.options.auto_heads else method.geometry
-    # Heads are padded where nothing is said of them.
-    heads = None if geometry == "padded" else geometry
+    heads = None if geometry == "padded" else geometry  # padded is the default
     of_heads = {"--attn": method.attention_sparsity, "--whole-heads": method.heads_sparsity, "--heads": heads}
     of_rows = {"--conv": method.conv_sparsity, "--residual": method.residual_sparsity, "--rescale": method.rescales}
     refuse_idle_options(dense.model, "heads", of_heads)
@@ -79,8 +78,10 @@ def refuse_idle(dense: Checkpoint, request: ReductionRequest) -> None:
 
 
 def as_merged(dense: Checkpoint, request: ReductionRequest) -> tuple[Checkpoint, ReductionRequest]:
-    """The model that merges tokens as asked for, but where a budget will say how, and the request as that model takes
-    it. Raises BadInput for a schedule that is none of its blocks.
+    """Return the model with the token merging that is asked for, unless a budget chooses it, and the adapted request.
+
+    Raises:
+        BadInput: The schedule doesn't fit the model's blocks.
     """
     auto = request.options.auto_merging
     dense = dense if auto else merging_checkpoint(dense, request.options)
@@ -90,7 +91,7 @@ def as_merged(dense: Checkpoint, request: ReductionRequest) -> tuple[Checkpoint,
 
 
 def require_sayable(dense: Checkpoint, request: ReductionRequest) -> None:
-    """Raise BadInput, before any work, for a reduction that transformers could not be told of, by its options."""
+    """Raise BadInput for options whose result transformers can't express in a configuration, if it is asked for."""
     options = request.options
     if options.save_as is None:
         return
@@ -109,7 +110,7 @@ def require_sayable(dense: Checkpoint, request: ReductionRequest) -> None:
 
 
 def refuse_outdated(directory: Path, request: ReductionRequest) -> None:
-    """Raise BadInput where a form of transformers would stay beside a model that it is not of."""
+    """Raise BadInput if an older model's transformers directory would remain beside the new model."""
     theirs = directory / FOLDER
     if request.options.save_as is None and (theirs / CONFIG).is_file():
         raise BadInput(
@@ -118,18 +119,22 @@ def refuse_outdated(directory: Path, request: ReductionRequest) -> None:
         )
 
 
+def refuse_options(dense: Checkpoint, request: ReductionRequest) -> None:
+    """Raise BadInput for options that don't fit this model, which merges tokens as asked for."""
+    _refuse_idle(dense, request)
+    _refuse_partial(dense, request)
+    _refuse_shared_in_loop(dense.model, request)
+    _refuse_far_budget(dense.model, request)
+
+
 def refuse_unfit(dense: Checkpoint, request: ReductionRequest) -> None:
-    """Raise BadInput, before any work, for what can't be asked of this model, whatever its moments are."""
+    """Raise BadInput, before any work, for a request that doesn't fit this model, whatever its moments are."""
     require_sayable(dense, request)
-    dense, request = as_merged(dense, request)
-    refuse_idle(dense, request)
-    refuse_partial(dense, request)
-    refuse_shared_in_loop(dense.model, request)
-    refuse_far_budget(dense.model, request)
+    refuse_options(*as_merged(dense, request))
 
 
 def refuse_other_eps(moments: Moments, request: ReductionRequest) -> None:
-    """Raise BadInput where a closed loop would rank by another count of what is active than the moments'."""
+    """Raise BadInput if a closed loop would count activations above another threshold than the moments did."""
     ranked = "active" in (request.method.mlp_selection, request.method.conv_selection)
     counted = [each.eps for each in moments.sites.values() if isinstance(each, ChannelMoments | PatchMoments)]
     other = [eps for eps in counted if eps != ACTIVE_EPS]

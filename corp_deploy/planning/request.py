@@ -1,6 +1,4 @@
-"""What is asked of a reduction, and the merging of tokens in it; what is settled before it is done and was weighed
-against; and the record of both that is kept beside the model.
-"""
+"""The request of a reduction, its plan, and the record of both that is saved beside the model."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -42,7 +40,7 @@ PLAN = Plan(block_ms=20.0, min_rounds=8, noise_rounds=0, warm_up_limit_s=3.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatencyTarget:
-    """What latency means here: the backend, the batch sizes, CPU threads, and where tables are kept."""
+    """The conditions of a latency: backend, batch sizes, CPU threads, timing plan, and the directory of its tables."""
 
     backend: Backend
     batches: tuple[int, ...]
@@ -53,8 +51,10 @@ class LatencyTarget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReductionRequest:
-    """The options of a reduction; its `method`, which is not quite theirs where tokens merge; `where`: on what latency
-    is measured, None where another cost counts; `polish`: how the reduced model is polished.
+    """The options of a reduction with the values that follow from them.
+
+    `method` differs from that of the options if the model merges tokens. `where` tells how latency is measured, and is
+    None if another cost counts. `polish` tells how the reduced model is polished.
     """
 
     options: ReduceOptions
@@ -67,14 +67,14 @@ class ReductionRequest:
         return self.options.currency or ("macs" if self.where is None else "latency")
 
     def loop(self, moments: Moments) -> Loop | None:
-        """The closed loop that fits to the dense stream, None for another or none; it splits images as moments do."""
+        """Return the closed loop that fits to the dense stream, with the moments' split of images, or None."""
         if self.options.loop != "asymmetric":
             return None
         return Loop(reads=self.options.reads, half_ids=None if moments.half is None else moments.half.image_ids)
 
 
 def request_of(options: ReduceOptions, *, method: Method | None = None) -> ReductionRequest:
-    """The request that options make; `method` in place of theirs."""
+    """Build the request of these options; `method` replaces theirs."""
     tables = options.latency_tables
     return ReductionRequest(
         options=options,
@@ -87,8 +87,12 @@ def request_of(options: ReduceOptions, *, method: Method | None = None) -> Reduc
 
 
 def merging_from_choice(choice: MergedStatistics, model: nn.Module) -> Merging | None:
-    """What a model merges as it was asked for, None where nothing was. Where one number stands for all blocks, a block
-    merges no more than it can. Raises BadInput for a text that is no schedule of its blocks.
+    """Return the token merging that the options ask for, or None.
+
+    A single number stands for all blocks and is capped to the tokens that each block can merge.
+
+    Raises:
+        BadInput: The text is not a schedule of the model's blocks, or leaves the schedule to a budget.
     """
     text = choice.schedule
     if text is None:
@@ -110,12 +114,12 @@ def merging_of_schedule(choice: MergedStatistics, schedule: tuple[int, ...]) -> 
 
 
 def merging_checkpoint(checkpoint: Checkpoint, choice: MergedStatistics) -> Checkpoint:
-    """The checkpoint with a model that merges as asked for; itself where nothing was asked for."""
+    """Return the checkpoint with the token merging that the options ask for, or unchanged if they ask for none."""
     return merging_as_planned(checkpoint, merging_from_choice(choice, checkpoint.model))
 
 
 def merging_as_planned(checkpoint: Checkpoint, merging: Merging | None) -> Checkpoint:
-    """The checkpoint with a model that merges as a plan has settled; itself where the plan left that alone."""
+    """Return the checkpoint with this token merging, or unchanged if a plan chose none."""
     if merging is None:
         return checkpoint
     return replace(checkpoint, model=traced_model.with_merging(checkpoint.model, merging))
@@ -123,7 +127,7 @@ def merging_as_planned(checkpoint: Checkpoint, merging: Merging | None) -> Check
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbedAllocation:
-    """A budget's allocation: the share that stays, the relative error predicted, and the one found by the probe."""
+    """An allocation by name: the share of the cost that stays, and the relative error as predicted and as measured."""
 
     name: str
     share: float
@@ -132,8 +136,8 @@ class ProbedAllocation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
-    """A way to carry out a plan: its relative output error on images that it wasn't fitted to, and what it took."""
+class Attempt:
+    """A way to carry out a plan, with its relative output error on images that it wasn't fitted to, and its time."""
 
     name: str
     error: float
@@ -144,11 +148,11 @@ class Stage:
         return f"{self.name} errs {self.error:.4f} ({self.seconds:,.1f} s)"
 
 
-NAMED = 6
+NAMED = 6  # sites that the sentence on sparing names
 
 
-def left_alone(model: nn.Module, widths: Widths) -> tuple[str, ...]:
-    """A sentence on the sites that a budget spares, none where it spares none."""
+def sentences_on_spared(model: nn.Module, widths: Widths) -> tuple[str, ...]:
+    """Name the sites that a budget leaves at their widths, in one sentence or none."""
     sites = [site for site in sites_of(model).every if not is_empty(site.width)]
     removed = [site for site in sites if isinstance(site, TracedValues) and is_empty(widths.get(site.name, site.width))]
     gone = {name for site in removed for name in site.queries_gone}
@@ -163,11 +167,11 @@ def left_alone(model: nn.Module, widths: Widths) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WidthPlan:
-    """Method and widths settled (None: uniform), with a sentence on each thing that was decided.
+    """The chosen method and widths (None: the method's uniform sparsities), with a sentence on each decision.
 
-    `ways`: the one taken and those it was weighed against. `eliminations`: work that the reduction need not repeat.
-    `metrics`: what was learned of layers' outputs, see Moments. `stages`: what was tried to carry it out.
-    `within`: what was tried for a limit, as JSON values. `merging`: what a budget chose to merge away.
+    `ways` are the chosen allocation and its alternatives, `eliminations` the orders of removal already computed, and
+    `metrics` those of layers' outputs (see Moments). `stages` are the attempts to carry the plan out. `within` is the
+    search for a limit, as JSON values; `merging` is the token merging that a budget chose.
     """
 
     method: Method
@@ -177,7 +181,7 @@ class WidthPlan:
     ways: tuple[ProbedAllocation, ...] = ()
     eliminations: Mapping[str, Elimination] | None = None
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
-    stages: tuple[Stage, ...] = ()
+    stages: tuple[Attempt, ...] = ()
     within: Mapping[str, Any] | None = None
     merging: Merging | None = None
 
@@ -194,7 +198,7 @@ def record_of_reduction(reduction: Reduction, planned: WidthPlan) -> dict[str, A
 
 
 def _used_fingerprints(dense: Checkpoint, moments: Moments, looked_at: Sequence[InputSet | None]) -> Fingerprints:
-    """All inputs that had a part in the model, those of an earlier reduction too, each once."""
+    """Return the fingerprints of all inputs that shaped the model, an earlier reduction's included, each once."""
     earlier = fitted_of_lineage(dense.lineage, where="the dense model")
     own = Fingerprints() if earlier is None else earlier.fingerprints
     fingerprints = Fingerprints.concatenated([moments.fingerprints, own])
@@ -212,7 +216,10 @@ def reduced_checkpoint(
     held_out: Moments | None = None,
     looked_at: Sequence[InputSet | None] = (),
 ) -> Checkpoint:
-    """With what led to it; `looked_at`: the inputs beside the moments that it was fitted or chosen by."""
+    """Return the reduced checkpoint with its lineage.
+
+    `looked_at` are the inputs, besides those of the moments, by which the model was fitted or chosen.
+    """
     lineage = {
         "dense": model_digest(dense.model),
         "moments": sha256_of_file(moments_file),

@@ -1,9 +1,8 @@
-"""How many tokens each block should merge away: what it loses (merge_curves.py) against what it saves: multiply-adds,
-or the time that layers at fewer tokens and merges take alone.
+"""Merging schedules: how many tokens each block merges away, by error (merge_curves.py) and cost.
 
-Tokens that are merged stay merged: a block that brings the count from R to R' adds e(R') - e(R), e being that block's
-own curve, and later blocks, whose merging has less of the model before it, add less. The best schedule of such sums is
-a shortest path, found for a price on cost.
+Cost is multiply-adds, or the measured time of merges and of layers at fewer tokens. Merged tokens stay merged, so a
+block that brings the number of merged tokens from R to R' adds the error e(R') - e(R), with e the block's own curve.
+The best schedule for a given price on cost is a shortest path.
 
 Legend: L blocks that can merge, G numbers of tokens merged so far.
 """
@@ -28,16 +27,12 @@ from perf.bench.latency_table import LatencyTable
 from .merge_curves import Array, MergeCurves, merge_places
 
 
-def merge_macs(tokens: int, protected: int, count: int, channels: int) -> int:
-    """Multiply-adds of one merge: similarities of even and odd tokens, and the means."""
-    free = tokens - protected
-    return ((free + 1) // 2) * (free // 2) * channels + (free // 2) * count * channels if count else 0
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergeCosts:
-    """What a model costs when merging: `fixed` whatever is merged, what runs up to the next place by how many tokens
-    are merged then [L,G], and the merge itself by how many were and are merged [G,G].
+    """The cost of a model by the tokens that it merges.
+
+    `fixed` doesn't depend on merging, `running_LG` is the cost of the steps behind a block by the number of tokens
+    merged so far, and `merging_GG` the cost of a merge by the numbers before and after it.
     """
 
     fixed: float
@@ -45,14 +40,14 @@ class MergeCosts:
     merging_GG: Array
 
     def of(self, picks: Sequence[int]) -> float:
-        """With these positions in G behind each block."""
+        """Return the cost with these positions in G behind the blocks."""
         running = sum(running_G[pick] for running_G, pick in zip(self.running_LG, picks, strict=True))
         merging = sum(self.merging_GG[came, pick] for came, pick in pairwise([0, *picks]))
         return float(self.fixed + running + merging)
 
 
-def of_merges(curves: MergeCurves, cost: Callable[[int, int], float]) -> Array:
-    """By how many tokens were and are merged [G,G], each by tokens and how many go; infinite where no merge does so."""
+def cost_of_merges(curves: MergeCurves, cost: Callable[[int, int], float]) -> Array:
+    """Return merging_GG, given the cost by tokens and merged tokens; it is infinite if one merge can't take so many."""
     merging_GG = np.full((len(curves.left), len(curves.left)), np.inf)
     for one, tokens in enumerate(curves.left):
         for other, after in enumerate(curves.left[one:], start=one):
@@ -62,22 +57,28 @@ def of_merges(curves: MergeCurves, cost: Callable[[int, int], float]) -> Array:
 
 
 def merge_costs_in_macs(model: nn.Module, curves: MergeCurves) -> MergeCosts:
-    """Multiply-adds of one input, counted for the model as it is and by formula at fewer tokens."""
+    """Return the costs in multiply-adds of one input, counted for the present model and by formula at fewer tokens."""
     places, channels = merge_places(model), stream_channels(model)
+
+    def macs_of_merge(tokens: int, count: int) -> int:
+        free = tokens - curves.protected
+        similarities, means = ((free + 1) // 2) * (free // 2) * channels, (free // 2) * count * channels
+        return similarities + means if count else 0
+
     by_step = {name: macs_at_tokens(model, name, curves.left) for place in places for name in place.behind}
     return MergeCosts(
         fixed=float(counted(model).macs - sum(macs_G[0] for macs_G in by_step.values())),
         running_LG=np.array([np.sum([by_step[name] for name in place.behind], axis=0) for place in places]),
-        merging_GG=of_merges(curves, lambda tokens, count: merge_macs(tokens, curves.protected, count, channels)),
+        merging_GG=cost_of_merges(curves, macs_of_merge),
     )
 
 
-POINTS = 4
+POINTS = 4  # numbers of tokens that a layer is measured at
 MERGE = "merge of"
 
 
 def spread(values: tuple[int, ...], points: int) -> tuple[int, ...]:
-    """At most so many of rising values, evenly, both ends included."""
+    """Return at most so many of the values, evenly spaced by position, with both ends."""
     if len(values) <= points:
         return values
     picks = {round(place * (len(values) - 1) / (points - 1)) for place in range(points)}
@@ -85,15 +86,16 @@ def spread(values: tuple[int, ...], points: int) -> tuple[int, ...]:
 
 
 def stream_channels(model: nn.Module) -> int:
-    """Of the stream whose tokens can be merged."""
+    """Return the number of channels of the stream whose tokens can be merged."""
     found = tracing(model).mergeable
     assert isinstance(found, Mergeable), found
     return found.channels
 
 
 def latency_at(tables: Mapping[int, LatencyTable], tokens: int, size: int, batch: int) -> float:
-    """Milliseconds of a layer at this size, straight between the numbers of tokens that it was measured at; nothing
-    where a constant alone is left of it, or where it stays and wasn't measured.
+    """Return the milliseconds of a layer at this size, interpolated over the numbers of tokens that were measured.
+
+    A layer of size 0, which is a constant, and one without tables, which keeps its size, take 0.
     """
     if not size or not tables:
         return 0.0
@@ -102,8 +104,10 @@ def latency_at(tables: Mapping[int, LatencyTable], tokens: int, size: int, batch
 
 
 class MergeAlone(nn.Module):
-    """One merge as a layer of a stream [B,N,C]: its tokens compared by themselves, or kept for their first channel.
-    Sizes are of the stream too, so that no part of the merge is a constant.
+    """One token merge as a layer of a stream [B,N,C], to be timed alone.
+
+    Tokens are compared by their own values, or dropped by their first channel. Token sizes are computed from the
+    stream too, so that constant folding removes no part of the merge.
     """
 
     def __init__(self, merge: TokenMerge) -> None:
@@ -115,12 +119,12 @@ class MergeAlone(nn.Module):
         if self.merge.how == "drop":
             return Tokens(*self.merge(x_BNC, None, None, first_BN)).x
         x, sizes, _ = self.merge(x_BNC, first_BN, None, x_BNC)
-        # The sizes go on to the next attention: they count.
+        # The sizes are an output too: the next attention reads them.
         return torch.as_tensor(x + 0.0 * sizes.unsqueeze(-1))
 
 
 def merges_of(model: nn.Module) -> dict[str, tuple[TokenMerge, int]]:
-    """Every merge of the model by name, with the tokens that enter it."""
+    """Map the name of every merge of the model to the merge and the number of tokens that enter it."""
     tokens, merges = len(traced_model.token_kinds(model)), {}
     for name, merge in find_merges(model).items():
         merges[name] = merge, tokens
@@ -129,16 +133,16 @@ def merges_of(model: nn.Module) -> dict[str, tuple[TokenMerge, int]]:
 
 
 def merge_name(merge: TokenMerge, tokens: int, channels: int) -> str:
-    """What the latency of a merge depends on."""
+    """Return the name of a merge's latency table, which holds all that the latency depends on."""
     verb = f", by {merge.metric}" if merge.how == "merge" else ", dropped"
     return f"{MERGE} {merge.count} of {tokens} tokens of {channels} channels{verb}, {merge.protected} protected"
 
 
-PRICES = 24  # halvings, of orders of magnitude, from a factor of 16
+PRICES = 24  # bisection steps for the logarithm of the price, from a factor of 16
 
 
 def _path(errors_LG: Array, costs: MergeCosts, price: float) -> list[int]:
-    """The positions in G behind each block of least error plus price times cost."""
+    """Return the positions in G behind the blocks of least error plus price times cost."""
     best_G = np.full(errors_LG.shape[1], np.inf)
     best_G[0] = 0.0
     trail = []
@@ -155,7 +159,7 @@ def _path(errors_LG: Array, costs: MergeCosts, price: float) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """Tokens merged away in each block, what the model then costs, and the squared relative output error predicted."""
+    """Tokens merged away in each block, the model's cost, and the predicted squared relative output error."""
 
     counts: tuple[int, ...]
     cost: float
@@ -171,15 +175,18 @@ def _schedule(curves: MergeCurves, costs: MergeCosts, picks: Sequence[int]) -> S
 
 
 def most_at_once(tokens: int) -> int:
-    """The most that one block merges away on a path: curves merge little by little, pairing tokens anew each time, and
-    one merge of many, which pairs once, loses more than they say.
+    """Return the most tokens that one block of a schedule merges away.
+
+    The curves merge a few tokens at a time and pair tokens anew each time; one large merge pairs once and loses more
+    than they predict.
     """
     return max(8, tokens // 7)
 
 
 def best_schedule(curves: MergeCurves, costs: MergeCosts, limit: float) -> Schedule | None:
-    """The schedule of least predicted error among those that some price on cost asks for and that cost at most `limit`;
-    None where none does. No block merges more at once than the curves are of (see `most_at_once`).
+    """Return the schedule of least predicted error that is optimal for a price on cost and costs at most `limit`.
+
+    The result is None if no schedule costs so little. No block merges more than `most_at_once`.
     """
     step_GG = curves.amounts_G[None, :] - curves.amounts_G[:, None]
     too_many_GG = step_GG > most_at_once(curves.tokens)
@@ -198,14 +205,17 @@ def best_schedule(curves: MergeCurves, costs: MergeCosts, limit: float) -> Sched
 
 
 def shapes(blocks: int) -> list[list[float]]:
-    """Shares of the most that a block merges away, the latest first: late, growing from none, from half, and alike."""
+    """Return plain schedules as each block's share of the largest merge, the latest first.
+
+    The last two thirds of the blocks merge alike; merges grow from zero; merges grow from half; all blocks merge alike.
+    """
     growing = [block / max(1, blocks - 1) for block in range(blocks)]
     from_half = [0.5 + 0.5 * share for share in growing]
     return [[float(block >= blocks // 3) for block in range(blocks)], growing, from_half, [1.0] * blocks]
 
 
 def _picks(curves: MergeCurves, shape: Sequence[float], most: float) -> list[int]:
-    """Positions in G of the schedule of this shape; its largest block merges `most` away, each as many as it can."""
+    """Return the positions in G of a schedule of this shape whose largest merge is `most`, within what blocks can."""
     last = len(curves.amounts_G) - 1
     between = int(curves.amounts_G[min(1, last)]) or 1
     picks, pick = [], 0
@@ -218,7 +228,7 @@ def _picks(curves: MergeCurves, shape: Sequence[float], most: float) -> list[int
 
 
 def shaped_schedule(curves: MergeCurves, costs: MergeCosts, limit: float, shape: Sequence[float]) -> Schedule | None:
-    """Of this shape the one that merges the fewest tokens for a cost of at most `limit`; None where there is none."""
+    """Return the schedule of this shape that merges the fewest tokens at a cost of at most `limit`, or None."""
     before: list[int] | None = None
     for most in np.arange(0.0, curves.amounts_G[-1] + 1.0, 0.5):
         picks = _picks(curves, shape, float(most))

@@ -1,8 +1,7 @@
-"""Many models from the same moments: each reduced, judged and timed beside the dense one, trial by trial.
+"""Sweeps: many models from the same moments, each reduced, judged and timed against the dense one.
 
-What a trial leaves is on disk as soon as it is there (see sweep_trials), so that a sweep that was stopped goes on where
-it stood. Several processes share the trials, one at a time each; then the first process of every machine times those of
-its machine, one after the other.
+The results of a trial are written as soon as it has them (see sweep_trials), so that a stopped sweep continues.
+Several processes share the trials; then the first process of every machine times those of its machine in turn.
 """
 
 import os
@@ -31,7 +30,7 @@ from perf.runners.protocol import stopwatch
 from perf.timing.watch import version
 
 from .budget_planner import BudgetPlanner, budget_planner
-from .carried_out import as_planned
+from .carried_out import carry_out
 from .curves import eliminations
 from .judging import Scored, worst_agreement
 from .request import WidthPlan, reduced_checkpoint
@@ -45,8 +44,9 @@ TRIALS = "trials"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepContext:
-    """The dense model, its files of moments and these opened, inputs that judge, and those that merged channels and
-    budgets look at.
+    """The dense model, its moments as files and opened, the inputs that judge, and the calibration images.
+
+    Merged channels and budgets look at the calibration images.
     """
 
     dense: Checkpoint
@@ -58,7 +58,7 @@ class SweepContext:
 
     @property
     def fitted(self) -> FittedInputs | None:
-        """How many of the inputs that judge the models are fitted to, where the moments tell."""
+        """The number of judging inputs that the models are fitted to, or None if the moments don't tell."""
         judging = Fingerprints.of(self.source.ids, self.scored.inputs)
         fingerprints = [each.fingerprints for each in self.statistics]
         fingerprints += [] if self.calibration is None else [Fingerprints(ids=self.calibration.ids)]
@@ -66,7 +66,7 @@ class SweepContext:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What all trials share, beside their moments."""
+        """The inputs of all trials, besides their moments, that decide a result."""
         labels = self.scored.labels_N
         return {
             "dense": model_digest(self.dense.model),
@@ -80,7 +80,7 @@ class SweepContext:
 
 @dataclass(slots=True)
 class SweepCache:
-    """What reductions share: an elimination per MLP serves every width, a set of probes every budget of a geometry."""
+    """Eliminations and planners that reductions share: those of a site for all widths, one planner for all budgets."""
 
     swept: SweepContext
     elimination_cache: dict[tuple[int, float], dict[str, Elimination]] = field(default_factory=dict)
@@ -100,11 +100,11 @@ class SweepCache:
         return self.planners[key].tried_at(request.budget)
 
     def reduce(self, request: SweepRequest, watch: Stopwatch | None = None) -> tuple[Reduction, Checkpoint]:
-        """As `reduce` does it when asked for the same."""
+        """Carry the request out as the command `reduce` does."""
         with measure_effort(None if request.budget is None else watch, "plan"):
             planned = self._planned(request, watch)
         dense, images, moments = self.swept.dense, self.swept.calibration, self.swept.statistics[request.moments]
-        reduction = as_planned(dense.model, planned, moments=moments, images=images, watch=watch)
+        reduction = carry_out(dense.model, planned, moments=moments, images=images, watch=watch)
         file = self.swept.moments[request.moments]
         return reduction, reduced_checkpoint(
             dense, reduction, planned, request.preset, moments, file, looked_at=(images,)
@@ -141,9 +141,11 @@ def _point(swept: SweepContext, request: SweepRequest, reduced: Checkpoint, imag
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepRun:
-    """How a sweep is carried out: where its trials are kept (None: nowhere), what they are timed in and built for, with
-    which other processes; `keep_models`: the reduced models stay. `on_progress` is told which phase has how many
-    trials.
+    """The settings of a sweep's execution.
+
+    `folder` keeps the trials (None: a temporary one), `speed` says what they are timed in and built for, `ranks` are
+    the processes that share them, and `keep_models` keeps the reduced models. `on_progress` hears a phase and its
+    number of finished trials.
     """
 
     folder: Path | None = None
@@ -155,7 +157,11 @@ class SweepRun:
 
 
 def sweep(swept: SweepContext, requests: Sequence[SweepRequest], run: SweepRun | None = None) -> list[SweepPoint]:
-    """Every trial as asked for, finished ones as they are. Raises BadInput for other moments, and for far budgets."""
+    """Carry out every trial that isn't finished, and return the points of all.
+
+    Raises:
+        BadInput: The moments are of another model, or a budget is out of reach.
+    """
     run = run or SweepRun()
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch) if run.folder is None else run.folder / TRIALS
@@ -165,10 +171,12 @@ def sweep(swept: SweepContext, requests: Sequence[SweepRequest], run: SweepRun |
             folders.append(TrialFolder(path=root / f"{each.slug}-{key[:8]}", key=key))
         bench = SweepBench(swept.dense, Path(scratch), run.speed, keep_plans=run.keep_models)
         _reduce_all(swept, requests, folders, bench, run)
-        run.ranks.all_gather(None)  # nobody times while another computes
+        run.ranks.all_gather(None)  # no process times while another computes
         _time_all(folders, bench, run)
-        # Machines need no common disk: what one of them has read, all have.
-        every = run.ranks.all_gather([_whole(folder, bench, at) for folder, at in zip(folders, requests, strict=True)])
+        # Machines need no common disk: each shares what it has read.
+        every = run.ranks.all_gather(
+            [_read_point(folder, bench, at) for folder, at in zip(folders, requests, strict=True)]
+        )
         if not run.keep_models and run.ranks.rank == 0:
             for folder in folders:
                 folder.drop_reduced()
@@ -191,7 +199,7 @@ def _reduce_all(
         return scored and kept and not bench.wants_engine(folder) and (timed or folder.has_reduced())
 
     left = [place for place, folder in enumerate(folders) if not finished(folder)]
-    # Every process reads the same list, and has its share of it.
+    # Every process reads the same list, and takes its share of it.
     everywhere = run.ranks.all_gather(left)
     shared = [place for place in everywhere[0] if all(place in one for one in everywhere)]
     run.on_progress("reducing", len(folders) - len(left))
@@ -224,8 +232,10 @@ def _reduce_one(work: SweepCache, request: SweepRequest, folder: TrialFolder, be
 
 
 def _time_all(folders: Sequence[TrialFolder], bench: SweepBench, run: SweepRun) -> None:
-    """Time the trials of this machine: of torchrun's machines that see a trial's model one does, by its first process,
-    as several of a machine would time each other.
+    """Time the trials of this machine.
+
+    Of torchrun's machines that can read a trial's model, one times it, in its first process: several processes of a
+    machine would disturb each other.
     """
     if run.speed.bench is None:
         return
@@ -242,8 +252,8 @@ def _time_all(folders: Sequence[TrialFolder], bench: SweepBench, run: SweepRun) 
         run.on_progress("timing", len(folders) - len(left) + count)
 
 
-def _whole(folder: TrialFolder, bench: SweepBench, request: SweepRequest) -> SweepPoint | None:
-    """All that the trial's files say; None where it was made elsewhere."""
+def _read_point(folder: TrialFolder, bench: SweepBench, request: SweepRequest) -> SweepPoint | None:
+    """Read a trial's point with its engine and speeds, or None if its files are on another machine."""
     point = folder.scores()
     if point is None:
         return None

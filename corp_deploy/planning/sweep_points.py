@@ -1,6 +1,4 @@
-"""What a sweep says of every model it tried: what it costs, how far it is from the dense model, how fast it is; and
-which of them no other one beats. PURE.
-"""
+"""The points of a sweep: cost, error and speed of every model it tried, and the Pareto fronts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -19,7 +17,7 @@ ERRORS = (0.01, 0.02, 0.05, 0.1, 0.2)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputScore:
-    """How far one of several outputs is from the dense one."""
+    """The error and the agreement of one of several outputs, against the dense model's."""
 
     name: str
     relative_error: float
@@ -28,10 +26,10 @@ class OutputScore:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedAtBatch:
-    """A reduced model beside the dense one at one batch size, interleaved in one process; times in milliseconds.
+    """A reduced model's speed against the dense one's at one batch size, interleaved in one process.
 
-    `speedup` is dense over reduced; `noise` that of the dense model over itself. `disturbed`: other programs had the
-    machine.
+    `speedup` is dense over reduced; `noise` that of the dense model over itself. `disturbed` tells that other programs
+    had the machine.
     """
 
     batch: int
@@ -49,7 +47,7 @@ class SpeedAtBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFigures:
-    """An engine built of the reduced model: size in bytes, attentions that run as one fused kernel (None: unknown)."""
+    """The figures of a reduced model's engine; `fused_attention` counts fused attentions (None: unknown)."""
 
     backend: str
     targets: tuple[str, ...]
@@ -61,16 +59,17 @@ class EngineFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepPoint:
-    """One reduced model of a sweep: `macs_share` of the dense MACs stay; errors are against the dense
-    outputs. No agreement: too few inputs for embeddings to have neighbours.
+    """One reduced model of a sweep.
 
-    `knobs`: what is done otherwise than the preset says, by option. `images`: of the calibration. `sites_reduced`
-    became smaller; `sites_refused` were asked to and can't. Of several outputs error and agreement are those of the
-    worst, and `outputs` has each. `accuracy` and `top5` are shares of the labelled inputs. `on_front`: no other trial
-    has fewer MACs at less error; `fronts`: batch sizes at which none is faster and agrees more (errs less, where there
-    is no agreement; is more accurate, where there are labels). `size_bytes`: of what was timed. `effort`: what each
-    step took in this trial; what trials share, such as an elimination, is the first one's. `gap`: the shares of their
-    output that sites lose on images that they are fitted to and on others, where groups of images tell it.
+    `macs_share` of the dense MACs remain; errors are against the dense outputs. `agreement` is None if embeddings have
+    too few inputs for neighbours. With several outputs, error and agreement are those of the worst, and `outputs` has
+    each. `accuracy` and `top5` are shares of the labelled inputs.
+
+    `knobs` are the options that differ from the preset, and `images` counts the calibration images. `sites_reduced`
+    became smaller; `sites_refused` should have and can't. `on_front` tells that no other trial has fewer MACs at less
+    error; `fronts` are the batch sizes at which none is faster and agrees more (or errs less, without agreement; or is
+    more accurate, with labels). `size_bytes` is that of the timed file. `effort` is the time of each step; work that
+    trials share counts in the first. `gap` are the output shares that sites lose on images of the fit and on others.
     """
 
     preset: str
@@ -101,12 +100,12 @@ class SweepPoint:
 
     @property
     def by_output(self) -> str:
-        """The error of each output, where there are several."""
+        """The error of each output as text, if there are several."""
         return ", ".join(f"{each.name} {each.relative_error:.4f}" for each in self.outputs)
 
     @property
     def describe(self) -> str:
-        """What was asked for, in short."""
+        """The request in a few words."""
         knobs = "".join(f" {name} {value}" for name, value in self.knobs.items())
         if self.budget is not None:
             return f"{self.preset}{knobs}, {self.budget:g} of the MACs"
@@ -136,7 +135,7 @@ class DensePoint:
 
 
 def speed_of_row(row: SummaryRow, dense: str, reduced: str) -> SpeedAtBatch:
-    """One batch size of a bench record, as a sweep keeps it."""
+    """Convert one batch size of a bench summary."""
     one, other = row.sides[dense], row.sides[reduced]
     return SpeedAtBatch(
         batch=row.batch,
@@ -154,7 +153,7 @@ def speed_of_row(row: SummaryRow, dense: str, reduced: str) -> SpeedAtBatch:
 
 
 def front(points: Sequence[tuple[float, ...]]) -> set[int]:
-    """Positions of those that no other one beats: as good in every value, which are to be small, and better in one."""
+    """Return the positions of the Pareto front: no other point is as small in every value and smaller in one."""
 
     def beaten(own: tuple[float, ...]) -> bool:
         return any(all(a <= b for a, b in zip(other, own, strict=True)) and other != own for other in points)
@@ -162,23 +161,23 @@ def front(points: Sequence[tuple[float, ...]]) -> set[int]:
     return {place for place, own in enumerate(points) if not beaten(own)}
 
 
-def _lacking(point: SweepPoint) -> tuple[float, ...]:
-    """How far from the dense model: small is good."""
+def _disagreement(point: SweepPoint) -> tuple[float, ...]:
+    """Return the disagreement (or error), and with labels the share of wrong classes."""
     agreement = point.relative_error if point.agreement is None else 1.0 - point.agreement
     return (agreement,) if point.accuracy is None else (agreement, 1.0 - point.accuracy)
 
 
 def with_fronts(points: Sequence[SweepPoint]) -> list[SweepPoint]:
-    """Marked where they are the best of least MACs and error, and at every batch size of least time and lack.
+    """Mark the points on the fronts of MACs and error, and of time and disagreement at every batch size.
 
-    Time is that of the dense model over the speed-up, which is paired: medians of trials measured minutes apart differ
-    by the machine's own drift.
+    Time is 1 over the speed-up, which is paired: medians of trials measured minutes apart differ by the machine's
+    drift.
     """
     by_macs = front([(point.macs, point.relative_error) for point in points])
     marked = [replace(point, on_front=place in by_macs, fronts=()) for place, point in enumerate(points)]
     for batch in batches_of(points):
         timed = [
-            (place, (1.0 / speed.speedup.value, *_lacking(point)))
+            (place, (1.0 / speed.speedup.value, *_disagreement(point)))
             for place, point in enumerate(points)
             if (speed := point.speed_at(batch)) is not None and speed.speedup is not None
         ]
@@ -189,12 +188,12 @@ def with_fronts(points: Sequence[SweepPoint]) -> list[SweepPoint]:
 
 
 def batches_of(points: Sequence[SweepPoint]) -> tuple[int, ...]:
-    """Batch sizes at which any was measured."""
+    """Return the batch sizes at which any point was measured."""
     return tuple(dict.fromkeys(speed.batch for point in points for speed in point.speeds))
 
 
 def require_agreeing(points: Sequence[SweepPoint], least: float) -> list[SweepPoint]:
-    """The trials whose agreement is at least `least`. Raises BadInput when there is none."""
+    """Return the points whose agreement is at least `least`; raise BadInput if there is none."""
     judged = [(point.agreement, point) for point in points if point.agreement is not None]
     if not judged:
         raise BadInput(
@@ -210,12 +209,12 @@ def require_agreeing(points: Sequence[SweepPoint], least: float) -> list[SweepPo
 
 
 def smallest_that_agrees(points: Sequence[SweepPoint], least: float) -> SweepPoint:
-    """The trial of least MACs whose top-1 agreement is at least `least`. Raises BadInput when there is none."""
+    """Return the point of fewest MACs whose agreement is at least `least`; raise BadInput if there is none."""
     return min(require_agreeing(points, least), key=lambda point: (point.macs, point.relative_error))
 
 
 def fastest_that_agrees(points: Sequence[SweepPoint], least: float) -> dict[int, SweepPoint]:
-    """By batch size the trial of largest speed-up among those that agree so much. Raises BadInput when none does."""
+    """Return, by batch size, the point of largest speed-up that agrees so much; raise BadInput if none does."""
     best = dict[int, tuple[float, SweepPoint]]()
     for point in require_agreeing(points, least):
         for speed in point.speeds:
@@ -226,7 +225,7 @@ def fastest_that_agrees(points: Sequence[SweepPoint], least: float) -> dict[int,
 
 
 def smallest_by_error(points: Sequence[SweepPoint]) -> dict[float, SweepPoint]:
-    """For round errors the trial of least MACs that errs no more; of errors with the same trial the least alone."""
+    """Map each of ERRORS to the point of fewest MACs that errs no more; a point appears at its smallest error only."""
     smallest: dict[float, SweepPoint] = {}
     for error in ERRORS:
         holding = [point for point in points if point.relative_error <= error]
@@ -237,7 +236,7 @@ def smallest_by_error(points: Sequence[SweepPoint]) -> dict[float, SweepPoint]:
 
 
 def sentence_of_sweep(points: Sequence[SweepPoint]) -> str:
-    """What of the MACs which error takes, by the trials themselves: nothing is read in between them."""
+    """Say the share of the MACs that the smallest trial of each error has, without interpolation."""
     smallest = smallest_by_error(points)
     if not smallest:
         least = min(points, key=lambda point: point.relative_error)
@@ -263,7 +262,7 @@ def record_of_sweep(
     dense: DensePoint | None = None,
     fitted: FittedInputs | None = None,
 ) -> dict[str, Any]:
-    """The sweep as JSON values; `fitted`: how many of its inputs the models were fitted to, where that is known."""
+    """Build the record of a sweep; `fitted` is the number of its inputs that the models were fitted to, if known."""
     return {
         "kind": KIND,
         "version": VERSION,

@@ -1,4 +1,4 @@
-"""How fast the trials of a sweep are beside the dense model, and what engines of them are like."""
+"""The speed of a sweep's trials against the dense model, and their engines."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +25,7 @@ ENGINE_PRECISION = "fp16"
 
 
 def _running(speed: SweepSpeedChoice) -> RunOptions:
-    """As `bench` is told of it."""
+    """Return the options with which `bench` runs the trials."""
     match speed.bench:
         case "torch":
             dtype = None if speed.precision == "fp32" else speed.precision
@@ -38,7 +38,7 @@ def _running(speed: SweepSpeedChoice) -> RunOptions:
 
 
 def _engine(speed: SweepSpeedChoice, graph: Path) -> Engine:
-    """For every batch that is measured, in one profile."""
+    """Build an engine whose one profile covers every batch size that is measured."""
     assert speed.engine is not None
     profile = BatchProfile(smallest=min(speed.batch), tuned=max(speed.batch), largest=max(speed.batch))
     options = BuildOptions(backend=speed.engine, precision=ENGINE_PRECISION, profiles=(profile,), sms=speed.sm)
@@ -46,7 +46,7 @@ def _engine(speed: SweepSpeedChoice, graph: Path) -> Engine:
 
 
 class SweepBench:
-    """Times trials one by one against the dense model, whose graph or engine is made once, in `scratch`."""
+    """A timer of trials against the dense model, whose graph or engine it makes once, in `scratch`."""
 
     def __init__(self, dense: Checkpoint, scratch: Path, speed: SweepSpeedChoice, *, keep_plans: bool = False) -> None:
         self.dense, self.scratch, self.speed = dense, scratch, speed
@@ -73,7 +73,7 @@ class SweepBench:
         return self.speed.bench is not None and self.timing_of(folder) is None
 
     def build(self, folder: TrialFolder, reduced: Checkpoint) -> None:
-        """The engine of a trial, its figures written, its plan kept where it is to be timed."""
+        """Build a trial's engine and write its figures; keep its plan if it is to be timed."""
         graph, watch = folder.path / GRAPH_FILE, stopwatch("cpu")
         with watch.measure("build"):
             export_checkpoint(reduced, graph, precision=ENGINE_PRECISION)
@@ -94,8 +94,8 @@ class SweepBench:
         folder.write(EngineBuilt(key=key, figures=figures, effort=watch.efforts["build"]))
 
     def time(self, folder: TrialFolder, *, command: Sequence[str] = ()) -> None:
-        """Dense against the trial's reduced model, interleaved; the raw samples stay beside it."""
-        speed, watch = self.speed, Stopwatch(host=None)  # who is timed has his own memory told
+        """Time the trial's model interleaved with the dense one, and write the raw samples beside it."""
+        speed, watch = self.speed, Stopwatch(host=None)  # the bench record has the memory of each model
         with watch.measure("bench"):
             measured = measure(
                 self._dense(),
@@ -130,7 +130,7 @@ class SweepBench:
         return folder.path / GRAPH_FILE
 
     def _dense(self) -> Path:
-        """The dense model as it is timed, made where it is not there yet."""
+        """Return the dense model's directory, graph or engine, and make it if it is missing."""
         here = self.scratch / "dense"
         if self.speed.bench == "torch":
             if not here.is_dir():

@@ -1,9 +1,9 @@
-"""The trials of a sweep on disk: what each one left, so that the same sweep goes on where it stood.
+"""The trials of a sweep on disk, from which a stopped sweep continues.
 
 trials/NAME/reduced/     the reduced model, for as long as it is needed
-trials/NAME/score.json   what it costs and how far it is from the dense model
-trials/NAME/engine.json  what an engine of it is like
-trials/NAME/timing.json  how fast it is, of bench.json beside it, which has the raw samples
+trials/NAME/score.json   its cost and its errors against the dense model
+trials/NAME/engine.json  the figures of its engine
+trials/NAME/timing.json  its speeds, from the raw samples in bench.json beside it
 """
 
 import hashlib
@@ -30,8 +30,9 @@ KIND = "corp-deploy/sweep-trial"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepRequest:
-    """One model to try: a preset at uniform sparsities, or at a share of the dense MACs to keep. `knobs`: what is asked
-    otherwise than the preset says, by option; `moments`: which of the sweep's moments it is reduced by.
+    """One model to try: a preset at uniform sparsities, or with a budget, the share of the dense MACs to keep.
+
+    `knobs` are the options that differ from the preset; `moments` is the position of the sweep's moments to use.
     """
 
     preset: str
@@ -42,13 +43,13 @@ class SweepRequest:
 
     @property
     def share(self) -> float:
-        """The largest share that is removed from any part."""
+        """The largest of the sparsities."""
         method = self.method
         return max(method.mlp_sparsity or 0.0, method.attention_sparsity or 0.0, method.conv_sparsity or 0.0)
 
     @property
     def slug(self) -> str:
-        """As the name of a folder."""
+        """The request as the name of a folder."""
         shares = {
             "macs": self.budget,
             "mlp": self.method.mlp_sparsity,
@@ -62,21 +63,21 @@ class SweepRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What was found of a trial; `key` tells by what."""
+    """A result of a trial; `key` is the digest of what decided it."""
 
     key: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores(Finding):
-    """A point without its speeds, of the trial with this key."""
+    """A trial's point without its speeds."""
 
     point: SweepPoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineBuilt(Finding):
-    """An engine's figures, of the trial and the build with this key."""
+    """The figures of a trial's engine."""
 
     figures: EngineFigures
     effort: Effort
@@ -84,7 +85,7 @@ class EngineBuilt(Finding):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing(Finding):
-    """Speeds of the trial and the measurement with this key; `size_bytes`, `fused_attention`: of what was timed."""
+    """The speeds of a trial, with the size and the fused attentions of the timed file."""
 
     speeds: tuple[SpeedAtBatch, ...]
     size_bytes: int | None
@@ -97,13 +98,13 @@ Found = TypeVar("Found", bound=Finding)
 
 
 def key_of(**what: Any) -> str:
-    """A digest of what decides a result."""
+    """Return a digest of the values that decide a result."""
     return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialFolder:
-    """One trial's files. A file that can't be read, or is of another trial, is one that isn't there."""
+    """The files of one trial; a file that can't be read or belongs to another trial counts as missing."""
 
     path: Path
     key: str
@@ -131,7 +132,7 @@ class TrialFolder:
         return self.path / REDUCED
 
     def reduced(self) -> Checkpoint | None:
-        """The reduced model, where it stands there whole."""
+        """Load the reduced model, or return None if it isn't complete or is another trial's."""
         try:
             checkpoint = load_checkpoint(self.model)
         except BadInput:
