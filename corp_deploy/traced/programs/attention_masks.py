@@ -1,4 +1,4 @@
-"""Attention masks of a program: which keys queries attend to and which queries are read, where all images share it."""
+"""Attention masks of a program: the keys that queries see and the queries that are read, if all images share them."""
 
 from itertools import pairwise
 
@@ -11,52 +11,54 @@ from .subprogram import nodes_to_run, run_nodes
 SDPA, SOFTMAX = "scaled_dot_product_attention", frozenset(("softmax", "_softmax"))
 PRODUCTS = frozenset(("matmul", "bmm"))
 _FAR = 50.0
-"""What a score is below the largest of its query where the key isn't seen: less than float32 tells beside 1."""
+"""The distance below a query's largest score from which a key is hidden: float32 loses its exponential beside 1."""
 _BETWEEN = frozenset(("add", "sub", "mul", "div", "masked_fill", "where")) | SAME | SHAPED
-"""What stands between the two products of an attention, beside its softmax."""
+"""The ops between the two products of an attention, beside its softmax."""
 
 
-def _way(product: fx.Node) -> list[fx.Node]:
-    way = [product]
-    while len(way[-1].users) == 1 and (len(way) == 1 or operation(way[-1]) in _BETWEEN | SOFTMAX):
-        way += way[-1].users
-    return way
+def _path_behind(product: fx.Node) -> list[fx.Node]:
+    path = [product]
+    while len(path[-1].users) == 1 and (len(path) == 1 or operation(path[-1]) in _BETWEEN | SOFTMAX):
+        path += path[-1].users
+    return path
 
 
 def scores_and_softmax(product: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """What is made of a product alone, as it enters a softmax, and that."""
-    return next(((each, behind) for each, behind in pairwise(_way(product)) if operation(behind) in SOFTMAX), None)
+    """Return the scores that enter the softmax behind a product of queries and keys, and the softmax."""
+    path = pairwise(_path_behind(product))
+    return next(((each, behind) for each, behind in path if operation(behind) in SOFTMAX), None)
 
 
 def find_attention_output(product: fx.Node) -> fx.Node | None:
-    """What an attention gives of its product of queries and keys: itself, or the product that its softmax enters."""
+    """Return the node that gives an attention's output: the fused op itself, or the product of weights and values."""
     if operation(product) == SDPA:
         return product
-    *way, last = _way(product)
-    is_one = bool(way) and {operation(product), operation(last)} <= PRODUCTS and last.args[0] is way[-1]
+    *path, last = _path_behind(product)
+    is_one = bool(path) and {operation(product), operation(last)} <= PRODUCTS and last.args[0] is path[-1]
     return last if is_one and scores_and_softmax(product) is not None else None
 
 
 def added_scores(program: Program, product: fx.Node) -> Tensor | None:
-    """What is added to an attention's products of queries and keys, a mask or positions [..., queries, keys], as
-    it broadcasts to the products of one image; None where nothing is, or what is hangs on the inputs.
+    """Return the mask or positions [..., queries, keys] that an attention adds to the scores of one image.
+
+    None if it adds nothing, or something that depends on the inputs.
     """
     if operation(product) == SDPA:
         arguments = named_arguments(product)
         mask = arguments["attn_mask"]
-        added = None if mask is None else _whatever(program, mask, ())
+        added = None if mask is None else _input_free_value(program, mask, ())
         if mask is None and arguments["is_causal"]:
             added = torch.ones(*(sizes_at_one(each)[-2] for each in product.all_input_nodes[:2])).tril().bool()
         if added is not None and added.dtype == torch.bool:
             added = torch.zeros(added.shape, device=added.device).masked_fill(~added, -torch.inf)
         return added
     scores = _before_softmax(product)
-    added = None if scores is None or scores is product else _whatever(program, scores, (product,))
+    added = None if scores is None or scores is product else _input_free_value(program, scores, (product,))
     return added if added is not None and bool(added.any()) else None
 
 
 def score_factor(program: Program, product: fx.Node) -> float | None:
-    """Return what scores are multiplied by before the softmax; None where that is no one number."""
+    """Return the number that scores are multiplied by before the softmax; None if it is not one number."""
     if operation(product) == SDPA:
         return attention_scale(product)
     scores = _before_softmax(product)
@@ -70,23 +72,23 @@ def score_factor(program: Program, product: fx.Node) -> float | None:
 
 
 def attention_scale(product: fx.Node) -> float:
-    """What one op multiplies its products of queries and keys by."""
+    """Return the scale of a fused attention."""
     scale = named_arguments(product)["scale"]
     return float(product.all_input_nodes[0].meta["val"].shape[-1] ** -0.5 if scale is None else scale)
 
 
 def visible_keys(added: Tensor) -> Tensor:
-    """Which keys each query sees with this beside its scores, bool."""
+    """Return the mask of the keys that each query sees when this is added to its scores."""
     return added > added.amax(-1, keepdim=True) - _FAR
 
 
 def unread_queries(program: Program, output: fx.Node) -> Tensor | None:
-    """Return which rows of a node go nowhere, as padding that is cut off; None where all are read or unknown."""
-    nodes = _behind(program, output)
+    """Return the mask of a node's rows that nothing reads, as of padding; None if all are read or it is unknown."""
+    nodes = _nodes_behind(program, output)
     generator = torch.Generator().manual_seed(0)
     with torch.inference_mode(False), torch.enable_grad():
         start = torch.randn(sizes_at_one(output), generator=generator).to(program.device).requires_grad_()
-        # In copies, as gradients can't go through what was made in inference mode.
+        # The constants are copied, as gradients can't pass tensors that were made in inference mode.
         every = run_nodes(program, nodes, {output: start}, start.dtype)
         behind = dict.fromkeys((output, *nodes))
         ends = [every[node] for node in behind if not node.users or not behind.keys() >= node.users.keys()]
@@ -97,8 +99,8 @@ def unread_queries(program: Program, output: fx.Node) -> Tensor | None:
     return ~is_read if bool(is_read.any()) and not bool(is_read.all()) else None
 
 
-def _whatever(program: Program, node: fx.Node, zero: tuple[fx.Node, ...]) -> Tensor | None:
-    """Return what a node gives whatever the image; None where images matter."""
+def _input_free_value(program: Program, node: fx.Node, zero: tuple[fx.Node, ...]) -> Tensor | None:
+    """Return a node's value with zeros in place of the nodes `zero`; None if it depends on the inputs."""
     nodes, _ = nodes_to_run(program, [node], zero)
     zeros = {each: torch.zeros(sizes_at_one(each), device=program.device) for each in zero}
     return None if nodes is None else run_nodes(program, nodes, zeros)[node]
@@ -111,7 +113,7 @@ def _before_softmax(product: fx.Node) -> fx.Node | None:
     return found[0] if named_arguments(found[1])["dim"] in (-1, len(sizes_at_one(product)) - 1) else None
 
 
-def _behind(program: Program, start: fx.Node) -> tuple[fx.Node, ...]:
+def _nodes_behind(program: Program, start: fx.Node) -> tuple[fx.Node, ...]:
     behind = {start}
     for node in program.nodes:
         if node.op == "call_function" and not behind.isdisjoint(node.all_input_nodes):

@@ -1,10 +1,7 @@
-"""A program as it is exported: as modules that call each other as those did that it was traced from, by the same names;
-in any floating type, where what it computes in float32 of itself meets weights in their type; attentions as engines
-fuse them, a causal one as products and a softmax with a constant between, since an exporter's own spelling computes
-anew what no token sees, and queries and keys beside values of another width with zeros behind, which changes no result.
+"""Programs rewritten for export: as a tree of modules, in one floating type, with attentions that engines fuse.
 
-Traced, a `.float()`, a division of whole numbers or a type that was read off a weight is float32 for good, and no
-product takes two types. The least number of a type, which masks are made of, is float32's, infinite in half precision.
+A trace fixes `.float()`, a division of integers or a type that was read off a weight as float32, and no product takes
+two types. The least number of a type, which masks are made of, is float32's; in half precision it is infinite.
 """
 
 import operator
@@ -23,12 +20,14 @@ from .attention_masks import SDPA, attention_scale, find_attention_output
 from .program import Program, module_of, named_arguments, operation, sizes_at_one, tensor_of
 
 HIDDEN = -30_000.0
-"""Beside the scores of keys that no query sees: within half precision, and nothing behind a softmax."""
-_NAME = "hidden_behind"
+"""The number added to the scores of hidden keys: finite in half precision, and 0 after a softmax."""
 
 
 def spell_out_causal_attentions_(graph: fx.GraphModule) -> None:
-    """Attentions with no other mask; those of as many queries and keys have one constant."""
+    """Rewrite causal attentions without another mask as products and a softmax, with a constant mask between.
+
+    The exporter's own spelling computes the mask anew at every run. Attentions of equal sizes share one constant.
+    """
     for node in list(graph.graph.nodes):
         arguments = named_arguments(node) if operation(node) == SDPA else {"is_causal": False}
         if arguments["is_causal"] and arguments["attn_mask"] is None and not arguments["enable_gqa"]:
@@ -38,10 +37,10 @@ def spell_out_causal_attentions_(graph: fx.GraphModule) -> None:
 
 def _spell_out_(graph: fx.GraphModule, node: fx.Node) -> None:
     queries, keys, values = node.all_input_nodes
-    asking, others = queries.meta["val"].shape[-2], keys.meta["val"].shape[-2]
-    name = f"{_NAME}_{asking}_{others}"
+    shape = queries.meta["val"].shape[-2], keys.meta["val"].shape[-2]
+    name = f"hidden_behind_{shape[0]}_{shape[1]}"
     if name not in dict(graph.named_buffers()):
-        graph.register_buffer(name, torch.full((asking, others), HIDDEN).triu(1))
+        graph.register_buffer(name, torch.full(shape, HIDDEN).triu(1))
     aten, stack = torch.ops.aten, node.meta.get("nn_module_stack", {})
 
     def call_op(target: object, *args: object) -> fx.Node:
@@ -61,11 +60,14 @@ def _spell_out_(graph: fx.GraphModule, node: fx.Node) -> None:
 
 
 Pads = dict[int, list[int]]
-"""By the place of an argument the zeros that go beside it, as `pad` takes them."""
+"""The zeros to add to arguments, by their position, as `pad` takes them."""
 
 
 def pad_uneven_heads(program: Program) -> fx.GraphModule:
-    """The same program; an attention of which nothing says what its scores are scaled by stays as it is."""
+    """Pad queries and keys, or values, with zeros to one head width, which engines fuse and which changes no result.
+
+    A fused attention without an explicit scale stays as it is, since its scale follows from the width.
+    """
     graph, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
     pads = {node: each for owner in program.nodes for node, each in _pads(owner)}
     for node in program.nodes:
@@ -84,7 +86,7 @@ def pad_uneven_heads(program: Program) -> fx.GraphModule:
 
 
 def has_heads_to_pad(program: Program) -> bool:
-    """Whether queries and keys are of another width than values in any attention that can be padded."""
+    """Check for an attention with other widths of queries and values that can be padded."""
     return any(pads for owner in program.nodes for pads in _pads(owner))
 
 
@@ -113,8 +115,9 @@ _ENDS = {_FLOAT.min: _HALF.min, _FLOAT.max: _HALF.max}
 
 
 def unify_types_(graph: fx.GraphModule) -> None:
-    """What enters a product is brought to the type of its weight, or else of the last weight before it."""
-    others = [node for node in graph.graph.nodes if not operation(node).startswith("clamp")]  # to the end is not at all
+    """Cast the inputs of each product to the type of its weight, or else of the last weight before it."""
+    # A clamp to the end of float32's range does nothing, and has to go on doing nothing.
+    others = [node for node in graph.graph.nodes if not operation(node).startswith("clamp")]
     _change_arguments_(others, lambda each: _ENDS.get(each, each) if isinstance(each, float) else each)
     weight: fx.Node | None = None
     for node in list(graph.graph.nodes):
@@ -135,15 +138,14 @@ def _is_floating(node: fx.Node, kind: str) -> bool:
 
 
 def set_device_(graph: fx.GraphModule, place: torch.device) -> None:
-    """Where a program makes tensors itself, of a batch's size say, it makes them there."""
-    nodes = [node for node in graph.graph.nodes if any(isinstance(each, torch.device) for each in _leaves(node))]
-    if nodes:
+    """Let a program create its own tensors, such as those of the batch's size, on a device."""
+
+    def names_device(node: fx.Node) -> bool:
+        return any(isinstance(each, torch.device) for each in tree_leaves((node.args, node.kwargs)))
+
+    if nodes := list(filter(names_device, graph.graph.nodes)):
         _change_arguments_(nodes, lambda each: place if isinstance(each, torch.device) else each)
         graph.recompile()
-
-
-def _leaves(node: fx.Node) -> list[Any]:
-    return tree_leaves((node.args, node.kwargs))
 
 
 def _change_arguments_(nodes: Iterable[Any], change: Callable[[Any], Any]) -> None:
@@ -155,27 +157,28 @@ Path = tuple[str, ...]
 
 
 class CalledModule(nn.Module):
-    """A module of the tree whose calls an export locates, unlike nodes of a GraphModule."""
+    """A module of the tree, whose nodes an exporter names after it, unlike nodes of a GraphModule."""
 
 
 class Norm(CalledModule):
-    """One whose class was a norm's, other than that of a batch, and that called no other."""
+    """A module that was traced from a norm other than batch norm and that called no other module."""
 
 
 def build_module_tree(root: nn.Module, graph: fx.Graph) -> nn.Module:
-    """What the graph makes of the tensors of `root`, which stay at their names; a module that is called again, or whose
-    work isn't done at a stretch, has what comes later done where it is called, but for norms, which are further modules
-    then.
+    """Turn a flat graph into modules that call each other, by the paths of those that it was traced from.
+
+    The tensors of `root` keep their names. If a module was called again or its calls are not consecutive, its later
+    calls stand in the module that calls it; those of norms stand in further modules.
     """
     nodes = list(graph.nodes)
     inputs = [node for node in nodes if node.op == "placeholder"]
     called = [node for node in nodes if node.op in ("call_function", "call_module")]
-    return _Making(root=root, paths=_paths(called), path=()).build(called, inputs, nodes[-1])
+    return _ModuleBuilder(root=root, paths=_paths(called), path=()).build(called, inputs, nodes[-1])
 
 
 @dataclass(slots=True, kw_only=True)
-class _Making:
-    """The module of one path: what stands in its graph for each node, and the modules and tensors that it has."""
+class _ModuleBuilder:
+    """A builder of the module of one path: its graph, the new node for each old one, its modules and tensors."""
 
     root: nn.Module
     paths: Mapping[fx.Node, Path]
@@ -185,7 +188,13 @@ class _Making:
     own: dict[str, Tensor | nn.Module] = field(default_factory=dict)
 
     def build(self, called: Sequence[fx.Node], entering: Sequence[fx.Node], end: fx.Node | None) -> nn.Module:
-        """`end`: the program's output, of the outermost; None where what is used elsewhere leaves."""
+        """Build the module of these calls.
+
+        Args:
+            called: The calls in it.
+            entering: The nodes that it takes.
+            end: The program's output for the outermost module, else None: it returns all that is used elsewhere.
+        """
         for node in entering:
             self.nodes[node] = self.graph.placeholder(node.name)
         for name, path, run in self._runs(called):
@@ -204,9 +213,10 @@ class _Making:
             leaving = tuple(self.nodes[node] for node in _leaving(called))
             self.graph.output(leaving[0] if len(leaving) == 1 else leaving)
         is_norm = all(self.paths[node] == self.path for node in called) and _is_norm(called)
-        return _by_hand(fx.GraphModule(self.own, self.graph), Norm if is_norm else CalledModule)
+        return _as_module(fx.GraphModule(self.own, self.graph), Norm if is_norm else CalledModule)
 
     def _runs(self, called: Sequence[fx.Node]) -> Iterator[tuple[str | None, Path, list[fx.Node]]]:
+        """Yield consecutive calls of one submodule with its name and path; a name of None for this module's own."""
         depth, counts, again = len(self.path), Counter[str](), Counter[Path]()
         for name, together in groupby(called, lambda node: next(iter(self.paths[node][depth:]), None)):
             run = list(together)
@@ -224,13 +234,13 @@ class _Making:
     def _call(self, name: str, path: Path, run: list[fx.Node]) -> None:
         inside = set(run)
         every = dict.fromkeys(each for node in run for each in node.all_input_nodes if each not in inside)
-        # What a module has itself stands in it.
+        # A module owns its tensors; all else is handed over to it.
         entering = [
             each for each in every if each.op != "get_attr" or tuple(str(each.target).split(".")[: len(path)]) != path
         ]
-        self.own[name] = _Making(root=self.root, paths=self.paths, path=path).build(run, entering, None)
+        self.own[name] = _ModuleBuilder(root=self.root, paths=self.paths, path=path).build(run, entering, None)
         arguments = tuple(self._input_of(each) for each in entering)
-        # What the code of a graph calls itself no part of it may be called too.
+        # A graph's code calls its own module self, so no node may have that name.
         call = self.graph.create_node("call_module", name, arguments, {}, "self_" if name == "self" else name)
         leaving = _leaving(run)
         for at, node in enumerate(leaving):
@@ -249,7 +259,8 @@ class _Making:
         return ".".join(str(node.target).split(".")[len(self.path) :])
 
 
-def _by_hand(graph: fx.GraphModule, base: type[CalledModule]) -> nn.Module:
+def _as_module(graph: fx.GraphModule, base: type[CalledModule]) -> nn.Module:
+    """Turn a GraphModule into an ordinary module with the same forward and contents."""
     kind: type[CalledModule] = type(base.__name__, (base,), {"forward": type(graph).forward})
     module = kind.__new__(kind)
     module.__dict__ |= vars(graph.eval())

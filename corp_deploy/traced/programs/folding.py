@@ -1,7 +1,7 @@
-"""What a fresh program has other nodes for. What depends on no input, as standardised weights and tables of positions,
-is computed once, then a constant. Means over the channels that each channel is divided by, as global response norms
-have them (arXiv 2301.00808, section 3), are layers of equal weights: what is left of channels then tells the mean of
-all by weights of its own.
+"""Constant folding in a fresh program, and means over channels as linear layers.
+
+A global response norm divides each channel by a mean over channels (arXiv 2301.00808, section 3). As a layer of equal
+weights this mean can be repaired: the remaining channels estimate the mean of all.
 """
 
 from collections.abc import Collection, Iterator
@@ -12,14 +12,14 @@ from torch import Tensor, fx
 from .program import SAME, find_reachable, module_of, operation, remove_unused_, set_tensor_
 
 NUMBERS = "numbers_folded"
-"""What constants are called that were computed from no parameter: nothing that is learned changes them."""
+"""The first part of the names of constants that depend on no parameter."""
 
 
 def fold_constants_(graph: fx.GraphModule) -> tuple[str, ...]:
-    """Put constants in the place of all that is computed from parameters and numbers alone; their names.
+    """Replace all that depends on parameters and numbers alone by constants, and return their names.
 
-    A constant has the name of the one parameter of its shape that it was computed from, so that a standardised weight
-    is still the weight; else one of its own, beside its first parameter.
+    A constant takes the name of a parameter of its shape that nothing else uses, so that a standardised weight is still
+    the weight; else the name of its first parameter with a suffix.
     """
     names, run = list[str](), fx.Interpreter(graph)
     values = run.env
@@ -29,7 +29,7 @@ def fold_constants_(graph: fx.GraphModule) -> tuple[str, ...]:
             with torch.no_grad():
                 values[node] = run.run_node(node)
     for node in [node for node in values if _is_folded(node, values)]:
-        names.append(_name(node, values, names))
+        names.append(_constant_name(node, values, names))
         set_tensor_(graph, names[-1], values[node].detach().clone(memory_format=torch.contiguous_format))
         with graph.graph.inserting_before(node):
             constant = graph.graph.get_attr(names[-1])
@@ -41,18 +41,19 @@ def fold_constants_(graph: fx.GraphModule) -> tuple[str, ...]:
 
 def _is_folded(node: fx.Node, free: Collection[fx.Node]) -> bool:
     is_range = any(name in str(node.target) for name in ("arange", "linspace", "eye"))
-    is_taken = node.op != "get_attr" and not _is_of_rows(node) and any(user not in free for user in node.users)
+    is_taken = node.op != "get_attr" and not _takes_rows(node) and any(user not in free for user in node.users)
     return is_taken and isinstance(node.meta.get("val"), Tensor) and (bool(node.all_input_nodes) or is_range)
 
 
-def _is_of_rows(node: fx.Node) -> bool:
+def _takes_rows(node: fx.Node) -> bool:
+    """Check for rows of a table [rows, columns], whose columns may still be removed."""
     if operation(node) not in ("slice", "select") or node.args[1] != 0:
         return False
     (table,) = node.all_input_nodes
     return table.op == "get_attr" and table.meta["val"].dim() == 2
 
 
-def _name(node: fx.Node, free: Collection[fx.Node], used: Collection[str]) -> str:
+def _constant_name(node: fx.Node, free: Collection[fx.Node], used: Collection[str]) -> str:
     sources = [each for each in find_reachable([node]) if each.op == "get_attr"]
     for each in sources:
         value = each.meta["val"]
@@ -71,7 +72,7 @@ _SCALED = frozenset(("div", "add", "clamp_min", "clamp")) | SAME
 
 
 def replace_means_(graph: fx.GraphModule) -> None:
-    """Linear layers of a constant weight [1, channels] in their place; the graph is to be compiled anew."""
+    """Replace divisors that are means over channels by linear layers with a weight [1, channels], uncompiled yet."""
     where = next((each.device for each in graph.parameters()), torch.device("cpu"))
     modules = dict(graph.named_modules())
     for count, (node, source, axis) in enumerate(list(_means(graph.graph))):
@@ -94,7 +95,7 @@ def replace_means_(graph: fx.GraphModule) -> None:
 
 
 def is_mean_weight(weight: str) -> bool:
-    """Whether a layer's weight, by its name, is one of those."""
+    """Check by a weight's name whether its layer stands for a mean over channels."""
     return weight.rpartition(".")[2].startswith(f"{NAME}_")
 
 
@@ -108,7 +109,7 @@ def _moved(graph: fx.Graph, source: fx.Node, order: list[int], like: fx.Node) ->
 
 
 def _means(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node, int]]:
-    """Means over one axis of what they divide afterwards, with what that is and the axis."""
+    """Yield means over one axis that divide their own input, with that input and the axis."""
     for node in graph.nodes:
         if operation(node) != "mean" or len(node.args) < 3 or node.args[2] is not True:
             continue
@@ -119,7 +120,7 @@ def _means(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node, int]]:
 
 
 def _divides(mean: fx.Node, source: fx.Node) -> bool:
-    """Check that a mean is only divided by, with numbers added at most."""
+    """Check that a mean serves as a divisor of its source only, at most clamped or with numbers added."""
     at = mean
     while len(at.users) == 1:
         (user,) = at.users

@@ -1,7 +1,4 @@
-"""A model's program: a flat graph of its calls to ATen under the names of its state dict, what nodes say, and where
-images stand in what a node gives: alone on an axis, or together with what else it counts, as windows are. And copies of
-modules that may change their own state, as some do that keep tables from their first call on.
-"""
+"""Traced programs: flat graphs of ATen calls with a model's parameter names, and readers of what their nodes record."""
 
 import copy
 import math
@@ -29,15 +26,15 @@ SAME, SHAPED, RUN = (
         pixel_shuffle pixel_unshuffle channel_shuffle unfold diagonal broadcast_to""",
     )
 )
-"""Ops that put elements elsewhere and change none."""
+"""Ops that move elements and change none: they keep all places, keep the order, or run on labels as they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """A traced model; `graph` runs it and has its parameters, those that were computed folded into constants.
+    """A traced model: a graph that runs it and owns its parameters, with computed ones folded into constants.
 
-    `model`: the class it was traced from. `any_batch`: whether it runs at any batch, or at that of the example alone.
-    `folded`: the constants that stand for what was computed from parameters.
+    `model`: the name of the traced class. `any_batch`: whether the graph runs at any batch size, or at that of the
+    example alone. `folded`: the names of the folded constants.
     """
 
     graph: fx.GraphModule
@@ -47,7 +44,6 @@ class Program:
 
     @property
     def nodes(self) -> Iterator[fx.Node]:
-        """In order of the program."""
         return iter(self.graph.graph.nodes)
 
     @property
@@ -60,12 +56,11 @@ class Program:
         return next(self.graph.parameters()).device
 
     def tensor(self, name: str) -> Tensor:
-        """A parameter or constant by its name."""
         return tensor_of(self.graph, name)
 
 
 def tensor_of(module: nn.Module, name: str) -> Tensor:
-    """A parameter or constant by its name."""
+    """Return a module's parameter, buffer or constant by its dotted name."""
     owner, _, last = name.rpartition(".")
     value = getattr(module.get_submodule(owner), last)
     assert isinstance(value, Tensor), (name, type(value))
@@ -73,21 +68,21 @@ def tensor_of(module: nn.Module, name: str) -> Tensor:
 
 
 def constant_names(nodes: Iterable[fx.Node]) -> dict[str, None]:
-    """The names of all parameters and constants, in order."""
+    """Return the names of the parameters and constants that nodes read, in order, each once."""
     return {str(node.target): None for node in nodes if node.op == "get_attr"}
 
 
 def count_uses(program: Program) -> Counter[str]:
-    """How often each parameter and constant is taken."""
-    taken = (node for node in program.nodes if node.op == "get_attr")
-    return Counter(str(node.target) for node in taken for _ in node.users)
+    """Count the uses of each parameter and constant."""
+    reads = (node for node in program.nodes if node.op == "get_attr")
+    return Counter(str(node.target) for node in reads for _ in node.users)
 
 
 def set_tensor_(module: nn.Module, name: str, value: Tensor) -> None:
-    """A parameter, which needs no gradient, or a constant of this name, in the place of what had it before."""
+    """Set a parameter without gradient, or a buffer, under a dotted name, in place of what had the name before."""
     owner, _, last = name.rpartition(".")
     module = module.get_submodule(owner)
-    vars(module).pop(last, None)  # where a constant of the code's is kept
+    vars(module).pop(last, None)  # a constant tensor that the model's code keeps as a plain attribute
     if last in module._parameters or (isinstance(value, nn.Parameter) and last not in module._buffers):
         module._parameters[last] = nn.Parameter(value.detach(), requires_grad=False)
     else:
@@ -100,12 +95,12 @@ def delete_tensor_(module: nn.Module, name: str) -> None:
 
 
 def remove_dead_nodes_(graph: fx.Graph) -> None:
-    """Without nodes that nothing takes; what drops nothing in evaluation counts as random to torch, and goes too."""
+    """Remove nodes without users, also dropout in evaluation, which torch counts as impure."""
     graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
 
 
 def remove_unused_(graph: fx.GraphModule) -> None:
-    """Without what nothing needs any more, and the constants that it alone took."""
+    """Remove nodes without users and the constants that only they read, and compile the graph anew."""
     before = constant_names(graph.graph.nodes)
     remove_dead_nodes_(graph.graph)
     for name in before.keys() - constant_names(graph.graph.nodes).keys():
@@ -114,7 +109,7 @@ def remove_unused_(graph: fx.GraphModule) -> None:
 
 
 def operation(node: fx.Node) -> str:
-    """`linear` of `aten.linear.default`, `getitem` of the Python operator; other nodes by what they are."""
+    """Name a node's operation: `linear` for `aten.linear.default`, `getitem` for Python's operator, else `node.op`."""
     if node.op != "call_function":
         return node.op
     if isinstance(node.target, torch._ops.OpOverload):
@@ -124,18 +119,18 @@ def operation(node: fx.Node) -> str:
 
 
 def named_arguments(node: fx.Node) -> dict[str, Any]:
-    """By their names in the op's schema, defaults among them; of another function by their places."""
+    """Return a call's arguments by their names in the op's schema, with defaults; a Python function's by position."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return {str(place): each for place, each in enumerate(node.args)} | dict(node.kwargs)
     schema = node.target._schema.arguments
     defaults = {each.name: each.default_value for each in schema if each.has_default_value()}
-    return defaults | {each.name: given for each, given in zip(schema, node.args, strict=False)} | dict(node.kwargs)
+    return defaults | {each.name: value for each, value in zip(schema, node.args, strict=False)} | dict(node.kwargs)
 
 
 def find_reachable(
     starts: Iterable[fx.Node], along: Callable[[fx.Node], Iterable[fx.Node]] = lambda node: node.all_input_nodes
 ) -> dict[fx.Node, None]:
-    """These nodes and all that a way leads to from them, the nearest first: what they are computed of unless said."""
+    """Return these nodes and all that can be reached from them, nearest first; by default along their inputs."""
     found = dict.fromkeys(starts)
     front = list(found)
     for node in front:
@@ -146,7 +141,7 @@ def find_reachable(
 
 
 def module_of(node: fx.Node) -> tuple[str, str]:
-    """The path and the class of the innermost module that a node was called in."""
+    """Return the path and the class name of the innermost module that a node was called in; empty without one."""
     stack = list(node.meta.get("nn_module_stack", {}).values())
     if not stack:
         return "", ""
@@ -156,13 +151,13 @@ def module_of(node: fx.Node) -> tuple[str, str]:
 
 
 def sizes_at_one(node: fx.Node) -> Any:
-    """The shape of what a node gives at a batch of 1; a tuple of them where it gives several tensors; else None."""
+    """Return the shape of a node's result at a batch of 1, a tuple of shapes for several tensors, else None."""
     sizes = node.meta.get("sizes")
     return _at_one(sizes) if isinstance(sizes, tuple) else None
 
 
 def number_at_one(node: fx.Node) -> int | None:
-    """The size that a node gives at a batch of 1; None for a tensor."""
+    """Return the integer that a node gives at a batch of 1; None for a tensor."""
     size = node.meta.get("sizes")
     return _at_one(size) if isinstance(size, int | BatchAffineSize) else None
 
@@ -174,7 +169,7 @@ def _at_one(sizes: Any) -> Any:
 
 
 def sizes_of_any_batch(node: fx.Node, sizes: Sequence[int]) -> list[int] | None:
-    """Return sizes to reshape to at any batch; None where the batch counts several axes."""
+    """Return a shape for `reshape` with -1 for the batch's axis; None where several axes depend on the batch."""
     dense = node.meta["sizes"]
     shape = [-1 if isinstance(each, BatchAffineSize) else size for each, size in zip(dense, sizes, strict=True)]
     return None if shape.count(-1) > 1 else shape
@@ -182,49 +177,50 @@ def sizes_of_any_batch(node: fx.Node, sizes: Sequence[int]) -> list[int] | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchAxis:
-    """`axis` counts [outer, images, inner], the last fastest."""
+    """The axis of a tensor that counts [outer, images, inner], the last fastest, as with windows of images."""
 
     axis: int
     outer: int
     inner: int
 
     def in_front(self, x: Tensor) -> Tensor:
-        """The images in front, all else [images, *sizes] as it is of one image."""
+        """Return the tensor as [images, *sizes], the sizes those of one image."""
         apart = x.unflatten(self.axis, (self.outer, -1, self.inner)).movedim(self.axis + 1, 0)
         return apart.flatten(self.axis + 1, self.axis + 2)
 
     def back(self, x: Tensor) -> Tensor:
-        """From [images, *sizes] to where they stood."""
+        """Undo `in_front`."""
         apart = x.unflatten(self.axis + 1, (self.outer, self.inner)).movedim(0, self.axis + 1)
         return apart.flatten(self.axis, self.axis + 2)
 
 
 IN_FRONT = BatchAxis(axis=0, outer=1, inner=1)
-"""Images alone on the first axis."""
+"""A first axis that counts images alone."""
 
 
 def batch_axis_of(node: fx.Node) -> BatchAxis | None:
-    """Of a tensor's node; None where that can't be told, as of a program for one batch size alone."""
-    axis, sizes = _counted(node)
+    """Return the batch axis of a node's tensor; None if unknown, as in a program for one batch size."""
+    axis, sizes = _batch_dependent_axis(node)
     if axis is None or sizes[axis] == 1:
         return None if axis is None else BatchAxis(axis=axis, outer=1, inner=1)
-    before = next((each for each in node.all_input_nodes if _counted(each)[0] is not None), None)
+    before = next((each for each in node.all_input_nodes if _batch_dependent_axis(each)[0] is not None), None)
     place = None if before is None else batch_axis_of(before)
     if before is None or place is None:
         return None
-    old, outer, inner = _counted(before)[1], place.outer, place.inner
-    times, other = divmod(sizes[axis], old[place.axis])
+    old, outer, inner = _batch_dependent_axis(before)[1], place.outer, place.inner
+    times, rest = divmod(sizes[axis], old[place.axis])
     if operation(node) in SHAPED:
-        outer, other = divmod(math.prod(old[: place.axis]) * outer, math.prod(sizes[:axis]))
+        outer, rest = divmod(math.prod(old[: place.axis]) * outer, math.prod(sizes[:axis]))
         inner = sizes[axis] // max(outer, 1)
     elif operation(node) == "repeat":
         outer *= times
     elif operation(node) == "repeat_interleave":
         inner *= times
-    return BatchAxis(axis=axis, outer=outer, inner=inner) if outer * inner == sizes[axis] and not other else None
+    return BatchAxis(axis=axis, outer=outer, inner=inner) if outer * inner == sizes[axis] and not rest else None
 
 
-def _counted(node: fx.Node) -> tuple[int | None, tuple[int, ...]]:
+def _batch_dependent_axis(node: fx.Node) -> tuple[int | None, tuple[int, ...]]:
+    """Return the one axis whose size depends on the batch, else None, and the sizes at a batch of 1."""
     sizes: Any = node.meta.get("sizes")
     sizes = sizes if isinstance(sizes, tuple) else ()
     sizes = sizes[0] if sizes and isinstance(sizes[0], tuple) else sizes
@@ -236,7 +232,10 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def copy_module(module: Module, convert: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Module:
-    """With what is made of each parameter and buffer, itself unless said."""
+    """Copy a module, each parameter and buffer converted; by default the copy shares the tensors.
+
+    Modules that keep tables from their first call on change their own state; a copy protects the original.
+    """
     memo: dict[int, Any] = {}
     for each in (*module.parameters(), *module.buffers()):
         new = convert(each)
@@ -246,5 +245,5 @@ def copy_module(module: Module, convert: Callable[[Tensor], Tensor] = lambda ten
 
 
 def copy_to_meta(module: Module) -> Module:
-    """With names and shapes of weights alone."""
+    """Copy a module to the meta device: the names and shapes of its weights without their values."""
     return copy_module(module, lambda tensor: tensor.detach().to("meta"))

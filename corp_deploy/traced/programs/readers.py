@@ -1,5 +1,4 @@
-"""Layers of a program that hold a weight and sum over channels: given biases, heard as modules, given other weights;
-and tables that whole inputs are looked up in.
+"""Layers of a program that hold a weight: their biases, modules to hook them by, other weights; and vocabularies.
 
 Legend: I inputs, O outputs.
 """
@@ -30,7 +29,7 @@ from .program import (
 
 
 def vocabulary_sizes(program: Program) -> dict[str, int]:
-    """By the name of an input how many rows the smallest table has that its numbers are looked up in."""
+    """Return, by name of an input, the number of rows of the smallest table that its numbers are looked up in."""
     rows: dict[str, int] = {}
     for node in program.nodes:
         if operation(node) != "embedding":
@@ -52,7 +51,7 @@ Layer = nn.Linear | nn.Conv2d
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalledLayer:
-    """A linear layer or convolution as a node calls it: the names of its weight [O,I] or [O,I,H,W] and bias."""
+    """A node that calls a linear layer or convolution, with the names of its weight [O,I] or [O,I,H,W] and bias."""
 
     node: fx.Node
     weight: str
@@ -60,12 +59,12 @@ class CalledLayer:
 
     @property
     def name(self) -> str:
-        """Of the module that has the weight."""
+        """The name of the module that owns the weight."""
         return self.weight.removesuffix(".weight")
 
 
 def every_layer(program: Program) -> Iterator[CalledLayer]:
-    """Those whose weight is a parameter, in order of the program."""
+    """Yield the layers whose weight is a parameter, in order of the program."""
     for node in program.nodes:
         if node.target in (LINEAR, CONV2D):
             arguments = named_arguments(node)
@@ -77,7 +76,7 @@ def every_layer(program: Program) -> Iterator[CalledLayer]:
 
 
 def layers(program: Program, *, in_groups: bool = False) -> Iterator[CalledLayer]:
-    """Return layers that sum over all channels; `in_groups` also convolutions in groups of several channels."""
+    """Yield the layers that sum over all channels; with `in_groups` also convolutions in groups of several channels."""
     for layer in every_layer(program):
         if group_count(layer.node) == 1 or (in_groups and program.tensor(layer.weight).shape[1] > 1):
             yield layer
@@ -88,7 +87,7 @@ def group_count(node: fx.Node) -> int:
 
 
 def batch_norm_gain(program: Program, node: fx.Node) -> Tensor | None:
-    """By what a batch norm multiplies each channel [O] that a layer gives, where nothing else reads that; float64."""
+    """Return the factors [O], float64, of the batch norm behind a layer; None without one or with other users."""
     norm = next(iter(node.users)) if len(node.users) == 1 else node
     if norm.target is not BATCH_NORM:
         return None
@@ -99,7 +98,7 @@ def batch_norm_gain(program: Program, node: fx.Node) -> Tensor | None:
 
 
 def weight_with_gain(program: Program, name: str) -> Tensor:
-    """A weight, and what a batch norm behind its layer multiplies the rows by, float64."""
+    """Return a weight in float64, its rows scaled by the batch norm behind its layer."""
     weight = program.tensor(name).detach().double()
     calls = [layer.node for layer in every_layer(program) if layer.weight == name]
     gain_O = batch_norm_gain(program, calls[0]) if len(calls) == 1 else None
@@ -111,13 +110,13 @@ def scale_rows(weight: Tensor, gain_O: Tensor | None) -> Tensor:
 
 
 def add_zero_biases_(program: Program) -> tuple[str, ...]:
-    """Give every layer without a bias one of zeros for repairs; return their names."""
+    """Give every layer without a bias one of zeros for repairs to change; return the names."""
     graph, added = program.graph, dict[str, None]()
     names = constant_names(program.nodes)
     for layer in list(every_layer(program)):
         if layer.bias:
             continue
-        # Of a weight of another name than a layer's own, such as one that was computed, the bias stands beside it.
+        # A weight that is not called so, such as a computed one, has its bias beside it.
         stem = f"{layer.name}." if layer.name != layer.weight else f"{layer.weight}_"
         name = f"{stem}bias" if f"{stem}bias" not in names else f"{stem}added_bias"
         if name not in added:
@@ -136,7 +135,7 @@ def add_zero_biases_(program: Program) -> tuple[str, ...]:
 
 
 def remove_biases_(graph: fx.GraphModule, names: Collection[str]) -> None:
-    """Take biases of these names away from their layers."""
+    """Remove the biases of these names from their layers."""
     if not names:
         return
     for node in list(graph.graph.nodes):
@@ -150,8 +149,9 @@ def remove_biases_(graph: fx.GraphModule, names: Collection[str]) -> None:
 
 
 class BatchFirst(nn.Module):
-    """A layer that has the images in front of all that it hears, wherever they stand around it; of one image's rows
-    [...] it hears those alone that `is_read` says to go somewhere, others are of no interest.
+    """A layer whose hooks see the images on the first axis, wherever the program has them.
+
+    `is_read`: a mask of one image's rows [...]; the layer runs on those alone and gives zeros for others.
     """
 
     is_read: Tensor | None
@@ -177,8 +177,16 @@ def build_listening_graph(
     tapped: Collection[str],
     read: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> tuple[fx.GraphModule, dict[str, Layer], dict[str, nn.Module]]:
-    """The same program with layers `hooked` as modules that hear what enters them, and with modules that hear what
-    nodes give; both by the names of the nodes. `read`: of layers some of whose rows go nowhere which others do.
+    """Build a graph of the program with modules to put hooks on.
+
+    Args:
+        program: The program; the graph shares its tensors.
+        hooked: The names of the nodes that become layers as modules.
+        tapped: The names of the nodes behind which an identity module stands.
+        read: By name of a hooked node the mask of its rows that are read, if some are not.
+
+    Returns:
+        The graph, the layers by node and the identities by node.
     """
     called = layers(program, in_groups=True)
     modules = {layer.node.name: layer_as_module(program, layer) for layer in called if layer.node.name in hooked}
@@ -209,13 +217,13 @@ def build_listening_graph(
 
 
 def can_be_observed(reader: fx.Node, source: fx.Node) -> bool:
-    """Whether statistics can be taken of what a layer reads: images can be told apart there, and maps are one each."""
+    """Check that statistics can be taken of a layer's input: its batch axis is known, and maps are one an image."""
     batch = batch_axis_of(source)
     return batch is not None and (reader.target is LINEAR or batch.outer * batch.inner == 1)
 
 
 def layer_as_module(program: Program, layer: CalledLayer) -> Layer:
-    """It shares its weights with the program."""
+    """Return a layer as a module that shares its weights with the program."""
     weight, bias = program.tensor(layer.weight), program.tensor(layer.bias) if layer.bias else None
     rows, columns = weight.shape[:2]
     module: Layer
@@ -223,7 +231,7 @@ def layer_as_module(program: Program, layer: CalledLayer) -> Layer:
         module = nn.Linear(columns, rows, bias=bias is not None, device="meta")
     else:
         arguments, groups = named_arguments(layer.node), group_count(layer.node)
-        # One number stands for both directions.
+        # A list of one number counts for both directions.
         how = {name: (arguments[name][0], arguments[name][-1]) for name in ("stride", "padding", "dilation")}
         size = (weight.shape[2], weight.shape[3])
         module = nn.Conv2d(columns * groups, rows, size, groups=groups, bias=bias is not None, device="meta", **how)  # type: ignore[arg-type]
@@ -237,7 +245,7 @@ def _parameter(tensor: Tensor) -> nn.Parameter:
 
 
 def replace_tensors(program: Program, tensors: Mapping[str, Tensor]) -> Program:
-    """The same program, node by node, with other values of some parameters."""
+    """Return the program with other values of some parameters; its graph is shared."""
     graph = program.graph.graph
     root: dict[str, Any] = {name: program.tensor(name) for name in constant_names(graph.nodes)}
     root |= {name: _parameter(each) for name, each in tensors.items() if name in root}

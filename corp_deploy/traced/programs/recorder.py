@@ -1,4 +1,4 @@
-"""The calls that a model makes, as it makes them on tensors without numbers, in order."""
+"""A recorder of the ATen calls that a model makes on meta tensors, in order."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,13 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .sizes import BatchDependentProgram, MetaCalls, sizes_key
 
-Stack = tuple[tuple[str, str], ...]
-"""Of the modules that a call was made in, outermost first: the path and the class."""
-
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """What a call gave, one of several, or by a name what a model has or is given."""
+    """A reference to a tensor: a call's number and the place among its results, or the name of an input or weight."""
 
     source: int | str
     place: int | None = None
@@ -27,29 +24,27 @@ class Ref:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedCall:
-    """`args`: positional and named ones, tensors in them as Ref."""
+    """An op's call with what it gives.
+
+    `args`: the positional and the named arguments, tensors as Ref. `stack`: the path and the class of every module that
+    the call was made in, outermost first.
+    """
 
     target: Any
     args: Any
     gives: Any
-    stack: Stack
-
-    @property
-    def name(self) -> str:
-        return str(self.target._schema.name.rpartition("::")[2])
+    stack: tuple[tuple[str, str], ...]
 
 
 _SCATTERS = {
     torch.ops.aten.slice.Tensor: torch.ops.aten.slice_scatter.default,
     torch.ops.aten.select.int: torch.ops.aten.select_scatter.default,
 }
-
-
 _CALLS = MetaCalls()
 
 
 class Recorder(SchemaCheckMode):
-    """Write down calls ahead of autograd and of what takes ops apart, as torch.export does."""
+    """A dispatch mode that records calls before autograd and before decompositions, as torch.export does."""
 
     def __init__(self, named: Mapping[str, Tensor], stack: list[tuple[str, str]], *, on_meta: bool) -> None:
         TorchDispatchMode.__init__(self, torch._C.DispatchKey.PreDispatch)
@@ -74,11 +69,11 @@ class Recorder(SchemaCheckMode):
         if any(each.is_meta for each in tensors):
             entering = _mapped(entering, lambda each: each.to("meta"))
             is_itself = func._schema.name.endswith("_") and torch.Tag.pointwise in func.tags  # as of relu_
-            gives = args[0] if is_itself else self._storages_before(func, entering, tensors)
+            gives = args[0] if is_itself else self._run_on_meta(func, entering, tensors)
         else:
             gives = func(*entering[0], **entering[1])
         wholes = list(self._wholes(args[0])) if func._schema.is_mutable else []
-        if func._schema.is_mutable:  # from here on, what else is a part of the same numbers is not what it was
+        if func._schema.is_mutable:  # from here on, other views of the same storage are stale
             if _storage(args[0]) in self._storages:
                 raise BatchDependentProgram("it changes what it is given, or its own parameters")
             self._changes[_storage(args[0])] += 1
@@ -97,12 +92,14 @@ class Recorder(SchemaCheckMode):
         self.calls.append(RecordedCall(target=func, args=written, gives=gives, stack=tuple(self._stack)))
 
     def _wholes(self, part: Tensor) -> Iterator[tuple[Any, Tensor, Ref, Any]]:
+        """Yield the tensors that a view is a part of, innermost first, with the ops that scatter the part into them."""
         while id(part) in self._parts:
             base, scatter, place = self._parts[id(part)]
             yield scatter, base, self.ref(base), place
             part = base
 
-    def _storages_before(self, func: Any, entering: Any, tensors: Sequence[Tensor]) -> Any:
+    def _run_on_meta(self, func: Any, entering: Any, tensors: Sequence[Tensor]) -> Any:
+        """Run an op on meta tensors, once for equal sizes unless it gives views or changes its input."""
         key = func, sizes_key(entering)
         known = _CALLS.get(key)
         if known is None:
@@ -121,7 +118,10 @@ class Recorder(SchemaCheckMode):
         self._alive.append(tensor)
 
     def ref(self, tensor: Tensor) -> Ref:
-        """Of a tensor that is known, itself or as another object that torch made of it; of others as constants."""
+        """Return the reference of a known tensor, or of another view with its layout; record others as constants.
+
+        Raises BatchDependentProgram for a stale view and for a meta tensor that no recorded call gave.
+        """
         record = self._refs.get(id(tensor)) or self._by_place.get(_place(tensor))
         if record is not None and record.changes < self._changes[_storage(tensor)]:
             record = self._by_place[_place(tensor)]
@@ -139,7 +139,7 @@ class Recorder(SchemaCheckMode):
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """A tensor, and how often what it is a part of had been changed in place when it was given."""
+    """A tensor's reference, and how often its storage had been changed in place when a call gave it."""
 
     ref: Ref
     changes: int
@@ -166,7 +166,7 @@ def _place(tensor: Tensor) -> Any:
 
 
 class KeepNumbersOffMeta(TorchFunctionMode):
-    """Tensors that are made of numbers have them: on meta they would be lost."""
+    """A function mode that makes tensors of numbers on the CPU, since a meta tensor would lose the numbers."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

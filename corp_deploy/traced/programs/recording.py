@@ -1,8 +1,7 @@
-"""A model's calls to ATen as it makes them on meta, written down as a graph; twice, to tell what the batch counts.
+"""A graph of the ATen calls that a model makes on meta tensors, recorded at two batch sizes to tell batch axes apart.
 
-What torch.export gives, at a tenth of its time, for models that ask nothing of their inputs' values: it keeps a symbol
-for every size and computes with those at every call. Nothing of the model itself is run or changed, but a twin of it
-without numbers.
+The graph is that of torch.export, in a tenth of its time, for models whose code doesn't look at values: torch.export
+keeps a symbol for every size and computes with symbols at every call. A meta copy runs, not the model itself.
 """
 
 import inspect
@@ -26,12 +25,12 @@ from .recorder import KeepNumbersOffMeta, RecordedCall, Recorder, Ref
 from .sizes import BATCHES, BatchAffineSize, BatchDependentProgram, inputs_at_batch, set_sizes, size_from_batches
 
 RESERVED_NAMES = frozenset(dir(fx.GraphModule(nn.Module(), fx.Graph())))
-"""What a graph has itself, by names that a model's own parts may have too."""
+"""Attributes of every GraphModule; a model's parts of these names are renamed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Recorded:
-    """`inputs`: by name; `gives`: the model's outputs, tensors as Ref."""
+    """One recorded run: inputs by name, and in `gives` the model's outputs, tensors as Ref."""
 
     calls: Sequence[RecordedCall]
     constants: Mapping[str, Tensor]
@@ -40,20 +39,22 @@ class _Recorded:
 
 
 def record_graph(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> fx.GraphModule:
-    """The graph of a model at any batch, with its own parameters; every node tells what it gives on meta (`val`), of
-    which sizes (`sizes`) and where it was called (`nn_module_stack`). Raises BatchDependentProgram, and whatever a
-    model raises that looks at numbers.
+    """Record a model's graph for any batch size, with the model's own parameters.
+
+    The meta of each node has its result on meta (`val`), the result's sizes (`sizes`) and the modules around the call
+    (`nn_module_stack`). Raises BatchDependentProgram, and whatever a model's code raises that looks at values.
     """
     names, inputs = _names(model, args, kwargs), (tuple(args), dict(kwargs))
     running, (one, two) = copy_to_meta(model), BATCHES
     first = _run(model, running, inputs_at_batch(inputs, one), names)
 
-    def beside(running: nn.Module) -> fx.GraphModule:
-        return _Graph(model, first, _run(model, running, inputs_at_batch(inputs, two), names)).build(inputs, names)
+    def build_graph(running: nn.Module) -> fx.GraphModule:
+        other = _run(model, running, inputs_at_batch(inputs, two), names)
+        return _GraphBuilder(model, first, other).build(inputs, names)
 
-    with suppress(Exception):  # of one that keeps something from its first call on
-        return beside(running)
-    return beside(copy_to_meta(model))
+    with suppress(Exception):  # some models keep tables from their first call; a fresh copy follows
+        return build_graph(running)
+    return build_graph(copy_to_meta(model))
 
 
 def _names(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
@@ -75,11 +76,11 @@ def _run(model: nn.Module, running: nn.Module, inputs: Any, names: Sequence[str]
         leaves = tree_leaves(value)
         named_leaves |= {name if len(leaves) == 1 else f"{name}_{place}": leaf for place, leaf in enumerate(leaves)}
     tensors = {name: each for name, each in named_leaves.items() if isinstance(each, Tensor)}
-    own = {f".{name}": each for name, each in _tensors(running)}
-    on_meta = bool(own) and all(each.is_meta for _, each in _tensors(model))
+    own = {f".{name}": each for name, each in _named_tensors(running)}
+    on_meta = bool(own) and all(each.is_meta for _, each in _named_tensors(model))
     with track_modules(running) as stack:
         recorder = Recorder({**own, **tensors}, stack, on_meta=on_meta)
-        # Models leave checks of numbers out where torch says that it exports them.
+        # While torch says that it exports, models leave out checks of values.
         with torch.no_grad(), exporting(), KeepNumbersOffMeta(), enable_python_dispatcher(), recorder:
             gives = running(*args, **kwargs)
     return _Recorded(
@@ -90,15 +91,15 @@ def _run(model: nn.Module, running: nn.Module, inputs: Any, names: Sequence[str]
     )
 
 
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers, of those that have several names each of them."""
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters and buffers; shared ones under each of their names."""
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
 
 
 @contextmanager
 def track_modules(model: nn.Module) -> Iterator[list[tuple[str, str]]]:
-    """The modules that are running, outermost first: the path and the class."""
+    """Keep a list of the modules that are running, outermost first, each as its path and class."""
     stack = list[tuple[str, str]]()
     paths = {id(module): path for path, module in model.named_modules()}
 
@@ -115,14 +116,14 @@ def track_modules(model: nn.Module) -> Iterator[list[tuple[str, str]]]:
         yield stack
 
 
-def _free(name: str) -> str:
-    """Rename `meta`, `graph` and `code`, which a graph has itself."""
+def _graph_name(name: str) -> str:
+    """Rename a part that is called as an attribute of every GraphModule, such as `meta`, `graph` or `code`."""
     first, *rest = name.split(".")
     return ".".join((f"{first}_" if first in RESERVED_NAMES else first, *rest))
 
 
-class _Graph:
-    """What was recorded at two batches, as one graph."""
+class _GraphBuilder:
+    """A builder of one graph from the runs that were recorded at two batch sizes."""
 
     def __init__(self, model: nn.Module, first: _Recorded, other: _Recorded) -> None:
         if len(first.calls) != len(other.calls) or first.constants.keys() != other.constants.keys():
@@ -133,13 +134,13 @@ class _Graph:
                 raise BatchDependentProgram("other constants")
         self.first, self.other = first, other
         self.root: dict[str, Tensor] = {}
-        for name, each in _tensors(model):
+        for name, each in _named_tensors(model):
             is_parameter = isinstance(each, nn.Parameter)
-            if _free(name) in self.root:
-                raise BatchDependentProgram(f"two parts that a graph calls {_free(name)}")
-            self.root[_free(name)] = nn.Parameter(each.detach(), requires_grad=False) if is_parameter else each
+            if (own := _graph_name(name)) in self.root:
+                raise BatchDependentProgram(f"two parts that a graph calls {own}")
+            self.root[own] = nn.Parameter(each.detach(), requires_grad=False) if is_parameter else each
         self.device = next((each.device for each in self.root.values()), torch.device("cpu"))
-        for name, each in first.constants.items():  # on meta a model's own numbers are filled in later, these are not
+        for name, each in first.constants.items():  # a meta model's weights are loaded later, constants are not
             self.root[name] = each if self.device.type == "meta" else each.to(self.device)
         self.graph = fx.Graph()
         self.nodes: dict[Ref, fx.Node] = {}
@@ -150,10 +151,10 @@ class _Graph:
             node = self.nodes[Ref(name)] = self.graph.placeholder(name)
             set_sizes(node, value, self.other.inputs[name])
         used = tree_leaves([call.args for call in self.first.calls] + [self.first.gives])
-        # What the model has, in front of all calls.
+        # The model's tensors stand in front of all calls.
         for source in dict.fromkeys(each.source for each in used if isinstance(each, Ref)):
             if isinstance(source, str) and Ref(source) not in self.nodes:
-                target = _free(source[1:]) if source.startswith(".") else source
+                target = _graph_name(source[1:]) if source.startswith(".") else source
                 node = self.nodes[Ref(source)] = self.graph.get_attr(target)
                 set_sizes(node, self.root[target], self.root[target])
         for number, (one, other) in enumerate(zip(self.first.calls, self.other.calls, strict=True)):
@@ -168,8 +169,9 @@ class _Graph:
         if one.target is not other.target or one.stack != other.stack:
             raise BatchDependentProgram(f"{one.target} and {other.target}")
         args, kwargs = self._both(one.args, other.args)
-        stack = OrderedDict((path or "model", (_free(path), kind)) for path, kind in one.stack)
-        node = self.nodes[Ref(number)] = self.graph.create_node("call_function", one.target, args, kwargs, one.name)
+        stack = OrderedDict((path or "model", (_graph_name(path), kind)) for path, kind in one.stack)
+        name = one.target._schema.name.rpartition("::")[2]
+        node = self.nodes[Ref(number)] = self.graph.create_node("call_function", one.target, args, kwargs, name)
         node.meta["nn_module_stack"] = stack
         set_sizes(node, one.gives, other.gives)
         if isinstance(one.gives, list | tuple):
@@ -179,7 +181,7 @@ class _Graph:
                 set_sizes(part, each, beside)
 
     def _both(self, one: Any, other: Any) -> Any:
-        """Arguments with nodes, and with what the batch counts of numbers computed."""
+        """Merge the arguments of both runs, with nodes for tensors and for numbers that depend on the batch."""
         leaves, spec = tree_flatten(one)
         others, again = tree_flatten(other)
         if spec != again:

@@ -1,4 +1,4 @@
-"""Sizes that the batch counts, told apart from others by what two batches of different sizes give."""
+"""Sizes that depend on the batch, told apart from others by running at two batch sizes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,16 +9,16 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_map_only
 
 BATCHES = (2, 5)
-"""No half, third, square or remainder of a batch is a whole multiple of it for both, with nothing taken away."""
+"""Two batch sizes for which no half, third, square or remainder of the batch looks like a multiple of it."""
 
 
 class BatchDependentProgram(Exception):
-    """A program is another one at another batch."""
+    """A model whose program differs between batch sizes."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchAffineSize:
-    """A size: so many times the batch and some more."""
+    """A size: `times` the batch plus `more`."""
 
     times: int
     more: int = 0
@@ -31,7 +31,7 @@ Size = int | BatchAffineSize
 
 
 def size_from_batches(first: int, other: int) -> Size:
-    """Of what it is at each of BATCHES. Raises BatchDependentProgram."""
+    """Derive a size from its values at each of BATCHES; raise BatchDependentProgram if it is not affine."""
     if first == other:
         return first
     times, rest = divmod(other - first, BATCHES[1] - BATCHES[0])
@@ -42,7 +42,7 @@ def size_from_batches(first: int, other: int) -> Size:
 
 
 def sizes_from_batches(first: Any, other: Any) -> Any:
-    """Of a tensor its shape, of several a tuple of them, of a number itself; None of what else a node gives."""
+    """Derive the shape of a tensor, the shapes of several, or an integer, from values at each of BATCHES; else None."""
     if isinstance(first, Tensor):
         if first.dim() != other.dim():
             raise BatchDependentProgram(f"{tuple(first.shape)} and {tuple(other.shape)}")
@@ -53,23 +53,23 @@ def sizes_from_batches(first: Any, other: Any) -> Any:
 
 
 def set_sizes(node: fx.Node, first: Any, other: Any) -> None:
-    """Of a node what it gives, `val` on meta, and of which `sizes`, by what it gives at each of BATCHES."""
+    """Record a node's result on meta (`val`) and its sizes (`sizes`), from its results at each of BATCHES."""
     node.meta["val"] = first.to("meta") if isinstance(first, Tensor) else first
     node.meta["sizes"] = sizes_from_batches(first, other)
 
 
 def inputs_at_batch(inputs: Any, batch: int) -> Any:
-    """The same inputs on meta, so many of them; a tensor without axes as it is."""
+    """Return the inputs on meta at another batch size; tensors without axes have none."""
 
-    def many(tensor: Tensor) -> Tensor:
+    def resize(tensor: Tensor) -> Tensor:
         shape = (batch, *tensor.shape[1:]) if tensor.dim() else ()
         return torch.empty(shape, dtype=tensor.dtype, device="meta")
 
-    return tree_map_only(Tensor, many, inputs)
+    return tree_map_only(Tensor, resize, inputs)
 
 
 def sizes_key(value: Any) -> Any:
-    """Equal for arguments by which a call gives the same sizes."""
+    """Return a key that is equal for arguments with which a call gives the same sizes."""
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype
     if isinstance(value, list | tuple):
@@ -78,12 +78,12 @@ def sizes_key(value: Any) -> Any:
 
 
 def changes_in_place(node: fx.Node) -> bool:
-    """Whether a call changes its first argument."""
+    """Check whether a call changes its first argument."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 class MetaCalls:
-    """Results of calls on the meta device, by sizes_key of their arguments; emptied where there are too many."""
+    """A cache of calls' results on the meta device, by sizes_key of their arguments; emptied at its limit."""
 
     def __init__(self, limit: int = 20_000) -> None:
         self._gave, self._limit = dict[Any, Any](), limit
@@ -105,7 +105,7 @@ _CALLS = MetaCalls()
 
 @torch.no_grad()
 def call_on_meta(target: Callable[..., Any], args: Any, kwargs: Any, calls: MetaCalls = _CALLS) -> Any:
-    """What a call gives, of which no number is computed."""
+    """Run a call on the meta device, or return its cached result."""
     args, kwargs = tree_map_only(torch.device, lambda _: torch.device("meta"), (args, kwargs))
     key = target, sizes_key((args, kwargs))
     gives = calls.get(key)
@@ -116,10 +116,11 @@ def call_on_meta(target: Callable[..., Any], args: Any, kwargs: Any, calls: Meta
 
 
 class _OnMeta(fx.Interpreter):
-    """A program of which no number is computed. `calls`: its own where it changes tensors, which others have then."""
+    """An interpreter on the meta device."""
 
     def __init__(self, graph: fx.GraphModule) -> None:
         super().__init__(graph, garbage_collect_values=False)
+        # In-place ops would change cached results of other programs.
         self.calls = MetaCalls() if any(map(changes_in_place, graph.graph.nodes)) else _CALLS
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
@@ -130,7 +131,7 @@ class _OnMeta(fx.Interpreter):
 
 
 def infer_sizes_(graph: fx.GraphModule, inputs: Sequence[Tensor], *, any_batch: bool) -> None:
-    """Tell every node what it gives, on meta, and of which sizes."""
+    """Record every node's result on meta and its sizes."""
     runs = _OnMeta(graph), _OnMeta(graph)
     for run, batch in zip(runs, BATCHES if any_batch else (len(inputs[0]),) * 2, strict=True):
         run.run(*inputs_at_batch(inputs, batch), enable_io_processing=False)

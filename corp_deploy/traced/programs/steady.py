@@ -1,4 +1,4 @@
-"""Check that two runs of a program give the same finite outputs, and name the first operation that doesn't."""
+"""A check that two runs of a program give the same finite outputs, which names the first operation that doesn't."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,33 +14,38 @@ from .program import Program, module_of
 
 
 class NotFinite(BadInput):
-    """A program gives NaN or infinity on these inputs."""
+    """A program that gives NaN or infinity on these inputs."""
 
 
 ROUNDING = 1e-6
-"""Relative to the sum of magnitudes. Rounding in another order, as on GPUs, changes a sum by less; noise by more."""
+"""A limit relative to the sum of magnitudes: rounding in another order, as on GPUs, stays below, noise above."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Summary:
-    """A node's finite values in short, as pairs of a sum and the sum of magnitudes, and whether all are finite."""
+    """A summary of a node's values: sums of the finite ones with sums of magnitudes, and flags for NaN and infinity."""
 
     sums: tuple[tuple[float, float], ...]
     is_number: bool
     is_finite: bool
 
     def is_like(self, other: "_Summary") -> bool:
-        """Return whether the sums differ by no more than rounding."""
+        """Check that the sums differ by no more than rounding."""
         pairs = zip(self.sums, other.sums, strict=True)
         return all(abs(one - two) <= ROUNDING * magnitude for (one, magnitude), (two, _) in pairs)
 
 
-class _Watched(fx.Interpreter):
-    """Run a program and keep in short what each node gives."""
+class _Summarizer(fx.Interpreter):
+    """An interpreter that keeps a summary of each node's values."""
 
     def __init__(self, graph: fx.GraphModule) -> None:
         super().__init__(graph)
         self.summaries: dict[fx.Node, _Summary] = {}
+
+    @torch.no_grad()
+    def summarize(self, inputs: Sequence[Tensor]) -> dict[fx.Node, _Summary]:
+        self.run(*inputs)
+        return self.summaries
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
@@ -56,27 +61,20 @@ class _Watched(fx.Interpreter):
 
 def require_steady(program: Program, inputs: Sequence[Tensor], *, called: str = "noise") -> None:
     """Raise BadInput if two runs differ, NotFinite if outputs aren't finite; both name the operation."""
-    first, second = (_summaries(program, inputs) for _ in range(2))
+    first, second = (_Summarizer(program.graph).summarize(inputs) for _ in range(2))
     for node, summary in first.items():
         if not summary.is_like(second[node]):
             raise BadInput(
-                f"{_name(node)} gives other values at each call; expected a model that gives the same outputs "
+                f"{_describe(node)} gives other values at each call; expected a model that gives the same outputs "
                 "for the same inputs: (a) give dropout training=self.training, (b) let no forward call train(), (c) "
                 "take random numbers out of forward"
             )
     if not first[program.output].is_finite:
         causes = (node for node, summary in first.items() if not summary.is_number)
-        raise NotFinite(f"{_name(next(causes, program.output))} gives NaN or infinity on {called}")
+        raise NotFinite(f"{_describe(next(causes, program.output))} gives NaN or infinity on {called}")
 
 
-def _summaries(program: Program, inputs: Sequence[Tensor]) -> dict[fx.Node, _Summary]:
-    watched = _Watched(program.graph)
-    with torch.no_grad():
-        watched.run(*inputs)
-    return watched.summaries
-
-
-def _name(node: fx.Node) -> str:
+def _describe(node: fx.Node) -> str:
     operation = str(node.target).removeprefix("aten.").partition(".")[0]
     path, kind = module_of(node)
     return f"{operation} in {f'{path} ({kind})' if path else 'forward'}"

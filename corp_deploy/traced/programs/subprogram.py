@@ -1,4 +1,4 @@
-"""The subprogram from one layer to the nodes that all its outputs end in, run by itself."""
+"""Parts of a program run by themselves: the nodes behind one layer, or all nodes that certain ends need."""
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from .readers import LINEAR, CalledLayer, layers
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Subprogram:
-    """From what `layer` gives for one image to what the last of `nodes` gives, constants with it, in float64."""
+    """The part of a program from a layer's output for one image to the last of `nodes`, in float64."""
 
     program: Program
     layer: CalledLayer
@@ -21,7 +21,7 @@ class Subprogram:
 
     @property
     def row_axis(self) -> int:
-        """Of what the layer gives, its rows."""
+        """The axis of the layer's output that its weight's rows make."""
         return len(self.sizes) - 1 if self.layer.node.target is LINEAR else 1
 
     @property
@@ -36,7 +36,7 @@ class Subprogram:
 def run_nodes(
     program: Program, nodes: Iterable[fx.Node], values: Mapping[fx.Node, Tensor], dtype: torch.dtype | None = None
 ) -> dict[fx.Node, Any]:
-    """What nodes give for one image, beside what is known of others, with constants of a type or of their own."""
+    """Run nodes for one image and return their values beside the known ones, with floating constants cast to a type."""
     every: dict[fx.Node, Any] = dict(values)
     for node in nodes:
         if node.op == "get_attr":
@@ -50,7 +50,7 @@ def run_nodes(
 
 
 def subprogram_before(program: Program, source: fx.Node) -> Subprogram | None:
-    """Up to the source; None where it is made of something else than what one layer gives."""
+    """Return the part that computes a node from one layer's output; None if the node depends on anything else."""
     by_node = {each.node: each for each in layers(program)}
     nodes, found = nodes_to_run(program, [source], by_node)
     if nodes is None or len(found) != 1:
@@ -61,7 +61,7 @@ def subprogram_before(program: Program, source: fx.Node) -> Subprogram | None:
 def nodes_to_run(
     program: Program, ends: Iterable[fx.Node], available: Collection[fx.Node]
 ) -> tuple[tuple[fx.Node, ...] | None, set[fx.Node]]:
-    """What has to run for these nodes, in order, behind which ones of those available; None where inputs have to be."""
+    """Return the nodes to run for these ends in order, None if they need inputs, and the available nodes used."""
 
     def entering(node: fx.Node) -> list[fx.Node]:
         return [] if node in available or number_at_one(node) is not None else node.all_input_nodes

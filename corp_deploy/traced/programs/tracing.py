@@ -1,4 +1,4 @@
-"""How a model becomes a program: its calls written down, or else what torch.export makes of it."""
+"""Tracing of a model into a program: by recording its calls, or else by torch.export."""
 
 import operator
 import warnings
@@ -22,13 +22,13 @@ Inputs = Sequence[Any] | Mapping[str, Any]
 
 
 def trace(model: nn.Module, inputs: Inputs) -> Program:
-    """Trace a model in eval mode with example inputs of a batch of 2 or more. Raises BadInput where it can't be."""
+    """Trace a model in eval mode with example inputs of a batch of 2 or more; raise BadInput if that fails."""
     args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
     graph, any_batch = _graph(model.eval(), args, kwargs)
     graph.requires_grad_(False)
-    _without_changes_(graph.graph)
-    _drop_checks_(graph.graph)
-    _by_numbers_(graph.graph)
+    _replace_in_place_ops_(graph.graph)
+    _remove_checks_(graph.graph)
+    _detach_from_like_tensors_(graph.graph)
     replace_means_(graph)
     return Program(graph=graph, model=type(model).__name__, any_batch=any_batch, folded=fold_constants_(graph))
 
@@ -36,10 +36,10 @@ def trace(model: nn.Module, inputs: Inputs) -> Program:
 def _graph(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[fx.GraphModule, bool]:
     with ExitStack() as stack, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        # The fast paths of nn.MultiheadAttention and nn.TransformerEncoder are one op each.
+        # The fast paths of nn.MultiheadAttention and nn.TransformerEncoder are single ops, which no rule covers.
         stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)
-        with suppress(Exception):  # whatever a model's own code raises, torch.export says why
+        with suppress(Exception):  # if the model's own code fails, torch.export tells the reason
             return record_graph(model, args, kwargs), True
         with suppress(Exception):
             return _exported(model, args, kwargs, any_batch=True), True
@@ -64,7 +64,7 @@ def _exported(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *
         program = export(copy_module(model), args, kwargs, dynamic_shapes=shapes, strict=False)
         changed = [each for _, each in _changes(program.graph)]
         if any(map(_is_view, (*changed, *(user for each in changed for user in each.users)))):
-            program = program.run_decompositions({})  # something is changed that is seen through something else too
+            program = program.run_decompositions({})  # a change is visible through a view
     graph = program.module(check_guards=False)
     assert isinstance(graph, fx.GraphModule), type(graph)
     for node in graph.graph.nodes:
@@ -83,13 +83,12 @@ def _sizes(value: Any) -> Any:
     return BatchAffineSize(two - one, one - (two - one))
 
 
-def _by_numbers_(graph: fx.Graph) -> None:
-    """Calls that take of another tensor its sizes or type alone have those themselves, so that its elements may go."""
+def _detach_from_like_tensors_(graph: fx.Graph) -> None:
+    """Give calls that read only another tensor's sizes or type these as numbers, so that its elements may go."""
     for node in list(graph.nodes):
         source: Any = node.args[0] if node.args else None
         if node.target is torch.ops.aten.view.default:
-            # Whether a tensor can be seen as another shape depends on where it was made: an attention on another device
-            # gives other strides. A copy where it can't be is the same numbers.
+            # An attention on another device gives other strides, so that a view may fail there; a reshape copies then.
             node.target = torch.ops.aten.reshape.default
         elif operation(node) == "type_as" and source.meta["val"].dtype == node.meta["val"].dtype:
             node.replace_all_uses_with(source)
@@ -97,7 +96,7 @@ def _by_numbers_(graph: fx.Graph) -> None:
         elif operation(node) == "expand_as":
             before = (1,) * (len(node.meta["sizes"]) - len(source.meta["sizes"])) + tuple(source.meta["sizes"])
             sizes = [-1 if was == now else now for was, now in zip(before, node.meta["sizes"], strict=True)]
-            if all(isinstance(size, int) for size in sizes):  # none that the batch counts is new
+            if all(isinstance(size, int) for size in sizes):  # no expanded size depends on the batch
                 node.target, node.args = torch.ops.aten.expand.default, (source, sizes)
 
 
@@ -112,17 +111,17 @@ def _is_view(node: fx.Node) -> bool:
     return is_other or node.target is operator.getitem
 
 
-def _without_changes_(graph: fx.Graph) -> None:
-    """Let users of a tensor that is changed in place take what the change gives."""
+def _replace_in_place_ops_(graph: fx.Graph) -> None:
+    """Let later users of a tensor that an op changes in place read the op's result."""
     order = {node: place for place, node in enumerate(graph.nodes)}
     for node, changed in _changes(graph):
         for user in [user for user in changed.users if order[user] > order[node]]:
             user.replace_input_with(changed, node)
-        node.target = _anew(node.target)  # type: ignore[arg-type]
+        node.target = _out_of_place(node.target)  # type: ignore[arg-type]
 
 
-def _anew(op: torch._ops.OpOverload) -> torch._ops.OpOverload:
-    """relu for relu_, where torch has one that takes the same."""
+def _out_of_place(op: torch._ops.OpOverload) -> torch._ops.OpOverload:
+    """Return the op that gives a new tensor, such as relu for relu_, if torch has one with the same arguments."""
     namespace, _, name = op._schema.name.partition("::")
     if namespace != "aten" or torch.Tag.pointwise not in op.tags or not name.endswith("_"):
         return op
@@ -130,8 +129,8 @@ def _anew(op: torch._ops.OpOverload) -> torch._ops.OpOverload:
     return getattr(other, op._overloadname) if op._overloadname in other.overloads() else op
 
 
-def _drop_checks_(graph: fx.Graph) -> None:
-    """Checks of inputs are torch's own; they know the dense sizes."""
+def _remove_checks_(graph: fx.Graph) -> None:
+    """Remove torch's own checks of inputs, which know the dense sizes."""
     for node in reversed(graph.nodes):
         if operation(node).startswith(("_assert", "sym_constrain", "_guards")) or node.op == "call_module":
             graph.erase_node(node)
