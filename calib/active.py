@@ -1,4 +1,4 @@
-"""What counts as an active channel where nobody says otherwise. Imports nothing heavy."""
+"""The default threshold of active channels. Imports nothing heavy."""
 
 ACTIVE_EPS = 1e-3
-"""Magnitude that an entry has to be above: the papers give none, and one relative to a channel would need a pass."""
+"""Magnitude above which an entry is active. The papers give none; one relative to each channel would need a pass."""

@@ -1,4 +1,4 @@
-"""Fields of moments by name: a sum's suffix has a letter for each axis. Symmetric sums are stored as upper triangles.
+"""Names and shapes of the sums in moments: a suffix has one letter for each axis; files hold upper triangles.
 
 Shapes: D rows and columns, T = D (D + 1) / 2 entries of a triangle, row by row.
 """
@@ -43,10 +43,9 @@ def triangle_size(width: int) -> int:
 
 
 def refuse_impossible(moments: Any, sizes: Mapping[str, int]) -> None:
-    """Raise BadInput for a number beyond its bounds and for a sum that isn't float64 of its axes."""
+    """Raise BadInput for a number outside its bounds and for a sum that isn't float64 or doesn't fit its axes."""
     owner = type(moments).__name__
-    for name in [each.name for each in fields(moments)]:
-        value = getattr(moments, name)
+    for name, value in ((each.name, getattr(moments, each.name)) for each in fields(moments)):
         if name in _BOUNDS and not _BOUNDS[name][0](value):
             raise BadInput(f"{owner}.{name}: got {value}, expected {_BOUNDS[name][1]}")
         if isinstance(value, Tensor) and name not in INDICES:
@@ -58,12 +57,14 @@ def refuse_impossible(moments: Any, sizes: Mapping[str, int]) -> None:
 SYMMETRIC = frozenset(
     {"gram_FF", "zz_CC", "qq_HDD", "kk_HDD", "kk_centred_HDD", "plane_gram_HXX", "gram_GUU", "map_gram_GCC"}
 )
-"""Sums of x x^T, which `on_host` mirrors; per-image systems, targets and cross products are of two things."""
-UPPER = ":upper"  # behind the name of a sum that is stored as a triangle
+"""Sums of x x^T, of which `move_to_host` mirrors the upper triangle. Per-image systems, targets and cross products are
+not symmetric.
+"""
+UPPER = ":upper"  # suffix of the name of a sum that is stored as a triangle
 
 
 def name_in_file(name: str, value: Tensor) -> str:
-    """Return the stored name of a sum `site/field`: with UPPER if it is symmetric to the bit."""
+    """Return the name of a sum `site/field` in a file: with UPPER if the sum is symmetric to the bit."""
     if name.rpartition("/")[2] not in SYMMETRIC:
         return name
     bits_DD = value.view(torch.int64)
@@ -90,7 +91,10 @@ def _square(upper_T: Tensor, where: str, remedy: str) -> Tensor:
 
 
 def unpack_triangles(tensors: Mapping[str, Tensor], where: str, remedy: str) -> dict[str, Tensor]:
-    """Return one site's sums by field, triangles made whole. Raises BadInput for a triangle of no matrix."""
+    """Return one site's sums by field, with triangles completed to matrices.
+
+    Raises BadInput for a number of entries that no triangle has.
+    """
     sums = dict[str, Tensor]()
     for name, value in tensors.items():
         field = name.removesuffix(UPPER)

@@ -1,4 +1,4 @@
-"""A whole calibration, by one process or several, resumable to the same bits, with snapshots of the first inputs."""
+"""A whole calibration by one process or several, which resumes to the same bits and takes snapshots on its way."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +36,7 @@ def refuse_other_run(where: str, saved: Mapping[str, str], run: Mapping[str, str
 
 
 class ResumeState(msgspec.Struct, frozen=True, kw_only=True):
-    """A calibration's progress, the unreadable images, the kernel for the rest, and what must match to go on."""
+    """A calibration's progress, unreadable images and kernel, and the options that a resumed `run` must repeat."""
 
     position: int
     bad: tuple[str, ...]
@@ -46,7 +46,7 @@ class ResumeState(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeFile:
-    """A file saved after every `every` images; each process has its own."""
+    """The checkpoint of a calibration, saved after every `every` images; each process has its own file."""
 
     path: Path
     every: int
@@ -91,9 +91,9 @@ class ResumeFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshots:
-    """Moments of the first n inputs for every n of `counts`, given to `write`, which must copy them.
+    """Snapshots of the moments of the first n inputs for every n of `counts`; `write` must copy what it gets.
 
-    `written` tells a resumed run whether one is still there. Raises BadInput for counts that don't ascend from 1.
+    `written` tells a resumed run whether a snapshot still exists. Raises BadInput for counts that don't ascend from 1.
     """
 
     counts: tuple[int, ...]
@@ -148,7 +148,8 @@ class _Share:
             self.collector.add(batch.inputs)
         self.position = batch.end
         self.bad.extend(batch.bad)
-        self.fingerprints = Fingerprints.concatenated([self.fingerprints, Fingerprints.of(batch.ids, batch.inputs)])
+        added = Fingerprints.from_inputs(batch.ids, batch.inputs)
+        self.fingerprints = Fingerprints.concatenated([self.fingerprints, added])
         if self.snapshots and self.position in self.snapshots.counts:
             self.snapshots.write(self.position, self._moments(self.fingerprints))
         if self.checkpoint and self.checkpoint.due(before, self.collector.images):
@@ -163,14 +164,14 @@ class _Share:
         return self.collector.moments({}).with_fingerprints(fingerprints.sorted())
 
     def take_snapshots(self, end: int, batch_size: int) -> None:
-        """Take the snapshots inside the next batch, from a copy of the sums."""
+        """Write the snapshots whose counts lie inside the next batch, from a copy of the sums."""
         if not self.snapshots:
             return
         for count in [count for count in self.snapshots.counts if self.position < count < end]:
             fingerprints = [self.fingerprints]
             with self.collector.in_copy():
                 for part in self.inputs.read(batch_size, first=self.position, stop=count, bad=self.bad):
-                    fingerprints.append(Fingerprints.of(part.ids, part.inputs))
+                    fingerprints.append(Fingerprints.from_inputs(part.ids, part.inputs))
                     if len(part.ids):
                         self.collector.add(part.inputs)
                 self.snapshots.write(count, self._moments(Fingerprints.concatenated(fingerprints)))
@@ -227,11 +228,11 @@ def calibrate_sites(
     snapshots: Snapshots | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Moments:
-    """Return the moments of `sites` over `inputs`, on every rank; one should write them.
+    """Return the moments of `sites` over `inputs`, on every rank; one rank should write them.
 
     A run with `checkpoint` resumes to the same bits; the file stays until `checkpoint.of_rank(ranks).clear()`.
-    `snapshots` are for one process. Raises BadInput on every rank for bad inputs and activations and for sums beyond
-    the memory; RankLost when a rank has gone.
+    `snapshots` are for one process. Raises BadInput on every rank for bad inputs and activations and for sums that
+    exceed the memory; RankLost when another rank has ended.
     """
     lineage = {**lineage, "dtype": options.precision}
     run = {**lineage, "data": inputs.digest, "batch_size": str(batch_size), "options": options.as_text(),
@@ -239,7 +240,7 @@ def calibrate_sites(
     if snapshots:
         snapshots = snapshots.changed(lambda _, moments: replace(moments, lineage=lineage))
         run["snapshots"] = ",".join(map(str, snapshots.counts))
-    counts = snapshots.counts if snapshots else ()  # for one inside a batch the sums are taken in a copy
+    counts = snapshots.counts if snapshots else ()  # one inside a batch needs a copy of the sums
     copies = 2 if any(count % batch_size and count < inputs.count for count in counts) else 1
     own = checkpoint.of_rank(ranks) if checkpoint else None
     collector = Collector(model, sites, device=device, options=options)

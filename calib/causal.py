@@ -1,14 +1,13 @@
-"""Sums over pairs of attentions; of a causal one a query sees the keys up to its own place.
+"""Sums over the pairs of queries and keys of attention; in causal attention a query sees keys up to its own place.
 
-Of n tokens query i (from 1) sees i keys, key j is seen by n - j + 1 queries; sums over one side count each by its
-pairs, times 2 / (n + 1). Keys are centred among those that a query sees, as softmax can't tell, without cancellation.
+Of n tokens query i (from 1) sees i keys, key j is seen by n - j + 1 queries; sums over one side count each token by its
+pairs, times 2 / (n + 1). Keys are centred among those that a query sees, which softmax doesn't notice.
 
-Shapes: B inputs, H heads, N present tokens, n of a block, D dims, K kept ones, P the others, T pairs of dims; of q and
-k that positions turn, X = 2 P planes.
+Shapes: B inputs, H heads, N present tokens, n tokens of a block, D dims, S the K kept dims, P the removed ones, T pairs
+of dims; where positions rotate q and k, X = D factors of D / 2 planes.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,76 +17,48 @@ from ground.errors import BadInput
 from .products import PassWeights, grams_of_heads, upper_triangle, weighted, weighted_by_root
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class CentredKeys:
-    """Each input's Gram of c, mean, sum of c (near zero) and sum of k; float64.
+def key_sums(k_BHND: Tensor, weights: PassWeights | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the sum of each input's keys [B,H,D], their Grams [B,H,D,D], and the sum of centred Grams [H,D,D].
 
-    `rest_HDD` is the sum over inputs of (sum of c)(sum of c)' / n, which a moment about the true mean lacks.
+    The Grams are float64 and made of c = k - mean, which avoids cancellation: with r, the sum of c (near zero), k'k =
+    c'c + (n mean + r) mean' + mean r', and a Gram about the true mean is c'c - r r' / n.
     """
-
-    gram_BHDD: Tensor
-    mean_BHD: Tensor
-    rest_BHD: Tensor
-    sum_BHD: Tensor
-    rest_HDD: Tensor
-
-    def uncentred_BHDD(self) -> Tensor:
-        """k'k = c'c + (n mean + r) mean' + mean r', r the sum of c."""
-        left_BHD2 = torch.stack([self.sum_BHD, self.mean_BHD], dim=-1)
-        right_BH2D = torch.stack([self.mean_BHD, self.rest_BHD], dim=-2)
-        return self.gram_BHDD + left_BHD2 @ right_BH2D
-
-    def centred_HDD(self) -> Tensor:
-        """Sum over inputs of (k - true mean)'(k - true mean)."""
-        return self.gram_BHDD.sum(0) - self.rest_HDD
-
-
-def centred_keys(k_BHND: Tensor) -> CentredKeys:
-    count = k_BHND.shape[2]
-    mean_BH1D = k_BHND.float().mean(2, keepdim=True)
-    c_BHND = torch.sub(k_BHND, mean_BH1D, out=torch.empty(k_BHND.shape, device=k_BHND.device))
-    rest_BHD, mean_BHD = c_BHND.sum(2).double(), mean_BH1D.squeeze(2).double()
-    return CentredKeys(
-        gram_BHDD=grams_of_heads(c_BHND),
-        mean_BHD=mean_BHD,
-        rest_BHD=rest_BHD,
-        sum_BHD=mean_BHD * count + rest_BHD,
-        rest_HDD=rest_BHD.permute(1, 2, 0) @ rest_BHD.transpose(0, 1) / count,
-    )
-
-
-def weighted_keys(k_BHND: Tensor, weights: PassWeights) -> CentredKeys:
-    """Count every token by its weight, in the mean too."""
-    count_B11 = weights.weight_BN.double().sum(1)[:, None, None]
-    divisor_B11 = torch.where(count_B11 > 0, count_B11, 1.0)
-    mean_BH1D = weighted(k_BHND, weights).sum(2, keepdim=True) / divisor_B11.float()[..., None]
-    c_BHND = k_BHND.float() - mean_BH1D
+    if weights is None:
+        count: int | Tensor = k_BHND.shape[2]
+        mean_BH1D = k_BHND.float().mean(2, keepdim=True)
+        c_BHND = torch.sub(k_BHND, mean_BH1D, out=torch.empty(k_BHND.shape, device=k_BHND.device))
+    else:
+        count = count_B11 = weights.weight_BN.double().sum(1)[:, None, None]
+        divisor_B11 = torch.where(count_B11 > 0, count_B11, 1.0)
+        mean_BH1D = weighted(k_BHND, weights).sum(2, keepdim=True) / divisor_B11.float()[..., None]
+        c_BHND = k_BHND.float() - mean_BH1D
+    gram_BHDD = grams_of_heads(weighted_by_root(c_BHND, weights))
     rest_BHD, mean_BHD = weighted(c_BHND, weights).sum(2).double(), mean_BH1D.squeeze(2).double()
-    return CentredKeys(
-        gram_BHDD=grams_of_heads(weighted_by_root(c_BHND, weights)),
-        mean_BHD=mean_BHD,
-        rest_BHD=rest_BHD,
-        sum_BHD=mean_BHD * count_B11 + rest_BHD,
-        rest_HDD=(rest_BHD / divisor_B11).permute(1, 2, 0) @ rest_BHD.transpose(0, 1),
-    )
+    sum_BHD = mean_BHD * count + rest_BHD
+    left_BHD2, right_BH2D = torch.stack([sum_BHD, mean_BHD], dim=-1), torch.stack([mean_BHD, rest_BHD], dim=-2)
+    if weights is None:
+        rest_HDD = rest_BHD.permute(1, 2, 0) @ rest_BHD.transpose(0, 1) / count
+    else:
+        rest_HDD = (rest_BHD / divisor_B11).permute(1, 2, 0) @ rest_BHD.transpose(0, 1)
+    return sum_BHD, gram_BHDD + left_BHD2 @ right_BH2D, gram_BHDD.sum(0) - rest_HDD
 
 
-BLOCK_ENTRIES = 2**23  # of what a block of queries is multiplied by: 64 MiB
-PLANE_QUERIES = 64  # of an input, whose attention is looked at
+BLOCK_ENTRIES = 2**23  # entries of the factor of one block of queries: 64 MiB
+PLANE_QUERIES = 64  # queries of an input that count
 
 
 def present_inputs(q_BHND: Tensor, k_BHND: Tensor, weights: PassWeights | None) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield queries and keys [H,N,D] of each input's present tokens, float64.
 
-    Raises BadInput for weights other than 0 and 1, and for keys of other tokens than the queries.
+    Raises BadInput for weights other than 0 and 1, and for keys of another shape than the queries.
     """
     if q_BHND.shape != k_BHND.shape or q_BHND.ndim != 4:
         raise BadInput(
-            f"causal attention: queries {list(q_BHND.shape)}, keys {list(k_BHND.shape)}; expected "
+            f"causal attention: got queries {list(q_BHND.shape)} and keys {list(k_BHND.shape)}, expected "
             "[inputs, heads, tokens, dims] of both"
         )
     if weights is not None and not bool(((weights.weight_BN == 0) | (weights.weight_BN == 1)).all()):
-        raise BadInput("causal attention: tokens have weights other than 0 and 1, so that they have no places")
+        raise BadInput("causal attention: got token weights other than 0 and 1, which leave open what a query sees")
     for index, (q_HND, k_HND) in enumerate(zip(q_BHND, k_BHND, strict=True)):
         if weights is not None:
             there_N = weights.weight_BN[index] > 0
@@ -101,7 +72,7 @@ def sums_of_pairs(q_HND: Tensor, k_HND: Tensor) -> dict[str, Tensor]:
     seen_N = torch.arange(1, count + 1, dtype=torch.float64, device=q_HND.device)
     scale = 2.0 / (count + 1)
     of_query_N1, of_key_N1 = (scale * each.unsqueeze(1) for each in (seen_N, seen_N.flip(0)))
-    c_HND = k_HND - k_HND.mean(dim=1, keepdim=True)  # the same centred, and without cancellation
+    c_HND = k_HND - k_HND.mean(dim=1, keepdim=True)  # avoids cancellation, and gives the same centred sums
     prefix_HND = c_HND.cumsum(dim=1)
     of_means_HDD = (prefix_HND * (scale / seen_N).unsqueeze(1)).mT @ prefix_HND
     return {
@@ -120,7 +91,7 @@ def _blocks(count: int, entries: int) -> Iterator[slice]:
 
 
 def add_system_(total_HTT: Tensor, q_HNK: Tensor, k_HNK: Tensor) -> None:
-    """Adds the sum over queries i of upper(sum over keys j up to i of k_j k_j') upper(q_i q_i')', by blocks of them."""
+    """Add the sum over queries i of upper(sum over keys j up to i of k_j k_j') upper(q_i q_i')', block by block."""
     heads, count, _ = q_HNK.shape
     before_H1T = total_HTT.new_zeros(heads, 1, total_HTT.shape[1])
     for block in _blocks(count, heads * total_HTT.shape[1]):
@@ -131,7 +102,7 @@ def add_system_(total_HTT: Tensor, q_HNK: Tensor, k_HNK: Tensor) -> None:
 
 
 def add_target_(target_HKK: Tensor, energy_H: Tensor, q_HND: Tensor, k_HND: Tensor, kept_HK: Tensor) -> None:
-    """Adds (Q_S' L) K_S and ||L||^2, where L are the logits of visible pairs that the dims P outside give."""
+    """Add (Q_S' L) K_S and ||L||^2, where L are the logits of visible pairs from the removed dims P."""
     heads, count, _ = q_HND.shape
     is_left_out_H1D = torch.ones_like(q_HND[:, :1]).scatter_(2, kept_HK.unsqueeze(1), 0.0)
     at_HNK = kept_HK.unsqueeze(1).expand(-1, count, -1)
@@ -144,16 +115,16 @@ def add_target_(target_HKK: Tensor, energy_H: Tensor, q_HND: Tensor, k_HND: Tens
 
 
 def plane_features(q: Tensor, k: Tensor) -> Tensor:
-    """What planes of pairs give logits, as they are and turned a quarter [..,2P]: q0 k0 + q1 k1, q0 k1 - q1 k0."""
+    """Return each plane's part of the logits, unrotated and rotated by 90 degrees: q0 k0 + q1 k1, q0 k1 - q1 k0."""
     (q0, q1), (k0, k1) = q.chunk(2, dim=-1), k.chunk(2, dim=-1)
     return torch.cat((q0 * k0 + q1 * k1, q0 * k1 - q1 * k0), dim=-1)
 
 
 def gram_of_planes(q_HND: Tensor, k_HND: Tensor, scale: float) -> Tensor:
-    """Return how attention moves where planes go or are scaled [H,2P,2P]: sum over queries of scale^2 / 2 Cov_p(f).
+    """Return how attention changes with the planes' factors [H,X,X]: the sum over queries of scale^2 / 2 Cov_p(f).
 
-    f: the `plane_features` of a query with its keys, p: its attention. x' G x is KL in nats to second order, x the
-    change of factors. At most PLANE_QUERIES queries count, evenly spread.
+    f are the `plane_features` of a query with its keys, p is its attention. For a change x of the factors, x' G x is
+    the KL divergence in nats to second order. At most PLANE_QUERIES queries count, evenly spread.
     """
     heads, count, dims = q_HND.shape
     chosen = sorted({(at + 1) * count // PLANE_QUERIES - 1 for at in range(PLANE_QUERIES)} - {-1})

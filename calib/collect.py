@@ -1,4 +1,4 @@
-"""One forward pass over named sites: hooks hand activations to the sums and keep none of them."""
+"""The collection of statistics: one forward pass, in which hooks add the activations of named sites to sums."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,9 +35,10 @@ SiteSums = ChannelSums | HeadSums | PatchSums
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Options:
-    """The statistics to keep. `precision` is the forward pass's; `attention_system` keeps system_HTT, for `kept` dims.
+    """The statistics to keep: `attention_system` keeps system_HTT everywhere, `kept` for these dims of named sites.
 
-    A channel is active where |x| > `eps`. `token_weights` gives a batch's weights [B,N] in all statistics.
+    A channel is active where |x| > `eps`. `precision` is that of the forward pass. `token_weights` gives the weights
+    [B,N] of a batch's tokens in all statistics.
     """
 
     attention_system: bool = False
@@ -57,26 +58,20 @@ PLAIN = Options()
 
 
 class _AllCollected(Exception):
-    """Ends a forward pass whose rest would compute nothing that is asked for."""
+    """The end of a forward pass whose rest computes no activation of a site."""
 
 
 class Collector:
-    """A context that sums activations at `sites` while `add` runs batches through `model`; leaving it removes all
-    hooks.
+    """A context in which `add` runs batches through `model` and sums the activations at `sites`.
 
     On a CPU batches are cut into pieces of 8 inputs, the last one padded, so that no kernel sees a shape that depends
     on the batch size. Inputs of a piece share float32 products: other pieces move wide Grams by about 1e-7 of their
-    scale. Merged tokens count as often as they stand for others. The first pass runs to its end, later ones stop when
-    all sites were heard.
+    scale. A merged token counts once for each token that it replaces. The first pass runs to its end, later ones stop
+    behind the last site. Leaving the context removes all hooks.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        sites: Sequence[Site],
-        *,
-        device: torch.device | str,
-        options: Options = PLAIN,
+        self, model: nn.Module, sites: Sequence[Site], *, device: torch.device | str, options: Options = PLAIN
     ) -> None:
         self.device = torch.device(device)
         self.sums = build_sums(sites, options)
@@ -119,6 +114,7 @@ class Collector:
         self._stack.close()
 
     def outputs_of(self, inputs: Inputs) -> Tensor:
+        """Add a batch, run to the end, and return the model's outputs."""
         self._to_the_end, self._outputs = True, []
         try:
             self.add(inputs)
@@ -142,6 +138,7 @@ class Collector:
 
     @contextmanager
     def in_copy(self) -> Iterator[None]:
+        """Let `add` change a copy of the sums within the context."""
         sums, images = self.sums, self.images
         self.sums = {name: each.copied() for name, each in sums.items()}
         try:
@@ -151,7 +148,7 @@ class Collector:
 
     def refuse_nonfinite(self) -> None:
         collected = list(dict.fromkeys(name for name, _ in self._collected))
-        flags = torch.stack([self.sums[name].finite() for name in collected]).tolist() if collected else []
+        flags = torch.stack([self.sums[name].is_finite() for name in collected]).tolist() if collected else []
         for name, finite in zip(collected, flags, strict=True):
             if not finite:
                 raise BadInput(
@@ -161,7 +158,7 @@ class Collector:
                 )
 
     def moments(self, lineage: Mapping[str, str]) -> Moments:
-        """Return the moments so far, on the CPU, where they share memory with the sums."""
+        """Return the moments so far, on the CPU; sums on the CPU share their memory with them."""
         if not self.images:
             raise BadInput("inputs to calibrate on: got none, expected at least one")
         self.refuse_nonfinite()
@@ -185,9 +182,10 @@ class Collector:
         self._is_partial = isinstance(weight_BN, PartialTokenWeights)
         if isinstance(weight_BN, PartialTokenWeights):
             weight_BN = weight_BN.weight_BN
-        if weight_BN is None:
+        elif weight_BN is None:
             return None
-        for name in sorted(self._without_tokens if not self._is_partial else ()):
+        elif self._without_tokens:
+            name = min(self._without_tokens)
             raise BadInput(f"{name}: a convolution reads a map, whose places have no weights; calibrate without them")
         return weights_by_tokens(weight_BN, input_count(inputs), self.device)
 
@@ -267,10 +265,10 @@ def collect(
     options: Options = PLAIN,
     lineage: Mapping[str, str] | None = None,
 ) -> Moments:
-    """Return the moments of `sites` over `batches`, from one forward pass each.
+    """Return the moments of `sites` over `batches`, by one forward pass for each batch.
 
     Raises BadInput for inputs that are empty, disagree in their batch or aren't float32, for weights that don't fit,
-    and for NaN or Inf activations, naming the first site.
+    and for NaN or Inf activations, with the first site's name.
     """
     with Collector(model, sites, device=device, options=options) as collector:
         for inputs in batches:

@@ -1,4 +1,4 @@
-"""Moments of several image sets as one, and of one without a part: plain sums, added and taken off."""
+"""Addition of the moments of several image sets, and subtraction of a part's moments."""
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
@@ -17,7 +17,7 @@ NOT_SUMS = ("eps", "kept_HK", "taps", "channels_GR")
 
 
 def _merge_lineage(a: Mapping[str, str], b: Mapping[str, str]) -> dict[str, str]:
-    """Keep equal values, refuse differing ones of `MUST_MATCH`, join others as `x+y`."""
+    """Keep equal values and join others as `x+y`. Raises BadInput where values of MUST_MATCH differ."""
     for key in MUST_MATCH:
         if a.get(key) != b.get(key):
             raise BadInput(
@@ -58,7 +58,7 @@ def _merge_groups(a: Moments, b: Moments, ids: Tensor) -> tuple[Tensor, Moments 
 
 
 def add_statistics(name: str, a: OneKind, b: OneKind) -> OneKind:
-    """Add the statistics of two image sets. Raises BadInput where what is no sum (eps, kept dims) differs."""
+    """Add the statistics of two image sets. Raises BadInput where fields that are no sums (eps, kept dims) differ."""
     if type(a) is not type(b):
         raise BadInput(f"{name}: moments to merge are {type(a).__name__} and {type(b).__name__}")
     merged: dict[str, Any] = {}
@@ -81,7 +81,7 @@ def add_statistics(name: str, a: OneKind, b: OneKind) -> OneKind:
 
 
 def merge_moments(a: Moments, b: Moments) -> Moments:
-    """Return the moments of both image sets.
+    """Return the moments of both image sets together.
 
     Raises BadInput for different sites, models, preprocessing or dtypes, and for common images.
     """
@@ -106,15 +106,15 @@ def subtract_statistics(site: OneKind, half: OneKind) -> OneKind:
 
 
 def moments_without(total: Moments, part: Moments) -> Moments:
-    """Return the moments of the images of `total` not in `part`, without half and per-image systems.
+    """Return the moments of the images of `total` that are not in `part`, without half and per-image systems.
 
-    Raises BadInput unless all images of `part` are in `total`, and not all of `total` in `part`.
+    Raises BadInput unless `part` holds some, but not all, images of `total` and no others.
     """
     inside_N, remaining_N = torch.isin(part.image_ids, total.image_ids), ~torch.isin(total.image_ids, part.image_ids)
     if not len(inside_N) or not inside_N.all() or not remaining_N.any():
         raise BadInput(
-            f"moments to take apart: {int(inside_N.sum())} of {part.images} images are among the {total.images}; "
-            "expected all, and fewer than there are"
+            f"moments to subtract: {int(inside_N.sum())} of {part.images} images are among the {total.images}; "
+            "expected all of them, and fewer than the total"
         )
     sites = {
         name: subtract_statistics(_without_system(total.sites[name]), _without_system(site))

@@ -1,6 +1,6 @@
-"""Calibration by several processes of torchrun: each takes its share of the images, then all hold all sums.
+"""Calibration by several processes of torchrun: each takes its share of the images, and all get all sums.
 
-torchrun keeps its store over restarts, with dead processes' addresses in it.
+torchrun keeps its store across restarts, with addresses of dead processes in it.
 """
 
 import os
@@ -24,10 +24,10 @@ POLL_S = 0.02
 
 
 def fresh_store(store: Store, *, rank: int, size: int, timeout_s: float) -> PrefixStore:
-    """Return a part of the store for these processes alone. Raises TimeoutError when one stays away.
+    """Return a part of the store that only these processes use. Raises TimeoutError when one doesn't come.
 
-    Rank 0 names it and answers until each has confirmed; an answer repeats a process's fresh word, so that it is from a
-    living rank 0.
+    Rank 0 names the part and answers until every process has confirmed. An answer repeats the process's own fresh
+    token, which proves that it comes from a living rank 0.
     """
     own, until = uuid.uuid4().hex, time.monotonic() + timeout_s
     name = _publish_name(store, own, size, until) if rank == 0 else _receive_name(store, own, rank, until)
@@ -72,7 +72,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """This process among all; one process alone is rank 0 of 1 and never communicates."""
+    """The rank of this process among all; a single process is rank 0 of 1 and never communicates."""
 
     rank: int = 0
     size: int = 1
@@ -117,13 +117,11 @@ def under_torchrun() -> bool:
 
 @contextmanager
 def join_ranks(device: torch.device | str, *, timeout_s: float = 1800.0) -> Iterator[Ranks]:
-    """Meet the other processes of torchrun; waiting longer than `timeout_s` counts as losing one."""
+    """Join the other processes of torchrun. Raises RankLost when one doesn't come within `timeout_s`."""
     on_gpu = torch.device(device).type == "cuda"
     backend = "nccl" if on_gpu else "gloo"
     if on_gpu:
-        torch.cuda.set_device(
-            int(os.environ.get("LOCAL_RANK", "0"))
-        )  # each process its own GPU, as torchrun counts them
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))  # torchrun's number of the process on its host
     limit = timedelta(seconds=timeout_s)
     try:
         store, rank, size = next(rendezvous("env://", timeout=limit))

@@ -1,4 +1,4 @@
-"""Draw which of the available inputs are read, and digest their names and contents. Imports no torch."""
+"""The draw of the inputs that are read, and the digest of their names and contents. Imports no torch."""
 
 import hashlib
 from collections.abc import Iterable
@@ -9,7 +9,10 @@ from ground.errors import BadInput
 
 
 def drawn_places(available: int, samples: int | None, seed: int, *, noun: str, where: object) -> tuple[int, ...]:
-    """Draw `samples` of the available places by `seed`, in their order, or take all. Raises BadInput for fewer."""
+    """Draw `samples` of the available places by `seed`, in ascending order, or return all of them.
+
+    Raises BadInput unless `samples` is between 1 and the available number.
+    """
     if samples is None:
         return tuple(range(available))
     if samples not in range(1, available + 1):

@@ -1,6 +1,7 @@
 """Digests of inputs' contents, and perceptual hashes of images.
 
-A hash says which of 128 low frequencies (DCT of the grey image, mean left out) exceed their median.
+Bit i of a hash is set where the i-th of 128 low frequencies (DCT of the grey image without its mean) exceeds their
+median.
 """
 
 import base64
@@ -17,12 +18,11 @@ from ground.errors import BadInput
 
 SIDE, FREQUENCIES, BITS = 32, 12, 128
 ALIKE = 4
-"""Bits in which two hashes of one picture differ at most. Of photographs saved again as JPEG of quality 75 nine in ten
-stay within; different photographs differ in 36 or more. Drawings may be as near and yet be others: 2 of 500 digits of
-8 x 8 pixels are. So this is a hint, never a proof.
-docs/measured/tried.md has the figures.
+"""Number of bits up to which two hashes count as one picture. Nine in ten photographs saved again as JPEG of quality 75
+differ by no more; different photographs differ by 36 or more. Different drawings may be as near (2 of 500 digits of 8 x
+8 pixels are), so this is a hint, never a proof. docs/measured/tried.md has the figures.
 """
-_TIE = 1e-6  # of the largest frequency: what rounding may leave of one that is zero
+_TIE = 1e-6  # rounding error of a zero frequency, relative to the largest one
 _ROWS = 1024
 
 
@@ -61,7 +61,7 @@ def _text(numbers: Tensor) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Fingerprints:
-    """Digests of contents (`ids` [N]) and perceptual hashes [M,2] of the first M of them; int64."""
+    """Digests of the contents of inputs (`ids` [N]) and perceptual hashes [M,2] of the first M inputs; int64."""
 
     ids: Tensor = field(default_factory=no_ids)
     hashes_M2: Tensor = field(default_factory=no_hashes)
@@ -74,18 +74,16 @@ class Fingerprints:
         return len(self.ids)
 
     @classmethod
-    def of(cls, ids: Tensor, inputs: object) -> Self:
+    def from_inputs(cls, ids: Tensor, inputs: object) -> Self:
         is_image = isinstance(inputs, Tensor) and inputs.ndim == 4 and len(ids) > 0
         return cls(ids=ids, hashes_M2=perceptual_hashes(inputs)) if is_image else cls(ids=ids)  # type: ignore[arg-type]
 
     @classmethod
     def concatenated(cls, parts: "Sequence[Fingerprints]") -> Self:
-        hashed = [part for part in parts if len(part) == len(part.hashes_M2)]
-        ordered = [*hashed, *(part for part in parts if len(part) != len(part.hashes_M2))]
-        if not ordered:
-            return cls()
-        hashes = [part.hashes_M2 for part in hashed] or [no_hashes()]
-        return cls(ids=torch.cat([part.ids for part in ordered]), hashes_M2=torch.cat(hashes))
+        ordered = sorted(parts, key=lambda part: len(part) != len(part.hashes_M2))  # parts with all hashes first
+        hashes = [part.hashes_M2 for part in ordered if len(part) == len(part.hashes_M2)]
+        ids = [part.ids for part in ordered]
+        return cls(ids=torch.cat([no_ids(), *ids]), hashes_M2=torch.cat([no_hashes(), *hashes]))
 
     def select(self, places: Tensor) -> "Fingerprints":
         hashed = len(self.hashes_M2) == len(self.ids)
@@ -95,6 +93,7 @@ class Fingerprints:
         return self.select(self.ids.argsort(stable=True))
 
     def overlap(self, others: "Fingerprints") -> tuple[int, int]:
+        """Count the inputs that are among the others, and the further images that look like one of them."""
         same_N = torch.isin(self.ids, others.ids)
         unseen_K2 = self.hashes_M2[~same_N[: len(self.hashes_M2)]]
         return int(same_N.sum()), int(are_alike(unseen_K2, others.hashes_M2).sum())

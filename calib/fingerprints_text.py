@@ -1,4 +1,4 @@
-"""Fingerprints as records carry them. Imports no torch, so that a graph's metadata are read without it."""
+"""The text form of fingerprints in records. Imports no torch, so that a graph's metadata can be read without it."""
 
 import base64
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ def _numbers(text: str) -> NDArray[np.int64]:
 
 
 class FingerprintsText(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Ids and hashes as URL-safe base64 of little-endian int64: a text with a slash would pass for a path."""
+    """Ids and hashes as URL-safe base64 of little-endian int64: with a slash the text could be taken for a path."""
 
     ids: str
     hashes: str = ""

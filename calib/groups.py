@@ -1,4 +1,4 @@
-"""Groups of alike inputs (crops of one photograph, frames of one film), and splits that keep them together."""
+"""Groups of similar inputs (crops of one photograph, frames of one film), and splits that keep groups together."""
 
 import hashlib
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ from ground.arrays import array_from_npy
 from ground.errors import BadInput
 from ground.records import record_from_file
 
-from .inputs import InputSet, SomeSet, held_out_split
+from .inputs import InputSet, SomeSet, held_out_split, split_by_mask
 
 BY_NAME = ("image", "folder", "file")
 LABELS = (".json", ".npy")
@@ -37,12 +37,12 @@ def _labels_in(path: Path) -> list[str]:
     if labels.ndim != 1 or labels.dtype.kind not in "iuU":
         raise BadInput(f"{path}: got {labels.dtype} {list(labels.shape)}; {remedy}")
     if labels.dtype.kind == "U" and not _are_letters(labels):
-        raise BadInput(f"{path}: it holds what are no letters; {remedy}")
+        raise BadInput(f"{path}: a label holds values that are no Unicode characters; {remedy}")
     return [str(each) for each in labels.tolist()]
 
 
 def _are_letters(texts: NDArray[np.str_]) -> bool:
-    """Return whether all are Unicode scalar values: NumPy takes any four bytes for a letter."""
+    """Return whether all values are Unicode scalars, as NumPy takes any four bytes for a character."""
     if not texts.dtype.itemsize:
         return True
     codes = np.ascontiguousarray(texts).view(np.dtype("u4").newbyteorder(texts.dtype.byteorder))
@@ -73,6 +73,7 @@ def _labels(inputs: InputSet, by: str) -> list[str]:
 
 
 def merged_labels(labels: Iterable[int], ids: Iterable[int]) -> list[int]:
+    """Give labels that share an id one label, transitively."""
     labels, parent = list(labels), dict[int, int]()
 
     def root(label: int) -> int:
@@ -91,8 +92,8 @@ def merged_labels(labels: Iterable[int], ids: Iterable[int]) -> list[int]:
 def group_ids(inputs: InputSet, by: str) -> Tensor:
     """Return each input's group, int64 [count], by `image`, `folder`, `file` (a tar shard is one) or a label file.
 
-    Copies of an input are of one group, and so are groups that share one. Raises BadInput where inputs have no such
-    groups.
+    Copies of an input are in one group; groups that share an input are joined. Raises BadInput where the inputs have
+    no such groups.
     """
     digests = (hashlib.sha256(label.encode()).digest()[:8] for label in _labels(inputs, by))
     labels = (int.from_bytes(digest, "little", signed=True) for digest in digests)
@@ -100,7 +101,7 @@ def group_ids(inputs: InputSet, by: str) -> Tensor:
 
 
 def second_half_mask(groups_B: Tensor, *, seed: int, noun: str = "inputs") -> Tensor:
-    """Return which inputs are in the second half, bool [count]: whole groups, dealt to the smaller half.
+    """Return the mask of inputs in the second half, bool [count]: each group goes to the half that is smaller.
 
     Raises BadInput for fewer than two groups.
     """
@@ -109,7 +110,7 @@ def second_half_mask(groups_B: Tensor, *, seed: int, noun: str = "inputs") -> Te
         raise BadInput(f"groups: all {len(groups_B)} {noun} are of one group, expected two groups or more")
     drawn = np.random.default_rng(seed).permutation(list(zip(groups.tolist(), sizes.tolist(), strict=True)))
     counts, second = [0, 0], list[int]()
-    for group, size in sorted(drawn.tolist(), key=lambda each: -each[1]):  # larger ones first, else as drawn
+    for group, size in sorted(drawn.tolist(), key=lambda each: -each[1]):  # larger groups first, equal ones as drawn
         side = int(counts[1] < counts[0])
         counts[side] += size
         if side:
@@ -118,27 +119,25 @@ def second_half_mask(groups_B: Tensor, *, seed: int, noun: str = "inputs") -> Te
 
 
 def held_out_groups(inputs: SomeSet, groups_B: Tensor, count: int, *, seed: int) -> tuple[SomeSet, SomeSet, Tensor]:
-    """Hold out groups drawn by `seed` until they have `count` inputs. Raises BadInput unless both sides have one."""
+    """Hold out groups drawn by `seed` until they have `count` inputs; return both parts and the groups of the first.
+
+    Raises BadInput unless both parts have an input.
+    """
     groups, sizes = groups_B.unique(return_counts=True)
     order = torch.from_numpy(np.random.default_rng(seed).permutation(len(groups)))
     before = sizes[order].cumsum(0) - sizes[order]
     is_held_out = torch.isin(groups_B, groups[order[before < count]])
     if bool(is_held_out.all()) or not bool(is_held_out.any()):
         raise BadInput(
-            f"hold out: {count} of {inputs.count} {inputs.noun} in {len(groups)} groups, expected at least 1, and a "
-            "group that is left"
+            f"hold out: got {count} of {inputs.count} {inputs.noun} in {len(groups)} groups, expected at least 1, and "
+            "at least one group that is not held out"
         )
     return (*split_by_mask(inputs, is_held_out), groups_B[~is_held_out])
 
 
-def split_by_mask(inputs: SomeSet, second_B: Tensor) -> tuple[SomeSet, SomeSet]:
-    first, second = ((second_B == side).nonzero().squeeze(1).tolist() for side in (False, True))
-    return inputs.subset(first), inputs.subset(second)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split(Generic[SomeSet]):
-    """Fitted inputs with their groups, if any, and held-out ones."""
+    """Inputs for the fit with their groups, if any, and the held-out inputs."""
 
     fitted: SomeSet
     groups_B: Tensor | None = None
@@ -146,8 +145,9 @@ class Split(Generic[SomeSet]):
 
 
 def split_inputs(inputs: SomeSet, *, hold_out: int | None, groups: str | None, seed: int) -> Split[SomeSet]:
-    """Split by `hold_out` inputs drawn by `seed`, whole `groups` if given (see group_ids). Raises BadInput for no
-    split.
+    """Hold out `hold_out` inputs drawn by `seed`, or whole `groups` (see group_ids); None holds out nothing.
+
+    Raises BadInput where one part would be empty.
     """
     groups_B = None if groups is None else group_ids(inputs, groups)
     if hold_out is None:

@@ -1,4 +1,4 @@
-"""Images in an array, preprocessed or as pixels. Imports no torch."""
+"""Arrays of images, preprocessed or as pixels. Imports no torch."""
 
 import hashlib
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ ImageShape = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageArray:
-    """Rows of images_N3HW, preprocessed or as pixels; memory-mapped where the file allows it."""
+    """Images of an array file, preprocessed or as pixels; memory-mapped where the format allows it."""
 
     skipped: ClassVar[str] = ""
 
@@ -34,9 +34,9 @@ class ImageArray:
 
     @classmethod
     def from_path(cls, path: Path, *, shape: ImageShape, pixels: Pixels | None = None) -> Self:
-        """Open [N,3,H,W] float32, or uint8 with `pixels`, from .npy, or key `images` of .npz or .safetensors.
+        """Open [N,3,H,W] float32, or uint8 with `pixels`, from .npy, or from key `images` of .npz or .safetensors.
 
-        Raises BadInput for others and for none.
+        Raises BadInput for a missing file, another type or shape, and an empty array.
         """
         if not path.is_file():
             raise BadInput(f"{path}: no such file, expected images in {', '.join(ARRAYS)}")
@@ -95,7 +95,7 @@ class DrawnImages:
 
 
 def draw_images(array: ImageArray, *, samples: int | None = None, seed: int = 0) -> DrawnImages:
-    """`samples` of the array's images, drawn by `seed` and read in order, or all. Raises BadInput for fewer."""
+    """Draw `samples` of the array's images by `seed`, or take all, in their order. Raises BadInput for too few."""
     places = drawn_places(len(array), samples, seed, noun=DrawnImages.noun, where=array.path)
     named = ((array.name(place), hashlib.sha256(array.content(place)).digest()) for place in places)
     return DrawnImages(array=array, places=places, digest=digest_of_contents(named))

@@ -35,7 +35,7 @@ class _Rows(Dataset[tuple[int, Tensor | str]]):
 
 
 class _Loaded(NamedTuple):
-    """A decode worker's result: images [B,3,H,W], their positions, reasons of bad ones, the end."""
+    """A decode worker's result: images [B,3,H,W], their positions, reasons of the bad ones, and the next position."""
 
     images: Tensor
     positions: list[int]
@@ -117,12 +117,12 @@ def open_images(
     workers: int = 0,
     max_bad: int = 0,
 ) -> Images:
-    """Open a folder (recursive, sorted), tar shards (`x-{000..099}.tar`) or an array [N,3,H,W] (.npy, .npz,
-    .safetensors).
+    """Open images of a folder (recursive, sorted), of tar shards or of an array [N,3,H,W].
 
-    `transform` turns a PIL image into [3,H,W] float32; `pixels` gives what makes images of uint8 arrays. `samples` are
-    drawn by `seed`. Up to `max_bad` unreadable ones are skipped. Every image's bytes are read once to identify it.
-    Raises BadInput for no images, damaged files, other shapes, and too few images.
+    Shards are given as `x-{000..099}.tar`, arrays as .npy, .npz or .safetensors. `transform` turns a PIL image into
+    [3,H,W] float32, `pixels()` normalises uint8 arrays. `samples` images are drawn by `seed`. Up to `max_bad`
+    unreadable images are skipped. Every image's bytes are read once to identify it. Raises BadInput for damaged files,
+    other shapes, and too few images.
     """
     source = _source(str(path), image_shape, transform, pixels)
     if not len(source):

@@ -1,4 +1,4 @@
-"""A model's inputs, with the batch in front, and sets of them that are identified by content and read in order."""
+"""Batches of a model's inputs, and sets of inputs that are identified by content and read in order."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -81,7 +81,7 @@ InputsT_co = TypeVar("InputsT_co", bound=Tensor | Mapping[str, Tensor], covarian
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ReadBatch(Generic[InputsT_co]):
-    """inputs [B,...] with content hashes [B]; `end` is the position after the last one, bad ones included."""
+    """Inputs [B,...] with content hashes [B]; `end` is the position after the batch, bad inputs included."""
 
     inputs: InputsT_co
     ids: Tensor
@@ -96,9 +96,9 @@ def ids_from_hashes(hashes: Iterable[bytes]) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OpenedInputs(Generic[InputsT_co]):
-    """Inputs at `places` of the `available`; `ids` [count] hash contents, `digest` covers names too.
+    """Inputs at `places` among the `available` ones; `ids` [count] hash contents, `digest` covers names too.
 
-    Up to `max_bad` unreadable ones are skipped. `noun`: their plural.
+    Up to `max_bad` unreadable inputs are skipped. `noun` is the plural that messages use.
     """
 
     noun: ClassVar[str]
@@ -127,7 +127,7 @@ class OpenedInputs(Generic[InputsT_co]):
 
     @property
     def skipped(self) -> str:
-        """Return what was left out of a folder or of shards, with counts; empty for nothing."""
+        """Text about the files that a folder or shards hold beside images, with counts; empty without any."""
         return ""
 
     def name(self, position: int) -> str:
@@ -139,7 +139,7 @@ class OpenedInputs(Generic[InputsT_co]):
     def read(
         self, batch_size: int, *, first: int = 0, stop: int | None = None, bad: Sequence[str] = (), pin: bool = False
     ) -> Iterator[ReadBatch[InputsT_co]]:
-        """Yield positions `first` to `stop`; `bad` are those met before. `pin` uses page-locked memory."""
+        """Yield batches of positions `first` to `stop`. `bad`: reasons met before; `pin`: use page-locked memory."""
         if batch_size < 1:
             raise BadInput(f"batch size: got {batch_size}, expected at least 1")
         met = list(bad)
@@ -172,7 +172,7 @@ InputSet = OpenedInputs[Inputs]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class IndexedInputs(OpenedInputs[Mapping[str, Tensor]]):
-    """Inputs whose tensors are read at any places."""
+    """Inputs whose tensors can be read at any positions."""
 
     def _rows(self, positions: Sequence[int]) -> Mapping[str, Tensor]:
         raise NotImplementedError
@@ -189,23 +189,29 @@ class IndexedInputs(OpenedInputs[Mapping[str, Tensor]]):
 SomeSet = TypeVar("SomeSet", bound=InputSet)
 
 
+def split_by_mask(inputs: SomeSet, second_B: Tensor) -> tuple[SomeSet, SomeSet]:
+    first, second = ((second_B == side).nonzero().squeeze(1).tolist() for side in (False, True))
+    return inputs.subset(first), inputs.subset(second)
+
+
 def held_out_split(inputs: SomeSet, count: int, *, seed: int) -> tuple[SomeSet, SomeSet]:
-    """Hold out `count` inputs drawn by `seed`; copies go with them. Raises BadInput unless both sides have an input."""
+    """Hold out `count` inputs drawn by `seed`, together with their copies.
+
+    Raises BadInput unless both sides have an input.
+    """
     distinct = inputs.ids.unique()
     if not 1 <= count < len(distinct):
         got = f"hold out: got {count} of {inputs.count} {inputs.noun}"
         if len(distinct) == inputs.count:
             raise BadInput(f"{got}, expected at least 1 and fewer than all")
         if len(distinct) == 1:
-            raise BadInput(f"{got}, which are copies of one: none can be held out; give different {inputs.noun}")
+            raise BadInput(f"{got}, which are all copies of one: none can be held out; give different {inputs.noun}")
         raise BadInput(
             f"{got}, which are copies of {len(distinct)} different ones, and copies stay on one side: expected 1 to "
             f"{len(distinct) - 1}; remove the copies, or give more different {inputs.noun}"
         )
     chosen = np.random.default_rng(seed).choice(len(distinct), count, replace=False)
-    is_held = torch.isin(inputs.ids, distinct[torch.from_numpy(chosen)])
-    rest, held_out = ((is_held == side).nonzero().squeeze(1).tolist() for side in (False, True))
-    return inputs.subset(rest), inputs.subset(held_out)
+    return split_by_mask(inputs, torch.isin(inputs.ids, distinct[torch.from_numpy(chosen)]))
 
 
 def shuffle_inputs(inputs: SomeSet, *, seed: int) -> SomeSet:

@@ -1,4 +1,4 @@
-"""What a calibration will hold, computed before it runs."""
+"""The memory that a calibration's sums need, computed before it runs."""
 
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -24,12 +24,12 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 ObservedShapes = Callable[[Role], torch.Size]
-"""The shape that a site was fed in a role; raises KeyError where nothing came."""
+"""A function from a role to the shape of the site's activation; raises KeyError where none came."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """The axes of a site's sums by letter, optional sums by `names`, and tokens (or places) of an input."""
+    """The sizes of a site's axes by letter, the `names` of optional sums, and the tokens (or places) of an input."""
 
     moments: type[SiteMoments]
     tokens: int
@@ -40,7 +40,7 @@ class Shape:
         return _bytes_of((*sum_names(self.moments), *self.names), self.sizes)
 
     def bytes_of_system(self, *, kept: int | None = None) -> int:
-        """Return float64 bytes of CORP's per-image system, for all dims or `kept` per head; 0 for other kinds."""
+        """Return the bytes of CORP's per-image system, for all dims or `kept` dims of each head; 0 for other kinds."""
         if self.moments is not HeadMoments:
             return 0
         width = self.sizes["D"] if kept is None else kept
@@ -56,35 +56,35 @@ def _bytes_of(names: Iterable[str], sizes: Mapping[str, int]) -> int:
     return FLOAT64_BYTES * sum(prod(shape_of(name, sizes)) for name in names)
 
 
-def _of_channels(_: ChannelTaps, observed: ObservedShapes) -> Shape:
+def _channel_shape(_: ChannelTaps, observed: ObservedShapes) -> Shape:
     tokens, hidden = observed("x")[1:]
     return Shape(moments=ChannelMoments, tokens=tokens, sizes={"F": hidden})
 
 
-def _of_heads(site: HeadTaps, observed: ObservedShapes) -> Shape:
+def _head_shape(site: HeadTaps, observed: ObservedShapes) -> Shape:
     heads, tokens, dim = observed("q")[-3:]
     names = ("plane_gram_HXX",) if site.causal and site.plane_scale is not None else ()
     sizes = {"H": heads, "D": dim, "X": dim, "C": observed("z")[-1]}
     return Shape(moments=HeadMoments, tokens=tokens, sizes=sizes, names=names)
 
 
-def _of_patches(site: PatchTaps, observed: ObservedShapes) -> Shape:
+def _patch_shape(site: PatchTaps, observed: ObservedShapes) -> Shape:
     *_, rows, columns = observed("y")
     names = () if site.channels_GR is None else ("cross_GPU",)
     return Shape(moments=PatchMoments, tokens=rows * columns, sizes=site.sizes, names=names)
 
 
 _SHAPES: Mapping[SiteKind, Callable[[Any, ObservedShapes], Shape]] = {
-    "mlp": _of_channels,
-    "attention": _of_heads,
-    "convolution": _of_patches,
+    "mlp": _channel_shape,
+    "attention": _head_shape,
+    "convolution": _patch_shape,
 }
 
 
 def shapes_of_sites(
     model: nn.Module, sites: Sequence[Site], *, example: Inputs, device: torch.device | str
 ) -> dict[str, Shape]:
-    """Run an example (on `meta` at no cost) to learn what sites are fed."""
+    """Return the shapes of sites, observed on an example; on `meta` its run costs nothing."""
     observed: dict[tuple[str, Role], torch.Size] = {}
 
     def on_activation(name: str, role: Role, activation: Tensor) -> None:
@@ -105,7 +105,7 @@ def shapes_of_sites(
 def bytes_needed(
     shapes: Mapping[str, Shape], *, attention_system: bool = False, kept: Mapping[str, int] | None = None
 ) -> dict[str, int]:
-    """Return the bytes of each site's sums; `kept`: dims kept per head."""
+    """Return the bytes of each site's sums; `kept`: the number of dims of each head in the system."""
     kept = kept or {}
     return {
         name: shape.bytes_of_moments()
@@ -117,11 +117,10 @@ def bytes_needed(
 def patch_channels_that_fit(
     shapes: Mapping[str, Shape], available: int, *, free: Collection[str] | None = None
 ) -> Mapping[str, int]:
-    """Return channels a group that convolutions may keep in patches, so that sums fit `available` bytes; empty if all
-    fit.
+    """Choose the channels a group that patches of convolutions may have, so that all sums fit `available` bytes.
 
-    As few sites as possible are named, the largest first, none with fewer than LEAST_CHANNELS; `free`: those that may
-    be. Raises BadInput where nothing fits.
+    As few sites as possible are restricted and returned, the largest first, none below LEAST_CHANNELS; `free` are
+    those that may be, None all. Raises BadInput where nothing fits.
     """
     total = sum(bytes_needed(shapes).values())
     named = _to_restrict(shapes, total, available, shapes if free is None else free)

@@ -51,17 +51,17 @@ class ChannelMoments:
 
     @property
     def second_FF(self) -> Tensor:
-        """E[x x^T]."""
+        """Second moment E[x x^T]."""
         return self.gram_FF / self.tokens
 
     @property
     def covariance_FF(self) -> Tensor:
-        """E[x x^T] - E[x] E[x]^T, divided by the number of tokens."""
+        """Covariance E[x x^T] - E[x] E[x]^T over all tokens."""
         return self.second_FF.addr_(self.mean_F, self.mean_F, alpha=-1)
 
     @property
     def active_share_F(self) -> Tensor:
-        """P(|x| > eps)."""
+        """Share of tokens where |x| > eps."""
         return self.active_F / self.tokens
 
 
@@ -70,11 +70,11 @@ class HeadMoments:
     """Sums over images and tokens of q and k before the dot product's scale, and of z; tokens count by their weights.
 
     qq_HDD = sum of q q^T; kk_centred_HDD centres k within each image; energy_HD = sum over images of ||q_j||^2
-    ||k_j||^2. A window counts as an image; causal attention sums over visible pairs (see causal.py).
+    ||k_j||^2. A window counts as an image; causal attention sums over pairs that see each other (see causal.py).
 
-    system_HTT = sum over images of upper(K'K) upper(Q'Q)^T gives CORP's per-image system (eq. 15). With `kept_HK`
-    (sorted dims per head) it is of those dims, and target_HKK = (Q_S'Q_P)(K_P'K_S) and target_energy_H = <Q_P'Q_P,
-    K_P'K_P> stand for the removed dims P. plane_gram_HXX: see gram_of_planes.
+    system_HTT = sum over images of upper(K'K) upper(Q'Q)^T is CORP's per-image system (eq. 15). With `kept_HK` (sorted
+    dims S of each head) it covers those dims only, and target_HKK = (Q_S'Q_P)(K_P'K_S) and target_energy_H = <Q_P'Q_P,
+    K_P'K_P> describe the removed dims P. plane_gram_HXX: see gram_of_planes.
     """
 
     kind: ClassVar[SiteKind] = "attention"
@@ -127,7 +127,7 @@ class HeadMoments:
 
     @property
     def k_centred_HDD(self) -> Tensor:
-        """Second moment of k centred per image: softmax ignores what is constant along a query's row."""
+        """Second moment of k centred within each image: softmax ignores a constant added to a query's row."""
         return self.kk_centred_HDD / self.tokens
 
     @property
@@ -155,12 +155,12 @@ def moments_on_device(moments: OneKind, device: torch.device | str) -> OneKind:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Moments:
-    """A calibration's result: statistics by site, their lineage, and the images seen.
+    """A calibration's result: statistics by site, their lineage, and the calibrated images.
 
-    `model`, `preprocessing` and `dtype` of `lineage` must agree to merge. `image_ids` [images] are sorted content
-    hashes, `image_hashes` [images,2] perceptual ones in that order; empty when unknown. `group_ids` are the images'
-    groups, `half` the moments of half of them. `metrics`: by weight what a change of a layer's outputs does to the
-    model's, [O,O]; never stored.
+    Merging needs the same `model`, `preprocessing` and `dtype` in `lineage`. `image_ids` [images] are sorted content
+    hashes, `image_hashes` [images,2] perceptual hashes in that order; both are empty when unknown. `group_ids` are the
+    images' groups, `half` the moments of about half of the groups. `metrics` [O,O], by weight, weigh changes of a
+    layer's outputs by their effect on the model's; they are never stored.
     """
 
     sites: Mapping[str, SiteMoments]

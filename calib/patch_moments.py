@@ -1,4 +1,4 @@
-"""Second-order statistics of what a convolution reads: patches for least squares over them, channels for GRAIL's Gram.
+"""Second-order statistics of a convolution's input: of patches for least squares, of channels for GRAIL's Gram.
 
 Shapes: G groups, C channels of a group, R of them chosen, T places of the kernel, U = C T (or R T) columns of a patch
 in the order of the weights (see patches), O outputs, P = O / G of a group.
@@ -18,10 +18,10 @@ from .sites import SiteKind
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PatchMoments:
-    """Sums of patches u and outputs y over `tokens` places, and of the entering map x over `map_tokens` places.
+    """Sums of patches u and outputs y over `tokens` places, and of the input map x over `map_tokens` places.
 
-    `taps` is T, `active_GC` counts |x| > eps. With `channels_GR` patches are of these channels, and cross_GPU, the sum
-    of y u^T, stands for the others.
+    `taps` is T, `active_GC` counts |x| > eps. With `channels_GR` patches have these channels only, and cross_GPU, the
+    sum of y u^T, replaces the sums over the others.
     """
 
     kind: ClassVar[SiteKind] = "convolution"
@@ -48,7 +48,7 @@ class PatchMoments:
             received = f"{self.channels_GR.dtype} {list(self.channels_GR.shape)}"
             raise BadInput(f"PatchMoments.channels_GR: got {received}, expected int64 of {groups} groups")
         if (self.cross_GPU is None) != (self.channels_GR is None):
-            raise BadInput("PatchMoments.cross_GPU: expected with channels_GR, and with them alone")
+            raise BadInput("PatchMoments.cross_GPU: expected with channels_GR, and only with it")
         sizes = {"G": groups, "C": width, "U": chosen * self.taps, "O": outputs, "P": outputs // groups}
         refuse_impossible(self, sizes)
 
@@ -66,7 +66,7 @@ class PatchMoments:
 
     @property
     def second_GUU(self) -> Tensor:
-        """E[u u^T]."""
+        """Second moment E[u u^T]."""
         return self.gram_GUU / self.tokens
 
     @property
@@ -75,17 +75,17 @@ class PatchMoments:
 
     @property
     def map_second_GCC(self) -> Tensor:
-        """E[x x^T]."""
+        """Second moment E[x x^T]."""
         return self.map_gram_GCC / self.map_tokens
 
     @property
     def map_covariance_GCC(self) -> Tensor:
-        """E[x x^T] - E[x] E[x]^T, divided by the number of places."""
+        """Covariance E[x x^T] - E[x] E[x]^T over all places."""
         return self.map_second_GCC.baddbmm_(self.map_mean_GC[:, :, None], self.map_mean_GC[:, None], alpha=-1)
 
     @property
     def active_share_GC(self) -> Tensor:
-        """P(|x| > eps)."""
+        """Share of places where |x| > eps."""
         return self.active_GC / self.map_tokens
 
     @property

@@ -1,4 +1,4 @@
-"""Running float64 sums of one convolution's patches (im2col) and outputs, made for a few images or rows at a time.
+"""Running float64 sums of one convolution's patches (im2col) and outputs, a few images or rows at a time.
 
 Shapes: B images, C channels, H rows, W columns, O outputs; N places of the output, G groups, R channels of a group, T
 places of the kernel, U = R T columns of a patch as conv.weight.flatten(1); P outputs of a group, n places of several
@@ -23,7 +23,7 @@ from .sums import RunningSums
 
 
 def _edges(conv: nn.Conv2d) -> tuple[int, int, int, int]:
-    """Return the zeros put left, right, above and below the map. Raises BadInput for other padding."""
+    """Return the zeros left, right, above and below the map. Raises BadInput for other padding than zeros."""
     if conv.padding_mode != "zeros":
         raise BadInput(f"a convolution pads by {conv.padding_mode!r}; only zero padding is supported")
     if conv.padding == "valid":
@@ -50,7 +50,7 @@ def grid_of(x_BCHW: Tensor, conv: nn.Conv2d) -> tuple[int, int]:
 
 
 def patches_of_rows(x_BCHW: Tensor, conv: nn.Conv2d, rows: range) -> Tensor:
-    """Return patches [B,N,G,U] of some rows of the output, laid out by [G,U,B,N] as products over B and N want them."""
+    """Return patches [B,N,G,U] of some rows of the output, in the memory layout [G,U,B,N] for products over B and N."""
     (kernel_h, kernel_w), (stride_h, stride_w), (dilation_h, dilation_w) = conv.kernel_size, conv.stride, conv.dilation
     image, channel, row, column = x_BCHW.stride()
     of_group, columns = x_BCHW.shape[1] // conv.groups, grid_of(x_BCHW, conv)[1]
@@ -70,8 +70,9 @@ def patches_of_rows(x_BCHW: Tensor, conv: nn.Conv2d, rows: range) -> Tensor:
 
 
 def patches_of_map(x_BCHW: Tensor, conv: nn.Conv2d) -> Tensor:
-    """Return patches [B,N,G,U]; times the group's weight, plus bias, they are the output. Raises BadInput for other
-    padding.
+    """Return patches [B,N,G,U], which give the output times the group's weight, plus bias.
+
+    Raises BadInput for other padding than zeros.
     """
     x_BCHW = padded_map(x_BCHW, conv)
     return patches_of_rows(x_BCHW, conv, range(grid_of(x_BCHW, conv)[0]))
@@ -96,7 +97,7 @@ def _per_channel(x_BCHW: Tensor) -> Tensor:
 
 
 def _portions(images: int, rows: int, most: int) -> Iterator[tuple[slice, range]]:
-    """Yield equal parts: images of which at most `most` rows of output are taken at a time, or rows of one image."""
+    """Yield equal parts of at most `most` rows of output: whole images, or rows of one image."""
     if rows > most:
         parts = math.ceil(rows / most)
         spans = [range(rows * part // parts, rows * (part + 1) // parts) for part in range(parts)]
@@ -108,7 +109,7 @@ def _portions(images: int, rows: int, most: int) -> Iterator[tuple[slice, range]
 
 
 class PatchSums(RunningSums[PatchMoments]):
-    """Sums of the map x [B,C,H,W] that enters a convolution, of its patches, and of y [B,O,H',W'] that comes out."""
+    """Sums of a convolution's input map x [B,C,H,W], of its patches, and of its output y [B,O,H',W']."""
 
     def __init__(self, site: PatchTaps, *, eps: float) -> None:
         telling = ["map_sum_GC", "sum_GU", "target_square_O", "map_gram_GCC", "gram_GUU"]
@@ -151,7 +152,7 @@ class PatchSums(RunningSums[PatchMoments]):
         if y_BOHW.shape[2:] != (rows, columns):
             raise BadInput(
                 f"{self.site.name}: gives a map of {list(y_BOHW.shape[2:])}, expected {[rows, columns]} with its "
-                f"padding of {conv.padding}: it puts zeros around its input in another way; leave this site out"
+                f"padding of {conv.padding}: it pads its input in another way; leave this site out"
             )
         most = PATCH_BYTES // (FLOAT32_BYTES * x_BCHW.shape[1] * self.site.places)
         if x_BCHW.device.type == "cpu":
@@ -184,6 +185,6 @@ class PatchSums(RunningSums[PatchMoments]):
             raise BadInput(f"{self.site.name}: the sums so far have patches of other channels; start afresh")
         super().load(moments, device)
 
-    def beside(self) -> dict[str, Any]:
+    def constants(self) -> dict[str, Any]:
         channels_GR = None if self.site.channels_GR is None else self.site.channels_GR.cpu()
         return {"taps": self.site.places, "eps": self.eps, "channels_GR": channels_GR}

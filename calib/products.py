@@ -1,8 +1,8 @@
-"""Float32 products of a few images' tokens, summed in float64, each token by its weight.
+"""Float32 products of a few images' tokens, summed in float64; each token counts by its weight.
 
-A wide Gram is one product over a pass, in parts of TERMS terms: good to 2e-6 of its scale where all terms have one
-sign, 1e-7 elsewhere; q and k have products of at most CHUNK terms for each image. On a GPU a part has CHUNK terms, or
-TERMS for bfloat16, whose products are exact (5e-6 on an H100).
+A wide Gram is one product over a pass, in parts of TERMS terms. Its error is 2e-6 of its scale where all terms have one
+sign, and 1e-7 elsewhere. Grams of q and k are made for each image, in parts of CHUNK terms. On a GPU a part has CHUNK
+terms, or TERMS for bfloat16, whose products are exact (5e-6 on an H100).
 
 Shapes: B images, N tokens, n tokens of a chunk, F channels, R rows of a block, H heads, D dims.
 """
@@ -25,18 +25,18 @@ from .inputs import Inputs
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PartialTokenWeights:
-    """Weights [B,N] for whatever has N tokens; all else counts alike."""
+    """Weights [B,N] for activations with N tokens; tokens of others count equally."""
 
     weight_BN: Tensor
 
 
 TokenWeights = Callable[[Inputs], Tensor | PartialTokenWeights | None]
-"""Weights [B,N], not negative, of a batch's tokens; None where all count alike."""
+"""A function from a batch to the weights [B,N] of its tokens, none negative; None where all count equally."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PassWeights:
-    """weight_BN float32 of one forward pass and their sum."""
+    """The token weights of one forward pass, float32, and their sum."""
 
     weight_BN: Tensor
     total: float
@@ -52,9 +52,9 @@ def pass_weights(weight_BN: Tensor, device: torch.device) -> PassWeights:
 
 
 def weights_by_tokens(weight_BN: Tensor, count: int, device: torch.device) -> Mapping[int, PassWeights]:
-    """Return the weights for activations of N tokens, and for one vector an input.
+    """Return the weights by number of tokens: for activations of N tokens, and of one vector for each input.
 
-    Raises BadInput unless they are [count,N], finite and not negative.
+    Raises BadInput unless the weights are [count,N], finite and not negative.
     """
     shape = list(weight_BN.shape)
     if weight_BN.ndim != 2 or shape[0] != count or not shape[1] or weight_BN.is_complex():
@@ -76,7 +76,7 @@ def weighted(x: Tensor, weights: PassWeights | None) -> Tensor:
 
 
 def weighted_by_root(x: Tensor, weights: PassWeights | None) -> Tensor:
-    """Multiply x [B,...,N,F] by the root of its token's weight, so that products are weighted."""
+    """Multiply x [B,...,N,F] by the square root of each token's weight, so that products are weighted."""
     return x if weights is None else _scaled(x, weights.along(x).sqrt())
 
 
@@ -97,7 +97,7 @@ Kernel = Literal["blas", "onednn"]
 
 @contextmanager
 def matmul_precision(name: str) -> Iterator[None]:
-    """`highest` forbids TF32, `high` allows it; a process-wide setting of torch, put back on leaving."""
+    """Set torch's process-wide precision within the context: `highest` forbids TF32, `high` allows it."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(name)
     try:
@@ -111,7 +111,7 @@ def _parts(x_nF: Tensor) -> tuple[Tensor, ...]:
 
 
 def _product_by_onednn(x_Fn: Tensor, start: int) -> Tensor:
-    """Multiply by oneDNN, which wants both operands transposed and gets float32 by this operator alone."""
+    """Multiply by oneDNN, whose only float32 operator here takes both operands transposed."""
     left_Rn, right_Fn = x_Fn[start : start + CPU_ROWS], x_Fn[start:]
     product_RF: Tensor = torch.ops.mkldnn._linear_pointwise(left_Rn, right_Fn, None, "none", [], "")
     return product_RF
@@ -130,8 +130,8 @@ def _add_gram_on_cpu_(total_FF: Tensor, x_BNF: Tensor, kernel: Kernel) -> None:
 def faster_kernel(clock: Callable[[], float]) -> Kernel:
     """Return the faster kernel for wide Grams on this CPU, timed in 35 ms.
 
-    MKL halves its speed on AMD; on Intel it is a fifth faster. The least of several turns counts, and oneDNN has to
-    need a tenth less, so that noise doesn't choose.
+    MKL runs at half its speed on AMD; on Intel it is a fifth faster than oneDNN. The fastest of several trials counts,
+    and oneDNN has to be a tenth faster, so that noise doesn't decide.
     """
     x_BNF, total_FF = torch.ones(TRIAL_SHAPE), torch.zeros(TRIAL_SHAPE[-1], TRIAL_SHAPE[-1], dtype=torch.float64)
     took: dict[Kernel, list[float]] = {"blas": [], "onednn": []}
@@ -165,7 +165,7 @@ def _add_gram_on_gpu_(total_FF: Tensor, x_BNF: Tensor) -> None:
 
 
 def add_gram_(total_FF: Tensor, x_BNF: Tensor, kernel: Kernel | None = None) -> None:
-    """Add the sum of x x^T to the blocks on and above the diagonal; `mirror_` makes the rest.
+    """Add the sum of x x^T to the blocks on and above the diagonal; `mirror_` completes the matrix.
 
     Block row i starts at its diagonal block, which saves almost half the multiplications.
     """
@@ -176,7 +176,7 @@ def add_gram_(total_FF: Tensor, x_BNF: Tensor, kernel: Kernel | None = None) -> 
 
 
 def mirror_(total_FF: Tensor) -> None:
-    """Copy what lies above the diagonal below it, in place, as kernels round both sides apart."""
+    """Copy the upper triangle to the lower one, in place, as kernels round the two differently."""
     rows = CPU_ROWS if total_FF.device.type == "cpu" else GPU_ROWS
     for start in range(0, total_FF.shape[-1], rows):
         stop = start + rows
@@ -190,7 +190,7 @@ def add_sum_(total_F: Tensor, x_BNF: Tensor) -> None:
 
 
 def add_active_(total_F: Tensor, x_BNF: Tensor, eps: float, weight_BN: Tensor | None = None) -> None:
-    """Adds the number of entries with |x| > eps, or the weights of their tokens; below 2^24 float32 counts exactly."""
+    """Add the number of entries with |x| > eps, or the weights of their tokens; float32 counts exactly up to 2^24."""
     if x_BNF.device.type != "cpu":
         above_BNF = x_BNF.abs() > eps
         total_F.add_((above_BNF if weight_BN is None else above_BNF * weight_BN[..., None]).sum((0, 1)))
@@ -205,7 +205,7 @@ def add_active_(total_F: Tensor, x_BNF: Tensor, eps: float, weight_BN: Tensor | 
 
 
 def grams_of_heads(x_BHND: Tensor) -> Tensor:
-    """x^T x per image and head, [B,H,D,D] float64."""
+    """Return x^T x of each image and head, [B,H,D,D] float64."""
     first, *rest = torch.split(x_BHND.float().contiguous(), CHUNK, dim=2)
     gram_BHDD = (first.mT @ first).double()
     for x_BHnD in rest:
@@ -214,6 +214,6 @@ def grams_of_heads(x_BHND: Tensor) -> Tensor:
 
 
 def upper_triangle(x_DD: Tensor) -> Tensor:
-    """Entries on and above the diagonal of the last two dims, row-major: [..., D(D+1)/2]."""
+    """Return the entries on and above the diagonal of the last two dims, row by row: [..., D(D+1)/2]."""
     rows, columns = torch.triu_indices(x_DD.shape[-1], x_DD.shape[-1], device=x_DD.device)
     return x_DD[..., rows, columns]

@@ -1,4 +1,4 @@
-"""How far a model can go before anything is pruned: spectra of its sites' statistics, as in CORP's Table 9."""
+"""Redundancy of a model before pruning: spectra of its sites' statistics, as in CORP's Table 9."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -17,7 +17,7 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChannelRedundancy:
-    """One row of Table 9. `k95`: directions that hold 95 % of the variance; `spectrum`: shares, largest first."""
+    """One row of Table 9. `k95`: directions that hold 95 % of the variance; `spectrum`: their shares, largest first."""
 
     kind: ClassVar[SiteKind] = "mlp"
     ratios: ClassVar = ("k95_ratio", "effective_rank_ratio")
@@ -40,7 +40,10 @@ class ChannelRedundancy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadRedundancy:
-    """Q/K of one site: dims per head that hold 95 and 99 % of the energy of S_q^1/2 S_k^1/2 (k centred per image)."""
+    """Redundancy of q and k at one site: dims of each head that hold 95 and 99 % of the energy of S_q^1/2 S_k^1/2.
+
+    k is centred within each image.
+    """
 
     kind: ClassVar[SiteKind] = "attention"
     ratios: ClassVar = ("k95_ratio", "k99_ratio")
@@ -53,12 +56,10 @@ class HeadRedundancy:
 
     @property
     def k95_ratio(self) -> float:
-        """Mean over heads."""
         return sum(self.k95) / len(self.k95) / self.dim
 
     @property
     def k99_ratio(self) -> float:
-        """Mean over heads."""
         return sum(self.k99) / len(self.k99) / self.dim
 
 
@@ -77,12 +78,13 @@ def shares_from_energies(energy_D: Tensor) -> Tensor:
 
 
 def effective_rank(share_D: Tensor) -> float:
-    """Return exp of the entropy of the shares (Roy and Vetterli 2007), over all tokens; 0 where nothing varies."""
+    """Return exp of the shares' entropy (Roy and Vetterli 2007); 0 where nothing varies."""
     positive = share_D[share_D > 0]
     return float(torch.exp(-(positive * positive.log()).sum())) if len(positive) else 0.0
 
 
 def count_directions(share_D: Tensor, part: float) -> int:
+    """Count the largest shares that together reach `part`; 0 where nothing varies."""
     if not share_D.sum() > 0:
         return 0
     return min(int((share_D.cumsum(0) < part - 1e-12).sum()) + 1, len(share_D))
@@ -94,7 +96,7 @@ def _root(second_HDD: Tensor) -> Tensor:
     return root_HDD
 
 
-def _of_channels(
+def _channel_redundancy(
     kind: type[ChannelRedundancy], site: str, eps: float, covariance: Tensor, active_share: Tensor
 ) -> ChannelRedundancy:
     share_F = shares_from_energies(torch.linalg.eigvalsh(covariance).flatten())
@@ -109,15 +111,15 @@ def _of_channels(
     )
 
 
-def of_mlp(site: str, moments: ChannelMoments) -> ChannelRedundancy:
-    return _of_channels(ChannelRedundancy, site, moments.eps, moments.covariance_FF, moments.active_share_F)
+def _mlp_redundancy(site: str, moments: ChannelMoments) -> ChannelRedundancy:
+    return _channel_redundancy(ChannelRedundancy, site, moments.eps, moments.covariance_FF, moments.active_share_F)
 
 
-def of_convolution(site: str, moments: PatchMoments) -> ChannelRedundancy:
-    return _of_channels(PatchRedundancy, site, moments.eps, moments.map_covariance_GCC, moments.active_share_GC)
+def _convolution_redundancy(site: str, moments: PatchMoments) -> ChannelRedundancy:
+    return _channel_redundancy(PatchRedundancy, site, moments.eps, moments.map_covariance_GCC, moments.active_share_GC)
 
 
-def of_attention(site: str, moments: HeadMoments) -> HeadRedundancy:
+def _attention_redundancy(site: str, moments: HeadMoments) -> HeadRedundancy:
     product_HDD = _root(moments.q_second_HDD) @ _root(moments.k_centred_HDD)
     shares = [shares_from_energies(singular_D**2) for singular_D in torch.linalg.svdvals(product_HDD)]
     return HeadRedundancy(
@@ -131,9 +133,9 @@ def of_attention(site: str, moments: HeadMoments) -> HeadRedundancy:
 
 
 _OF_KIND: Mapping[SiteKind, Callable[[str, Any], Redundancy]] = {
-    "mlp": of_mlp,
-    "attention": of_attention,
-    "convolution": of_convolution,
+    "mlp": _mlp_redundancy,
+    "attention": _attention_redundancy,
+    "convolution": _convolution_redundancy,
 }
 
 

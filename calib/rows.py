@@ -1,9 +1,9 @@
-"""Rows of named arrays as a model's inputs: an array for each port, or sequences of token ids.
+"""Inputs from rows of named arrays: an array for each port, or sequences of token ids.
 
 Shapes: S sequences, N tokens of each.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -26,7 +26,7 @@ Arrays = Mapping[str, NDArray[Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ArrayInputs(IndexedInputs):
-    """Rows of arrays of one length by name; whole numbers are given as they are kept, or as int64 where `as_int64`."""
+    """Rows of arrays of one length by name; `as_int64` converts whole numbers to int64."""
 
     noun: ClassVar[str] = "inputs"
     as_int64: ClassVar[bool] = False
@@ -39,17 +39,17 @@ class ArrayInputs(IndexedInputs):
     def _rows(self, positions: Sequence[int]) -> Mapping[str, Tensor]:
         places = [self.places[position] for position in positions]
         return {
-            name: torch.from_numpy(self._as_given(np.stack([array[place] for place in places])))
+            name: torch.from_numpy(self._converted(np.stack([array[place] for place in places])))
             for name, array in self.arrays.items()
         }
 
-    def _as_given(self, rows: NDArray[Any]) -> NDArray[Any]:
+    def _converted(self, rows: NDArray[Any]) -> NDArray[Any]:
         return rows.astype(np.int64) if self.as_int64 else rows
 
     def _hashes(self, places: Sequence[int]) -> list[bytes]:
 
         def content(place: int) -> bytes:
-            rows = (self._as_given(array[place]) for array in self.arrays.values())
+            rows = (self._converted(array[place]) for array in self.arrays.values())
             return b"".join(row.astype(row.dtype.newbyteorder("<")).tobytes() for row in rows)
 
         return [sha256(content(place)).digest() for place in places]
@@ -57,7 +57,7 @@ class ArrayInputs(IndexedInputs):
 
 NAME = "input_ids"
 SUFFIX = ".npy"
-_ROWS = 1024  # read at once where values are checked
+_ROWS = 1024  # rows whose values are checked at a time
 
 
 class Sequences(ArrayInputs):
@@ -67,7 +67,7 @@ class Sequences(ArrayInputs):
 
 
 def sample_sequences(ids_SN: NDArray[Any], *, where: str, samples: int | None = None, seed: int = 0) -> Sequences:
-    """`samples` of these rows, drawn by `seed` and read in order, or all. Raises BadInput for fewer."""
+    """Draw `samples` of these rows by `seed`, or take all, in their order. Raises BadInput for too few."""
     return Sequences(available=len(ids_SN), arrays={NAME: ids_SN}).sampled(samples, seed, where=where)
 
 
@@ -82,9 +82,9 @@ def cut_into_rows(ids_n: NDArray[Any], length: int, *, where: str) -> NDArray[An
 
 
 def open_ids(path: Path, *, length: int, vocabulary: int, samples: int | None = None, seed: int = 0) -> Sequences:
-    """Open token ids of a .npy: whole numbers [S, length], or one stream [n]; memory-mapped.
+    """Open token ids of a .npy file: whole numbers [S, length], or one stream [n]; memory-mapped.
 
-    Raises BadInput for a missing or damaged file, other numbers, and ids beyond the vocabulary.
+    Raises BadInput for a missing or damaged file, other numbers, and ids outside the vocabulary.
     """
     if not path.exists():
         raise BadInput(f"{path}: no such file, expected token ids ({SUFFIX})")
@@ -95,13 +95,7 @@ def open_ids(path: Path, *, length: int, vocabulary: int, samples: int | None = 
             "stream of ids"
         )
     rows_SN = cut_into_rows(array, length, where=str(path)) if array.ndim == 1 else array
-    for start in range(0, len(rows_SN), _ROWS):
-        part_SN = rows_SN[start : start + _ROWS]
-        if part_SN.min() < 0 or part_SN.max() >= vocabulary:
-            raise BadInput(
-                f"{path}: ids from {part_SN.min()} to {part_SN.max()}, expected 0 to {vocabulary - 1}: those of the "
-                "model's own tokenizer"
-            )
+    _refuse_ids(rows_SN, vocabulary, where=f"{path}: ids", of="those of the model's own tokenizer")
     return sample_sequences(rows_SN, where=str(path), samples=samples, seed=seed)
 
 
@@ -113,12 +107,16 @@ def open_arrays(
 ) -> ArrayInputs:
     """Open an array [N, *shape] for each port by name (.npz, .safetensors), or a .npy for one port.
 
-    `id_counts`: of ports of ids how many there are. Raises BadInput for arrays that are missing or don't fit, for NaN
+    `id_counts`: the number of ids, for ports of ids. Raises BadInput for arrays that are missing or don't fit, for NaN
     and Inf, and for unknown ids.
     """
     arrays = checked_feeds(feeds_of_ports(_arrays(path, ports), ports), ports, where=str(path))
     for name, array in arrays.items():
-        _refuse_values(array, id_counts.get(name), where=f"{path}: {name}")
+        if array.dtype.kind == "f" and not all(np.isfinite(part).all() for part in _parts(array)):
+            raise BadInput(f"{path}: {name}: holds NaN or Inf, expected finite values")
+        if name in id_counts:
+            where, of = f"{path}: {name}: numbers", "rows of the table that the model looks them up in"
+            _refuse_ids(array, id_counts[name], where=where, of=of)
     return ArrayInputs(available=batch_size(arrays), arrays=arrays).sampled(samples, seed, where=path)
 
 
@@ -136,12 +134,11 @@ def _arrays(path: Path, ports: Sequence[Port]) -> Feeds:
     return {ports[0].name: array_from_npy(path, mapped=True)}
 
 
-def _refuse_values(array: NDArray[Any], id_count: int | None, *, where: str) -> None:
-    for part in (array[start : start + _ROWS] for start in range(0, len(array), _ROWS)):
-        if array.dtype.kind == "f" and not np.isfinite(part).all():
-            raise BadInput(f"{where}: holds NaN or Inf, expected finite values")
-        if id_count is not None and (part.min() < 0 or part.max() >= id_count):
-            raise BadInput(
-                f"{where}: numbers from {part.min()} to {part.max()}, expected 0 to {id_count - 1}: rows of the table "
-                "that the model looks them up in"
-            )
+def _parts(array: NDArray[Any]) -> Iterator[NDArray[Any]]:
+    return (array[start : start + _ROWS] for start in range(0, len(array), _ROWS))
+
+
+def _refuse_ids(array: NDArray[Any], count: int, *, where: str, of: str) -> None:
+    for part in _parts(array):
+        if part.min() < 0 or part.max() >= count:
+            raise BadInput(f"{where} from {part.min()} to {part.max()}, expected 0 to {count - 1}: {of}")

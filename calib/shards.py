@@ -1,4 +1,4 @@
-"""Images inside webdataset tar shards, read at random positions without unpacking.
+"""Images inside webdataset tar shards, read at any position without unpacking.
 
 No link is followed, and every member has to lie within the file, so that reading ends.
 """
@@ -40,7 +40,7 @@ def _bad_tar(path: Path, why: str) -> BadInput:
 
 
 class _Headers(io.FileIO):
-    """A shard of which nothing but headers is read."""
+    """A shard file that refuses to read more than a header at once."""
 
     def read(self, size: int | None = -1, /) -> bytes:
         if size is None or not 0 <= size <= LONGEST_HEADER:
@@ -62,7 +62,7 @@ def _require_regular_member(path: Path, info: tarfile.TarInfo) -> None:
 def members_of_tar(path: Path) -> Iterator[Member]:
     """Yield the regular files in their order.
 
-    Raises BadInput for a file that is no whole tar, and as _require_regular_member does.
+    Raises BadInput for a file that is no complete tar, and for members that _require_regular_member refuses.
     """
     refuse_stand_in_file(path)
     file_size = regular_file(path).stat().st_size
@@ -84,7 +84,7 @@ def members_of_tar(path: Path) -> Iterator[Member]:
             raise
         except (tarfile.TarError, ValueError, RecursionError) as error:
             raise _bad_tar(path, str(error)[:100]) from None
-        if len(block) < tarfile.BLOCKSIZE or any(block):  # tarfile ends without a word at a damaged header
+        if len(block) < tarfile.BLOCKSIZE or any(block):  # tarfile stops at a damaged header without an error
             raise _bad_tar(path, "it is cut short" if len(block) < tarfile.BLOCKSIZE else "a header is damaged")
 
 
@@ -117,7 +117,7 @@ class Shards(Pictures):
 
 
 def paths_from_pattern(pattern: str) -> list[Path]:
-    """`shards-{000..099}.tar` -> a hundred paths; the width of the first number is kept."""
+    """Expand `shards-{000..099}.tar` to a hundred paths; numbers are as wide as the first one."""
     parts = _RANGE.split(pattern)
     literals, ranges, count = parts[::3], [], 1
     for first, last in zip(parts[1::3], parts[2::3], strict=True):
@@ -145,7 +145,7 @@ def _members_of(shard: Path, skips: Skips) -> list[Member]:
 
 
 def shards_from_pattern(pattern: str, *, shape: ImageShape, transform: Transform) -> Shards:
-    """Opens `x.tar` or `x-{000..099}.tar`; reads only the headers. Raises BadInput for a missing or damaged shard."""
+    """Open `x.tar` or `x-{000..099}.tar`, reading only headers. Raises BadInput for a missing or damaged shard."""
     skips = Skips()
     members = [member for path in paths_from_pattern(pattern) for member in _members_of(path, skips)]
     if not members:

@@ -1,7 +1,7 @@
-"""The modules at which statistics listen, and hooks there that are gone when the context closes.
+"""Sites where statistics are collected, and contexts that hook their modules.
 
-Shapes: B inputs, W windows, H heads, N tokens, D dims, F and C channels, batch in front; of convolutions C channels in,
-O out, H rows, W columns, G groups, R channels of a group.
+Shapes, with the batch in front: B inputs, W windows, H heads, N tokens, D dims, F and C channels; of convolutions C
+input and O output channels, H rows, W columns, G groups, R channels of a group.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,14 +24,14 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 def _heads(site: str, x: Tensor) -> Tensor:
     if x.ndim not in (4, 5):
         raise BadInput(
-            f"{site}: its tap gave {list(x.shape)}, expected [batch, heads, tokens, dims] or [batch, windows, heads, "
-            "tokens, dims]"
+            f"{site}: got q or k of shape {list(x.shape)}, expected [batch, heads, tokens, dims] or [batch, windows, "
+            "heads, tokens, dims]"
         )
     return x
 
 
 def _tokens_into(module: nn.Module, site: str, x: Tensor) -> Tensor:
-    """Return [B,N,F] of a linear layer's input: axes between batch and channels are tokens."""
+    """Return a linear layer's input as [B,N,F]: all axes between batch and channels are tokens."""
     if isinstance(module, CONVOLUTIONS) or (x.ndim > 3 and not isinstance(module, nn.Linear)):
         raise BadInput(
             f"{site}: {type(module).__name__} takes {list(x.shape)}, a feature map [batch, channels, ...]; only "
@@ -52,7 +52,7 @@ def _map_of(channels: int, site: str, x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Tap:
-    """A module's output, or its input (`of_input`), made an activation by `take` and `checked` for its form."""
+    """A module's output, or its input (`of_input`), turned into an activation by `take`, then checked by `checked`."""
 
     module: nn.Module
     take: Callable[[Tensor], Tensor] = lambda x: x
@@ -74,7 +74,7 @@ def _entering(module: nn.Module) -> Tap:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ChannelTaps:
-    """x [B,N,F] is the input of `output`, the MLP's last linear layer. `merge`: see HeadTaps."""
+    """The site of an MLP: x [B,N,F] is the input of `output`, its last linear layer. `merge`: see HeadTaps."""
 
     kind: ClassVar[SiteKind] = "mlp"
     by_token: ClassVar[bool] = True
@@ -93,12 +93,12 @@ class ChannelTaps:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class HeadTaps:
-    """q and k as they enter the dot product, before its scale; z [B,N,C] is the input of `output`.
+    """The site of an attention: q and k as they enter the dot product, before its scale; z [B,N,C] enters `output`.
 
-    `merge`: a module whose second output [B,N] counts the tokens merged into each, or is None. `slots_WN`: 1 for
-    present q and k of windows [B,W,H,N,D]; None for all. `causal`: a query sees keys up to its place. `plane_scale`:
-    the scores' factor where positions turn q and k by planes (dimensions p and p + D/2). Shared keys are repeated for
-    each head.
+    `merge`: the module whose second output [B,N] counts the tokens merged into each one, if any. `slots_WN`: 1 for
+    present tokens of windows [B,W,H,N,D]; None where all are present. `causal`: a query sees keys up to its place.
+    `plane_scale`: the scores' factor where positions rotate q and k by planes (dimensions p and p + D/2). Shared keys
+    are repeated for each head.
     """
 
     kind: ClassVar[SiteKind] = "attention"
@@ -123,9 +123,9 @@ class HeadTaps:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PatchTaps:
-    """x is the map [B,C,H,W] that enters the convolution `output`, y [B,O,H',W'] its output.
+    """The site of a convolution: x is the map [B,C,H,W] that enters `output`, y [B,O,H',W'] the map that leaves it.
 
-    `channels_GR`: int64, sorted, each group's summed channels; None for all.
+    `channels_GR`: the channels of each group that patches have, int64, sorted; None for all.
     """
 
     kind: ClassVar[SiteKind] = "convolution"
@@ -137,10 +137,8 @@ class PatchTaps:
 
     def __post_init__(self) -> None:
         if self.output.padding_mode != "zeros":
-            raise BadInput(
-                f"{self.name}: pads by {self.output.padding_mode!r}; only zero padding is supported: leave this "
-                "site out"
-            )
+            mode = self.output.padding_mode
+            raise BadInput(f"{self.name}: pads by {mode!r}; only zero padding is supported: leave this site out")
         if self.channels_GR is None:
             return
         channels_GR, groups, width = self.channels_GR, self.output.groups, self.group_width
@@ -150,7 +148,7 @@ class PatchTaps:
         if not is_valid or not bool(inside_GR.all() & (channels_GR.diff(dim=1) > 0).all()):
             raise BadInput(
                 f"{self.name}: channels of patches are {channels_GR.dtype} {shape}, expected int64 [{groups}, any], "
-                f"sorted, of the {width} of each group"
+                f"sorted, below each group's {width}"
             )
 
     @property
@@ -184,13 +182,12 @@ class PatchTaps:
 
 
 Site = ChannelTaps | HeadTaps | PatchTaps
-
-Hear = Callable[[str, Role, Tensor], None]
+OnActivation = Callable[[str, Role, Tensor], None]
 
 
 @contextmanager
-def listening_to_sites(sites: Sequence[Site], on_activation: Hear) -> Iterator[None]:
-    """Call `on_activation` with x and z [B,N,...], q and k [B,H,N,D] (or by window), and maps x and y [B,C,H,W]."""
+def listening_to_sites(sites: Sequence[Site], on_activation: OnActivation) -> Iterator[None]:
+    """Call `on_activation` with x and z [B,N,...], q and k [B,H,N,D] or [B,W,H,N,D], and maps x and y [B,C,H,W]."""
     with ExitStack() as stack:
         for site in sites:
             for role, tap in site.taps.items():
@@ -200,7 +197,7 @@ def listening_to_sites(sites: Sequence[Site], on_activation: Hear) -> Iterator[N
 
 @contextmanager
 def listening_to_merges(sites: Sequence[Site], on_merge: Callable[[nn.Module, Tensor | None], None]) -> Iterator[None]:
-    """Call `on_merge` with the sizes [B,N] of merged tokens, or None, when a merge before a site has run."""
+    """Call `on_merge` with the sizes [B,N] of merged tokens, or None, whenever a site's merge module has run."""
 
     def hook(merge: nn.Module, _: tuple[Tensor, ...], outputs: tuple[Tensor, Tensor | None, Tensor | None]) -> None:
         on_merge(merge, outputs[1])

@@ -1,4 +1,4 @@
-"""Where images lie: what each is called, its bytes, and how it becomes a tensor [3,H,W] float32."""
+"""Sources of images: the name and bytes of each image, and its decoding to a tensor [3,H,W] float32."""
 
 import io
 import warnings
@@ -25,7 +25,7 @@ Transform = Callable[[Image.Image], Tensor]
 
 
 class ImageSource(Protocol):
-    """Images by position, read by content; `image` raises BadInput if it can't be read."""
+    """Images by position; `image` raises BadInput for an image that can't be read."""
 
     @property
     def skipped(self) -> str: ...
@@ -39,24 +39,19 @@ class ImageSource(Protocol):
     def image(self, position: int) -> Tensor: ...
 
 
-def checked_image(image: Tensor, name: str, shape: ImageShape) -> Tensor:
-    if image.dtype != torch.float32 or tuple(image.shape) != shape:
-        raise BadInput(f"{name}: got {image.dtype} {list(image.shape)}, the model takes torch.float32 {list(shape)}")
-    if not torch.isfinite(image).all():
-        raise BadInput(f"{name}: holds NaN or Inf, expected finite values")
-    return image
-
-
 def refuse_large(size_bytes: int, name: str) -> None:
     if size_bytes > MOST_BYTES:
         raise BadInput(f"{name}: {size_bytes} bytes, larger than any picture; {MOST_BYTES} at most are read")
 
 
 def image_from_bytes(content: bytes, name: str, shape: ImageShape, transform: Transform) -> Tensor:
-    """Decode the first frame to RGB and transform it to [3,H,W]; pictures beyond Pillow's safe size are refused."""
+    """Decode the first frame to RGB and transform it to [3,H,W].
+
+    Raises BadInput for pictures that can't be read or exceed Pillow's safe size, and for NaN and Inf.
+    """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # of notes beside the pixels, and of a transparency
+            warnings.simplefilter("ignore", UserWarning)  # about metadata and transparency
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             picture = _with_eight_bits(Image.open(io.BytesIO(content), formats=formats_for(name))).convert("RGB")
     except MemoryError:
@@ -64,15 +59,25 @@ def image_from_bytes(content: bytes, name: str, shape: ImageShape, transform: Tr
     except UnidentifiedImageError:
         why = "the content is no picture that Pillow reads" if content else "the file is empty"
         raise BadInput(f"{name}: not a readable image ({why}); remove it or allow bad images") from None
-    except Exception as error:  # each format's decoder raises its own at a damaged picture
+    except Exception as error:  # each decoder raises its own errors at damaged pictures
         raise BadInput(f"{name}: not a readable image ({error!s:.200}); remove it or allow bad images") from error
-    return checked_image(transform(picture), name, shape)
+    image = transform(picture)
+    if image.dtype != torch.float32 or tuple(image.shape) != shape:
+        raise BadInput(f"{name}: got {image.dtype} {list(image.shape)}, the model takes torch.float32 {list(shape)}")
+    if not torch.isfinite(image).all():
+        raise BadInput(f"{name}: holds NaN or Inf, expected finite values")
+    return image
 
 
 def _with_eight_bits(opened: Image.Image) -> Image.Image:
-    """Return a picture that Pillow converts to RGB without clipping. Raises ValueError for numbers of unknown range."""
+    """Convert a picture to a mode that Pillow turns into RGB without clipping.
+
+    Raises ValueError for 32-bit numbers, whose range is unknown.
+    """
     if opened.mode.startswith("I;16") or (opened.mode == "I" and opened.format == "PPM"):
-        return Image.fromarray((np.asarray(opened) >> 8).astype(np.uint8))  # of colours Pillow takes the high byte too
+        return Image.fromarray(
+            (np.asarray(opened) >> 8).astype(np.uint8)
+        )  # for colours Pillow takes the high byte, too
     if opened.mode in ("I", "F"):
         raise ValueError("grey of 32 bits, whose range is not known; save it with 8 or 16 bits")
     return opened.convert(opened.mode.upper()) if opened.mode in ("La", "RGBa") else opened

@@ -1,4 +1,4 @@
-"""Moments <-> one safetensors file: versioned, checksummed, read site by site."""
+"""The safetensors file of moments: versioned, with checksums, read site by site."""
 
 import hashlib
 import json
@@ -27,7 +27,7 @@ KIND = "calib.moments"
 VERSION = 2
 HEADER = "calib"
 IMAGE_IDS, IMAGE_HASHES, GROUP_IDS = "image_ids", "image_hashes", "group_ids"
-HALF = "half:"  # before the names of the tensors that are of one half of the images
+HALF = "half:"  # prefix of the tensors that cover one half of the images
 _REMEDY = "run calibrate again"
 _DTYPES = {torch.float64: "F64", torch.int64: "I64"}
 
@@ -59,7 +59,7 @@ def _signed(header: dict[str, Any]) -> str:
 
 
 def _entry(name: str, value: Tensor) -> tuple[TensorEntry, str]:
-    """Return a tensor's entry and digest; its stored form is made again when it is written."""
+    """Return a tensor's entry and digest; the stored form is made again when the file is written."""
     form = packed_if_upper(name, value)
     entry = TensorEntry(
         dtype=_DTYPES[form.dtype],
@@ -114,7 +114,7 @@ class _Sites(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if sorted(self.order) != sorted(self.sites):
-            raise BadInput("its order is not one of its sites")
+            raise BadInput("its order names other sites than it holds")
 
 
 class _Header(_Sites, frozen=True, kw_only=True):
@@ -164,7 +164,7 @@ def _read_tensor(path: Path, file: Any, stored_as: str, expected: str) -> Tensor
 
 
 class _SitesOfFile(Mapping[str, SiteMoments]):
-    """Reads and checks a site when it is asked for, and keeps nothing."""
+    """The sites of a file, each of which is read and checked at every access."""
 
     def __init__(self, path: Path, own: _Sites, digests: Mapping[str, str], *, prefix: str = "") -> None:
         self._path, self._own, self._digests, self._prefix = path, own, digests, prefix
@@ -238,7 +238,7 @@ def _moments(path: Path, header: _Header, own: _Sites, *, prefix: str = "") -> M
 
 
 def load_moments(path: Path, *, remedy: str = _REMEDY) -> Moments:
-    """Return the moments in `path`; each site is read and checked when it is asked for.
+    """Return the moments in `path`; a site is read and checked at each access.
 
     Raises BadInput, with the `remedy`, for a file that is missing, truncated, foreign, of another version, or damaged.
     """
@@ -270,7 +270,10 @@ def _joined_header(parts: Sequence[Path]) -> dict[str, Any]:
 
 
 def join_moments(parts: Sequence[Path], path: Path) -> None:
-    """Join moments of other sites over the same images in one file; copying bytes. Raises BadInput for other parts."""
+    """Join moments of different sites over the same images in one file, by copying bytes.
+
+    Raises BadInput for common sites, other images or another model.
+    """
     header = _joined_header(parts)
     entries = dict[str, TensorEntry]()
     for part in parts:

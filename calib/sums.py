@@ -1,4 +1,4 @@
-"""The running float64 sums of one site, tokens by their weights.
+"""Running float64 sums of one site, in which each token counts by its weight.
 
 Shapes: B images, W windows of an image, N tokens, F MLP channels, H heads, D query/key dims, K kept dims, C channels of
 z, T = D (D + 1) / 2.
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .axes import SYMMETRIC, axes_of_name, shape_of, sum_names, triangle_size
-from .causal import add_system_, add_target_, centred_keys, gram_of_planes, present_inputs, sums_of_pairs, weighted_keys
+from .causal import add_system_, add_target_, gram_of_planes, key_sums, present_inputs, sums_of_pairs
 from .moments import ChannelMoments, HeadMoments, OneKind, SiteMoments
 from .products import (
     Kernel,
@@ -35,7 +35,7 @@ from .sites import Role
 class RunningSums(Generic[OneKind]):
     """Running `totals` and `counts` of one kind's moments.
 
-    `names`: optional sums; `telling`: sums in which a NaN or Inf stays.
+    `names`: optional sums to keep; `telling`: sums in which every NaN or Inf shows.
     """
 
     def __init__(self, kind: type[OneKind], counts: Iterable[str], telling: Iterable[str], *names: str) -> None:
@@ -57,9 +57,9 @@ class RunningSums(Generic[OneKind]):
         raise NotImplementedError
 
     def flush(self) -> None:
-        """Takes in what is held back."""
+        """Add what is held back until a batch is complete."""
 
-    def finite(self) -> Tensor:
+    def is_finite(self) -> Tensor:
         totals = [(name, self.totals[name]) for name in self._telling]
         small = [each.diagonal(dim1=-2, dim2=-1) if name in SYMMETRIC else each for name, each in totals]
         return torch.stack([torch.isfinite(each).all() for each in small]).all()
@@ -74,11 +74,12 @@ class RunningSums(Generic[OneKind]):
             if isinstance(value, Tensor) and value.is_floating_point()
         }
 
-    def beside(self) -> dict[str, Any]:
+    def constants(self) -> dict[str, Any]:
+        """Return the fields of the moments that are no sums."""
         return {}
 
     def moments(self) -> OneKind:
-        values: dict[str, Any] = {**self.beside(), **self.counts, **move_to_host(self.totals)}
+        values: dict[str, Any] = {**self.constants(), **self.counts, **move_to_host(self.totals)}
         return self._kind(**values)
 
     def copied(self) -> Self:
@@ -89,19 +90,19 @@ class RunningSums(Generic[OneKind]):
 
 
 def move_to_host(totals: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Move sums to the CPU, symmetric ones mirrored in place."""
-    for name in SYMMETRIC & totals.keys():
-        mirror_(totals[name])
-    return {name: _from_gpu(total) if total.is_cuda else total.cpu() for name, total in totals.items()}
-
-
-def _from_gpu(total: Tensor) -> Tensor:
-    """Copy by page-locked memory, which torch reuses: three times as fast as into fresh pages."""
-    return torch.empty(total.shape, dtype=total.dtype, pin_memory=True).copy_(total).clone()
+    """Move sums to the CPU; symmetric ones are mirrored in place."""
+    moved = {}
+    for name, total in totals.items():
+        if name in SYMMETRIC:
+            mirror_(total)
+        if total.is_cuda:  # by page-locked memory, which torch reuses: three times as fast as into fresh pages
+            total = torch.empty(total.shape, dtype=total.dtype, pin_memory=True).copy_(total).clone()
+        moved[name] = total.cpu()
+    return moved
 
 
 def _by_window(x: Tensor, weights: PassWeights | None, slots: PassWeights | None) -> tuple[Tensor, PassWeights | None]:
-    """Return [B,H,N,D], with a row for each window of [B,W,H,N,D], and the weights of present slots."""
+    """Return [B,H,N,D] with a row for each window of [B,W,H,N,D], and the weights of the present slots."""
     if x.ndim == 4:
         return x, weights
     assert weights is None, x.shape
@@ -126,14 +127,15 @@ class ChannelSums(RunningSums[ChannelMoments]):
         add_gram_(self.totals["gram_FF"], weighted_by_root(x_BNF, weights), self.kernel)
         self.counts["tokens"] += token_count(x_BNF, weights)
 
-    def beside(self) -> dict[str, Any]:
+    def constants(self) -> dict[str, Any]:
         return {"eps": self.eps}
 
 
 class HeadSums(RunningSums[HeadMoments]):
-    """Sums of q and k [B,H,N,D] and z [B,N,C]; with `system`, of products of per-image Grams.
+    """Sums of q and k [B,H,N,D] and z [B,N,C]; with `system`, also of products of per-image Grams.
 
-    Each window [B,W,H,N,D] is an image. q and k are held until both are in; the system takes a whole batch at `flush`.
+    Each window of [B,W,H,N,D] counts as an image. q or k is held until the other one comes; `flush` adds the system of
+    a whole batch.
     """
 
     def __init__(
@@ -195,11 +197,10 @@ class HeadSums(RunningSums[HeadMoments]):
         return qq_BHDD
 
     def _add_keys(self, k_BHND: Tensor, weights: PassWeights | None) -> Tensor:
-        keys = centred_keys(k_BHND) if weights is None else weighted_keys(k_BHND, weights)
-        kk_BHDD = keys.uncentred_BHDD()
-        self.totals["k_sum_HD"].add_(keys.sum_BHD.sum(0))
+        sum_BHD, kk_BHDD, centred_HDD = key_sums(k_BHND, weights)
+        self.totals["k_sum_HD"].add_(sum_BHD.sum(0))
         self.totals["kk_HDD"].add_(kk_BHDD.sum(0))
-        self.totals["kk_centred_HDD"].add_(keys.centred_HDD())
+        self.totals["kk_centred_HDD"].add_(centred_HDD)
         return kk_BHDD
 
     def _add_outputs(self, z_BNC: Tensor, weights: PassWeights | None) -> None:
@@ -225,7 +226,7 @@ class HeadSums(RunningSums[HeadMoments]):
             self._triangles += ((upper_triangle(kk_BHDD), upper_triangle(qq_BHDD)),)
 
     def _restrict(self, kept_HK: Tensor, qq_BHDD: Tensor, kk_BHDD: Tensor) -> tuple[Tensor, Tensor]:
-        """Add the sums of the removed dims P, all less those of S, and return the Grams of the kept dims S."""
+        """Add the target sums over the removed dims P, and return the Grams of the kept dims S."""
         heads = torch.arange(len(kept_HK), device=kept_HK.device)[:, None]
         removed_HD = torch.ones_like(qq_BHDD[0, :, 0]).scatter_(1, kept_HK, 0.0)
         q_rows_BHKD = qq_BHDD[:, heads, kept_HK] * removed_HD[:, None]
@@ -243,5 +244,5 @@ class HeadSums(RunningSums[HeadMoments]):
             total_HTT = self.totals["system_HTT"]
             torch.baddbmm(total_HTT, k_BHT.permute(1, 2, 0), q_BHT.transpose(0, 1), out=total_HTT)
 
-    def beside(self) -> dict[str, Any]:
+    def constants(self) -> dict[str, Any]:
         return {"kept_HK": None if self.kept_HK is None else self.kept_HK.cpu()}

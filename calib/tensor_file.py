@@ -1,4 +1,4 @@
-"""A safetensors file written tensor by tensor: each is made, or read, when its turn comes, and let go."""
+"""Safetensors files that are written tensor by tensor, so that memory holds one tensor at a time."""
 
 import json
 import struct
@@ -11,14 +11,14 @@ from typing import Any
 from ground.errors import BadInput
 from ground.files import replacing
 
-_COPIED = 2**22  # bytes at once
-_LENGTH = struct.Struct("<Q")  # of the header of a safetensors file, which its tensors follow
+_COPIED = 2**22  # bytes that are copied at a time
+_LENGTH = struct.Struct("<Q")  # the header's length in bytes, with which a safetensors file begins
 _METADATA = "__metadata__"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorEntry:
-    """A tensor of a file; `pieces` gives its bytes."""
+    """A tensor of a file; `pieces` yields its bytes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -43,10 +43,10 @@ def entries_of_file(path: Path) -> dict[str, TensorEntry]:
         layout: dict[str, Any] = json.loads(file.read(length))
     layout.pop(_METADATA, None)
     entries = dict[str, TensorEntry]()
-    for name, told in layout.items():
-        first, last = told["data_offsets"]
+    for name, entry in layout.items():
+        first, last = entry["data_offsets"]
         pieces = partial(_pieces_of_file, path, _LENGTH.size + length + first, last - first)
-        entries[name] = TensorEntry(dtype=told["dtype"], shape=tuple(told["shape"]), size=last - first, pieces=pieces)
+        entries[name] = TensorEntry(dtype=entry["dtype"], shape=tuple(entry["shape"]), size=last - first, pieces=pieces)
     return entries
 
 

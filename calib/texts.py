@@ -1,4 +1,4 @@
-"""Documents of a UTF-8 text file, a line a document: opened once, identified by content, read as named tensors."""
+"""Documents of a UTF-8 text file, one a line: opened once, identified by content, read as named tensors."""
 
 import codecs
 import os
@@ -14,12 +14,11 @@ from torch import Tensor
 from ground.errors import BadInput
 from ground.files import refuse_utf16, regular_file
 
-from .inputs import IndexedInputs, ids_from_hashes, refuse_dtypes
-from .inputs import input_count as batch_size_of
+from .inputs import IndexedInputs, ids_from_hashes, input_count, refuse_dtypes
 
 MOST_LINE_BYTES = 2**20
 Encode = Callable[[Sequence[str]], Mapping[str, Tensor]]
-"""Turns documents [B] into tensors by name [B,...], padded to one length that is the same for every batch."""
+"""A tokenizer: turns documents [B] into tensors by name [B,...], padded to the same length in every batch."""
 
 
 class Line(NamedTuple):
@@ -29,7 +28,7 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Texts(IndexedInputs):
-    """Documents, one a line; `first` is one encoded."""
+    """Documents, one a line; `first` holds the first one encoded."""
 
     noun: ClassVar[str] = "documents"
 
@@ -49,11 +48,12 @@ class Texts(IndexedInputs):
             raise BadInput(f"{self.path}: can't be read ({error.strerror})") from error
 
     def _hashes(self, places: Sequence[int]) -> list[bytes]:
-        return list(map(_sha256, self._contents(places)))
+        return [sha256(content).digest() for content in self._contents(places)]
 
     def _rows(self, positions: Sequence[int]) -> Mapping[str, Tensor]:
         contents = self._contents([self.places[position] for position in positions])
-        if not torch.equal(ids_from_hashes(map(_sha256, contents)), self.ids[list(positions)]):
+        hashes = (sha256(content).digest() for content in contents)
+        if not torch.equal(ids_from_hashes(hashes), self.ids[list(positions)]):
             raise BadInput(f"{self.path}: changed since it was opened; don't change it while it is read")
         inputs, count = self.encode([content.decode() for content in contents]), len(contents)
         forms, expected = (_forms(tensors, size) for tensors, size in ((inputs, None), (self.first, count)))
@@ -66,13 +66,9 @@ class Texts(IndexedInputs):
 
 
 def _forms(inputs: Mapping[str, Tensor], size: int | None) -> str:
-    """Return name, dtype and shape of every tensor, for a batch of another size if given."""
+    """Describe every tensor's name, dtype and shape; `size` replaces the size of the batch."""
     shapes = ((name, tensor.dtype, list(tensor.shape)) for name, tensor in inputs.items())
     return ", ".join(f"{name} {dtype} {shape if size is None else [size, *shape[1:]]}" for name, dtype, shape in shapes)
-
-
-def _sha256(content: bytes) -> bytes:
-    return sha256(content).digest()
 
 
 def _read(path: Path) -> Iterator[tuple[Line, str]]:
@@ -114,16 +110,16 @@ def _lines(path: Path) -> tuple[Line, ...]:
 
 
 def open_texts(path: Path, *, encode: Encode, samples: int | None = None, seed: int = 0) -> Texts:
-    """Open the documents in `path`, a line each, without blank ones; `samples` are drawn by `seed`.
+    """Open the documents in `path`, the lines that are not blank; `samples` of them are drawn by `seed`.
 
-    Raises BadInput for a file that is missing, no regular one, empty, not UTF-8 or with too long lines, for too few
+    Raises BadInput for a file that is missing, not regular, empty, not UTF-8 or has too long lines, for too few
     documents, and for tensors without a batch.
     """
     lines = _lines(path)
     opened = Texts(available=len(lines), path=path, lines=lines, encode=encode, first={})
     texts = opened.sampled(samples, seed, where=path)
     first = encode([content.decode() for content in texts._contents(texts.places[:1])])
-    if batch_size_of(first) != 1:
-        raise BadInput(f"{path}: one document encoded is {batch_size_of(first)} inputs, expected 1")
+    if (count := input_count(first)) != 1:
+        raise BadInput(f"{path}: one document is encoded as {count} inputs, expected 1")
     refuse_dtypes(first)
     return replace(texts, first=first)

@@ -74,18 +74,19 @@ def test_the_edge_of_alike() -> None:
 
 def test_what_was_seen_is_found_by_content_and_by_looks() -> None:
     images = photographs(6)
-    fitted = Fingerprints.of(torch.arange(4), images[:4])
+    fitted = Fingerprints.from_inputs(torch.arange(4), images[:4])
     # Two of the very same, a copy of a third under another digest, one that is none of them.
-    judging = Fingerprints.of(torch.tensor([0, 1, 77, 78]), torch.cat([images[:3], images[5:]]))
+    judging = Fingerprints.from_inputs(torch.tensor([0, 1, 77, 78]), torch.cat([images[:3], images[5:]]))
     assert judging.overlap(fitted) == (2, 1)
     assert judging.overlap(Fingerprints(ids=fitted.ids)) == (2, 0)
     assert judging.overlap(Fingerprints()) == (0, 0)
-    texts = Fingerprints.of(torch.tensor([1, 9]), {"input_ids": torch.zeros(2, 5)})
+    texts = Fingerprints.from_inputs(torch.tensor([1, 9]), {"input_ids": torch.zeros(2, 5)})
     assert texts.overlap(fitted) == (1, 0)
 
 
 def test_those_with_hashes_stand_first_and_all_are_kept_as_text() -> None:
-    hashed, plain = Fingerprints.of(torch.tensor([5, -3]), photographs(2)), Fingerprints(ids=torch.tensor([2**62]))
+    hashed = Fingerprints.from_inputs(torch.tensor([5, -3]), photographs(2))
+    plain = Fingerprints(ids=torch.tensor([2**62]))
     both = Fingerprints.concatenated([plain, hashed])
     assert both.ids.tolist() == [5, -3, 2**62]
     again = FingerprintsText(**both.as_json()).fingerprints

@@ -109,7 +109,7 @@ def test_whole_groups_are_held_out(tmp_path: Path) -> None:
     assert (rest.count, held.count) == (12, 8)
     assert Counter(left.tolist()).most_common()[0][1] == 4
     assert not set(rest.ids.tolist()) & set(held.ids.tolist())
-    rejects("hold out: 17 of 20 images in 5 groups", held_out_groups, images, groups, 17, seed=0)
+    rejects("hold out: got 17 of 20 images in 5 groups", held_out_groups, images, groups, 17, seed=0)
 
 
 def channels(seed: int) -> ChannelMoments:

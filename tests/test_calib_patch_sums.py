@@ -306,7 +306,7 @@ def test_only_zeros_may_be_put_around() -> None:
     ],
 )
 def test_channels_that_are_not_of_the_groups_are_refused(channels_GR: Tensor) -> None:
-    with pytest.raises(BadInput, match=r"^conv: channels of patches are .*int64 \[2, any\], sorted, of the 3"):
+    with pytest.raises(BadInput, match=r"^conv: channels of patches are .*int64 \[2, any\], sorted, below each"):
         PatchTaps(name="conv", output=nn.Conv2d(6, 2, 3, groups=2), channels_GR=channels_GR)
 
 

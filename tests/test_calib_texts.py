@@ -129,7 +129,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(path: Path) -> None:
     ("encode", "message"),
     [
         (lambda documents: {}, "no tensor; expected the same batch"),
-        (lambda documents: {"ids": torch.zeros(2, 4)}, "one document encoded is 2 inputs, expected 1"),
+        (lambda documents: {"ids": torch.zeros(2, 4)}, "one document is encoded as 2 inputs, expected 1"),
         (lambda documents: {"ids": torch.zeros(1, 4).double()}, "ids torch.float64"),
         (
             lambda documents: tiny_text.encode_to(max(map(len, documents)))(documents),

@@ -100,8 +100,8 @@ def _assert_same(one: Moments, other: Moments) -> None:
 def test_moments_without_some_images_are_those_of_the_rest(dense: Checkpoint, images: Images) -> None:
     whole, apart = of(dense, images), of(dense, images, range(0, 40, 5))
     _assert_same(moments_without(whole, apart), of(dense, images, (place for place in range(40) if place % 5)))
-    rejects("moments to take apart", moments_without, apart, whole)
-    rejects("moments to take apart", moments_without, whole, whole)
+    rejects("moments to subtract", moments_without, apart, whole)
+    rejects("moments to subtract", moments_without, whole, whole)
 
 
 def test_a_budget_looks_at_images_that_its_moments_leave_out(dense: Checkpoint, images: Images) -> None:

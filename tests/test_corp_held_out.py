@@ -170,7 +170,7 @@ def test_copies_of_an_image_are_not_parted_from_it(tmp_path: Path) -> None:
 
 def test_copies_of_one_image_can_not_be_parted(tmp_path: Path) -> None:
     np.save(tmp_path / "images.npy", tiny.images(1)[np.zeros(9, int)])
-    said = "got 1 of 9 images, which are copies of one: none can be held out; give different images"
+    said = "got 1 of 9 images, which are all copies of one: none can be held out; give different images"
     rejects(said, held_out_split, opened(tmp_path / "images.npy"), 1, seed=0)
 
 

@@ -13,8 +13,9 @@ from click.testing import Result
 from calib import memory
 from calib.calibrate import Snapshots
 from calib.combination import merge_moments
-from calib.groups import group_ids, second_half_mask, split_by_mask
+from calib.groups import group_ids, second_half_mask
 from calib.images import Images
+from calib.inputs import split_by_mask
 from calib.moments import Moments
 from calib.patch_moments import PatchMoments
 from calib.store import load_moments, save_moments

@@ -66,7 +66,7 @@ def test_valid_files_are_accepted_and_changed_ones_taken_or_refused(
 def test_labels_of_groups_that_are_no_letters(tmp_path: Path, codes: tuple[int, int], order: str) -> None:
     images = tiny.opened(tmp_path / "images.npy", tiny.images(2))
     np.save(tmp_path / "groups.npy", np.array(codes, dtype=f"{order}u4").view(f"{order}U1"))
-    rejects("no letters", group_ids, images, str(tmp_path / "groups.npy"))
+    rejects("no Unicode characters", group_ids, images, str(tmp_path / "groups.npy"))
     np.save(tmp_path / "groups.npy", np.array(["ä", "𝄞"], dtype=f"{order}U1"))
     assert len(set(group_ids(images, str(tmp_path / "groups.npy")).tolist())) == 2
 

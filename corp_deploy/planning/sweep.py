@@ -59,7 +59,7 @@ class SweepContext:
     @property
     def fitted(self) -> FittedInputs | None:
         """The number of judging inputs that the models are fitted to, or None if the moments don't tell."""
-        judging = Fingerprints.of(self.source.ids, self.scored.inputs)
+        judging = Fingerprints.from_inputs(self.source.ids, self.scored.inputs)
         fingerprints = [each.fingerprints for each in self.statistics]
         fingerprints += [] if self.calibration is None else [Fingerprints(ids=self.calibration.ids)]
         return fitted_inputs(judging, fingerprints, noun=self.source.noun)

@@ -60,7 +60,7 @@ def inputs_from_set(source: InputSet, labels: NDArray[np.int64] | None = None) -
     for batch in source.read(64):
         if not len(batch.ids):
             continue
-        fingerprints.append(Fingerprints.of(batch.ids, batch.inputs))
+        fingerprints.append(Fingerprints.from_inputs(batch.ids, batch.inputs))
         tensors = {"images": batch.inputs} if isinstance(batch.inputs, Tensor) else batch.inputs
         parts = {name: tensor.numpy() for name, tensor in tensors.items()}
         count = batch_size(parts)
@@ -138,7 +138,7 @@ def _images_or_noise(path: Path | None, ports: Sequence[Port], models: Sequence[
     values: NDArray[Any] = whole_pixels(images, where=str(path)) if port.dtype == PIXEL else images
     return ProofInputs(
         feeds={port.name: np.resize(values, (count, *port.shape))},
-        fingerprints=Fingerprints.of(batch.ids, batch.inputs),
+        fingerprints=Fingerprints.from_inputs(batch.ids, batch.inputs),
     )
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from calib.calibrate import Snapshots, refuse_counts
 from calib.combination import merge_moments
 from calib.distributed import Ranks
-from calib.groups import second_half_mask, split_by_mask
-from calib.inputs import InputSet
+from calib.groups import second_half_mask
+from calib.inputs import InputSet, split_by_mask
 from calib.moments import Moments
 from calib.store import load_moments, save_moments
 from ground.errors import BadInput

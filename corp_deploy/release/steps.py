@@ -10,9 +10,9 @@ import msgspec
 import numpy as np
 import torch
 
-from calib.groups import BY_NAME, split_by_mask
+from calib.groups import BY_NAME
 from calib.images import Images
-from calib.inputs import shuffle_inputs
+from calib.inputs import shuffle_inputs, split_by_mask
 from calib.store import load_moments
 from corp_deploy.families.family import sites_of
 from corp_deploy.invocation.calibration import CalibrateOptions
