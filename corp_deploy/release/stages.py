@@ -332,7 +332,7 @@ def _timing_stage(
         command,
         outputs=(output,),
         reads=(*reads, names.SAMPLES),
-        settings=settings_of("bench", recipe.bench) | compared,
+        settings={**settings_of("bench", recipe.bench), **compared},
         tools=TIMED_BY.get(target.name, ()) if kind == "bench" else (),
         missing=lambda: missing_to_run(target),
         machine=lambda: measured_by(target),
