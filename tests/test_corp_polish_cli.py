@@ -76,7 +76,7 @@ def test_an_interrupted_reduction_goes_on_in_its_polish_to_the_same_bytes(home: 
     choice = ReduceOptions.from_options(
         {"mlp": 0.5, "attn": 0.5, "align": {"mlp": 8, "head": 8}, "polish": "layer", "polish_steps": 1}
     )
-    asked, images = request_of(choice), images_for_model(dense.model, home / "images.npy")
+    images = images_for_model(dense.model, home / "images.npy")
 
     class Stopped(Exception):
         """What an interruption raises here."""
@@ -88,8 +88,9 @@ def test_an_interrupted_reduction_goes_on_in_its_polish_to_the_same_bytes(home: 
     def run(name: str, done: Any = None) -> bytes:
         state = home / "state.safetensors"
         how = Polishing(state=state, on_progress=done)
-        moments, file = load_moments(home / "m"), home / "m"
-        reduce_checkpoint(dense, moments, asked, moments_file=file, directory=home / name, images=images, polishing=how)
+        file, directory = home / "m", home / name
+        moments = load_moments(file)
+        reduce_checkpoint(dense, moments, choice, moments_file=file, directory=directory, images=images, polishing=how)
         assert not state.exists()
         return (home / name / "model.safetensors").read_bytes()
 

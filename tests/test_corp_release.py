@@ -265,7 +265,7 @@ def test_a_history_keeps_the_record_after_its_gate_and_changes_no_verdict_later(
         rows = bench_of_release(0, 2.5, batches=how["batches"]).rows
         return replace(measured(*where, **how), rows=rows)
 
-    monkeypatch.setattr(steps, "measure", quiet)
+    monkeypatch.setattr(speed, "measure", quiet)
     history = home / "history"
     edit(home, "[gate]\n", '[gate]\nhistory = "history"\n')
     release(home)

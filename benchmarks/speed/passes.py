@@ -26,7 +26,6 @@ from corp_deploy.families.family import input_ports
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.machine import versions
 from corp_deploy.planning.execution import reduce_checkpoint
-from corp_deploy.planning.request import ReductionRequest, request_of
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.spec.architecture import Architecture
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
@@ -41,12 +40,12 @@ Work = Callable[[], object]
 Samples = dict[str, dict[str, list[float]]]
 
 
-def asked(row: str, share: float) -> ReductionRequest:
+def asked(row: str, share: float) -> ReduceOptions:
     """What a row's `reduce` is asked for: half of every width, or widths by site for a share of the MACs."""
     loop, by_site = "loop" in row, "macs" in row
     if by_site:
-        return request_of(ReduceOptions(mlp=0.0, attn=0.0, macs=share, closed_loop=loop))
-    return request_of(ReduceOptions(mlp=SPARSITY, attn=SPARSITY, closed_loop=loop))
+        return ReduceOptions(mlp=0.0, attn=0.0, macs=share, closed_loop=loop)
+    return ReduceOptions(mlp=SPARSITY, attn=SPARSITY, closed_loop=loop)
 
 
 ROWS = ("calibrate", "uniform", "macs", "loop", "macs and loop")

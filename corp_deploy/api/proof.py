@@ -7,18 +7,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from calib.store import load_moments
 from corp_deploy.invocation.input_choice import Drawn, HoldOutOptions
 from corp_deploy.invocation.option import Labels
-from corp_deploy.invocation.proof import ProofFiles, ProofOptions, Runtime
-from corp_deploy.proof.candidate_names import distinct
-from corp_deploy.proof.candidates import Candidate, candidate_from_path, of_model, require_batches, with_runtimes
-from corp_deploy.proof.chain import prove_chain
+from corp_deploy.invocation.proof import ProofFiles, ProofOptions
+from corp_deploy.proof.candidates import require_batches
 from corp_deploy.proof.engine_trust import trusting_engines
 from corp_deploy.proof.limits import ParityLimits
 from corp_deploy.proof.model_inputs import inputs_from_set
-from corp_deploy.proof.outcome import save_proof
-from corp_deploy.store.checkpoint import Checkpoint
+from corp_deploy.proof.prove import candidates_from_paths, prove
 from corp_deploy.store.labels import labels_for
 from ground.errors import BadInput
 from perf.parity.parity import Parity
@@ -28,16 +24,13 @@ from .models import ModelLike, PathLike, module_beside, opened, opened_inputs
 from .values import InputsLike
 
 
-def _candidates(
-    paths: PathLike | Sequence[PathLike], dense: Checkpoint, runtimes: Sequence[Runtime]
-) -> list[Candidate]:
+def _paths_of_candidates(paths: PathLike | Sequence[PathLike]) -> list[PathLike]:
     every = [paths] if isinstance(paths, str | os.PathLike) else list(paths) if isinstance(paths, Sequence) else [paths]
     if odd := [type(each).__name__ for each in every if not isinstance(each, str | os.PathLike)]:
         raise BadInput(f"candidates: a {odd[0]}; give what reduce returned, or a directory, a graph or an engine")
     if not every:
         raise BadInput("nothing to hold against the reference: give a directory, a graph or an engine as candidates")
-    named = distinct([candidate_from_path(os.fspath(path)) for path in every])
-    return of_model(with_runtimes(named, runtimes), dense)
+    return every
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +70,7 @@ def verify(call: VerifyCall) -> Parity:
         stack.enter_context(trusting_engines(call.trust_engine))
         dense = stack.enter_context(opened(call.reference, call.inputs))
         stack.enter_context(module_beside(call.candidates))
-        steps = _candidates(call.candidates, dense, call.runtimes)
+        steps = candidates_from_paths(_paths_of_candidates(call.candidates), call.runtimes)
         for sentence in require_batches(steps, call.batches) if "batches" in call.non_default else ():
             warnings.warn(in_python(sentence, VerifyCall), stacklevel=3)
         input_set = stack.enter_context(opened_inputs(dense.model, call.inputs, **call.drawn))
@@ -85,16 +78,13 @@ def verify(call: VerifyCall) -> Parity:
         if call.labels is not None:
             labels = labels_for(call.labels, proving, dense.model)
         proof_inputs = inputs_from_set(proving, labels)
-        for sentence in limits.unreachable(proof_inputs.images):
-            warnings.warn(in_python(sentence, VerifyCall), stacklevel=3)
-        proof = prove_chain(
+        proof = prove(
             dense,
             steps,
             proof_inputs,
-            batches=tuple(call.batches),
-            limits=limits,
-            moments=None if call.moments is None else load_moments(Path(call.moments)),
+            limits,
+            output=None if call.output is None else Path(call.output),
+            moments_file=None if call.moments is None else Path(call.moments),
+            warn=lambda sentence: warnings.warn(in_python(sentence, VerifyCall), stacklevel=5),
         )
-    if call.output is not None:
-        save_proof(proof, Path(call.output))
     return proof.parity

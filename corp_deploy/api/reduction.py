@@ -15,10 +15,8 @@ from corp_deploy.families.given_module import NAME as MEMORY
 from corp_deploy.invocation import reduction
 from corp_deploy.invocation.input_choice import Drawn, HoldOutOptions
 from corp_deploy.planning.execution import reduce_checkpoint
-from corp_deploy.planning.judging import judges_from_choice
-from corp_deploy.planning.request import record_of_reduction, request_of
+from corp_deploy.planning.request import record_of_reduction
 from corp_deploy.reduction.report import SiteReport
-from corp_deploy.store.checkpoint import on_device
 from corp_deploy.traced.models.module import is_reduced
 from ground.errors import BadInput
 from ground.gpu import require_device
@@ -80,7 +78,7 @@ def reduce(call: ReduceCall) -> Reduced:
     moments = load_moments(moments_file)
     with ExitStack() as stack:
         example = moments if in_files else call.inputs
-        dense, input_set = on_device(stack.enter_context(opened(call.model, example)), call.device), None
+        dense, input_set = stack.enter_context(opened(call.model, example)), None
         if dense.architecture.family == MEMORY and is_reduced(dense.model):
             raise BadInput("model is a reduced one in memory, and a directory names the dense one; give its directory")
         if call.inputs is not None:
@@ -89,12 +87,10 @@ def reduce(call: ReduceCall) -> Reduced:
         result, planned = reduce_checkpoint(
             dense,
             moments,
-            request_of(call),
+            call,
             moments_file=moments_file,
             directory=Path(call.output),
             images=input_set,
-            judges=judges_from_choice(dense.model, input_set, call),
-            held_out=None if call.held_out is None else load_moments(Path(call.held_out)),
         )
     module, notes = None, [in_python(each, ReduceCall) for each in result.notes]
     if dense.architecture.family == MEMORY:

@@ -8,11 +8,10 @@ from pathlib import Path
 
 from corp_deploy.invocation.running import BenchFiles, BenchOptions, FedOptions, TextFed
 from corp_deploy.proof.engine_trust import trusting_engines
-from corp_deploy.proof.speed import measure
+from corp_deploy.proof.speed import bench_models
 from corp_deploy.spec.trusted_code import trusting_code
 from ground.errors import BadInput
-from ground.files import replacing
-from perf.record.runs import Bench, save_bench
+from perf.record.runs import Bench
 from perf.stats.stats import Interval
 from perf.stats.summary import Summary, summarise
 
@@ -71,16 +70,11 @@ def bench(call: BenchCall) -> Speed:
         stack.enter_context(trusting_code(call.trust_code))
         stack.enter_context(trusting_engines(call.trust_engine))
         images = None if call.inputs is None else stack.enter_context(as_file(call.inputs))
-        measured = measure(
+        measured = bench_models(
             Path(call.dense),
             Path(call.reduced),
-            batches=call.batches,
-            plan=call.plan,
-            running=call.running,
+            call,
             fed=FedOptions(images=images, text=call.text),
-            names=call.names,
+            output=None if call.output is None else Path(call.output),
         )
-    if call.output is not None:
-        with replacing(Path(call.output)) as temporary:
-            save_bench(measured, temporary)
     return Speed(record=measured, summary=summarise(measured))

@@ -46,36 +46,28 @@ def reduce_command(
     from calib.store import load_moments
     from corp_deploy.planning.carried_out import Polishing
     from corp_deploy.planning.execution import reduce_checkpoint
-    from corp_deploy.planning.judging import judges_from_choice
-    from corp_deploy.planning.refusals import require_sayable
-    from corp_deploy.planning.request import record_of_reduction, request_of
+    from corp_deploy.planning.request import record_of_reduction
     from corp_deploy.polish.state import state_beside
     from corp_deploy.proof.speed import measured_speedup
-    from corp_deploy.store.checkpoint import on_device
     from corp_deploy.store.manifest import path_beside, timed_on, write_effort
     from corp_deploy.views.reduction import polishing_shown, reduction_shown
     from ground.gpu import require_device
 
     require_device(reduction.device)
-    request = request_of(reduction)
     output = Path(files.output)
     title = f"reducing ({cost(CLOSED_LOOP)})" if reduction.loop == "asymmetric" else "reducing"
     resumed = state_beside(output).exists()
     with timed_on(reduction.device) as watch:
-        dense = on_device(model.load(out), reduction.device)
-        require_sayable(dense, request)
+        dense = model.load(out)
         images = None if inputs.path is None else inputs.split(inputs.open(dense, out.note), inputs.seed).fitted
-        judges = judges_from_choice(dense.model, images, reduction)
-        with out.progress(title, None, unit="sites" if judges is None else "models") as bar:
+        with out.progress(title, None, unit="sites" if reduction.within is None else "models") as bar:
             result, plan = reduce_checkpoint(
                 dense,
                 load_moments(Path(files.moments)),
-                request,
+                reduction,
                 moments_file=Path(files.moments),
                 directory=output,
                 images=images,
-                judges=judges,
-                held_out=None if reduction.held_out is None else load_moments(Path(reduction.held_out)),
                 on_progress=bar,
                 watch=watch,
                 polishing=Polishing(

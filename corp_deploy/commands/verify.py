@@ -15,7 +15,7 @@ from ground.errors import EXIT_INCONCLUSIVE, EXIT_NOT_COMPARABLE
 from .command import ModelChoice, as_directory, command, some
 from .decoder import bench_graphs, verify_graph
 from .options import ANY_PATH, FILE, explicit_options, trust_engine_option, trust_option, usage_errors
-from .verify_run import ProofInputChoice, VerifyRun, keep_proof
+from .verify_run import ProofInputChoice, VerifyRun, show_proof
 
 if TYPE_CHECKING:
     from corp_deploy.proof.limits import ParityLimits
@@ -95,45 +95,42 @@ def _verify_models(
     out: Output,
 ) -> int:
     """Prove the chain from a model to the last candidate; the exit code."""
-    from calib.store import load_moments
-    from corp_deploy.proof.candidate_names import distinct
-    from corp_deploy.proof.candidates import candidate_from_path, of_model, require_batches, with_runtimes
-    from corp_deploy.proof.chain import prove_chain
-    from corp_deploy.proof.custom_metrics import Meter, require_runnable
+    from corp_deploy.proof.candidates import of_model, require_batches
+    from corp_deploy.proof.custom_metrics import require_runnable
+    from corp_deploy.proof.prove import candidates_from_paths, prove
     from corp_deploy.proof.second_opinion import require_second_opinion, write_second_opinion
 
     inputs.require()
     output = options.record_of(candidates)
     require_runnable(options.metrics)
-    named = distinct([candidate_from_path(path) for path in candidates])
+    steps = candidates_from_paths(candidates, options.runtimes)
     dense = model.load(out)
-    steps = of_model(with_runtimes(named, options.runtimes), dense)
     if options.polygraphy is not None:
         require_second_opinion(steps)
     if "batch" in explicit_options():
         for sentence in require_batches(steps, options.batches):
             out.warn(sentence)
     proof_inputs = inputs.of_model(dense, out.note, pixels=any(step.takes_pixels for step in steps))
-    for sentence in limits.unreachable(proof_inputs.images):
-        out.warn(sentence)
-    meter = Meter(options.metrics, proof_inputs, time_limit_s=options.metric_time_limit)
     with out.progress("verifying", len(steps), unit="links") as bar:
-        proof = prove_chain(
+        proof = prove(
             dense,
             steps,
             proof_inputs,
-            batches=options.batches,
-            limits=limits,
-            moments=None if options.moments is None else load_moments(Path(options.moments)),
+            limits,
+            output=output,
+            moments_file=None if options.moments is None else Path(options.moments),
+            metrics=options.metrics,
+            metric_time_limit_s=options.metric_time_limit,
+            warn=out.warn,
             on_progress=bar,
-            answered=meter.measure,
         )
-    proof = meter.beside(proof)
     again: list[str] = []
     if (there := options.polygraphy) is not None:
-        written = write_second_opinion(proof, steps, proof_inputs.feeds, there, batch=max(options.batches))
+        written = write_second_opinion(
+            proof, of_model(steps, dense), proof_inputs.feeds, there, batch=max(options.batches)
+        )
         again = [f"in {there}:", *written]
-    return keep_proof(proof, output, out, *again)
+    return show_proof(proof.parity, out, *again)
 
 
 @command(first="output batch backend device provider threads time-limit half-width images names")
@@ -161,10 +158,8 @@ def bench_command(
 
     Example: corp-deploy bench dense/model.onnx reduced/model.onnx --batch 1,8,32 -o bench.json
     """
-    from corp_deploy.proof.speed import measure
+    from corp_deploy.proof.speed import bench_models
     from corp_deploy.views.speed import best_batch, repeat_lines, speed_record, speed_table
-    from ground.files import replacing
-    from perf.record.runs import save_bench
 
     output = None if files.output is None else Path(files.output)
     of_graphs = _are_of_decoders(dense, reduced)
@@ -178,21 +173,16 @@ def bench_command(
         as_directory(reduced, out) as reduced_run,
         out.progress("measuring", 100, unit="%") as bar,
     ):
-        measured = measure(
+        measured = bench_models(
             dense_run,
             reduced_run,
-            batches=options.batches,
-            plan=options.plan,
-            running=options.running,
+            options,
             fed=fed,
-            names=options.names,
+            output=output,
             command=["corp-deploy", *sys.argv[1:]],
             progress=lambda share, _: bar(int(100 * share)),
         )
         bar(100)
-    if output is not None:
-        with replacing(output) as temporary:
-            save_bench(measured, temporary)
     for warning in measured.warnings:
         out.warn(warning)
     out.result(speed_record(measured), speed_table(measured), *repeat_lines(measured), *best_batch(measured))

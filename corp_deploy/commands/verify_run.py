@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from corp_deploy.proof.artefact import Artefact
     from corp_deploy.proof.custom_metrics import MetricRequest
     from corp_deploy.proof.limits import ParityLimits
-    from corp_deploy.proof.outcome import Proof
     from corp_deploy.proof.proof_inputs import ProofInputs
     from corp_deploy.store.checkpoint import Checkpoint
+    from perf.parity.parity import Parity
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +84,7 @@ class VerifyRun(ProofFiles, MetricOptions, ProofOptions, DecoderProof, heading="
             require_one_environment,
         )
         from corp_deploy.proof.custom_metrics import Meter, require_runnable
+        from corp_deploy.proof.outcome import save_proof
         from corp_deploy.proof.proof_inputs import ProofInputs
 
         if self.write_golden is not None:
@@ -121,7 +122,9 @@ class VerifyRun(ProofFiles, MetricOptions, ProofOptions, DecoderProof, heading="
                 on_progress=bar,
                 answered=meter.measure,
             )
-        return keep_proof(meter.beside(proof), output, out)
+        proof = meter.beside(proof)
+        save_proof(proof, output)
+        return show_proof(proof.parity, out)
 
     def _sizes(self, artefacts: "Sequence[Artefact]") -> Sequence[int]:
         """The batch sizes asked for. Raises UsageError where one that was typed is none that an engine takes."""
@@ -164,14 +167,12 @@ class VerifyRun(ProofFiles, MetricOptions, ProofOptions, DecoderProof, heading="
         return 0
 
 
-def keep_proof(proof: "Proof", output: Path, out: Output, *more: str) -> int:
-    """Write a proof and say what came of it; the exit code."""
-    from corp_deploy.proof.outcome import EXIT_CODES, save_proof
+def show_proof(parity: "Parity", out: Output, *more: str) -> int:
+    """Print the record of a proof with its warnings; return the exit code of its verdict."""
+    from corp_deploy.proof.outcome import EXIT_CODES
     from corp_deploy.views.parity import parity_shown
     from perf.parity.parity import HOW_TO_JUDGE
 
-    save_proof(proof, output)
-    parity = proof.parity
     if parity.fitted is not None and parity.fitted.has_overlap:
         out.warn(parity.fitted.warning)
     if parity.verdict == "UNJUDGED":

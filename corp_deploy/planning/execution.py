@@ -10,23 +10,25 @@ from torch import nn
 
 from calib.inputs import InputSet
 from calib.moments import Moments
+from calib.store import load_moments
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import sites_of
+from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.reduction.calibration_warnings import warnings_of_moments
 from corp_deploy.reduction.model import Reduction, uniform_widths
 from corp_deploy.reduction.moments import merging_note, require_apart, require_same_model, without_held_out
 from corp_deploy.reduction.sparsify import Sparsifying, sparsified
-from corp_deploy.store.checkpoint import Checkpoint, save
+from corp_deploy.store.checkpoint import Checkpoint, on_device, save
 from corp_deploy.store.transformers_saved import FOLDER, transformers_form, write_transformers
 from ground.effort import Stopwatch, measure_effort
 from ground.errors import BadInput
 
 from .carried_out import Polishing, carry_out, carry_out_better, inputs_to_polish, with_polish
-from .judging import Judge, Judges
+from .judging import Judge, Judges, judges_from_choice
 from .limit_search import figure, smallest_within
 from .plan import plan, planner_of
 from .refusals import as_merged, refuse_options, refuse_other_eps, refuse_outdated, require_images, require_sayable
-from .request import ReductionRequest, WidthPlan, merging_as_planned, reduced_checkpoint
+from .request import ReductionRequest, WidthPlan, merging_as_planned, reduced_checkpoint, request_of
 
 
 def _planned(
@@ -131,25 +133,26 @@ def _limited(
 def reduce_checkpoint(
     dense: Checkpoint,
     moments: Moments,
-    request: ReductionRequest,
+    options: ReduceOptions,
     *,
     moments_file: Path,
     directory: Path,
     images: InputSet | None = None,
-    judges: Judges | None = None,
-    held_out: Moments | None = None,
     on_progress: Callable[[int, int], None] | None = None,
     polishing: Polishing | None = None,
     watch: Stopwatch | None = None,
 ) -> tuple[Reduction, WidthPlan]:
-    """Reduce a model, polish and sparsify it if the request asks for that, and write it to a directory.
+    """Reduce a model, polish and sparsify it if the options ask for that, and write it to a directory.
 
-    The model is reduced on the device of the dense model, and also written in the form of transformers if the request
-    asks for it. Nothing is written unless all of it succeeds, except the state of a polish, from which the same call
+    The model is reduced on the device of the options, and also written in the form of transformers if they ask for
+    it. Nothing is written unless all of it succeeds, except the state of a polish, from which the same call
     continues.
     """
+    dense, request = on_device(dense, options.device), request_of(options)
     refuse_outdated(directory, request)
     require_sayable(dense, request)
+    judges = judges_from_choice(dense.model, images, options)
+    held_out = None if options.held_out is None else load_moments(Path(options.held_out))
     how = polishing or Polishing()
     polish_inputs = inputs_to_polish(request, images, moments, judges)
     reduction, planned = reduce_as_asked(
@@ -170,11 +173,10 @@ def reduce_checkpoint(
                 request.polish,
                 polish_inputs,
                 how,
-                reads=request.options.reads,
-                optional=request.options.polish is None,
+                reads=options.reads,
+                optional=options.polish is None,
             )
         reduction = _limited(dense.model, moments, request, reduction, polished, images=images, judges=judges)
-    options = request.options
     if options.patterns:
         with measure_effort(watch, "sparsify"):
             fitted = without_held_out(images, held_out) if polish_inputs is None else polish_inputs.fitted
@@ -187,11 +189,10 @@ def reduce_checkpoint(
     reduction = replace(reduction, model=reduction.model.cpu(), notes=notes)
     # Inputs by which a limit is held or a polish stops choose the model, so they are no proof of it.
     chosen_by = [images, None if judges is None else judges.inputs]
-    only_reported = request.options.within is None and request.polish is None
+    only_reported = options.within is None and request.polish is None
     looked_at = [without_held_out(images, held_out)] if only_reported else chosen_by
-    preset = request.options.preset
-    written = reduced_checkpoint(dense, reduction, planned, preset, moments, moments_file, held_out, looked_at)
-    theirs = None if request.options.save_as is None else transformers_form(written)
+    written = reduced_checkpoint(dense, reduction, planned, options.preset, moments, moments_file, held_out, looked_at)
+    theirs = None if options.save_as is None else transformers_form(written)
     save(written, directory)
     if theirs is not None:
         write_transformers(*theirs, directory / FOLDER)

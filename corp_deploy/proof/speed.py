@@ -9,15 +9,16 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from corp_deploy.invocation.running import Device, FedOptions, RunOptions
+from corp_deploy.invocation.running import BenchOptions, Device, FedOptions, RunOptions
 from corp_deploy.invocation.table import BENCH
 from corp_deploy.store.fitted import fitted_inputs
 from export.engine.record import record_of_plan
 from ground.errors import BadInput, Missing
 from ground.feeds import random_feeds
+from ground.files import replacing
 from ground.ports import Port
 from perf.bench.bench import bench_subjects
-from perf.record.runs import Bench
+from perf.record.runs import Bench, save_bench
 from perf.runners.cuda import first_uuid
 from perf.stats.summary import summarise
 from perf.timing.laps import Plan
@@ -155,6 +156,34 @@ def measure(
     fitted = fitted_inputs(timed.fingerprints, (one.fitted, other.fitted), noun=timed.kind)
     remarks = () if fitted is None or not fitted.has_overlap else (fitted.warning,)
     return replace(measured, warnings=(*measured.warnings, *remarks), fitted=fitted)
+
+
+def bench_models(
+    dense: Path,
+    reduced: Path,
+    options: BenchOptions,
+    *,
+    fed: FedOptions,
+    output: Path | None,
+    command: Sequence[str] = (),
+    progress: Callable[[float, str], None] | None = None,
+) -> Bench:
+    """Time a dense and a reduced model as the options of `bench` say, and write the record to `output`."""
+    bench = measure(
+        dense,
+        reduced,
+        batches=options.batches,
+        plan=options.plan,
+        running=options.running,
+        fed=fed,
+        names=options.names,
+        command=command,
+        progress=progress,
+    )
+    if output is not None:
+        with replacing(output) as temporary:
+            save_bench(bench, temporary)
+    return bench
 
 
 def measured_speedup(dense: "Checkpoint", directory: Path, batch: int) -> float:

@@ -13,8 +13,6 @@ from corp_deploy.invocation.option import Invocation
 from corp_deploy.invocation.proof import Runtime
 from corp_deploy.machine import versions
 from corp_deploy.proof.candidates import Candidate, candidate_from_path, in_runtime
-from corp_deploy.proof.chain import prove_chain
-from corp_deploy.proof.custom_metrics import Meter
 from corp_deploy.proof.gate import (
     evidence_of_files,
     judged_rows,
@@ -25,7 +23,7 @@ from corp_deploy.proof.gate import (
 )
 from corp_deploy.proof.limits import ParityLimits
 from corp_deploy.proof.model_inputs import inputs_from_set
-from corp_deploy.proof.outcome import save_proof
+from corp_deploy.proof.prove import prove
 from corp_deploy.proof.report_input import json_of_file, record_of_directory, shown_lineage
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from corp_deploy.store.input_sets import images_for_model
@@ -96,18 +94,18 @@ def write_target_parity(dirs: StageDirs, recipe: Recipe, target: ReleaseTarget) 
     dense, profile = load_checkpoint(dirs.root / "dense"), target.profile
     inputs = inputs_from_set(images_for_model(dense.model, dirs.root / names.SAMPLES))
     metrics = trusted_metrics(recipe.parity.metrics(dirs.root))
-    meter = Meter(metrics, named_samples(inputs, dirs.root) if metrics else inputs, below=dirs.root)
     fitting = [size for size in recipe.parity.batches if profile.smallest <= size <= profile.largest]
-    limits = ParityLimits.from_options(recipe.parity.values)
-    proof = prove_chain(
+    limits = replace(ParityLimits.from_options(recipe.parity.values), batches=fitting or [profile.tuned])
+    prove(
         dense,
         [candidate_from_path("reduced", below=dirs.root), _candidate(target, dirs.root)],
         inputs,
-        batches=fitting or [profile.tuned],
-        limits=limits.of_few(inputs.count, elsewhere="the held-out images"),
-        answered=meter.measure,
+        limits.of_few(inputs.count, elsewhere="the held-out images"),
+        output=dirs.into / names.parity_name(target),
+        metrics=metrics,
+        metric_inputs=named_samples(inputs, dirs.root) if metrics else None,
+        below=dirs.root,
     )
-    save_proof(meter.beside(proof), dirs.into / names.parity_name(target))
 
 
 def write_verdicts(dirs: StageDirs, recipe: Recipe, baseline: Baseline) -> None:

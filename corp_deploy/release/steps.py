@@ -25,18 +25,15 @@ from corp_deploy.invocation.running import BenchOptions, FedOptions
 from corp_deploy.planning.calibration_size import calibration_size
 from corp_deploy.planning.carried_out import Polishing
 from corp_deploy.planning.execution import reduce_checkpoint
-from corp_deploy.planning.judging import Judges, scored_inputs
-from corp_deploy.planning.request import merging_checkpoint, request_of
-from corp_deploy.proof.candidates import candidate_from_path
-from corp_deploy.proof.chain import prove_chain
-from corp_deploy.proof.custom_metrics import Meter
+from corp_deploy.planning.judging import scored_inputs
+from corp_deploy.planning.request import merging_checkpoint
 from corp_deploy.proof.graphs import Graphs
 from corp_deploy.proof.limits import ParityLimits
 from corp_deploy.proof.model_inputs import fed_to_graph, inputs_from_set
-from corp_deploy.proof.outcome import save_proof
 from corp_deploy.proof.proof_inputs import ProofInputs
+from corp_deploy.proof.prove import candidates_from_paths, prove
 from corp_deploy.proof.report_input import record_of_directory
-from corp_deploy.proof.speed import measure
+from corp_deploy.proof.speed import bench_models
 from corp_deploy.reduction import moments_files
 from corp_deploy.reduction.moments import reference_of_summary
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
@@ -47,10 +44,10 @@ from ground.arrays import array_from_npy
 from ground.effort import measure_effort
 from ground.errors import BadInput
 from ground.feeds import single_array
-from ground.files import replacing, write_json, write_text
+from ground.files import write_json, write_text
 from ground.gpu import require_device
 from perf.parity.parity import Parity
-from perf.record.runs import Bench, save_bench
+from perf.record.runs import Bench
 from perf.report.render import html
 
 from . import names
@@ -103,17 +100,17 @@ def write_calibration(dirs: StageDirs, run: Invocation) -> None:
 def write_reduced(dirs: StageDirs, run: Invocation, choice: ReduceOptions) -> None:
     """Write the smaller model, of which the invocation says where its inputs are."""
     dense, seed, images = load_checkpoint(dirs.root / run["model"]), Drawn.from_options(run.options).seed, None
+    if run["held_out"] is not None:
+        choice = replace(choice, held_out=dirs.root / run["held_out"])
     if choice.needs_images:
         images = _held_out(dirs, run).split(_images(dense, dirs, run), seed).fitted
     reduce_checkpoint(
         dense,
         load_moments(dirs.root / run["moments"]),
-        request_of(choice),
+        choice,
         moments_file=dirs.root / run["moments"],
         directory=dirs.into / run["output"],
         images=images,
-        judges=None if choice.within is None else Judges(),
-        held_out=None if run["held_out"] is None else load_moments(dirs.root / run["held_out"]),
         polishing=Polishing(state=dirs.unfinished),
         watch=dirs.watch,
     )
@@ -137,18 +134,16 @@ def write_parity(dirs: StageDirs, run: Invocation) -> Parity:
     labels = None if run["labels"] is None else labels_for(dirs.root / run["labels"], source, dense.model)
     limits = ParityLimits.from_options(run.options)
     inputs = inputs_from_set(source, labels)
-    meter = Meter(trusted_metrics(run["metric"] or ()), inputs, below=dirs.root)
-    proof = prove_chain(
+    proof = prove(
         dense,
-        [candidate_from_path(path, below=dirs.root) for path in candidates],
+        candidates_from_paths(candidates, below=dirs.root),
         inputs,
-        batches=limits.batches,
-        limits=replace(limits, heads=tuple(dirs.root / path for path in limits.heads)),
-        moments=None if run["moments"] is None else load_moments(dirs.root / run["moments"]),
-        answered=meter.measure,
+        replace(limits, heads=tuple(dirs.root / path for path in limits.heads)),
+        output=dirs.into / run["output"],
+        moments_file=None if run["moments"] is None else dirs.root / run["moments"],
+        metrics=trusted_metrics(run["metric"] or ()),
+        below=dirs.root,
     )
-    proof = meter.beside(proof)
-    save_proof(proof, dirs.into / run["output"])
     return proof.parity
 
 
@@ -156,21 +151,11 @@ def write_bench(dirs: StageDirs, run: Invocation) -> Bench:
     """Dense against reduced in one process. Raises BadInput where no batch size has the time that it takes."""
     dense, reduced = (dirs.root / path for path in run.arguments)
     options = BenchOptions.from_options(run.options)
-    measured = measure(
-        dense,
-        reduced,
-        batches=options.batches,
-        plan=options.plan,
-        running=options.running,
-        fed=FedOptions(images=dirs.root / run["images"]),
-        names=options.names,
-        command=run.argv,
-    )
-    if not measured.is_timed:
-        raise BadInput(f"no batch size could be timed: {'; '.join(measured.warnings)} (in a recipe bench.time_limit_s)")
-    with replacing(dirs.into / run["output"]) as temporary:
-        save_bench(measured, temporary)
-    return measured
+    fed, output = FedOptions(images=dirs.root / run["images"]), dirs.into / run["output"]
+    bench = bench_models(dense, reduced, options, fed=fed, output=output, command=run.argv)
+    if not bench.is_timed:
+        raise BadInput(f"no batch size could be timed: {'; '.join(bench.warnings)} (in a recipe bench.time_limit_s)")
+    return bench
 
 
 def write_package(dirs: StageDirs, run: Invocation) -> None:
