@@ -1,1 +1,1 @@
-"""What every room stands on: errors, files, records, numbers as people write them. Knows nothing of models."""
+"""Errors, files, records, numbers and ports that all other packages use. Nothing here knows a model."""

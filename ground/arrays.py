@@ -1,7 +1,7 @@
-"""NumPy and safetensors files from anybody: what a header promises is held against the bytes that are there before
-memory is taken.
+"""Readers of untrusted NumPy and safetensors files.
 
-Nothing is unpickled. An archive may not inflate without end, whatever its own table of contents says.
+A header is checked against the size of its file before memory is allocated. Nothing is unpickled, and the inflated size
+of an archive is bounded.
 """
 
 import io
@@ -23,7 +23,7 @@ from .file_kinds import refuse_stand_in_file
 from .files import escapes_directory, regular_file
 
 LONGEST_HEADER = 4096
-# An archive up to this size inflated is taken at any ratio, a larger one at this ratio to its file.
+# An archive may inflate to FREE_BYTES, or to MOST_INFLATED times the size of its file if that is more.
 FREE_BYTES = 2**28
 MOST_INFLATED = 100
 _LARGEST = 2**63 - 1
@@ -38,14 +38,17 @@ def _damaged(where: str, kind: str, reason: object) -> BadInput:
 
 
 def _nonempty(path: Path, kind: str) -> Path:
-    """A regular file that holds something. Raises BadInput for others, and FileNotFoundError for none."""
+    """Return the path of a regular file that is not empty.
+
+    Raises BadInput for another kind of file and an empty one, FileNotFoundError for a missing one.
+    """
     if not regular_file(path).stat().st_size:
         raise _damaged(str(path), kind, "the file is empty")
     return path
 
 
 def _header(file: IO[bytes], where: str) -> tuple[tuple[int, ...], "np.dtype[Any]", int]:
-    """Shape, type, and how many bytes the header takes. Reads the header alone."""
+    """Return shape, type and size in bytes of a .npy header, reading nothing behind it."""
     magic = file.read(npy.MAGIC_LEN)
     try:
         version = npy.read_magic(io.BytesIO(magic))
@@ -59,13 +62,13 @@ def _header(file: IO[bytes], where: str) -> tuple[tuple[int, ...], "np.dtype[Any
         shape, _, dtype = _READERS[version](io.BytesIO(head + text), max_header_size=LONGEST_HEADER)
     except KeyError:
         raise _damaged(where, ".npy", f"version {magic[6:8]!r} of the format, expected 1.0 or 2.0") from None
-    except Exception as error:  # Python's parser has its own for a header nested too deep, MemoryError among them
+    except Exception as error:  # a header nested too deep raises errors of Python's parser, MemoryError too
         raise _damaged(where, ".npy", error or type(error).__name__) from None
     return shape, dtype, len(magic) + size + length
 
 
 def _require_held(file: IO[bytes], size_bytes: int, where: str) -> None:
-    """Raise BadInput unless a file of this size holds the array that its header promises."""
+    """Raise BadInput unless a file of this size can hold the array of its header."""
     shape, dtype, start = _header(file, where)
     if dtype.hasobject:
         raise BadInput(f"{where}: holds pickled objects, which are never loaded; expected numbers")
@@ -92,9 +95,9 @@ def _as_damage(where: str, kind: str) -> Iterator[None]:
 
 
 def array_from_npy(path: Path, *, mapped: bool = False) -> NDArray[Any]:
-    """The array of a .npy file, `mapped` into memory or read.
+    """Return the array of a .npy file, read or, if `mapped`, mapped into memory.
 
-    Raises BadInput for pickled objects, for a shape that the file doesn't hold, and for what is no such file.
+    Raises BadInput for pickled objects, for a shape that needs more bytes than the file has, and for other files.
     """
     refuse_stand_in_file(path)
     with _as_damage(str(path), ".npy"), _nonempty(path, ".npy").open("rb") as file:
@@ -105,17 +108,22 @@ def array_from_npy(path: Path, *, mapped: bool = False) -> NDArray[Any]:
 
 
 def _members(archive: zipfile.ZipFile, path: Path) -> dict[str, zipfile.ZipInfo]:
-    """By name without .npy. Raises BadInput for what would inflate beyond bounds, and for names that leave."""
+    """Return the members of an archive by name without .npy.
+
+    Raises BadInput if they would inflate beyond the bound, have a path outside the archive or can't be unpacked.
+    """
     members = archive.infolist()
     inflated = sum(member.file_size for member in members)
     bound = max(FREE_BYTES, MOST_INFLATED * path.stat().st_size)
     if inflated > bound:
-        raise BadInput(f"{path}: would inflate to {inflated} bytes, at most {bound} are taken of it; save it as .npy")
+        raise BadInput(f"{path}: would inflate to {inflated} bytes, at most {bound} are read of it; save it as .npy")
     for member in members:
         if escapes_directory(member.filename):
             raise BadInput(f"{path}: its member {member.filename[:100]!r} has a path that leaves the archive")
         if member.flag_bits & 1 or member.compress_type not in _METHODS:
-            raise BadInput(f"{path}: its member {member.filename[:100]!r} is encrypted or packed in another way")
+            raise BadInput(
+                f"{path}: its member {member.filename[:100]!r} is encrypted, or is packed by neither store nor deflate"
+            )
     return {member.filename.removesuffix(".npy"): member for member in members}
 
 
@@ -134,7 +142,7 @@ def _require_key(path: Path, key: str, names: Iterable[str]) -> None:
 
 
 def arrays_from_npz(path: Path, *, key: str | None = None) -> dict[str, NDArray[Any]]:
-    """Return every array of a .npz file by name, or the named one. Raises BadInput as array_from_npy does."""
+    """Return all arrays of a .npz file by name, or only `key`. Raises BadInput as `array_from_npy` does."""
     refuse_stand_in_file(path)
     with _as_damage(str(path), ".npz"), zipfile.ZipFile(_nonempty(path, ".npz")) as archive:
         members = _members(archive, path)
@@ -144,12 +152,11 @@ def arrays_from_npz(path: Path, *, key: str | None = None) -> dict[str, NDArray[
 
 
 def array_from_npz(path: Path, key: str) -> NDArray[Any]:
-    """One array of a .npz file."""
     return arrays_from_npz(path, key=key)[key]
 
 
 def arrays_from_safetensors(path: Path, *, key: str | None = None) -> dict[str, NDArray[Any]]:
-    """Return every array of a .safetensors file by name, or the named one. Raises BadInput for damage."""
+    """Return all arrays of a .safetensors file by name, or only `key`. Raises BadInput for a damaged file."""
     refuse_stand_in_file(path)
     with _as_damage(str(path), ".safetensors"), safe_open(_nonempty(path, ".safetensors"), framework="np") as file:
         names = list(file.keys())
@@ -159,7 +166,7 @@ def arrays_from_safetensors(path: Path, *, key: str | None = None) -> dict[str, 
 
 
 def array_from_file(path: Path, key: str) -> NDArray[Any]:
-    """The array of a .npy file, or the one called `key` of a .npz file, whatever its name ends in."""
+    """Return the array of a .npy file, or `key` of a .npz file; the content decides, not the suffix."""
     with _as_damage(str(path), ".npy"), _nonempty(path, ".npy").open("rb") as file:
         packed = file.read(2) == b"PK"
     return array_from_npz(path, key) if packed else array_from_npy(path)

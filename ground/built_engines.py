@@ -1,7 +1,7 @@
-"""The engines that this user built on this machine, by digest: what is not among them came from elsewhere.
+"""The list of engines that this user built on this machine, by SHA-256; any other engine came from elsewhere.
 
-A list in the user's own state directory ($XDG_STATE_HOME, else ~/.local/state), and not a note beside the engine, which
-whoever made the engine would have written too.
+The list is in the user's state directory ($XDG_STATE_HOME, else ~/.local/state). A note beside the engine would prove
+nothing, because the author of a foreign engine could write it too.
 """
 
 import os
@@ -10,26 +10,25 @@ from pathlib import Path
 
 
 def engine_list_path() -> Path:
-    """Where the list stands, or will."""
+    """Return the path of the list, which may not exist yet."""
     state_home = Path(os.environ.get("XDG_STATE_HOME", ""))
     return (state_home if state_home.is_absolute() else Path.home() / ".local" / "state") / "corp-deploy" / "engines"
 
 
 def record_built_engine(sha256: str) -> None:
-    """Add an engine. Where the list can't be written, it will count as one from elsewhere."""
+    """Add an engine to the list; if the list can't be written, the engine counts as foreign."""
     with suppress(OSError, RuntimeError):
         path = engine_list_path()
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         try:
-            # Whole in one call, and begun with a line's end: a line that was cut short spoils no other.
+            # One write, begun with a newline, so that a line that was cut short does not spoil this one.
             os.write(handle, f"\n{sha256}\n".encode())
         finally:
             os.close(handle)
 
 
 def is_built_here(sha256: str) -> bool:
-    """Whether it is in the list."""
     try:
         with engine_list_path().open("rb") as lines:
             return any(line.strip() == sha256.encode() for line in lines)

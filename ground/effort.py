@@ -1,6 +1,6 @@
-"""What a step takes: seconds, and the peak of this process's memory and of the GPU's while it runs.
+"""Time and peak memory of the steps of a command, on the host and on the GPU.
 
-Never part of what is digested: two runs of one step take different times and give equal bytes.
+They are never part of a digest, because two runs of a step take different times and give equal bytes.
 """
 
 import time
@@ -18,42 +18,37 @@ NAME = "effort.json"
 
 
 def is_effort(path: Path) -> bool:
-    """Whether a record of what something took stands there: NAME in a directory, X.NAME beside a file X."""
+    """Return whether a path is that of an effort record: NAME in a directory, or X.NAME beside a file X."""
     return path.name == NAME or path.name.endswith(f".{NAME}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """`peak_bytes` resident in this process, what it held before included; `device_peak_bytes` of tensors on the GPU;
-    None where nothing tells.
-    """
+    """Time and peak memory of one step; None for memory that was not measured."""
 
     seconds: Annotated[float, msgspec.Meta(ge=0.0)]
     peak_bytes: Natural | None
+    """Resident memory of this process, including what it held before the step."""
     device_peak_bytes: Natural | None
-
-    def as_json(self) -> dict[str, Any]:
-        """The fields."""
-        return asdict(self)
+    """Memory of tensors on the GPU."""
 
     def and_then(self, other: "Effort") -> "Effort":
-        """Of one after the other."""
+        """Return the effort of this step followed by `other`."""
         return Effort(
             seconds=self.seconds + other.seconds,
-            peak_bytes=_higher(self.peak_bytes, other.peak_bytes),
-            device_peak_bytes=_higher(self.device_peak_bytes, other.device_peak_bytes),
+            peak_bytes=_higher_known(self.peak_bytes, other.peak_bytes),
+            device_peak_bytes=_higher_known(self.device_peak_bytes, other.device_peak_bytes),
         )
 
     @property
     def describe(self) -> str:
-        """For people."""
         host = "" if self.peak_bytes is None else f", peak memory {self.peak_bytes / 2**20:,.0f} MiB"
         device = "" if self.device_peak_bytes is None else f", on the GPU {self.device_peak_bytes / 2**20:,.0f} MiB"
         return f"{self.seconds:,.1f} s{host}{device}"
 
 
 class Gauge(Protocol):
-    """Memory whose highest value since a reset is known, in bytes."""
+    """A counter of memory in bytes that knows its highest value since the last reset."""
 
     def reset_peak(self) -> None: ...
 
@@ -61,9 +56,10 @@ class Gauge(Protocol):
 
 
 class Stopwatch:
-    """Parts of a process by name, added up where they run in turns; a peak is the highest of a part's turns.
+    """Efforts of the named parts of a process.
 
-    A turn inside another one stops its clock: every second is one part's alone.
+    Times of a part that runs several times are added, of its peaks the highest counts. While a part runs inside another
+    one, the clock of the outer part stands still, so that every second counts for one part alone.
     """
 
     def __init__(
@@ -71,26 +67,24 @@ class Stopwatch:
     ) -> None:
         self._host, self._device, self._clock = host, device, clock
         self._efforts: dict[str, Effort] = {}
-        self._running: list[Effort] = []  # those that run: what each took so far, without the turns inside it
+        self._running: list[Effort] = []  # of the running parts, outermost first, without the parts inside each
         self._now = 0.0
 
     @property
     def efforts(self) -> dict[str, Effort]:
-        """By name, in the order in which they first ended."""
+        """The efforts by part, in the order in which the parts first ended."""
         return dict(self._efforts)
 
     def as_json(self) -> dict[str, Any]:
-        """The fields of each by its name."""
-        return {name: effort.as_json() for name, effort in self._efforts.items()}
+        return {name: asdict(effort) for name, effort in self._efforts.items()}
 
     @property
     def lines(self) -> list[str]:
-        """One for each, for people."""
         return [f"{name}: {effort.describe}" for name, effort in self._efforts.items()]
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
-        """A turn of this part. One that fails is not counted: its time is that of the turn around it."""
+        """Measure the body as a part; the time of a body that fails counts for the part around it."""
         self._change()
         self._running.append(_NOTHING)
         try:
@@ -101,7 +95,7 @@ class Stopwatch:
             self._running.pop()
 
     def _change(self) -> None:
-        """Another turn begins or the innermost one ends: that one is given what it took since the last change."""
+        """Add the effort since the last change to the innermost running part."""
         before, self._now = self._now, self._clock()
         if self._running:
             host, device = (None if gauge is None else gauge.peak() for gauge in (self._host, self._device))
@@ -116,9 +110,9 @@ _NOTHING = Effort(seconds=0.0, peak_bytes=None, device_peak_bytes=None)
 
 
 def measure_effort(watch: Stopwatch | None, name: str) -> AbstractContextManager[None]:
-    """A turn where somebody takes the time."""
+    """Measure the body as a part of `watch`, or not at all without one."""
     return nullcontext() if watch is None else watch.measure(name)
 
 
-def _higher(one: int | None, other: int | None) -> int | None:
+def _higher_known(one: int | None, other: int | None) -> int | None:
     return max((each for each in (one, other) if each is not None), default=None)

@@ -1,4 +1,4 @@
-"""What a caller may have to hear, and the exit code for each; light to import."""
+"""Exceptions for callers and the exit codes of commands. Imports nothing heavy."""
 
 import errno
 import os
@@ -14,7 +14,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]{6,}\b")
 
 
 def strip_library_noise(message: object) -> str:
-    """Return a message without what libraries leave in theirs: addresses of objects, and a reason that is empty."""
+    """Return a library's message without addresses of objects and without an empty reason in parentheses."""
     return _ADDRESS.sub("", str(message)).replace(" ()", "")
 
 
@@ -22,10 +22,10 @@ _NAMED = re.compile(r"(?:\b([a-z]+) )?--([a-z][a-z0-9]*(?:-[a-z0-9]+)*)(?: ('[^'
 
 
 def respell_options(message: str, spell: Callable[[str, str, str], str | None]) -> str:
-    """Return a message with the options that it names, `--hold-out 8`, as another interface than commands spells them.
+    """Return a message with its options, such as `--hold-out 8`, in the spelling of a recipe or of Python.
 
-    `spell` is given the word before an option, its name with underscores and the word behind it, both may be empty;
-    None leaves the option as it stands.
+    `spell` gets the word before an option, the option's name with underscores and the word after it; both words may be
+    empty. It returns None to leave the option unchanged.
     """
 
     def option(found: re.Match[str]) -> str:
@@ -39,29 +39,29 @@ def respell_options(message: str, spell: Callable[[str, str, str], str | None]) 
 
 
 class BadInput(ValueError):
-    """The user's mistake: what is wrong, where, what was got and expected, what to do."""
+    """A mistake of the user; the message says what is wrong, where, what was got and expected, and what to do."""
 
     def __init__(self, message: object = "") -> None:
         super().__init__(strip_library_noise(message))
 
 
 class NotComparable(BadInput):
-    """Two things that say nothing about one another: the message names what differs."""
+    """Two records that must not be compared; the message names what differs."""
 
 
 class Missing(RuntimeError):
-    """This machine lacks what the step needs; the message says what and how to get it."""
+    """Hardware or software that the step needs and this machine lacks; the message says how to get it."""
 
     def __init__(self, message: object = "") -> None:
         super().__init__(strip_library_noise(message))
 
 
 class RankLost(Missing):
-    """Another process of a calibration over several has ended or can't be reached; nothing was written."""
+    """A process of a distributed calibration that has ended or can't be reached; nothing was written."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error of any runtime says that memory ran out."""
+    """Return whether an error of any runtime says that memory ran out."""
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return True
     return any(phrase in str(error).lower() for phrase in OUT_OF_MEMORY)
@@ -72,10 +72,10 @@ _CUT_OFF = re.compile(r"^\d+ requested and \d+ written$")
 
 
 def os_error_from(error: Exception) -> OSError | None:
-    """What the system said, also where a library words it in its own way; None for what the system did not say."""
+    """Return the operating system's error behind an error of a library, None if there is none."""
     if isinstance(error, OSError) and error.errno is not None:
         return error
-    if isinstance(error, OSError) and _CUT_OFF.match(str(error)):  # numpy's, of a disk that fills up
+    if isinstance(error, OSError) and _CUT_OFF.match(str(error)):  # numpy's message when the disk is full
         return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     match = _OS_ERROR.search(str(error))
     number = 0 if match is None else int(match[1] or match[2])

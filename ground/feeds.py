@@ -1,4 +1,4 @@
-"""Named arrays with the batch in front: what a model is fed and what it answers, held against its ports."""
+"""Named input and output arrays of models, with the batch as first dimension, checked against ports."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -15,44 +15,44 @@ Outputs = Mapping[str, NDArray[Any]]
 
 
 def batch_size(arrays: Feeds | Outputs) -> int:
-    """How many inputs there are; all arrays hold as many."""
     return len(next(iter(arrays.values())))
 
 
 def select_rows(arrays: Feeds | Outputs, rows: slice | NDArray[np.integer]) -> dict[str, NDArray[Any]]:
-    """Some of the inputs, in the order asked for."""
     return {name: array[rows] for name, array in arrays.items()}
 
 
 def fill_batch(feeds: Feeds, batch: int) -> dict[str, NDArray[Any]]:
-    """The first `batch` inputs, begun again from the first when there are fewer."""
+    """Return the first `batch` inputs, starting again from the first if there are fewer."""
     if batch < 1:
         raise BadInput(f"a batch size is at least 1, got {batch}")
     return select_rows(feeds, np.arange(batch) % batch_size(feeds))
 
 
 def single_array(arrays: Feeds | Outputs) -> NDArray[Any]:
-    """The array of a model that has one of them. Raises BadInput where there are several."""
+    """Return the only array of a mapping. Raises BadInput for several."""
     if len(arrays) != 1:
         raise BadInput(f"expected one array, got {len(arrays)}: {', '.join(arrays)}; say which one is meant")
     return next(iter(arrays.values()))
 
 
 def feeds_from_array(array: NDArray[Any], ports: Sequence[Port]) -> Feeds:
-    """A bare array under the name of a model's only input. Raises BadInput where it has several."""
+    """Return an array under the name of a model's only input. Raises BadInput for several inputs."""
     if len(ports) != 1:
         raise BadInput(f"one array for {len(ports)} inputs; expected one for each of {', '.join(_names(ports))}")
     return {ports[0].name: array}
 
 
 def feeds_of_ports(feeds: Feeds, ports: Sequence[Port]) -> Feeds:
-    """The feeds by a model's own names: where one array meets one input, their names need not be equal."""
+    """Return feeds by a model's input names: a single array takes the name of a single input."""
     return feeds_from_array(single_array(feeds), ports) if len(feeds) == len(ports) == 1 else feeds
 
 
 def random_feeds(ports: Sequence[Port], count: int, *, seed: int) -> Feeds:
-    """Inputs for what doesn't depend on their values: normal noise, of pixels any, and of other whole numbers ones,
-    which every vocabulary and every mask has. Raises BadInput for a size that is free.
+    """Return `count` inputs for measurements that don't depend on values.
+
+    They are normal noise for float32, uniform for pixels, and ones for other types: a token that every vocabulary has,
+    or a mask that hides nothing. Raises BadInput for a free size.
     """
     free = [f"{port.name} {shape_text(port)}" for port in ports if min(port.shape, default=1) < 0]
     if free:
@@ -71,14 +71,14 @@ def _noise(generator: np.random.Generator, port: Port, count: int) -> NDArray[An
 
 
 def input_noun(feeds: Feeds) -> str:
-    """What one calls what is fed."""
+    """Return "images" for feeds of only that name, else "inputs"."""
     return "images" if list(feeds) == ["images"] else "inputs"
 
 
 def checked_feeds(feeds: Feeds, ports: Sequence[Port], *, where: str, batch: int | None = None) -> Feeds:
-    """The feeds in the order of the ports, contiguous. `batch`: the only size that fits, None where any does.
+    """Return the feeds in the order of the ports, contiguous; `batch` is the only batch size that fits, None for any.
 
-    Raises BadInput that names every array which is missing, unknown, of another type or shape, and unequal batches.
+    Raises BadInput, naming every array that is missing, unknown, or of another type or shape, and unequal batches.
     """
     mismatches = [*_wrong_names(feeds, ports), *_wrong_arrays(feeds, ports, batch), *_unequal_batches(feeds)]
     if mismatches:
@@ -87,7 +87,7 @@ def checked_feeds(feeds: Feeds, ports: Sequence[Port], *, where: str, batch: int
 
 
 def checked_outputs(outputs: Outputs, batch: int, *, where: str) -> Outputs:
-    """The answers to so many inputs. Raises BadInput where one has not a row for each."""
+    """Return the outputs. Raises BadInput unless each has a row for each of `batch` inputs."""
     misshapen = [f"{name} {list(each.shape)}" for name, each in outputs.items() if each.shape[:1] != (batch,)]
     if misshapen:
         raise BadInput(
@@ -98,7 +98,7 @@ def checked_outputs(outputs: Outputs, batch: int, *, where: str) -> Outputs:
 
 
 def shape_text(port: Port, batch: int | None = None) -> str:
-    """`[B, 3, 32, 32]`, a size that is free as `?`."""
+    """Return the shape of a port, such as `[B, 3, 32, 32]`, with `?` for a free size."""
     sizes = ("?" if size < 0 else str(size) for size in port.shape)
     return f"[{', '.join(('B' if batch is None else str(batch), *sizes))}]"
 

@@ -1,4 +1,4 @@
-"""The kind of a file by its first bytes, whatever its name says, and what to do about a file of another kind."""
+"""Detection of a file's kind by its first bytes, with advice for a file of another kind than the expected one."""
 
 import re
 import zipfile
@@ -17,7 +17,7 @@ _LONGEST_HEADER = 100_000_000  # that safetensors reads
 
 @dataclass(frozen=True, slots=True)
 class FileKind:
-    """A kind of file by its name, and how to come from such a file to its weights."""
+    """A kind of file, and what to do to get weights from a file of this kind."""
 
     name: str
     remedy: str = ""
@@ -40,7 +40,7 @@ _STAND_INS = (
     (re.compile(rb"\s*<\?xml\b.*<(Error|html)\b", re.I | re.S), FileKind("a server's answer (XML)", _AGAIN)),
 )
 _EMPTY = FileKind("an empty file", "its download or copy didn't finish: get it again")
-# At an offset the first bytes of a kind.
+# Offset and signature of each kind.
 _MAGIC: tuple[tuple[int, bytes, FileKind], ...] = (
     (0, b"\x93NUMPY", FileKind(NUMPY, "save the model's state_dict() by torch.save or as safetensors")),
     (0, b"\x89HDF\r\n\x1a\n", FileKind("HDF5, as Keras and TensorFlow write weights", "give weights of PyTorch")),
@@ -59,7 +59,7 @@ _MAGIC: tuple[tuple[int, bytes, FileKind], ...] = (
     (0, b"\xff\xd8\xff", FileKind("a picture (JPEG)", _PICTURE)),
     (0, b"%PDF", FileKind("a PDF", _PICTURE)),
 )
-# Of the members of a zip archive one shows what wrote it.
+# Patterns of member names that show which program wrote a zip archive; the first that matches decides.
 _MEMBERS = (
     (
         r"(^|/)constants\.pkl$",
@@ -92,14 +92,14 @@ def _kind_of_zip(path: Path) -> FileKind:
 
 
 def stand_in(head: bytes) -> FileKind | None:
-    """Return the kind of a file that stands in place of the wanted one: a pointer, a web page, nothing."""
+    """Return the kind of a Git LFS pointer, a web page or an empty file by its first bytes; None for any other."""
     if not head:
         return _EMPTY
     return next((kind for pattern, kind in _STAND_INS if pattern.match(head)), None)
 
 
 def kind_of_file(path: Path) -> FileKind | None:
-    """Return the kind of a file that is there; None for one that its first bytes don't tell."""
+    """Return the kind of an existing file; None if its first bytes don't tell."""
     with regular_file(path).open("rb") as file:
         head = file.read(LONGEST)
         size = file.seek(0, 2)
@@ -127,20 +127,20 @@ def _kind_of_text(head: bytes) -> FileKind | None:
 
 
 def refuse_stand_in(head: bytes, where: str) -> None:
-    """Raise BadInput for the first bytes of a pointer or a web page that stands in place of the wanted file."""
+    """Raise BadInput for the first bytes of a Git LFS pointer or a web page."""
     kind = stand_in(head[:LONGEST]) if head else None
     if kind is not None:
         raise BadInput(f"{where}: {kind.name}; {kind.remedy}")
 
 
 def refuse_stand_in_file(path: Path) -> None:
-    """Raise BadInput as refuse_stand_in does, and FileNotFoundError."""
+    """Raise BadInput for a Git LFS pointer or a web page, FileNotFoundError for a missing file."""
     with regular_file(path).open("rb") as file:
         refuse_stand_in(file.read(LONGEST), str(path))
 
 
 def require_kind(path: Path, name: str, remedy: str) -> None:
-    """Raise BadInput for a file that is there and known to be of another kind."""
+    """Raise BadInput for an existing file that is of another known kind."""
     kind = kind_of_file(path)
     if kind is not None and kind.name != name:
         raise BadInput(f"{path}: {kind.name}, expected {name}; {kind.remedy or remedy}")

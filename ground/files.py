@@ -1,5 +1,6 @@
-"""Files that appear whole or not at all, their digests, and what may be read: regular files alone. A pipe would be
-waited on for ever, a device read until memory is full. And directories for one process alone.
+"""Atomic writes, digests and guarded reads of files, and locks of directories.
+
+Only regular files are read: reading a pipe may never end, and reading a device may fill the memory.
 """
 
 import codecs
@@ -24,7 +25,7 @@ MOST_TEXT_BYTES = 2**20
 
 
 def regular_file(path: Path) -> Path:
-    """The path itself. Raises BadInput where something else than a regular file stands there."""
+    """Return the path. Raises BadInput if it exists and is no regular file."""
     if path.exists() and not path.is_file():
         kind = "directory" if path.is_dir() else "pipe, socket or device"
         raise BadInput(f"{path}: a {kind}, expected a regular file")
@@ -32,15 +33,16 @@ def regular_file(path: Path) -> Path:
 
 
 def escapes_directory(name: str) -> bool:
-    """Whether a name that a file gives, taken from the file's directory, could be anything but a place below it."""
+    """Return whether a relative name from a file could lead outside that file's directory."""
     path = PurePosixPath(name)
     return not name or "\0" in name or "\\" in name or path.is_absolute() or ".." in path.parts
 
 
 def path_inside(directory: Path, name: str, *, where: str) -> Path:
-    """The path that a file says to lie in its own `directory`.
+    """Return the path of a name that a file in `directory` refers to.
 
-    Raises BadInput, beginning with `where`, for a name that leaves it and for one that is, or goes through, a link.
+    Raises BadInput, beginning with `where`, for a name that leaves the directory and for one that is, or goes through,
+    a link.
     """
     if escapes_directory(name):
         raise BadInput(f"{where}: {name[:150]!r} leads out of its directory; expected a file in or below it")
@@ -52,17 +54,17 @@ def path_inside(directory: Path, name: str, *, where: str) -> Path:
 
 
 def temporary_name(path: Path) -> Path:
-    """Return a name for a temporary file in the folder of `path`."""
+    """Return a path for a temporary file in the folder of `path`."""
     return path.with_name(f".{path.stem}-{secrets.token_hex(4)}{path.suffix}")
 
 
 @contextmanager
 def temporary_beside(path: Path) -> Iterator[Path]:
-    """Yield an empty file beside `path`, removed afterwards. Raises BadInput for a path that is no regular file."""
+    """Yield an empty file beside `path` and remove it afterwards. Raises BadInput if `path` is no regular file."""
     regular_file(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_name(path)
-    try:  # from before it is there, as a signal may come at any moment
+    try:  # begins before the file exists, because a signal may come at any moment
         temporary.open("xb").close()
         yield temporary
     finally:
@@ -70,7 +72,7 @@ def temporary_beside(path: Path) -> Iterator[Path]:
 
 
 def flush_to_disk(temporary: Path) -> None:
-    """What was written, on the disk and for all to read."""
+    """Write a file's buffers to the disk and make it readable for all users."""
     with temporary.open("rb") as written:
         os.fsync(written.fileno())
     temporary.chmod(0o644)
@@ -78,9 +80,9 @@ def flush_to_disk(temporary: Path) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary path beside `path`, renamed over it when the body ends well and removed when it doesn't.
+    """Yield a temporary path beside `path`; rename it to `path` if the body succeeds, else remove it.
 
-    Raises BadInput where something else than a regular file stands: a device is never replaced.
+    Raises BadInput if `path` exists and is no regular file: a device is never replaced.
     """
     with temporary_beside(path) as temporary:
         yield temporary
@@ -89,7 +91,10 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def text_from_file(path: Path, *, most_bytes: int = MOST_TEXT_BYTES) -> str:
-    """Return a text file without a byte-order mark. Raises BadInput for one irregular, too large or not UTF-8."""
+    """Return the text of a file without its byte-order mark.
+
+    Raises BadInput for a file that is not regular, too large or not UTF-8.
+    """
     size = regular_file(path).stat().st_size
     if size > most_bytes:
         raise BadInput(f"{path}: {size} bytes, at most {most_bytes} are read of such a file")
@@ -108,29 +113,27 @@ def refuse_utf16(begin: bytes, where: str) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a whole text file or none."""
+    """Write a text file in UTF-8, whole or not at all."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, value: Mapping[str, Any], *, indent: int | None = 2) -> None:
-    """Write a JSON record with a final newline; keys keep their order."""
+    """Write a JSON file with a final newline, whole or not at all; keys keep their order."""
     write_text(path, json.dumps(value, indent=indent, allow_nan=False) + "\n")
 
 
 def sha256_of_file(path: Path) -> str:
-    """Hex digest of a file's bytes."""
     with regular_file(path).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sha256_of_text(text: str) -> str:
-    """Hex digest of a text in UTF-8."""
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
 
 def _opened_lock(directory: Path, lock: Path, what: str) -> TextIO:
-    """Open the file `lock` for this process alone. Raises BadInput, naming the process that has it."""
+    """Open and lock the file `lock`. Raises BadInput, naming the other process, if it is locked."""
     lock.parent.mkdir(parents=True, exist_ok=True)
     file = lock.open("a+")
     try:
@@ -151,10 +154,12 @@ def _opened_lock(directory: Path, lock: Path, what: str) -> TextIO:
 
 @contextmanager
 def locked(directory: Path, lock: Path, *, what: str) -> Iterator[None]:
-    """The directory for this process alone, by the file `lock`; the kernel releases it when the process ends, however
-    it ends. `what` works there is told to another one. Folders made for the lock go with it if nothing is left there.
+    """Hold the file `lock` during the body, so that only this process works in the directory.
 
-    Raises BadInput when another process works there.
+    The kernel releases the lock when the process ends in any way. Folders created for the lock are removed if nothing
+    else is in them. `what` names the work in the message to other processes.
+
+    Raises BadInput if another process holds the lock.
     """
     made = [each for each in lock.parents if not each.exists()]
     with _opened_lock(directory, lock, what) as file:

@@ -1,4 +1,4 @@
-"""Whether there is a GPU here: asked of the driver alone where that is enough, of torch where torch is to use it."""
+"""Detection of a GPU, by its driver alone or by torch."""
 
 import ctypes
 
@@ -8,7 +8,7 @@ NO_GPU = "this machine has no NVIDIA GPU with a driver"
 
 
 def missing_gpu() -> str | None:
-    """Why there is no GPU here, None where there is one. Quicker than asking torch, and needs none."""
+    """Return why the driver finds no GPU, None if it finds one. Faster than torch, which isn't imported."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -29,7 +29,7 @@ def require_cuda() -> None:
 
 
 def gpu_name(device: str) -> str | None:
-    """Of the GPU that torch works on, None where it works on the CPU."""
+    """Return the name of torch's GPU, None for the device cpu. Raises Missing as `require_cuda` does."""
     if device != "cuda":
         return None
     import torch
@@ -40,6 +40,6 @@ def gpu_name(device: str) -> str | None:
 
 
 def require_device(device: str) -> None:
-    """Raise Missing when --device cuda is asked for and there is no GPU."""
+    """Raise Missing for the device cuda if torch sees no GPU."""
     if device == "cuda":
         require_cuda()

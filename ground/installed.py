@@ -1,4 +1,4 @@
-"""The packages that are installed here, and their licences in SPDX's words."""
+"""The installed Python packages with their licences as SPDX expressions."""
 
 import importlib.metadata
 import re
@@ -13,7 +13,7 @@ from packaging.utils import canonicalize_name
 
 from .files import sha256_of_text
 
-# What packages say in their own words, or by classifier, as SPDX calls it.
+# SPDX identifiers of licences as packages word them in their metadata or classifiers.
 _SPDX: Mapping[str, str] = MappingProxyType(
     {
         "3-Clause BSD License": "BSD-3-Clause",
@@ -43,20 +43,21 @@ _CLASSIFIER = "License :: "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstalledPackage:
-    """A distribution: `name` with '-' between its words and in small letters, `licence` an SPDX expression or empty,
-    `requires` the names of what it can't do without, extras left out, `record_sha256` the digest of its RECORD, the
-    list of its files with their digests.
-    """
+    """An installed distribution."""
 
     name: str
+    """In small letters, with '-' between words."""
     version: str
     licence: str
+    """An SPDX expression, empty if unknown."""
     requires: tuple[str, ...]
+    """Names of required distributions, without those of extras."""
     record_sha256: str | None = None
+    """Digest of RECORD, the list of the distribution's files with their digests."""
 
 
 def normalised_licence(expression: str) -> str | None:
-    """An SPDX expression as SPDX writes it; None for what is none, or has a licence that SPDX doesn't know."""
+    """Return an SPDX expression in SPDX's spelling; None if it is invalid or has an unknown licence."""
     try:
         return canonicalize_license_expression(expression)
     except InvalidLicenseExpression:
@@ -81,7 +82,7 @@ def _licence(metadata: importlib.metadata.PackageMetadata) -> str:
 
 
 def _required(requirements: Iterable[str]) -> Iterator[str]:
-    """Yield the names of requirements that need no extra, whatever their platform; old metadata has broken ones."""
+    """Yield the names of requirements that need no extra, for any platform, skipping those that can't be parsed."""
     for text in requirements:
         with suppress(InvalidRequirement):
             requirement = Requirement(text)
@@ -90,7 +91,7 @@ def _required(requirements: Iterable[str]) -> Iterator[str]:
 
 
 def installed_packages() -> tuple[InstalledPackage, ...]:
-    """By name, each once: the one that is imported."""
+    """Return the installed distributions by name; of several of one name, the one that is imported."""
     packages: dict[str, InstalledPackage] = {}
     for found in importlib.metadata.distributions():
         name = canonicalize_name(_field(found.metadata, "Name"))

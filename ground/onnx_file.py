@@ -1,8 +1,8 @@
-"""ONNX files from anybody: parsed, and refused for what would lead their next reader elsewhere, before it opens them.
+"""Reader of untrusted ONNX files, which refuses a file before a runtime opens it.
 
-Weights outside of the file lie below its directory, are no links and end where their file ends; no tensor promises more
-numbers than are there; every element type is one; functions end; no operator carries an engine or code. What a graph
-computes is not judged.
+Accepted files keep external weights below their own directory, without links and within the bounds of their files. No
+tensor has fewer numbers than its shape needs, all element types are known, functions don't recurse, and no operator
+holds an engine or code. What a graph computes is not checked.
 """
 
 import graphlib
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
     from onnx import GraphProto, ModelProto, NodeProto, SparseTensorProto, TensorProto, ValueInfoProto
 
-# A protocol buffer ends there; weights of larger models lie in files of their own.
+# The limit of a protocol buffer; larger models have external weights.
 MOST_BYTES = 2**31 - 1
 MOST_NODES = 1_000_000
 MOST_NUMBERS = 2**40  # of an input or an output
 LATEST_OPSET = 10_000  # of any domain; those of ONNX itself are two dozen
-# A whole engine, or a function of a running Python, as a node.
+# Operators that hold a whole engine or call a Python function.
 FOREIGN = ("EPContext", "PyOp", "PythonOp", "PythonOpGrad")
 _KEYS = ("location", "offset", "length", "checksum")
 _NATURAL = re.compile(r"[0-9]{1,18}")
@@ -35,10 +35,10 @@ _FunctionKey = tuple[str, str, str]
 
 
 def read_onnx(path: Path, *, weights: bool = True) -> "ModelProto":
-    """The graph in `path`; `weights`: with those that lie outside of it.
+    """Return the model in `path`, with its external weights unless `weights` is False.
 
-    What a runtime opens by its path is read so before. Raises BadInput for what is missing, empty, cut short or no
-    ONNX, and for what the module's head says.
+    Call it before a runtime opens the same path. Raises BadInput for a missing, empty, cut or invalid file, and for all
+    that this module refuses.
     """
     import onnx
 
@@ -60,16 +60,16 @@ _NO_TEXT = "it is not valid, and names what is no text in UTF-8"
 
 
 def checker_error(graph: "ModelProto | Path", *, full: bool = False) -> str:
-    """Return what onnx.checker has against a graph, of types and shapes too where `full`; empty for a valid one."""
+    """Return the error of onnx.checker for a graph, empty if it is valid; `full` checks types and shapes too."""
     import onnx
 
     try:
         onnx.checker.check_model(str(graph) if isinstance(graph, Path) else graph, full_check=full)
-    except UnicodeDecodeError:  # what it was about to say names a node or a type that is no text
+    except UnicodeDecodeError:  # the checker's message would name a node or a type that is not valid UTF-8
         return _NO_TEXT
-    # Of types that ONNX has not it raises ValueError.
+    # ValueError is raised for unknown element types.
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError, ValueError) as error:
-        return " ".join(str(error).split()) or _NO_TEXT  # some versions of Python drop such a message
+        return " ".join(str(error).split()) or _NO_TEXT  # some versions of Python drop a message that is not UTF-8
     return ""
 
 
@@ -94,7 +94,7 @@ def _parsed(path: Path) -> "ModelProto":
 
 
 def _refuse_no_text(message: "Message", where: str) -> None:
-    """Raise BadInput for a text that is none: its reader gets bytes in its place, and libraries end at them."""
+    """Raise BadInput for a string field that is not valid UTF-8, because libraries crash on the bytes they get."""
     for field in message.DESCRIPTOR.fields:
         if field.type not in (field.TYPE_STRING, field.TYPE_MESSAGE):
             continue
@@ -109,7 +109,7 @@ def _refuse_no_text(message: "Message", where: str) -> None:
 
 
 def _refuse_unknown_types(proto: "ModelProto", where: str) -> None:
-    """Raise BadInput for an element type that is none, wherever one is named: libraries fail at its name."""
+    """Raise BadInput for an unknown element type anywhere, because libraries crash when they look up its name."""
     for value in _values(proto):
         for number in types_of_value(value.type):
             require_type(number, f"{where}: the tensor {value.name[:100]!r}")
@@ -128,13 +128,14 @@ def _values(proto: "ModelProto") -> "Iterator[ValueInfoProto]":
 
 
 def _nodes(nodes: "Iterable[NodeProto]") -> "Iterator[NodeProto]":
+    """Yield nodes, each followed by those of its subgraphs."""
     for node in nodes:
         yield node
-        for graph in _inner(node):
+        for graph in _subgraphs(node):
             yield from _nodes(graph.node)
 
 
-def _inner(node: "NodeProto") -> "Iterator[GraphProto]":
+def _subgraphs(node: "NodeProto") -> "Iterator[GraphProto]":
     for attribute in node.attribute:
         if attribute.HasField("g"):
             yield attribute.g
@@ -146,7 +147,7 @@ def _graphs(proto: "ModelProto") -> "Iterator[GraphProto]":
     for info in proto.training_info:
         yield from (info.initialization, info.algorithm)
     for node in _every_node(proto):
-        yield from _inner(node)
+        yield from _subgraphs(node)
 
 
 def _every_node(proto: "ModelProto") -> "Iterator[NodeProto]":
@@ -158,7 +159,7 @@ def _every_node(proto: "ModelProto") -> "Iterator[NodeProto]":
 
 
 def iter_tensors(proto: "ModelProto") -> "Iterator[TensorProto]":
-    """Every tensor wherever it stands: weights, those of sparse ones, and what nodes carry."""
+    """Yield all tensors of a model: weights, parts of sparse weights, and attributes of nodes."""
     for graph in _graphs(proto):
         yield from graph.initializer
         yield from _parts(graph.sparse_initializer)
@@ -175,7 +176,7 @@ def _parts(sparse: "Iterable[SparseTensorProto]") -> "Iterator[TensorProto]":
 
 
 def _refuse_sizes(proto: "ModelProto", where: str) -> None:
-    """Raise BadInput for an input or an output that no memory holds: a runtime makes room for it, or fails at it."""
+    """Raise BadInput for an input or output too large for any memory, because a runtime allocates it or crashes."""
     for value in (*proto.graph.input, *proto.graph.output):
         sizes = [dim.dim_value for dim in value.type.tensor_type.shape.dim]
         if math.prod(size for size in sizes if size > 0) > MOST_NUMBERS:
@@ -186,7 +187,7 @@ def _refuse_sizes(proto: "ModelProto", where: str) -> None:
 
 
 def _refuse_versions(proto: "ModelProto", where: str) -> None:
-    """Raise BadInput for a version that no set of operators has: a runtime goes through all that lie before it."""
+    """Raise BadInput for an impossible opset version, because a runtime iterates over all earlier versions."""
     for entry in (*proto.opset_import, *(each for function in proto.functions for each in function.opset_import)):
         if not 0 <= entry.version <= LATEST_OPSET:
             operators = f"the operators {entry.domain[:100] or 'ai.onnx'!r} of version {entry.version}"
@@ -203,7 +204,7 @@ def _refuse_foreign(proto: "ModelProto", where: str) -> None:
 
 
 def _refuse_recursive_functions(proto: "ModelProto", where: str) -> None:
-    """Raise BadInput for functions that call themselves, and for those that unfold to more nodes than any model has."""
+    """Raise BadInput for functions that call themselves or unfold to more than MOST_NODES nodes."""
     functions = {(each.domain, each.name, each.overload): each for each in proto.functions}
     calls = {key: [_key(node) for node in _nodes(function.node)] for key, function in functions.items()}
     called = {key: [name for name in names if name in functions] for key, names in calls.items()}
@@ -224,7 +225,7 @@ def _key(node: "NodeProto") -> _FunctionKey:
 
 
 def _is_outside(tensor: "TensorProto", path: Path) -> bool:
-    """Whether its numbers lie in another file. Raises BadInput unless there are as many as it says."""
+    """Return whether a tensor is external. Raises BadInput unless it has as many numbers as its shape needs."""
     where = f"{path}: weight {tensor.name[:100]!r}"
     outside = tensor.data_location == _EXTERNAL
     size_bytes = _bytes_outside(tensor, path, where) if outside else len(tensor.raw_data)
@@ -240,7 +241,7 @@ def _is_outside(tensor: "TensorProto", path: Path) -> bool:
         fits = needed <= size_bytes
     else:
         lists = tensor.float_data, tensor.int32_data, tensor.int64_data, tensor.double_data, tensor.uint64_data
-        fits = numbers <= 8 * sum(map(len, lists))  # each may hold several narrow ones
+        fits = numbers <= 8 * sum(map(len, lists))  # each number may hold several narrow ones
     if not fits:
         raise BadInput(f"{where} is {list(tensor.dims)[:8]}, and its numbers are not all there; export it again")
     if tensor.HasField("raw_data") and bits is not None and size_bytes != needed:

@@ -1,4 +1,4 @@
-"""Element types of ONNX by number: what each is called, how many bits a number of it has, where a graph names them."""
+"""Element types of ONNX by their numbers: their names and sizes in bits, and where a graph refers to them."""
 
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -10,16 +10,16 @@ if TYPE_CHECKING:
     from onnx import NodeProto, TypeProto, ValueInfoProto
 
 UNNAMED, TEXT = 0, 8
-_NUMPY_NAMES = {"float": "float32", "double": "float64"}  # the others are called by ONNX as by numpy
-# Bits of a number, by its type's; of texts none are known, as of types that came later.
+_NUMPY_NAMES = {"float": "float32", "double": "float64"}  # the other types have the same names in ONNX and numpy
+# Bits of one element by type number; strings and types newer than this table have no entry.
 _BITS = {1: 32, 2: 8, 3: 8, 4: 16, 5: 16, 6: 32, 7: 64, 9: 8, 10: 16, 11: 64, 12: 32, 13: 64, 14: 64, 15: 128, 16: 16,
          17: 8, 18: 8, 19: 8, 20: 8, 21: 4, 22: 4, 23: 4, 24: 8, 25: 2, 26: 2, 27: 6, 28: 6}  # fmt: skip
-# Attributes of the standard operators that name an element type by its number.
+# Attributes of the standard operators that hold the number of an element type.
 _OF_NODES = ("to", "dtype", "output_dtype", "output_datatype", "stash_type", "softmax_precision")
 
 
 def bits_of(number: int) -> int | None:
-    """Of one number of this type, where that is known."""
+    """Return the bits of one element of a type, None if unknown."""
     return _BITS.get(number)
 
 
@@ -32,23 +32,23 @@ def _names() -> Mapping[int, str]:
 
 
 def require_type(number: int, where: str, *, require_name: bool = False) -> None:
-    """Raise BadInput for a number that stands for no type; `require_name`: also for that of one that isn't named."""
+    """Raise BadInput for an unknown type number, and with `require_name` for that of an undefined type too."""
     names = _names()
     if number not in names or (require_name and number == UNNAMED):
         first, *_, last = (f"{each} ({name})" for each, name in sorted(names.items()) if each != UNNAMED)
         raise BadInput(
-            f"{where} is of the element type {number}, which ONNX has not; expected {first} to {last}; export it again"
+            f"{where} is of element type {number}, which ONNX lacks; expected {first} to {last}; export it again"
         )
 
 
 def dtype_of(value: "ValueInfoProto") -> str:
-    """numpy's name of an input's or an output's element type; what it is where it is no tensor, such as `sequence`."""
+    """Return numpy's name of the element type of an input or output, or its kind if no tensor, such as `sequence`."""
     kind = value.type.WhichOneof("value") or "tensor_type"
     return _names()[value.type.tensor_type.elem_type] if kind == "tensor_type" else kind.removesuffix("_type")
 
 
 def types_of_value(kind: "TypeProto") -> Iterator[int]:
-    """The numbers that a type names: of a tensor, and of what a sequence, an optional or a map holds."""
+    """Yield the element types of a type: of a tensor, or of the contents of a sequence, an optional or a map."""
     match kind.WhichOneof("value"):
         case "tensor_type":
             yield kind.tensor_type.elem_type
@@ -64,7 +64,7 @@ def types_of_value(kind: "TypeProto") -> Iterator[int]:
 
 
 def types_of_node(node: "NodeProto") -> Iterator[tuple[str, int]]:
-    """The numbers that a node's attributes name, each with the attribute's name."""
+    """Yield the element types in a node's attributes, each with the attribute's name."""
     for attribute in node.attribute:
         if node.domain in ("", "ai.onnx") and attribute.name in _OF_NODES and attribute.HasField("i"):
             yield attribute.name, attribute.i

@@ -1,4 +1,4 @@
-"""Check before any work that results can be written where they are to go."""
+"""Checks before any work that results can be written to their paths."""
 
 import errno
 import os
@@ -12,28 +12,28 @@ from .errors import BadInput, Missing
 from .files import regular_file, temporary_name
 
 MACHINE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE)
-"""Errors that no other path would mend."""
+"""Errors that another path in the same file system would not avoid."""
 
 
-def _standing(path: Path) -> Path:
-    """Return the path, or the nearest folder above it that is there."""
+def _nearest_existing(path: Path) -> Path:
+    """Return the path, or the nearest folder above it that exists."""
     return next(each for each in (path, *path.parents) if os.path.lexists(each))
 
 
 def _is_of_another_user(path: Path) -> bool:
-    """Return whether a file may not be replaced although its folder may be written to, as in /tmp."""
+    """Return whether a file may not be replaced although its folder is writable, as in /tmp."""
     folder, user = path.parent.stat(), os.geteuid()
     is_kept = os.path.lexists(path) and bool(folder.st_mode & stat.S_ISVTX)
     return is_kept and user not in (0, folder.st_uid, path.lstat().st_uid)
 
 
 def require_writable(path: Path, *, folder: bool) -> None:
-    """Raise BadInput where no file, or no folder of files, can be written under this path; nothing is left there.
+    """Raise BadInput if no file, or with `folder` no folder of files, can be written to a path; leave nothing there.
 
-    Raises OSError, with the path, for what the machine lacks: space, or open files.
+    Raises OSError, with the path, if the machine has no space or no free file handles.
     """
-    standing = _standing(path)
-    where = standing if folder or standing != path else path.parent
+    existing = _nearest_existing(path)
+    where = existing if folder or existing != path else path.parent
     if not where.is_dir():
         kind = "a dangling link" if where.is_symlink() and not where.exists() else "no directory"
         raise BadInput(f"{path}: can't be written, as {where} is {kind}; give another path")
@@ -53,8 +53,8 @@ def require_writable(path: Path, *, folder: bool) -> None:
 
 
 def require_space(path: Path, size_bytes: float, *, what: str) -> None:
-    """Raise Missing where the disk has less space than is needed for what will be written under the path."""
-    free = shutil.disk_usage(_standing(path)).free
+    """Raise Missing if the disk of a path has less free space than `size_bytes`."""
+    free = shutil.disk_usage(_nearest_existing(path)).free
     if free < size_bytes:
         raise Missing(
             f"{path}: {what} about {size_bytes / 2**20:,.0f} MiB, and the disk has {free / 2**20:,.0f} MiB free; free "

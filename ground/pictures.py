@@ -1,7 +1,7 @@
-"""Find the pictures below a folder by what Pillow reads, and count what is left out. Imports no torch.
+"""Search for pictures that Pillow can read below a folder, with counts of other files. Imports no torch.
 
-Links are followed, and each real folder is read once. What an operating system, a file server or a notebook keeps
-beside pictures (thumbnails, copies, waste) is never read.
+Links are followed, and each real folder is read once. Hidden files and folders of operating systems, file servers and
+notebooks (thumbnails, copies, waste) are never read.
 """
 
 import os
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from .errors import BadInput
 
-# Readers that start a program, read films, or have no reader behind them; the rest reads pictures alone.
+# Formats that are not read: Pillow starts a program for them, they are films, or Pillow has only a stub.
 _NEVER = {"BUFR", "EPS", "FLI", "GRIB", "HDF5", "MPEG", "WMF"}
 _READ_AS = {"MPO": "JPEG"}
 _SYSTEM = {"@eaDir", "__MACOSX", "lost+found", "#recycle", "$RECYCLE.BIN", "System Volume Information"}
@@ -20,7 +20,7 @@ _NAMED = 6
 
 
 def picture_suffixes() -> Mapping[str, str]:
-    """Return Pillow's format of each suffix that it can open, plug-ins of the process included."""
+    """Return Pillow's format of each suffix that it can open, with the plug-ins of this process."""
     from PIL import Image
 
     formats = {suffix: _READ_AS.get(name, name) for suffix, name in Image.registered_extensions().items()}
@@ -28,7 +28,7 @@ def picture_suffixes() -> Mapping[str, str]:
 
 
 def formats_for(name: str) -> list[str]:
-    """Return the formats that the content of a file may have: those with a signature, and what its suffix says."""
+    """Return the formats to try on a file: all with a signature, and the format of its suffix."""
     from PIL import Image
 
     suffixed = picture_suffixes().get(_suffix(name))
@@ -41,13 +41,13 @@ def _suffix(name: str) -> str:
 
 
 def is_hidden(name: str) -> bool:
-    """Return whether a file or folder of this name is hidden or a system's own."""
+    """Return whether a file or folder of this name is hidden or belongs to an operating system."""
     return name.startswith(".") or name in _SYSTEM
 
 
 @dataclass(slots=True)
 class Skips:
-    """Counts of what is left out, by reason, with suffixes or names."""
+    """Counts of files and folders that are left out, by reason, with their suffixes or names."""
 
     counts: Counter[str] = field(default_factory=Counter)
     named: dict[str, set[str]] = field(default_factory=dict)
@@ -58,12 +58,12 @@ class Skips:
 
     @property
     def files(self) -> int:
-        """Return how many files were left out, without those in folders that were not read."""
+        """The number of files left out, without those in folders that were not read."""
         return sum(count for reason, count in self.counts.items() if "file{s}" in reason)
 
     @property
     def line(self) -> str:
-        """Return one line with a count for each reason, empty where nothing was left out."""
+        """One line with a count for each reason, empty if nothing was left out."""
         return "; ".join(
             f"{count} {reason.format(s='s'[: count > 1])} ({_some(self.named[reason])})"
             for reason, count in self.counts.items()
@@ -81,13 +81,13 @@ UNREADABLE, AGAIN = "folder{s} that can't be read", "link{s} to folders that are
 
 
 def _key(name: str) -> str:
-    """Return what files of one sample share, as in web datasets: 000.jpg, 000.cls."""
+    """Return the path without suffixes, which the files of one sample share: 000.jpg and 000.cls in web datasets."""
     folder, slash, own = name.rpartition("/")
     return folder + slash + own.partition(".")[0]
 
 
 def select_pictures(names: Iterable[str], skips: Skips) -> list[str]:
-    """Return the names of pictures in order, and count other files but those that annotate a picture."""
+    """Return the names of pictures in order; count other files, except those that annotate a picture."""
     suffixes, chosen, others = picture_suffixes(), [], []
     for name in names:
         *folders, own = (part for part in name.split("/") if part != ".")
@@ -107,7 +107,7 @@ def select_pictures(names: Iterable[str], skips: Skips) -> list[str]:
 
 
 def pictures_below(root: Path) -> tuple[tuple[str, ...], Skips]:
-    """Return the pictures below a folder by relative name, sorted, and what was left out.
+    """Return the sorted relative paths of the pictures below a folder, and what was left out.
 
     Raises BadInput for a folder that can't be read.
     """

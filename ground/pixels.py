@@ -1,4 +1,4 @@
-"""Between pixels as decoders give them, 0 to 255, and images as models were trained on them."""
+"""Conversion between pixels, 0 to 255, and the normalised images that models are trained on."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from .errors import BadInput
 
 PIXEL, LARGEST = "uint8", 255
-_ROUNDING = 0.01  # of a step between two pixels: what float32 loses on the way there and back is a thousandth of one
+_ROUNDING = 0.01  # of the step between two pixel values; a round trip through float32 loses a thousandth of a step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,19 +24,19 @@ class Normalisation:
         assert min(self.std, default=0.0) > 0, self
 
     def images(self, pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
-        """Pixels [..., C, H, W] as float32 images, to the bit as torchvision's ToTensor and Normalize make them."""
+        """Return pixels [..., C, H, W] as float32 images, bit for bit as torchvision's ToTensor and Normalize do."""
         mean, std = _by_channel(self.mean, np.float32), _by_channel(self.std, np.float32)
         images: NDArray[np.float32] = (pixels.astype(np.float32) / np.float32(LARGEST) - mean) / std
         return images
 
     def pixels(self, images: NDArray[np.floating]) -> NDArray[np.uint8]:
-        """The pixels [..., C, H, W] that such images were made of; what lies outside of 0 to 255 becomes its end."""
-        return np.clip(np.rint(self._real(images)), 0, LARGEST).astype(np.uint8)
+        """Return images [..., C, H, W] as pixels, rounded and clipped to 0 to 255."""
+        return np.clip(np.rint(self._unrounded_pixels(images)), 0, LARGEST).astype(np.uint8)
 
     def require_pixels(self, images: NDArray[np.floating], *, where: str) -> None:
-        """Raises BadInput unless all images were made of whole pixels from 0 to 255."""
-        for place, image in enumerate(images):  # one at a time: they may lie on disk
-            real = self._real(image)
+        """Raise BadInput unless all images are normalised whole pixels from 0 to 255."""
+        for place, image in enumerate(images):  # one at a time, because they may be mapped from disk
+            real = self._unrounded_pixels(image)
             off = float(np.abs(real - np.clip(np.rint(real), 0, LARGEST)).max())
             if not off <= _ROUNDING:
                 raise BadInput(
@@ -45,7 +45,7 @@ class Normalisation:
                     "files, or uint8 arrays"
                 )
 
-    def _real(self, images: NDArray[np.floating]) -> NDArray[np.float64]:
+    def _unrounded_pixels(self, images: NDArray[np.floating]) -> NDArray[np.float64]:
         mean, std = _by_channel(self.mean, np.float64), _by_channel(self.std, np.float64)
         real: NDArray[np.float64] = (images * std + mean) * LARGEST
         return real
@@ -60,7 +60,7 @@ def _shown(values: tuple[float, ...]) -> str:
 
 
 def whole_pixels(values: NDArray[Any], *, where: str) -> NDArray[np.uint8]:
-    """Values 0 to 255 of whatever type as uint8. Raises BadInput for others."""
+    """Return whole values 0 to 255 of any type as uint8. Raises BadInput for other values."""
     pixels = values.astype(np.uint8)
     if not np.array_equal(pixels, values):
         raise BadInput(

@@ -1,4 +1,4 @@
-"""The types that numbers are held in, and the precisions of graphs and engines by word. Imports nothing heavy."""
+"""Number types, and the named precisions of graphs and engines. Imports nothing heavy."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,16 +9,17 @@ from .errors import BadInput
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FloatType:
-    """A type of numbers. `name` is torch's, numpy's (ml_dtypes') and ONNX's own, `label` how people read it, `onnx` its
-    number in TensorProto.DataType; `unit_roundoff` is the unit roundoff, `largest` the largest finite value.
-    """
+    """A number type."""
 
     name: str
+    """The name in torch, numpy (with ml_dtypes) and ONNX."""
     label: str
     onnx: int
+    """The number in TensorProto.DataType."""
     size_bytes: int
     unit_roundoff: float
     largest: float
+    """The largest finite value."""
 
     def __post_init__(self) -> None:
         assert 0 < self.unit_roundoff < 1 < self.largest, self
@@ -32,7 +33,7 @@ BFLOAT16 = FloatType(
     name="bfloat16", label="BF16", onnx=16, size_bytes=2, unit_roundoff=2.0**-8, largest=(2.0 - 2.0**-7) * 2.0**127
 )
 HALVES = (FLOAT16, BFLOAT16)
-# What matrices are quantised to, symmetric around zero; E4M3 has no infinities, as engines take it.
+# Types of quantised matrices, symmetric around zero; E4M3 is the variant without infinities, as in engines.
 INT8 = FloatType(name="int8", label="INT8", onnx=3, size_bytes=1, unit_roundoff=2.0**-8, largest=127.0)
 FLOAT8 = FloatType(name="float8_e4m3fn", label="FP8", onnx=17, size_bytes=1, unit_roundoff=2.0**-4, largest=448.0)
 QUANTISED: Mapping[str, FloatType] = MappingProxyType({"int8": INT8, "fp8": FLOAT8})
@@ -43,7 +44,7 @@ BY_ONNX: Mapping[int, FloatType] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
-    """What a graph or an engine is called: its matrices are of one type or, mixed, of that type and of float32."""
+    """A named precision of a graph or engine: its matrices are of one type or, if mixed, of that type and float32."""
 
     name: str
     type: FloatType
@@ -51,7 +52,7 @@ class Precision:
 
     @property
     def pure(self) -> str:
-        """What it is called when nothing is kept in float32."""
+        """The name of the precision of the same type without float32."""
         return _precision_name(self.type, mixed=False)
 
 
@@ -69,21 +70,20 @@ MIXED = tuple(each.name for each in _EVERY if each.mixed)
 
 
 def type_by_name(name: str) -> FloatType:
-    """Return the type of matrices by its word; float32 for a graph of no known word."""
+    """Return the type of the matrices of a precision, float32 for an unknown name."""
     if name in QUANTISED:
         return QUANTISED[name]
     return PRECISIONS[name].type if name in PRECISIONS else FLOAT32
 
 
 def precision_by_name(name: str) -> Precision:
-    """The precision of that word; BadInput for any other."""
+    """Return the precision of a name. Raises BadInput for an unknown one."""
     if name not in PRECISIONS:
         raise BadInput(f"precision {name!r} is unknown; choose one of {', '.join(PRECISIONS)}")
     return PRECISIONS[name]
 
 
 def mixed_with_float32(float_type: FloatType) -> Precision:
-    """That type mixed with float32."""
     return PRECISIONS[_precision_name(float_type, mixed=True)]
 
 
@@ -92,10 +92,10 @@ def _precision_name(float_type: FloatType, *, mixed: bool) -> str:
 
 
 def precision_of_shares(shares: Mapping[str, float]) -> str:
-    """The word for matrices of which these shares, by type name, are held so; a graph without matrices is fp32,
-    one with any that are quantised is called after those.
+    """Return the precision's name for a graph with these shares of matrices by type name.
 
-    Raises BadInput for matrices of both 16-bit types or both quantised ones, which no word is for.
+    It is fp32 without matrices, and a quantised type's name if any matrix is quantised. Raises BadInput for both 16-bit
+    types or both quantised types in one graph, which has no name.
     """
     small = [word for word, each in QUANTISED.items() if shares.get(each.name, 0.0) > 0]
     if len(small) > 1:
@@ -111,5 +111,5 @@ def precision_of_shares(shares: Mapping[str, float]) -> str:
 
 
 def half_share(shares: Mapping[str, float]) -> float:
-    """The share, in [0, 1], that is held in 16 bits."""
+    """Return the share of matrices, in [0, 1], of 16-bit types."""
     return min(1.0, sum(shares.get(each.name, 0.0) for each in HALVES))

@@ -1,6 +1,4 @@
-"""Numbers as people write them: ASCII digits, finite, no larger than the thing they count can be; and how large each
-is.
-"""
+"""Parsing of numbers in options and recipes, with the bounds of each quantity, and formatting of numbers."""
 
 import math
 import re
@@ -28,11 +26,11 @@ class Count:
         return f"{self.low}..{self.high if self.high < 10**6 else ''}"
 
     def holds(self, value: object) -> bool:
-        """Whether a value that was read from a file is such a number."""
+        """Return whether a value from a file is an integer within the bounds."""
         return isinstance(value, int) and not isinstance(value, bool) and self.low <= value <= self.high
 
     def from_text(self, text: str) -> int:
-        """Raises BadInput for anything else than plain digits within the bounds."""
+        """Return the number of a text. Raises BadInput for anything but ASCII digits within the bounds."""
         value = int(text) if _DIGITS.fullmatch(text) else None
         if value is None or not self.holds(value):
             raise BadInput(f"{quoted(text)}: expected {self}")
@@ -41,7 +39,7 @@ class Count:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Real:
-    """A finite number from `low` to `high`; an open end is left out itself."""
+    """A finite number from `low` to `high`, without an end that is open."""
 
     low: float
     high: float
@@ -58,13 +56,13 @@ class Real:
         return f"{self.low:.15g}..{self.high:.15g}"
 
     def holds(self, value: object) -> bool:
-        """Whether a value that was read from a file is such a number."""
+        """Return whether a value from a file is a number within the bounds."""
         if not isinstance(value, int | float) or isinstance(value, bool) or not self.low <= value <= self.high:
             return False
         return not (self.low_open and value == self.low) and not (self.high_open and value == self.high)
 
     def from_text(self, text: str) -> float:
-        """Raises BadInput for anything else than a plain decimal number within the bounds."""
+        """Return the number of a text. Raises BadInput for anything but a plain decimal number within the bounds."""
         value = float(text) if _REAL.fullmatch(text) and (self.low < 0.0 or text[0] != "-") else math.nan
         if not self.holds(value):
             raise BadInput(f"{quoted(text)}: expected {self}")
@@ -83,7 +81,7 @@ def format_number(value: float, digits: int) -> str:
 
 
 def quoted(text: str) -> str:
-    """What was got, quoted and cut so that a message stays one."""
+    """Return a received text in quotes, cut to a length that fits a message."""
     return repr(text) if len(text) <= _SHOWN else f"{text[:_SHOWN]!r}... ({len(text)} characters)"
 
 

@@ -1,7 +1,7 @@
-"""Records: JSON as typed values, read within bounds or refused in one message; ground.files writes them.
+"""Reader of JSON records as typed values, with one message for each refused file; ground.files writes them.
 
-What a record holds is a frozen dataclass or msgspec.Struct; its kind and version stand beside its fields. The size and
-nesting of a file are judged before anything is built from it.
+A record is a frozen dataclass or msgspec.Struct, with its kind and version beside its fields. Size and nesting of a
+file are checked before it is parsed.
 """
 
 import codecs
@@ -24,7 +24,7 @@ from .files import refuse_utf16, regular_file
 MOST_BYTES = 2**28
 DEEPEST = 40
 MAKE_AGAIN = "make the record again"
-# Beyond this size a refusal doesn't say what it got, which would mean reading all of it without types.
+# A refusal of a larger record doesn't quote the received value, because finding it means parsing all without types.
 _MOST_QUOTED_BYTES = 2**24
 _SQUARE = bytes.maketrans(b"{}", b"[]")
 _NO_BRACKET = bytes(set(range(256)) - set(b'[]{}"'))
@@ -44,7 +44,7 @@ else:
             return isinstance(value, float)
 
     class Figure(metaclass=_FloatIsOne):
-        """A float that need not be finite: null in a record, read as inf."""
+        """A float that may be infinite; null in a record is read as infinity."""
 
 
 _SHOWN = 100
@@ -60,11 +60,11 @@ _NOUNS = {
 _STEP = re.compile(r"\.(\w+)|\[(\d+|\.\.\.)\]")
 
 
-def _inner(info: inspect.Type, step: str) -> Iterator[inspect.Type]:
+def _types_inside(info: inspect.Type, step: str) -> Iterator[inspect.Type]:
     match info:
         case inspect.UnionType():
             for each in info.types:
-                yield from _inner(each, step)
+                yield from _types_inside(each, step)
         case inspect.StructType() | inspect.DataclassType():
             yield from (field.type for field in info.fields if field.encode_name == step)
         case inspect.DictType():
@@ -78,14 +78,14 @@ def _inner(info: inspect.Type, step: str) -> Iterator[inspect.Type]:
 def _expected_at(record: Any, steps: Iterable[str], *, key: bool) -> list[inspect.Type]:
     types = [inspect.type_info(record)]
     for step in steps:
-        types = [inner for each in types for inner in _inner(each, step)]
+        types = [inner for each in types for inner in _types_inside(each, step)]
     if key:
         return [each.key_type for each in types if isinstance(each, inspect.DictType)]
     return [each for info in types for each in (info.types if isinstance(info, inspect.UnionType) else [info])]
 
 
 def _value_at(raw: Any, steps: Iterable[str]) -> Any:
-    """UNSET where the path doesn't tell: through the keys of a mapping, or keys that stand twice."""
+    """Return the value at a path, UNSET if the path goes through a mapping's keys or doesn't exist."""
     for step in steps:
         try:
             raw = raw[int(step)] if isinstance(raw, list) else raw[step]
@@ -144,25 +144,25 @@ def _refusal(error: msgspec.ValidationError, record: Any, raw: Any, *, where: st
 
 
 class Head(msgspec.Struct, frozen=True):
-    """What any record says of itself."""
+    """Kind and version of any record."""
 
     kind: Any = None
     version: Any = None
 
 
 def _figure(kind: type, value: Any) -> Any:
-    if kind is not Figure and isinstance(value, kind):
-        return value  # read before the record around it, by what that says of it
     if kind is not Figure:
+        if isinstance(value, kind):
+            return value  # an inner record that was built before the outer one
         raise NotImplementedError(kind)
     try:
         return math.inf if value is None else msgspec.convert(value, float)
     except msgspec.ValidationError as error:
-        raise ValueError(error) from None  # msgspec adds the path to any error but its own
+        raise ValueError(error) from None  # msgspec adds the path to all errors except its own
 
 
 def _refuse_depth(data: bytes, where: str) -> None:
-    """Refuse JSON that is nested too deep, by its brackets alone."""
+    """Raise BadInput for JSON that is nested too deep, counting only brackets."""
     if not data.lstrip().startswith((b"{", b"[")):
         return
     plain = data.replace(b"\\\\", b"").replace(b'\\"', b"").translate(_SQUARE, _NO_BRACKET).replace(b'""', b"")
@@ -219,7 +219,7 @@ def _refuse_kind(head: Head, where: str, how: "How") -> None:
 
 
 class How(TypedDict, total=False):
-    """The kind and version that a record must have, any where no kind is given, and what to do about another."""
+    """Expected kind and version of a record, any kind if absent, and the advice if they differ."""
 
     kind: str
     version: int
@@ -227,10 +227,10 @@ class How(TypedDict, total=False):
 
 
 def record_from_bytes(data: bytes, record: type[T], *, where: str, **how: Unpack[How]) -> T:
-    """The value that a JSON text holds.
+    """Return the record in a JSON text.
 
-    Raises BadInput for what is no JSON, too large or too deep, another kind or version, and for the first entry of
-    another type, naming `where` and the entry.
+    Raises BadInput, naming `where`, for invalid, too large or too deeply nested JSON, for another kind or version, and
+    for the first entry of a wrong type.
     """
     if len(data) > MOST_BYTES:
         raise BadInput(f"{where}: {len(data)} bytes, a record has {MOST_BYTES} at most")
@@ -242,14 +242,17 @@ def record_from_bytes(data: bytes, record: type[T], *, where: str, **how: Unpack
 
 
 def record_from_text(text: str, record: type[T], *, where: str, **how: Unpack[How]) -> T:
-    """As record_from_bytes, of a text that a header or an option carries."""
+    """Return the record in a string, as `record_from_bytes` does."""
     return record_from_bytes(
         text.removeprefix("\ufeff").encode("utf-8", "backslashreplace"), record, where=where, **how
     )
 
 
 def record_from_file(path: Path, record: type[T], *, where: str | None = None, **how: Unpack[How]) -> T:
-    """As record_from_bytes, `where` being the path. Raises BadInput also for a missing file, and for no regular one."""
+    """Return the record in a file, as `record_from_bytes` does.
+
+    Raises BadInput for a missing file and for one that is not regular too.
+    """
     try:
         size = regular_file(path).stat().st_size
         if size > MOST_BYTES:
@@ -265,7 +268,7 @@ def record_from_file(path: Path, record: type[T], *, where: str | None = None, *
 
 
 def record_from_value(value: Any, record: type[T], *, where: str, **how: Unpack[How]) -> T:
-    """As record_from_bytes, of JSON values that are read already."""
+    """Return the record of parsed JSON values, as `record_from_bytes` does."""
     remedy = how.get("remedy", MAKE_AGAIN)
     if "kind" in how:
         _refuse_kind(record_from_value(value, Head, where=where, remedy=remedy), where, how)
@@ -276,7 +279,7 @@ def record_from_value(value: Any, record: type[T], *, where: str, **how: Unpack[
 
 
 def json_from_record(value: Any) -> Any:
-    """JSON values: objects of dataclasses and mappings, lists of tuples, null for a float that is not finite."""
+    """Return a value as JSON: objects for dataclasses and mappings, lists for tuples, null for non-finite floats."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Signals that ask a process to end, as exceptions, so that what is half-written is removed as after Ctrl-C."""
+"""Conversion of termination signals to exceptions, so that half-written files are removed as after Ctrl-C."""
 
 import os
 import signal
@@ -13,15 +13,15 @@ from typing import Any
 from .errors import EXIT_INTERRUPTED
 
 ASKS_TO_END = (signal.SIGTERM, signal.SIGHUP)
-"""The signals of service managers, schedulers and containers, and of a terminal that closes."""
+"""SIGTERM comes from service managers, schedulers and containers, SIGHUP from a closing terminal."""
 AT_ONCE_S = 0.5
-"""Signals within this time after a raised one belong to the same request; they break into no cleaning up."""
+"""Signals within this time after a raised one are ignored, so that they don't interrupt the clean-up."""
 AGAIN_S = 0.05
 LONGEST_IMPORT_S = 10.0
 
 
 class Terminated(KeyboardInterrupt):
-    """A process that was asked to end by another signal than Ctrl-C's."""
+    """An interruption by another signal than Ctrl-C's."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -29,22 +29,24 @@ class Terminated(KeyboardInterrupt):
 
 
 def describe_interruption(error: BaseException) -> tuple[str, int]:
-    """Return the message of an interrupted process, and its exit code, which is the one of shells."""
+    """Return the message and the exit code, as shells define it, of an interrupted process."""
     how, code = "interrupted", EXIT_INTERRUPTED
     if isinstance(error, Terminated):
         how, code = f"ended by {signal.Signals(error.number).name}", 128 + error.number
     return f"{how}; finished files are whole, nothing half-written is left", code
 
 
-def _imports(frame: FrameType | None) -> bool:
+def _is_importing(frame: FrameType | None) -> bool:
     while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
         frame = frame.f_back
     return frame is not None
 
 
 class _Handler:
-    """Raises an exception for a signal: after imports, as native modules end the process where Python raises while they
-    load, and once more where Python could only print the exception, in a finaliser or in native code.
+    """A signal handler that raises an exception.
+
+    It waits until imports are done, because an exception while a native module loads ends the process. It raises again
+    if Python could only print the exception, as in a finaliser or in native code.
     """
 
     def __init__(self) -> None:
@@ -63,7 +65,7 @@ class _Handler:
         elif number == signal.SIGALRM or now >= self.quiet_until:
             self.number = self.number if number == signal.SIGALRM else number
             self.import_until = self.import_until or now + LONGEST_IMPORT_S
-            if now < self.import_until and _imports(frame):
+            if now < self.import_until and _is_importing(frame):
                 self.come_again()
                 return
             self.quiet_until, self.import_until, self.pending = now + AT_ONCE_S, 0.0, False
@@ -79,7 +81,7 @@ class _Handler:
         signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
 
     def lost(self, error: BaseException | None) -> bool:
-        """Return whether an exception that is only printed comes from a signal, which then comes again."""
+        """Return whether an exception that Python only prints comes from a signal, and raise the signal again."""
         while error is not None and not isinstance(error, KeyboardInterrupt):
             error = error.__cause__ or error.__context__
         if error is None or not self.number or os.getpid() != self.owner:
@@ -104,11 +106,10 @@ class _Handler:
 
 @contextmanager
 def raising_on_signals(*passing: type[Exception]) -> Iterator[None]:
-    """Raise Terminated on ASKS_TO_END in this process; processes that it forks end as usual. Handlers of somebody else
-    and ignored signals (nohup) stay.
+    """Raise Terminated on ASKS_TO_END in this process; forked processes end as usual.
 
-    Any exception after a signal, but for `passing`, becomes the signal's: libraries lose its exception in native code
-    and raise their own.
+    Handlers of other libraries and ignored signals (nohup) stay. After a signal, any exception except `passing` is
+    replaced by the signal's, because native code may lose that one and raise its own.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

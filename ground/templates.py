@@ -1,4 +1,4 @@
-"""Texts that are more than values, from a package's templates."""
+"""Jinja templates of packages."""
 
 from typing import Any
 
@@ -6,7 +6,10 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 
 def template_environment(package: str, *, is_html: bool = False, **more: Any) -> Environment:
-    """Return the templates in a package's folder `templates`; HTML is escaped, missing names are errors."""
+    """Return the environment of a package's folder `templates`, where missing names are errors.
+
+    Values in HTML are escaped.
+    """
     return Environment(
         loader=PackageLoader(package),
         autoescape=is_html,

@@ -1,8 +1,8 @@
-"""The CPUs that this process may use, and how its OpenMP threads wait for each other.
+"""The CPUs that this process may use, and the way its OpenMP threads wait for each other.
 
-OpenMP threads spin while they wait. Where another program has displaced one of them, the others spin for as long as
-that program runs, on CPUs that it could have used. Passive threads sleep instead, but waking them costs a few percent
-where nothing else runs; a spin of microseconds before they sleep saves that.
+OpenMP threads spin while they wait. If another program displaces one of them, the others spin as long as that program
+runs, on CPUs that it could have used. Passive threads sleep instead. Waking them costs a few percent if nothing else
+runs, which a spin of microseconds before the sleep avoids.
 """
 
 import os
@@ -15,9 +15,9 @@ PROC, CGROUPS = Path("/proc/self"), Path("/sys/fs/cgroup")
 WAIT_POLICIES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 """Variables of OpenMP and of its GNU and LLVM runtimes that say how threads wait."""
 PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
-"""GNU's runtime, which torch has on Linux, spins a thousand times before it sleeps; others sleep at once."""
+"""GNU's runtime, which torch uses on Linux, spins a thousand times before it sleeps; others sleep at once."""
 THREADS = "OMP_NUM_THREADS"
-"""OpenMP, MKL and OpenBLAS read it."""
+"""The variable that OpenMP, MKL and OpenBLAS read."""
 
 
 def affinity_cpus() -> int:
@@ -26,9 +26,9 @@ def affinity_cpus() -> int:
 
 
 def cpu_quota(proc: Path = PROC, cgroups: Path = CGROUPS) -> float | None:
-    """Return the CPUs that this process's control groups grant it, None without a limit.
+    """Return the number of CPUs that control groups grant this process, None without a limit.
 
-    The tightest limit of the group and its parents holds, of version 2 (`cpu.max`) or 1 (`cpu.cfs_quota_us`).
+    It is the lowest limit of the group and its parents, of version 2 (`cpu.max`) or 1 (`cpu.cfs_quota_us`).
     """
     return min(_limits(proc, cgroups), default=None)
 
@@ -38,7 +38,7 @@ def _limits(proc: Path, cgroups: Path) -> Iterator[float]:
         _, controllers, path = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
             continue
-        root = cgroups / controllers  # of version 2 there are no names of controllers, and this is the root itself
+        root = cgroups / controllers  # version 2 names no controllers, and this is the root itself
         group = root / path.lstrip("/")
         for place in (group, *group.parents):
             if place.is_relative_to(root):
@@ -61,26 +61,26 @@ def _text(path: Path) -> str:
 
 
 def granted_cpus(affinity: int, quota: float | None) -> int:
-    """Return the threads that can run at once: a quota of one and a half CPUs keeps two threads busy."""
+    """Return the number of threads that can run at once; a quota of one and a half CPUs keeps two threads busy."""
     return affinity if quota is None else min(affinity, max(ceil(quota), 1))
 
 
 def usable_cpus() -> int:
-    """Return the CPUs that this process can keep busy, by affinity and by quota."""
+    """Return the number of CPUs that this process can keep busy, by affinity and quota."""
     return granted_cpus(affinity_cpus(), cpu_quota())
 
 
 def thread_limit() -> int | None:
-    """Return the number of threads that a quota allows, None where only the affinity limits, as runtimes heed that."""
+    """Return the number of threads that a quota allows, None if only the affinity limits it: runtimes know that."""
     affinity, quota = affinity_cpus(), cpu_quota()
     granted = granted_cpus(affinity, quota)
     return granted if granted < affinity else None
 
 
 def set_thread_policy_(environment: MutableMapping[str, str], limit: int | None) -> None:
-    """Let OpenMP threads sleep while they wait, and start at most `limit` of them, unless the user has set either.
+    """Set variables so that OpenMP threads sleep while they wait and at most `limit` start, unless the user set them.
 
-    It takes effect in libraries that are loaded afterwards.
+    They take effect in libraries that are loaded afterwards.
     """
     if not any(name in environment for name in WAIT_POLICIES):
         environment.update(PASSIVE)
@@ -89,6 +89,6 @@ def set_thread_policy_(environment: MutableMapping[str, str], limit: int | None)
 
 
 def wait_policy(environment: Mapping[str, str]) -> str | None:
-    """Return how OpenMP threads wait in a process with this environment, None for the runtime's default."""
+    """Return the variables in an environment that say how OpenMP threads wait, None for the runtime's default."""
     settings = [f"{name}={environment[name]}" for name in WAIT_POLICIES if name in environment]
     return " ".join(settings) or None

@@ -1,5 +1,6 @@
-"""Files of one directory that appear together or not at all, by a rollback journal: a folder FORMER that has what stood
-before, there from before the first of them is renamed until after the last.
+"""Transactions of files in one directory, which are replaced together or not at all.
+
+A rollback journal, the folder FORMER, holds the previous files from before the first rename until after the last.
 """
 
 import fcntl
@@ -22,11 +23,11 @@ _ABSENT = ".absent.json"
 
 @contextmanager
 def replacing_files(directory: Path, names: Sequence[str], *, removed: Sequence[str] = ()) -> Iterator[list[Path]]:
-    """Temporary paths for files of one directory, which all appear there when the body ends well, and those called
-    `removed` go; or nothing changes. Processes that write there come one after the other.
+    """Yield temporary paths for files of one directory, and install them all there if the body succeeds.
 
-    What a killed process left between two renames is put back by the next one, or by `roll_back_interrupted`. A
-    directory that was created for files that failed is removed.
+    Files named in `removed` are deleted in the same transaction. If the body fails, nothing changes, and directories
+    created for the files are removed. Processes that write to the directory wait for each other. If a process is killed
+    between two renames, the next one, or `roll_back_interrupted`, restores the previous files.
     """
     folders = {folder for name in names for folder in (directory / name).parents}
     created = sorted((each for each in folders if not each.exists()), reverse=True)
@@ -43,8 +44,9 @@ def replacing_files(directory: Path, names: Sequence[str], *, removed: Sequence[
 
 
 def install_files(directory: Path, moves: Mapping[str, Path], *, removed: Sequence[str] = ()) -> None:
-    """Move files, and folders to where nothing is, from elsewhere on this disk to these places below the directory,
-    all or none, as `replacing_files`. Raises BadInput for another thing in the way.
+    """Move files and folders of the same disk to names below the directory, all or none.
+
+    Raises BadInput if a folder's name is taken, or a file's name is taken by something other than a regular file.
     """
     for source in moves.values():
         for each in sorted(source.rglob("*")) if source.is_dir() else [source]:
@@ -62,7 +64,7 @@ def install_files(directory: Path, moves: Mapping[str, Path], *, removed: Sequen
 
 
 def roll_back_interrupted(directory: Path) -> None:
-    """What stood there before a process was killed in the midst of replacing it; nothing where none was."""
+    """Restore the previous files if a process was killed while it replaced them."""
     if (directory / FORMER).is_dir():
         with exclusive_access(directory):
             _roll_back(directory)
@@ -70,7 +72,7 @@ def roll_back_interrupted(directory: Path) -> None:
 
 @contextmanager
 def exclusive_access(directory: Path) -> Iterator[None]:
-    """Make others who ask for the same directory wait, where the file system has locks."""
+    """Make other processes that ask for the same directory wait, if the file system has locks."""
     handle = os.open(directory, os.O_RDONLY)
     try:
         with suppress(OSError):
@@ -118,19 +120,19 @@ def _first_absent(directory: Path, name: str) -> str:
 
 
 def _absent(journal: Path) -> list[str]:
-    """The names that stood for nothing. Raises BadInput for a journal that this tool did not write."""
+    """Return the names that were absent before. Raises BadInput for a journal that this tool did not write."""
     try:
         names = msgspec.json.decode(text_from_file(journal / _ABSENT), type=list[str])
     except (msgspec.DecodeError, FileNotFoundError):
         names = [""]
     if any(map(escapes_directory, names)):
-        raise BadInput(f"{journal}: not what this tool left there; look at it, and remove it")
+        raise BadInput(f"{journal}: this tool did not write this journal; look at it, and remove it")
     return names
 
 
 def _remove(path: Path, journal: Path) -> None:
     if path.is_symlink() or journal.parent.resolve() not in path.resolve().parents or path == journal:
-        raise BadInput(f"{journal}: {str(path)[:200]} is not of its directory; look at it, and remove it")
+        raise BadInput(f"{journal}: {str(path)[:200]} is not in its directory; look at it, and remove it")
     if path.is_dir():
         shutil.rmtree(path)
     else:
@@ -138,7 +140,7 @@ def _remove(path: Path, journal: Path) -> None:
 
 
 def _roll_back(directory: Path) -> None:
-    """Put back what the journal has, if there is one; begun anew where it is cut off."""
+    """Restore the files of the journal, if there is one; an interrupted call can be repeated."""
     journal = directory / FORMER
     if not journal.is_dir():
         return

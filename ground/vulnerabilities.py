@@ -1,6 +1,6 @@
-"""Published holes of what this tool is built on and served by, each with the version that closed it.
+"""Published vulnerabilities of the libraries and the server that this tool uses, with the versions that fix them.
 
-Only what has to do with files that other people made: models, arrays, pictures, archives, engines, repositories.
+Only those that untrusted files can exploit: models, arrays, pictures, archives, engines and repositories.
 """
 
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 
 def version_numbers(version: str) -> tuple[int, ...]:
-    """'11.4.0.106' -> (11, 4, 0, 106); what follows the first part that is no number is left out."""
+    """Return the leading numbers of a version: (11, 4, 0, 106) for '11.4.0.106'."""
     numbers: list[int] = []
     for part in version.split("."):
         if not part.isdigit():
@@ -19,8 +19,9 @@ def version_numbers(version: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Vulnerability:
-    """Versions of `package` from `introduced_in` on and below `fixed_in` are affected; `identifiers` are as published,
-    `impact` is what a file or a caller can do.
+    """A vulnerability of the versions of `package` from `introduced_in` to below `fixed_in`.
+
+    `impact` says what a file or a caller can do; `identifiers` are CVEs or issues.
     """
 
     package: str
@@ -30,7 +31,6 @@ class Vulnerability:
     introduced_in: str = "0"
 
     def affects(self, version: str) -> bool:
-        """Whether this version has it."""
         return version_numbers(self.introduced_in) <= version_numbers(version) < version_numbers(self.fixed_in)
 
 
@@ -65,7 +65,7 @@ LIBRARIES = (
     _vulnerability("python", "3.13.6", "a tar file is read without end", "CVE-2025-8194", since="3.13"),
     _vulnerability("python", "3.13.16", "an archive unpacks anywhere", "CVE-2026-82049", since="3.13"),
 )  # fmt: skip
-# By release of the container, 26.07 and so on.
+# Versions are releases of the container, such as 26.07.
 SERVER = (
     _vulnerability("tritonserver", "24.04", "its log is written anywhere", "CVE-2024-0087"),
     _vulnerability("tritonserver", "25.07", "the Python backend's memory is read and written", "CVE-2025-23319"),
@@ -86,10 +86,10 @@ SERVER = (
 def find_vulnerabilities(
     package: str, version: str, vulnerabilities: Sequence[Vulnerability] = LIBRARIES
 ) -> tuple[Vulnerability, ...]:
-    """Those of a version of a package, by the version that fixes them."""
+    """Return the vulnerabilities of a version of a package."""
     return tuple(each for each in vulnerabilities if each.package == package and each.affects(version))
 
 
 def describe_vulnerabilities(vulnerabilities: Sequence[Vulnerability]) -> str:
-    """The impact of each with its published identifiers."""
+    """Return the impact of each with its identifiers, as one line."""
     return "; ".join(f"{each.impact} ({', '.join(each.identifiers)})" for each in vulnerabilities)

@@ -166,7 +166,7 @@ HELD = numpy_helper.from_array(np.eye(4, dtype=np.float32), "w").raw_data
         (FEW, r"weight 't' is \[1099511627776\], and its numbers are not all there"),
         ({"raw_data": HELD + bytes(4)}, r"weight 'w' is \[4, 4\], 64 bytes, and 68 are there"),
         ({"segment": TensorProto.Segment(begin=3)}, "weight 'w' is a segment of a larger one"),
-        ({"data_type": 0}, "weight 'w' is of the element type 0"),
+        ({"data_type": 0}, "weight 'w' is of element type 0"),
     ],
 )
 def test_a_weight_has_the_numbers_that_it_says(graph: ModelProto, tmp_path: Path, weight: Any, said: str) -> None:
@@ -266,7 +266,7 @@ TYPED: dict[str, Callable[[ModelProto, int], None]] = {
 @pytest.mark.parametrize("place", TYPED)
 def test_an_element_type_is_one_of_onnx(graph: ModelProto, tmp_path: Path, place: str, number: int) -> None:
     TYPED[place](graph, number)
-    said = rf"m.onnx: .* is of the element type {number}, which ONNX has not; expected 1 \(float32\) to \d+ "
+    said = rf"m.onnx: .* is of element type {number}, which ONNX lacks; expected 1 \(float32\) to \d+ "
     refused_by_all(written(graph, tmp_path), said)
 
 
@@ -481,7 +481,7 @@ def test_every_command_that_reads_graphs_says_the_same_of_one(tmp_path: Path) ->
         ["audit", bad, good],
         ["package", both, "-o", out, "--name", "vit"],
     ):
-        refuses("the tensor 'images' is of the element type 99, which ONNX has not", *words)
+        refuses("the tensor 'images' is of element type 99, which ONNX lacks", *words)
         assert [each.name for each in tmp_path.iterdir()] == ["both"]
 
 
