@@ -36,7 +36,7 @@ from export.graph.to_onnx import onnx_from_model, save_onnx
 from ground.errors import BadInput
 from ground.feeds import Feeds, batch_size
 from ground.precision import FLOAT16, FLOAT32
-from perf.parity.link import Link, link
+from perf.parity.link import Link, measure_link
 from perf.parity.parity import ImageSet, Parity, load_parity, parity_from_value
 from perf.parity.tolerance import MOST_APART, SPREAD, Choices, exact_tolerance
 from perf.runners.module import ModuleRunner
@@ -405,7 +405,7 @@ def rows(images: int = 40) -> tuple[Any, Any, Any]:
 
 
 def judged(reference: Any, candidate: Any, margins: Any, limit: float = MOST_APART) -> Link:
-    return link(
+    return measure_link(
         name="graph", kind="exact", reference="torch", candidate="graph", reference_rows=reference,
         candidate_by_batch={1: candidate[:4], 8: candidate}, tolerance=BOUND,
         choices=Choices(margins_N=margins, limit=limit),

@@ -20,9 +20,9 @@ from corp_deploy.store.input_sets import images_for_model
 from corp_deploy.traced.models.pairs import TracedPairs
 from corp_deploy.traced.models.sites import Refusal, TracedChannels
 from ground.errors import BadInput
-from perf.parity.link import link
+from perf.parity.link import measure_link
 from perf.parity.parity import ImageSet, Parity
-from perf.parity.tolerance import limits
+from perf.parity.tolerance import user_tolerance
 from tests import tiny
 from tests.command import invoked
 
@@ -173,9 +173,9 @@ def test_what_a_sweep_prints_makes_its_model(
 def test_the_report_has_the_verdict(home: Path, tmp_path: Path) -> None:
     reduce(home, "q/k norm", tmp_path / "reduced", "--mlp", 0.5, "--attn", 0.5, "--allow-partial")
     reference = np.random.default_rng(0).standard_normal((8, 7))
-    link_of = link(
+    link_of = measure_link(
         name="whole", kind="whole", reference="dense", candidate="reduced", reference_rows=reference,
-        candidate_by_batch={4: reference}, tolerance=limits(max_error=0.1),
+        candidate_by_batch={4: reference}, tolerance=user_tolerance(max_error=0.1),
     )  # fmt: skip
     parity = Parity(images=ImageSet(count=8, digest="0"), links=(link_of,))
     (tmp_path / "parity.json").write_text(json.dumps(parity.to_json()))

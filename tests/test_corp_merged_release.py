@@ -21,7 +21,7 @@ from corp_deploy.store.checkpoint import load_checkpoint
 from corp_deploy.traced.models.parts import tokens_that_enter
 from corp_deploy.views.inspection import merging_lines
 from ground.errors import BadInput
-from perf.report.render import csv, html, markdown
+from perf.report.render import csv_from_record, html_from_record, markdown_from_record
 from tests.command import invoked
 from tests.recipes import RELEASE
 
@@ -74,15 +74,15 @@ def test_a_report_shows_tokens_by_block() -> None:
     blocks = [[0, 17, 3, 14], [1, 14, 4, 10]]
     sentences = ["each block merges <them>: 17 tokens become 10", "this takes 70%"]
     record = {"title": "a", "merging": {"verb": "merged", "sentences": sentences, "blocks": blocks}}
-    text = markdown(record)
+    text = markdown_from_record(record)
     assert "Each block merges" in text
     assert "| block 1 | 14 | 4 | 10 |" in text
     assert "This takes 70%." in text
-    page = html(record)
+    page = html_from_record(record)
     assert "&lt;them&gt;" in page
     assert "<th" in page
-    assert "merging,block 1,,,tokens_behind,10" in csv(record).replace(".0", "")
-    assert "Tokens by block" not in markdown({"title": "a"})
+    assert "merging,block 1,,,tokens_behind,10" in csv_from_record(record).replace(".0", "")
+    assert "Tokens by block" not in markdown_from_record({"title": "a"})
 
 
 @pytest.mark.slow("graph")

@@ -115,7 +115,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     for name in ("ModuleRunner", "OnnxRunner", "OpenVinoRunner", "EngineRunner"):
         stand_in(name)
     monkeypatch.setattr(speed, "bench_subjects", measured)
-    monkeypatch.setattr(speed, "first_uuid", lambda: None)
+    monkeypatch.setattr(speed, "read_gpu_uuid", lambda: None)
     return found
 
 
@@ -266,7 +266,7 @@ def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("corp_deploy.proof.candidate_names.distinct", list)
     monkeypatch.setattr("corp_deploy.proof.candidates.candidate_from_path", lambda path: path)
     monkeypatch.setattr("ground.gpu.require_device", lambda device: None)
-    monkeypatch.setattr("perf.runners.protocol.torch_allocator", lambda: None)
+    monkeypatch.setattr("perf.runners.protocol.torch_gauge", lambda: None)
 
 
 EXPORT_ASKED: dict[str, dict[str, Any]] = {

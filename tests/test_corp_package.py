@@ -15,9 +15,9 @@ from export.triton.variants import Package
 from ground.files import write_json
 from perf.gate.gate import Gate, JudgedRule, Verdict
 from perf.gate.verdicts import save_gate
-from perf.parity.link import link
+from perf.parity.link import measure_link
 from perf.parity.parity import ImageSet, Parity
-from perf.parity.tolerance import limits
+from perf.parity.tolerance import user_tolerance
 from tests.command import invoked
 from tests.export_served import SHAPE, config_of, write_onnx
 from tests.small_release import release_of
@@ -91,8 +91,8 @@ def judged(results: Path, *, parity: str | None = None, gate: Verdict | None = N
     """Write records with these verdicts: a proof without limits is UNJUDGED."""
     if parity is not None:
         answers = np.random.default_rng(0).standard_normal((20, 5))
-        bound = limits(max_error={"PASS": 0.1, "FAIL": 0.001}.get(parity))
-        made = link(
+        bound = user_tolerance(max_error={"PASS": 0.1, "FAIL": 0.001}.get(parity))
+        made = measure_link(
             name="onnx", kind="whole", reference="dense", candidate="reduced/model.onnx", reference_rows=answers,
             candidate_by_batch={4: answers * 1.01}, tolerance=bound,
         )  # fmt: skip

@@ -12,7 +12,7 @@ from corp_deploy.views.parity import gate_shown
 from corp_deploy.views.speed import noise_told
 from perf.gate.gate import Gate, JudgedRule
 from perf.report import tables
-from perf.report.content import content_from_record, verdicts
+from perf.report.content import content_from_record, list_verdicts
 
 LONG = "100 % (80.64 % to 100 % at 95 % confidence), limit 98 %: the interval straddles the limit; about 189 decide"
 RULES = (
@@ -43,7 +43,7 @@ def test_a_reports_long_reasons_are_cut_off_and_stand_in_full_beside_its_verdict
         {"rule": each.rule, "verdict": each.verdict, "message": each.message} for each in RULES
     ]
     content = content_from_record({"title": "t", "gate": {"verdict": "INCONCLUSIVE", "rules": rules}})
-    table, (verdict,) = tables.gate_table(content.gate.rules), verdicts(content)
+    table, (verdict,) = tables.gate_table(content.gate.rules), list_verdicts(content)
     assert [row[-1] for row in table.rows] == [LONG.partition("189")[0] + "…", "17, limit 18"]
     assert verdict.why == LONG
 

@@ -194,7 +194,7 @@ def test_the_machine_of_a_measurement_is_told_by_cpu_gpu_driver_and_runtime(monk
         yield None, {"gpu": "H200", "driver": "610.1"}
 
     monkeypatch.setattr(targets, "watching", watched)
-    monkeypatch.setattr("perf.timing.watch.version", lambda package: f"{package} 1")
+    monkeypatch.setattr("perf.timing.watch.package_version", lambda package: f"{package} 1")
     on_cpu, on_gpu = (measured_by(release_target(name, TargetTable(), ExportTable(), (1,), ()))
                       for name in ("onnxruntime-cpu", "tensorrt"))  # fmt: skip
     assert on_cpu.keys() == {"machine", "cpu", "cpu_count"}

@@ -12,7 +12,7 @@ from benchmarks.decoders import trained_decoder
 from benchmarks.decoders.trained_decoder import Trained, architecture, trained
 from corp_deploy.cli import main
 from corp_deploy.proof.perplexity import LanguageLimits
-from perf.parity.perplexity import LanguageMeasures, Range, SequenceMeasures, measures_of, sequence_measures
+from perf.parity.perplexity import LanguageMeasures, Range, SequenceMeasures, measure_language, measure_sequence
 from tests import decoders
 from tests.refusals import rejects
 
@@ -50,7 +50,7 @@ def test_every_figure_is_that_of_loops_over_tokens(own: Trained) -> None:
     less = own.reduced("best", 0.5, ("mlp",))
     ids = next(own.calibrated.batches(1))["input_ids"]
     sides = [model(ids)[0].double() for model in (own.checkpoint.model, less)]
-    got = sequence_measures(sides[0].numpy(), sides[1].numpy(), ids[0].numpy())
+    got = measure_sequence(sides[0].numpy(), sides[1].numpy(), ids[0].numpy())
     nats = agreed = kl = 0.0
     count = len(ids[0]) - 1
     for place in range(count):
@@ -64,9 +64,9 @@ def test_every_figure_is_that_of_loops_over_tokens(own: Trained) -> None:
 def test_a_reference_that_is_damaged_is_refused_and_a_candidate_is_infinitely_far() -> None:
     good, ids = np.zeros((3, 5)), np.array([0, 1, 2])
     broken = np.full_like(good, np.nan)
-    assert sequence_measures(good, broken, ids) == SequenceMeasures(nats=np.inf, agreement=0.0, kl=np.inf)
-    rejects("the reference's logits hold NaN", sequence_measures, broken, good, ids)
-    rejects("of both", sequence_measures, good, good[:2], ids)
+    assert measure_sequence(good, broken, ids) == SequenceMeasures(nats=np.inf, agreement=0.0, kl=np.inf)
+    rejects("the reference's logits hold NaN", measure_sequence, broken, good, ids)
+    rejects("of both", measure_sequence, good, good[:2], ids)
 
 
 def test_a_limit_is_judged_by_the_interval_and_what_is_open_says_what_would_decide() -> None:
@@ -95,19 +95,21 @@ def test_a_limit_is_judged_by_the_interval_and_what_is_open_says_what_would_deci
     assert "9 sequences are too few for an interval" in judged(None, None)[1]
     assert judged(None, None, np.inf)[0] == "FAIL"
     rows = [SequenceMeasures(nats=1.0, agreement=1.0, kl=0.0)] * 2
-    alone = LanguageLimits(max_ratio=1.05, confidence=0.0).judged(measures_of("m", rows, rows, tokens=4, confidence=0))
+    alone = LanguageLimits(max_ratio=1.05, confidence=0.0).judged(
+        measure_language("m", rows, rows, tokens=4, confidence=0)
+    )
     assert alone == ("PASS", "perplexity ratio 1, limit 1.05 (the point alone decides)")
 
 
 def test_the_interval_holds_the_mean_and_few_sequences_have_none() -> None:
     rows = [SequenceMeasures(nats=1.0 + 0.1 * at, agreement=0.5, kl=0.1) for at in range(9)]
-    measures = measures_of("m", rows, rows, tokens=4)
+    measures = measure_language("m", rows, rows, tokens=4)
     assert measures.perplexity.value == pytest.approx(math.exp(1.4))
     assert measures.perplexity.low is not None
     assert measures.perplexity.high is not None
     assert measures.perplexity.low < measures.perplexity.value < measures.perplexity.high
     assert (measures.ratio.value, measures.ratio.low, measures.ratio.high) == (1.0, 1.0, 1.0)
-    assert measures_of("m", rows[:4], rows[:4], tokens=4).ratio.low is None
+    assert measure_language("m", rows[:4], rows[:4], tokens=4).ratio.low is None
 
 
 def test_the_command_tells_writes_and_judges(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from ground.onnx_types import bits_of
 from ground.ports import OutputPort
 from perf.parity.rounding import round_file
 from perf.runners.onnx import OnnxRunner, onnx_precision
-from perf.runners.onnx_session import io_of_onnx
+from perf.runners.onnx_session import read_onnx_ports
 from tests import tiny
 from tests.command import refuses
 from tests.export_served import write_onnx
@@ -35,7 +35,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "runner": lambda path: OnnxRunner(path).__enter__(),
     "export": load_onnx,
     "facts": facts_of_onnx,
-    "borders": io_of_onnx,
+    "borders": read_onnx_ports,
     "precision": onnx_precision,
     "rounding": lambda path: round_file(path, path.with_suffix(".rounded")),
 }
@@ -325,7 +325,7 @@ UNREAD: dict[str, tuple[Callable[[ModelProto], ModelProto], str]] = {
 def test_outputs_that_nothing_reads_are_refused_by_their_types(graph: ModelProto, tmp_path: Path, kind: str) -> None:
     change, said = UNREAD[kind]
     path = written(change(graph), tmp_path)
-    for read in (io_of_onnx, READERS["runner"]):
+    for read in (read_onnx_ports, READERS["runner"]):
         rejects(rf"m.onnx: expected outputs that are tensors of float32, .*; found {said}$", read, path)
 
 
@@ -339,7 +339,7 @@ def test_inputs_that_nothing_feeds_are_refused_by_their_types(
     graph.graph.node.insert(0, helper.make_node("Cast", ["x"], ["z"], "c", to=TensorProto.FLOAT))
     graph.graph.input[0].type.tensor_type.elem_type = number
     path = written(graph, tmp_path)
-    for read in (io_of_onnx, READERS["runner"]):
+    for read in (read_onnx_ports, READERS["runner"]):
         rejects(rf"expected inputs .* of float32, .*; found x: {name} ", read, path)
 
 
@@ -356,10 +356,10 @@ def test_an_input_fits_into_some_memory(graph: ModelProto, tmp_path: Path) -> No
 def test_a_size_below_none_is_open_and_a_batch_of_none_is_fed_nothing(graph: ModelProto, tmp_path: Path) -> None:
     graph.graph.input[0].type.tensor_type.shape.dim[0].dim_value = -7
     path = written(graph, tmp_path)
-    assert (facts_of_onnx(path).batch, io_of_onnx(path)[2]) == (None, None)
+    assert (facts_of_onnx(path).batch, read_onnx_ports(path)[2]) == (None, None)
     graph.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 0
     path = written(graph, tmp_path)
-    assert io_of_onnx(path)[2] == 0
+    assert read_onnx_ports(path)[2] == 0
     with OnnxRunner(path) as runner, pytest.raises(BadInput, match=r"takes x \[0, 4\], got \[1, 4\]"):
         runner({"x": np.ones((1, 4), np.float32)})
 
@@ -494,5 +494,5 @@ def test_notes_of_a_graph_are_bounded_as_any_record(tmp_path: Path) -> None:
         if note == NORMALISED:
             assert facts_of_onnx(path).normalised is None
         else:
-            read = io_of_onnx if note == "export.outputs" else partial(require_sparse_graph, proto)
+            read = read_onnx_ports if note == "export.outputs" else partial(require_sparse_graph, proto)
             rejects("nested too deep", read, path)

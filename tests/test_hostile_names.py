@@ -140,18 +140,18 @@ def as_json(name: str) -> str:
 
 
 HTML: dict[str, Write] = {
-    "report": of_report(render.html),
+    "report": of_report(render.html_from_record),
     "sweep": lambda name: sweep_page(swept(name), DensePoint(macs=20, parameters=2, inputs=4), title=name),
 }
-XML: dict[str, Write] = {"report": of_report(render.junit), "gate": of_gate(junit_from_gate)}
+XML: dict[str, Write] = {"report": of_report(render.junit_from_record), "gate": of_gate(junit_from_gate)}
 XML |= {"drawing": lambda name: sweep_plot(swept(name))}
 MARKDOWN: dict[str, Write] = {
-    "report": of_report(render.markdown),
+    "report": of_report(render.markdown_from_record),
     "gate": of_gate(markdown_from_gate),
     "comparison": compared,
     "card": card,
 }
-CSV: dict[str, Write] = {"report": of_report(render.csv), "sweep": lambda name: csv_of_sweep(swept(name))}
+CSV: dict[str, Write] = {"report": of_report(render.csv_from_record), "sweep": lambda name: csv_of_sweep(swept(name))}
 SHELL: dict[str, Write] = {"build_plan.sh": plan_script, "remaining.sh": remaining}
 
 

@@ -17,7 +17,7 @@ from ground.ports import LOGITS, OutputPort, Port, image_port
 from perf.bench.bench import BenchSubject, bench_subjects
 from perf.record.runs import Bench, Flat, differing_keys, load_bench, save_bench
 from perf.runners.protocol import Ledger, MemoryGauge, resident_gauge
-from perf.stats.summary import knee, summarise
+from perf.stats.summary import find_knee, summarise
 from perf.timing.laps import Bound, Clock, Laps, Plan
 from perf.timing.watch import Gpu, environment, fingerprint, watching
 from tests.doubles import DoubleOfRunner, FakeClock, some
@@ -340,11 +340,11 @@ def test_records_of_other_machines_or_precisions_are_not_comparable() -> None:
 
 
 def test_the_knee_is_where_doubling_stops_paying() -> None:
-    assert some(knee({1: 100.0, 2: 190.0, 4: 340.0, 8: 360.0, 16: 365.0})).batch == 4
-    rising = some(knee({1: 100.0, 2: 200.0, 4: 400.0}))
+    assert some(find_knee({1: 100.0, 2: 190.0, 4: 340.0, 8: 360.0, 16: 365.0})).batch == 4
+    rising = some(find_knee({1: 100.0, 2: 200.0, 4: 400.0}))
     assert (rising.batch, "still rises" in rising.reason) == (4, True)
-    assert some(knee({1: 100.0, 2: 100.0, 4: 200.0})).batch == 4
-    assert knee({1: 100.0}) is None
+    assert some(find_knee({1: 100.0, 2: 100.0, 4: 200.0})).batch == 4
+    assert find_knee({1: 100.0}) is None
 
 
 def test_a_runner_is_booked_with_what_it_holds_and_its_last_peak() -> None:

@@ -195,7 +195,7 @@ def test_it_runs_on_its_own_stream_with_fixed_addresses(engine: FakeEngine, plan
 
 def test_a_graph_is_captured_once_and_replayed(engine: FakeEngine, plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     replays = count()
-    monkeypatch.setattr(engine_runner, "captured", lambda stream, launch: lambda: next(replays))
+    monkeypatch.setattr(engine_runner, "capture_graph", lambda stream, launch: lambda: next(replays))
     with EngineRunner(plan) as runner:
         runner.bind(FEEDS).laps(4, lambda: 0)
     assert next(replays) == 4

@@ -24,11 +24,11 @@ from torch.onnx import utils as torchscript
 
 from ground.feeds import Feeds
 from perf.parity import block_outputs, structure, tolerance
-from perf.parity.block_outputs import block_noise, headroom, locate_in_exact, locate_in_half
-from perf.parity.link import Link, link
+from perf.parity.block_outputs import check_headroom, locate_in_exact, locate_in_half, measure_block_noise
+from perf.parity.link import Link, measure_link
 from perf.parity.locate import FaultLocation, keep_until_it_passes
 from perf.parity.logits import LogitMeasures
-from perf.parity.measures import measures
+from perf.parity.measures import measure_outputs
 from perf.parity.rounding import rounded_graph
 
 D, HEADS, DEPTH, HIDDEN, CLASSES, PATCH_INPUTS = 32, 2, 3, 64, 10, 48
@@ -181,13 +181,15 @@ def plain_logits(model: ModelProto, images: Array) -> Array:
 
 def passes_a_random_check(reference: Array, candidate: Array) -> bool:
     """What is common: random inputs, one relative error, 1e-2."""
-    return measures(reference, candidate).relative_error < 1e-2
+    return measure_outputs(reference, candidate).relative_error < 1e-2
 
 
 def exact_link(reference: Array, candidate: Array) -> Link:
     bound = tolerance.exact_tolerance(products=6 * DEPTH + 2, largest_logit=float(np.abs(reference).max()))
-    return link(name="onnx", kind="exact", reference="torch fp32", candidate="onnx fp32", reference_rows=reference,
-                candidate_by_batch={1: candidate}, tolerance=bound)  # fmt: skip
+    return measure_link(
+        name="onnx", kind="exact", reference="torch fp32", candidate="onnx fp32", reference_rows=reference,
+        candidate_by_batch={1: candidate}, tolerance=bound,
+    )  # fmt: skip
 
 
 def located_exactly(model: TinyViT, graph: ModelProto) -> FaultLocation:
@@ -199,15 +201,15 @@ def noise_of_halves() -> tuple[LogitMeasures, dict[str, float]]:
     """What float16 does to the dense model's answers to photographs, and to its blocks."""
     dense, images = dense_vit(), photographs()
     single, half = (onnx_from_vit(dense, half=half) for half in (False, True))
-    blocks = block_noise(single, half, fed(images))
-    return measures(torch_logits(dense, images), onnx_logits(half, images)), blocks
+    blocks = measure_block_noise(single, half, fed(images))
+    return measure_outputs(torch_logits(dense, images), onnx_logits(half, images)), blocks
 
 
 def half_link(model: TinyViT, graph: ModelProto) -> Link:
-    return link(name="fp16", kind="half", reference="onnx fp32", candidate="onnx fp16",
+    return measure_link(name="fp16", kind="half", reference="onnx fp32", candidate="onnx fp16",
                 reference_rows=onnx_logits(onnx_from_vit(model), photographs()),
                 candidate_by_batch={1: onnx_logits(graph, photographs())},
-                tolerance=tolerance.half(noise_of_halves()[0]))  # fmt: skip
+                tolerance=tolerance.half_tolerance(noise_of_halves()[0]))  # fmt: skip
 
 
 def located_in_half(model: TinyViT, graph: ModelProto) -> FaultLocation:
@@ -264,10 +266,10 @@ def test_attention_logits_over_float16(vit: TinyViT, tmp_path: Path) -> None:
     at = {name: tmp_path / f"{name}.onnx" for name in ("single", "half", "kept")}
     for graph, path in zip((single, half, kept), at.values(), strict=True):
         onnx.save(graph, str(path))
-    risk = headroom("onnx fp16", at["single"], at["half"], fed(photographs()))
+    risk = check_headroom("onnx fp16", at["single"], at["half"], fed(photographs()))
     assert risk.status == "FAIL"
     assert "blocks.1.attn reaches 76,546 in float16" in risk.reason
-    assert headroom("onnx mixed", at["single"], at["kept"], fed(photographs())).status == "PASS"
+    assert check_headroom("onnx mixed", at["single"], at["kept"], fed(photographs())).status == "PASS"
 
 
 def bright_residual(model: TinyViT, size: float) -> TinyViT:
@@ -343,14 +345,17 @@ def test_constant_outputs_behind_a_large_bias(vit: TinyViT) -> None:
     assert found.status == "FAIL"
     assert "hardly depend on the image" in found.reason
     assert located_exactly(biased, dead).site == "head"
-    assert [f.status for f in structure.output_tests("onnx", {"logits": onnx_logits(dead, images)})] == ["PASS", "FAIL"]
+    assert [f.status for f in structure.check_outputs("onnx", {"logits": onnx_logits(dead, images)})] == [
+        "PASS",
+        "FAIL",
+    ]
 
 
 def test_the_cpu_alone_would_not_have_seen_it(vit: TinyViT) -> None:
     """ONNX Runtime carries float16 values on in float32: the reason for the rounded graph."""
     watching = watch_the_bright_patch(vit, block=1, size=6e4)
     plain = plain_logits(onnx_from_vit(watching, half=True), photographs())
-    assert measures(torch_logits(watching, photographs()), plain).relative_error < 1e-2
+    assert measure_outputs(torch_logits(watching, photographs()), plain).relative_error < 1e-2
 
 
 @pytest.mark.slow("models")

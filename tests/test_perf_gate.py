@@ -19,10 +19,10 @@ from perf.gate.gate import EXIT_CODES, Gate, JudgedRule, judge
 from perf.gate.gate import PARITY as PROOF
 from perf.gate.rule import rule_from_text
 from perf.gate.verdicts import junit_from_gate, load_gate, markdown_from_gate, save_gate, tracked_from_summary
-from perf.parity.link import Link, LinkKind, link
+from perf.parity.link import Link, LinkKind, measure_link
 from perf.parity.parity import ImageSet, Parity
 from perf.parity.tolerance import judge_measures as judge_link
-from perf.parity.tolerance import limits
+from perf.parity.tolerance import user_tolerance
 from perf.record.runs import OUT_OF_TIME, Bench, BenchTrial, Row, SubjectRecord, TimedBlock
 from perf.stats.compare import compare_records, markdown_from_comparison, ratio_of_independent
 from perf.stats.stats import Interval
@@ -70,8 +70,10 @@ def plain(
 def parity_link(name: str, kind: LinkKind, **errors: Any) -> Link:
     """A link with these errors."""
     rows = np.eye(3)
-    same = link(name=name, kind=kind, reference="a", candidate="b", reference_rows=rows, candidate_by_batch={1: rows},
-                tolerance=limits())  # fmt: skip
+    same = measure_link(
+        name=name, kind=kind, reference="a", candidate="b", reference_rows=rows, candidate_by_batch={1: rows},
+        tolerance=user_tolerance(),
+    )  # fmt: skip
     return replace(same, measures=replace(same.measures, **errors))
 
 
@@ -154,7 +156,7 @@ def test_a_bound_inside_the_interval_is_inconclusive_and_says_how_many_more_bloc
 def of_agreement(share: float, images: int, **limits_of_link: Any) -> Parity:
     """A proof of one link in which this share of so many images agrees."""
     plain = parity_link("reduced", "reduced", top1_agreement=share, images=images)
-    status, reason = judge_link(plain.measures, limits(**limits_of_link))
+    status, reason = judge_link(plain.measures, user_tolerance(**limits_of_link))
     return Parity(images=ImageSet(count=images, digest=""), links=(replace(plain, status=status, reason=reason),))
 
 
@@ -464,8 +466,8 @@ def of_two_outputs(inputs: int, *roles: Role) -> Parity:
     """A proof whose model has one output of each role, named by it; the candidate is off by a hundredth."""
     rows = np.random.default_rng(0).standard_normal((inputs, 4))
     links = [
-        link(name="reduced", kind="reduced", reference="a", candidate="b", reference_rows=rows,
-             candidate_by_batch={1: rows * 1.01}, tolerance=limits(), several=True,
+        measure_link(name="reduced", kind="reduced", reference="a", candidate="b", reference_rows=rows,
+             candidate_by_batch={1: rows * 1.01}, tolerance=user_tolerance(), several=True,
              port=OutputPort(name=role.replace(" ", "_"), role=role))
         for role in roles
     ]  # fmt: skip

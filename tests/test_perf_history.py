@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from perf.gate.history import change_text, history_rows, load_trend, save_trend, standing_rise
+from perf.gate.history import change_text, judge_history, load_trend, save_trend, standing_rise
 from perf.record.runs import Bench, save_bench
-from perf.report.curves import history_table, trend_drawing
+from perf.report.curves import draw_history, history_table
 from perf.stats.changes import (
     ALPHA,
     LEAST_NOISE,
@@ -25,7 +25,7 @@ from perf.stats.changes import (
     normal_from_t,
 )
 from perf.stats.stats import Interval
-from perf.stats.trend import History, Release, Series, Trend, add_release, load_history, release_of_file, trend_of
+from perf.stats.trend import History, Release, Series, Trend, add_release, build_trend, load_history, release_of_file
 from tests.histories import bench_of_release
 from tests.refusals import rejects
 
@@ -40,7 +40,7 @@ def release(bench: Bench) -> Release:
 
 
 def trend(*benches: Bench) -> Trend:
-    return trend_of(History(releases=tuple(release(bench) for bench in benches[:-1])), release(benches[-1]))
+    return build_trend(History(releases=tuple(release(bench) for bench in benches[:-1])), release(benches[-1]))
 
 
 def steps(*levels: float, machine: float = 0.0, sha256: str | None = "a" * 64) -> Trend:
@@ -86,7 +86,7 @@ def test_the_same_record_written_in_another_way_is_one_release(tmp_path: Path, r
     add_release(history, record)
     add_release(history, again)
     newest = release_of_file(record)
-    assert trend_of(load_history(history), newest).releases == (newest.name,)
+    assert build_trend(load_history(history), newest).releases == (newest.name,)
 
 
 def test_what_is_no_record_is_named_and_left_alone(tmp_path: Path, record: Path) -> None:
@@ -120,7 +120,7 @@ def test_records_of_another_machine_and_later_ones_are_left_out_by_name() -> Non
     here, there = {"cpu": "one", "gpu": None}, {"cpu": "two", "gpu": None}
     days = [bench_of_release(day, 2.5, environment=there if day == 1 else here) for day in range(5)]
     history = History(releases=tuple(release(bench) for bench in days))
-    found = trend_of(history, release(days[3]))
+    found = build_trend(history, release(days[3]))
     assert [name[:10] for name in found.releases] == ["2026-03-01", "2026-03-03", "2026-03-04"]
     reasons = {each.name[:10]: each.reason for each in found.left_out}
     assert reasons["2026-03-02"] == "measured differently: cpu"
@@ -128,13 +128,13 @@ def test_records_of_another_machine_and_later_ones_are_left_out_by_name() -> Non
 
 
 def test_a_rise_fails_while_it_stands_and_not_when_mended() -> None:
-    (risen,) = history_rows(steps(*[2.5] * 7, 2.575, machine=0.05))
+    (risen,) = judge_history(steps(*[2.5] * 7, 2.575, machine=0.05))
     assert risen.verdict == "FAIL"
     assert risen.value == pytest.approx(1.03, abs=0.006)
     assert "rose 3" in risen.message or "rose 2.9" in risen.message
     assert "release 8 of 8" in risen.message
     later = ([2.575] * 3, [2.575, 2.5], [2.575] * 6)
-    (again,), (mended,), (old,) = (history_rows(steps(*[2.5] * 7, *levels)) for levels in later)
+    (again,), (mended,), (old,) = (judge_history(steps(*[2.5] * 7, *levels)) for levels in later)
     assert (again.verdict, mended.verdict, old.verdict) == ("FAIL", "PASS", "PASS")
     assert "rose" in old.message
 
@@ -192,37 +192,37 @@ def test_where_calls_overlap_only_the_ratio_is_told() -> None:
 
 
 def test_a_fall_a_small_rise_and_no_change_pass() -> None:
-    assert history_rows(steps(*[2.5] * 7, 2.4, 2.4))[0].verdict == "PASS"
+    assert judge_history(steps(*[2.5] * 7, 2.4, 2.4))[0].verdict == "PASS"
     small = steps(*[2.5] * 12, *[2.5 * 1.007] * 4)
     assert standing_rise(small.batches[0].judged) is None
     assert small.batches[0].judged.changes
-    assert "no change in 8 releases" in history_rows(steps(*[2.5] * 8))[0].message
+    assert "no change in 8 releases" in judge_history(steps(*[2.5] * 8))[0].message
 
 
 def test_what_the_reference_shows_too_is_the_machines() -> None:
     machine = trend(*(bench_of_release(day, 2.5, machine=1.1 if day >= 8 else 1.0) for day in range(11)))
     assert machine.batches[0].judged.name == "speed-up"
-    assert history_rows(machine)[0].verdict == "PASS"
+    assert judge_history(machine)[0].verdict == "PASS"
     unknown = trend(*(bench_of_release(day, 2.5, machine=1.1 if day >= 8 else 1.0, sha256=None) for day in range(11)))
     assert unknown.batches[0].judged.name == "reduced p50"
-    assert history_rows(unknown)[0].verdict == "FAIL"
+    assert judge_history(unknown)[0].verdict == "FAIL"
 
 
 def test_few_releases_are_not_judged_and_a_disturbed_one_decides_nothing() -> None:
-    assert history_rows(steps(2.5, 2.6))[0].verdict == "UNJUDGED"
+    assert judge_history(steps(2.5, 2.6))[0].verdict == "UNJUDGED"
     days = [bench_of_release(day, 2.5, lost=0.5 if day in (3, 7) else 0.0) for day in range(8)]
-    assert history_rows(trend(*days))[0].verdict == "INCONCLUSIVE"
-    assert "other programs" in history_rows(trend(*days))[0].message
+    assert judge_history(trend(*days))[0].verdict == "INCONCLUSIVE"
+    assert "other programs" in judge_history(trend(*days))[0].message
     earlier = trend(*days[:7])
     assert earlier.batches[0].judged.values[3] is None
-    assert history_rows(earlier)[0].verdict == "PASS"
+    assert judge_history(earlier)[0].verdict == "PASS"
 
 
 def test_a_trend_survives_its_file_and_is_drawn(tmp_path: Path) -> None:
     found = steps(*[2.5] * 7, 2.575, machine=0.03)
     save_trend(found, tmp_path / "history.json")
     assert load_trend(tmp_path / "history.json") == found
-    drawing = trend_drawing(found)
+    drawing = draw_history(found)
     assert "Speed-up by release" in drawing.title
     assert drawing.standalone.count("<circle") == 8 + 1
     table = history_table(found)
@@ -230,7 +230,7 @@ def test_a_trend_survives_its_file_and_is_drawn(tmp_path: Path) -> None:
     assert [row[-1] for row in table.rows][:7] == [""] * 7
     change = found.batches[0].judged.changes[0]
     assert table.rows[7][-1] == f"{100 * (change.ratio.value - 1):+.1f} %"
-    assert change_text(found, change) in history_rows(found)[0].message
+    assert change_text(found, change) in judge_history(found)[0].message
 
 
 # Change points against every split by hand, and the promised error rates on simulated histories.

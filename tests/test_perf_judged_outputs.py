@@ -17,14 +17,14 @@ from ground.files import write_json
 from ground.ports import OutputPort, Role
 from perf.gate.evidence import Evidence
 from perf.gate.gate import Gate, JudgedRule, judge
-from perf.gate.parity_figures import outputs_judged
+from perf.gate.parity_figures import find_judged_outputs
 from perf.gate.rule import rule_from_text
 from perf.parity.labels import OwnMetric, accuracy_on_labels, mcnemar
-from perf.parity.link import Link, LinkKind, link
-from perf.parity.logits import logit_measures, threshold_of
-from perf.parity.measures import figures
+from perf.parity.link import Link, LinkKind, measure_link
+from perf.parity.logits import measure_logits, threshold_of
+from perf.parity.measures import figures_by_input
 from perf.parity.parity import ImageSet, Parity, parity_from_value
-from perf.parity.tolerance import EXCLUDED, Tolerance, judge_measures, limits
+from perf.parity.tolerance import EXCLUDED, Tolerance, judge_measures, user_tolerance
 from perf.stats.decision import paired_interval
 from tests.refusals import rejects
 
@@ -32,14 +32,14 @@ Floats = NDArray[np.float64]
 RNG = np.random.default_rng(3)
 ROWS: Floats = RNG.standard_normal((60, 4))
 LOGIT: Floats = RNG.standard_normal((60, 1))
-WITHIN = limits(max_error=0.05)
-FREE = limits()
+WITHIN = user_tolerance(max_error=0.05)
+FREE = user_tolerance()
 
 
 def linked(
     output: str, tolerance: Tolerance, *, kind: LinkKind = "reduced", role: Role = "embedding", by: float = 0.01
 ) -> Link:
-    return link(name=kind, kind=kind, reference="dense", candidate="reduced", reference_rows=ROWS,
+    return measure_link(name=kind, kind=kind, reference="dense", candidate="reduced", reference_rows=ROWS,
                 candidate_by_batch={1: ROWS * (1 + by)}, tolerance=tolerance, several=True,
                 port=OutputPort(name=output, role=role))  # fmt: skip
 
@@ -50,7 +50,7 @@ def proof(*links: Link, **more: Any) -> Parity:
 
 def test_one_logit_agrees_where_it_stays_on_its_side_of_the_threshold() -> None:
     moved = LOGIT + 0.4
-    found = logit_measures(LOGIT, moved, margin_noise=0.0)
+    found = measure_logits(LOGIT, moved, margin_noise=0.0)
     same = sum((before > 0) == (after > 0) for before, after in zip(LOGIT[:, 0], moved[:, 0], strict=True))
     assert 0 < same < 60
     assert found.top1_agreement == same / 60
@@ -60,8 +60,8 @@ def test_one_logit_agrees_where_it_stays_on_its_side_of_the_threshold() -> None:
     p, q = (1 / (1 + np.exp(-side[:, 0])) for side in (LOGIT, moved))
     expected = np.mean(p * np.log(p / q) + (1 - p) * np.log((1 - p) / (1 - q)))
     assert found.kl_mean == pytest.approx(expected, rel=1e-9)
-    assert figures(LOGIT, {"b": moved})["b.agrees"].sum() == same
-    assert logit_measures(LOGIT, moved, margin_noise=0.0, threshold=9.0).top1_agreement is None
+    assert figures_by_input(LOGIT, {"b": moved})["b.agrees"].sum() == same
+    assert measure_logits(LOGIT, moved, margin_noise=0.0, threshold=9.0).top1_agreement is None
 
 
 @pytest.mark.parametrize(
@@ -81,17 +81,17 @@ def test_the_threshold_of_a_single_logit(answers: Floats, given: float | None, t
 
 def test_one_logit_on_one_side_everywhere_gives_no_agreement() -> None:
     ages = 20 + 60 * RNG.random((50, 1))
-    found = logit_measures(ages, ages + 1, margin_noise=0.0)
+    found = measure_logits(ages, ages + 1, margin_noise=0.0)
     assert found.top1_agreement is None
-    status, reason = judge_measures(found, limits(min_agreement=0.9))
+    status, reason = judge_measures(found, user_tolerance(min_agreement=0.9))
     assert status == "INCONCLUSIVE"
     assert "above 0 on every image" in reason
     assert "another --logit-threshold" in reason
-    assert judge_measures(found, limits(max_error=0.1))[0] == "PASS"
+    assert judge_measures(found, user_tolerance(max_error=0.1))[0] == "PASS"
 
 
 def test_one_number_for_each_image_is_one_logit() -> None:
-    both = [logit_measures(side, side + 0.4, margin_noise=0.0) for side in (LOGIT, LOGIT[:, 0])]
+    both = [measure_logits(side, side + 0.4, margin_noise=0.0) for side in (LOGIT, LOGIT[:, 0])]
     assert both[0] == both[1]
 
 
@@ -169,7 +169,7 @@ def test_a_gate_names_the_outputs_that_nothing_judged(tmp_path: Path) -> None:
     row = gated(tmp_path, proof(linked("class", WITHIN), linked("boxes", FREE))).rules[0]
     assert row.verdict == "INCONCLUSIVE"
     assert "neither a limit of verify nor a rule judges boxes" in row.message
-    assert outputs_judged(rule_from_text("speedup@b1 < 1"), proof(linked("boxes", FREE))) == []
+    assert find_judged_outputs(rule_from_text("speedup@b1 < 1"), proof(linked("boxes", FREE))) == []
 
 
 def labelled(only_dense: int, only_reduced: int, *, images: int = 1000, right: int = 800) -> Parity:
@@ -200,7 +200,7 @@ def test_accuracy_is_judged_by_the_change_on_the_same_images() -> None:
     assert one(labelled(4, 4), "accuracy < 0.7").verdict == "PASS"
     assert one(labelled(4, 4), "dense.accuracy < 0.9").verdict == "FAIL"
     assert one(labelled(4, 4), "accuracy < dense * 0.9").verdict == "PASS"
-    assert outputs_judged(rule_from_text("accuracy < 0.7"), labelled(1, 1)) == ["class"]
+    assert find_judged_outputs(rule_from_text("accuracy < 0.7"), labelled(1, 1)) == ["class"]
 
 
 def test_accuracy_without_labels_is_an_error_that_names_them() -> None:

@@ -8,7 +8,7 @@ import torch
 from onnx import ModelProto, TensorProto
 
 from perf.parity import block_outputs
-from perf.parity.locate import FaultLocation, block_errors, keep_until_it_passes, locate
+from perf.parity.locate import FaultLocation, compare_blocks, keep_until_it_passes, locate_fault
 from perf.parity.rounding import rounded_graph
 from tests.graphs import graph_of
 from tests.refusals import rejects
@@ -20,8 +20,8 @@ def test_the_first_block_over_its_noise_is_named() -> None:
     reference = {"a": ONES, "b": ONES, "c": ONES}
     candidate = {"a": ONES * 1.003, "b": ONES * 1.01, "c": ONES * 1.5}
     noise = {"a": 0.001, "b": 0.002, "c": 0.01}
-    found = locate(
-        "fp16", block_errors(reference, candidate, noise=noise), activations={"b": 123.0}, fix_command="keep {site}"
+    found = locate_fault(
+        "fp16", compare_blocks(reference, candidate, noise=noise), activations={"b": 123.0}, fix_command="keep {site}"
     )
     assert (found.site, found.command, found.largest_activation) == ("b", "keep b", 123.0)
     assert found.value == pytest.approx(0.01)
@@ -30,8 +30,10 @@ def test_the_first_block_over_its_noise_is_named() -> None:
 
 
 def test_error_that_grows_with_the_noise_names_nobody() -> None:
-    blocks = block_errors({"a": ONES, "b": ONES}, {"a": ONES * 1.001, "b": ONES * 1.01}, noise={"a": 0.001, "b": 0.005})
-    found = locate("fp16", blocks, activations={}, fix_command="keep {site}")
+    blocks = compare_blocks(
+        {"a": ONES, "b": ONES}, {"a": ONES * 1.001, "b": ONES * 1.01}, noise={"a": 0.001, "b": 0.005}
+    )
+    found = locate_fault("fp16", blocks, activations={}, fix_command="keep {site}")
     assert (found.site, found.command) == (None, "")
     assert "b is nearest, 2 times" in found.reason
 
@@ -40,19 +42,19 @@ def test_error_that_grows_with_the_noise_names_nobody() -> None:
 def test_nan_is_over_any_noise(bad: float) -> None:
     spoilt = ONES.copy()
     spoilt[1, 1] = bad
-    found = locate("fp16", block_errors({"a:0": ONES}, {"a:0": spoilt}), activations={"a": 7e4})
+    found = locate_fault("fp16", compare_blocks({"a:0": ONES}, {"a:0": spoilt}), activations={"a": 7e4})
     assert (found.site, found.measure, found.value) == ("a", "nonfinite", math.inf)
     assert "over float16's 65,504" in found.reason
 
 
 def test_a_dense_model_that_breaks_in_half_widens_no_bound() -> None:
-    found = locate("fp16", block_errors({"a": ONES}, {"a": ONES * 2}, noise={"a": math.inf}), activations={})
+    found = locate_fault("fp16", compare_blocks({"a": ONES}, {"a": ONES * 2}, noise={"a": math.inf}), activations={})
     assert found.site == "a"
 
 
 def test_sides_that_do_not_fit_are_refused() -> None:
-    rejects("share no block", block_errors, {"a": ONES}, {"b": ONES})
-    rejects(r"block a: got \(3, 3\), expected \(4, 3\)", block_errors, {"a": ONES}, {"a": ONES[:3]})
+    rejects("share no block", compare_blocks, {"a": ONES}, {"b": ONES})
+    rejects(r"block a: got \(3, 3\), expected \(4, 3\)", compare_blocks, {"a": ONES}, {"a": ONES[:3]})
 
 
 def located(site: str | None) -> FaultLocation:
@@ -141,8 +143,8 @@ def test_largest_activations_by_site() -> None:
     by_value = block_outputs.largest_activations(model, FEEDS, batch=2)
     top = float(np.float16(IMAGES.max()) * np.float16(3))
     assert by_value["y"] == top
-    assert block_outputs.by_site(model, by_value)["blocks.0"] == 2 * top
-    assert block_outputs.fp16_values(model) == {"x", "y", "y2", "z", "u"}
+    assert block_outputs.largest_by_site(model, by_value)["blocks.0"] == 2 * top
+    assert block_outputs.find_fp16_values(model) == {"x", "y", "y2", "z", "u"}
 
 
 def test_graphs_without_paths_or_with_a_half_border_are_refused() -> None:

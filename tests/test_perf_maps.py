@@ -12,12 +12,12 @@ from ground.errors import BadInput
 from ground.files import write_json
 from ground.ports import OutputPort
 from perf.parity import tolerance
-from perf.parity.link import Link, link
+from perf.parity.link import Link, measure_link
 from perf.parity.maps import MapMeasures, SeparateHead
-from perf.parity.measures import figures, measures, relative_errors
+from perf.parity.measures import figures_by_input, measure_outputs, measure_relative_errors
 from perf.parity.parity import ImageSet, Parity, load_parity
 from perf.report.content import content_from_record
-from perf.report.tables import tables
+from perf.report.tables import build_tables
 from tests.doubles import some
 from tests.refusals import rejects
 
@@ -32,7 +32,7 @@ def pair(*shape: int) -> tuple[Maps, Maps]:
 
 
 def measured(reference: Maps, candidate: Maps, threshold: float = 0.5) -> MapMeasures:
-    errors = measures(reference, candidate, role="score map", threshold=threshold)
+    errors = measure_outputs(reference, candidate, role="score map", threshold=threshold)
     assert isinstance(errors, MapMeasures)
     return errors
 
@@ -81,10 +81,10 @@ def test_maps_are_measured_pixel_by_pixel(shape: tuple[int, ...], threshold: flo
     whole = np.linalg.norm(candidate.astype(float) - reference) / np.linalg.norm(reference.astype(float))
     assert errors.relative_error == pytest.approx(whole, rel=1e-6)
     assert (errors.pixels, errors.threshold) == (shape[0] * 30, threshold if len(shape) == 3 else None)
-    by_input = figures(reference, {"c": candidate}, role="score map", threshold=threshold)
+    by_input = figures_by_input(reference, {"c": candidate}, role="score map", threshold=threshold)
     np.testing.assert_allclose(by_input["c.iou"].astype(float), each)
     np.testing.assert_allclose(by_input["c.pixel_agreement"].astype(float), agree)
-    np.testing.assert_allclose(relative_errors(reference, candidate, role="score map"), off, rtol=1e-6)
+    np.testing.assert_allclose(measure_relative_errors(reference, candidate, role="score map"), off, rtol=1e-6)
 
 
 def test_one_class_by_itself_is_a_map_of_scores() -> None:
@@ -113,9 +113,9 @@ def test_what_is_no_map_is_refused(one: tuple[int, ...], other: tuple[int, ...])
 
 
 def linked(reference: Maps, candidate: Maps, **limits: Any) -> Link:
-    return link(
+    return measure_link(
         name="reduced", kind="reduced", reference="dense", candidate="reduced", reference_rows=reference,
-        candidate_by_batch={2: candidate[:2], 8: candidate}, tolerance=tolerance.limits(**limits), port=MAP,
+        candidate_by_batch={2: candidate[:2], 8: candidate}, tolerance=tolerance.user_tolerance(**limits), port=MAP,
         several=True,
     )  # fmt: skip
 
@@ -137,7 +137,7 @@ def test_a_link_of_maps_is_judged_by_error_overlap_and_pixels() -> None:
         tight = limits[name] + (-1e-6 if name == "max_error" else 1e-6)
         found = linked(reference, candidate, **{**limits, name: tight})
         assert (found.status, reason in found.reason) == ("FAIL", True), found.reason
-    rejects(r"min IoU: got 1.5, expected a share in \[0, 1\]", tolerance.limits, min_iou=1.5)
+    rejects(r"min IoU: got 1.5, expected a share in \[0, 1\]", tolerance.user_tolerance, min_iou=1.5)
 
 
 def test_a_record_of_maps_reads_back_and_is_shown(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_a_record_of_maps_reads_back_and_is_shown(tmp_path: Path) -> None:
     write_json(tmp_path / "parity.json", record)
     assert load_parity(tmp_path / "parity.json") == parity
     assert "heads" not in replace(parity, heads=()).to_json()
-    shown = tables(content_from_record({"parity": record, "title": "t"}))["maps"]
+    shown = build_tables(content_from_record({"parity": record, "title": "t"}))["maps"]
     errors = measured(reference, candidate)
     assert shown.rows[0][0] == "reduced saliency"
     assert shown.rows[0][5:7] == (f"{errors.iou:.4f}", f"{errors.iou_worst:.4f}")

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from ground.precision import FLOAT16
 from perf.parity.labels import accuracy_on_labels
 from perf.parity.logits import LogitMeasures, margins
-from perf.parity.measures import EmbeddingMeasures, FeatureMapMeasures, measures, relative_errors
+from perf.parity.measures import EmbeddingMeasures, FeatureMapMeasures, measure_outputs, measure_relative_errors
 from perf.parity.rows import Floats
-from perf.parity.similarity import MOST_DRAWN, drawn_rows, linear_cka, same_neighbour
-from perf.parity.tolerance import CEILINGS, exact_tolerance, half, limits
+from perf.parity.similarity import MOST_DRAWN, draw_rows, linear_cka, same_neighbour
+from perf.parity.tolerance import CEILINGS, exact_tolerance, half_tolerance, user_tolerance
 from tests.doubles import some
 from tests.refusals import rejects
 
@@ -38,7 +38,7 @@ def test_measures_match_explicit_loops() -> None:
         top_r, top_c = (sorted(range(7), key=lambda i, row=row: -row[i])[:5] for row in (r, c))  # type: ignore[misc]
         overlap.append(len(set(top_r) & set(top_c)) / 5)
         agree += top_r[0] == top_c[0]
-    found = measures(ref, cand)
+    found = measure_outputs(ref, cand)
     assert found.relative_error == pytest.approx(math.sqrt(squared / size), rel=1e-12)
     assert found.max_abs == pytest.approx(biggest)
     assert found.kl_mean == pytest.approx(np.mean(kl))
@@ -52,7 +52,7 @@ def test_measures_match_explicit_loops() -> None:
 
 def test_equal_logits_have_no_error_in_any_dtype() -> None:
     for dtype in (np.float16, np.float32, np.float64):
-        found = measures(logits().astype(dtype), logits().astype(dtype))
+        found = measure_outputs(logits().astype(dtype), logits().astype(dtype))
         assert (found.relative_error, found.max_abs, found.kl_max, found.flips) == (0, 0, 0, 0)
         assert (found.top5_overlap, found.spread_ratio) == (1, 1)
         assert found.cosine_min == pytest.approx(1)
@@ -61,7 +61,7 @@ def test_equal_logits_have_no_error_in_any_dtype() -> None:
 def test_a_decisive_flip_is_one_beyond_the_noise() -> None:
     ref = np.array([[1.0, 0.99, 0.0], [5.0, 1.0, 0.0], [3.0, 0.0, 0.0]])
     cand = np.array([[0.99, 1.0, 0.0], [1.0, 5.0, 0.0], [3.0, 0.0, 0.0]])
-    found = measures(ref, cand, margin_noise=0.1)
+    found = measure_outputs(ref, cand, margin_noise=0.1)
     assert (found.flips, found.decisive_images, found.decisive_flips) == (2, 2, 1)
     np.testing.assert_allclose(margins(ref), [0.01, 4.0, 3.0])
 
@@ -70,7 +70,7 @@ def test_a_decisive_flip_is_one_beyond_the_noise() -> None:
 def test_one_bad_logit_spoils_its_image_and_the_total_only(bad: float) -> None:
     cand = logits()
     cand[3, 2] = bad
-    found, errors_N = measures(logits(), cand), relative_errors(logits(), cand)
+    found, errors_N = measure_outputs(logits(), cand), measure_relative_errors(logits(), cand)
     assert (found.nonfinite_images, found.flips, found.relative_error) == (1, 1, math.inf)
     assert (found.kl_max, found.cosine_min) == (math.inf, 0)
     assert np.isfinite(errors_N).tolist() == [place != 3 for place in range(12)]
@@ -78,13 +78,13 @@ def test_one_bad_logit_spoils_its_image_and_the_total_only(bad: float) -> None:
 
 def test_constant_outputs_have_no_spread() -> None:
     cand = np.broadcast_to(logits()[0], (12, 7))
-    assert measures(logits(), cand).spread_ratio == pytest.approx(0, abs=1e-12)
+    assert measure_outputs(logits(), cand).spread_ratio == pytest.approx(0, abs=1e-12)
 
 
 def test_a_reference_of_zeros_and_a_single_class_are_no_crash() -> None:
-    assert measures(np.zeros((2, 3)), np.zeros((2, 3))).relative_error == 0
-    assert measures(np.zeros((2, 3)), np.ones((2, 3))).relative_error == math.inf
-    assert measures(np.ones((4, 1)), 2 * np.ones((4, 1))).flips == 0
+    assert measure_outputs(np.zeros((2, 3)), np.zeros((2, 3))).relative_error == 0
+    assert measure_outputs(np.zeros((2, 3)), np.ones((2, 3))).relative_error == math.inf
+    assert measure_outputs(np.ones((4, 1)), 2 * np.ones((4, 1))).flips == 0
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_a_reference_of_zeros_and_a_single_class_are_no_crash() -> None:
     ],
 )
 def test_what_cannot_be_compared_is_refused(reference: Floats, candidate: Floats, words: str) -> None:
-    rejects(words, measures, reference, candidate)
+    rejects(words, measure_outputs, reference, candidate)
 
 
 def test_accuracy_counts_spoilt_images_as_wrong() -> None:
@@ -117,7 +117,7 @@ def test_labels_that_do_not_fit_are_refused(labels: NDArray[np.int64], words: st
 
 def noise(error: float, max_abs: float = 0.1) -> LogitMeasures:
     ref = np.array([[10.0, 0.0], [0.0, 10.0]])
-    found = measures(ref, ref * (1 + error))
+    found = measure_outputs(ref, ref * (1 + error))
     assert found.relative_error == pytest.approx(error)
     return found
 
@@ -130,23 +130,23 @@ def test_the_exact_bound_grows_with_the_products_in_a_row() -> None:
 
 
 def test_the_half_bound_is_calibrated_floored_and_capped() -> None:
-    assert half(noise(0.002), factor=4).max_relative_error == pytest.approx(0.008)
-    assert half(noise(0.002), factor=4).margin_noise == pytest.approx(2 * 4 * 0.02)
-    assert half(noise(0.00001)).max_relative_error == 2**-11
-    broken = half(noise(0.5))
+    assert half_tolerance(noise(0.002), factor=4).max_relative_error == pytest.approx(0.008)
+    assert half_tolerance(noise(0.002), factor=4).margin_noise == pytest.approx(2 * 4 * 0.02)
+    assert half_tolerance(noise(0.00001)).max_relative_error == 2**-11
+    broken = half_tolerance(noise(0.5))
     assert (broken.max_relative_error, broken.margin_noise) == (CEILINGS[FLOAT16], 0)
     assert "no yardstick" in broken.rule
     ref = np.eye(2)
-    assert half(measures(ref, np.full((2, 2), np.nan))).max_relative_error == CEILINGS[FLOAT16]
-    assert half(measures(ref, ref)).max_relative_error == 2**-11
+    assert half_tolerance(measure_outputs(ref, np.full((2, 2), np.nan))).max_relative_error == CEILINGS[FLOAT16]
+    assert half_tolerance(measure_outputs(ref, ref)).max_relative_error == 2**-11
 
 
 def test_limits_are_the_users_and_checked() -> None:
-    assert not limits().bounds
-    assert limits(min_agreement=0.99, noise=noise(0.002)).margin_noise == pytest.approx(0.04)
-    rejects("got 1\\.5, expected", limits, min_agreement=1.5)
-    rejects("got -1", limits, max_error=-1)
-    rejects("expected 1 or more", half, noise(0.1), factor=0.5)
+    assert not user_tolerance().bounds
+    assert user_tolerance(min_agreement=0.99, noise=noise(0.002)).margin_noise == pytest.approx(0.04)
+    rejects("got 1\\.5, expected", user_tolerance, min_agreement=1.5)
+    rejects("got -1", user_tolerance, max_error=-1)
+    rejects("expected 1 or more", half_tolerance, noise(0.1), factor=0.5)
 
 
 RNG = np.random.default_rng(0)
@@ -197,14 +197,14 @@ def test_embeddings_are_compared_as_by_loops() -> None:
     expected = [
         row != 5 and nearest(candidate, row, usable) == nearest(reference, row, list(range(12))) for row in range(12)
     ]
-    found = measures(reference, candidate, role="embedding")
+    found = measure_outputs(reference, candidate, role="embedding")
     assert isinstance(found, EmbeddingMeasures)
     assert found.agreement == sum(expected) / 12
     assert 0 < sum(expected) < 11
     assert found.agreement_bounds is not None
     assert found.agreement_bounds[0] < found.agreement < found.agreement_bounds[1]
     assert (found.nonfinite_images, found.relative_error, found.cosine_min) == (1, np.inf, 0.0)
-    whole = measures(reference[:5], candidate[:5], role="embedding")
+    whole = measure_outputs(reference[:5], candidate[:5], role="embedding")
     assert isinstance(whole, EmbeddingMeasures)
     cosines = [cosine(*rows) for rows in zip(reference[:5], candidate[:5], strict=True)]
     assert (whole.cosine_mean, whole.cosine_min) == pytest.approx((np.mean(cosines), min(cosines)))
@@ -223,7 +223,7 @@ def test_tokens_are_told_one_by_one(maps: bool) -> None:
     candidate = reference + 0.3 * RNG.standard_normal((5, 6, 4))
     candidate[3, 2, 1] = np.nan
     form = as_map if maps else np.asarray
-    found = measures(form(reference), form(candidate), role="feature map")
+    found = measure_outputs(form(reference), form(candidate), role="feature map")
     assert isinstance(found, FeatureMapMeasures)
     rows = reference.reshape(30, 4), candidate.reshape(30, 4)
     cosines = [
@@ -233,7 +233,7 @@ def test_tokens_are_told_one_by_one(maps: bool) -> None:
     assert found.token_cosine_mean == pytest.approx(np.mean(cosines))
     assert found.token_cosine_q01 == pytest.approx(np.quantile(cosines, 0.01))
     assert (found.tokens_compared, found.nonfinite_images) == (30, 1)
-    whole = measures(form(reference[:3]), form(candidate[:3]), role="feature map")
+    whole = measure_outputs(form(reference[:3]), form(candidate[:3]), role="feature map")
     assert isinstance(whole, FeatureMapMeasures)
     agrees = same_neighbour(rows[0][:18], rows[1][:18], np.ones(18, dtype=np.bool_))
     assert whole.neighbour_agreement == some(agrees).mean() == whole.agreement
@@ -241,12 +241,12 @@ def test_tokens_are_told_one_by_one(maps: bool) -> None:
 
 
 def test_more_tokens_than_a_table_holds_are_drawn_alike_each_time() -> None:
-    drawn = drawn_rows(5000)
+    drawn = draw_rows(5000)
     assert len(drawn) == MOST_DRAWN == len(set(drawn.tolist()))
-    assert np.array_equal(drawn, drawn_rows(5000))
-    assert drawn_rows(3).tolist() == [0, 1, 2]
+    assert np.array_equal(drawn, draw_rows(5000))
+    assert draw_rows(3).tolist() == [0, 1, 2]
     reference = RNG.standard_normal((8, 200, 3)).astype(np.float32)
-    found = measures(reference, reference * np.float32(0.5), role="feature map")
+    found = measure_outputs(reference, reference * np.float32(0.5), role="feature map")
     assert isinstance(found, FeatureMapMeasures)
     assert (found.tokens_compared, found.neighbour_agreement) == (MOST_DRAWN, 1.0)
     assert found.linear_cka == pytest.approx(1.0)

@@ -187,6 +187,6 @@ def test_memory_that_gives_out_is_no_fault_of_the_graph(tmp_path: Path, monkeypa
         raise RuntimeError("std::bad_alloc: out of memory")
 
     monkeypatch.setattr(openvino_runner, "shared_core", lambda: SimpleNamespace(compile_model=full))
-    monkeypatch.setattr(openvino_runner, "require_openvino", SimpleNamespace)
+    monkeypatch.setattr(openvino_runner, "import_openvino", SimpleNamespace)
     with pytest.raises(RuntimeError, match="out of memory"):
         OpenVinoRunner(onnx_file(tmp_path / "m.onnx")).__enter__()

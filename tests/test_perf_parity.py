@@ -9,26 +9,28 @@ import pytest
 from numpy.typing import NDArray
 
 from perf.parity.labels import accuracy_on_labels
-from perf.parity.link import Link, LinkKind, link
+from perf.parity.link import Link, LinkKind, measure_link
 from perf.parity.locate import FaultLocation
-from perf.parity.measures import figures
+from perf.parity.measures import figures_by_input
 from perf.parity.parity import ImageSet, Parity, parity_from_value
 from perf.parity.shift import Scatter, SiteShift, Stats, shift_of_sites, site_shift
-from perf.parity.structure import output_tests
-from perf.parity.tolerance import Tolerance, exact_tolerance, limits
+from perf.parity.structure import check_outputs
+from perf.parity.tolerance import Tolerance, exact_tolerance, user_tolerance
 from tests.refusals import rejects
 
 Floats = NDArray[np.float64]
 REF = np.random.default_rng(0).standard_normal((40, 10)) * 4
-ONE_PERCENT = limits(max_error=0.01)
+ONE_PERCENT = user_tolerance(max_error=0.01)
 
 
 def linked(
     *candidates: Floats, tolerance: Tolerance = ONE_PERCENT, kind: LinkKind = "reduced", name: str = "r"
 ) -> Link:
     by_batch = dict(zip((1, 7, 64), candidates, strict=False))
-    return link(name=name, kind=kind, reference="a", candidate="b", reference_rows=REF, candidate_by_batch=by_batch,
-                tolerance=tolerance)  # fmt: skip
+    return measure_link(
+        name=name, kind=kind, reference="a", candidate="b", reference_rows=REF, candidate_by_batch=by_batch,
+        tolerance=tolerance,
+    )  # fmt: skip
 
 
 def parity(*links: Link, **more: Any) -> Parity:
@@ -54,7 +56,7 @@ def test_agreement_is_judged_at_every_batch_not_at_the_largest_error_only() -> N
     def found(flips: int) -> Link:
         flipped = REF.copy()
         flipped[:flips] *= -1
-        return linked(REF * 3, flipped, tolerance=limits(min_agreement=0.99))
+        return linked(REF * 3, flipped, tolerance=user_tolerance(min_agreement=0.99))
 
     failed, undecided = found(3), found(1)
     assert (failed.batch, failed.status) == (7, "FAIL")
@@ -70,7 +72,7 @@ def test_decisive_flips_fail_an_exact_link_that_meets_its_bound() -> None:
     tie, flip = ref[:, ::-1][:1], ref[1:, ::-1]
 
     def status(candidate: Floats) -> str:
-        return link(name="n", kind="exact", reference="a", candidate="b", reference_rows=ref,
+        return measure_link(name="n", kind="exact", reference="a", candidate="b", reference_rows=ref,
                     candidate_by_batch={1: candidate}, tolerance=tolerance).reason  # fmt: skip
 
     assert "within" in status(np.concatenate([tie, ref[1:]]))
@@ -81,15 +83,15 @@ def test_decisive_flips_fail_an_exact_link_that_meets_its_bound() -> None:
 def test_nan_and_constant_outputs_fail_even_where_no_limit_was_set() -> None:
     spoilt = REF.copy()
     spoilt[5, 5] = np.nan
-    assert linked(spoilt, tolerance=limits()).reason == "NaN or Inf on 1 of 40 images"
+    assert linked(spoilt, tolerance=user_tolerance()).reason == "NaN or Inf on 1 of 40 images"
     constant = np.tile(REF.mean(axis=0), (40, 1))
-    assert linked(constant, tolerance=limits()).status == "FAIL"
-    assert "hardly depend on the image" in linked(constant, tolerance=limits()).reason
-    assert linked(REF * 1.5, tolerance=limits()).status == "UNJUDGED"
+    assert linked(constant, tolerance=user_tolerance()).status == "FAIL"
+    assert "hardly depend on the image" in linked(constant, tolerance=user_tolerance()).reason
+    assert linked(REF * 1.5, tolerance=user_tolerance()).status == "UNJUDGED"
 
 
 def test_the_verdict_follows_from_the_parts() -> None:
-    good, free = linked(REF, name="good"), linked(REF, tolerance=limits(), name="free")
+    good, free = linked(REF, name="good"), linked(REF, tolerance=user_tolerance(), name="free")
     assert parity(good).verdict == "PASS"
     assert parity(good).line == "PASS (1 link judged) on 40 images"
     assert parity(good, free).verdict == "UNJUDGED", "a step that nothing judged is no proof"
@@ -100,7 +102,7 @@ def test_the_verdict_follows_from_the_parts() -> None:
     assert bad.line.startswith(
         "FAIL (2 links judged, 1 measured without a limit; no limit judged logits) on 40 images: bad: "
     )
-    failed = parity(good, structure=tuple(output_tests("b", {"logits": REF * np.nan})))
+    failed = parity(good, structure=tuple(check_outputs("b", {"logits": REF * np.nan})))
     assert failed.verdict == "FAIL"
     assert "finite of b: NaN or Inf on 40 of 40 images" in failed.reason
 
@@ -116,7 +118,7 @@ def full() -> Parity:
     return parity(
         linked(REF, kind="exact", tolerance=exact_tolerance(products=38, largest_logit=9.0), name="onnx"),
         linked(REF, spoilt, name="fp16"),
-        structure=tuple(output_tests("b", {"logits": spoilt})),
+        structure=tuple(check_outputs("b", {"logits": spoilt})),
         located=(
             FaultLocation(link="fp16", site="blocks.1.attn", measure="nonfinite", value=float("inf"), noise=1e-3,
                     largest_activation=7e4, half_limit=65504.0, reason="r", command="c"),
@@ -159,7 +161,7 @@ def test_answers_of_other_sizes_are_refused_with_who_gave_them() -> None:
 
 
 def test_the_side_file_has_one_figure_per_image() -> None:
-    arrays = figures(REF, {"reduced": REF * 1.5, "fp16": REF})
+    arrays = figures_by_input(REF, {"reduced": REF * 1.5, "fp16": REF})
     assert arrays["reduced.relative_error"] == pytest.approx(np.full(40, 0.5))
     assert arrays["fp16.agrees"].all()
     assert {array.shape for array in arrays.values()} == {(40,)}
@@ -170,7 +172,7 @@ def test_other_batch_sizes_may_run_some_images_and_answer_for_rounding_alone() -
     by_batch = {1: some, 32: REF * 1.001}
 
     def found(kind: LinkKind, tolerance: Tolerance) -> Link:
-        return link(
+        return measure_link(
             name="r", kind=kind, reference="a", candidate="b", reference_rows=REF, candidate_by_batch=by_batch,
             tolerance=tolerance,
         )  # fmt: skip

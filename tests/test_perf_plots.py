@@ -12,11 +12,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from perf.parity.link import Link, link
-from perf.parity.tolerance import limits
+from perf.parity.link import Link, measure_link
+from perf.parity.tolerance import user_tolerance
 from perf.report import plots
 from perf.report.plots import HUES, PlotSeries, Spot
-from perf.report.svg import WIDTH, Drawing, Scale, cut_in_middle, element, linear, logarithmic, short, width_of
+from perf.report.svg import (
+    WIDTH,
+    Drawing,
+    Scale,
+    cut_in_middle,
+    element,
+    linear_scale,
+    logarithmic_scale,
+    tick_label,
+    width_of,
+)
 from perf.stats.stats import Interval
 
 
@@ -30,8 +40,8 @@ def test_linear_and_logarithmic_places() -> None:
 @settings(deadline=None, derandomize=True)
 @given(st.lists(st.floats(1e-9, 1e9), min_size=1, max_size=8))
 def test_any_values_get_a_scale_with_ticks_inside(values: list[float]) -> None:
-    for scale in (linear(values, start=0, end=100), linear(values, start=0, end=100, zero=False),
-                  logarithmic(values, start=0, end=100)):  # fmt: skip
+    for scale in (linear_scale(values, start=0, end=100), linear_scale(values, start=0, end=100, zero=False),
+                  logarithmic_scale(values, start=0, end=100)):  # fmt: skip
         assert scale.low <= min(values) * (1 + 1e-12)
         assert max(values) <= scale.high * (1 + 1e-12)
         assert 1 <= len(scale.ticks) <= 12, (scale, scale.ticks)
@@ -44,7 +54,7 @@ def test_any_values_get_a_scale_with_ticks_inside(values: list[float]) -> None:
     [(0, "0"), (0.001, "0.001"), (2500, "2500"), (25000, "25k"), (1e-6, "1e-6"), (2e9, "2G"), (1_200_000, "1.2M")],
 )
 def test_short_labels(value: float, words: str) -> None:
-    assert short(value) == words
+    assert tick_label(value) == words
 
 
 def around(value: float) -> Interval:
@@ -54,24 +64,27 @@ def around(value: float) -> Interval:
 def links() -> list[Link]:
     """One that is not finite, one without a limit."""
     rows = np.random.default_rng(0).standard_normal((5, 4))
+    cases = ("fp16", rows * math.nan, user_tolerance(max_error=0.01)), ("whole", rows, user_tolerance())
     return [
-        link(name=name, kind="whole", reference="dense", candidate="reduced", reference_rows=rows, tolerance=bound,
-             candidate_by_batch={1: candidate})
-        for name, candidate, bound in (("fp16", rows * math.nan, limits(max_error=0.01)), ("whole", rows, limits()))
+        measure_link(
+            name=name, kind="whole", reference="dense", candidate="reduced", reference_rows=rows, tolerance=bound,
+            candidate_by_batch={1: candidate},
+        )
+        for name, candidate, bound in cases
     ]  # fmt: skip
 
 
 HOSTILE = "'\"><script>&amp;]]>"
 DRAWN: list[Callable[[], Drawing]] = [
-    lambda: plots.curve([PlotSeries(name="dense", tone="dense", points=[("1", around(3.0)), ("8", around(20.0))])],
+    lambda: plots.draw_curve([PlotSeries(name="dense", tone="dense", points=[("1", around(3.0)), ("8", around(20.0))])],
                         title="t", unit="ms", x_label="batch", log=True),
-    lambda: plots.curve([PlotSeries(name="dense", tone="dense", points=[("1", around(3.0))])],
+    lambda: plots.draw_curve([PlotSeries(name="dense", tone="dense", points=[("1", around(3.0))])],
                         title="t", unit="ms", x_label="batch", log=False),
-    lambda: plots.gains({"batch 1": (around(1.4), around(1.0)), "batch 8": (None, None)}, 2.0),
-    lambda: plots.distributions({"batch 1": {"dense": [2.0] * 9 + [500.0], "reduced": [1.0]}}),
-    lambda: plots.dumbbells({"blocks.0.mlp": (0.3, 0.0)}),
-    lambda: plots.bounded(links(), x_label="x"),
-    lambda: plots.scatter({HOSTILE: [Spot(x=0.4, value=0.0, filled=True, tip=HOSTILE)],
+    lambda: plots.draw_gains({"batch 1": (around(1.4), around(1.0)), "batch 8": (None, None)}, 2.0),
+    lambda: plots.draw_distributions({"batch 1": {"dense": [2.0] * 9 + [500.0], "reduced": [1.0]}}),
+    lambda: plots.draw_sites({"blocks.0.mlp": (0.3, 0.0)}),
+    lambda: plots.draw_links(links(), x_label="x"),
+    lambda: plots.draw_scatter({HOSTILE: [Spot(x=0.4, value=0.0, filled=True, tip=HOSTILE)],
                            "corp": [Spot(x=0.9, value=0.3, filled=False, tip="b")]}, title=HOSTILE, unit="error",
                           x_label="share", least=1e-6),
 ]  # fmt: skip
@@ -89,15 +102,19 @@ def test_plots_are_xml_inside_their_frame(draw: Callable[[], Drawing]) -> None:
 LONG = "encoder.layers.11.self_attention.qk.of.a.module.with.a.long.name"
 SLOW = Interval(value=123456.0, low=100000.0, high=150000.0)
 WIDE: list[Callable[[], Drawing]] = [
-    lambda: plots.dumbbells({"blocks.10.attn.qk": (0.3, 0.01), LONG: (0.4, 0.02)}),
-    lambda: plots.bounded([replace(each, name=f"{LONG} {each.name}") for each in links()], x_label="x"),
-    lambda: plots.gains({"batch 65536": (around(1.4), around(1.0))}, 2.0),
-    lambda: plots.distributions({"batch 65536": {LONG: [123456.0] * 9, f"{LONG}2": [98765.0] * 9}}),
-    lambda: plots.curve([PlotSeries(name=LONG, tone="dense", points=[(f"{5000 * n:,}", SLOW) for n in range(1, 31)]),
-                         PlotSeries(name=f"{LONG}2", tone="reduced", points=[("5,000", around(0.00125))])],
-                        title="t", unit="images/s", x_label="batch", log=False),
-    lambda: plots.scatter({f"{LONG}{place}": [Spot(x=0.4, value=1.25e-5, filled=True, tip="a")] for place in range(6)},
-                          title="t", unit="error", x_label="share", least=1e-6),
+    lambda: plots.draw_sites({"blocks.10.attn.qk": (0.3, 0.01), LONG: (0.4, 0.02)}),
+    lambda: plots.draw_links([replace(each, name=f"{LONG} {each.name}") for each in links()], x_label="x"),
+    lambda: plots.draw_gains({"batch 65536": (around(1.4), around(1.0))}, 2.0),
+    lambda: plots.draw_distributions({"batch 65536": {LONG: [123456.0] * 9, f"{LONG}2": [98765.0] * 9}}),
+    lambda: plots.draw_curve(
+        [PlotSeries(name=LONG, tone="dense", points=[(f"{5000 * n:,}", SLOW) for n in range(1, 31)]),
+         PlotSeries(name=f"{LONG}2", tone="reduced", points=[("5,000", around(0.00125))])],
+        title="t", unit="images/s", x_label="batch", log=False,
+    ),
+    lambda: plots.draw_scatter(
+        {f"{LONG}{place}": [Spot(x=0.4, value=1.25e-5, filled=True, tip="a")] for place in range(6)},
+        title="t", unit="error", x_label="share", least=1e-6,
+    ),
 ]  # fmt: skip
 
 
@@ -172,7 +189,7 @@ def test_a_plot_as_a_file_brings_its_colours_and_no_other_element(draw: Callable
 
 def test_there_is_a_class_for_every_hue() -> None:
     clouds = {str(i): [Spot(x=0.1 * i, value=0.1, filled=True, tip="")] for i in range(HUES + 1)}
-    drawing = plots.scatter(clouds, title="t", unit="error", x_label="x", least=1e-6)
+    drawing = plots.draw_scatter(clouds, title="t", unit="error", x_label="x", least=1e-6)
     assert len(set(re.findall(r'class="(hue\d+)"', drawing.inline))) == HUES
     assert all(f".hue{place} " in drawing.standalone for place in range(HUES))
 

@@ -1,6 +1,6 @@
 """The report says what its records say, in every format, and needs nothing from outside."""
 
-import csv as comma_separated
+import csv
 import io
 import json
 from collections.abc import Iterator
@@ -15,16 +15,16 @@ import pytest
 from ground.ports import OutputPort, Role
 from ground.quantity import format_number
 from perf.parity.labels import Accuracy
-from perf.parity.link import link
+from perf.parity.link import measure_link
 from perf.parity.locate import FaultLocation
 from perf.parity.parity import ImageSet, Parity
-from perf.parity.structure import batch_sizes, output_tests
-from perf.parity.tolerance import limits
+from perf.parity.structure import check_batch_sizes, check_outputs
+from perf.parity.tolerance import user_tolerance
 from perf.record.runs import Bench, BenchTrial, Row, SubjectRecord, TimedBlock
 from perf.report import tables
-from perf.report.content import ModelLine, content_from_record, tiles
-from perf.report.numbers import count_text, error, number, percent_text, size
-from perf.report.render import csv, html, junit, markdown
+from perf.report.content import ModelLine, build_tiles, content_from_record
+from perf.report.numbers import count_text, error_text, number_text, percent_text, size_text
+from perf.report.render import csv_from_record, html_from_record, junit_from_record, markdown_from_record
 from tests.doubles import some
 from tests.histories import block, row
 from tests.refusals import rejects
@@ -71,8 +71,8 @@ def bench() -> dict[str, Any]:
 
 def parity(*, broken: bool = False) -> Parity:
     ref = np.random.default_rng(0).standard_normal((50, 10))
-    bound = limits(max_error=0.001 if broken else 0.1)
-    made = link(name="whole", kind="whole", reference="dense", candidate="reduced", reference_rows=ref,
+    bound = user_tolerance(max_error=0.001 if broken else 0.1)
+    made = measure_link(name="whole", kind="whole", reference="dense", candidate="reduced", reference_rows=ref,
                 candidate_by_batch={4: ref * 1.01}, tolerance=bound)  # fmt: skip
     return Parity(images=ImageSet(count=50, digest="sha256:00"), links=(made,))
 
@@ -81,9 +81,9 @@ def broken_parity() -> Parity:
     """A graph that gives NaN, and the block where it begins."""
     logits = np.random.default_rng(1).standard_normal((6, 3))
     structure = (
-        *output_tests("onnx fp16", {"logits": logits}),
-        *output_tests("onnx fp32", {"logits": logits * np.nan}),
-        *batch_sizes("onnx fp16", {1: {"logits": logits}, 2: {"logits": logits}}, bound=0.0),
+        *check_outputs("onnx fp16", {"logits": logits}),
+        *check_outputs("onnx fp32", {"logits": logits * np.nan}),
+        *check_batch_sizes("onnx fp16", {1: {"logits": logits}, 2: {"logits": logits}}, bound=0.0),
     )
     located = FaultLocation(link="fp16", site="blocks.1.attn", measure="nonfinite", value=np.inf, noise=1e-3,
                       largest_activation=7e4, half_limit=65504.0, reason="too large", command="keep it")  # fmt: skip
@@ -117,7 +117,7 @@ def record(**changes: Any) -> dict[str, Any]:
 
 
 def test_the_headline_is_from_the_records() -> None:
-    page = html(record())
+    page = html_from_record(record())
     assert "Reduced is 1.60 times as fast as dense at batch 8" in page
     assert "a &lt;fast&gt; one · onnxruntime fp32 · 50 images · 2026-01-01" in page
     assert "same on 100\N{NO-BREAK SPACE}% of 50 images" in page
@@ -131,20 +131,22 @@ def test_a_link_without_a_limit_is_measured_and_not_passed() -> None:
     free = replace(judged, name="free", status="UNJUDGED", reason="no limit was set")
     proof = replace(parity(), links=(judged, free)).to_json()
     line = "PASS (1 link judged, 1 measured without a limit)"
-    assert f"Parity {line}</span>" in html(record(parity=proof))
-    assert f"**Parity {line}** on 50 images" in markdown(record(parity=proof))
-    suite = next(each for each in ElementTree.fromstring(junit(record(parity=proof))) if each.get("name") == "parity")
+    assert f"Parity {line}</span>" in html_from_record(record(parity=proof))
+    assert f"**Parity {line}** on 50 images" in markdown_from_record(record(parity=proof))
+    suite = next(
+        each for each in ElementTree.fromstring(junit_from_record(record(parity=proof))) if each.get("name") == "parity"
+    )
     assert (suite.get("tests"), suite.get("skipped")) == ("2", "1")
     assert some(suite.find("properties/property")).get("value") == f"{line} on 50 images"
     passed, skipped = suite.findall("testcase")
     assert passed.find("skipped") is None
     assert skipped.find("skipped") is not None
     alone = replace(parity(), links=(free,)).to_json()
-    assert "Parity UNJUDGED (0 links judged, 1 measured without a limit)" in html(record(parity=alone))
+    assert "Parity UNJUDGED (0 links judged, 1 measured without a limit)" in html_from_record(record(parity=alone))
 
 
 def test_every_table_and_plot_is_there() -> None:
-    page = html(record())
+    page = html_from_record(record())
     titles = (
         "Dense beside reduced", "Latency by batch", "Throughput by batch", "Speed-up beside noise and promise",
         "Distribution of samples", "Error of each link", "Error of each site", "Structural tests", "Environment",
@@ -173,31 +175,31 @@ def accuracies(*shares: tuple[str, float]) -> tuple[Accuracy, ...]:
 )
 def test_accuracy_of_the_dense_model_and_of_what_ships_has_a_tile(known: tuple[Accuracy, ...], shown: str) -> None:
     proof = replace(parity(), accuracy=known).to_json()
-    large = {words: value for value, words in tiles(content_from_record(record(parity=proof)))}
+    large = {words: value for value, words in build_tiles(content_from_record(record(parity=proof)))}
     found = [value for words, value in large.items() if words.startswith("accuracy")]
     assert found == [shown] * bool(shown)
 
 
 def test_a_failed_batch_stays_in_the_table() -> None:
-    lines = [line for line in markdown(record()).splitlines() if line.startswith("| 64 ")]
+    lines = [line for line in markdown_from_record(record()).splitlines() if line.startswith("| 64 ")]
     assert lines == ["| 64 · out of memory | oom | – | – | – | – | – | – | – |"]
     assert ["latency", "dense", "64", "compute", "status", "oom", "", ""] in rows_of_csv()
 
 
 def test_the_latency_table_by_hand() -> None:
     """Medians 40 and 25 ms; 1.6 times as fast saves 37.5 % of the time, of 50 % of the multiply-adds: 75 %."""
-    line = next(line for line in markdown(record()).splitlines() if line.startswith("| 8 |"))
+    line = next(line for line in markdown_from_record(record()).splitlines() if line.startswith("| 8 |"))
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     assert (cells[:2], cells[3]) == (["8", "40.0 → 25.0"], "–")
     assert cells[4:6] == ["200 → 320", "5 MB → 5 MB"]
     assert cells[6].startswith("1.60 · 1.")
     assert cells[7].startswith("1.00 · ")
     assert cells[8] == "75 %"
-    assert "A p99 needs 662 samples" in markdown(record())
+    assert "A p99 needs 662 samples" in markdown_from_record(record())
 
 
 def test_change_and_rounding() -> None:
-    text = markdown(record())
+    text = markdown_from_record(record())
     assert "| Parameters | 1 k | 600 | −40.0 % |" in text
     assert "| Accuracy | 98.00 % | 97.00 % | −1.00 points |" in text
     assert "99.99 %" in text
@@ -210,25 +212,25 @@ def test_change_and_rounding() -> None:
         (percent_text(1.0), "100 %"),
         (percent_text(0.99996, 1), "99.9 %"),
         (percent_text(-0.5, 0), "−50 %"),
-        (number(0.01234), "0.0123"),
-        (number(7.0), "7.00"),
-        (number(179.4), "179"),
-        (number(25_312.0), "25,312"),
+        (number_text(0.01234), "0.0123"),
+        (number_text(7.0), "7.00"),
+        (number_text(179.4), "179"),
+        (number_text(25_312.0), "25,312"),
         (count_text(22_050_664), "22.1 M"),
-        (size(830_000), "830 kB"),
-        (size(999_600_000), "1 GB"),
-        (size(1_234_000_000), "1.23 GB"),
-        (size(999_600), "1 MB"),
-        (size(120), "0.12 kB"),
+        (size_text(830_000), "830 kB"),
+        (size_text(999_600_000), "1 GB"),
+        (size_text(1_234_000_000), "1.23 GB"),
+        (size_text(999_600), "1 MB"),
+        (size_text(120), "0.12 kB"),
         (count_text(999_999), "1 M"),
         (count_text(3_400_000_000_000), "3.4 T"),
         (count_text(7), "7"),
-        (number(999.96), "1,000"),
-        (number(0.0000123), "0.0000123"),
-        (number(0.0), "0.00"),
-        (error(1234.5), "1,234"),
-        (error(99.7), "100"),
-        (error(0.00012), "0.00012"),
+        (number_text(999.96), "1,000"),
+        (number_text(0.0000123), "0.0000123"),
+        (number_text(0.0), "0.00"),
+        (error_text(1234.5), "1,234"),
+        (error_text(99.7), "100"),
+        (error_text(0.00012), "0.00012"),
         (format_number(1_234_567.0, 6), "1,234,567"),
         (format_number(123.456, 4), "123.5"),
     ],
@@ -238,7 +240,7 @@ def test_numbers_as_people_write_them(made: str, words: str) -> None:
 
 
 def rows_of_csv(**changes: Any) -> list[list[str]]:
-    return list(comma_separated.reader(io.StringIO(csv(record(**changes)))))
+    return list(csv.reader(io.StringIO(csv_from_record(record(**changes)))))
 
 
 def test_csv_has_every_number_once_and_unrounded() -> None:
@@ -255,7 +257,7 @@ def test_csv_has_every_number_once_and_unrounded() -> None:
 
 
 def test_junit_tells_failures_from_what_could_not_be_judged() -> None:
-    suites = ElementTree.fromstring(junit(record(parity=parity(broken=True).to_json())))
+    suites = ElementTree.fromstring(junit_from_record(record(parity=parity(broken=True).to_json())))
     parity_suite, gate_suite = suites.findall("testsuite")
     assert (parity_suite.get("failures"), gate_suite.get("errors"), gate_suite.get("skipped")) == ("1", "1", "0")
     failure = some(parity_suite.find("testcase/failure"))
@@ -263,7 +265,7 @@ def test_junit_tells_failures_from_what_could_not_be_judged() -> None:
 
 
 def test_what_fails_has_its_own_line_and_what_passes_shares_one() -> None:
-    text = markdown(record(parity=broken_parity().to_json()))
+    text = markdown_from_record(record(parity=broken_parity().to_json()))
     assert "| finite · onnx fp32 | FAIL | NaN or Inf on 6 of 6 images |" in text
     assert "| onnx fp16 | PASS | finite, constant, batch-size |" in text
     assert "| blocks.1.attn | fp16 | too large | keep it |" in text
@@ -271,10 +273,10 @@ def test_what_fails_has_its_own_line_and_what_passes_shares_one() -> None:
 
 
 def test_a_bare_record_is_a_report_too() -> None:
-    page = html({"title": "Nothing yet"})
+    page = html_from_record({"title": "Nothing yet"})
     assert "No verdict: nothing was verified" in page
     assert "<svg" not in page
-    assert markdown({"title": "Nothing yet"}).startswith("# Nothing yet")
+    assert markdown_from_record({"title": "Nothing yet"}).startswith("# Nothing yet")
 
 
 @pytest.mark.parametrize(
@@ -291,43 +293,43 @@ def test_a_bare_record_is_a_report_too() -> None:
     ],
 )
 def test_foreign_parts_are_refused(changes: dict[str, Any], words: str) -> None:
-    rejects(words, html, record(**changes))
+    rejects(words, html_from_record, record(**changes))
 
 
 def test_sites_show_what_was_judged_and_no_empty_columns() -> None:
-    text = markdown(record())
+    text = markdown_from_record(record())
     assert "| Error, compensated | Held out |" in text
     assert "Stream lacks" not in text
     assert "| by site | 60.00 % |" in text
     plain = [{"site": "a", "width_dense": "4", "width_reduced": "2", "error_uncompensated": 0.5, "error": 0.1}]
-    assert "Held out" not in markdown(record(sites=plain))
+    assert "Held out" not in markdown_from_record(record(sites=plain))
     looped = [plain[0] | {"stream_error": 0.01, "stream_error_held_out": 0.02}]
-    assert "| Stream lacks | Held out, stream |" in markdown(record(sites=looped))
+    assert "| Stream lacks | Held out, stream |" in markdown_from_record(record(sites=looped))
 
 
 def of_role(role: Role) -> dict[str, Any]:
     """A proof of one output that is no logits, off by a hundredth."""
     rows = np.random.default_rng(0).standard_normal((5, 4))
-    single = link(name="reduced", kind="reduced", reference="dense", candidate="reduced", reference_rows=rows,
-                  candidate_by_batch={1: rows * 1.01}, tolerance=limits(max_error=0.1),
+    single = measure_link(name="reduced", kind="reduced", reference="dense", candidate="reduced", reference_rows=rows,
+                  candidate_by_batch={1: rows * 1.01}, tolerance=user_tolerance(max_error=0.1),
                   port=OutputPort(name="vectors", role=role))  # fmt: skip
     return Parity(images=ImageSet(count=5, digest="", kind="documents"), links=(single,)).to_json()
 
 
 def test_an_embedding_is_told_by_its_neighbours() -> None:
-    text = markdown(record(parity=of_role("embedding")))
+    text = markdown_from_record(record(parity=of_role("embedding")))
     assert "the nearest neighbour is the same on 100 % of 5 inputs" in text
     assert "Errors of the embedding on 5 real documents" in text
     assert "| Agreement |" in text
     assert "Top-1" not in text
-    assert "relative error of the embedding" in html(record(parity=of_role("embedding")))
+    assert "relative error of the embedding" in html_from_record(record(parity=of_role("embedding")))
     rows = rows_of_csv(parity=of_role("embedding"))
     assert ["parity", "reduced", "1", "", "neighbour_agreement"] in [row[:5] for row in rows]
 
 
 def test_a_feature_map_is_told_by_its_error_alone() -> None:
-    text = markdown(record(parity=of_role("feature map")))
-    assert "relative error, 5 inputs" in html(record(parity=of_role("feature map")))
+    text = markdown_from_record(record(parity=of_role("feature map")))
+    assert "relative error, 5 inputs" in html_from_record(record(parity=of_role("feature map")))
     assert "is the same on" not in text
     line = next(line for line in text.splitlines() if line.startswith("| reduced · dense"))
     assert [cell.strip() for cell in line.strip("|").split("|")][4:7] == ["–", "–", "–"]
@@ -336,7 +338,7 @@ def test_a_feature_map_is_told_by_its_error_alone() -> None:
 def test_what_it_took_is_added_up_where_all_is_known() -> None:
     one = {"step": "select", "seconds": 2.5, "peak_bytes": 3_000_000, "device_peak_bytes": None, "machine": "a CPU"}
     two = one | {"step": "build", "seconds": 1234.5, "peak_bytes": None, "device_peak_bytes": 8_000_000}
-    table = tables.tables(content_from_record({"title": "t", "effort": [one, two]}))["effort"]
+    table = tables.build_tables(content_from_record({"title": "t", "effort": [one, two]}))["effort"]
     assert table.columns == ("Step", "Seconds", "Peak memory", "Peak on the GPU")
     assert table.rows == (
         ("select", "2.50", "3 MB", "–"),
@@ -344,35 +346,35 @@ def test_what_it_took_is_added_up_where_all_is_known() -> None:
         ("all together", "1,237", "3 MB", "8 MB"),
     )
     assert table.note.startswith("On a CPU. ")
-    assert "effort,build,,,seconds,1234.5,,\n" in csv({"title": "t", "effort": [one, two]})
+    assert "effort,build,,,seconds,1234.5,,\n" in csv_from_record({"title": "t", "effort": [one, two]})
     elsewhere = two | {"machine": "another", "gpu": "a GPU"}
     unknown = {"step": "recover"}
-    table = tables.tables(content_from_record({"title": "t", "effort": [one, elsewhere, unknown]}))["effort"]
+    table = tables.build_tables(content_from_record({"title": "t", "effort": [one, elsewhere, unknown]}))["effort"]
     assert [row[0] for row in table.rows] == ["select", "build", "recover"]
     assert [row[-1] for row in table.rows] == ["a CPU", "another, a GPU", ""]
     assert table.rows[2][1] == "not recorded"
-    assert "effort" not in tables.tables(content_from_record({"title": "t"}))
+    assert "effort" not in tables.build_tables(content_from_record({"title": "t"}))
 
 
 def test_the_memory_of_engines_is_shown() -> None:
     lines = (ModelLine(name="dense", device_memory_bytes=80_000_000), ModelLine(name="reduced"))
-    assert [row[:2] for row in tables.models(lines).rows] == [("Device memory", "80 MB")]
+    assert [row[:2] for row in tables.models_table(lines).rows] == [("Device memory", "80 MB")]
 
 
 def test_a_proof_that_leaves_a_limit_open_is_shown_as_that() -> None:
     rows = np.random.default_rng(0).standard_normal((50, 10))
-    undecided = link(name="whole", kind="whole", reference="dense", candidate="reduced", reference_rows=rows,
-                     candidate_by_batch={4: rows}, tolerance=limits(min_agreement=0.98))  # fmt: skip
+    undecided = measure_link(name="whole", kind="whole", reference="dense", candidate="reduced", reference_rows=rows,
+                     candidate_by_batch={4: rows}, tolerance=user_tolerance(min_agreement=0.98))  # fmt: skip
     proof = Parity(images=ImageSet(count=50, digest="sha256:00"), links=(undecided,))
     shown = record(parity=proof.to_json())
     words = (
         "top-1 agreement 100 % (92.87 % to 100 % at 95 % confidence), limit 98 %: the interval straddles the limit; "
         "about 189 images would decide if the share stays; these are 50"
     )
-    assert f"**Parity INCONCLUSIVE (1 link judged)** on 50 images: whole: {words}" in markdown(shown)
-    page = html(shown)
+    assert f"**Parity INCONCLUSIVE (1 link judged)** on 50 images: whole: {words}" in markdown_from_record(shown)
+    page = html_from_record(shown)
     assert '<span class="chip full note">Parity INCONCLUSIVE' in page
     assert words in page
-    suite = ElementTree.fromstring(junit(shown)).findall("testsuite")[0]
+    suite = ElementTree.fromstring(junit_from_record(shown)).findall("testsuite")[0]
     assert (suite.get("failures"), suite.get("errors"), suite.get("skipped")) == ("0", "1", "0")
     assert some(suite.find("testcase/error")).get("message") == f"INCONCLUSIVE: {words}"

@@ -15,7 +15,7 @@ from corp_deploy.proof.report_input import record_of_directory
 from ground.text import printable
 from perf.parity.labels import accuracy_on_labels, mcnemar
 from perf.parity.shift import Shift, SiteShift
-from perf.report.render import html, markdown
+from perf.report.render import html_from_record, markdown_from_record
 from tests.test_perf_report import broken_parity, record
 
 HOSTILE = (
@@ -102,8 +102,8 @@ def elements(page: str) -> Elements:
 
 
 def test_no_text_of_a_record_adds_an_element_to_the_page() -> None:
-    page = html(hostile_record())
-    plain, hostile = elements(html(whole_record())), elements(page)
+    page = html_from_record(hostile_record())
+    plain, hostile = elements(html_from_record(whole_record())), elements(page)
     assert hostile.seen == plain.seen
     assert "".join(hostile.text).count(printable(HOSTILE)) > 60, "the words themselves are all shown"
     assert not set(page) & {"\x1b", "\x00", "\ud800"}
@@ -111,12 +111,12 @@ def test_no_text_of_a_record_adds_an_element_to_the_page() -> None:
 
 
 def test_nothing_in_the_commands_ends_their_block() -> None:
-    _, fence, commands = re.split(r"^(`{3,})$", markdown(hostile_record()), maxsplit=1, flags=re.MULTILINE)
+    _, fence, commands = re.split(r"^(`{3,})$", markdown_from_record(hostile_record()), maxsplit=1, flags=re.MULTILINE)
     assert fence not in commands[: commands.rindex(fence)]
 
 
 def test_the_page_loads_nothing() -> None:
-    page = html(record())
+    page = html_from_record(record())
     loading = {"src", "href", "xlink:href", "data", "action"}
     assert not [tag for tag, attributes in elements(page).seen if tag == "script" or attributes & loading]
     assert "@import" not in page
@@ -134,8 +134,8 @@ def cells(line: str) -> int:
 def test_a_line_break_in_a_name_breaks_no_line_of_markdown(words: str) -> None:
     models = [{"name": words, "params": 1}, {"name": "other", "params": 2}]
     plain = [{"name": "a", "params": 1}, {"name": "other", "params": 2}]
-    text = markdown({"title": words, "models": models})
-    assert len(text.splitlines()) == len(markdown({"title": "a", "models": plain}).splitlines())
+    text = markdown_from_record({"title": words, "models": models})
+    assert len(text.splitlines()) == len(markdown_from_record({"title": "a", "models": plain}).splitlines())
 
 
 def directory_of(whole: Mapping[str, Any], word: str, folder: Path) -> Path:
@@ -163,9 +163,9 @@ def directory_of(whole: Mapping[str, Any], word: str, folder: Path) -> Path:
 
 
 def test_files_of_a_directory_are_as_harmless(tmp_path: Path) -> None:
-    plain = html(record_of_directory(directory_of(whole_record(), "", tmp_path / "plain"), title="A title"))
+    plain = html_from_record(record_of_directory(directory_of(whole_record(), "", tmp_path / "plain"), title="A title"))
     folder = directory_of(hostile_record(), HOSTILE, tmp_path / "hostile")
-    hostile = html(record_of_directory(folder, title=HOSTILE))
+    hostile = html_from_record(record_of_directory(folder, title=HOSTILE))
     assert elements(hostile).seen == elements(plain).seen
     for word in ("blocks.0", "1 of 2 sites", "torch", "w.safetensors", "bench.json", "none"):
         assert printable(HOSTILE.replace("\ud800", "?")) + word in "".join(elements(hostile).text), word

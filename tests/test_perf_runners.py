@@ -120,7 +120,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, session: Callable[..., object]) ->
         capi=state,
     )
     for module in (onnx_runner, onnx_session):
-        monkeypatch.setattr(module, "onnxruntime_here", lambda: whole)
+        monkeypatch.setattr(module, "import_onnxruntime", lambda: whole)
     monkeypatch.setattr(onnx_runner, "open_stream", lambda: SimpleNamespace(cuda_stream=0))
 
 

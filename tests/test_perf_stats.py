@@ -17,8 +17,8 @@ from scipy import stats
 from perf.parity.labels import mcnemar
 from perf.record.runs import BenchTrial, GpuState, Row
 from perf.runners.protocol import HostBound, ParallelStreams
-from perf.stats.decision import fewest, fewest_for_share, most_confidence, share_interval, wilson
-from perf.stats.stability import warnings_of
+from perf.stats.decision import fewest_for_share, find_fewest, most_confidence, share_interval, wilson
+from perf.stats.stability import find_warnings
 from perf.stats.stats import (
     Interval,
     coefficient_of_variation,
@@ -215,9 +215,9 @@ def test_the_fewest_that_decide_are_those_of_the_score_test(share: float, limit:
         ends = share_interval(share, count, confidence)
         return not ends.low < limit <= ends.high
 
-    assert fewest(decides) == max(int(np.ceil(least)), 1)
+    assert find_fewest(decides) == max(int(np.ceil(least)), 1)
     if share == 1.0:
-        assert fewest_for_share(limit, confidence) == fewest(decides)
+        assert fewest_for_share(limit, confidence) == find_fewest(decides)
         for count in (3, 64, 150):
             assert share_interval(1.0, count, most_confidence(limit, count)).low == pytest.approx(limit)
     assert fewest_for_share(1.0, confidence) is None
@@ -254,7 +254,7 @@ def timed(call_ms: Callable[[int, int], float], *, rounds: int = 20, **every_blo
 
 
 def test_a_steady_measurement_is_not_commented() -> None:
-    assert warnings_of([timed(lambda index, call: 5.0 + 0.01 * ((7 * index + call) % 5))]) == []
+    assert find_warnings([timed(lambda index, call: 5.0 + 0.01 * ((7 * index + call) % 5))]) == []
 
 
 @pytest.mark.parametrize(
@@ -272,27 +272,27 @@ def test_a_steady_measurement_is_not_commented() -> None:
     ],
 )
 def test_each_kind_of_shakiness_is_named(shaky: Row, words: str) -> None:
-    assert any(words in text for text in warnings_of([shaky])), warnings_of([shaky])
+    assert any(words in text for text in find_warnings([shaky])), find_warnings([shaky])
 
 
 def test_a_device_clock_is_held_to_less_variation_than_the_hosts() -> None:
     varying = timed(lambda index, call: 5.0 + 0.4 * (call % 2))  # 4 %
-    assert warnings_of([varying]) == []
+    assert find_warnings([varying]) == []
     on_device = timed(lambda index, call: 5.0 + 0.4 * (call % 2), enqueue_ms=1.0)
-    assert any("above 2.5 % is unstable" in text for text in warnings_of([on_device]))
+    assert any("above 2.5 % is unstable" in text for text in find_warnings([on_device]))
 
 
 def test_dropped_rounds_are_counted_with_the_reason() -> None:
     steady = timed(lambda index, call: 5.0)
     hot = replace(steady.blocks[5], dropped="throttled: hw_slowdown")
     spoilt = replace(steady, blocks=(*steady.blocks[:5], hot, *steady.blocks[6:]))
-    assert warnings_of([spoilt]) == ["batch 8, 1 of 20 rounds left out: throttled: hw_slowdown"]
+    assert find_warnings([spoilt]) == ["batch 8, 1 of 20 rounds left out: throttled: hw_slowdown"]
 
 
 def test_a_warm_up_that_was_cut_short_and_a_subject_that_failed_are_told() -> None:
     steady = timed(lambda index, call: 5.0)
     trials = {"dense": BenchTrial(status="ok"), "reduced": BenchTrial(status="failed", message="ValueError: no")}
-    told = warnings_of([replace(steady, trials=trials)])
+    told = find_warnings([replace(steady, trials=trials)])
     assert "batch 8, dense: the warm-up reached its time limit before the times were flat" in told
     assert "batch 8, reduced: failed: ValueError: no" in told
 

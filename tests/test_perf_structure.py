@@ -55,35 +55,35 @@ def in_batches(answer: Callable[[Array], Array], batch: int) -> Outputs:
 
 
 def test_batch_slot_names_the_slots() -> None:
-    found = structure.batch_slot("r", named(one_slot_off), ONE, batch=8, bound=1e-5)
+    found = structure.check_batch_slots("r", named(one_slot_off), ONE, batch=8, bound=1e-5)
     assert (found.status, found.test) == ("FAIL", "batch-slot")
     assert "slots 2, 6 differ" in found.reason
     assert found.value > found.bound
-    assert structure.batch_slot("r", named(sound), ONE, batch=8, bound=1e-5).status == "PASS"
+    assert structure.check_batch_slots("r", named(sound), ONE, batch=8, bound=1e-5).status == "PASS"
 
 
 def test_a_stale_slot_needs_the_permutation_test() -> None:
-    assert structure.batch_slot("r", named(stale_slot), ONE, batch=8, bound=1e-5).status == "PASS"
-    assert structure.permutation("r", named(stale_slot), FEEDS, bound=1e-5).status == "FAIL"
-    assert structure.permutation("r", named(sound), FEEDS, bound=1e-5).status == "PASS"
+    assert structure.check_batch_slots("r", named(stale_slot), ONE, batch=8, bound=1e-5).status == "PASS"
+    assert structure.check_permutation("r", named(stale_slot), FEEDS, bound=1e-5).status == "FAIL"
+    assert structure.check_permutation("r", named(sound), FEEDS, bound=1e-5).status == "PASS"
 
 
 def test_batch_one_against_others() -> None:
     def at(answer: Callable[[Array], Array]) -> list[StructuralTest]:
-        return structure.batch_sizes("r", {b: in_batches(answer, b) for b in (1, 3, 8)}, bound=1e-5)
+        return structure.check_batch_sizes("r", {b: in_batches(answer, b) for b in (1, 3, 8)}, bound=1e-5)
 
     assert [f.status for f in at(sound)] == ["PASS", "PASS"]
     broken = at(depends_on_the_batch)
     assert [f.status for f in broken] == ["FAIL", "FAIL"]
     assert "batch 3 against 1" in broken[0].reason
-    assert structure.batch_sizes("r", {4: {"logits": sound(IMAGES)}}, bound=1e-5) == []
+    assert structure.check_batch_sizes("r", {4: {"logits": sound(IMAGES)}}, bound=1e-5) == []
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_outputs_that_are_not_finite(bad: float) -> None:
     logits = sound(IMAGES)
     logits[1, 2] = bad
-    finite, constant = structure.output_tests("r", {"logits": logits})
+    finite, constant = structure.check_outputs("r", {"logits": logits})
     assert (finite.status, constant.status) == ("FAIL", "PASS")
     assert "on 1 of 8 images" in finite.reason
 
@@ -91,38 +91,38 @@ def test_outputs_that_are_not_finite(bad: float) -> None:
 def test_outputs_that_are_constant() -> None:
     alike = np.tile(sound(IMAGES)[:1], (8, 1))
     for rows, status in ((alike, "FAIL"), (np.zeros((8, 5)), "FAIL"), (sound(IMAGES), "PASS")):
-        assert [f.status for f in structure.output_tests("r", {"logits": rows})] == ["PASS", status]
-    assert [f.test for f in structure.output_tests("r", {"logits": sound(IMAGES[:1])})] == ["finite"]
+        assert [f.status for f in structure.check_outputs("r", {"logits": rows})] == ["PASS", status]
+    assert [f.test for f in structure.check_outputs("r", {"logits": sound(IMAGES[:1])})] == ["finite"]
 
 
 def test_answers_taken_inside_the_timed_run() -> None:
     rows = sound(IMAGES)
     verified = {"logits": rows}
-    assert structure.timed_run("r", verified, verified, bound=1e-6).status == "PASS"
-    assert structure.timed_run("r", {"logits": rows[::-1]}, verified, bound=1e-6).status == "FAIL"
-    assert structure.timed_run("r", {"logits": rows * np.float32(np.nan)}, verified, bound=1e-6).value == np.inf
+    assert structure.check_timed_run("r", verified, verified, bound=1e-6).status == "PASS"
+    assert structure.check_timed_run("r", {"logits": rows[::-1]}, verified, bound=1e-6).status == "FAIL"
+    assert structure.check_timed_run("r", {"logits": rows * np.float32(np.nan)}, verified, bound=1e-6).value == np.inf
 
 
 def test_images_outside_the_calibrated_range_are_noted() -> None:
-    found = structure.calibrated_range("r", IMAGES, low=-1.0, high=1.0)
+    found = structure.check_calibrated_range("r", IMAGES, low=-1.0, high=1.0)
     assert (found.status, found.value) == ("NOTED", 1.0)
-    assert structure.calibrated_range("r", IMAGES, low=-9.0, high=9.0).status == "PASS"
+    assert structure.check_calibrated_range("r", IMAGES, low=-9.0, high=9.0).status == "PASS"
 
 
 def test_inputs_far_outside_still_give_finite_answers() -> None:
-    assert [each.status for each in structure.extremes("r", named(sound), FEEDS)] == ["PASS"]
-    (found,) = structure.extremes("r", named(nan_when_large), FEEDS)
+    assert [each.status for each in structure.check_extremes("r", named(sound), FEEDS)] == ["PASS"]
+    (found,) = structure.check_extremes("r", named(nan_when_large), FEEDS)
     assert found.status == "FAIL"
     assert "8 of 8 images with all values times 4" in found.reason
 
 
 def test_a_batch_size_that_ran_some_images_is_held_against_those() -> None:
     rows = {8: in_batches(sound, 8), 1: select_rows(in_batches(sound, 1), slice(3))}
-    (same,) = structure.batch_sizes("r", rows, bound=1e-5)
+    (same,) = structure.check_batch_sizes("r", rows, bound=1e-5)
     assert same.status == "PASS"
     assert "batch 1 against 8" in same.reason
     rows[1]["logits"][2] += 1.0
-    (off,) = structure.batch_sizes("r", rows, bound=1e-5)
+    (off,) = structure.check_batch_sizes("r", rows, bound=1e-5)
     assert off.status == "FAIL"
     assert "1 of 3 images" in off.reason
 
@@ -143,14 +143,14 @@ TEXTS = {
 def test_whole_numbers_and_several_outputs_go_through_every_test() -> None:
     one = select_rows(TEXTS, slice(1))
     tests = [
-        structure.batch_slot("r", two_outputs, one, batch=4, bound=1e-6),
-        structure.permutation("r", two_outputs, TEXTS, bound=1e-6),
-        *structure.output_tests("r", two_outputs(TEXTS), noun="inputs"),
-        *structure.batch_sizes("r", {6: two_outputs(TEXTS), 1: two_outputs(one)}, bound=1e-6),
+        structure.check_batch_slots("r", two_outputs, one, batch=4, bound=1e-6),
+        structure.check_permutation("r", two_outputs, TEXTS, bound=1e-6),
+        *structure.check_outputs("r", two_outputs(TEXTS), noun="inputs"),
+        *structure.check_batch_sizes("r", {6: two_outputs(TEXTS), 1: two_outputs(one)}, bound=1e-6),
     ]
     assert {each.status for each in tests} == {"PASS"}
     assert sum(each.test == "finite" for each in tests) == 2
-    assert structure.extremes("r", two_outputs, TEXTS) == []
+    assert structure.check_extremes("r", two_outputs, TEXTS) == []
 
 
 def test_of_several_outputs_the_worst_is_named() -> None:
@@ -159,11 +159,11 @@ def test_of_several_outputs_the_worst_is_named() -> None:
         answers["tokens"][-1] = answers["tokens"][0]
         return answers
 
-    shuffled = structure.permutation("r", stale, TEXTS, bound=1e-6)
+    shuffled = structure.check_permutation("r", stale, TEXTS, bound=1e-6)
     assert shuffled.status == "FAIL"
     assert "(tokens)" in shuffled.reason
     assert "; inputs " in shuffled.reason
-    finite = structure.output_tests("r", {**two_outputs(TEXTS), "tokens": np.full((6, 5, 6), np.nan)}, noun="inputs")
+    finite = structure.check_outputs("r", {**two_outputs(TEXTS), "tokens": np.full((6, 5, 6), np.nan)}, noun="inputs")
     assert [(each.test, each.status) for each in finite][2] == ("finite", "FAIL")
     assert finite[2].reason == "tokens: NaN or Inf on 6 of 6 inputs"
 
@@ -177,4 +177,4 @@ def test_answers_of_other_sizes_in_another_batch_are_refused() -> None:
         return product
 
     with pytest.raises(BadInput, match=r"r: gives logits \[8, 8\] .* gave \[8, 1\] in another batch"):
-        structure.batch_sizes("r", {b: in_batches(against_each_other, b) for b in (1, 8)}, bound=1e-5)
+        structure.check_batch_sizes("r", {b: in_batches(against_each_other, b) for b in (1, 8)}, bound=1e-5)

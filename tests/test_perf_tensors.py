@@ -29,8 +29,8 @@ from ground.feeds import (
 )
 from ground.ports import LOGITS, OutputPort, Port, Role
 from perf.parity import tolerance
-from perf.parity.link import Link, LinkKind, link
-from perf.parity.measures import figures, measures
+from perf.parity.link import Link, LinkKind, measure_link
+from perf.parity.measures import figures_by_input, measure_outputs
 from perf.parity.parity import ImageSet, Parity, parity_from_value
 from perf.runners.cuda import Staging
 from perf.runners.module import ModuleRunner
@@ -188,7 +188,7 @@ def test_noise_is_normal_for_floats_and_one_for_whole_numbers() -> None:
 def linked(
     reference: Array, candidate: Array, bound: tolerance.Tolerance, kind: LinkKind = "reduced", **more: Any
 ) -> Link:
-    return link(name=kind, kind=kind, reference="a", candidate="b", reference_rows=reference,
+    return measure_link(name=kind, kind=kind, reference="a", candidate="b", reference_rows=reference,
                 candidate_by_batch={8: candidate}, tolerance=bound, **{"port": EMBEDDING} | more)  # fmt: skip
 
 
@@ -200,7 +200,7 @@ def test_a_mask_that_is_not_looked_at_moves_the_neighbours(tmp_path: Path, refer
     with OnnxRunner(encoder_graph(tmp_path / "m.onnx", ignores_mask=True)) as runner:
         faulty = single_array(runner(FEEDS))
     assert exact_link(reference, faulty).status == "FAIL"
-    found = linked(reference, faulty, tolerance.limits(min_agreement=0.9))
+    found = linked(reference, faulty, tolerance.user_tolerance(min_agreement=0.9))
     assert found.status == "FAIL"
     assert "inputs have another nearest neighbour" in found.reason
 
@@ -211,15 +211,15 @@ def test_copies_of_an_input_are_one_neighbour() -> None:
     candidate = reference.copy()
     candidate[2] *= 1 - 1e-9
     candidate[3, 0] += 1e-9
-    assert measures(reference, candidate, role="embedding").agreement == 1.0
+    assert measure_outputs(reference, candidate, role="embedding").agreement == 1.0
 
 
 def test_fewer_than_three_inputs_have_no_nearest_neighbour() -> None:
     rows = RNG.standard_normal((2, 4))
-    found = measures(rows, rows, role="embedding")
+    found = measure_outputs(rows, rows, role="embedding")
     assert (found.agreement, found.agreement_bounds) == (None, None)
     assert found.agreement_line == "nearest neighbours need 3 inputs, got 2"
-    wanted = tolerance.limits(min_agreement=0.9)
+    wanted = tolerance.user_tolerance(min_agreement=0.9)
     rejects("embedding is an embedding, whose nearest neighbours need 3 inputs, got 2", linked, rows, rows, wanted)
 
 
@@ -227,13 +227,13 @@ def test_token_logits_agree_token_by_token() -> None:
     reference = RNG.standard_normal((5, 4, 3))
     candidate = reference.copy()
     candidate[1, 2] = -candidate[1, 2]
-    found = measures(reference, candidate, role="token logits")
+    found = measure_outputs(reference, candidate, role="token logits")
     flipped = int(reference[1, 2].argmax() != candidate[1, 2].argmax())
     assert (flipped, found.agreement, found.disagreement_line) == (1, 19 / 20, "1 of 20 tokens flipped")
     assert found.relative_error == pytest.approx(2 * np.linalg.norm(reference[1, 2]) / np.linalg.norm(reference))
     assert found.cosine_min == pytest.approx(-1.0)
     candidate[0, 0, 0] = np.inf
-    assert measures(reference, candidate, role="token logits").nonfinite_images == 1
+    assert measure_outputs(reference, candidate, role="token logits").nonfinite_images == 1
 
 
 @pytest.mark.parametrize(
@@ -247,11 +247,11 @@ def test_token_logits_agree_token_by_token() -> None:
 def test_a_feature_map_agrees_where_its_tokens_neighbours_stay(shape: tuple[int, ...], words: str) -> None:
     reference = RNG.standard_normal(shape)
     candidate = reference * 1.02
-    found = measures(reference, candidate, role="feature map")
+    found = measure_outputs(reference, candidate, role="feature map")
     assert found.relative_error == pytest.approx(0.02)
     assert found.cosine_mean == pytest.approx(1.0)
     features = OutputPort(name="features", role="feature map")
-    judged = linked(reference, candidate, tolerance.limits(min_agreement=0.5), port=features)
+    judged = linked(reference, candidate, tolerance.user_tolerance(min_agreement=0.5), port=features)
     assert words in judged.reason
     assert judged.status == ("PASS" if len(shape) > 2 else "INCONCLUSIVE")  # as gate says of a figure that isn't there
 
@@ -266,7 +266,7 @@ def test_a_feature_map_agrees_where_its_tokens_neighbours_stay(shape: tuple[int,
 )
 def test_a_shape_that_is_not_the_roles_is_refused(role: Role, shape: tuple[int, ...], words: str) -> None:
     rows = np.ones(shape)
-    rejects(words, measures, rows, rows, role=role)
+    rejects(words, measure_outputs, rows, rows, role=role)
 
 
 def of_two_outputs(faulty: bool) -> Parity:
@@ -274,7 +274,7 @@ def of_two_outputs(faulty: bool) -> Parity:
     logits, vectors = RNG.standard_normal((6, 4)), RNG.standard_normal((6, 8))
     off = {LOGITS: logits, EMBEDDING: vectors * 1.5 if faulty else vectors}
     pairs = ((LOGITS, logits), (EMBEDDING, vectors))
-    bound = tolerance.limits(max_error=0.1)
+    bound = tolerance.user_tolerance(max_error=0.1)
     links = [linked(rows, off[port], bound, port=port, several=True) for port, rows in pairs]
     return Parity(images=ImageSet(count=6, digest="", kind="inputs"), links=tuple(links))
 
@@ -314,9 +314,9 @@ def test_figures_of_a_role_are_those_that_it_has() -> None:
     names = {"relative_error", "max_abs", "cosine"}
     by_role: dict[Role, set[str]] = {"embedding": names | {"agrees"}, "feature map": names}
     for role, expected in by_role.items():
-        assert set(figures(rows, {"b": rows * 2}, role=role)) == {f"b.{name}" for name in expected}
+        assert set(figures_by_input(rows, {"b": rows * 2}, role=role)) == {f"b.{name}" for name in expected}
     tokens = RNG.standard_normal((5, 2, 4))
-    assert figures(tokens, {"b": tokens}, role="token logits")["b.token_agreement"].tolist() == [1.0] * 5
+    assert figures_by_input(tokens, {"b": tokens}, role="token logits")["b.token_agreement"].tolist() == [1.0] * 5
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from perf.gate.evidence import Evidence
 from perf.gate.gate import judge
 from perf.gate.rule import rule_from_text
 from perf.record.runs import Bench, load_bench, save_bench
-from perf.report.render import csv, markdown
+from perf.report.render import csv_from_record, markdown_from_record
 from perf.runners.module import ModuleRunner
 from perf.runners.protocol import Ledger
 from perf.stats.summary import summarise
@@ -104,7 +104,9 @@ def test_what_computes_takes_as_long_on_either(tmp_path: Path) -> None:
     assert {name: gain.value for name, gain in row.repeats.items()} == {"dense": 1.0, "reduced": 1.0}
     assert not any("cache" in warning for warning in record.warnings)
     assert judge([rule_from_text("speedup@b2 < 0.9")], Evidence(bench=record)).verdict == "PASS"
-    assert "at most 1.00" in markdown({"title": "t", "bench": {"kind": "bench", "version": 1, **asdict(record)}})
+    assert "at most 1.00" in markdown_from_record(
+        {"title": "t", "bench": {"kind": "bench", "version": 1, **asdict(record)}}
+    )
 
 
 def test_what_remembers_its_input_wins_nothing() -> None:
@@ -117,7 +119,7 @@ def test_what_remembers_its_input_wins_nothing() -> None:
     assert told.startswith("batch 2, reduced: 4.00 times as quick on one batch again and again")
     gate = judge([rule_from_text("speedup@b2 < 0.9")], Evidence(bench=record))
     assert (gate.verdict, "reduced is 4.00 times as quick" in gate.rules[0].message) == ("INCONCLUSIVE", True)
-    assert "latency,reduced,2,compute,gain_on_repeats,4" in csv(
+    assert "latency,reduced,2,compute,gain_on_repeats,4" in csv_from_record(
         {"title": "t", "bench": {"kind": "bench", "version": 1, **asdict(record)}}
     )
 

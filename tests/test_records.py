@@ -26,7 +26,7 @@ from ground.records import (
     record_from_text,
     record_from_value,
 )
-from perf.report.render import html
+from perf.report.render import html_from_record
 from tests.refusals import rejects
 
 
@@ -188,4 +188,4 @@ def test_a_report_of_one_value_of_another_type(kind: str, data: st.DataObject) -
     path = data.draw(st.sampled_from(list(paths_of(document))))
     changed = replaced(document, path, data.draw(VALUES | st.sampled_from([1e308, 1e-308, []])))
     with suppress(BadInput):
-        assert html({"title": "changed", kind: changed})
+        assert html_from_record({"title": "changed", kind: changed})

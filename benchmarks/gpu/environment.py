@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from perf.record.runs import Flat, Scalar
-from perf.timing.watch import Watch, version
+from perf.timing.watch import Watch, package_version
 from perf.timing.watch import environment as machine
 
 # Rows that were measured under other values of these don't belong into one record.
@@ -16,7 +16,7 @@ MUST_MATCH = ("machine", "cpu", "gpu", "sm", "driver", "torch", "timm")
 
 def environment(device: str, gpu: Flat | None) -> dict[str, Scalar]:
     """`gpu` is what NVML says, None without it; torch then tells name and compute capability. Names no host or path."""
-    described = {**machine(gpu), "timm": version("timm"), "triton": version("triton"), "device": device}
+    described = {**machine(gpu), "timm": package_version("timm"), "triton": package_version("triton"), "device": device}
     if device == "cpu":
         return described | {"gpu": None, "sm": None, "torch_threads": torch.get_num_threads()}
     properties = torch.cuda.get_device_properties(0)

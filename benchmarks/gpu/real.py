@@ -29,7 +29,7 @@ from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.store.checkpoint import Checkpoint, on_device
 from corp_deploy.store.input_sets import images_for_model
 from ground.effort import Stopwatch
-from perf.runners.protocol import stopwatch
+from perf.runners.protocol import build_stopwatch
 
 Widths = Literal["uniform", "by site"]
 Loop = Literal["open", "closed"]
@@ -143,7 +143,7 @@ def prepared(subject: Subject) -> Row:
 def reduction(case: Case, subject: Subject) -> Row:
     """The row of one reduction, its moments not counted."""
     assert subject.moments is not None
-    begun_s, watch = clock_s(subject.device), stopwatch(subject.device)
+    begun_s, watch = clock_s(subject.device), build_stopwatch(subject.device)
     model = subject.reduced(case, watch)
     seconds = clock_s(subject.device) - begun_s
     told = {"row": "reduction", "share": case.share, "widths": case.widths, "loop": case.loop, "seconds": seconds}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from benchmarks.gpu.models import block_names
 from benchmarks.gpu.record import Refused
-from perf.runners.cuda import Staging, captured, open_stream
+from perf.runners.cuda import Staging, capture_graph, open_stream
 from perf.runners.module import COMPILED_SHAPES, DTYPES, Precision
 from perf.runners.protocol import HostBound
 from perf.timing.laps import Bound
@@ -109,7 +109,7 @@ class Subject:
             with torch.inference_mode():
                 logits_out.copy_(self._call(images_in))
 
-        ready = launch if self.mode == "eager" else captured(stream, launch)
+        ready = launch if self.mode == "eager" else capture_graph(stream, launch)
         return staging.bound(ready, flush_l2=False), lambda: staging.host_out["logits"]
 
 

@@ -6,8 +6,8 @@ from typing import Any
 from markupsafe import Markup
 
 from perf.report.plots import PlotSeries, ends_of, line_with_whiskers
-from perf.report.svg import WIDTH, Drawing, element, grid_y, legend, logarithmic, text
-from perf.stats.stats import Interval, exact
+from perf.report.svg import WIDTH, Drawing, element, grid_y, legend, logarithmic_scale, text
+from perf.stats.stats import Interval, exact_interval
 
 NAMES = (
     {"none": "no repair", "corp": "corp", "best": "best", "best, closed loop": "closed loop"},
@@ -20,7 +20,7 @@ TONES = ("hue6", "hue1", "hue0", "hue3", "hue2", "hue5", "hue4")
 def _points(rows: Sequence[Mapping[str, Any]], method: str) -> list[tuple[str, Interval]]:
     """Its errors, the largest share first."""
     own = sorted((row for row in rows if row["method"] == method), key=lambda row: -row["share"])
-    return [(f"{row['share']:.0%}", exact(row["class_error"])) for row in own]
+    return [(f"{row['share']:.0%}", exact_interval(row["class_error"])) for row in own]
 
 
 def real_encoder(record: Mapping[str, Any]) -> Drawing:
@@ -34,7 +34,7 @@ def real_encoder(record: Mapping[str, Any]) -> Drawing:
         for names in NAMES
     ]
     series = [each for line in lines for each in line]
-    y = logarithmic(ends_of(series), start=bottom, end=top)
+    y = logarithmic_scale(ends_of(series), start=bottom, end=top)
     step = (right - left - 36) / (len(shares) - 1)
     places = {f"{share:.0%}": left + 18 + place * step for place, share in enumerate(shares)}
     marks: list[Markup] = [grid_y(y, left, right, "relative error")]

@@ -11,7 +11,7 @@ from typing import Any
 import click
 from markupsafe import Markup
 
-from perf.report.svg import WIDTH, Drawing, bar, dot, grid_x, group, legend, linear, path, text
+from perf.report.svg import WIDTH, Drawing, bar, dot, grid_x, group, legend, linear_scale, path, text
 
 from .error_picture import real_encoder
 
@@ -35,7 +35,7 @@ def cpu_latency() -> Drawing:
     left, right, top = 14, WIDTH - 14, 58
     bottom = top + ROW * len(rows)
     values = [bound for _, each in rows for key in ("speedup", "noise") for bound in each[key] if bound is not None]
-    x = linear(values, start=left, end=right, zero=False)
+    x = linear_scale(values, start=left, end=right, zero=False)
     marks = [
         legend([("reduced", "reduced"), ("dense against itself", "dense")]),
         grid_x(x, top - 8, bottom, "speed-up"),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from benchmarks.real.head import SaliencyHead
 from corp_deploy.families import traced_model
 from corp_deploy.traced.models.module import device_of
-from perf.parity.measures import measures
+from perf.parity.measures import measure_outputs
 
 BATCH = 16
 THRESHOLD = 0.5
@@ -77,7 +77,7 @@ def overlap(reduced_BSS: Tensor, dense_BSS: Tensor) -> float:
 
 def figures(reduced: Outputs, dense: Outputs) -> Mapping[str, Any]:
     """All measures of a row; null for those of patches that were dropped."""
-    neighbours = measures(dense.class_BC.numpy(), reduced.class_BC.numpy(), role="embedding").agreement
+    neighbours = measure_outputs(dense.class_BC.numpy(), reduced.class_BC.numpy(), role="embedding").agreement
     row: dict[str, Any] = {
         "class_error": relative_error(reduced.class_BC, dense.class_BC),
         "neighbour_agreement": neighbours,

@@ -38,7 +38,7 @@ from export.engine.options import BatchProfile, BuildOptions
 from ground.feeds import feeds_from_array
 from ground.files import write_json
 from ground.precision import MIXED
-from perf.parity.measures import measures
+from perf.parity.measures import measure_outputs
 from perf.runners.module import ModuleRunner
 from perf.timing.watch import cpu_name
 
@@ -96,7 +96,7 @@ def row(subject: Subject, precision: str, exact: NDArray[np.float32], folder: Pa
         "opset": facts_of_onnx(path).opset,
         "kept_fp32": list(kept),
         "graph_bytes": path.stat().st_size,
-        "relative_error": measures(exact, answers, role=port.role).relative_error,
+        "relative_error": measure_outputs(exact, answers, role=port.role).relative_error,
         "same_class": float((answers.argmax(1) == exact.argmax(1)).mean()) if port.role == "logits" else None,
         "plan_bytes": built.plan_bytes,
         "kernels": built.kernels,

@@ -65,7 +65,7 @@ from perf.parity.parity import load_parity
 from perf.parity.rounding import round_file
 from perf.record.decoders import load_decoder_bench
 from perf.record.runs import load_bench
-from perf.runners.onnx_session import io_of_onnx
+from perf.runners.onnx_session import read_onnx_ports
 from tests import tiny
 
 GOLDEN = Path(__file__).resolve().parents[2] / "tests" / "golden" / "files"
@@ -213,7 +213,7 @@ def _read_model(path: Path) -> object:
 
 def _read_graph(path: Path) -> object:
     proto = read_onnx(path)
-    return check_onnx(proto), ports_of_graph(proto), facts_of_onnx(path), io_of_onnx(path)
+    return check_onnx(proto), ports_of_graph(proto), facts_of_onnx(path), read_onnx_ports(path)
 
 
 def _round_graph(path: Path) -> object:

@@ -56,7 +56,7 @@ def gate_command(
     from corp_deploy.proof import gate as judging
     from corp_deploy.views.parity import gate_shown
     from perf.gate.gate import Gate
-    from perf.gate.history import history_rows
+    from perf.gate.history import judge_history
     from perf.gate.rule import rule_from_text
     from perf.stats.trend import add_release
 
@@ -84,7 +84,7 @@ def gate_command(
     older = baseline.older(files)
     before = judging.evidence_of_files(older.get("bench"), older.get("parity"))
     trend = None if history is None or bench is None else judging.trend_of_files(bench, history)
-    rows += [] if trend is None else history_rows(trend)
+    rows += [] if trend is None else judge_history(trend)
     judged_by_rule = judging.judged_rows(judging.with_fitted_rule(parsed, now), now, before, starting=baseline.init)
     judged = Gate(rules=(*rows, *judged_by_rule), confidence=options.confidence if parsed else None)
     for path in output:
@@ -128,9 +128,14 @@ def report_command(directory: Path, output: Path, title: str | None, out: Output
     from corp_deploy.release.pace import efforts_in
     from corp_deploy.store.manifest import rows_of_efforts
     from ground.files import write_text
-    from perf.report.render import csv, html, junit, markdown
+    from perf.report.render import csv_from_record, html_from_record, junit_from_record, markdown_from_record
 
-    writers = {".html": html, ".md": markdown, ".csv": csv, ".xml": junit}
+    writers = {
+        ".html": html_from_record,
+        ".md": markdown_from_record,
+        ".csv": csv_from_record,
+        ".xml": junit_from_record,
+    }
     if output.suffix not in writers:
         raise click.BadParameter(f"{output}: expected one of {', '.join(writers)}", param_hint="--output")
     record = record_of_directory(directory, title)

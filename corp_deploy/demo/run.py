@@ -31,7 +31,7 @@ from corp_deploy.store.labels import labels_for
 from corp_deploy.store.manifest import write_manifest
 from ground.errors import Missing
 from ground.files import replacing, write_json
-from perf.parity.measures import measures
+from perf.parity.measures import measure_outputs
 from perf.parity.parity import Parity
 from perf.record.runs import Bench
 from perf.stats.summary import summarise
@@ -202,8 +202,8 @@ def _effects(directory: Path, example: Example, dense: Checkpoint, reduced: nn.M
     return [
         {
             "preset": preset,
-            "relative_error": measures(exact, logits).relative_error,
-            "agreement": measures(exact, logits).top1_agreement,
+            "relative_error": measure_outputs(exact, logits).relative_error,
+            "agreement": measure_outputs(exact, logits).top1_agreement,
             "accuracy": float((logits.argmax(1) == labels).mean()),
         }
         for preset, logits in answers.items()

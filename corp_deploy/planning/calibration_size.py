@@ -20,7 +20,7 @@ from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.report import SiteReport
 from corp_deploy.spec.widths import Widths
 from ground.errors import BadInput
-from perf.parity.measures import relative_errors
+from perf.parity.measures import measure_relative_errors
 from perf.report.curves import ImagesPoint
 
 from .judging import Scored, worst_agreement
@@ -160,7 +160,7 @@ def calibration_size(
         if scored is not None:
             answers = scored.answers(reduction.model)
             of_ports = zip(scored.ports, scored.dense, answers, strict=True)
-            errors = [relative_errors(dense, answer, role=port.role) for port, dense, answer in of_ports]
+            errors = [measure_relative_errors(dense, answer, role=port.role) for port, dense, answer in of_ports]
             judged.append((errors, worst_agreement(scored.scores(answers))))
         on_progress(number)
     return _concluded(counts, losses, judged)

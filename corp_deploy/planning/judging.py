@@ -22,7 +22,7 @@ from corp_deploy.traced.models.module import device_of
 from ground.errors import BadInput
 from ground.ports import OutputPort, Role
 from perf.parity.labels import predicted_classes
-from perf.parity.measures import MEASURES, measures, require_agreement
+from perf.parity.measures import MEASURES, measure_outputs, require_agreement
 
 from .sweep_points import DensePoint, OutputScore
 
@@ -71,7 +71,7 @@ class Scored:
         """Compare each of a model's outputs with the dense one."""
         scores = []
         for port, dense, answer in zip(self.ports, self.dense, answers, strict=True):
-            found = measures(dense, answer, role=port.role)
+            found = measure_outputs(dense, answer, role=port.role)
             scores.append(OutputScore(name=port.name, relative_error=found.relative_error, agreement=found.agreement))
         return tuple(scores)
 
@@ -256,7 +256,7 @@ class Judge:
         if self.measure == "error":
             return _error(dense, outputs, role)
         if self.measure == "agreement":
-            found = measures(dense, outputs, role=role)
+            found = measure_outputs(dense, outputs, role=role)
             bounds = found.agreement_bounds
             assert bounds is not None, found
             return Judgement(value=found.agreement or 0.0, low=bounds[0], high=bounds[1])

@@ -26,8 +26,8 @@ from corp_deploy.store.input_sets import model_digest
 from ground.effort import Stopwatch, measure_effort
 from ground.files import sha256_of_file
 from perf.record.runs import FittedInputs
-from perf.runners.protocol import stopwatch
-from perf.timing.watch import version
+from perf.runners.protocol import build_stopwatch
+from perf.timing.watch import package_version
 
 from .budget_planner import BudgetPlanner, budget_planner
 from .carried_out import carry_out
@@ -74,7 +74,7 @@ class SweepContext:
             "labels": None if labels is None else labels.tolist(),
             "calibration": None if self.calibration is None else self.calibration.digest,
             "batch_size": self.scored.batch_size,
-            "version": version("corp-deploy"),
+            "version": package_version("corp-deploy"),
         }
 
 
@@ -209,7 +209,7 @@ def _reduce_all(
 
 
 def _reduce_one(work: SweepCache, request: SweepRequest, folder: TrialFolder, bench: SweepBench) -> None:
-    watch = stopwatch("cpu")
+    watch = build_stopwatch("cpu")
     reduced = folder.reduced() if folder.model.is_dir() else None
     if reduced is None:
         reduction, checkpoint = work.reduce(request, watch)

@@ -12,7 +12,7 @@ from export.engine.build import Engine, build_engine, write_engine
 from export.engine.options import BatchProfile, BuildOptions
 from ground.effort import Stopwatch
 from perf.record.runs import save_bench
-from perf.runners.protocol import stopwatch
+from perf.runners.protocol import build_stopwatch
 from perf.stats.summary import summarise
 from perf.timing.laps import Plan
 from perf.timing.watch import environment, fingerprint
@@ -74,7 +74,7 @@ class SweepBench:
 
     def build(self, folder: TrialFolder, reduced: Checkpoint) -> None:
         """Build a trial's engine and write its figures; keep its plan if it is to be timed."""
-        graph, watch = folder.path / GRAPH_FILE, stopwatch("cpu")
+        graph, watch = folder.path / GRAPH_FILE, build_stopwatch("cpu")
         with watch.measure("build"):
             export_checkpoint(reduced, graph, precision=ENGINE_PRECISION)
             built = _engine(self.speed, graph)

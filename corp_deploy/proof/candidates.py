@@ -22,7 +22,7 @@ from perf.parity.rounding import round_file
 from perf.runners.engine import Backend, EngineRunner
 from perf.runners.onnx import OnnxRunner
 from perf.runners.onnx_session import Provider
-from perf.runners.openvino import Arithmetic, OpenVinoRunner, require_openvino
+from perf.runners.openvino import Arithmetic, OpenVinoRunner, import_openvino
 
 from .engine_trust import record_of_trusted_plan
 from .proof_inputs import fed_to_ports, take_pixels
@@ -207,7 +207,7 @@ def with_runtimes(candidates: Sequence[Candidate], runtimes: Sequence[Runtime]) 
     if runtimes and not any(each.form == "graph" for each in candidates):
         raise BadInput(f"{', '.join(runtimes)} runs .onnx files, and there is none among the candidates; name one")
     if runtimes:
-        require_openvino()
+        import_openvino()
     chain: list[Candidate] = []
     for each in candidates:
         chain.append(each)

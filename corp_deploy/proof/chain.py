@@ -16,11 +16,11 @@ from corp_deploy.store.fitted import fitted_inputs
 from ground.errors import BadInput
 from ground.feeds import Feeds, Outputs, checked_feeds, select_rows
 from ground.precision import FLOAT16, FloatType
-from perf.parity.block_outputs import headroom
+from perf.parity.block_outputs import check_headroom
 from perf.parity.labels import accuracy_on_labels, mcnemar
 from perf.parity.link import Link, LinkKind
 from perf.parity.locate import FaultLocation
-from perf.parity.measures import figures, require_agreement
+from perf.parity.measures import figures_by_input, require_agreement
 from perf.parity.parity import Parity
 from perf.parity.structure import StructuralTest
 from perf.runners.module import ModuleRunner
@@ -95,7 +95,7 @@ class Chain:
             is_fp16 = candidate.float_type is FLOAT16 and candidate.runtime is None and candidate.form == "graph"
             if is_fp16 and previous is not None and previous.form == "graph":  # how near it comes to float16's end
                 few = previous.fed(select_rows(self.feeds, slice(HEADROOM_INPUTS)))
-                room = headroom(candidate.label, previous.path, candidate.path, few)
+                room = check_headroom(candidate.label, previous.path, candidate.path, few)
                 step = replace(step, findings=(*step.findings, room))
             merges = merges if candidate.checkpoint is None else step.merges
             single = single if candidate.rounds or candidate.runtime is not None else step
@@ -240,7 +240,7 @@ def _figures(by_label: Mapping[str, Outputs], rules: Sequence[LinkRules]) -> dic
     for rule in rules:
         name = rule.port.name
         candidates = {label: answers[name] for label, answers in by_label.items() if label != DENSE}
-        own = figures(by_label[DENSE][name], candidates, role=rule.port.role, threshold=rule.threshold)
+        own = figures_by_input(by_label[DENSE][name], candidates, role=rule.port.role, threshold=rule.threshold)
         arrays |= {f"{name}.{key}" if rule.several else key: array for key, array in own.items()}
     return arrays
 

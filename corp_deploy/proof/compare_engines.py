@@ -20,8 +20,8 @@ from ground.ports import OutputPort
 from ground.records import Positive, Sha256, json_from_record, record_from_file
 from perf.parity import structure
 from perf.parity.labels import ComparedArtefact
-from perf.parity.link import LinkKind, link
-from perf.parity.measures import figures
+from perf.parity.link import LinkKind, measure_link
+from perf.parity.measures import figures_by_input
 from perf.parity.parity import ImageSet, Parity
 
 from .artefact import Artefact
@@ -177,12 +177,12 @@ def compare_engines(
             by_batch = {size: outputs_at(run, feeds, size) for size in each.sizes(batches)}
         answers = by_batch[max(by_batch)]
         answered(each.source.label, answers)
-        findings += structure.output_tests(each.source.label, answers, noun=golden.images.kind)
+        findings += structure.check_outputs(each.source.label, answers, noun=golden.images.kind)
         own_name = each.candidate.name.lstrip("-")  # of a file right here
         name = own_name if len(candidates) == 1 else f"{place + 1} {own_name}"
         for port in golden.outputs:
             links.append(
-                link(
+                measure_link(
                     name=name,
                     kind=kind,
                     reference=golden.source.label,
@@ -196,7 +196,9 @@ def compare_engines(
                 )
             )
             between = limits.threshold_of(port, golden.answers[port.name])
-            found = figures(golden.answers[port.name], {name: answers[port.name]}, role=port.role, threshold=between)
+            found = figures_by_input(
+                golden.answers[port.name], {name: answers[port.name]}, role=port.role, threshold=between
+            )
             arrays |= {f"{port.name}.{key}" if several else key: np.asarray(array) for key, array in found.items()}
         on_progress(place + 1)
     sources = (golden.source, *(each.source for each in candidates))

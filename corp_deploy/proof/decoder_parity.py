@@ -24,10 +24,10 @@ from ground.errors import BadInput
 from ground.files import sha256_of_file
 from ground.records import json_from_record
 from perf.bench.bench import BenchSubject, bench_subjects
-from perf.parity.measures import measures
+from perf.parity.measures import measure_outputs
 from perf.record.decoders import DecoderBench, Prefill
 from perf.record.runs import Flat
-from perf.runners.cuda import first_uuid
+from perf.runners.cuda import read_gpu_uuid
 from perf.runners.decoder import IDS, LOGITS, DecoderRunner
 from perf.runners.onnx_session import Provider
 from perf.timing.laps import Plan
@@ -127,7 +127,7 @@ def verify_decoder(
 
 
 def _link(name: str, expected: NDArray[np.float32], actual: NDArray[np.float32], bound: float | None) -> DecoderLink:
-    found = json_from_record(measures(expected, actual, role="token logits"))  # null for what isn't finite
+    found = json_from_record(measure_outputs(expected, actual, role="token logits"))  # null for what isn't finite
     return DecoderLink(name=name, measures=found, bound=bound)
 
 
@@ -170,7 +170,7 @@ def measure_decoders(
 
             one, other = (_subject(name, graph, length, cached, load) for name, graph in graphs.items())
             ids = drawn_ids(graphs["dense"].vocabulary, sequences=max(batches), length=length, seed=0)
-            with watching(first_uuid() if load.provider == "cuda" else None) as (watch, gpu):
+            with watching(read_gpu_uuid() if load.provider == "cuda" else None) as (watch, gpu):
                 benches.append(
                     bench_subjects(
                         (one, other),

@@ -21,7 +21,7 @@ from ground.gpu import require_cuda
 from ground.onnx_file import read_onnx
 from ground.ports import OutputPort
 from perf.parity.block_outputs import site_of
-from perf.parity.measures import Measures, measures
+from perf.parity.measures import Measures, measure_outputs
 from perf.parity.tolerance import Tolerance, judge_measures
 
 from .candidates import candidate_from_path, outputs_at
@@ -61,7 +61,7 @@ def output_measures(
 ) -> dict[str, Measures]:
     """Compare answers with the reference, by output; `bounds` know the noise of margins."""
     return {
-        port.name: measures(
+        port.name: measure_outputs(
             reference[port.name],
             answers[port.name],
             role=port.role,

@@ -11,28 +11,28 @@ from ground.records import Head, record_from_file
 from perf.gate.evidence import Evidence
 from perf.gate.gate import PARITY, Gate, JudgedRule, Verdict, judge
 from perf.gate.history import save_trend
-from perf.gate.parity_figures import outputs_judged
+from perf.gate.parity_figures import find_judged_outputs
 from perf.gate.rule import FITTED, Rule, rule_from_text
 from perf.gate.verdicts import junit_from_gate, markdown_from_gate, save_gate, tracked_from_summary
 from perf.parity.parity import HOW_TO_JUDGE, load_parity
 from perf.record.runs import load_bench
-from perf.report.curves import trend_drawing
+from perf.report.curves import draw_history
 from perf.stats.compare import Comparison
 from perf.stats.stats import DEFAULT_CONFIDENCE
 from perf.stats.summary import summarise
-from perf.stats.trend import Trend, load_history, release_of_file, trend_of
+from perf.stats.trend import Trend, build_trend, load_history, release_of_file
 
 TREND, PLOT = "history.json", "history.svg"
 
 
 def trend_of_files(bench: Path, directory: Path) -> Trend:
-    return trend_of(load_history(directory), release_of_file(bench))
+    return build_trend(load_history(directory), release_of_file(bench))
 
 
 def write_trend(trend: Trend, directory: Path) -> None:
     """Write history.json, which `report` shows, and history.svg."""
     save_trend(trend, directory / TREND)
-    write_text(directory / PLOT, trend_drawing(trend).standalone)
+    write_text(directory / PLOT, draw_history(trend).standalone)
 
 
 def records_by_kind(paths: Sequence[Path]) -> dict[str, Path]:
@@ -65,7 +65,7 @@ def parity_row(path: Path, rules: Sequence[Rule] = ()) -> JudgedRule:
     """
     parity = load_parity(path)
     verdict: Verdict = parity.verdict
-    message, judged = parity.line, {name for rule in rules for name in outputs_judged(rule, parity)}
+    message, judged = parity.line, {name for rule in rules for name in find_judged_outputs(rule, parity)}
     if verdict == "UNJUDGED" and parity.unjudged:
         if left := [name for name in parity.unjudged if name not in judged]:
             verdict = "INCONCLUSIVE"

@@ -113,7 +113,7 @@ def _bounds(
     precision, kept = half_of(dense, float_type)
     export_checkpoint(dense, half, precision=precision, keep_fp32=kept, opset=opset)
     noise = output_measures(ports, graph_answers(fp32, feeds, ports), graph_answers(half, feeds, ports))
-    return {name: tolerance.half(each, float_type=float_type, factor=FACTOR) for name, each in noise.items()}
+    return {name: tolerance.half_tolerance(each, float_type=float_type, factor=FACTOR) for name, each in noise.items()}
 
 
 def sites_to_leave(
@@ -194,4 +194,4 @@ def bounds_of(dense: Checkpoint, precision: str, feeds: Feeds) -> dict[str, Tole
     exportable = traced_model.exportable(dense.model)
     noise = output_measures(ports, run(exportable), run(simulate_quantisation(exportable, precision, run)))
     float_type = type_by_name(precision)
-    return {name: tolerance.half(each, float_type=float_type, factor=2.0) for name, each in noise.items()}
+    return {name: tolerance.half_tolerance(each, float_type=float_type, factor=2.0) for name, each in noise.items()}

@@ -70,7 +70,7 @@ class ParityLimits(ProofOptions):
         if port.name in self.exclude_output:
             return tolerance.EXCLUDED
         numbers = {limit: number for limit, (_, number) in self._set_for(port).items()}
-        return tolerance.limits(**numbers, confidence=self.confidence, noise=noise, elsewhere=self.elsewhere)
+        return tolerance.user_tolerance(**numbers, confidence=self.confidence, noise=noise, elsewhere=self.elsewhere)
 
     def _set_for(self, port: OutputPort) -> dict[str, tuple[str, float]]:
         """Return each limit of one output with the option that sets it: the output's own, else its role's."""

@@ -15,8 +15,8 @@ from ground.feeds import Feeds, Outputs
 from ground.ports import OutputPort
 from ground.precision import FLOAT16, FLOAT32, FloatType
 from perf.parity import tolerance
-from perf.parity.link import Link, LinkKind, link
-from perf.parity.measures import Measures, largest_logit, relative_errors
+from perf.parity.link import Link, LinkKind, measure_link
+from perf.parity.measures import Measures, largest_logit, measure_relative_errors
 from perf.parity.tolerance import Choices, Tolerance
 from perf.timing.watch import has_vnni
 
@@ -57,7 +57,9 @@ class LinkRules:
         if self.port.name in self.limits.exclude_output:
             return tolerance.EXCLUDED
         if float_type is not FLOAT32:
-            return tolerance.half(self.noises[float_type], float_type=float_type, factor=self.limits.factor(float_type))
+            return tolerance.half_tolerance(
+                self.noises[float_type], float_type=float_type, factor=self.limits.factor(float_type)
+            )
         return tolerance.exact_tolerance(
             products=self.products, largest_logit=self.largest_logit, magnified=self.magnified
         )
@@ -77,12 +79,12 @@ class LinkRules:
         elif merges is not None and is_narrow:
             # Half precision alone has other tokens merged: its yardstick is what it does to this very model.
             noise, factor = merges.noise[float_type][own], self.limits.factor(float_type)
-            bounds = tolerance.half(noise, float_type=float_type, factor=factor, whose="the merged model")
+            bounds = tolerance.half_tolerance(noise, float_type=float_type, factor=factor, whose="the merged model")
         elif merges is not None and kind == "exact":
             choices = Choices(margins_N=merges.margins_N, limit=self.limits.max_apart)
         if is_narrow and candidate.emulated and not bounds.excluded:
             bounds = replace(bounds, rule=f"{bounds.rule}{AS_TYPED}")
-        judged = link(
+        judged = measure_link(
             name=name,
             kind=kind,
             reference=before.label,
@@ -99,7 +101,7 @@ class LinkRules:
             return judged
         # And on how many inputs it errs more than this type does where nothing is merged.
         answers, plain = by_batch[judged.batch][own], self.rounding(float_type).max_relative_error or 0.0
-        off_N = relative_errors(before.answers[own][: len(answers)], answers, role=self.port.role)
+        off_N = measure_relative_errors(before.answers[own][: len(answers)], answers, role=self.port.role)
         count = int((off_N > plain).sum())
         more = (
             f"{count} of {len(off_N)} {judged.measures.inputs} ({count / len(off_N):.1%}) err more than {plain:.2g}, "

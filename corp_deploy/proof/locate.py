@@ -22,9 +22,9 @@ from ground.feeds import Feeds, select_rows
 from ground.onnx_file import read_onnx
 from ground.ports import Role
 from ground.precision import EVERY_WORD, FLOAT16, FloatType, mixed_with_float32
-from perf.parity.block_outputs import block_noise, locate_in_exact, locate_in_half, site_of
+from perf.parity.block_outputs import locate_in_exact, locate_in_half, measure_block_noise, site_of
 from perf.parity.locate import FaultLocation
-from perf.parity.measures import relative_errors
+from perf.parity.measures import measure_relative_errors
 
 from .candidates import Candidate
 from .own_noise import quantised_word
@@ -34,7 +34,7 @@ WORST_INPUTS = 16
 
 def worst_inputs(feeds: Feeds, reference: NDArray[np.floating], candidate: NDArray[np.floating], role: Role) -> Feeds:
     """Return the inputs with the largest errors; those with NaN or Inf first."""
-    off_N = np.nan_to_num(relative_errors(reference, candidate, role=role), nan=np.inf)
+    off_N = np.nan_to_num(measure_relative_errors(reference, candidate, role=role), nan=np.inf)
     return select_rows(feeds, np.argsort(-off_N, kind="stable")[:WORST_INPUTS])
 
 
@@ -59,8 +59,8 @@ def half_of(dense: Checkpoint, float_type: FloatType) -> tuple[str, tuple[str, .
 def dense_noise(dense: Checkpoint, feeds: Feeds, float_type: FloatType) -> Mapping[str, float]:
     if (word := quantised_word(float_type)) is not None:
         plain = quantiser_of(dense, feeds, Quantisation(rest="fp32", scales="max", balance=False))
-        return block_noise(plain.fp32_graph, plain.graph(word, scales="max"), feeds)
-    return block_noise(graph_of(dense, "fp32"), graph_of(dense, *half_of(dense, float_type)), feeds)
+        return measure_block_noise(plain.fp32_graph, plain.graph(word, scales="max"), feeds)
+    return measure_block_noise(graph_of(dense, "fp32"), graph_of(dense, *half_of(dense, float_type)), feeds)
 
 
 def balanced_sites(proto: onnx.ModelProto) -> set[str]:

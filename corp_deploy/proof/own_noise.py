@@ -21,7 +21,7 @@ from export.graph.precision import typed_copy
 from export.graph.quantised import simulate_quantisation
 from ground.feeds import Feeds, Outputs, batch_size, select_rows
 from ground.precision import QUANTISED, FloatType, mixed_with_float32
-from perf.parity.measures import Measures, measures
+from perf.parity.measures import Measures, measure_outputs
 from perf.runners.module import tensors_of_ports
 
 from .candidates import outputs_at
@@ -95,7 +95,7 @@ def own_noise(
 
     answers = outputs_at(heads.behind(run, batch), feeds, batch)
     every = *ports, *heads.ports
-    return {port.name: measures(reference[port.name], answers[port.name], role=port.role) for port in every}
+    return {port.name: measure_outputs(reference[port.name], answers[port.name], role=port.role) for port in every}
 
 
 def quantised_word(float_type: FloatType) -> str | None:

@@ -24,8 +24,8 @@ from perf.parity.perplexity import (
     LanguageMeasures,
     Range,
     SequenceMeasures,
-    measures_of,
-    sequence_measures,
+    measure_language,
+    measure_sequence,
 )
 from perf.record.runs import FittedInputs
 from perf.runners.module import ModuleRunner
@@ -130,7 +130,7 @@ def perplexities(
         found = _found(runs, sequences, batch, ports[0].name, on_progress)
     (tokens,) = spec.shape
     rows = tuple(
-        measures_of(label, found[label], found[DENSE], tokens=tokens - 1, confidence=limits.confidence)
+        measure_language(label, found[label], found[DENSE], tokens=tokens - 1, confidence=limits.confidence)
         for label in runs
     )
     return LanguageProof(
@@ -155,7 +155,7 @@ def _found(
         (ids_BT,) = feeds.values()
         answers = {label: outputs_at(run, feeds, batch)[output] for label, run in runs.items()}
         for label, own_BTV in answers.items():
-            found[label] += map(sequence_measures, answers[DENSE], own_BTV, ids_BT)
+            found[label] += map(measure_sequence, answers[DENSE], own_BTV, ids_BT)
         finished += len(ids_BT)
         on_progress(finished)
     return found

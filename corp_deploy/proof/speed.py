@@ -19,7 +19,7 @@ from ground.files import replacing
 from ground.ports import Port
 from perf.bench.bench import bench_subjects
 from perf.record.runs import Bench, save_bench
-from perf.runners.cuda import first_uuid
+from perf.runners.cuda import read_gpu_uuid
 from perf.stats.summary import summarise
 from perf.timing.laps import Plan
 from perf.timing.watch import environment, watching
@@ -139,7 +139,7 @@ def measure(
         one, other = (_contender(name, path, running, Path(scratch), fed, batches) for name, path in both)
         _refuse_unequal(one, other, batches)
         timed = _timed_inputs(fed, one.inputs, (dense, reduced), max(batches))
-        with watching(first_uuid() if device == "cuda" else None) as (watch, gpu):
+        with watching(read_gpu_uuid() if device == "cuda" else None) as (watch, gpu):
             measured = bench_subjects(
                 (one, other),
                 timed.feeds,

@@ -49,18 +49,20 @@ def structural_tests(
             untested = StructuralTest(
                 candidate=label, test="batch-slot", status="NOTED", value=0.0, bound=bound, reason=why
             )
-            return [*structure.output_tests(label, by_batch[max(by_batch)], noun=noun), untested]
+            return [*structure.check_outputs(label, by_batch[max(by_batch)], noun=noun), untested]
         feeds = select_rows(feeds, firm_N)
         by_batch = {size: select_rows(rows, firm_N[firm_N < batch_size(rows)]) for size, rows in by_batch.items()}
         by_batch = {size: rows for size, rows in by_batch.items() if batch_size(rows)}
     straight = by_batch[max(by_batch)]
     some, extreme = slice(max(slots, 2)), select_rows(feeds, slice(min(slots, EXTREME_INPUTS)))
     return [
-        structure.batch_slot(label, run, select_rows(feeds, slice(1)), batch=slots, bound=bound),
-        structure.permutation(label, run, select_rows(feeds, some), bound=bound, straight=select_rows(straight, some)),
-        *structure.output_tests(label, straight, noun=noun),
-        *(() if candidate.takes_pixels else structure.extremes(label, run, extreme)),
-        *structure.batch_sizes(label, by_batch, bound=bound, noun=noun),
+        structure.check_batch_slots(label, run, select_rows(feeds, slice(1)), batch=slots, bound=bound),
+        structure.check_permutation(
+            label, run, select_rows(feeds, some), bound=bound, straight=select_rows(straight, some)
+        ),
+        *structure.check_outputs(label, straight, noun=noun),
+        *(() if candidate.takes_pixels else structure.check_extremes(label, run, extreme)),
+        *structure.check_batch_sizes(label, by_batch, bound=bound, noun=noun),
     ]
 
 
@@ -115,5 +117,5 @@ def input_range(moments: Moments, feeds: Feeds) -> list[StructuralTest]:
         raise BadInput(f"moments: their pixel range is {ranges[:100]!r}, expected LOW:HIGH; run calibrate") from None
     return [
         *found,
-        structure.calibrated_range("calibration images", single_array(feeds), low=min(lows), high=max(highs)),
+        structure.check_calibrated_range("calibration images", single_array(feeds), low=min(lows), high=max(highs)),
     ]

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from corp_deploy.store.manifest import Efforts, Step, load_effort, timed_on, write_effort
 from ground.effort import Stopwatch
-from perf.runners.protocol import stopwatch
+from perf.runners.protocol import build_stopwatch
 
 from .incremental import NOT_DONE, STATE, Stage, StageDirs, StageStatus
 from .recipe import Recipe
@@ -95,7 +95,7 @@ def _step(stage: str) -> tuple[Step, str] | None:
     return (STEPS[first], about) if first in STEPS else None
 
 
-def timed(stage: Stage, device: str = "cpu", *, watch_of: Callable[[str], Stopwatch] = stopwatch) -> Stage:
+def timed(stage: Stage, device: str = "cpu", *, watch_of: Callable[[str], Stopwatch] = build_stopwatch) -> Stage:
     """Return a stage that writes down its time and memory; torch works on `device`."""
     step = _step(stage.name)
     if step is None:

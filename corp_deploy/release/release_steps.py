@@ -34,11 +34,11 @@ from export.engine.options import BuildOptions
 from ground.effort import measure_effort
 from ground.files import sha256_of_file, write_json, write_text
 from perf.gate.gate import Gate, JudgedRule
-from perf.gate.history import history_rows
+from perf.gate.history import judge_history
 from perf.gate.rule import rule_from_text
 from perf.gate.verdicts import save_gate
 from perf.parity.parity import load_parity
-from perf.report.render import html, junit, markdown
+from perf.report.render import html_from_record, junit_from_record, markdown_from_record
 
 from . import names
 from .baseline import Baseline
@@ -131,7 +131,7 @@ def write_verdicts(dirs: StageDirs, recipe: Recipe, baseline: Baseline) -> None:
     if recipe.gate.history is not None:
         trend = trend_of_files(dirs.root / names.bench_name(recipe, recipe.targets[0]), recipe.gate.history)
         write_trend(trend, dirs.into)
-        rows += history_rows(trend)
+        rows += judge_history(trend)
     save_gate(Gate(rules=tuple(rows), confidence=recipe.gate.confidence), dirs.into / names.GATE)
 
 
@@ -159,7 +159,7 @@ def write_release_report(dirs: StageDirs, recipe: Recipe, commands: Sequence[str
         "commands": list(commands),
         "effort": rows_of_efforts(efforts),
     }
-    for name, writer in zip(names.REPORTS, (html, markdown, junit), strict=True):
+    for name, writer in zip(names.REPORTS, (html_from_record, markdown_from_record, junit_from_record), strict=True):
         write_text(dirs.into / name, writer(record))
     for target in recipe.targets[1:]:
         own = record | {
@@ -167,7 +167,7 @@ def write_release_report(dirs: StageDirs, recipe: Recipe, commands: Sequence[str
             "bench": json_of_file(dirs.root / names.bench_name(recipe, target), "bench"),
             "parity": json_of_file(dirs.root / names.parity_name(target), "parity"),
         }
-        write_text(dirs.into / names.page_name(target), html(own))
+        write_text(dirs.into / names.page_name(target), html_from_record(own))
     write_text(dirs.into / names.CARD, card(dirs.root, recipe, commands, efforts))
 
 

@@ -48,7 +48,7 @@ from ground.files import write_json, write_text
 from ground.gpu import require_device
 from perf.parity.parity import Parity
 from perf.record.runs import Bench
-from perf.report.render import html
+from perf.report.render import html_from_record
 
 from . import names
 from .check import REPLAY_ERROR, GraphAnswers, SamplesRecord, load_samples, of_release, opened_graph, replayed
@@ -170,7 +170,7 @@ def write_package(dirs: StageDirs, run: Invocation) -> None:
 
 def write_page(dirs: StageDirs, run: Invocation) -> None:
     (directory,) = run.arguments
-    write_text(dirs.into / run["output"], html(record_of_directory(dirs.root / directory, run["title"])))
+    write_text(dirs.into / run["output"], html_from_record(record_of_directory(dirs.root / directory, run["title"])))
 
 
 def write_samples(dirs: StageDirs, recipe: Recipe) -> None:

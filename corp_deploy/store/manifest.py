@@ -18,7 +18,7 @@ from ground.effort import NAME, Effort, Stopwatch, is_effort
 from ground.files import sha256_of_file, write_json
 from ground.gpu import gpu_name
 from ground.records import record_from_file
-from perf.runners.protocol import stopwatch
+from perf.runners.protocol import build_stopwatch
 from perf.timing.watch import cpu_name
 
 from .model_config import ModelConfig, load_model_config
@@ -140,7 +140,7 @@ def path_beside(output: Path) -> Path:
 
 
 @contextmanager
-def timed_on(device: str = "cpu", watch_of: Callable[[str], Stopwatch] = stopwatch) -> Iterator[Stopwatch]:
+def timed_on(device: str = "cpu", watch_of: Callable[[str], Stopwatch] = build_stopwatch) -> Iterator[Stopwatch]:
     """All that is done meanwhile is taken; what no part of it claims is reading and writing."""
     watch = watch_of(device)
     with watch.measure(FILES):

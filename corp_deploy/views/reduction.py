@@ -13,8 +13,8 @@ from corp_deploy.polish.polish import PolishProgress
 from corp_deploy.reduction.model import Reduction
 from corp_deploy.reduction.overfitting import Overfitting
 from corp_deploy.reduction.report import SiteReport
-from perf.report.plots import PlotSeries, curve
-from perf.stats.stats import Interval, exact
+from perf.report.plots import PlotSeries, draw_curve
+from perf.stats.stats import Interval, exact_interval
 
 Cell = Callable[[SiteReport], str]
 
@@ -97,7 +97,7 @@ def redundancy_tables(entries: Sequence[Entry]) -> list[Table]:
 def _point(entry: Entry) -> tuple[str, Interval]:
     k95 = entry.k95 if isinstance(entry, ChannelRedundancy) else max(entry.k95)
     place = ".".join(word for word in entry.site.split(".") if word.isdigit())
-    return place, exact(k95 / entry.dim)
+    return place, exact_interval(k95 / entry.dim)
 
 
 def redundancy_plot(entries: Sequence[Entry]) -> str:
@@ -110,7 +110,7 @@ def redundancy_plot(entries: Sequence[Entry]) -> str:
     ]
     shown = [each for each in series if each.points]
     title = "Share of dimensions that hold 95 % of the energy"
-    return curve(shown, title=title, unit="share", x_label="block", log=False).standalone
+    return draw_curve(shown, title=title, unit="share", x_label="block", log=False).standalone
 
 
 def line_of_moments(summary: Mapping[str, Any], noun: str = "images") -> str:

@@ -8,7 +8,7 @@ from rich.table import Table
 from corp_deploy.planning.sweep_points import EngineFigures, SpeedAtBatch, SweepPoint, batches_of
 from ground.quantity import format_number
 from ground.text import csv_text
-from perf.report.plots import Spot, scatter
+from perf.report.plots import Spot, draw_scatter
 from perf.stats.stats import Interval
 
 LEAST_ERROR = 1e-6
@@ -133,4 +133,6 @@ def sweep_plot(trials: Sequence[SweepPoint]) -> str:
         spot = Spot(x=trial.macs_share, value=trial.relative_error, filled=trial.on_front, tip=tip)
         clouds.setdefault(trial.preset, []).append(spot)
     title = "Relative logit error against the share of MACs kept"
-    return scatter(clouds, title=title, unit="error", x_label="share of the MACs kept", least=LEAST_ERROR).standalone
+    return draw_scatter(
+        clouds, title=title, unit="error", x_label="share of the MACs kept", least=LEAST_ERROR
+    ).standalone

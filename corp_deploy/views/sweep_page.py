@@ -9,7 +9,7 @@ from perf.record.runs import FittedInputs
 from perf.report.curves import images_figure, images_table
 from perf.report.numbers import ReportTable
 from perf.report.page import Remark, Section, html_from_sections
-from perf.report.plots import Spot, scatter
+from perf.report.plots import Spot, draw_scatter
 from perf.report.svg import Figure
 from perf.stats.stats import Interval
 
@@ -37,7 +37,7 @@ def _figure(
     if sum(map(len, clouds.values())) < 2:
         return None
     title = f"{unit[0].upper()}{unit[1:]} against {what}"
-    return Figure(caption=HOLLOW, drawing=scatter(clouds, title=title, unit=unit, x_label=name, least=LEAST))
+    return Figure(caption=HOLLOW, drawing=draw_scatter(clouds, title=title, unit=unit, x_label=name, least=LEAST))
 
 
 def _against(points: Sequence[SweepPoint], what: str, across: tuple[str, Across], filled: Front) -> list[Figure]:

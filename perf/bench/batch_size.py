@@ -15,7 +15,7 @@ from perf.timing.laps import WARM_UP_SHARE, Plan, TimeLimit
 from perf.timing.rounds import measure_pair, measure_rounds, settle_calls
 from perf.timing.watch import Watch
 
-from .budget import TimeAllocation, allocated, least_s
+from .budget import TimeAllocation, allocate_time, least_s
 from .opened_subject import CALLS_AROUND, OpenedSubject, repeat_blocks
 
 AMPLE = 1.5  # times the least is what is advised: some of it is for the warm-up
@@ -55,7 +55,7 @@ class BatchSize:
         running = self._running
         if not running:
             return self._row(stop="nothing to measure"), []
-        allocation = allocated(
+        allocation = allocate_time(
             self.plan,
             self.limit.left_s,
             [subject.call_s for subject in running],

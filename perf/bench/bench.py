@@ -13,7 +13,7 @@ from ground.quantity import format_number
 from perf.parity.structure import StructuralTest
 from perf.record.runs import OUT_OF_TIME, Bench, Flat, Row, Scalar, SubjectRecord
 from perf.runners.protocol import Ledger, Runner
-from perf.stats.stability import warnings_of
+from perf.stats.stability import find_warnings
 from perf.timing.laps import Clock, Plan, TimeLimit
 from perf.timing.rounds import quick_garbage_collection
 from perf.timing.watch import Watch, environment, unwatched
@@ -128,7 +128,7 @@ def bench_subjects(
             # What was timed must be what a plain call, and so `verify`, gives.
             *(f"{test.candidate}: {test.reason}" for test in tests if test.status == "FAIL"),
             *[opening] * (opening_s > OPENING_SHARE * plan.time_limit_s * len(batches)),
-            *warnings_of(rows),
+            *find_warnings(rows),
         ),
     )
 

@@ -61,7 +61,7 @@ class TimeAllocation:
     plain_s: float
 
 
-def allocated(
+def allocate_time(
     plan: Plan, left_s: float, calls_s: Sequence[float], *, reference_s: float | None, again_s: float
 ) -> TimeAllocation:
     """Share out the time that is left: blocks are shortened until everything planned fits.

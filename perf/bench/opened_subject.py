@@ -15,7 +15,7 @@ import numpy as np
 
 from ground.errors import BadInput, Missing, is_out_of_memory
 from ground.feeds import Feeds, batch_size, checked_outputs, feeds_of_ports, fill_batch
-from perf.parity.structure import StructuralTest, timed_run
+from perf.parity.structure import StructuralTest, check_timed_run
 from perf.record.runs import BenchTrial, Status, TimedBlock
 from perf.runners.protocol import HostBound, Ledger, ParallelStreams, Runner
 from perf.stats.summary import ONE, VARIED
@@ -103,7 +103,7 @@ class Sample:
         batch = batch_size(self.feeds)
         where = f"{name} ({self.runner.describe().get('model', 'in memory')})"
         timed = checked_outputs(self.bound.outputs(self._answer), batch, where=where)
-        return timed_run(f"{name} at batch {batch}", timed, self.runner(self.feeds), bound=BOUND)
+        return check_timed_run(f"{name} at batch {batch}", timed, self.runner(self.feeds), bound=BOUND)
 
 
 UNTRIED = BenchTrial(status="ok")

@@ -11,10 +11,10 @@ from perf.parity.parity import Parity
 from perf.record.runs import FARED, OUT_OF_TIME, Bench, SubjectRecord, differing_keys
 from perf.stats.decision import paired_interval, z_of
 from perf.stats.quiet import samples
-from perf.stats.stats import DEFAULT_CONFIDENCE, Interval, exact, needed_samples, percentile_interval
+from perf.stats.stats import DEFAULT_CONFIDENCE, Interval, exact_interval, needed_samples, percentile_interval
 from perf.stats.summary import SummaryRow, cached_subjects, summarise
 
-from .parity_figures import DENSE, Reading, link_of, own_metric, parity_reading, reading_of_own, require_measure
+from .parity_figures import DENSE, Reading, find_link, find_own_metric, own_reading, parity_reading, require_measure
 from .rule import ACCURACY, FITTED, TIMED, Rule
 
 
@@ -35,7 +35,7 @@ class Evidence:
                 return _timed(bench, rule, subject, where, self.confidence)
             return _counted(bench, rule, subject, where)
         if rule.is_own:
-            return reading_of_own(own_metric(self.parity, rule, subject, where), self.confidence)
+            return own_reading(find_own_metric(self.parity, rule, subject, where), self.confidence)
         return parity_reading(self.parity, rule, subject, where, self.confidence)
 
     def covers(self, rule: Rule) -> bool:
@@ -78,7 +78,7 @@ def _counted(bench: Bench, rule: Rule, name: str | None, where: str) -> Reading:
     if value is None:
         at = "" if rule.batch is None else f" at batch {rule.batch}"
         raise BadInput(f"rule {rule.text!r}: {where} does not tell {rule.metric} of {subject.name}{at}")
-    return Reading(interval=exact(value))
+    return Reading(interval=exact_interval(value))
 
 
 def _timed(bench: Bench, rule: Rule, name: str | None, where: str, confidence: float) -> Reading:
@@ -111,7 +111,7 @@ def _timed_interval(bench: Bench, rule: Rule, row: SummaryRow, subject: str, con
             return _or_doubt(side.throughput, "throughput is not told while the L2 cache is flushed")
         case "peak_memory_bytes":
             peak = side.peak_memory_bytes
-            return _or_doubt(None if peak is None else exact(peak), "this system does not tell peak memory")
+            return _or_doubt(None if peak is None else exact_interval(peak), "this system does not tell peak memory")
     percent = float(rule.metric.removeprefix("p"))
     if side.p50_ms is None:
         return Reading(interval=None, doubt="several streams tell throughput, not latency")
@@ -137,19 +137,19 @@ def paired_change(rule: Rule, now: Evidence) -> tuple[Reading, Interval] | None:
     if parity is None or rule.name != DENSE or rule.subject is not None:
         return None
     if rule.is_own:
-        own, dense = (own_metric(parity, rule, subject, "this record") for subject in (None, DENSE))
+        own, dense = (find_own_metric(parity, rule, subject, "this record") for subject in (None, DENSE))
         if own.change_error is None or own.images is None:
             return None
         change, z = own.value - dense.value, z_of(now.confidence)
         width = z * own.change_error
         interval = Interval(value=change, low=change - width, high=change + width)
-        return Reading(interval=interval, count=own.images, unit="images"), exact(dense.value)
+        return Reading(interval=interval, count=own.images, unit="images"), exact_interval(dense.value)
     if rule.metric != ACCURACY:
         return None
     mine, dense_reading = (now.reading(rule, subject, "this record") for subject in (None, DENSE))
     assert mine.interval is not None
     assert dense_reading.interval is not None
-    label = link_of(parity.links, rule, "this record").candidate
+    label = find_link(parity.links, rule, "this record").candidate
     pair = next(each for each in parity.comparisons if each.b == label)
     low, high = paired_interval(pair.only_b, pair.only_a, mine.count, now.confidence)
     change = mine.interval.value - dense_reading.interval.value
@@ -162,7 +162,7 @@ MACHINE_METRICS = ("p50", "p90", "p95", "p99", "throughput")
 SHOWN = 16  # of a digest
 
 
-def differing(rule: Rule, now: Evidence, baseline: Evidence) -> tuple[str, ...]:
+def find_incomparable_keys(rule: Rule, now: Evidence, baseline: Evidence) -> tuple[str, ...]:
     """Return the keys that forbid comparing a figure with the baseline's: machine, inputs, or a measure's command."""
     keys: dict[str, tuple[Any, Any]] = {}
     if not rule.wants_baseline:
@@ -172,7 +172,7 @@ def differing(rule: Rule, now: Evidence, baseline: Evidence) -> tuple[str, ...]:
         assert baseline.parity is not None, rule
         pairs = {"inputs": (baseline.parity.images.digest, now.parity.images.digest)}
         if rule.is_own:
-            old, new = (own_metric(each.parity, rule, rule.subject, "a record") for each in (baseline, now))
+            old, new = (find_own_metric(each.parity, rule, rule.subject, "a record") for each in (baseline, now))
             pairs["command"] = (old.sha256, new.sha256)
         keys = {key: (then[:SHOWN], new[:SHOWN]) for key, (then, new) in pairs.items() if then != new}
     elif rule.metric in TIMED:

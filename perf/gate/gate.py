@@ -25,16 +25,16 @@ from perf.stats.decision import (
     samples_for_share,
     share_interval,
 )
-from perf.stats.stats import UNBOUNDED, Interval, exact
+from perf.stats.stats import UNBOUNDED, Interval, exact_interval
 
 from .evidence import (
     Evidence,
-    differing,
     divided_by_machine_change,
+    find_incomparable_keys,
     machine_change,
     paired_change,
 )
-from .parity_figures import Reading, for_each_output
+from .parity_figures import Reading, rules_by_output
 from .rule import ACCURACY, BASELINE, Rule
 
 Verdict = Literal["PASS", "FAIL", "INCONCLUSIVE", "NOT-COMPARABLE", "UNJUDGED"]
@@ -109,7 +109,7 @@ def judge(rules: Sequence[Rule], now: Evidence, baseline: Evidence | None = None
     rows = tuple(
         _judged(each, now, None if rule in lost else older)
         for rule in rules
-        for each in for_each_output(rule, now.parity)
+        for each in rules_by_output(rule, now.parity)
     )
     return Gate(rules=rows, confidence=now.confidence)
 
@@ -117,7 +117,7 @@ def judge(rules: Sequence[Rule], now: Evidence, baseline: Evidence | None = None
 def _judged(rule: Rule, now: Evidence, baseline: Evidence | None) -> JudgedRule:
     value, bound, keys = now.reading(rule, rule.subject, "this record"), Reading(interval=None), tuple[str, ...]()
     if baseline is not None:
-        bound, keys = _bound(rule, now, baseline), differing(rule, now, baseline)
+        bound, keys = _bound(rule, now, baseline), find_incomparable_keys(rule, now, baseline)
     mine, doubt = value.interval, value.doubt or bound.doubt
     verdict: Verdict = "INCONCLUSIVE"
     message: str | None
@@ -194,7 +194,7 @@ def _changed(rule: Rule, change: Reading, dense: Interval, confidence: float) ->
 
 def _bound(rule: Rule, now: Evidence, baseline: Evidence) -> Reading:
     if rule.name is None:
-        return Reading(interval=exact(rule.offset))
+        return Reading(interval=exact_interval(rule.offset))
     if rule.name == BASELINE:
         reading = baseline.reading(rule, rule.subject, "the baseline")
     else:

@@ -30,7 +30,7 @@ def load_trend(path: Path) -> Trend:
     return record_from_file(path, Trend, kind=KIND, version=VERSION, remedy=AGAIN)
 
 
-def history_rows(trend: Trend) -> tuple[JudgedRule, ...]:
+def judge_history(trend: Trend) -> tuple[JudgedRule, ...]:
     return tuple(_row(trend, batch) for batch in trend.batches)
 
 

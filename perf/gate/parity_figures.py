@@ -10,7 +10,7 @@ from perf.parity.link import Link
 from perf.parity.measures import SHARES
 from perf.parity.parity import Parity
 from perf.stats.decision import share_interval, z_of
-from perf.stats.stats import Interval, exact
+from perf.stats.stats import Interval, exact_interval
 
 from .rule import ACCURACY, COUNTED, FITTED, PLACED, TIMED, Rule
 
@@ -49,10 +49,10 @@ def parity_reading(parity: Parity | None, rule: Rule, subject: str | None, where
                 f"rule {rule.text!r}: {where} does not tell which images the model was fitted to; verify it again with "
                 "its directory among the candidates, or with --moments"
             )
-        return Reading(interval=exact(parity.fitted.same))
+        return Reading(interval=exact_interval(parity.fitted.same))
     if rule.metric == ACCURACY:
         return _accuracy(parity, rule, subject, where, confidence)
-    link = link_of(parity.links, rule, where)
+    link = find_link(parity.links, rule, where)
     measures = asdict(link.measures)
     require_measure(rule, measures)
     value = measures[rule.metric]
@@ -61,12 +61,12 @@ def parity_reading(parity: Parity | None, rule: Rule, subject: str | None, where
     if not math.isfinite(value):
         return Reading(interval=None, broken=f"{rule.metric} of {link.name} is not finite")
     if rule.metric not in SHARES:
-        return Reading(interval=exact(value))
+        return Reading(interval=exact_interval(value))
     count, unit = link.measures.images, link.measures.inputs
     return Reading(interval=share_interval(value, count, confidence), count=count, unit=unit, share=value)
 
 
-def own_metric(parity: Parity | None, rule: Rule, subject: str | None, where: str) -> OwnMetric:
+def find_own_metric(parity: Parity | None, rule: Rule, subject: str | None, where: str) -> OwnMetric:
     """Return the measure of a link's candidate, of what ships, or of the dense model. Raises BadInput for none."""
     rows = [] if parity is None else [row for row in parity.metrics if row.name == rule.metric]
     if parity is None or not rows:
@@ -76,7 +76,7 @@ def own_metric(parity: Parity | None, rule: Rule, subject: str | None, where: st
             f"rule {rule.text!r}: {where} has no measure {rule.metric!r} of your own, {has}; give verify --metric "
             f"{rule.metric}='COMMAND {{outputs}}'"
         )
-    label = rows[0].model if subject == DENSE else link_of(parity.links, rule, where).candidate
+    label = rows[0].model if subject == DENSE else find_link(parity.links, rule, where).candidate
     row = next((row for row in rows if row.model == label), None)
     if row is None:
         raise BadInput(f"rule {rule.text!r}: {where} has no measure {rule.metric!r} of {label}")
@@ -88,7 +88,7 @@ def _shipped(links: Sequence[Link]) -> list[Link]:
     return [link for link in links if (link.kind, link.candidate) == (last.kind, last.candidate)]
 
 
-def link_of(links: Sequence[Link], rule: Rule, where: str) -> Link:
+def find_link(links: Sequence[Link], rule: Rule, where: str) -> Link:
     """Return the link of the name, or of the output, that a rule names; without a name the link to what ships."""
     shipped = _shipped(links)
     if rule.link is None:
@@ -102,7 +102,7 @@ def link_of(links: Sequence[Link], rule: Rule, where: str) -> Link:
     return named[rule.link]
 
 
-def for_each_output(rule: Rule, parity: Parity | None) -> list[Rule]:
+def rules_by_output(rule: Rule, parity: Parity | None) -> list[Rule]:
     if parity is None or rule.link is not None or rule.is_own or rule.is_of_bench or rule.metric in (FITTED, ACCURACY):
         return [rule]
     telling = [link for link in _shipped(parity.links) if rule.metric in asdict(link.measures)]
@@ -111,7 +111,7 @@ def for_each_output(rule: Rule, parity: Parity | None) -> list[Rule]:
     return [replace(rule, link=link.name, text=f"{rule.text} [{link.output}]") for link in telling] or [rule]
 
 
-def outputs_judged(rule: Rule, parity: Parity) -> list[str]:
+def find_judged_outputs(rule: Rule, parity: Parity) -> list[str]:
     """Return the outputs, as Parity.outputs names them, whose difference from the dense model a rule judges."""
     if rule.is_own:  # the user's own measure is given every output
         return list(parity.outputs)
@@ -119,7 +119,7 @@ def outputs_judged(rule: Rule, parity: Parity) -> list[str]:
         return []
     if rule.metric == ACCURACY:
         return [name for name, links in parity.outputs.items() if links[0].role == "logits"][:1]
-    links = [link_of(parity.links, each, "this record") for each in for_each_output(rule, parity)]
+    links = [find_link(parity.links, each, "this record") for each in rules_by_output(rule, parity)]
     shipped = _shipped(parity.links)
     return [each.output or each.role for each in links if each in shipped or each.kind == "reduced"]
 
@@ -129,15 +129,15 @@ def _accuracy(parity: Parity, rule: Rule, subject: str | None, where: str, confi
         raise BadInput(
             f"rule {rule.text!r}: {where} has no accuracy, since it was made without labels; verify again with --labels"
         )
-    label = parity.accuracy[0].model if subject == DENSE else link_of(parity.links, rule, where).candidate
+    label = parity.accuracy[0].model if subject == DENSE else find_link(parity.links, rule, where).candidate
     own = next(row for row in parity.accuracy if row.model == label)
     interval = share_interval(own.accuracy, own.images, confidence)
     return Reading(interval=interval, count=own.images, unit="images", share=own.accuracy)
 
 
-def reading_of_own(metric: OwnMetric, confidence: float) -> Reading:
+def own_reading(metric: OwnMetric, confidence: float) -> Reading:
     if metric.error is None or metric.images is None:
-        return Reading(interval=exact(metric.value))
+        return Reading(interval=exact_interval(metric.value))
     width = z_of(confidence) * metric.error
     interval = Interval(value=metric.value, low=metric.value - width, high=metric.value + width)
     return Reading(interval=interval, count=metric.images, unit="images")

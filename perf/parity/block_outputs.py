@@ -20,9 +20,9 @@ from ground.feeds import Feeds, batch_size, select_rows, single_array
 from ground.onnx_file import read_onnx
 from ground.precision import FLOAT16, FLOAT32, FloatType
 
-from .locate import FaultLocation, block_errors, locate
+from .locate import FaultLocation, compare_blocks, locate_fault
 from .rounding import NARROW, element_types, rounded_graph
-from .structure import StructuralTest, finding
+from .structure import StructuralTest, judge_bound
 from .tolerance import exact_tolerance
 
 Array = NDArray[np.float32]
@@ -119,7 +119,7 @@ def largest_activations(model: ModelProto, feeds: Feeds, *, batch: int = 8) -> d
     return {name: max(float(piece[f"{name}/max"]) for piece in pieces) for name in names}
 
 
-def by_site(model: ModelProto, values: Mapping[str, float]) -> dict[str, float]:
+def largest_by_site(model: ModelProto, values: Mapping[str, float]) -> dict[str, float]:
     largest: dict[str, float] = {}
     for node in model.graph.node:
         for name in node.output:
@@ -129,7 +129,7 @@ def by_site(model: ModelProto, values: Mapping[str, float]) -> dict[str, float]:
     return largest
 
 
-def fp16_values(model: ModelProto) -> set[str]:
+def find_fp16_values(model: ModelProto) -> set[str]:
     types = element_types(model)
     return {name for node in model.graph.node for name in node.output if types.get(name) == TensorProto.FLOAT16}
 
@@ -163,9 +163,9 @@ def _run(model: ModelProto, feeds: Feeds, batch: int) -> Iterator[dict[str, Any]
         yield {name: row[:count] if row.ndim else row for name, row in zip(names, rows, strict=True)}
 
 
-def block_noise(dense_fp32: ModelProto, dense_half: ModelProto, feeds: Feeds) -> dict[str, float]:
+def measure_block_noise(dense_fp32: ModelProto, dense_half: ModelProto, feeds: Feeds) -> dict[str, float]:
     fp32, half = (outputs_of_graph(graph, feeds) for graph in (dense_fp32, dense_half))
-    return {block.key: block.error for block in block_errors(fp32, half)}
+    return {block.key: block.error for block in compare_blocks(fp32, half)}
 
 
 def locate_in_half(
@@ -185,10 +185,10 @@ def locate_in_half(
     Raises BadInput when the graphs share no block.
     """
     sides = [outputs_of_graph(graph, feeds) for graph in (fp32, half)]
-    activations = by_site(fp32, largest_activations(fp32, feeds))
-    every = block_errors(*sides, noise=noise, float_type=float_type)
+    activations = largest_by_site(fp32, largest_activations(fp32, feeds))
+    every = compare_blocks(*sides, noise=noise, float_type=float_type)
     errors = [error for error in every if error.site not in scaled]
-    return locate(link, errors, activations=activations, fix_command=fix_command, float_type=float_type)
+    return locate_fault(link, errors, activations=activations, fix_command=fix_command, float_type=float_type)
 
 
 def locate_in_exact(link: str, model: nn.Module, graph: ModelProto, feeds: Feeds, *, products: int) -> FaultLocation:
@@ -196,15 +196,15 @@ def locate_in_exact(link: str, model: nn.Module, graph: ModelProto, feeds: Feeds
     sides = outputs_of_module(model, feeds), outputs_of_graph(graph, feeds)
     bound = exact_tolerance(products=products, largest_logit=0.0).max_relative_error
     assert bound is not None
-    return locate(link, block_errors(*sides, noise=bound), activations={}, factor=1.0)
+    return locate_fault(link, compare_blocks(*sides, noise=bound), activations={}, factor=1.0)
 
 
-def headroom(candidate: str, fp32: Path, fp16: Path, feeds: Feeds) -> StructuralTest:
+def check_headroom(candidate: str, fp32: Path, fp16: Path, feeds: Feeds) -> StructuralTest:
     """Test that the values held in float16 stay under 65,504, by their size in float32.
 
     Both graphs are exports of one model, else BadInput is raised. Masks at the end of float32 don't count.
     """
-    fp16_names = fp16_values(read_onnx(fp16))
+    fp16_names = find_fp16_values(read_onnx(fp16))
     graph = read_onnx(fp32)
     activations = largest_activations(graph, feeds)
     if 2 * len(fp16_names & activations.keys()) < len(fp16_names):
@@ -212,7 +212,7 @@ def headroom(candidate: str, fp32: Path, fp16: Path, feeds: Feeds) -> Structural
             f"{candidate}: its values are not named as those of the float32 graph; export both from one model"
         )
     largest = {name: value for name, value in activations.items() if name in fp16_names and value != FLOAT32.largest}
-    sites = by_site(graph, largest)
+    sites = largest_by_site(graph, largest)
     site, value = max(sites.items(), key=lambda item: item[1], default=("no site", 0.0))
     reason = f"{site} reaches {value:,.6g} in float16, which ends at {FLOAT16.largest:,.0f}"
-    return finding(candidate, "headroom", value, FLOAT16.largest, reason)
+    return judge_bound(candidate, "headroom", value, FLOAT16.largest, reason)

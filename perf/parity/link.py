@@ -11,8 +11,8 @@ from ground.errors import BadInput
 from ground.ports import LOGITS, OutputPort, Role
 from ground.records import Figure, json_from_record
 
-from .measures import Measures, measures, relative_errors, require_agreement
-from .tolerance import Choices, Ties, Tolerance, Verdict, judge_measures, with_ties
+from .measures import Measures, measure_outputs, measure_relative_errors, require_agreement
+from .tolerance import Choices, Ties, Tolerance, Verdict, judge_measures, note_ties
 
 LinkKind = Literal["exact", "half", "quantised", "reduced", "whole"]
 
@@ -68,7 +68,7 @@ def json_from_link(link: Link) -> dict[str, Any]:
     return {key: value for key, value in row.items() if not left_out.get(key)} | {"tolerance": limits}
 
 
-def link(
+def measure_link(
     *,
     name: str,
     kind: LinkKind,
@@ -106,15 +106,17 @@ def link(
             )
         expected = reference_rows[: len(rows)]
         if choices is not None and tolerance.max_relative_error is not None:
-            errors_N = relative_errors(expected, rows, role=port.role)
+            errors_N = measure_relative_errors(expected, rows, role=port.role)
             apart_N, ties[batch] = choices.split_ties(errors_N, tolerance.max_relative_error)
             if not apart_N.all():
                 expected, rows = expected[~apart_N], rows[~apart_N]
-        at[batch] = measures(expected, rows, role=port.role, margin_noise=tolerance.margin_noise, threshold=threshold)
+        at[batch] = measure_outputs(
+            expected, rows, role=port.role, margin_noise=tolerance.margin_noise, threshold=threshold
+        )
     unlimited = replace(tolerance, max_relative_error=None, min_agreement=None, min_iou=None)
     of_some = tolerance if kind in ("exact", "half", "quantised") else unlimited
     judged = {
-        batch: with_ties(judge_measures(errors, tolerance), ties.get(batch), errors.inputs)
+        batch: note_ties(judge_measures(errors, tolerance), ties.get(batch), errors.inputs)
         if batch in full_batches
         else judge_measures(errors, of_some)
         for batch, errors in at.items()

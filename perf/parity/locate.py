@@ -49,7 +49,7 @@ class FaultLocation:
     command: str
 
 
-def block_errors(
+def compare_blocks(
     reference: Arrays,
     candidate: Arrays,
     *,
@@ -71,7 +71,7 @@ def block_errors(
     return [_block_error(key, reference[key], candidate[key], _floor(noise, key, float_type)) for key in shared]
 
 
-def locate(
+def locate_fault(
     link: str,
     blocks: list[BlockError],
     *,

@@ -113,7 +113,7 @@ def with_two_classes(rows: RowPair, threshold: float | None) -> RowPair:
     return replace(rows, reference_NF=reference_NF, candidate_NF=candidate_NF)
 
 
-def logit_measures(
+def measure_logits(
     reference_NC: NDArray[np.floating],
     candidate_NC: NDArray[np.floating],
     *,
@@ -126,7 +126,7 @@ def logit_measures(
     rows = LOGITS.rows(reference_NC, candidate_NC)
     between = threshold_of(reference_NC, threshold)
     classes = with_two_classes(rows, between)
-    of_rows = _, margin_N, agrees_N = classified(classes)
+    of_rows = _, margin_N, agrees_N = classify_rows(classes)
     images, positives = len(agrees_N), None if between is None else int((rows.reference_NF > between).sum())
     agreeing = None if positives in (0, images) else int(agrees_N.sum()) / images
     return LogitMeasures(
@@ -139,12 +139,12 @@ def logit_measures(
     )
 
 
-def token_logit_measures(
+def measure_token_logits(
     reference_NTC: NDArray[np.floating], candidate_NTC: NDArray[np.floating], *, margin_noise: float
 ) -> TokenLogitMeasures:
     by_input = TOKEN_LOGITS.rows(reference_NTC, candidate_NTC)
     rows = _rows_of_tokens(reference_NTC, candidate_NTC)
-    of_rows = _, margin_N, agrees_N = classified(rows)
+    of_rows = _, margin_N, agrees_N = classify_rows(rows)
     images = len(reference_NTC)
     return TokenLogitMeasures(
         **_common(rows, *of_rows, margin_noise)
@@ -163,7 +163,7 @@ def margins(logits_NC: NDArray[np.floating]) -> Floats:
     return np.asarray(top_N2[:, 1] - top_N2[:, 0], dtype=np.float64)
 
 
-def tokens_agreeing(reference_NTC: NDArray[np.floating], candidate_NTC: NDArray[np.floating]) -> Floats:
+def token_agreements(reference_NTC: NDArray[np.floating], candidate_NTC: NDArray[np.floating]) -> Floats:
     rows = _rows_of_tokens(reference_NTC, candidate_NTC)
     return np.asarray(_agrees(rows).reshape(reference_NTC.shape[:2]).mean(axis=1), dtype=np.float64)
 
@@ -184,7 +184,7 @@ def _rows_of_tokens(reference_NTC: NDArray[np.floating], candidate_NTC: NDArray[
     return LOGITS.rows(*flat)
 
 
-def classified(rows: RowPair) -> tuple[Floats, Floats, Bools]:
+def classify_rows(rows: RowPair) -> tuple[Floats, Floats, Bools]:
     """Return KL, the reference's margin and agreement of each row; infinite and False where the candidate is not
     finite.
     """

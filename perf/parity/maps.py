@@ -13,7 +13,7 @@ from ground.errors import BadInput
 from ground.records import Figure
 from perf.stats.decision import percent
 
-from .rows import Floats, OutputKind, RowErrors, WithoutMargins, bounded_share, share
+from .rows import Floats, OutputKind, RowErrors, WithoutMargins, bounded_share, safe_ratio
 
 SCORE_MAP = OutputKind(
     name="score map",
@@ -95,7 +95,7 @@ class PerMap(RowErrors):
         return _iou(*(each_NK.sum(axis=0) for each_NK in (self.reference_NK, self.candidate_NK, self.both_NK)))
 
 
-def per_map(reference: Maps, candidate: Maps, *, threshold: float = THRESHOLD) -> PerMap:
+def measure_each_map(reference: Maps, candidate: Maps, *, threshold: float = THRESHOLD) -> PerMap:
     if reference.ndim not in RANKS:
         raise BadInput(f"{SCORE_MAP.name}: got {list(reference.shape)}, expected {SCORE_MAP.shape}")
     SCORE_MAP.refuse_misfit(reference, candidate)
@@ -103,11 +103,11 @@ def per_map(reference: Maps, candidate: Maps, *, threshold: float = THRESHOLD) -
     return PerMap(**{name: np.asarray([figures[name] for figures in each]) for name in each[0]})
 
 
-def map_measures(reference: Maps, candidate: Maps, *, threshold: float = THRESHOLD) -> MapMeasures:
-    each, images = per_map(reference, candidate, threshold=threshold), len(reference)
+def measure_maps(reference: Maps, candidate: Maps, *, threshold: float = THRESHOLD) -> MapMeasures:
+    each, images = measure_each_map(reference, candidate, threshold=threshold), len(reference)
     places_N = np.flatnonzero(each.finite_N)
     spreads = [_spread(maps, places_N) for maps in (candidate, reference)] if len(places_N) > 1 else [1.0, 1.0]
-    total_error = share(np.sqrt(each.off_squares_N.sum()), np.sqrt(each.squares_N.sum()))
+    total_error = safe_ratio(np.sqrt(each.off_squares_N.sum()), np.sqrt(each.squares_N.sum()))
     return MapMeasures(
         images=images,
         relative_error=total_error if each.finite_N.all() else np.inf,
@@ -122,7 +122,7 @@ def map_measures(reference: Maps, candidate: Maps, *, threshold: float = THRESHO
         pixels=int(np.prod(reference.shape[-2:])) * images,
         threshold=threshold if _is_of_one(reference[0]) else None,
         nonfinite_images=images - int(each.finite_N.sum()),
-        spread_ratio=share(spreads[0], spreads[1], 1.0),
+        spread_ratio=safe_ratio(spreads[0], spreads[1], 1.0),
     )
 
 
@@ -142,13 +142,13 @@ def _figures_of_map(reference_KHW: Maps, candidate_KHW: Maps, threshold: float) 
     own_P, other_P = _answers(ours, threshold), _answers(theirs, threshold)
     agrees_P, off = (own_P == other_P) & finite, theirs - ours
     squares, own_squares, off_squares = ((side**2).sum() for side in (ours, theirs, off))
-    cosine = share((ours * theirs).sum(), np.sqrt(squares) * np.sqrt(own_squares), at_zero=1.0)
+    cosine = safe_ratio((ours * theirs).sum(), np.sqrt(squares) * np.sqrt(own_squares), at_zero=1.0)
 
     def counts(answers_P: Places) -> Places:
         return np.bincount(answers_P, minlength=classes.stop)[classes]
 
     return {
-        "relative_error_N": share(np.sqrt(off_squares), np.sqrt(squares)) if finite else np.inf,
+        "relative_error_N": safe_ratio(np.sqrt(off_squares), np.sqrt(squares)) if finite else np.inf,
         "max_abs_N": np.abs(off).max() if finite else np.inf,
         "cosine_N": cosine if finite else 0.0,
         "finite_N": finite,

@@ -18,17 +18,17 @@ from perf.stats.decision import percent
 from .logits import (
     LogitMeasures,
     TokenLogitMeasures,
-    classified,
-    logit_measures,
+    classify_rows,
+    measure_logits,
+    measure_token_logits,
     threshold_of,
-    token_logit_measures,
-    tokens_agreeing,
+    token_agreements,
     top5_overlap,
     with_two_classes,
 )
-from .maps import THRESHOLD, MapMeasures, map_measures, per_map
+from .maps import THRESHOLD, MapMeasures, measure_each_map, measure_maps
 from .rows import AnyMeasures, Floats, OutputKind, RowErrors, WithoutMargins, bounded_share
-from .similarity import LEAST_ROWS, drawn_rows, linear_cka, same_neighbour, token_figures
+from .similarity import LEAST_ROWS, draw_rows, linear_cka, same_neighbour, token_figures
 
 HINT = "run both on the same inputs"
 EMBEDDING = OutputKind(name="embedding", shape="[inputs, features]", rank=2, hint=HINT)
@@ -105,7 +105,7 @@ def embedding_measures(reference_NF: NDArray[np.floating], candidate_NF: NDArray
     rows = EMBEDDING.rows(reference_NF, candidate_NF)
     agrees_N = same_neighbour(rows.reference_NF, rows.candidate_NF, rows.finite_N)
     images = len(rows.finite_N)
-    drawn = drawn_rows(images)
+    drawn = draw_rows(images)
     return EmbeddingMeasures(
         **rows.figures(),
         **bounded_share("neighbour_agreement", None if agrees_N is None else float(agrees_N.mean()), images),
@@ -144,7 +144,7 @@ Array = NDArray[np.floating]
 
 
 @overload
-def measures(
+def measure_outputs(
     reference: Array,
     candidate: Array,
     *,
@@ -153,10 +153,10 @@ def measures(
     threshold: float | None = ...,
 ) -> LogitMeasures: ...
 @overload
-def measures(
+def measure_outputs(
     reference: Array, candidate: Array, *, role: Role, margin_noise: float = ..., threshold: float | None = ...
 ) -> Measures: ...
-def measures(
+def measure_outputs(
     reference: Array,
     candidate: Array,
     *,
@@ -171,21 +171,21 @@ def measures(
     """
     match role:
         case "logits":
-            return logit_measures(reference, candidate, margin_noise=margin_noise, threshold=threshold)
+            return measure_logits(reference, candidate, margin_noise=margin_noise, threshold=threshold)
         case "token logits":
-            return token_logit_measures(reference, candidate, margin_noise=margin_noise)
+            return measure_token_logits(reference, candidate, margin_noise=margin_noise)
         case "embedding":
             return embedding_measures(reference, candidate)
         case "feature map":
             return feature_map_measures(reference, candidate)
         case "score map":
-            return map_measures(reference, candidate, threshold=THRESHOLD if threshold is None else threshold)
+            return measure_maps(reference, candidate, threshold=THRESHOLD if threshold is None else threshold)
 
 
-def relative_errors(reference: Array, candidate: Array, *, role: Role = "logits") -> Floats:
+def measure_relative_errors(reference: Array, candidate: Array, *, role: Role = "logits") -> Floats:
     """||candidate - reference|| / ||reference|| of each input [N]; inf where the candidate is not finite."""
     if role == "score map":
-        return per_map(reference, candidate).relative_error_N
+        return measure_each_map(reference, candidate).relative_error_N
     return MEASURES[role].output_kind.rows(reference, candidate).errors().relative_error_N
 
 
@@ -202,7 +202,7 @@ def require_agreement(port: OutputPort, inputs: int) -> None:
         )
 
 
-def figures(
+def figures_by_input(
     reference: Array, candidates: Mapping[str, Array], *, role: Role = "logits", threshold: float | None = None
 ) -> dict[str, NDArray[np.generic]]:
     """One figure per input and candidate, for the side file: arrays [N] named `<candidate>.kl` and so on."""
@@ -211,17 +211,19 @@ def figures(
         own: dict[str, NDArray[np.generic] | None] = {}
         each: RowErrors
         if role == "score map":
-            each = place = per_map(reference, candidate, threshold=THRESHOLD if threshold is None else threshold)
+            each = place = measure_each_map(
+                reference, candidate, threshold=THRESHOLD if threshold is None else threshold
+            )
             own = {"iou": place.iou_N, "pixel_agreement": place.agreement_N}
         else:
             rows = MEASURES[role].output_kind.rows(reference, candidate)
             each = rows.errors()
             if role == "logits":
                 classes = with_two_classes(rows, threshold_of(reference, threshold))
-                kl_N, arrays["margin"], agrees_N = classified(classes)
+                kl_N, arrays["margin"], agrees_N = classify_rows(classes)
                 own = {"kl": kl_N, "top5_overlap": top5_overlap(classes), "agrees": agrees_N}
             elif role == "token logits":
-                own = {"token_agreement": tokens_agreeing(reference, candidate)}
+                own = {"token_agreement": token_agreements(reference, candidate)}
             elif role == "embedding":
                 own = {"agrees": same_neighbour(rows.reference_NF, rows.candidate_NF, rows.finite_N)}
         own |= {"relative_error": each.relative_error_N, "max_abs": each.max_abs_N, "cosine": each.cosine_N}

@@ -38,7 +38,7 @@ class SequenceMeasures:
     kl: float
 
 
-def sequence_measures(
+def measure_sequence(
     reference_TV: NDArray[np.floating], candidate_TV: NDArray[np.floating], ids_T: NDArray[np.integer]
 ) -> SequenceMeasures:
     """Measure one sequence of ids. Raises BadInput for other shapes, one token, or a reference that is not finite."""
@@ -91,7 +91,7 @@ class LanguageMeasures:
     kl: Range
 
 
-def measures_of(
+def measure_language(
     model: str,
     rows: list[SequenceMeasures],
     reference: list[SequenceMeasures],

@@ -37,10 +37,10 @@ class RowPair:
         delta_NF = cand_NF - ref_NF
         ref_norm_N = np.linalg.norm(ref_NF, axis=1)
         norms_N = ref_norm_N * np.linalg.norm(cand_NF, axis=1)
-        cosine_N = ratio_of_rows((ref_NF * cand_NF).sum(axis=1), norms_N, at_zero=1.0)
+        cosine_N = safe_ratios((ref_NF * cand_NF).sum(axis=1), norms_N, at_zero=1.0)
         return RowErrors(
             relative_error_N=self.filled_where_nonfinite(
-                ratio_of_rows(np.linalg.norm(delta_NF, axis=1), ref_norm_N), np.inf
+                safe_ratios(np.linalg.norm(delta_NF, axis=1), ref_norm_N), np.inf
             ),
             max_abs_N=self.filled_where_nonfinite(np.abs(delta_NF).max(axis=1), np.inf),
             cosine_N=self.filled_where_nonfinite(cosine_N, 0.0),
@@ -51,7 +51,7 @@ class RowPair:
         """||candidate - reference||_F / ||reference||_F over all inputs."""
         if not self.finite_N.all():
             return np.inf
-        return share(np.linalg.norm(self.candidate_NF - self.reference_NF), np.linalg.norm(self.reference_NF))
+        return safe_ratio(np.linalg.norm(self.candidate_NF - self.reference_NF), np.linalg.norm(self.reference_NF))
 
     def figures(self) -> dict[str, Any]:
         """Return the figures that every role has, by the fields of CommonMeasures."""
@@ -65,7 +65,7 @@ class RowPair:
             "max_abs": float(errors.max_abs_N.max()),
             "cosine_mean": float(errors.cosine_N.mean()),
             "cosine_min": float(errors.cosine_N.min()),
-            "spread_ratio": share(own, theirs, 1.0),
+            "spread_ratio": safe_ratio(own, theirs, 1.0),
         }
 
     def filled_where_nonfinite(self, values_N: Floats, worst: float) -> Floats:
@@ -177,14 +177,14 @@ class WithoutMargins(CommonMeasures):
         return 0
 
 
-def ratio_of_rows(top_N: Floats, bottom_N: Floats, at_zero: float = 0.0) -> Floats:
+def safe_ratios(top_N: Floats, bottom_N: Floats, at_zero: float = 0.0) -> Floats:
     """top / bottom; where the bottom is zero, `at_zero` if the top is zero too, else inf."""
     safe_N = np.where(bottom_N > 0, bottom_N, 1.0)
     return np.where(bottom_N > 0, top_N / safe_N, np.where(top_N == 0, at_zero, np.inf))
 
 
-def share(top: float | np.floating, bottom: float | np.floating, at_zero: float = 0.0) -> float:
-    return float(ratio_of_rows(np.asarray([float(top)]), np.asarray([float(bottom)]), at_zero)[0])
+def safe_ratio(top: float | np.floating, bottom: float | np.floating, at_zero: float = 0.0) -> float:
+    return float(safe_ratios(np.asarray([float(top)]), np.asarray([float(bottom)]), at_zero)[0])
 
 
 def bounded_share(name: str, share: float | None, inputs: int) -> dict[str, Any]:

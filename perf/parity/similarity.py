@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .rows import Bools, Floats, ratio_of_rows
+from .rows import Bools, Floats, safe_ratios
 
 LEAST_ROWS = 3  # with two, each is the other's nearest
 LEAST_FOR_CKA = 4  # the unbiased estimate divides by R - 3
@@ -17,7 +17,7 @@ SEED = 0
 MOST_DRAWN = 1024  # rows whose table of all pairs is looked at
 
 
-def drawn_rows(count: int) -> NDArray[np.intp]:
+def draw_rows(count: int) -> NDArray[np.intp]:
     """Places of rows, all of them or as many as a table of pairs may have, drawn once and for all, ascending."""
     if count <= MOST_DRAWN:
         return np.arange(count)
@@ -96,7 +96,7 @@ def token_figures(reference: NDArray[np.floating], candidate: NDArray[np.floatin
     if ours_RC is None or theirs_RC is None:
         return {}
     finite_R = np.repeat(finite_N, len(ours_RC) // len(finite_N))
-    chosen = drawn_rows(len(ours_RC))
+    chosen = draw_rows(len(ours_RC))
     finite_P, ours_PC = finite_R[chosen], ours_RC[chosen].astype(np.float64)
     theirs_PC: Floats = np.where(finite_P[:, None], theirs_RC[chosen], 0.0).astype(np.float64)
     with np.errstate(invalid="ignore", over="ignore"):
@@ -105,7 +105,7 @@ def token_figures(reference: NDArray[np.floating], candidate: NDArray[np.floatin
             for pair in ((ours_RC, theirs_RC), (ours_RC, ours_RC), (theirs_RC, theirs_RC))
         )
     norms_R = np.sqrt(squares_R[0]) * np.sqrt(squares_R[1])
-    cosines_R = np.where(finite_R & np.isfinite(norms_R), ratio_of_rows(products_R, norms_R, at_zero=1.0), 0.0)
+    cosines_R = np.where(finite_R & np.isfinite(norms_R), safe_ratios(products_R, norms_R, at_zero=1.0), 0.0)
     agrees_P = same_neighbour(ours_PC, theirs_PC, finite_P)
     return {
         "token_cosine_mean": float(cosines_R.mean()),

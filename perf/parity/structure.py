@@ -32,7 +32,7 @@ class StructuralTest:
     reason: str
 
 
-def batch_slot(candidate: str, run: Run, one: Feeds, *, batch: int, bound: float) -> StructuralTest:
+def check_batch_slots(candidate: str, run: Run, one: Feeds, *, batch: int, bound: float) -> StructuralTest:
     """Test that one input gives the same answer in every slot of a batch."""
     answers = run({name: np.repeat(array, batch, axis=0) for name, array in one.items()})
     medians = {name: np.broadcast_to(np.median(rows, axis=0), rows.shape) for name, rows in answers.items()}
@@ -42,7 +42,7 @@ def batch_slot(candidate: str, run: Run, one: Feeds, *, batch: int, bound: float
     return off.finding(candidate, "batch-slot", f"one {noun} in all {batch} slots", bound, more)
 
 
-def permutation(
+def check_permutation(
     candidate: str, run: Run, feeds: Feeds, *, bound: float, straight: Outputs | None = None
 ) -> StructuralTest:
     """Test that shuffling a batch shuffles its answers. `straight`: the unshuffled answers, where known."""
@@ -55,7 +55,7 @@ def permutation(
     return off.finding(candidate, "permutation", f"a shuffled batch of {count}", bound, more)
 
 
-def batch_sizes(
+def check_batch_sizes(
     candidate: str, by_batch: Mapping[int, Outputs], *, bound: float, noun: str = "images"
 ) -> list[StructuralTest]:
     """Test that answers are the same at every batch size as at the one that ran most inputs."""
@@ -70,43 +70,45 @@ def batch_sizes(
     return tests
 
 
-def output_tests(candidate: str, answers: Outputs, *, noun: str = "images") -> list[StructuralTest]:
+def check_outputs(candidate: str, answers: Outputs, *, noun: str = "images") -> list[StructuralTest]:
     """Test that outputs are finite and depend on the input."""
     tests = []
     for name, rows in answers.items():
         finite_N = _finite(rows)
         nonfinite = int((~finite_N).sum())
         reason = f"{f'{name}: ' if len(answers) > 1 else ''}NaN or Inf on {nonfinite} of {len(rows)} {noun}"
-        tests.append(finding(candidate, "finite", nonfinite, 0, reason))
+        tests.append(judge_bound(candidate, "finite", nonfinite, 0, reason))
         sound_NF = rows.reshape(len(rows), -1)[finite_N].astype(np.float64)
         if len(sound_NF) > 1:
             size = float(np.linalg.norm(sound_NF))
             share = float(np.linalg.norm(sound_NF - sound_NF.mean(axis=0))) / size if size else 0.0
             status: Status = "PASS" if share > 1e-3 else "FAIL"
             reason = f"over the {noun} the {name} vary by {share:.2g} of their size, at least 0.001 wanted"
-            tests.append(replace(finding(candidate, "constant", share, 1e-3, reason), status=status))
+            tests.append(replace(judge_bound(candidate, "constant", share, 1e-3, reason), status=status))
     return tests
 
 
-def timed_run(candidate: str, timed: Outputs, verified: Outputs, *, bound: float) -> StructuralTest:
+def check_timed_run(candidate: str, timed: Outputs, verified: Outputs, *, bound: float) -> StructuralTest:
     """Compare outputs of a timed run with the verified ones."""
     off = _deviation(candidate, timed, verified)
     reason = (
         f"{batch_size(timed)} answers taken inside the timed run differ by {off.text} from the verified, "
         f"{bound:.2g} allowed"
     )
-    return finding(candidate, "timed-run", off.largest, bound, reason)
+    return judge_bound(candidate, "timed-run", off.largest, bound, reason)
 
 
-def calibrated_range(candidate: str, images_NCHW: NDArray[np.float32], *, low: float, high: float) -> StructuralTest:
+def check_calibrated_range(
+    candidate: str, images_NCHW: NDArray[np.float32], *, low: float, high: float
+) -> StructuralTest:
     """Note the share of images with pixels outside the calibrated range."""
     outside_N = np.asarray([bool((image.min() < low) or (image.max() > high)) for image in images_NCHW])
     share = float(outside_N.mean())
     reason = f"{outside_N.sum()} of {len(images_NCHW)} images leave the calibrated range [{low:.3g}, {high:.3g}]"
-    return replace(finding(candidate, "calibrated-range", share, 0.0, reason), status="NOTED" if share else "PASS")
+    return replace(judge_bound(candidate, "calibrated-range", share, 0.0, reason), status="NOTED" if share else "PASS")
 
 
-def extremes(candidate: str, run: Run, feeds: Feeds) -> list[StructuralTest]:
+def check_extremes(candidate: str, run: Run, feeds: Feeds) -> list[StructuralTest]:
     """Test that inputs times FACTOR give finite answers; no test without float inputs."""
     floats = {name for name, array in feeds.items() if np.issubdtype(array.dtype, np.floating)}
     if not floats:
@@ -115,7 +117,7 @@ def extremes(candidate: str, run: Run, feeds: Feeds) -> list[StructuralTest]:
     finite_N = np.logical_and.reduce([_finite(rows) for rows in run(pushed).values()])
     nonfinite = int((~finite_N).sum())
     reason = f"NaN or Inf on {nonfinite} of {len(finite_N)} {input_noun(feeds)} with all values times {FACTOR:g}"
-    return [finding(candidate, "extremes", nonfinite, 0, reason)]
+    return [judge_bound(candidate, "extremes", nonfinite, 0, reason)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +140,7 @@ class _Deviation:
 
     def finding(self, candidate: str, test: str, what: str, bound: float, more: str) -> StructuralTest:
         reason = f"{what}: the answers differ by {self.text}, {bound:.2g} allowed{more}"
-        return finding(candidate, test, self.largest, bound, reason)
+        return judge_bound(candidate, test, self.largest, bound, reason)
 
 
 def _deviation(candidate: str, answers: Outputs, expected: Outputs) -> _Deviation:
@@ -168,7 +170,7 @@ def _finite(rows: Array) -> NDArray[np.bool_]:
     return np.asarray(np.isfinite(rows).reshape(len(rows), -1).all(axis=1), dtype=np.bool_)
 
 
-def finding(candidate: str, test: str, value: float, bound: float, reason: str) -> StructuralTest:
+def judge_bound(candidate: str, test: str, value: float, bound: float, reason: str) -> StructuralTest:
     return StructuralTest(
         candidate=candidate,
         test=test,

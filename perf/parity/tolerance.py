@@ -141,7 +141,7 @@ def exact_tolerance(*, products: int, largest_logit: float, magnified: float = 1
     )
 
 
-def half(
+def half_tolerance(
     noise: Measures, *, float_type: FloatType = FLOAT16, factor: float = 4.0, whose: str = "the dense model"
 ) -> Tolerance:
     """Bound a link in sixteen bits by `factor` times a model's own error in that type, mostly the dense model's.
@@ -170,7 +170,7 @@ def half(
     )
 
 
-def limits(
+def user_tolerance(
     *,
     min_agreement: float | None = None,
     max_error: float | None = None,
@@ -249,7 +249,7 @@ def _agreed(errors: Measures, tolerance: Tolerance) -> tuple[Verdict, str]:
     return decision, f"{errors.agreement_name} {sentence}"
 
 
-def with_ties(status_and_reason: tuple[Verdict, str], ties: Ties | None, noun: str) -> tuple[Verdict, str]:
+def note_ties(status_and_reason: tuple[Verdict, str], ties: Ties | None, noun: str) -> tuple[Verdict, str]:
     """Add a note on inputs with ties to a judgement; too many of them fail the link."""
     status, reason = status_and_reason
     if ties is None or not ties.apart:

@@ -15,7 +15,7 @@ from perf.stats.summary import Summary, SummaryRow, summarise
 from perf.stats.trend import Trend
 
 from .curves import ImagesPoint
-from .numbers import error, percent_text, signed_percent
+from .numbers import error_text, percent_text, signed_percent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,7 +205,7 @@ class VerdictLine:
     why: str
 
 
-def verdicts(content: Content) -> list[VerdictLine]:
+def list_verdicts(content: Content) -> list[VerdictLine]:
     lines, gate = [], content.gate
     if gate.verdict is not None:
         unmet = [line.message for line in gate.rules if line.verdict != "PASS"]
@@ -217,7 +217,7 @@ def verdicts(content: Content) -> list[VerdictLine]:
     return lines
 
 
-def lead(content: Content) -> str:
+def build_lead(content: Content) -> str:
     clauses = []
     row = headline_row(content)
     if content.summary and row and row.speedup:
@@ -234,7 +234,7 @@ def lead(content: Content) -> str:
     return " ".join(f"{words[:1].upper()}{words[1:]}." for words in (sentence, content.coverage, *merging) if words)
 
 
-def where(content: Content) -> str:
+def describe_setup(content: Content) -> str:
     parts = []
     if content.bench:
         machine, described = content.bench.environment, content.bench.candidate.describe
@@ -247,7 +247,7 @@ def where(content: Content) -> str:
     return " · ".join(part for part in parts if part)
 
 
-def tiles(content: Content) -> list[tuple[str, str]]:
+def build_tiles(content: Content) -> list[tuple[str, str]]:
     large = []
     row = headline_row(content)
     if row and row.speedup:
@@ -257,7 +257,7 @@ def tiles(content: Content) -> list[tuple[str, str]]:
         shipped = shipped_link(content.parity)
         m = shipped.measures
         if m.agreement is None:
-            large.append((error(m.relative_error), f"relative error, {m.images:,} {m.inputs}"))
+            large.append((error_text(m.relative_error), f"relative error, {m.images:,} {m.inputs}"))
         else:
             large.append((percent_text(m.agreement), f"same {SAME[shipped.role]}, {m.images:,} {m.inputs}"))
         large += _accuracy_tile(content.parity)

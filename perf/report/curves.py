@@ -7,12 +7,12 @@ from markupsafe import Markup
 
 from ground.quantity import format_number
 from perf.stats.changes import ChangePoint
-from perf.stats.stats import UNBOUNDED, Interval, exact
+from perf.stats.stats import UNBOUNDED, Interval, exact_interval
 from perf.stats.trend import BatchTrend, Trend
 
 from .numbers import ReportTable
-from .plots import PlotSeries, curve, ends_of, line_with_whiskers
-from .svg import WIDTH, Drawing, Figure, axis_left, grid_y, group, legend, line, linear, text
+from .plots import PlotSeries, draw_curve, ends_of, line_with_whiskers
+from .svg import WIDTH, Drawing, Figure, axis_left, grid_y, group, legend, line, linear_scale, text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,12 +33,14 @@ class ImagesPoint:
     high: float
 
 
-def images_plot(points: Sequence[ImagesPoint]) -> Drawing:
+def draw_images(points: Sequence[ImagesPoint]) -> Drawing:
     """Draw losses on images of the fit and on others, or the output's error where there are no others."""
 
     def series(name: str, tone: str, values: Sequence[float]) -> PlotSeries:
         labelled = zip(points, values, strict=True)
-        return PlotSeries(name=name, tone=tone, points=[(f"{at.images:,}", exact(value)) for at, value in labelled])
+        return PlotSeries(
+            name=name, tone=tone, points=[(f"{at.images:,}", exact_interval(value)) for at, value in labelled]
+        )
 
     others = [at.held_out for at in points if at.held_out is not None]
     errors = [at.relative_error for at in points if at.relative_error is not None]
@@ -50,11 +52,11 @@ def images_plot(points: Sequence[ImagesPoint]) -> Drawing:
         lines = [series("output", "reduced", errors)]
         title, unit = "Relative error of the output against calibration images", "error"
     positive = all(point.value > 0.0 for each in lines for _, point in each.points)
-    return curve(lines, title=title, unit=unit, x_label="calibration images", log=positive)
+    return draw_curve(lines, title=title, unit=unit, x_label="calibration images", log=positive)
 
 
 def images_figure(points: Sequence[ImagesPoint]) -> Figure:
-    return Figure("Where the lines meet, more images of the same kind bring nothing.", images_plot(points))
+    return Figure("Where the lines meet, more images of the same kind bring nothing.", draw_images(points))
 
 
 def images_table(points: Sequence[ImagesPoint], *, sentence: str) -> ReportTable:
@@ -80,13 +82,13 @@ def images_table(points: Sequence[ImagesPoint], *, sentence: str) -> ReportTable
 MOST_LABELS = 10
 
 
-def trend_plot(
+def draw_trend(
     series: Sequence[PlotSeries], changes: Sequence[ChangePoint], releases: Sequence[str], *, title: str, unit: str
 ) -> Drawing:
     """Draw series over releases, with a dashed line where a level began."""
     count = len(releases)
     right, top, bottom = WIDTH - 14, 34, 236
-    y = linear(ends_of(series), start=bottom, end=top, zero=False)
+    y = linear_scale(ends_of(series), start=bottom, end=top, zero=False)
     left = max(52.0, axis_left(y.ticks))
     step = (right - left - 24) / max(count - 1, 1)
     places = {str(i + 1): left + 12 + i * step if count > 1 else (left + right) / 2 for i in range(count)}
@@ -110,12 +112,12 @@ def history_figures(history: Trend) -> list[Figure]:
     return [figure for batch in history.batches for figure in _figures(batch, history)]
 
 
-def trend_drawing(history: Trend) -> Drawing:
+def draw_history(history: Trend) -> Drawing:
     """Draw what is judged at the first batch size that has a figure."""
     for batch in history.batches:
         if any(batch.judged.values):
             return _figures(batch, history)[-1 if batch.judged.unit == "x" else 0].drawing
-    return trend_plot([], [], history.releases, title="Latency over releases", unit="ms")
+    return draw_trend([], [], history.releases, title="Latency over releases", unit="ms")
 
 
 def history_table(history: Trend) -> ReportTable:
@@ -143,7 +145,7 @@ def _figures(batch: BatchTrend, history: Trend) -> list[Figure]:
             caption = f"{shown} at batch {batch.batch} with 95 % intervals; changes are looked for {here}, "
             caption += "a dashed line where a level began."
             title = f"{what} by release, batch {batch.batch}"
-            figures.append(Figure(caption, trend_plot(series, changes, history.releases, title=title, unit=unit)))
+            figures.append(Figure(caption, draw_trend(series, changes, history.releases, title=title, unit=unit)))
     return figures
 
 

@@ -20,7 +20,7 @@ def count_text(value: float | None) -> str:
     return NOTHING if value is None else _in_units(value, (*UNITS, ("", 1.0))).rstrip()
 
 
-def size(value: float | None) -> str:
+def size_text(value: float | None) -> str:
     return NOTHING if value is None else f"{_in_units(value, UNITS)}B"
 
 
@@ -39,17 +39,17 @@ def signed_percent(value: float, decimals: int = 1) -> str:
     return f"{100 * value:+.{decimals}f} %".replace("-", MINUS)
 
 
-def points(value: float) -> str:
+def points_text(value: float) -> str:
     return f"{100 * value:+.2f} points".replace("-", MINUS)
 
 
-def error(value: float | None) -> str:
+def error_text(value: float | None) -> str:
     if value is None:
         return NOTHING
     return format_number(value, 2) if math.isfinite(value) else "not finite"
 
 
-def number(value: float | None) -> str:
+def number_text(value: float | None) -> str:
     if value is None:
         return NOTHING
     shown = f"{value:#.3g}".rstrip(".")
@@ -58,11 +58,11 @@ def number(value: float | None) -> str:
     return f"{value:,.0f}" if value >= 1000 or "e+" in shown else shown
 
 
-def middle(value: Interval | Percentile | None) -> str:
-    return NOTHING if value is None else number(value.value)
+def value_text(value: Interval | Percentile | None) -> str:
+    return NOTHING if value is None else number_text(value.value)
 
 
-def ratio(value: Interval | None) -> str:
+def ratio_text(value: Interval | None) -> str:
     return NOTHING if value is None else value.describe(bounds="\n{} to {}")
 
 

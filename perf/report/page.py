@@ -12,12 +12,12 @@ from perf.stats.stats import Interval
 from perf.stats.summary import SubjectSummary, SummaryRow
 
 from . import plots
-from .content import Content, lead, tiles, verdicts, where
+from .content import Content, build_lead, build_tiles, describe_setup, list_verdicts
 from .curves import history_figures, images_figure
 from .numbers import ReportTable
 from .plots import PlotSeries
 from .svg import Figure
-from .tables import tables
+from .tables import build_tables
 
 
 def speed_figures(content: Content) -> list[Figure]:
@@ -29,11 +29,11 @@ def speed_figures(content: Content) -> list[Figure]:
     before, after = (subject.macs for subject in content.bench.subjects)
     pairs = {f"batch {row.batch}": (row.speedup and plots.shown_interval(row.speedup), _noise(row)) for row in rows}
     if any(ratio for ratio, _ in pairs.values()):
-        drawing = plots.gains(pairs, before / after if before and after else None)
+        drawing = plots.draw_gains(pairs, before / after if before and after else None)
         figures.append(Figure("Ratio of medians, 95 % intervals; grey is the machine's own noise.", drawing))
     times = {f"batch {row.batch}": {name: side.times_ms for name, side in row.sides.items()} for row in rows}
     if kept := {label: by_name for label, by_name in times.items() if all(by_name.values())}:
-        figures.append(Figure("Every kept call; the vertical line is the median.", plots.distributions(kept)))
+        figures.append(Figure("Every kept call; the vertical line is the median.", plots.draw_distributions(kept)))
     return figures
 
 
@@ -49,7 +49,7 @@ def _curve(
     if not series:
         return []
     median = f"Median {rows[0].measure.replace('_', ' ')} time on a log scale, with its 95 % interval."
-    drawing = plots.curve(series, title=title, unit=unit, x_label="batch size", log=log)
+    drawing = plots.draw_curve(series, title=title, unit=unit, x_label="batch size", log=log)
     return [Figure(median if log else "Images per second of wall time.", drawing)]
 
 
@@ -60,12 +60,12 @@ def _noise(row: SummaryRow) -> Interval | None:
 def fidelity_figures(content: Content) -> list[Figure]:
     figures = []
     if content.parity:
-        drawing = plots.bounded(content.parity.links, x_label=f"relative error of the {content.parity.compared}")
+        drawing = plots.draw_links(content.parity.links, x_label=f"relative error of the {content.parity.compared}")
         figures.append(Figure("The band ends where the link's tolerance ends.", drawing))
     errors = {site.site: (site.error_uncompensated, site.error) for site in content.sites}
     known = {site: (cut, mended) for site, (cut, mended) in errors.items() if cut is not None and mended is not None}
     if known:
-        figures.append(Figure("Of the site's output, before and after the compensation.", plots.dumbbells(known)))
+        figures.append(Figure("Of the site's output, before and after the compensation.", plots.draw_sites(known)))
     return figures
 
 
@@ -100,15 +100,15 @@ class Section:
 
 
 def html_from_content(content: Content) -> str:
-    by_key, tones = tables(content), {_tone(stated.verdict) for stated in verdicts(content)}
+    by_key, tones = build_tables(content), {_tone(stated.verdict) for stated in list_verdicts(content)}
     page = _environment().get_template("page.html")
     return page.render(
         content=content,
-        where=where(content),
-        verdicts=verdicts(content),
+        where=describe_setup(content),
+        verdicts=list_verdicts(content),
         tone=next((tone for tone in ("fail", "note", "pass") if tone in tones), "none"),
-        lead=lead(content),
-        tiles=tiles(content),
+        lead=build_lead(content),
+        tiles=build_tiles(content),
         beside=[by_key[key] for key in BESIDE if key in by_key],
         sections=_sections(content, by_key),
     )

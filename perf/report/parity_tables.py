@@ -7,10 +7,10 @@ from perf.parity.link import Link
 from perf.parity.maps import MapMeasures
 from perf.parity.parity import Parity
 
-from .numbers import NOTHING, ReportTable, error, percent_text
+from .numbers import NOTHING, ReportTable, error_text, percent_text
 
 
-def links(parity: Parity) -> ReportTable:
+def links_table(parity: Parity) -> ReportTable:
     images = parity.images
     agreement = "Top-1 agreement" if parity.compared == "logits" else "Agreement"
     inputs_text = "random inputs, as asked" if images.kind == "random" else f"real {images.kind}"
@@ -32,18 +32,18 @@ def _link_cells(link: Link) -> tuple[str, ...]:
     return (
         f"{link.name}\n{link.reference} → {link.candidate}",
         link.status,
-        f"{error(m.relative_error)}\n{'no limit' if bound is None else f'{error(bound)} allowed'}",
-        error(m.max_abs),
+        f"{error_text(m.relative_error)}\n{'no limit' if bound is None else f'{error_text(bound)} allowed'}",
+        error_text(m.max_abs),
         percent_text(m.agreement)
         + ("" if span is None else f"\n{percent_text(span[0], 1)} to {percent_text(span[1], 1)}"),
         NOTHING if decisive is None else f"{m.decisive_flips}\nof {decisive:,}",
         percent_text(by_role.get("top5_overlap")),
         f"{m.cosine_min:.4f}",
-        error(by_role.get("kl_mean")),
+        error_text(by_role.get("kl_mean")),
     )
 
 
-def maps(parity: Parity) -> ReportTable:
+def maps_table(parity: Parity) -> ReportTable:
     rows = [(link, link.measures) for link in parity.links]
     heads = ", ".join(f"{head.file} reads {', '.join(head.reads)}" for head in parity.heads)
     return ReportTable(
@@ -55,9 +55,9 @@ def maps(parity: Parity) -> ReportTable:
             (
                 link.name,
                 link.status,
-                error(m.relative_error),
-                error(m.relative_error_mean),
-                error(m.relative_error_worst),
+                error_text(m.relative_error),
+                error_text(m.relative_error_mean),
+                error_text(m.relative_error_worst),
                 f"{m.iou:.4f}",
                 f"{m.iou_worst:.4f}",
                 percent_text(m.pixel_agreement),
@@ -69,7 +69,7 @@ def maps(parity: Parity) -> ReportTable:
     )  # fmt: skip
 
 
-def located(parity: Parity) -> ReportTable:
+def located_table(parity: Parity) -> ReportTable:
     rows = tuple(
         (line.site or "no single site", line.link, line.reason, line.command or NOTHING) for line in parity.located
     )
@@ -78,7 +78,7 @@ def located(parity: Parity) -> ReportTable:
     )
 
 
-def structure(parity: Parity) -> ReportTable:
+def structure_table(parity: Parity) -> ReportTable:
     not_passed = tuple((f"{t.test}\n{t.candidate}", t.status, t.reason) for t in parity.structure if t.status != "PASS")
     passed: dict[str, list[str]] = {}
     for test in parity.structure:
@@ -112,7 +112,7 @@ def accuracy_table(parity: Parity) -> ReportTable:
     )
 
 
-def own_metrics(parity: Parity) -> ReportTable:
+def own_metrics_table(parity: Parity) -> ReportTable:
     return ReportTable(
         key="metrics",
         title="Measures of your own",
@@ -126,18 +126,30 @@ def own_metrics(parity: Parity) -> ReportTable:
     )
 
 
-def shift(parity: Parity) -> ReportTable:
+def shift_table(parity: Parity) -> ReportTable:
     shift = parity.shift
     return ReportTable(
         key="shift",
         title="Images against calibration",
         columns=("Site", "Status", "Mean distance", "by chance", "Covariance distance", "by chance"),
         rows=tuple(
-            (s.site, s.status, *map(error, (s.mean_distance, s.mean_noise, s.covariance_distance, s.covariance_noise)))
+            (
+                s.site,
+                s.status,
+                *map(error_text, (s.mean_distance, s.mean_noise, s.covariance_distance, s.covariance_noise)),
+            )
             for s in (shift.sites if shift else ())
         ),
         note=shift.reason if shift else "",
     )
 
 
-PARITY_TABLES = (links, maps, located, structure, accuracy_table, own_metrics, shift)
+PARITY_TABLES = (
+    links_table,
+    maps_table,
+    located_table,
+    structure_table,
+    accuracy_table,
+    own_metrics_table,
+    shift_table,
+)

@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from ground.quantity import format_number
 from perf.parity.link import Link
-from perf.stats.stats import Interval, exact
+from perf.stats.stats import Interval, exact_interval
 
-from .numbers import error as error_words
-from .numbers import number
+from .numbers import error_text as error_words
+from .numbers import number_text
 from .svg import (
     WIDTH,
     Drawing,
@@ -28,8 +28,8 @@ from .svg import (
     group,
     legend,
     line,
-    linear,
-    logarithmic,
+    linear_scale,
+    logarithmic_scale,
     path,
     text,
     width_of,
@@ -55,14 +55,14 @@ class PlotSeries:
 
 
 def shown_interval(value: Interval) -> Interval:
-    return value if value.is_bounded and value.low > 0 else exact(value.value)
+    return value if value.is_bounded and value.low > 0 else exact_interval(value.value)
 
 
-def curve(series: Sequence[PlotSeries], *, title: str, unit: str, x_label: str, log: bool) -> Drawing:
+def draw_curve(series: Sequence[PlotSeries], *, title: str, unit: str, x_label: str, log: bool) -> Drawing:
     """Lines with intervals over evenly spaced labels (batch sizes), the legend above."""
     labels = list(dict.fromkeys(label for s in series for label, _ in s.points))
     right, top, bottom = WIDTH - 14, 34, 236
-    y = (logarithmic if log else linear)(ends_of(series), start=bottom, end=top)
+    y = (logarithmic_scale if log else linear_scale)(ends_of(series), start=bottom, end=top)
     left = axis_left(y.ticks)
     step = (right - left - 36) / max(len(labels) - 1, 1)
     places = {label: left + 18 + i * step for i, label in enumerate(labels)}
@@ -111,13 +111,13 @@ class Spot:
     tip: str
 
 
-def scatter(clouds: Mapping[str, Sequence[Spot]], *, title: str, unit: str, x_label: str, least: float) -> Drawing:
+def draw_scatter(clouds: Mapping[str, Sequence[Spot]], *, title: str, unit: str, x_label: str, least: float) -> Drawing:
     """Draw spots by the name of their cloud on a logarithmic axis; below `least` is at `least`."""
     right, top, bottom = WIDTH - 14, 46, 268
     spots = [spot for cloud in clouds.values() for spot in cloud]
-    y = logarithmic([spot.value for spot in spots], start=bottom, end=top, least=least)
+    y = logarithmic_scale([spot.value for spot in spots], start=bottom, end=top, least=least)
     left = max(52.0, axis_left(y.ticks))
-    x = linear([spot.x for spot in spots], start=left, end=right, zero=False)
+    x = linear_scale([spot.x for spot in spots], start=left, end=right, zero=False)
     tones = {name: f"hue{place % HUES}" for place, name in enumerate(clouds)}
     marks = [grid_y(y, left, right, unit), grid_x(x, top, bottom, x_label), legend(list(tones.items()), right=unit)]
     for name, cloud in clouds.items():
@@ -131,20 +131,21 @@ def _beside_rows(rows: Iterable[str]) -> float:
     return max([58.0, *(8 + width_of(name) for name in rows)])
 
 
-def distributions(rows: Mapping[str, Mapping[str, Sequence[float]]]) -> Drawing:
+def draw_distributions(rows: Mapping[str, Mapping[str, Sequence[float]]]) -> Drawing:
     """Draw a row a batch: densities of both subjects' times over the reference's median, medians in ms at the right.
 
     `rows`: by batch the samples in milliseconds, the reference first. Times beyond three interquartile ranges count at
     the border.
     """
     shown = {
-        label: " → ".join(number(float(np.median(each))) for each in sides.values()) for label, sides in rows.items()
+        label: " → ".join(number_text(float(np.median(each))) for each in sides.values())
+        for label, sides in rows.items()
     }
     left, right = _beside_rows(rows), WIDTH - max([92.0, *(8 + width_of(words) for words in shown.values())])
     bottom = HEAD + len(rows) * ROW_PX
     relative = {label: _relative(by_name) for label, by_name in rows.items()}
     ends = [end for times_of in relative.values() for times in times_of.values() for end in _without_outliers(times)]
-    x = linear(ends, start=left, end=right, zero=False)
+    x = linear_scale(ends, start=left, end=right, zero=False)
     names = list(dict.fromkeys(name for by_name in rows.values() for name in by_name))
     tones = dict(zip(names, ("dense", "reduced"), strict=False))
     marks = [grid_x(x, HEAD, bottom, f"time / median of {names[0]}"), legend(list(tones.items()), right=MEDIANS)]
@@ -184,11 +185,11 @@ def _density(times: NDArray[np.float64], tone: str, x: Scale, base: float) -> tu
     return area, line(f"whisker {tone}", (at, at), (base - ROW_PX + 10, base))
 
 
-def gains(rows: Mapping[str, tuple[Interval | None, Interval | None]], promised: float | None) -> Drawing:
+def draw_gains(rows: Mapping[str, tuple[Interval | None, Interval | None]], promised: float | None) -> Drawing:
     """Draw a row a batch: the speed-up, the A/A noise as a band around 1, and the promise of the operation counts."""
     bottom = HEAD + len(rows) * ROW_PX
     ends = [end for pair in rows.values() for each in pair if each for end in (each.low, each.value, each.high)]
-    x = linear([1.0, *ends, promised or 1.0], start=_beside_rows(rows), end=WIDTH - 50, zero=False)
+    x = linear_scale([1.0, *ends, promised or 1.0], start=_beside_rows(rows), end=WIDTH - 50, zero=False)
     marks = [grid_x(x, HEAD, bottom, "dense time / reduced time")]
     marks.append(legend([("dense against itself", "band"), ("reduced", "reduced")]))
     if promised:
@@ -216,13 +217,13 @@ def _ratio(label: str, ratio: Interval, x: Scale, y: float) -> list[Markup]:
     return [mark, text(WIDTH - 2, y + 4, f"{ratio.value:.2f}×", anchor="end", css="name")]
 
 
-def dumbbells(rows: Mapping[str, tuple[float, float]]) -> Drawing:
+def draw_sites(rows: Mapping[str, tuple[float, float]]) -> Drawing:
     """Draw a row a site on a logarithmic axis: its error only cut (ring) and compensated (dot)."""
     row_px = 22 if len(rows) <= 16 else 17
     left = 14 + min(max((width_of(name) for name in rows), default=0), MOST_OF_NAMES)
     right, head = WIDTH - 16, 36
     bottom = head + len(rows) * row_px
-    x = logarithmic([v for pair in rows.values() for v in pair], start=left, end=right, least=LEAST_ERROR)
+    x = logarithmic_scale([v for pair in rows.values() for v in pair], start=left, end=right, least=LEAST_ERROR)
     marks = [grid_x(x, head, bottom, "relative error"), legend([("only cut", "dense"), ("compensated", "reduced")])]
     for i, (name, (before, after)) in enumerate(rows.items()):
         y, ends = head + (i + 0.5) * row_px, [x.at(max(value, LEAST_ERROR)) for value in (before, after)]
@@ -233,13 +234,13 @@ def dumbbells(rows: Mapping[str, tuple[float, float]]) -> Drawing:
     return Drawing(title="Error of each site", height=bottom + 42, marks=tuple(marks))
 
 
-def bounded(links: Sequence[Link], *, x_label: str) -> Drawing:
+def draw_links(links: Sequence[Link], *, x_label: str) -> Drawing:
     """Draw a row a link on a logarithmic axis: the room up to the bound, and a dot in the status's colour."""
     left, right, head = 8, WIDTH - 8, 6
     bottom = head + len(links) * 46
     pairs = [(link.measures.relative_error, link.tolerance.max_relative_error) for link in links]
     values = [end for error, bound in pairs for end in (error, bound or error) if math.isfinite(end)]
-    x = logarithmic([*values, LEAST_BOUNDED, 1e-1], start=left, end=right, least=LEAST_BOUNDED)
+    x = logarithmic_scale([*values, LEAST_BOUNDED, 1e-1], start=left, end=right, least=LEAST_BOUNDED)
     rows = (_bounded(link, x, head + i * 46 + 32) for i, link in enumerate(links))
     return Drawing(title="Error of each link", height=bottom + 42, marks=(grid_x(x, head, bottom, x_label), *rows))
 

@@ -11,17 +11,17 @@ from ground.text import csv_text, markdown_line
 from perf.stats.stats import Interval, Percentile
 from perf.stats.summary import SummaryRow
 
-from .content import Content, content_from_record, lead, verdicts
+from .content import Content, build_lead, content_from_record, list_verdicts
 from .numbers import ReportTable
 from .page import html_from_content
-from .tables import MEASURES, tables
+from .tables import MEASURES, build_tables
 
 HEADER = ("section", "subject", "batch", "measure", "name", "value", "low", "high")
 SITE_ERRORS = ("error_uncompensated", "error", "error_held_out", "stream_error", "stream_error_held_out")
 CsvRow = tuple[str, str, str, str, str, float | str, float | str, float | str]
 
 
-def csv(record: Mapping[str, Any]) -> str:
+def csv_from_record(record: Mapping[str, Any]) -> str:
     """Return every number, unrounded, with its interval; unknown ones are empty. Columns are HEADER's."""
     return csv_text((HEADER, *_csv_rows(content_from_record(record))))
 
@@ -91,14 +91,16 @@ def _finite(value: float | None) -> float | str:
     return "" if value is None or not math.isfinite(value) else value
 
 
-def markdown(record: Mapping[str, Any]) -> str:
+def markdown_from_record(record: Mapping[str, Any]) -> str:
     """The tables of the page and no plots, for a pull request or a terminal."""
     content = content_from_record(record)
     lines = [f"# {markdown_line(content.title)}", ""]
-    lines += [f"**{markdown_line(stated.headline)}** {markdown_line(stated.why)}  " for stated in verdicts(content)]
+    lines += [
+        f"**{markdown_line(stated.headline)}** {markdown_line(stated.why)}  " for stated in list_verdicts(content)
+    ]
     lines.append("")
-    lines += [markdown_line(lead(content)), ""] if lead(content) else []
-    for table in tables(content).values():
+    lines += [markdown_line(build_lead(content)), ""] if build_lead(content) else []
+    for table in build_tables(content).values():
         lines += [*markdown_from_table(table), ""]
     if content.commands:
         longest = max(map(len, re.findall("`+", "\n".join(content.commands))), default=0)
@@ -122,7 +124,7 @@ TAGS = {
 }
 
 
-def junit(record: Mapping[str, Any]) -> str:
+def junit_from_record(record: Mapping[str, Any]) -> str:
     """Write links, structural tests and gate rules as test cases: FAIL is a failure, what is undecided an error."""
     content = content_from_record(record)
     suites = ElementTree.Element("testsuites", name=content.title)
@@ -156,5 +158,5 @@ def _suite(parent: ElementTree.Element, name: str, rows: Sequence[tuple[str, str
             ElementTree.SubElement(element, tag, {"message": why if status == "FAIL" else f"{status}: {why}"})
 
 
-def html(record: Mapping[str, Any]) -> str:
+def html_from_record(record: Mapping[str, Any]) -> str:
     return html_from_content(content_from_record(record))

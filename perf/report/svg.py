@@ -39,7 +39,7 @@ class Scale:
         return _log_ticks(self.low, self.high) if self.log else _linear_ticks(self.low, self.high)
 
 
-def linear(values: Iterable[float], *, start: float, end: float, zero: bool = True) -> Scale:
+def linear_scale(values: Iterable[float], *, start: float, end: float, zero: bool = True) -> Scale:
     """A linear scale that holds all finite values, from zero unless told otherwise, with a little air above."""
     finite = [v for v in values if math.isfinite(v)] or [0.0, 1.0]
     low, high = min(finite), max(finite)
@@ -47,7 +47,7 @@ def linear(values: Iterable[float], *, start: float, end: float, zero: bool = Tr
     return Scale(low=min(0.0, low) if zero else low - air, high=high + air, start=start, end=end)
 
 
-def logarithmic(values: Iterable[float], *, start: float, end: float, least: float = 1e-12) -> Scale:
+def logarithmic_scale(values: Iterable[float], *, start: float, end: float, least: float = 1e-12) -> Scale:
     """A logarithmic scale that holds all values from `least` to 1e100, with a little air on both sides."""
     finite = [max(v, least) for v in values if v < 1e100] or [1.0]
     low, high = min(finite), max(finite)
@@ -55,7 +55,7 @@ def logarithmic(values: Iterable[float], *, start: float, end: float, least: flo
     return Scale(low=low / max(air, 1.15), high=high * max(air, 1.15), start=start, end=end, log=True)
 
 
-def short(value: float) -> str:
+def tick_label(value: float) -> str:
     """A tick label: 0.001, 1, 20, 30k, 2M, 1e-6."""
     if value == 0 or 1e-3 <= abs(value) < 1e4:
         return f"{value:.6g}"
@@ -106,7 +106,7 @@ def _cut(label: str, kept: int) -> str:
 
 def axis_left(ticks: Iterable[float]) -> float:
     """Return the room that the labels of a vertical axis take."""
-    return max(46.0, 12 + max((width_of(short(tick)) for tick in ticks), default=0.0))
+    return max(46.0, 12 + max((width_of(tick_label(tick)) for tick in ticks), default=0.0))
 
 
 def element(tag: str, *inside: str, **attributes: str | float) -> Markup:
@@ -170,7 +170,10 @@ def grid_y(y: Scale, left: float, right: float, unit: str) -> Markup:
     parts = []
     for tick in y.ticks:
         level = y.at(tick)
-        parts += [line("grid", (left, right), (level, level)), text(left - 8, level + 4, short(tick), anchor="end")]
+        parts += [
+            line("grid", (left, right), (level, level)),
+            text(left - 8, level + 4, tick_label(tick), anchor="end"),
+        ]
     return Markup("").join([*parts, text(right, 13, unit, anchor="end")])
 
 
@@ -178,7 +181,10 @@ def grid_x(x: Scale, top: float, bottom: float, x_label: str) -> Markup:
     parts = []
     for tick in x.ticks:
         place = x.at(tick)
-        parts += [line("grid", (place, place), (top, bottom)), text(place, bottom + 16, short(tick), anchor="middle")]
+        parts += [
+            line("grid", (place, place), (top, bottom)),
+            text(place, bottom + 16, tick_label(tick), anchor="middle"),
+        ]
     middle = (x.start + x.end) / 2
     shown = cut_in_middle(x_label, 2 * min(middle, WIDTH - middle))
     return Markup("").join([*parts, text(middle, bottom + 35, shown, anchor="middle")])

@@ -14,14 +14,14 @@ from .numbers import (
     PAIR,
     ReportTable,
     count_text,
-    error,
-    middle,
-    number,
+    error_text,
+    number_text,
     percent_text,
-    points,
-    ratio,
+    points_text,
+    ratio_text,
     signed_percent,
-    size,
+    size_text,
+    value_text,
 )
 from .parity_tables import PARITY_TABLES
 
@@ -29,20 +29,23 @@ MOST_WHY = 100
 """Characters that a line of the gate's table holds behind a rule and its verdict, in a window of 1,280 pixels."""
 
 
-def tables(content: Content) -> dict[str, ReportTable]:
+def build_tables(content: Content) -> dict[str, ReportTable]:
     """Return every table that has rows, by key, in reading order."""
     summary, size = content.summary, content.calibration_size
     parts: list[tuple[Callable[[Any], ReportTable], Any]] = [
-        (models, content.models),
-        (effects, content.effects),
-        (partial(latency, "latency", "Latency and throughput"), summary and summary.rows),
-        (partial(latency, "end_to_end", "With copies to and from the device"), summary and summary.end_to_end_rows),
+        (models_table, content.models),
+        (effects_table, content.effects),
+        (partial(latency_rows_table, "latency", "Latency and throughput"), summary and summary.rows),
+        (
+            partial(latency_rows_table, "end_to_end", "With copies to and from the device"),
+            summary and summary.end_to_end_rows,
+        ),
         (gate_table, content.gate.rules),
         (history_table, content.history),
         (partial(images_table, sentence=size.sentence if size else ""), size and size.points),
         *((table, content.parity) for table in PARITY_TABLES),
-        (ways, content.ways),
-        (merging, content.merging),
+        (budgets_table, content.ways),
+        (merging_table, content.merging),
         (sites_table, content.sites),
         (effort_table, content.effort),
         (partial(pairs_table, "environment", "Environment"), content.environment),
@@ -52,12 +55,12 @@ def tables(content: Content) -> dict[str, ReportTable]:
     return {table.key: table for table in every if table.rows}
 
 
-def models(lines: Sequence[ModelLine]) -> ReportTable:
+def models_table(lines: Sequence[ModelLine]) -> ReportTable:
     cells = [
         _property("Parameters", [line.params for line in lines], count_text),
         _property("Multiply-adds", [line.macs for line in lines], count_text),
-        _property("File size", [line.size_bytes for line in lines], size),
-        _property("Device memory", [line.device_memory_bytes for line in lines], size),
+        _property("File size", [line.size_bytes for line in lines], size_text),
+        _property("Device memory", [line.device_memory_bytes for line in lines], size_text),
         _property("Accuracy", [line.accuracy for line in lines], percent_text),
         _property("Agreement", [line.agreement for line in lines], percent_text),
     ]
@@ -76,22 +79,22 @@ def _property(name: str, values: Sequence[float | None], show: Callable[[float |
     before, after = values
     if not before or after is None or name == "Agreement":
         return (*cells, NOTHING)
-    return (*cells, points(after - before) if name == "Accuracy" else signed_percent(after / before - 1))
+    return (*cells, points_text(after - before) if name == "Accuracy" else signed_percent(after / before - 1))
 
 
-def effects(lines: Sequence[EffectLine]) -> ReportTable:
+def effects_table(lines: Sequence[EffectLine]) -> ReportTable:
     return ReportTable(
         key="effects",
         title="What the compensation changed",
         columns=("Preset", "Logit error", "Agreement", "Accuracy"),
         rows=tuple(
-            (e.preset, error(e.relative_error), percent_text(e.agreement), percent_text(e.accuracy)) for e in lines
+            (e.preset, error_text(e.relative_error), percent_text(e.agreement), percent_text(e.accuracy)) for e in lines
         ),
         note="Same widths and images; with preset none the channels are only cut.",
     )
 
 
-def latency(key: str, title: str, rows: Sequence[SummaryRow]) -> ReportTable:
+def latency_rows_table(key: str, title: str, rows: Sequence[SummaryRow]) -> ReportTable:
     """One row a batch, reference → candidate; what failed stays in the table."""
     measure = rows[0].measure.replace("_", " ")
     needed = next((p.needed for row in rows for s in row.sides.values() if (p := s.p99_ms) and p.value is None), None)
@@ -116,7 +119,7 @@ def _on_repeats(rows: Sequence[SummaryRow]) -> str:
     gain, name, batch = max(gains, key=lambda each: each[0].value)
     return (
         " Each was also timed on one batch again and again against varied ones, which shows what answers out of a "
-        f"cache: at most {ratio(gain)} times as quick ({name}, batch {batch}; {MOST_GAIN:g} passes)."
+        f"cache: at most {ratio_text(gain)} times as quick ({name}, batch {batch}; {MOST_GAIN:g} passes)."
     )
 
 
@@ -126,13 +129,13 @@ def _latency_cells(row: SummaryRow) -> tuple[str, ...]:
     quality = "disturbed" if row.disturbed else failed
     return (
         f"{row.batch}\n{quality}" if quality else str(row.batch),
-        _both(sides, lambda side: middle(side.p50_ms) if side.status == "ok" else side.status),
-        _both(sides, lambda side: middle(side.p90_ms)),
-        _both(sides, lambda side: middle(side.p99_ms)),
-        _both(sides, lambda side: middle(side.throughput)),
-        _both(sides, lambda side: size(side.peak_memory_bytes)),
-        ratio(row.speedup),
-        ratio(row.noise),
+        _both(sides, lambda side: value_text(side.p50_ms) if side.status == "ok" else side.status),
+        _both(sides, lambda side: value_text(side.p90_ms)),
+        _both(sides, lambda side: value_text(side.p99_ms)),
+        _both(sides, lambda side: value_text(side.throughput)),
+        _both(sides, lambda side: size_text(side.peak_memory_bytes)),
+        ratio_text(row.speedup),
+        ratio_text(row.noise),
         NOTHING if row.realised_share is None else percent_text(row.realised_share, 0),
     )
 
@@ -152,17 +155,19 @@ def gate_table(rules: Sequence[GateLine]) -> ReportTable:
     )
 
 
-def ways(lines: Sequence[BudgetLine]) -> ReportTable:
+def budgets_table(lines: Sequence[BudgetLine]) -> ReportTable:
     return ReportTable(
         key="ways",
         title="One budget, several ways to spend it",
         columns=("Widths", "Of the dense cost", "Logit error, predicted", "Logit error, found"),
-        rows=tuple((w.name, percent_text(w.share), error(w.predicted_error), error(w.measured_error)) for w in lines),
+        rows=tuple(
+            (w.name, percent_text(w.share), error_text(w.predicted_error), error_text(w.measured_error)) for w in lines
+        ),
         note="Found on a few calibration images, before any labels or held-out images are looked at.",
     )
 
 
-def merging(lines: MergingLines) -> ReportTable:
+def merging_table(lines: MergingLines) -> ReportTable:
     return ReportTable(
         key="merging",
         title="Tokens by block",
@@ -190,8 +195,8 @@ def sites_table(lines: Sequence[SiteLine]) -> ReportTable:
         title="Sites",
         columns=("Site", "Width, dense", "Width, reduced", "Error, only cut", "Error, compensated", *judged),
         rows=tuple(
-            (s.site, s.width_dense, s.width_reduced, error(s.error_uncompensated), error(s.error),
-             *(error(getattr(s, name)) for name in judged.values()))
+            (s.site, s.width_dense, s.width_reduced, error_text(s.error_uncompensated), error_text(s.error),
+             *(error_text(getattr(s, name)) for name in judged.values()))
             for s in lines
         ),
         note="An error on held-out images well above the one beside it is over-fitting." if judged else "",
@@ -211,9 +216,9 @@ def effort_table(lines: Sequence[EffortLine]) -> ReportTable:
     rows = [
         (
             line.step,
-            "not recorded" if line.seconds is None else number(line.seconds),
-            size(line.peak_bytes),
-            size(line.device_peak_bytes),
+            "not recorded" if line.seconds is None else number_text(line.seconds),
+            size_text(line.peak_bytes),
+            size_text(line.device_peak_bytes),
             *[_machine(line)] * several,
         )
         for line in lines
@@ -221,7 +226,7 @@ def effort_table(lines: Sequence[EffortLine]) -> ReportTable:
     measured_s = [line.seconds for line in lines if line.seconds is not None]
     if len(measured_s) == len(lines) > 1:
         peaks = [max((each for line in lines if (each := getattr(line, name))), default=None) for name in MEASURES[1:]]
-        rows.append(("all together", number(sum(measured_s)), *map(size, peaks), *[""] * several))
+        rows.append(("all together", number_text(sum(measured_s)), *map(size_text, peaks), *[""] * several))
     note = "" if several or not machines else f"On {machines[0]}. "
     note += "Each step as it took when its files were made: one that was not run again keeps the older figures. "
     note += "Memory is all that the process held, and of the GPU's what torch did."

@@ -124,7 +124,7 @@ def _copy(sources: Mapping[str, Any], targets: Mapping[str, Any]) -> None:
         targets[name].copy_(source, non_blocking=True)
 
 
-def first_uuid() -> str:
+def read_gpu_uuid() -> str:
     """Return NVML's name of the GPU in use. Raises Missing as require_cuda does."""
     import torch
 
@@ -140,7 +140,7 @@ def open_stream() -> Any:
     return torch.cuda.Stream()
 
 
-def captured(stream: Any, launch: Callable[[], object]) -> Callable[[], object]:
+def capture_graph(stream: Any, launch: Callable[[], object]) -> Callable[[], object]:
     """A CUDA graph of `launch`, warmed on the same stream first; replaying it runs at the same addresses."""
     import torch
 

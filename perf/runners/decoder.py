@@ -24,13 +24,13 @@ from .onnx import onnx_precision
 from .onnx_session import (
     PROVIDERS,
     Provider,
-    onnxruntime_here,
-    opened_session,
+    import_onnxruntime,
+    open_session,
     ort_errors,
     require_provider,
     session_options,
 )
-from .protocol import HostBound, MemoryGauge, device_memory, resident_gauge
+from .protocol import HostBound, MemoryGauge, device_gauge, resident_gauge
 
 IDS, MASK, LOGITS = "input_ids", "attention_mask", "logits"
 _PAST, _PRESENT = "past_key_values.", "present."
@@ -74,11 +74,11 @@ class DecoderRunner:
         return (OutputPort(name=LOGITS, role="token logits"),)
 
     def __enter__(self) -> Self:
-        ort = onnxruntime_here()
+        ort = import_onnxruntime()
         require_provider(ort.get_available_providers(), self.provider)
         precision = _precision(self.path)
         options = session_options(self.threads, log_severity=4)  # what goes wrong is raised
-        self._session = opened_session(self.path, self.provider, options, {})
+        self._session = open_session(self.path, self.provider, options, {})
         self._require_decoder()
         self._describe = {
             "backend": "onnxruntime",
@@ -127,7 +127,7 @@ class DecoderRunner:
         return HostBound(call, outputs=lambda bound: {LOGITS: _logits(bound)})
 
     def gauge(self) -> MemoryGauge | None:
-        return resident_gauge() if self.provider == "cpu" else device_memory()
+        return resident_gauge() if self.provider == "cpu" else device_gauge()
 
     def describe(self) -> Flat:
         return dict(self._describe)
@@ -158,7 +158,7 @@ class DecoderRunner:
             )
 
     def _buffers(self, batch: int) -> dict[str, Any]:
-        value: Any = onnxruntime_here().OrtValue
+        value: Any = import_onnxruntime().OrtValue
         shape = batch, self.cache.groups, self.length, self.cache.head
         kind = np.float32 if self.cache.value_bytes == 4 else np.float16
         return {name: value.ortvalue_from_numpy(np.zeros(shape, kind), self.provider, 0) for name in self._past}
@@ -177,7 +177,7 @@ class DecoderRunner:
         try:
             self._session.run_with_iobinding(binding)
         except Exception as error:  # with buffers bound, ONNX Runtime raises its own errors or a bare RuntimeError
-            if not isinstance(error, (RuntimeError, *ort_errors(onnxruntime_here()))):
+            if not isinstance(error, (RuntimeError, *ort_errors(import_onnxruntime()))):
                 raise
             if is_out_of_memory(error):
                 raise

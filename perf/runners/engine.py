@@ -13,9 +13,9 @@ from ground.ports import OutputPort, Port, is_fusion_break
 from perf.record.runs import Flat
 from perf.timing.laps import Bound
 
-from .cuda import Staging, captured, open_stream
+from .cuda import Staging, capture_graph, open_stream
 from .onnx_session import role_of_rank
-from .protocol import MemoryGauge, device_memory
+from .protocol import MemoryGauge, device_gauge
 
 Backend = Literal["tensorrt", "tensorrt_rtx"]
 
@@ -84,11 +84,11 @@ class EngineRunner:
 
     def bind(self, feeds: Feeds) -> Bound:
         staging, launch = self._staged(feeds)
-        ready = captured(self._stream, launch) if self.cuda_graph else launch
+        ready = capture_graph(self._stream, launch) if self.cuda_graph else launch
         return staging.bound(ready, flush_l2=self.flush_l2)
 
     def gauge(self) -> MemoryGauge | None:
-        return device_memory()
+        return device_gauge()
 
     def describe(self) -> Flat:
         return {

@@ -18,8 +18,8 @@ from ground.threads import wait_policy
 from perf.record.runs import Flat
 from perf.timing.laps import Bound
 
-from .cuda import Staging, captured, open_stream
-from .protocol import HostBound, MemoryGauge, resident_gauge, torch_allocator
+from .cuda import Staging, capture_graph, open_stream
+from .protocol import HostBound, MemoryGauge, resident_gauge, torch_gauge
 
 Mode = Literal["eager", "compiled", "cuda_graph"]
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -98,7 +98,7 @@ class ModuleRunner:
         return HostBound(call, outputs=self._outputs_by_name)
 
     def gauge(self) -> MemoryGauge | None:
-        return resident_gauge() if self.device == "cpu" else torch_allocator()
+        return resident_gauge() if self.device == "cpu" else torch_gauge()
 
     def describe(self) -> Flat:
         assert self._ready is not None, "describe() before the runner was entered"
@@ -158,7 +158,7 @@ class ModuleRunner:
                     staging.device_out[name].copy_(tensor)
 
         return staging.bound(
-            captured(self._stream, launch) if self.mode == "cuda_graph" else launch, flush_l2=self.flush_l2
+            capture_graph(self._stream, launch) if self.mode == "cuda_graph" else launch, flush_l2=self.flush_l2
         )
 
 

@@ -31,14 +31,14 @@ from .onnx_session import (
     OUTPUTS_NOTE,
     PROVIDERS,
     Provider,
-    graph_io,
-    onnxruntime_here,
-    opened_session,
+    build_ports,
+    import_onnxruntime,
+    open_session,
     ort_errors,
     require_provider,
     session_options,
 )
-from .protocol import HostBound, MemoryGauge, device_memory, resident_gauge
+from .protocol import HostBound, MemoryGauge, device_gauge, resident_gauge
 
 
 @dataclass(slots=True)
@@ -70,7 +70,7 @@ class OnnxRunner:
 
     def __enter__(self) -> Self:
         assert not self.as_typed or self.provider == "cpu", self.provider
-        ort = onnxruntime_here()
+        ort = import_onnxruntime()
         require_provider(ort.get_available_providers(), self.provider)
         precision = onnx_precision(self.path)
         if self.provider == "cpu":
@@ -91,7 +91,7 @@ class OnnxRunner:
         if self.as_typed:
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
             options.add_session_config_entry("session.disable_quant_qdq", "1")
-        self._session = opened_session(self.path, self.provider, options, own)
+        self._session = open_session(self.path, self.provider, options, own)
         self._take_io()
         self._describe = {
             "backend": "onnxruntime",
@@ -120,7 +120,7 @@ class OnnxRunner:
             return staging.run(launch)
         try:
             return self._outputs_by_name(self._session.run(self._output_names, dict(checked)))
-        except ort_errors(onnxruntime_here()) as error:
+        except ort_errors(import_onnxruntime()) as error:
             if is_out_of_memory(error):
                 raise
             fed = ", ".join(f"{name} {list(array.shape)}" for name, array in checked.items())
@@ -141,7 +141,7 @@ class OnnxRunner:
         return HostBound(lambda: run(output_names, checked), outputs=self._outputs_by_name)
 
     def gauge(self) -> MemoryGauge | None:
-        return resident_gauge() if self.provider == "cpu" else device_memory()
+        return resident_gauge() if self.provider == "cpu" else device_gauge()
 
     def describe(self) -> Flat:
         return dict(self._describe)
@@ -164,7 +164,7 @@ class OnnxRunner:
             for nodes in (self._session.get_inputs(), self._session.get_outputs())
         )
         note = self._session.get_modelmeta().custom_metadata_map.get(OUTPUTS_NOTE, "[]")
-        self.inputs, self.outputs, self.fixed_batch = graph_io(self.path, inputs, outputs, note)
+        self.inputs, self.outputs, self.fixed_batch = build_ports(self.path, inputs, outputs, note)
 
     def _staged(self, feeds: Feeds) -> tuple[Staging, Callable[[], None]]:
         """Fixed device addresses bound to the session, which enqueues on its own stream without waiting."""

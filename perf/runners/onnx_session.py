@@ -25,7 +25,7 @@ Borders = tuple[tuple[Port, ...], tuple[OutputPort, ...], int | None]
 """Inputs and outputs in their order, sizes behind the batch (-1 where open), and the batch that a graph fixes."""
 
 
-def io_of_onnx(path: Path) -> Borders:
+def read_onnx_ports(path: Path) -> Borders:
     """Return a graph's ports. Raises BadInput for no graph, and for inputs and outputs of other types."""
     proto = read_onnx(path, weights=False)
     initializers = {tensor.name for tensor in proto.graph.initializer}
@@ -34,10 +34,10 @@ def io_of_onnx(path: Path) -> Borders:
         for values in (proto.graph.input, proto.graph.output)
     )
     note = next((entry.value for entry in proto.metadata_props if entry.key == OUTPUTS_NOTE), "[]")
-    return graph_io(path, [each for each in inputs if each[0] not in initializers], outputs, note)
+    return build_ports(path, [each for each in inputs if each[0] not in initializers], outputs, note)
 
 
-def graph_io(path: Path, inputs: Sequence[Value], outputs: Sequence[Value], note: str) -> Borders:
+def build_ports(path: Path, inputs: Sequence[Value], outputs: Sequence[Value], note: str) -> Borders:
     """Return the ports of a file or runtime, with the note on its outputs. Raises BadInput as io_of_onnx does."""
     answers = [(name, dtype, sizes) for name, dtype, sizes in outputs if not is_fusion_break(name)]
     if not answers or not all(dtype in READ for _, dtype, _ in answers):
@@ -78,7 +78,7 @@ PROVIDERS: dict[Provider, str] = {
 LEFT_TO_CPU = "fallback to CPU EP has been explicitly disabled"
 
 
-def onnxruntime_here() -> Any:
+def import_onnxruntime() -> Any:
     try:
         import onnxruntime
     except ImportError as error:
@@ -109,7 +109,7 @@ def require_provider(available: list[str], provider: Provider) -> None:
 
 def session_options(threads: int | None, *, log_severity: int = 3) -> Any:
     """Return options with so many threads, None for as many as a quota grants."""
-    options = onnxruntime_here().SessionOptions()
+    options = import_onnxruntime().SessionOptions()
     options.log_severity_level = log_severity
     if (threads := thread_limit() if threads is None else threads) is not None:
         options.intra_op_num_threads = threads
@@ -119,9 +119,9 @@ def session_options(threads: int | None, *, log_severity: int = 3) -> Any:
     return options
 
 
-def opened_session(path: Path, provider: Provider, options: Any, provider_options: Mapping[str, str]) -> Any:
+def open_session(path: Path, provider: Provider, options: Any, provider_options: Mapping[str, str]) -> Any:
     """Open a graph. Raises BadInput if it can't be loaded, Missing if another provider would run a part of it."""
-    ort = onnxruntime_here()
+    ort = import_onnxruntime()
     try:
         # Its Python part would open the session again, or go on at a call, with another provider than asked for.
         session = ort.InferenceSession(

@@ -21,7 +21,7 @@ from perf.record.runs import Flat
 from perf.timing.laps import Bound
 
 from .onnx import onnx_precision
-from .onnx_session import io_of_onnx
+from .onnx_session import read_onnx_ports
 from .protocol import HostBound, MemoryGauge, resident_gauge
 
 Arithmetic = Literal["fp32", "fp16", "bf16"]
@@ -53,8 +53,8 @@ class OpenVinoRunner:
             raise BadInput(f"threads: at least 1, got {self.threads}")
 
     def __enter__(self) -> Self:
-        openvino, core = require_openvino(), shared_core()
-        self.inputs, self.outputs, self.fixed_batch = io_of_onnx(self.path)
+        openvino, core = import_openvino(), shared_core()
+        self.inputs, self.outputs, self.fixed_batch = read_onnx_ports(self.path)
         if reason := checker_error(self.path):  # which may end the process there
             raise BadInput(f"{self.path}: OpenVINO cannot load it: not valid: {reason}; export it again")
         threads = thread_limit() if self.threads is None else self.threads
@@ -115,7 +115,7 @@ class OpenVinoRunner:
         """Make a request that reads the feeds in place; inputs that no output depends on are not fed."""
         checked = checked_feeds(feeds, self.inputs, where=str(self.path), batch=self.fixed_batch)
         read = {name for port in self._compiled.inputs for name in port.names}
-        openvino, request = require_openvino(), self._compiled.create_infer_request()
+        openvino, request = import_openvino(), self._compiled.create_infer_request()
         tensors = []
         for name, array in checked.items():
             if name in read:
@@ -187,7 +187,7 @@ class CompiledSettings:
             raise Missing(f"asked OpenVINO for execution mode ACCURACY and got {self.execution_mode}")
 
 
-def require_openvino() -> Any:
+def import_openvino() -> Any:
     try:
         import openvino
     except ImportError as error:
@@ -202,4 +202,4 @@ def shared_core() -> Any:
     Each core restores the thread's signal stack that it found; of two that may be freed, and the next signal ends the
     process. Raises Missing without OpenVINO.
     """
-    return require_openvino().Core()
+    return import_openvino().Core()

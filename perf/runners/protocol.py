@@ -48,7 +48,7 @@ def resident_gauge(proc: Path = Path("/proc/self")) -> MemoryGauge | None:
     return MemoryGauge("resident set", reset, lambda: status("VmRSS:"), lambda: status("VmHWM:"))
 
 
-def torch_allocator() -> MemoryGauge:
+def torch_gauge() -> MemoryGauge:
     """What torch's CUDA allocator has handed out."""
     import torch
 
@@ -59,7 +59,7 @@ def torch_allocator() -> MemoryGauge:
     return MemoryGauge("torch allocator", reset, torch.cuda.memory_allocated, torch.cuda.max_memory_allocated)
 
 
-def device_memory() -> MemoryGauge:
+def device_gauge() -> MemoryGauge:
     """All that is in use on the device; its peak is the larger of now and the last reset, as no counter tells more."""
     import torch
 
@@ -100,8 +100,8 @@ class Ledger:
         return result, peak
 
 
-def stopwatch(device: str) -> Stopwatch:
-    return Stopwatch(host=resident_gauge(), device=torch_allocator() if device == "cuda" else None)
+def build_stopwatch(device: str) -> Stopwatch:
+    return Stopwatch(host=resident_gauge(), device=torch_gauge() if device == "cuda" else None)
 
 
 class Runner(Protocol):

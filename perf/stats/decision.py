@@ -8,7 +8,7 @@ from collections.abc import Callable
 from statistics import NormalDist
 from typing import Literal
 
-from .stats import DEFAULT_CONFIDENCE, Interval, exact
+from .stats import DEFAULT_CONFIDENCE, Interval, exact_interval
 
 MOST = 10**9  # larger sets of inputs there are none
 
@@ -26,7 +26,7 @@ def wilson(hits: float, count: int, confidence: float = DEFAULT_CONFIDENCE) -> t
 
 def share_interval(share: float, count: int, confidence: float = DEFAULT_CONFIDENCE) -> Interval:
     if confidence == 0:
-        return exact(share)
+        return exact_interval(share)
     low, high = wilson(min(share * count, count), count, confidence)
     return Interval(value=share, low=min(low, share), high=max(high, share))
 
@@ -72,7 +72,7 @@ def paired_interval(gained: int, lost: int, count: int, confidence: float = DEFA
     return end(-1.0), end(1.0)
 
 
-def fewest(tells: Callable[[int], bool], least: int = 1) -> int | None:
+def find_fewest(tells: Callable[[int], bool], least: int = 1) -> int | None:
     """Return the smallest number from `least` on that tells, as all larger ones do; None where MOST don't."""
     low, high = least - 1, least
     while not tells(high):
@@ -87,7 +87,7 @@ def fewest(tells: Callable[[int], bool], least: int = 1) -> int | None:
 
 def fewest_for_share(least: float, confidence: float = DEFAULT_CONFIDENCE) -> int | None:
     """How many have to agree, all of them, before the whole interval is at `least` or above; None where none do."""
-    return fewest(lambda count: share_interval(1.0, count, confidence).low >= least)
+    return find_fewest(lambda count: share_interval(1.0, count, confidence).low >= least)
 
 
 def most_confidence(least: float, count: int) -> float:
@@ -152,7 +152,7 @@ def share_against(share: float, least: float, *, count: int, noun: str, confiden
 
 
 def samples_for_share(decides: Callable[[int], bool], count: int, noun: str) -> str:
-    needed = fewest(decides, count)
+    needed = find_fewest(decides, count)
     if needed is None:
         return f"{STRADDLES}; the share lies on it, so that more {noun} don't decide; at confidence 0 the point does"
     return f"{STRADDLES}; about {needed:,} {noun} would decide if the share stays; these are {count:,}"

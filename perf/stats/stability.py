@@ -17,7 +17,7 @@ INTERRUPTED_LIMIT = 0.25
 ENQUEUE_LIMIT = 0.8  # trtexec's: above it the device waits for the host
 
 
-def warnings_of(rows: Sequence[Row]) -> list[str]:
+def find_warnings(rows: Sequence[Row]) -> list[str]:
     return [f"batch {row.batch}, {text}" for row in rows for text in _row_warnings(row)]
 
 

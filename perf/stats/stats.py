@@ -54,7 +54,7 @@ class Interval:
         return format(self.value, form) + shown
 
 
-def exact(value: float) -> Interval:
+def exact_interval(value: float) -> Interval:
     return Interval(value=value, low=value, high=value)
 
 
@@ -188,7 +188,7 @@ def _over_rounds(
 ) -> Interval:
     """The interval of a statistic of rounds drawn again with repetition; more are drawn where its tails are thin."""
     if confidence == 0:
-        return exact(value)
+        return exact_interval(value)
     if rounds < least_rounds(confidence):
         return Interval(value=value, low=0.0, high=math.inf)
     draws = max(draws, math.ceil(2 * TAIL_DRAWS / (1 - confidence) - 1e-9))

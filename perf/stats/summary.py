@@ -120,12 +120,12 @@ def summarise(bench: Bench, confidence: float = DEFAULT_CONFIDENCE) -> Summary:
         candidate=bench.candidate.name,
         rows=rows,
         end_to_end_rows=tuple(_row(bench, row, "end_to_end", confidence) for row in apart),
-        knee=knee({batch: rate.value for batch, rate in rates.items() if rate is not None}),
+        knee=find_knee({batch: rate.value for batch, rate in rates.items() if rate is not None}),
         warnings=bench.warnings,
     )
 
 
-def knee(throughput: Mapping[int, float]) -> Knee | None:
+def find_knee(throughput: Mapping[int, float]) -> Knee | None:
     """Return the smallest batch from which no larger one gains WORTH_REL per doubling of images/s; None below two
     sizes.
     """

@@ -150,7 +150,7 @@ class Trend:
             raise BadInput("a trend has a figure or none for each of its releases, this one has another number")
 
 
-def trend_of(history: History, newest: Release) -> Trend:
+def build_trend(history: History, newest: Release) -> Trend:
     left_out = list(history.left_out)
     releases: list[Release] = []
     for release in history.releases:

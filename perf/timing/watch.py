@@ -34,7 +34,7 @@ def environment(gpu: Flat | None = None) -> dict[str, Scalar]:
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "load_average": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
-        **{package.replace("-", "_"): version(package) for package in PACKAGES},
+        **{package.replace("-", "_"): package_version(package) for package in PACKAGES},
         **{key: (gpu or {}).get(key) for key in GPU_KEYS},
     }
 
@@ -45,7 +45,7 @@ def fingerprint(described: Flat, keys: Iterable[str] = ENVIRONMENT_MUST_MATCH) -
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def version(package: str) -> str | None:
+def package_version(package: str) -> str | None:
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -152,7 +152,7 @@ def _waited_ns(accounts: list[int]) -> int:
 def watching(uuid: str | None = None) -> Iterator[tuple[Watch, Flat | None]]:
     """Yield the watch of a GPU and its description, if NVML (package nvidia-ml-py) finds one.
 
-    `uuid`: of the one that CUDA runs on (see `first_uuid`); None takes NVML's first.
+    `uuid`: of the one that CUDA runs on (see `read_gpu_uuid`); None takes NVML's first.
     """
     nvml = _nvml()
     if nvml is None:
