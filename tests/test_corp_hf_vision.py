@@ -241,10 +241,10 @@ def test_a_siglip_without_a_pooling_head_is_refused(tmp_path: Path) -> None:
             {"image_processor_type": "ConvNextImageProcessor"},
             "prepared by 'ConvNextImageProcessor', expected one of ViT",
         ),
-        ({"size": {"longest_edge": 3}}, "not the preparation of a vit"),
+        ({"size": {"longest_edge": 3}}, "not the preprocessing of a vit"),
         ({"size": {"shortest_edge": 30}}, "expected a crop of one share"),
         ({"do_center_crop": True, "crop_size": 300}, "cropped to .300, 300."),
-        ({"image_mean": "black"}, "not the preparation of a vit"),
+        ({"image_mean": "black"}, "not the preprocessing of a vit"),
     ],
 )
 def test_a_preparation_that_is_not_done_here_is_refused(content: dict[str, Any], words: str) -> None:

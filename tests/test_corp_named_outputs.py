@@ -130,7 +130,7 @@ REFUSED: list[tuple[Callable[[], Checkpoint], str, str]] = [
     ),
     (VIT, "class,block3", "block3: the model has no such layer; it has block0, block1, block2"),
     (VIT, "", "'' is none"),
-    (tiny.checkpoint, "pooled", "pooled is of one built with num_classes 0"),
+    (tiny.checkpoint, "pooled", "pooled is the output of one built with num_classes 0"),
     (
         partial(tiny.checkpoint, num_classes=0, class_token=False, global_pool="avg"),
         "class",
@@ -165,7 +165,7 @@ def test_what_programs_lack_is_refused() -> None:
     rejects(said, named_by, cait, "class,block0_class")
     own = nn.Sequential(nn.Conv2d(3, 8, 8, 8), nn.Flatten(2))
     model = traced(own, Architecture(name="own", family="module"))
-    rejects("a module of your own says them itself", named_by, model, "map")
+    rejects("a module of your own declares them", named_by, model, "map")
 
 
 def test_a_directory_keeps_its_outputs(tmp_path: Path) -> None:

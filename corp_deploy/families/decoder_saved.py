@@ -90,7 +90,7 @@ def sayable_widths(config: Mapping[str, Any], sites: Sites, requested: Widths) -
     return widths
 
 
-def saved(decoder: nn.Module, config: Mapping[str, Any]) -> Saved:
+def convert_decoder(decoder: nn.Module, config: Mapping[str, Any]) -> Saved:
     """Return the decoder in transformers' format; `config` is the configuration of the dense decoder.
 
     Raises BadInput, naming the site, for widths that a configuration can't say, and for a bias that its class does not

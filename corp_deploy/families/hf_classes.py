@@ -1,7 +1,7 @@
-"""Classes of the installed transformers, by a configuration, and their weights in a directory.
+"""Classes of the installed transformers for a configuration, and models of them with the weights of a directory.
 
-No code of a directory is run and nothing is looked for on a network: a configuration is plain values, weights are
-safetensors, and a class is one of the installed transformers.
+No code of a directory is run and no network is used: a configuration is plain values, weights are safetensors, and a
+class is one of the installed transformers.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,7 +24,7 @@ _TOWERS = {
     "CLIPModel": ("clip_vision_model", "CLIPVisionModelWithProjection"),
     "SiglipModel": ("siglip_vision_model", "SiglipVisionModel"),
 }
-"""By a class with a tower of texts: the model_type and the class of its tower of images."""
+"""The model_type and the class of the images' tower, by the class that also has a tower of texts."""
 _MOST_LAYERS, _MOST = 1024, 100_000_000
 _SIZES = ("hidden", "size", "dim", "positions", "heads", "depth", "layer", "embed", "channels", "width")
 
@@ -40,7 +40,7 @@ def library() -> Any:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence what transformers says while it builds and reads: what matters of it is told by its values."""
+    """Silence transformers' log and progress bars in the body; callers report faults themselves."""
     log = library().logging
     before, bar = log.get_verbosity(), log.is_progress_bar_enabled()
     log.set_verbosity_error()
@@ -54,29 +54,29 @@ def quiet() -> Iterator[None]:
 
 
 def is_theirs(model: nn.Module) -> bool:
-    """Return whether a module is of transformers' own classes."""
+    """Return whether a module's class is one of transformers."""
     return type(model).__module__.startswith("transformers.")
 
 
 def save_pretrained(model: nn.Module, directory: Path) -> None:
-    """Save a model as transformers does, its weights in one file."""
+    """Save a model by its own save_pretrained, with its weights in one file."""
     with quiet():
         model.save_pretrained(directory, max_shard_size="10TB")  # type: ignore[operator]
 
 
 def written_class(config: Mapping[str, Any]) -> str:
-    """Return the name of the class that wrote a configuration, or nothing."""
+    """Return the name of the class that wrote a configuration, or an empty string."""
     written = config.get("architectures") or [""]
     return written[0] if isinstance(written, list) and isinstance(written[0], str) else ""
 
 
 def looks_like_decoder(config: Mapping[str, Any]) -> bool:
-    """Return whether the model makes texts, by the class that wrote it."""
+    """Return whether the class that wrote a configuration generates text."""
     return written_class(config).endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForSeq2SeqLM"))
 
 
 def tower_in(config: Mapping[str, Any], *, where: str) -> dict[str, Any]:
-    """Return the configuration of the images' tower of CLIP or SigLIP, any other one as it is."""
+    """Return the configuration of the images' tower of CLIP or SigLIP; any other configuration unchanged."""
     model_type, name = _TOWERS.get(written_class(config), ("", ""))
     if not name:
         return dict(config)
@@ -89,8 +89,10 @@ def tower_in(config: Mapping[str, Any], *, where: str) -> dict[str, Any]:
 
 def _refusals(values: Mapping[str, Any]) -> dict[str, bool]:
     kind = values.get("position_embedding_type") or "absolute"
-    numbers = {name: value for name, value in values.items() if isinstance(value, int) and _is_size(name)}
-    larger = [name for name, value in numbers.items() if value > (_MOST_LAYERS if "layer" in name else _MOST)]
+    sizes = {
+        name: value for name, value in values.items() if isinstance(value, int) and any(word in name for word in _SIZES)
+    }
+    larger = [name for name, value in sizes.items() if value > (_MOST_LAYERS if "layer" in name else _MOST)]
     return {
         "it comes with code of its own (auto_map), which is never run": bool(values.get("auto_map")),
         "it is quantised; give the weights before that": values.get("quantization_config") is not None,
@@ -105,13 +107,10 @@ def _refusals(values: Mapping[str, Any]) -> dict[str, bool]:
     }
 
 
-def _is_size(name: str) -> bool:
-    return any(word in name for word in _SIZES)
-
-
 def config_from(values: Mapping[str, Any], *, where: str) -> Any:
-    """Return transformers' own configuration object. Raises BadInput for one that can't be built or would not be what
-    was trained.
+    """Return transformers' configuration object.
+
+    Raises BadInput for a configuration that can't be built, or whose model would differ from the trained one.
     """
     kinds, kind = library().CONFIG_MAPPING, values.get("model_type")
     if kind not in kinds:
@@ -126,14 +125,17 @@ def config_from(values: Mapping[str, Any], *, where: str) -> Any:
 
 
 def base_of(values: Mapping[str, Any], *, where: str) -> Any:
-    """Return the class of the model below any head. Raises BadInput where there is none."""
+    """Return the class of the model without its head. Raises BadInput where there is none."""
     mapping, config = library().MODEL_MAPPING, config_from(values, where=where)
     base = mapping.get(type(config), None)
     return base[0] if isinstance(base, list | tuple) else _required(base, values, where)
 
 
 def class_of(values: Mapping[str, Any], *, where: str) -> Any:
-    """Return the class that wrote it; in place of heads that only training has, the model below them."""
+    """Return the class that wrote a configuration, or the class of the model without a head of training.
+
+    Raises BadInput for a class that the installed transformers does not have.
+    """
     name = written_class(values)
     if not name or name.endswith(_HEADS_OF_TRAINING):
         return base_of(values, where=where)
@@ -150,15 +152,10 @@ def _required(kind: Any, values: Mapping[str, Any], where: str) -> Any:
     return kind
 
 
-def takes_text(values: Mapping[str, Any], *, where: str) -> bool:
-    """Return whether the model takes ids of tokens. Raises BadInput as class_of does."""
-    return bool(class_of(values, where=where).main_input_name == TEXT)
-
-
 def read(
     kind: Any, values: Mapping[str, Any], directory: Path, left_out: Mapping[str, bool]
 ) -> tuple[nn.Module, Mapping[str, Any]]:
-    """Return a model with its weights, and what transformers says of missing and unexpected ones."""
+    """Return a model with its weights, and transformers' lists of missing, unexpected and mismatched weights."""
     with quiet():
         try:
             found: tuple[nn.Module, Mapping[str, Any]] = kind.from_pretrained(
@@ -167,7 +164,7 @@ def read(
                 local_files_only=True,
                 use_safetensors=True,
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # which are told of then
+                ignore_mismatched_sizes=True,  # the lists returned have them
                 dtype=torch.float32,
                 **left_out,
             )
@@ -190,7 +187,7 @@ def build_class(kind: Any, values: Mapping[str, Any], left_out: Mapping[str, boo
 
 
 def longest(model: nn.Module) -> int:
-    """Return the most tokens of a text: places, less those up to the padding's own if they are counted from there."""
+    """Return the largest number of tokens of a text: positions, less those that come before the first token's."""
     config: Any = model.config
     tables = [each for name, each in model.named_modules() if name.endswith("position_embeddings")]
     paddings = [each.padding_idx for each in tables if isinstance(each, nn.Embedding) and each.padding_idx is not None]

@@ -1,41 +1,40 @@
 """Encoders of images, texts and series, built by transformers' own classes and traced."""
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from inspect import signature
 from pathlib import Path
 from typing import Annotated, Any
-from unittest.mock import patch
 
 import msgspec
 import torch
 from msgspec import Meta
 from torch import Tensor, nn
+from torch._export.utils import _compiling_state_context as exporting
 
 from corp_deploy.spec.architecture import Architecture, Preprocessing
 from corp_deploy.traced.models.array_inputs import ArraySpec, InputSpec, parameters_of
-from corp_deploy.traced.models.module import refuse_larger, traced_module
+from corp_deploy.traced.models.module import Facts, refuse_larger, traced_module
 from ground.errors import BadInput
 from ground.ports import Port
 
 from .hf_classes import IMAGES, TEXT, base_of, build_class, class_of, longest, read
 from .hf_images import Sides, both
-from .hf_outputs import Answer, CalledClass, Pooling, answering_class, chosen, pooled
+from .hf_outputs import Answer, CalledClass, Pooling, answering_class, pick_output, pool_tokens
 from .module_facts import PREPARED, facts_with
 from .timm_images import BY_CHANNEL, ImageSpec
 from .tokenizer import TextSpec, Tokenization
 
 PREFIX, FAMILY = "transformers:", "traced"
 LENGTH = 16_000
-"""Samples of a series where nobody says how many: a second of speech."""
+"""The number of samples of a series where the user gives none: a second of speech."""
 _INTERPOLATES = "interpolate_pos_encoding"
 
 
 class Arguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The configuration, what one input is, and what was left out as its file has no weights of it.
+    """The configuration of an encoder, its input, its output and the layers that it is built without.
 
-    `output`: of the class's outputs the one that is given, None for all; `pooling` and `normalize`: how one embedding
-    is made of a text's tokens.
+    `output` names the one output of the class that the model gives, None for all. `pooling` and `normalize` make one
+    embedding of a text's tokens. `without_pooler` is set where the file has no weights of the pooler.
     """
 
     config: dict[str, Any]
@@ -49,19 +48,19 @@ class Arguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def left_out(self) -> dict[str, bool]:
-        """Layers, as a class is told."""
+        """The class's arguments that leave out layers."""
         return {"add_pooling_layer": False} if self.without_pooler else {}
 
     @property
     def answer(self) -> Answer | None:
-        """The function that picks the answer from a class's outputs; None keeps all outputs."""
+        """The function that computes the answer from a class's outputs; None keeps all outputs."""
         if self.pooling is not None:
-            return pooled(self.pooling, self.normalize)
-        return None if self.output is None else chosen(self.output)
+            return pool_tokens(self.pooling, self.normalize)
+        return None if self.output is None else pick_output(self.output)
 
 
 def parse_arguments(kwargs: Mapping[str, Any], *, where: str) -> Arguments:
-    """Raise BadInput, naming the entry, for what is none."""
+    """Return the arguments of an architecture. Raises BadInput, naming the entry, for an invalid one."""
     try:
         return msgspec.convert(dict(kwargs), Arguments)
     except ValueError as error:  # msgspec's own are ValueErrors too
@@ -69,7 +68,7 @@ def parse_arguments(kwargs: Mapping[str, Any], *, where: str) -> Arguments:
 
 
 def architecture_of_encoder(arguments: Arguments, preprocessing: Preprocessing, *, where: str) -> Architecture:
-    """Return what config.json of a model directory keeps. Raises BadInput for what its library can't build."""
+    """Return the architecture that config.json keeps. Raises BadInput for a class that transformers does not have."""
     name = class_of(arguments.config, where=where).__name__
     kwargs = {"config": arguments.config}
     for key in arguments.__struct_fields__[1:]:
@@ -79,9 +78,10 @@ def architecture_of_encoder(arguments: Arguments, preprocessing: Preprocessing, 
 
 
 def build_encoder(architecture: Architecture) -> nn.Module:
-    """Return the traced model with its initial weights, on the CPU whatever torch's default device is, as its code
-    holds numbers that are no weights. Raises BadInput where transformers can't build it or it can't be traced, and for
-    more parameters than are built.
+    """Return the traced model with its initial weights, on the CPU.
+
+    torch's default device is not used, since the code of classes holds numbers that are no weights. Raises BadInput
+    where transformers can't build the model, it can't be traced, or it has too many parameters.
     """
     where = architecture.name
     arguments = parse_arguments(architecture.kwargs, where=where)
@@ -89,17 +89,20 @@ def build_encoder(architecture: Architecture) -> nn.Module:
     with torch.device("cpu"):
         model = plain_model(arguments, where=where).eval()
         spec, names = _spec(model, arguments, architecture.preprocessing)
-        with compiling():
-            return traced_module(model, facts_with(model, spec, names))
+        return traced_module(model, facts_in_transformers(model, spec, names))
 
 
-def compiling() -> AbstractContextManager[object]:
-    """Let transformers keep no tensors of a run without memory in its caches, as it keeps none while it is compiled."""
-    return patch.object(torch.compiler, "_is_compiling_flag", True)
+def facts_in_transformers(model: nn.Module, spec: InputSpec, parameters: Sequence[str]) -> Facts:
+    """Return `facts_with` of a model of transformers.
+
+    The model runs in the state of torch.export, in which transformers' caches keep no tensor of the run without memory.
+    """
+    with exporting():
+        return facts_with(model, spec, parameters)
 
 
 def plain_model(arguments: Arguments, *, where: str) -> nn.Module:
-    """Return a model of transformers' class with its initial weights, which gives its answer alone."""
+    """Return a model of transformers' class with its initial weights, whose forward returns the answer."""
     kind, config = class_of(arguments.config, where=where), arguments.config
     resized = arguments.img_size is not None and both(arguments.img_size) != _own_sides(config)
     more = {_INTERPOLATES: True} if resized and _INTERPOLATES in signature(kind.forward).parameters else {}
@@ -114,8 +117,9 @@ def _own_sides(config: Mapping[str, Any]) -> tuple[int, ...] | None:
 
 
 def state_of(directory: Path, arguments: Arguments) -> tuple[Arguments, dict[str, Tensor], tuple[str, ...]]:
-    """Return the arguments without what a directory has no weights of, weights under the names of the model's modules
-    as its class reads them, and the names of what is there and not used. Raises BadInput for weights that are missing.
+    """Return the arguments that fit a directory's weights, these weights as the class reads them, and unused names.
+
+    A pooler without weights is left out of the model. Raises BadInput for other weights that are missing.
     """
     kind = class_of(arguments.config, where=str(directory))
     model, loading_info = read(kind, arguments.config, directory, arguments.left_out)
@@ -131,7 +135,7 @@ def state_of(directory: Path, arguments: Arguments) -> tuple[Arguments, dict[str
 
 
 def _spec(model: nn.Module, arguments: Arguments, preprocessing: Preprocessing) -> tuple[InputSpec, tuple[str, ...]]:
-    """Return what the model takes, and by which of its parameters."""
+    """Return the model's inputs, and the names of the parameters that take them."""
     config: Any = model.config
     main = str(model.main_input_name)
     if main == IMAGES:
@@ -152,6 +156,6 @@ def _spec(model: nn.Module, arguments: Arguments, preprocessing: Preprocessing) 
 
 
 def most_tokens(config: Mapping[str, Any], *, where: str) -> int:
-    """Return the most tokens of a text that a configuration has places for."""
+    """Return the largest number of tokens of a text that a configuration has positions for."""
     with torch.device("meta"):
         return longest(build_class(base_of(config, where=where), config, {}, where=where))

@@ -1,7 +1,7 @@
-"""Preprocessing of images by transformers (preprocessor_config.json), in timm's words.
+"""Conversion of transformers' preprocessing of images (preprocessor_config.json) to timm's.
 
 Images are resized to `size`, squashed or by their shorter edge, cropped to `crop_size` in the middle, scaled to 0..1
-and normalised. What timm's evaluation transform can't do is refused.
+and normalised. A preprocessing that timm's evaluation transform can't do is refused.
 """
 
 import math
@@ -19,7 +19,7 @@ from ground.errors import BadInput
 Side = Annotated[int, Meta(ge=1, le=16_384)]
 # msgspec 0.22 may crash on a fixed tuple of bounded numbers beside a bounded number.
 Sides = Side | Annotated[tuple[Side, ...], Meta(min_length=2, max_length=2)]
-# PIL's numbers.
+# By PIL's numbers.
 _RESAMPLING = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "box", 5: "hamming"}
 _CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 _IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -33,7 +33,7 @@ class _Size(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class _Processor(msgspec.Struct, frozen=True, kw_only=True):
-    """What is read of preprocessor_config.json."""
+    """The entries of preprocessor_config.json that are read."""
 
     do_resize: bool = True
     do_center_crop: bool | None = None
@@ -49,13 +49,13 @@ class _Processor(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """How images are prepared, and their height and width then."""
+    """The preprocessing of images, and their height and width after it."""
 
     preprocessing: Preprocessing
     sides: tuple[int, int]
 
 
-# What a processor does where its file doesn't say, by how its name begins, and which one a kind of model comes with.
+# The defaults of each processor, by the beginning of its class's name, and the processor of each type of model.
 _CROPPED = {"size": {"shortest_edge": 224}, "crop_size": 224, "do_center_crop": True, "resample": 3}
 _PROCESSORS: Mapping[str, Mapping[str, Any]] = {
     "ViT": {"size": 224, "resample": 2, "image_mean": _HALF, "image_std": _HALF},
@@ -80,13 +80,13 @@ _OF_KIND = {
 
 
 def both(sides: int | tuple[int, ...]) -> tuple[int, int]:
-    """Return height and width, where one number stands for both."""
+    """Return height and width; a single number is both."""
     height, width = sides if isinstance(sides, tuple) else (sides, sides)
     return height, width
 
 
 def _family(content: Mapping[str, Any], model_type: str, where: str) -> str:
-    """Return how the name of the processor begins. Raises BadInput for another library's or model's."""
+    """Return the beginning of the processor's class name. Raises BadInput for a processor that is not known here."""
     name = content.get("image_processor_type") or content.get("feature_extractor_type")
     if name is None and model_type in _OF_KIND:
         return _OF_KIND[model_type]
@@ -119,7 +119,7 @@ def _refusal(processor: _Processor) -> str:
 
 
 def share_of(crop: int, size: int) -> float:
-    """The `crop_pct` of which timm makes a size to resize to before the crop, rounding down."""
+    """Return the `crop_pct` with which timm, rounding down, resizes to this size before the crop."""
     share = crop / size
     while math.floor(crop / share) < size:
         share = math.nextafter(share, 0.0)
@@ -137,29 +137,27 @@ def _resize(processor: _Processor, family: str, where: str) -> tuple[tuple[int, 
 
 
 def _values(entry: tuple[float, ...] | float | None, identity: float, processor: _Processor) -> tuple[float, ...]:
-    """Return a number for each channel, or one for all."""
+    """Return one number for each channel, or one number for all channels."""
     values = identity if entry is None or not processor.do_normalize else entry
     return values if isinstance(values, tuple) else (values,)
 
 
 def has_default(model_type: str) -> bool:
-    """Return whether images are known to be prepared where no file says so."""
+    """Return whether the preprocessing of this type of model is known without a file."""
     return model_type in _OF_KIND
 
 
 def prepared(content: Mapping[str, Any], model_type: str, *, where: str) -> Prepared:
-    """Return what a preprocessor_config.json says; an empty one is what the class of the model does by itself.
+    """Return the preprocessing of a preprocessor_config.json; an empty one stands for the default of the model type.
 
-    Raises BadInput for what timm's evaluation transform does not do.
+    Raises BadInput for a preprocessing that timm's evaluation transform can't do.
     """
-    family, entries = (
-        _family(content, model_type, where),
-        {key: each for key, each in content.items() if each is not None},
-    )
+    family = _family(content, model_type, where)
+    entries = {key: each for key, each in content.items() if each is not None}
     try:
         processor = msgspec.convert({**_PROCESSORS[family], **entries}, _Processor)
     except msgspec.ValidationError as error:
-        raise BadInput(f"{where}: not the preparation of a {model_type}: {str(error)[:300]}") from None
+        raise BadInput(f"{where}: not the preprocessing of a {model_type}: {str(error)[:300]}") from None
     if reason := _refusal(processor):
         raise BadInput(
             f"{where}: {reason}, which is not supported; preprocess the images yourself, or give another directory"

@@ -1,4 +1,4 @@
-"""The outputs of transformers' classes: the one that a model is for, or one embedding pooled of a text's tokens.
+"""The answers of transformers' classes: one of their outputs, or one embedding pooled from a text's tokens.
 
 Legend: B inputs, N tokens, C channels.
 """
@@ -27,13 +27,13 @@ OUTPUTS: Mapping[str, str] = {
     "SiglipVisionModel": "pooler_output",
     "DeiTForImageClassificationWithTeacher": "logits",
 }
-"""By class the output that the model is for; other classes give all of theirs."""
+"""The main output of each class; models of other classes give all of their outputs."""
 Answer = Callable[[Any, Mapping[str, Tensor]], Mapping[str, Tensor]]
-"""Names of outputs with tensors, from what a class gives and what it was given."""
+"""A function of a class's outputs and of its inputs, which returns tensors by name."""
 
 
-def chosen(output: str) -> Answer:
-    """Return one of a class's outputs as logits or as an embedding."""
+def pick_output(output: str) -> Answer:
+    """Return the answer that consists of one of a class's outputs, named logits or embedding."""
 
     def answer(outputs: Any, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         field = output.removesuffix("[:, 0]")
@@ -45,15 +45,15 @@ def chosen(output: str) -> Answer:
     return answer
 
 
-def pooled(pooling: Pooling, normalize: bool) -> Answer:
-    """Return one embedding a text, of its first token or the mean of those that are no padding."""
+def pool_tokens(pooling: Pooling, normalize: bool) -> Answer:
+    """Return the answer that is one embedding a text: its first token, or the mean of its tokens without padding."""
 
     def answer(outputs: Any, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         x_BNC = outputs.last_hidden_state
         if pooling == "first":
             out_BC = x_BNC[:, 0]
         else:
-            # Weights before the sum, in float32: a sum of hundreds of float16 tokens would be near its end.
+            # The tokens are weighted in float32 before the sum, since a sum of hundreds of tokens may overflow float16.
             weights_BN = inputs["attention_mask"].to(torch.float32)
             weights_BN = weights_BN / weights_BN.sum(dim=1, keepdim=True).clamp(min=1.0)
             out_BC = (x_BNC.to(torch.float32) * weights_BN.unsqueeze(-1)).sum(dim=1)
@@ -73,17 +73,16 @@ class CalledClass:
     more: Mapping[str, Any]
 
     def raw_outputs(self, model: nn.Module, inputs: Mapping[str, Tensor]) -> Any:
-        """Return what the class gives."""
+        """Return the outputs of the class's own forward."""
         return self.kind.forward(model, **inputs, **self.more)
 
     def forward(self, model: nn.Module, inputs: Mapping[str, Tensor]) -> Any:
-        """Return the answer."""
         outputs = self.raw_outputs(model, inputs)
         return outputs if self.answer is None else self.answer(outputs, inputs)
 
 
 def answering_class(called: CalledClass) -> Any:
-    """Return a class that is called so."""
+    """Return a subclass whose forward returns the answer; the class itself where that changes nothing."""
     kind = called.kind
     if called.answer is None and not called.more:
         return kind
@@ -92,5 +91,5 @@ def answering_class(called: CalledClass) -> Any:
 
 
 def called_of(plain: type[nn.Module]) -> CalledClass:
-    """Return how a class that may come of `answering_class` is called."""
+    """Return the called class that `answering_class` made a class of, or the class itself without an answer."""
     return vars(plain).get(CALLED) or CalledClass(plain, None, {})

@@ -1,8 +1,8 @@
-"""A reduced model as transformers' own class has it, where its configuration can say the widths.
+"""Reduced encoders in transformers' own classes, where a configuration can say their widths.
 
-Traced models keep the names of transformers' parameters, so a configuration says a model if its class, built of that,
-has parameters of the same shapes. Classes scale scores by the width of a head to the power -1/2, which goes into the
-queries where heads are narrower.
+Traced models keep the names of transformers' parameters, so a configuration describes a model if the class that is
+built from it has parameters of the same shapes. Classes scale scores by the width of a head to the power -1/2; where
+heads are narrower, the queries are scaled to make up for it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -37,9 +37,18 @@ def refusal(reason: str) -> BadInput:
     return BadInput(f"{WHERE}: {reason}; {INSTEAD}")
 
 
-def _dense_width(site: Site, sizes: Mapping[str, int]) -> int:
-    """Return the width of a site in the dense model."""
-    return site.width * sizes.get(site.name, site.groups.size) // site.groups.size
+def _lost(name: str) -> str:
+    return (
+        f"the class has {name} too, which is only in the transformers directory that the model was read from; give "
+        "--model hf:DIR for that one"
+    )
+
+
+def _dense_widths(model: nn.Module) -> dict[str, int]:
+    """Return the width that each site has in the dense model."""
+    cut, every = traced_state(model).cut, sites_of(model).every
+    sizes = {} if cut is None else cut.sizes
+    return {site.name: site.width * sizes.get(site.name, site.groups.size) // site.groups.size for site in every}
 
 
 def _is_mlp(site: Site) -> bool:
@@ -52,19 +61,17 @@ def _mlp_options(values: Mapping[str, Any], width: int, dense: int) -> Iterator[
     ratio, hidden = values.get(_RATIO), values.get("hidden_size")
     if isinstance(ratio, float) and hidden:
         yield {_RATIO: width / hidden}
-    elif ratio and hidden:  # of gated MLPs two thirds of it are the width
+    elif ratio and hidden:  # gated MLPs are two thirds as wide as the ratio says
         yield from ({_RATIO: each} for each in range(max(width // hidden, 1), 2 * width // hidden + 2))
 
 
 def _options(model: nn.Module, values: Mapping[str, Any], added: bool) -> Iterator[dict[str, Any]]:
-    """Return changes of a configuration that may say the widths of a reduced model."""
-    cut, every = traced_state(model).cut, sites_of(model).every
-    sizes = {} if cut is None else cut.sizes
-    narrowed = [(site, _dense_width(site, sizes)) for site in every]
-    narrowed = [(site, dense) for site, dense in narrowed if site.width != dense]
-    mlp = next(((site.width, dense) for site, dense in narrowed if _is_mlp(site)), None)
-    head = next((site.width // site.parts for site, _ in narrowed if isinstance(site, TracedValues)), None)
-    mlps = [{}] if mlp is None else list(_mlp_options(values, *mlp))
+    """Yield changes of a configuration that may describe the widths of a reduced model."""
+    dense = _dense_widths(model)
+    narrowed = [site for site in sites_of(model).every if site.width != dense[site.name]]
+    mlp = next(filter(_is_mlp, narrowed), None)
+    head = next((site.width // site.parts for site in narrowed if isinstance(site, TracedValues)), None)
+    mlps = [{}] if mlp is None else list(_mlp_options(values, mlp.width, dense[mlp.name]))
     biases = {name: True for name, value in values.items() if value is False and name.endswith("bias")}
     for mlp_change, bias_change in product(mlps, ({}, biases) if added and biases else ({},)):
         yield {**mlp_change, **({} if head is None else {_HEAD: head}), **bias_change}
@@ -78,7 +85,10 @@ def _shapes(arguments: Arguments) -> dict[str, torch.Size]:
 def _unlike(
     shapes: Mapping[str, torch.Size], state: Mapping[str, Tensor], own: Mapping[str, Tensor], dense: Mapping[str, Any]
 ) -> str:
-    """Return the first parameter that the class has otherwise, or nothing; biases that it may have are zeros."""
+    """Return the first parameter that the class lacks or has in another shape, or nothing.
+
+    Biases that the class may have and the model lacks are zeros, and fit.
+    """
     for name, shape in shapes.items():
         if name not in state and not (name.endswith("bias") and name not in dense):
             return name
@@ -88,11 +98,12 @@ def _unlike(
 
 
 def find_config_changes(model: nn.Module, arguments: Arguments, unread: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the changes of its dense configuration that say the widths of a reduced model; `unread` has the dense
-    model's tensors. Raises BadInput, naming the site, for widths that a configuration can't say.
+    """Return the changes of the dense configuration that describe the widths of a reduced model.
+
+    `unread` has the dense model's tensors. Raises BadInput, naming the site, for widths that a configuration can't say.
     """
     values, dense = config_from(arguments.config, where=WHERE).to_dict(), _shapes(arguments)
-    # Biases that a narrowed program may need and doesn't are zeros.
+    # A bias of zeros is one that the narrowed program may need and does not use.
     own = {name: each for name, each in model.state_dict().items() if name in dense or bool(each.any())}
     state = {**unread, **own}
     added = any(name.endswith(".bias") and name not in dense for name in own)
@@ -107,28 +118,27 @@ def find_config_changes(model: nn.Module, arguments: Arguments, unread: Mapping[
 
 
 def _reasons(model: nn.Module, values: Mapping[str, Any], kind: str) -> Iterator[str]:
-    """Return why no configuration says the widths."""
-    cut, every = traced_state(model).cut, sites_of(model).every
-    sizes = {} if cut is None else cut.sizes
+    """Yield the reasons why no configuration can say the widths."""
+    cut, every, dense = traced_state(model).cut, sites_of(model).every, _dense_widths(model)
     yield from (f"{name} is a constant" for name, kept in ({} if cut is None else cut.kept).items() if not len(kept))
     first = dict[int, Site]()
     for site in filter(_is_mlp, every):
-        other = first.setdefault(_dense_width(site, sizes), site)
+        other = first.setdefault(dense[site.name], site)
         if other.width != site.width:
             yield (
                 f"{site.name} is {site.width} wide and {other.name} {other.width}, and a configuration has one width "
                 "for all layers"
             )
-    yield from _reasons_of_heads([site for site in every if not _is_mlp(site)], sizes)
+    yield from _reasons_of_heads([site for site in every if not _is_mlp(site)])
     hidden, ratio = values.get("hidden_size"), values.get(_RATIO)
     for site in filter(_is_mlp, every):
         if isinstance(ratio, int) and hidden and not any(values.get(name) for name in _MLP_ENTRIES):
             gated = "gated" in site.kind or values.get("use_swiglu_ffn")
-            if site.width != _dense_width(site, sizes) and not gated and site.width % hidden:
+            if site.width != dense[site.name] and not gated and site.width % hidden:
                 yield f"{site.name} is {site.width} wide, and {kind}'s {_RATIO} is whole: multiples of {hidden} alone"
 
 
-def _reasons_of_heads(sites: list[Site], sizes: Mapping[str, int]) -> Iterator[str]:
+def _reasons_of_heads(sites: list[Site]) -> Iterator[str]:
     by_path, first = dict[str, dict[str, int]](), dict[str, tuple[str, int]]()
     for site in sites:
         path, _, part = site.name.rpartition(".")
@@ -146,33 +156,29 @@ def _reasons_of_heads(sites: list[Site], sizes: Mapping[str, int]) -> Iterator[s
 def _last_reason(model: nn.Module, arguments: Arguments, name: str, *, in_class: bool) -> str:
     """Return why a parameter does not fit the class."""
     if not in_class and not name.endswith(".bias"):
-        return (
-            f"the class has {name} too, which is only in the transformers directory that the model was read from; give "
-            "--model hf:DIR for that one"
-        )
+        return _lost(name)
     kind = class_of(arguments.config, where=WHERE).__name__
     for site in sites_of(model).every:
         if name in {span.name for span in site.groups.spans}:
-            cut = traced_state(model).cut
-            dense = _dense_width(site, {} if cut is None else cut.sizes)
+            dense = _dense_widths(model)[site.name]
             return f"{site.name} is {site.width} wide of {dense}, and {kind} reads no such width"
-    return f"{name} is of a shape or a bias that {kind} has not"
+    return f"{name} has a shape or a bias that {kind} does not have"
 
 
-def as_theirs(
+def convert_encoder(
     model: nn.Module, arguments: Arguments, unread: Mapping[str, Tensor], whole: str | None = None
 ) -> nn.Module:
-    """Return the model as transformers' own class has it, which gives the same on random inputs.
+    """Return the model in transformers' own class, whose outputs are the same on random inputs.
 
     Args:
-        model: the reduced model.
-        arguments: those of the dense model.
-        unread: tensors of the dense model, by the names of its modules, and those that its file had beside it.
-        whole: a class that holds the model and a head of training, which `unread` has.
+        model: The reduced model.
+        arguments: The arguments of the dense model.
+        unread: Tensors of the dense model by the names of its modules, and other tensors of its file.
+        whole: A class that holds the model and a head of training, whose tensors `unread` has.
 
     Raises:
-        BadInput: naming the site, for widths that a configuration can't say, and for a class that scales or reads them
-            otherwise.
+        BadInput: A configuration can't say the widths of a site, which the message names, or the class scales or reads
+            them differently.
     """
     changes = find_config_changes(model, arguments, unread)
     changed = replace(arguments, config={**arguments.config, **changes})
@@ -195,7 +201,7 @@ def as_theirs(
 
 
 def _plain(theirs: nn.Module, arguments: Arguments) -> nn.Module:
-    """Return a model of the class itself that shares the weights, since a class saves what it is called."""
+    """Return a model of the class itself with the same weights, since save_pretrained writes the class's name."""
     with torch.device("meta"):
         kind = class_of(arguments.config, where=WHERE)
     plain = kind.__new__(kind)
@@ -204,27 +210,24 @@ def _plain(theirs: nn.Module, arguments: Arguments) -> nn.Module:
 
 
 def _heads(outer: nn.Module, at: str, unread: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return what a class has beside the model in it. Raises BadInput for what is not at hand."""
+    """Return the tensors of a class outside of its inner model. Raises BadInput for one that `unread` lacks."""
     named = dict(outer.named_parameters(remove_duplicate=False))
     at_hand = {id(each) for name, each in named.items() if name.startswith(at) or name in unread}
     if lost := [name for name, each in named.items() if id(each) not in at_hand]:
-        raise refusal(
-            f"the class has {lost[0]} too, which is only in the transformers directory that the model was read from; "
-            "give --model hf:DIR for that one"
-        )
+        raise refusal(_lost(lost[0]))
     return {name: unread[name] for name in named if name in unread and not name.startswith(at)}
 
 
 def _scaled(model: nn.Module, changes: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return queries as the class wants them that scales by another width of heads."""
-    cut, scaled = traced_state(model).cut, dict[str, Tensor]()
-    if _HEAD not in changes or cut is None:
+    """Return the queries' parameters, scaled for a class that divides scores by the narrower width of heads."""
+    scaled = dict[str, Tensor]()
+    if _HEAD not in changes:
         return scaled
+    dense, state = _dense_widths(model), dict(model.named_parameters())
     for site in sites_of(model).every:
         if isinstance(site, TracedPairs) and site.repair.sides:
-            factor = (site.width / _dense_width(site, cut.sizes)) ** 0.5
+            factor = (site.width / dense[site.name]) ** 0.5
             names = [name for name in (site.repair.sides[0].weight, site.repair.sides[0].bias) if name]
-            state = dict(model.named_parameters())
             scaled |= {name: (state[name].double() * factor).to(state[name].dtype) for name in names if name in state}
     return scaled
 
@@ -242,4 +245,4 @@ def _require_same(model: nn.Module, theirs: nn.Module) -> None:
     apart = float((first - ours).norm() / ours.norm())
     if not apart <= _MOST_APART:
         name = type(theirs).__name__
-        raise refusal(f"{name} of transformers gives other outputs of these widths (relative error {apart:.2g})")
+        raise refusal(f"{name} of transformers gives other outputs at these widths (relative error {apart:.2g})")

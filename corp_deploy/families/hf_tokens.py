@@ -1,11 +1,11 @@
-"""Named outputs of transformers' vision models: tokens and maps of the last hidden state and behind layers.
+"""Named outputs of transformers' vision models: tokens and maps of the last hidden state and after layers.
 
 Legend: B images, N tokens, F of them in front of P places of a map, C channels.
 """
 
-import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,9 +14,10 @@ from corp_deploy.spec.outputs import NamedOutput, NamedOutputs
 from corp_deploy.traced.models.module import TracedModule, facts_of, traced_module, traced_state
 from ground.errors import BadInput
 
-from .hf_encoders import compiling
+from .hf_encoders import facts_in_transformers
 from .hf_outputs import called_of
-from .module_facts import facts_with
+from .plain_module import copy_with_forward
+from .timm_maps import KINDS, tokens_of_kind
 
 _FRONT = {
     "cls_token": "class",
@@ -24,19 +25,21 @@ _FRONT = {
     "distillation_token": "distillation",
     "register_tokens": "register",
 }
-"""The kinds of tokens in front of patches, by the parameters that they start as, in the order in which they stand."""
-_KINDS = {"class": "class", "registers": "register"}
+"""The kinds of tokens in front of patches, by the parameters that they start as, in their order in the sequence."""
 _NORMS = ("layernorm", "norm", "post_layernorm")
 
 
 @dataclass(frozen=True, slots=True)
 class _Tower:
-    """The model below any head. `kinds`: of the tokens in front of places; `own`: the model's own output by name."""
+    """The model without its head, and the layout of its tokens."""
 
     base: nn.Module
     kinds: tuple[str, ...]
+    """The kind of each token in front of the patches."""
     grid: tuple[int, int]
+    """The numbers of rows and columns of patches."""
     own: str
+    """The name of the model's own output."""
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -44,30 +47,27 @@ class _Tower:
 
     @property
     def norm(self) -> nn.Module | None:
-        """The last norm of tokens."""
+        """The norm after the last layer, if the model has one."""
         named = {name.rpartition(".")[2]: each for name, each in self.base.named_modules() if ".layer" not in name}
         return next((named[name] for name in _NORMS if name in named), None)
 
     def tensor(self, output: NamedOutput, x_BNC: Tensor) -> Tensor:
-        """Return what an output has of tokens."""
-        front = len(self.kinds)
+        """Return the part of the tokens [B,N,C] that an output gives."""
         if output.part == "tokens":
             return x_BNC
         if output.part in ("patches", "map"):
-            patches_BPC = x_BNC[:, front:]
+            patches_BPC = x_BNC[:, len(self.kinds) :]
             return patches_BPC.mT.unflatten(2, self.grid) if output.part == "map" else patches_BPC
-        kind = _KINDS[output.part or ""]
-        first, count = self.kinds.index(kind), self.kinds.count(kind)
-        return x_BNC[:, first] if kind == "class" else x_BNC[:, first : first + count]
+        return tokens_of_kind(output, x_BNC, self.kinds)
 
     def refusal(self, output: NamedOutput) -> str:
-        """Return why the model hasn't an output, or nothing."""
+        """Return why the model does not have an output, or nothing."""
         if output.part is None:
             ours = "logits" if self.own == "logits" else "pooled"
             return "" if output.name == ours else f"the model's head gives {ours}"
         if output.layer and not (output.layer.startswith(("blocks.", "layers.")) and _place(output) < len(self.layers)):
             return f"the model has no such layer; it has block0 to block{len(self.layers) - 1}"
-        kind = _KINDS.get(output.part)
+        kind = KINDS.get(output.part)
         if kind is not None and kind not in self.kinds:
             return f"the model has no {kind} token; its tokens are {', '.join(dict.fromkeys((*self.kinds, 'patch')))}"
         is_normed = output.layer and output.normed
@@ -78,8 +78,8 @@ def _place(output: NamedOutput) -> int:
     return int(output.layer.rpartition(".")[2])
 
 
-def _tower(model: nn.Module) -> _Tower:
-    """Raise BadInput for a model that has no patches of images."""
+def _read_tower(model: nn.Module) -> _Tower:
+    """Return a model's tower. Raises BadInput for a model that has no patches of images."""
     base: Any = model.base_model
     config, (_, *sides) = base.config, facts_of(model).spec.shape
     patch, own = getattr(config, "patch_size", None), facts_of(model).outputs[0].name
@@ -97,24 +97,26 @@ def _tower(model: nn.Module) -> _Tower:
 
 
 def with_named_tokens(model: TracedModule, outputs: NamedOutputs) -> TracedModule:
-    """Return a copy of a dense vision model of transformers that gives these outputs: its own, tokens of its last
-    hidden state, and tokens behind its layers. Raises BadInput for what it hasn't got.
+    """Return a copy of a dense vision model of transformers that gives these outputs.
+
+    Outputs are the model's own, and tokens of its last hidden state or after a layer. Raises BadInput for an output
+    that the model does not have.
     """
-    state, facts, tower = traced_state(model), facts_of(model), _tower(model)
+    facts, tower = facts_of(model), _read_tower(model)
     for output in outputs.every:
         if reason := tower.refusal(output):
             raise BadInput(f"outputs: {output.name}: {reason}")
-    called = called_of(state.plain)
+    called = called_of(traced_state(model).plain)
 
     def forward(self: Any, **inputs: Tensor) -> Mapping[str, Tensor]:
-        running, streams = _tower_of(self, tower), dict[int, Any]()
+        running, streams = replace(tower, base=self.base_model), dict[int, Any]()
         watched = dict(enumerate(running.layers)) | ({} if running.base is self else {-1: running.base})
-        handles = [each.register_forward_hook(_keeping(streams, place)) for place, each in watched.items()]
+        handles = [each.register_forward_hook(partial(_keep, streams, place)) for place, each in watched.items()]
         raw = called.raw_outputs(self, inputs)
         for handle in handles:
             handle.remove()
         last = streams.get(-1, raw).last_hidden_state
-        if self.config.model_type == "clip_vision_model":  # whose class norms what it pools alone
+        if self.config.model_type == "clip_vision_model":  # its class applies the norm to the pooled token alone
             assert running.norm is not None
             last = running.norm(last)
         tensors = dict[str, Tensor]()
@@ -123,17 +125,16 @@ def with_named_tokens(model: TracedModule, outputs: NamedOutputs) -> TracedModul
                 own = raw if called.answer is None else called.answer(raw, inputs)
                 tensors[output.name] = own[tower.own]
                 continue
-            x_BNC = _tokens(streams[_place(output)]) if output.layer else last
-            x_BNC = running.norm(x_BNC) if output.layer and output.normed and running.norm is not None else x_BNC
+            x_BNC = last
+            if output.layer:
+                behind = streams[_place(output)]
+                x_BNC = behind[0] if isinstance(behind, tuple) else behind
+                x_BNC = running.norm(x_BNC) if output.normed and running.norm is not None else x_BNC
             tensors[output.name] = tower.tensor(output, x_BNC)
         return tensors
 
-    members = {"forward": forward, "__module__": state.plain.__module__}
-    kind: type[nn.Module] = type(state.plain.__name__, (state.plain,), members)
-    plain = kind.__new__(kind)
-    plain.__dict__ |= copy.deepcopy({key: value for key, value in vars(model).items() if key != "known_to_corp_deploy"})
-    with compiling():
-        named = facts_with(plain, facts.spec, [str(tower.base.main_input_name)])
+    plain = copy_with_forward(model, forward)
+    named = facts_in_transformers(plain, facts.spec, [str(tower.base.main_input_name)])
     ports = tuple(
         replace(port, role=facts.outputs[0].role if output.part is None else output.port.role)
         for port, output in zip(named.outputs, outputs.every, strict=True)
@@ -142,17 +143,5 @@ def with_named_tokens(model: TracedModule, outputs: NamedOutputs) -> TracedModul
     return traced_module(plain, replace(named, outputs=ports, classes=classes, named=outputs))
 
 
-def _tower_of(model: Any, like: _Tower) -> _Tower:
-    return replace(like, base=model.base_model)
-
-
-def _keeping(streams: dict[int, Any], place: int) -> Callable[..., None]:
-    def keep(module: nn.Module, arguments: Any, outputs: Any) -> None:
-        streams[place] = outputs
-
-    return keep
-
-
-def _tokens(outputs: Any) -> Tensor:
-    tokens: Tensor = outputs[0] if isinstance(outputs, tuple) else outputs
-    return tokens
+def _keep(streams: dict[int, Any], place: int, module: nn.Module, arguments: Any, outputs: Any) -> None:
+    streams[place] = outputs

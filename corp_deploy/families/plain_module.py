@@ -1,9 +1,10 @@
-"""Modules of users without what wraps them or computes their weights anew: compilers, trainers, pruning masks and norms
-of weights. The user's own module is never changed, a copy or what the user's function made is.
+"""Plain modules: users' modules without wrappers of compilers and trainers, pruning masks and norms of weights.
+
+The user's own module is never changed; a copy of it is, or the module that the user's function made.
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,10 +15,11 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.optim.swa_utils import AveragedModel
 
+from corp_deploy.traced.models.module import TracedModule, traced_state
 from ground.errors import BadInput
 
-WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel, AveragedModel)
-_TIMMS = "timm.utils.model_ema"  # whose classes keep the averaged model in `module`
+_WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel, AveragedModel)
+_TIMMS = "timm.utils.model_ema"  # its classes have the averaged model in `module`
 _SAID = ("input_size", "inputs", "outputs")
 _EAGER = "give the nn.Module that it was made from, with its weights: MODULE.load_state_dict(IT.state_dict())"
 
@@ -27,13 +29,13 @@ def _listed(names: list[str]) -> str:
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """Return the module inside of what compiles, trains or averages it."""
+    """Return the module inside of the wrappers that compile, train or average it."""
     inner = _inside(module)
     return module if inner is None else unwrapped(inner)
 
 
 def _inside(module: nn.Module) -> nn.Module | None:
-    if isinstance(module, WRAPPERS) or type(module).__module__ == _TIMMS:
+    if isinstance(module, _WRAPPERS) or type(module).__module__ == _TIMMS:
         inner = getattr(module, "module", None)
     else:
         inner = vars(module).get("_modules", {}).get("_orig_mod")  # torch.compile's
@@ -41,7 +43,7 @@ def _inside(module: nn.Module) -> nn.Module | None:
 
 
 def _unwrapped_(module: nn.Module) -> nn.Module:
-    """Return the module inside, which says of its inputs and outputs what the wrapper said."""
+    """Return the module inside of wrappers, with the inputs and outputs that a wrapper declares for it."""
     while (inner := _inside(module)) is not None:
         for name in _SAID:
             if name in vars(module) and not hasattr(inner, name):
@@ -51,7 +53,7 @@ def _unwrapped_(module: nn.Module) -> nn.Module:
 
 
 def require_module(model: object, where: str) -> None:
-    """Raise BadInput for what is no module, or none whose calls can be followed."""
+    """Raise BadInput for an object that is no module, and for a module whose calls can't be traced."""
     if isinstance(model, torch.export.ExportedProgram):
         raise BadInput(f"{where} a torch.export.ExportedProgram, expected a torch.nn.Module; {_EAGER}")
     if not isinstance(model, nn.Module):
@@ -67,7 +69,7 @@ def require_module(model: object, where: str) -> None:
     if lazy := [name for name, each in named if is_lazy(each)]:
         raise BadInput(
             f"{where} a module whose {_listed(lazy)} {'have' if lazy[1:] else 'has'} no shape yet (a lazy "
-            "layer); run it once on an input before it is given"
+            "layer); run it once on an input before you give it"
         )
     if empty := [name for name, each in named if each.is_meta]:
         raise BadInput(
@@ -89,7 +91,7 @@ def _described(model: object) -> str:
 
 
 def copy_of(module: nn.Module) -> nn.Module:
-    """Return a copy, also of a module that keeps tensors which it computed of its parameters."""
+    """Return a copy, also of a module with attributes that it computed from its parameters."""
     return copy.deepcopy(module, {id(each): each.detach().clone() for _, _, each in _computed(module)})
 
 
@@ -101,8 +103,9 @@ def _computed(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
 
 
 def plain_module_(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
-    """Return what is inside of a module's wrappers, with plain weights, and a note on each change. It changes the
-    module that is given.
+    """Return the module inside of wrappers, with plain weights, and a note on each change.
+
+    The argument itself is changed.
     """
     notes, plain = list[str](), _unwrapped_(model)
     if plain is not model:
@@ -121,23 +124,26 @@ def plain_module_(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
 
 
 def _fold_(path: str, module: nn.Module) -> Iterator[str]:
-    """Make plain parameters of weights that hooks compute in front of every call."""
+    """Turn weights that hooks compute before every call into plain parameters, and yield their names."""
     for hook in list(module._forward_pre_hooks.values()):
-        name = _folded(module, hook)
-        if name:
-            yield f"{path}.{name}" if path else name
+        if isinstance(hook, prune.BasePruningMethod):
+            name = str(hook._tensor_name)
+            prune.remove(module, name)
+        elif isinstance(hook, WeightNorm):
+            name = hook.name
+            remove_weight_norm(module, name)
+        elif isinstance(hook, SpectralNorm):
+            name = hook.name
+            remove_spectral_norm(module, name)
+        else:
+            continue
+        yield f"{path}.{name}" if path else name
 
 
-def _folded(module: nn.Module, hook: Any) -> str:
-    if isinstance(hook, prune.BasePruningMethod):
-        name = str(hook._tensor_name)
-        prune.remove(module, name)
-    elif isinstance(hook, WeightNorm):
-        name = hook.name
-        remove_weight_norm(module, name)
-    elif isinstance(hook, SpectralNorm):
-        name = hook.name
-        remove_spectral_norm(module, name)
-    else:
-        return ""
-    return name
+def copy_with_forward(model: TracedModule, forward: Callable[..., Any]) -> nn.Module:
+    """Return a plain copy of a dense traced module, of a class of the same name with this forward."""
+    plain = traced_state(model).plain
+    kind: type[nn.Module] = type(plain.__name__, (plain,), {"forward": forward, "__module__": plain.__module__})
+    copied = kind.__new__(kind)
+    copied.__dict__ |= copy.deepcopy({key: each for key, each in vars(model).items() if key != "known_to_corp_deploy"})
+    return copied

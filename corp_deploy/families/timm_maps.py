@@ -1,10 +1,8 @@
-"""Named outputs of timm's models that no family reads: tokens and maps as timm itself takes them, by
-`forward_intermediates`.
+"""Named outputs of timm's models: tokens and maps that timm's `forward_intermediates` returns.
 
 Legend: B images, N tokens, F of them in front of P places of a map, C channels.
 """
 
-import copy
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,21 +19,30 @@ from ground.errors import BadInput
 from ground.ports import OutputPort
 
 from . import timm_library
+from .plain_module import copy_with_forward
 
 _NUMBERED = re.compile(r"([a-z]+?)s?\.?(\d+)(?:\.\d+(?:\..*)?)?")
-_STAGES = ("stage", "layer", "s")  # what some call stages others call layers, layer1 or s1
-_KINDS = {"class": "class", "registers": "register"}
+_STAGES = ("stage", "layer", "s")  # models name the same stage stage1, layer1 or s1
+KINDS = {"class": "class", "registers": "register"}
+"""The kind of token that an output of this part gives."""
 
 
 def tokens_from_map(x_BCHW: Tensor) -> Tensor:
-    """[B,C,H,W] -> [B,N,C]."""
+    """Return the places of a map [B,C,H,W] as tokens [B,HW,C]."""
     assert x_BCHW.ndim == 4, x_BCHW.shape
     return x_BCHW.flatten(2).mT
 
 
+def tokens_of_kind(output: NamedOutput, x_BNC: Tensor, kinds: Sequence[str]) -> Tensor:
+    """Return the class token [B,C], or the registers [B,N,C], of tokens that begin with these kinds."""
+    kind = KINDS[output.part or ""]
+    first, count = kinds.index(kind), kinds.count(kind)
+    return x_BNC[:, first] if kind == "class" else x_BNC[:, first : first + count]
+
+
 @dataclass(frozen=True, slots=True)
 class _Stream:
-    """A map and the tokens in front of its places [B,F,C], None where there are none."""
+    """A map and the tokens in front of its places [B,F,C], None without any."""
 
     front_BFC: Tensor | None
     map_BCHW: Tensor
@@ -46,23 +53,22 @@ class _Stream:
         return places_BPC if self.front_BFC is None else torch.cat((self.front_BFC, places_BPC), dim=1)
 
     def part(self, output: NamedOutput, kinds: Sequence[str]) -> Tensor:
-        """What an output has of it; `kinds`: of the tokens in front."""
+        """Return the part of the stream that an output gives; `kinds` are those of the tokens in front."""
         if output.part == "tokens":
             return self.tokens_BNC
         if output.part in ("patches", "map"):
             return self.map_BCHW if output.part == "map" else tokens_from_map(self.map_BCHW)
         assert self.front_BFC is not None, output
-        assert output.part is not None, output
-        kind = _KINDS[output.part]
-        first, count = kinds.index(kind), kinds.count(kind)
-        return self.front_BFC[:, first] if kind == "class" else self.front_BFC[:, first : first + count]
+        return tokens_of_kind(output, self.front_BFC, kinds)
 
 
 def _named_tensors(
     model: Any, images: Tensor, numbers: Mapping[NamedOutput, int | None], kinds: Sequence[str]
 ) -> Tensor | tuple[Tensor, ...]:
-    """One output bare, several as a tuple, each of the stream of a number: None for the head's own, -1 for what the
-    head reads. `kinds`: of tokens in front.
+    """Return the tensors of the outputs as a tuple, or the only one by itself.
+
+    `numbers` has the stream of each output: None for the head's output, -1 for the head's input. `kinds` are those of
+    the tokens in front.
     """
     last, streams = _streams(model, images)
     tensors = []
@@ -78,9 +84,9 @@ def _named_tensors(
 
 
 def _streams(model: Any, images: Tensor) -> tuple[Tensor, list[_Stream]]:
-    """The features that the head reads, and what is behind each of timm's layers."""
+    """Return the features that the head reads, and the stream after each of timm's layers."""
     has_option = "return_prefix_tokens" in signature(model.forward_intermediates).parameters
-    if not (has_option and model.num_prefix_tokens):  # of none some of timm's code fails at the option
+    if not (has_option and model.num_prefix_tokens):  # without such tokens the option fails in some of timm's models
         last, maps = model.forward_intermediates(images, indices=None)
         return last, [_Stream(None, each) for each in maps]
     last, pairs = model.forward_intermediates(images, indices=None, return_prefix_tokens=True)
@@ -88,9 +94,7 @@ def _streams(model: Any, images: Tensor) -> tuple[Tensor, list[_Stream]]:
 
 
 def _last_stream(features: Tensor, like_BCHW: Tensor) -> _Stream:
-    """Features such as the head reads: a map [B,C,H,W], one with channels last, or tokens of a map with others in
-    front.
-    """
+    """Return the stream of the head's input: a map [B,C,H,W], a map with channels last, or tokens [B,N,C]."""
     grid = like_BCHW.shape[2], like_BCHW.shape[3]
     if features.dim() == 3:
         front = features.shape[1] - grid[0] * grid[1]
@@ -101,30 +105,20 @@ def _last_stream(features: Tensor, like_BCHW: Tensor) -> _Stream:
 
 
 def with_named_maps(model: TracedModule, outputs: NamedOutputs) -> TracedModule:
-    """A copy of a dense model that gives these outputs: its head's, and tokens and maps behind its layers,
-    `block1_class`, `stage1_map`, or by timm's numbers, `feature1_map`; `stage1` for the map's places as tokens
-    [B,HW,C]. Raises BadInput for what it hasn't got.
+    """Return a copy of a dense model of timm that gives these outputs.
+
+    Outputs are the head's, and tokens and maps after layers: `block1_class`, `stage1_map`, or by timm's numbers
+    `feature1_map`; `stage1` has the map's places as tokens [B,HW,C]. Raises BadInput for an output that the model does
+    not have.
     """
-    state = traced_state(model)
     if not is_librarys(model):
-        of = (
-            "a reduced model: those are named where it is dense"
-            if state.cut is not None
-            else ("a model that isn't timm's: a module of your own says them itself, as its `outputs`")
-        )
+        of = "a model that isn't timm's: a module of your own declares them as its `outputs`"
+        if traced_state(model).cut is not None:
+            of = "a reduced model: name the outputs of the dense model"
         raise BadInput(f"outputs: {outputs.describe()} can't be named of {of}; leave --outputs out")
-    layers = _layers(model)
+    layers = _read_layers(model)
     numbers = {each: _number(each, layers) for each in outputs.every}
-    kind: type[nn.Module] = type(
-        state.plain.__name__,
-        (state.plain,),
-        {
-            "forward": lambda self, images: _named_tensors(self, images, numbers, layers.kinds),
-            "__module__": state.plain.__module__,
-        },
-    )
-    plain = kind.__new__(kind)
-    plain.__dict__ |= copy.deepcopy({key: value for key, value in vars(model).items() if key != "known_to_corp_deploy"})
+    plain = copy_with_forward(model, lambda self, images: _named_tensors(self, images, numbers, layers.kinds))
     (own,) = timm_library.timm_output_ports(model)
     ports = [OutputPort(name=each.name, role=own.role) if each.part is None else each.port for each in outputs.every]
     own_classes = timm_library.class_count(model) if "logits" in outputs.names else 0
@@ -134,21 +128,32 @@ def with_named_maps(model: TracedModule, outputs: NamedOutputs) -> TracedModule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Layers:
-    """The modules behind which timm takes maps, in its order, and their channels. `kinds`: of tokens in front of the
-    last map's places; `is_in_front`: which layers have them too; `normed`: the channels of the model's last norm, 0
-    without one.
-    """
+    """The layers after which timm takes maps, in its order."""
 
     names: tuple[str, ...]
     channels: tuple[int, ...]
     kinds: tuple[str, ...]
+    """The kinds of the tokens in front of the last map's places."""
     is_in_front: tuple[bool, ...]
+    """Whether each layer's map has these tokens in front of it too."""
     normed: int
+    """The number of channels of the model's last norm, 0 without one."""
     classes: int
 
+    @property
+    def numbers(self) -> dict[str, int]:
+        """The number of each layer, by the names that outputs may call it.
 
-def _layers(model: nn.Module) -> _Layers:
-    """Raises BadInput where timm takes no maps."""
+        Names come from the layer's own: stage1 for stages.1, layer1 or s1, and block1 where timm names the last module
+        of blocks.1. feature1 is timm's number 1, also in models that have a module `features`.
+        """
+        matches = ((_NUMBERED.fullmatch(layer), number) for number, layer in enumerate(self.names))
+        named = {match[1] + match[2]: number for match, number in matches if match and match[1] != "feature"}
+        return named | {f"feature{number}": number for number in range(len(self.names))}
+
+
+def _read_layers(model: nn.Module) -> _Layers:
+    """Return the layers of timm's model. Raises BadInput for a model of which timm takes no maps."""
     running, (height, width) = copy_to_meta(model), timm_library.configured_size(model)
     images = torch.empty(2, timm_library.channels(model), height, width, device="meta")
     try:
@@ -156,14 +161,14 @@ def _layers(model: nn.Module) -> _Layers:
         names = tuple(str(each["module"]) for each in (info if isinstance(info, list | tuple) else info.info))
         last, streams = _streams(running, images)
         end = _last_stream(last, streams[-1].map_BCHW)
-    except Exception:  # of whatever kind timm's code raises where it takes none
+    except Exception:  # timm's models without maps raise errors of many kinds
         names, streams = (), []
     if not names or [each.map_BCHW.dim() for each in streams] != [4] * len(names):
         raise BadInput(f"outputs: timm takes no maps of {type(model).__name__}; leave --outputs out")
-    # Tokens in front by timm's names of what they start as: class, then DeiT's distillation, then registers.
+    # The tokens in front, by timm's names of their parameters: class, then DeiT's distillation, then registers.
     named, count = dict(model.named_parameters(recurse=False)), 0 if end.front_BFC is None else end.front_BFC.shape[1]
     kinds = [kind for kind, name in (("class", "cls_token"), ("distillation", "dist_token")) if name in named][:count]
-    # Of a model that norms what it pooled the norm here is the identity.
+    # A model that applies its norm to pooled features has an identity here.
     is_normed = isinstance(dict(model.named_children()).get("norm"), nn.Identity | nn.LayerNorm)
     return _Layers(
         names=names,
@@ -176,18 +181,21 @@ def _layers(model: nn.Module) -> _Layers:
 
 
 def _number(output: NamedOutput, layers: _Layers) -> int | None:
-    """Of a stream, None of the head's output. Raises BadInput for what the model hasn't."""
+    """Return the number of an output's stream, as `_named_tensors` takes it.
+
+    Raises BadInput for an output that the model does not have.
+    """
     number, reason = None, ""
     if output.part is not None:
         word, _, digits = output.layer.partition("s.")
         accepted = (f"{word}{digits}", *(f"{each}{digits}" for each in _STAGES if word in ("stage", "layer")))
-        names = {**_names(layers.names), **{f"feature{place}": place for place in range(len(layers.names))}}
-        number = next((names[name] for name in accepted if name in names), None) if output.layer else -1
+        numbers = layers.numbers
+        number = next((numbers[name] for name in accepted if name in numbers), None) if output.layer else -1
         reason = _refusal(output, number, layers)
     elif output.name == "logits" and not layers.classes:
         reason = "the model has no classifier; its head gives pooled"
     elif output.name == "pooled" and layers.classes:
-        reason = "the model's head gives logits; pooled is of one built with num_classes 0"
+        reason = "the model's head gives logits; pooled is the output of one built with num_classes 0"
     if reason:
         raise BadInput(f"outputs: {output.name}: {reason}")
     return number
@@ -195,9 +203,8 @@ def _number(output: NamedOutput, layers: _Layers) -> int | None:
 
 def _refusal(output: NamedOutput, number: int | None, layers: _Layers) -> str:
     if number is None:
-        every = dict.fromkeys((*_names(layers.names), *(f"feature{place}" for place in range(len(layers.names)))))
-        return f"the model has no such layer; it has {', '.join(every)}"
-    kind = _KINDS.get(output.part or "")
+        return f"the model has no such layer; it has {', '.join(layers.numbers)}"
+    kind = KINDS.get(output.part or "")
     kinds = layers.kinds if number < 0 or layers.is_in_front[number] else ()
     if kind is not None and kind not in kinds:
         of = ", ".join(dict.fromkeys((*kinds, "patch")))
@@ -208,11 +215,3 @@ def _refusal(output: NamedOutput, number: int | None, layers: _Layers) -> str:
         return "the model has no norm of tokens behind its last layer"
     is_same = layers.channels[number] == layers.normed
     return "" if is_same else "a stage's channels aren't those of the last norm"
-
-
-def _names(layers: Sequence[str]) -> Mapping[str, int]:
-    """Numbers of layers by their own names as outputs say them: stage1 for stages.1, layer1, s1; block1 where timm
-    names the last of blocks.1. Those of `features` stand for timm's numbers alone.
-    """
-    matches = ((_NUMBERED.fullmatch(layer), number) for number, layer in enumerate(layers))
-    return {match[1] + match[2]: number for match, number in matches if match and match[1] != "feature"}

@@ -89,9 +89,9 @@ def transformers_form(checkpoint: Checkpoint) -> tuple[Saved | nn.Module, Mappin
     if traced_model.merging_of(checkpoint.model) is not None:
         raise BadInput(f"{WHERE}: no class of transformers merges tokens; {INSTEAD}")
     if checkpoint.architecture.family == DECODER:
-        return decoder_saved.saved(checkpoint.model, origin.config), files
+        return decoder_saved.convert_decoder(checkpoint.model, origin.config), files
     arguments = hf_encoders.parse_arguments(checkpoint.architecture.kwargs, where=CONFIG)
-    return hf_saved.as_theirs(checkpoint.model, arguments, checkpoint.unread, origin.whole), files
+    return hf_saved.convert_encoder(checkpoint.model, arguments, checkpoint.unread, origin.whole), files
 
 
 def write_transformers(form: Saved | nn.Module, files: Mapping[str, str], directory: Path) -> None:
