@@ -12,7 +12,7 @@ from benchmarks.coverage import chain, classes
 from benchmarks.coverage.instances import INSTANCES, Instance
 from benchmarks.coverage.models import dense
 from benchmarks.coverage.small import smalls
-from corp_deploy.families.family import CONVOLUTIONS, HONOURED, sites_of
+from corp_deploy.families.family import CONVOLUTIONS, OPTION_KINDS, sites_of
 
 pytestmark = pytest.mark.nightly
 
@@ -52,7 +52,7 @@ def test_a_row_names_the_sites_that_there_are(row: dict[str, Any], tmp_path: Pat
         pytest.skip(f"{row['source']} is not installed")
     sites = sites_of(dense(instance_of(row), tmp_path).model)
     own = Counter(each.kind for each in sites.every)
-    kinds = Counter(HONOURED.get(each.kind, each.kind) for each in sites.every)
+    kinds = Counter(OPTION_KINDS.get(each.kind, each.kind) for each in sites.every)
     found = kinds["channels"], max(own[chain.PAIRS], own[chain.VALUES]), kinds[CONVOLUTIONS]
     assert (row["mlps"], row["attentions"], row.get("rows", 0)) == found
     assert row["reasons"] == sorted({refusal.reason for refusal in sites.refused})

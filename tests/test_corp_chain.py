@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import input_ports, output_ports
-from corp_deploy.families.inspection import margins_of, merge_margins
-from corp_deploy.families.traced_model import traced
+from corp_deploy.families.inspection import choice_margins, merge_margins
+from corp_deploy.families.traced_model import trace_model
 from corp_deploy.proof import chain
 from corp_deploy.proof.candidates import Candidate, candidate_from_path
 from corp_deploy.proof.chain import prove_chain
@@ -215,7 +215,7 @@ def encoder() -> nn.Module:
     model: Any = TextEncoder(words=True)
     model.inputs = {port.name: torch.ones(port.shape, dtype=torch.int64) for port in INPUTS}
     model.outputs = {port.name: port.role for port in OUTPUTS}
-    return traced(model, Architecture(name="encoder", family="module"))
+    return trace_model(model, Architecture(name="encoder", family="module"))
 
 
 def changed(model: nn.Module, module: str, factor: float) -> nn.Module:
@@ -348,7 +348,7 @@ def margin_by_loops(compared_NX: Any, sizes_N: Any, count: int, protected: int, 
 def test_a_margin_is_that_of_all_pairs(tokens: int, count: int, protected: int, metric: Any) -> None:
     compared = torch.randn(5, tokens, 7, generator=torch.Generator().manual_seed(tokens))
     sizes = torch.randint(1, 5, (5, tokens), generator=torch.Generator().manual_seed(count)).float()
-    found = margins_of(
+    found = choice_margins(
         TokenMerge(count=count, protected=protected, how="merge", metric=metric), compared, compared, sizes
     )
     images = zip(compared.double().numpy(), sizes.double().numpy(), strict=True)
@@ -358,9 +358,9 @@ def test_a_margin_is_that_of_all_pairs(tokens: int, count: int, protected: int, 
 
 def test_the_margin_of_a_drop_is_a_share_of_the_attention_there() -> None:
     attention = torch.tensor([[9.0, 0.1, 0.4, 0.2, 0.3], [9.0, 0.4, 0.3, 0.2, 0.2]])
-    found = margins_of(TokenMerge(count=2, protected=1, how="drop"), attention, attention, None)
+    found = choice_margins(TokenMerge(count=2, protected=1, how="drop"), attention, attention, None)
     assert found.tolist() == pytest.approx([0.5, 0.5])
-    one = margins_of(TokenMerge(count=1, protected=1, how="drop"), attention, attention, None)
+    one = choice_margins(TokenMerge(count=1, protected=1, how="drop"), attention, attention, None)
     assert one.tolist() == pytest.approx([1.0, 0.0])
 
 
@@ -375,12 +375,12 @@ def test_the_margin_of_a_model_is_the_least_of_its_merges(how: Any, metric: Any)
     assert found is not None
     each = []
     with torch.inference_mode():
-        walk = StreamState.of(traced_model.embedded(merged, images), None)
+        walk = StreamState.of(traced_model.first_stream(merged, images), None)
         for step in traced_model.steps(merged):
             if isinstance(step, Merge):
                 beside = walk.beside_BNX
                 compared = walk.tokens.x if beside is None else beside
-                each.append(margins_of(step.merge, walk.tokens.x, compared, walk.tokens.sizes))
+                each.append(choice_margins(step.merge, walk.tokens.x, compared, walk.tokens.sizes))
             walk = walk.behind(step)
     assert len(each) == 2
     assert torch.equal(found, torch.minimum(*each))
@@ -392,7 +392,7 @@ def test_equal_tokens_have_no_margin() -> None:
     compared = torch.randn(1, 9, 4, generator=torch.Generator().manual_seed(0))
     compared[0, 4] = compared[0, 2] = compared[0, 6]  # three odd places alike: whoever is like them has no one best
     compared[0, 1] = compared[0, 2] + 0.01
-    found = margins_of(TokenMerge(count=1, protected=1, how="merge"), compared, compared, None)
+    found = choice_margins(TokenMerge(count=1, protected=1, how="merge"), compared, compared, None)
     assert abs(float(found)) < 1e-6
 
 

@@ -365,7 +365,7 @@ def features(model: nn.Module) -> Tensor:
     """The last stream."""
     images = torch.from_numpy(tiny.images(64, seed=9))
     with torch.inference_mode():
-        walk = StreamState.of(traced_model.embedded(model, images), None)
+        walk = StreamState.of(traced_model.first_stream(model, images), None)
         for step in traced_model.steps(model):
             walk = walk.behind(step)
     return walk.tokens.x.double()

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from corp_deploy.families import timm_library
-from corp_deploy.families.counting import count, counted, macs, parameters, site_costs
+from corp_deploy.families.counting import count_macs, count_products, macs, parameters, site_costs
 from corp_deploy.families.family import image_spec, sites_of
 from corp_deploy.families.inspection import inspection_of_model
 from corp_deploy.spec.architecture import Architecture
@@ -123,7 +123,7 @@ def test_counting_leaves_the_model_alone(wrapped: Callable[[], Any]) -> None:
     model = tiny.checkpoint().model.train()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with wrapped():
-        found = counted(model)
+        found = count_macs(model)
     assert found.macs == torchs_macs(on_meta(tiny.ARCHITECTURE.name, **tiny.ARCHITECTURE.kwargs))
     assert model.training
     assert all(parameter.requires_grad for parameter in model.parameters())
@@ -134,7 +134,7 @@ def test_counting_leaves_the_model_alone(wrapped: Callable[[], Any]) -> None:
 def test_float32s_bound_knows_the_convolutions() -> None:
     """Behind fifty convolutions ONNX Runtime was seen 1.8e-5 off, with random normalisations and two blocks."""
     bounds = [
-        exact_tolerance(products=counted(on_meta(name, depth=2)).chain, largest_logit=0.0).max_relative_error
+        exact_tolerance(products=count_macs(on_meta(name, depth=2)).chain, largest_logit=0.0).max_relative_error
         for name in ("vit_base_r50_s16_224", "vit_base_patch16_224")
     ]
     assert bounds == [10 * 2**-24 * 62, 10 * 2**-24 * 14]
@@ -144,7 +144,7 @@ def test_float32s_bound_knows_the_convolutions() -> None:
 
 def test_the_longest_row_of_products() -> None:
     """A block has six in a row: qkv, Q K', A V, proj, fc1, fc2; besides them the patch embedding and the head."""
-    assert counted(on_meta("vit_tiny_patch16_224", depth=3)).chain == 1 + 3 * 6 + 1
+    assert count_macs(on_meta("vit_tiny_patch16_224", depth=3)).chain == 1 + 3 * 6 + 1
     branches = nn.ModuleList([nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))])
 
     class Forked(nn.Module):
@@ -155,11 +155,11 @@ def test_the_longest_row_of_products() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return sum((branch(x) for branch in self.branches), start=x)
 
-    found = count(Forked(), (Port(name="x", shape=(4,)),))
+    found = count_products(Forked(), (Port(name="x", shape=(4,)),))
     assert (found.chain, found.macs) == (2, 48)
     assert found.within("branches.1") == 32
-    assert count(nn.ConvTranspose2d(3, 5, 2, stride=2), (image_port((3, 4, 4)),)).macs == 3 * 4 * 4 * 5 * 2 * 2
-    assert count(nn.Conv2d(4, 6, 3, groups=2), (image_port((4, 5, 5)),)).macs == 6 * 3 * 3 * 2 * 3 * 3
+    assert count_products(nn.ConvTranspose2d(3, 5, 2, stride=2), (image_port((3, 4, 4)),)).macs == 3 * 4 * 4 * 5 * 2 * 2
+    assert count_products(nn.Conv2d(4, 6, 3, groups=2), (image_port((4, 5, 5)),)).macs == 6 * 3 * 3 * 2 * 3 * 3
 
 
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "resnet18", "swinv2_tiny_window8_256", "maxvit_pico_rw_256"])
@@ -179,6 +179,6 @@ def test_an_operator_that_was_seen_gives_the_same_again() -> None:
     """Of the same kinds of inputs alone: other sizes, strides, types or numbers are other kinds."""
     model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Flatten())
     for side in (4, 5, 4):
-        assert count(model.eval(), (image_port((3, side, side)),)).shapes == ((4 * side * side,),)
+        assert count_products(model.eval(), (image_port((3, side, side)),)).shapes == ((4 * side * side,),)
     for padding, expected in ((1, 4 * 16 * 27), (0, 4 * 4 * 27), (1, 4 * 16 * 27)):
-        assert count(nn.Conv2d(3, 4, 3, padding=padding), (image_port((3, 4, 4)),)).macs == expected
+        assert count_products(nn.Conv2d(3, 4, 3, padding=padding), (image_port((3, 4, 4)),)).macs == expected

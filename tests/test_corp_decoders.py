@@ -19,7 +19,7 @@ from corp_deploy.families.counting import macs, parameters
 from corp_deploy.families.decoder import traced_decoder
 from corp_deploy.families.decoder_config import architecture_from_transformers
 from corp_deploy.families.decoder_model import TextDecoder
-from corp_deploy.families.family import listened, sequence_spec, sites_of
+from corp_deploy.families.family import hooked_model, sequence_spec, sites_of
 from corp_deploy.families.tokenizer import Tokenization
 from corp_deploy.invocation.method_choice import ALIGN, MethodChoice
 from corp_deploy.reduction.method import method_from_preset
@@ -329,7 +329,7 @@ def logits_inside(model: nn.Module, ids: Tensor) -> Tensor:
         taps.queries.listen("q", lambda x: heard.update(q=x)),
         taps.keys.listen("k", lambda x: heard.update(k=x)),
     ]
-    logits_of(listened(model), ids)
+    logits_of(hooked_model(model), ids)
     for handle in handles:
         handle.remove()
     return (heard["q"].double() @ heard["k"].double().mT).tril()

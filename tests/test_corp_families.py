@@ -126,7 +126,7 @@ def test_what_is_reported_of_values_is_what_the_stream_loses() -> None:
     (report,) = reduction.sites
 
     def behind_attention(of: nn.Module) -> Tensor:
-        x_BNC = traced_model.embedded(of, pixels("q/k norm"))
+        x_BNC = traced_model.first_stream(of, pixels("q/k norm"))
         for step in list(traced_model.steps(of))[:2]:
             assert isinstance(step, SegmentStep)
             x_BNC = step(x_BNC)

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from corp_deploy import load
 from corp_deploy.families import traced_model
 from corp_deploy.families.counting import macs
-from corp_deploy.families.family import answers, named_outputs_of, output_ports, steps_to_outputs, with_outputs
-from corp_deploy.families.traced_model import traced
+from corp_deploy.families.family import named_outputs_of, output_ports, outputs_of_walk, steps_to_outputs, with_outputs
+from corp_deploy.families.traced_model import trace_model
 from corp_deploy.planning.probe import Probe
 from corp_deploy.polish.options import PolishOptions
 from corp_deploy.polish.polish import polished
@@ -111,7 +111,7 @@ def of_timm(name: str, **kwargs: Any) -> nn.Module:
     """With weights that are large enough to matter."""
     made = timm.create_model(name, **kwargs).eval()
     tiny.enliven(made, 0)
-    return traced(made, Architecture(name=name, kwargs=kwargs))
+    return trace_model(made, Architecture(name=name, kwargs=kwargs))
 
 
 def named_by(dense: nn.Module, names: str) -> nn.Module:
@@ -164,7 +164,7 @@ def test_what_programs_lack_is_refused() -> None:
     )
     rejects(said, named_by, cait, "class,block0_class")
     own = nn.Sequential(nn.Conv2d(3, 8, 8, 8), nn.Flatten(2))
-    model = traced(own, Architecture(name="own", family="module"))
+    model = trace_model(own, Architecture(name="own", family="module"))
     rejects("a module of your own declares them", named_by, model, "map")
 
 
@@ -414,10 +414,10 @@ def test_a_walk_by_steps_meets_every_output(name: str, names: str) -> None:
     dense = of_timm(name, **kwargs)
     model, pixels = named_by(dense, names), torch.from_numpy(images(3, seed=1))
     with torch.no_grad():
-        walk = StreamState.of(traced_model.embedded(model, pixels), None)
+        walk = StreamState.of(traced_model.first_stream(model, pixels), None)
         for step in steps_to_outputs(model):
             walk = walk.behind(step)
-        for got, wanted in zip(answers(model, walk, pixels), model(pixels), strict=True):
+        for got, wanted in zip(outputs_of_walk(model, walk, pixels), model(pixels), strict=True):
             torch.testing.assert_close(got, wanted)
     assert [step.name for step in traced_model.steps(model)] == [step.name for step in traced_model.steps(dense)]
 

@@ -134,11 +134,11 @@ def test_an_edited_architecture_is_refused(changes: dict[str, Any], message: str
 
 def test_the_steps_are_the_model_and_the_exported_form_too(hf: Path) -> None:
     model, tokens = load_transformers(hf).model, _tokens(hf)
-    walk = StreamState.of(traced_model.embedded(model, tokens), traced_model.token_weights(model, tokens))
+    walk = StreamState.of(traced_model.first_stream(model, tokens), traced_model.token_weights(model, tokens))
     for step in traced_model.steps(model):
         walk = walk.behind(step)
     expected = run_model(model, tokens)
-    assert torch.equal(traced_model.finished(model, walk.tokens.x, tokens), expected)
+    assert torch.equal(traced_model.output_of_stream(model, walk.tokens.x, tokens), expected)
     torch.testing.assert_close(run_model(traced_model.exportable(model), tokens), expected, rtol=1e-5, atol=1e-5)
 
 

@@ -440,7 +440,7 @@ def test_what_needs_every_token_is_refused_with_the_reason(name: str) -> None:
     make, reason = NEEDING[name]
     model = make().eval()
     if not isinstance(model, TracedModule):
-        model = traced_model.traced(model, Architecture(name=name, family="module"))
+        model = traced_model.trace_model(model, Architecture(name=name, family="module"))
     rejects(reason, traced_model.with_merging, model, Merging(schedule=(1, 1)))
     assert reason in traced_model.merging_refusal(model)
 
@@ -449,10 +449,10 @@ def test_what_needs_every_token_is_refused_with_the_reason(name: str) -> None:
 def test_steps_and_layers_cut_by_cut_give_the_models_outputs(form: str, options: dict[str, Any]) -> None:
     model, images = with_merged_tokens(form, **options), torch.from_numpy(tiny.images(5))
     with torch.inference_mode():
-        walk = StreamState.of(traced_model.embedded(model, images), None)
+        walk = StreamState.of(traced_model.first_stream(model, images), None)
         for step in traced_model.steps(model):
             walk = walk.behind(step)
-        (given,) = traced_model.answers(model, walk, images)
+        (given,) = traced_model.outputs_of_walk(model, walk, images)
         pieces, layers = build_layered_model(model)
         torch.testing.assert_close(given, given_by(model), rtol=0, atol=0)
         torch.testing.assert_close(pieces(images), given_by(model), rtol=0, atol=0)

@@ -73,7 +73,7 @@ def test_held_out_moments_judge_heads(tmp_path: Path) -> None:
     reduction = reduce(dense.model, moments(), asked, widths={"blocks.0.attn.v": 32}, held_out=other)
     streams = []
     for model in (dense.model, reduction.model):
-        x_BNC = traced_model.embedded(model, torch.from_numpy(images))
+        x_BNC = traced_model.first_stream(model, torch.from_numpy(images))
         with torch.inference_mode():
             for step in list(traced_model.steps(model))[:2]:
                 assert isinstance(step, SegmentStep)

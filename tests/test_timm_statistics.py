@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from calib.collect import collect
 from calib.moments import ChannelMoments, HeadMoments
-from corp_deploy.families.family import listened, sites_of
+from corp_deploy.families.family import hooked_model, sites_of
 from corp_deploy.traced.models.sites import calibration_taps
 from tests import tiny
 from tests.timm_models import NUMERIC, VITS, checkpoint, library, moments, pixels
@@ -111,7 +111,7 @@ def test_those_in_windows_are_those_of_a_loop_over_images_and_windows(form: str)
             block.norm1.register_forward_hook(lambda _, __, out, name=name: heard.__setitem__(name, out))
     images = pixels(own, 11)
     theirs(images.double())
-    moments = collect(listened(own), calibration_taps(own, sites_of(own)), [images], device="cpu")
+    moments = collect(hooked_model(own), calibration_taps(own, sites_of(own)), [images], device="cpu")
     assert len(heard) == 4
     for name, maps_BHWC in heard.items():
         statistics = moments.sites[f"{name}.attn.qk"]

@@ -96,10 +96,10 @@ def test_weights_under_timms_names_are_the_model_and_its_sites_are_found(form: s
     steps = list(traced_model.steps(model))
     assert steps or form in HIERARCHIES
     if steps:
-        walk = StreamState.of(traced_model.embedded(model, images), None)
+        walk = StreamState.of(traced_model.first_stream(model, images), None)
         for step in steps:
             walk = walk.behind(step)
-        torch.testing.assert_close(traced_model.finished(model, walk.tokens.x, images), theirs(images))
+        torch.testing.assert_close(traced_model.output_of_stream(model, walk.tokens.x, images), theirs(images))
     offered = sites_of(model)
     assert not offered.refused
     found = Counter(site.kind for site in offered.every)

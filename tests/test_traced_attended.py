@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from calib.inputs import InputSet, run_model, tensors_by_name
 from calib.moments import ChannelMoments, HeadMoments
 from corp_deploy.families.family import sites_of
-from corp_deploy.families.traced_model import steps, traced, tracing
+from corp_deploy.families.traced_model import steps, trace_model, tracing
 from corp_deploy.polish.segments import segment_sublayer
 from corp_deploy.polish.walk import StreamPair
 from corp_deploy.reduction.calibrate import Statistics, calibrate
@@ -110,7 +110,7 @@ def model_of(form: str, **more: int) -> nn.Module:
     torch.manual_seed(0)
     module = Shifted(form, **more)
     module.inputs = {"x": (TOKENS, D)}  # type: ignore[assignment]
-    return traced(module, Architecture(name="Shifted", family="module"))
+    return trace_model(module, Architecture(name="Shifted", family="module"))
 
 
 def product_of(program: Program) -> fx.Node:

@@ -103,12 +103,12 @@ def test_a_model_is_its_steps_and_a_narrower_one_has_the_same(name: str, tmp_pat
     reduced = reduce(dense.model, calibrated(dense, tmp_path), method_from_preset("none", **HALF)).model
     pixels = torch.from_numpy(images(3, seed=3))
     for model in (dense.model, reduced):
-        stream_BNC = traced_model.embedded(model, pixels)
+        stream_BNC = traced_model.first_stream(model, pixels)
         for step in traced_model.steps(model):
             assert isinstance(step, SegmentStep), step
             stream_BNC = step(stream_BNC)
             assert stream_BNC.ndim == 3
-        assert torch.allclose(traced_model.finished(model, stream_BNC, pixels), model(pixels), atol=1e-5)
+        assert torch.allclose(traced_model.output_of_stream(model, stream_BNC, pixels), model(pixels), atol=1e-5)
     assert [block.name for block in blocks(dense.model)] == [block.name for block in blocks(reduced)]
 
 

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from calib.inputs import InputSet
 from corp_deploy.families.counting import macs
-from corp_deploy.families.family import listened, sites_of
-from corp_deploy.families.traced_model import traced, tracing
+from corp_deploy.families.family import hooked_model, sites_of
+from corp_deploy.families.traced_model import trace_model, tracing
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.closed_loop import reduce_traced
 from corp_deploy.reduction.loop import Loop
@@ -117,7 +117,7 @@ def entering(model: nn.Module, pixels: Tensor) -> dict[str, Tensor]:
         for each in site.readings
     ]
     with torch.no_grad():
-        listened(model)(pixels)
+        hooked_model(model)(pixels)
     for handle in handles:
         handle.remove()
     return heard
@@ -137,7 +137,7 @@ def patches(x: Tensor, layer: nn.Module) -> Tensor:
 @pytest.mark.parametrize(("name", "align", "width"), [("groups", 8, 6), ("uses", 4, 8), ("stream", 8, 7)])
 def test_channels_are_aligned_over_all_groups_of_a_layer(name: str, align: int, width: int) -> None:
     """To a multiple of the groups; finer where that would leave no choice."""
-    model = traced(MODELS[name]().eval(), Architecture(name=name, family="module"))
+    model = trace_model(MODELS[name]().eval(), Architecture(name=name, family="module"))
     asked: Any = {"conv_sparsity": 0.4, "residual_sparsity": 0.4, "align_conv": align}
     assert uniform_widths(model, method_from_preset("best", **asked))[sites_of(model).every[0].name] == width
 
@@ -269,7 +269,7 @@ def responding(last: bool, inputs: Tensor, folder: Path) -> tuple[Responding, Ch
     """With its program, and these inputs of it."""
     torch.manual_seed(0)
     plain, architecture = Responding(last=last).eval(), Architecture(name="Responding", family="module")
-    model = traced(plain, architecture)
+    model = trace_model(plain, architecture)
     save_file({"x": inputs}, folder / "x.safetensors")
     checkpoint = Checkpoint(model=model, architecture=architecture, lineage={})
     return plain, checkpoint, arrays_for_model(model, folder / "x.safetensors")
@@ -315,5 +315,5 @@ def test_a_mean_that_nothing_is_divided_by_stays_one() -> None:
 
     model = nn.Sequential(nn.Linear(D, D), Centred(), nn.Linear(D, D)).eval()
     model.inputs = {"input": (TOKENS, D)}  # type: ignore[assignment]
-    program = tracing(traced(model, Architecture(name="Centred", family="module"))).program
+    program = tracing(trace_model(model, Architecture(name="Centred", family="module"))).program
     assert not [node for node in program.nodes if "mean_weight" in str(node.target)]

@@ -22,7 +22,7 @@ from calib.inputs import as_tuple
 from calib.moments import ChannelMoments
 from corp_deploy.families.family import output_ports, sites_of
 from corp_deploy.families.module_facts import facts_of_module
-from corp_deploy.families.traced_model import traced
+from corp_deploy.families.traced_model import trace_model
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
@@ -241,7 +241,7 @@ def test_encoders_of_transformers_without_a_family_go_the_whole_way(name: str, h
 def traced_module(name: str) -> Checkpoint:
     torch.manual_seed(0)
     architecture = Architecture(name=name, family="module")
-    return Checkpoint(model=traced(MODULES[name](), architecture), architecture=architecture, lineage={})
+    return Checkpoint(model=trace_model(MODULES[name](), architecture), architecture=architecture, lineage={})
 
 
 def test_padding_is_no_part_of_the_statistics(tmp_path: Path) -> None:
@@ -316,7 +316,7 @@ class _Named(nn.Module):
 
 
 def test_inputs_go_in_by_name_and_outputs_have_names_of_their_own() -> None:
-    model = traced(_Named().eval(), Architecture(name="named", family="module"))
+    model = trace_model(_Named().eval(), Architecture(name="named", family="module"))
     a, b = torch.randn(2, 3, 5).unbind()
     with torch.no_grad():
         (given, apart), one, other = model(a, b), *(_linear(model, each) for each in (a, b))

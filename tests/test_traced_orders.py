@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from corp_deploy.families.traced_model import traced, tracing
+from corp_deploy.families.traced_model import trace_model, tracing
 from corp_deploy.spec.architecture import Architecture
 from corp_deploy.store.checkpoint import dense_from_architecture
 from corp_deploy.traced.models.layers import find_streams, reorder_groups, stream_scores
@@ -23,7 +23,7 @@ def model_of(name: str) -> nn.Module:
         model = dense_from_architecture(PVT if name == "pvt" else SWIN)
     else:
         architecture = timm_models.architecture(name)
-        model = traced(tiny.timm_model(architecture.name, **architecture.kwargs), architecture)
+        model = trace_model(tiny.timm_model(architecture.name, **architecture.kwargs), architecture)
     tiny.enliven(model, 0)
     return model.requires_grad_(False)
 

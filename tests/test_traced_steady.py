@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import corp_deploy
-from corp_deploy.families.traced_model import traced
+from corp_deploy.families.traced_model import trace_model
 from corp_deploy.reduction.steady_inputs import require_steady_on
 from corp_deploy.spec.architecture import Architecture
 from corp_deploy.store.input_sets import images_for_model
@@ -97,7 +97,7 @@ def test_two_batches_of_the_users_images_are_tried(tmp_path: Path, monkeypatch: 
         "corp_deploy.reduction.steady_inputs.require_steady_model", lambda model, each, called: tried.extend(each)
     )
     np.save(tmp_path / "x.npy", IMAGES)
-    model = traced(Net().eval(), Architecture(name="net", family="module"))
+    model = trace_model(Net().eval(), Architecture(name="net", family="module"))
     require_steady_on(model, images_for_model(model, tmp_path / "x.npy"))
     assert torch.equal(torch.cat(tried), torch.from_numpy(IMAGES[:4]))
     assert [len(each) for each in tried] == [2, 2]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from corp_deploy.families import traced_model
-from corp_deploy.families.traced_model import traced
+from corp_deploy.families.traced_model import trace_model
 from corp_deploy.spec.architecture import Architecture
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.onnx_file import export_checkpoint
@@ -50,7 +50,7 @@ class Masked(nn.Module):
 def test_what_a_program_makes_itself_has_the_type_of_its_weights(precision: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     architecture = Architecture(name="masked", family="module")
-    model = traced(Masked().eval(), architecture)
+    model = trace_model(Masked().eval(), architecture)
     path = tmp_path / "model.onnx"
     export_checkpoint(Checkpoint(model=model, architecture=architecture, lineage={}), path, precision=precision)
     x, mask = torch.randn(3, TOKENS, D), (torch.arange(TOKENS) < torch.tensor([[2], [5], [4]])).float()
@@ -61,7 +61,7 @@ def test_what_a_program_makes_itself_has_the_type_of_its_weights(precision: str,
 
 
 def test_norms_that_are_called_again_are_norms_of_their_own() -> None:
-    model = traced_model.exportable(traced(Masked().eval(), Architecture(name="masked", family="module")))
+    model = traced_model.exportable(trace_model(Masked().eval(), Architecture(name="masked", family="module")))
     names = [name for name, module in model.named_modules() if type(module).__name__ == "Norm"]
     assert names == ["layer.norm", "layer_norm__again_2"]
 

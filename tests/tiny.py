@@ -76,7 +76,7 @@ def relative(found: Tensor, expected: Tensor) -> float:
 def timm_model(name: str, **kwargs: Any) -> nn.Module:
     """A timm model with its initial weights, in eval mode, with its program."""
     architecture = Architecture(name=name, kwargs=kwargs)
-    return traced_model.traced(timm.create_model(name, pretrained=False, **kwargs).eval(), architecture)
+    return traced_model.trace_model(timm.create_model(name, pretrained=False, **kwargs).eval(), architecture)
 
 
 def last_block(model: nn.Module) -> nn.Module:

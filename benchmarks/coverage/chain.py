@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from calib.inputs import InputSet, chunks, tensors_by_name
 from calib.moments import Moments
-from corp_deploy.families.family import CONVOLUTIONS, HONOURED, input_ports, sites_of
+from corp_deploy.families.family import CONVOLUTIONS, OPTION_KINDS, input_ports, sites_of
 from corp_deploy.families.traced_model import tracing
 from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.reduction.method import Method, method_from_preset
@@ -171,7 +171,7 @@ def row_of(instance: Instance, directory: Path) -> dict[str, Any]:
     except BadInput as refusal:
         return row | {"refused": str(refusal)}
     sites = sites_of(subject.model)
-    kinds = Counter(HONOURED.get(site.kind, site.kind) for site in sites.every)
+    kinds = Counter(OPTION_KINDS.get(site.kind, site.kind) for site in sites.every)
     own = Counter(site.kind for site in sites.every)
     half = subject.reduced("best", 0.5)
     errors, draws = errors_of(instance, subject, directory)

@@ -20,7 +20,7 @@ import torch
 from torch import fx, nn
 
 from benchmarks.harness import Record
-from corp_deploy.families.traced_model import sites_of, traced, tracing
+from corp_deploy.families.traced_model import sites_of, trace_model, tracing
 from corp_deploy.machine import versions
 from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.spec.architecture import Architecture
@@ -53,7 +53,7 @@ def share_within(found: FoundSites) -> float:
 def measured(small: Small) -> Row:
     """All that is told of a class; of one that can't be taken the reason."""
     row: Row = {"source": small.source, "class": small.kind, "name": small.name}
-    model = traced(dense(small, 0), _architecture(small))
+    model = trace_model(dense(small, 0), _architecture(small))
     began = time.process_time()
     own = tracing(model)
     traced_at = time.process_time()
@@ -84,7 +84,7 @@ def _chained(small: Small, model: nn.Module, count: int, scratch: Path) -> Row:
     draws = [_errors(subject, half)]
     if draws[0]["best"] > min(draws[0].values()):
         for seed in range(1, DRAWS):
-            other = _subject(small, traced(dense(small, seed), _architecture(small)), count, seed, scratch)
+            other = _subject(small, trace_model(dense(small, seed), _architecture(small)), count, seed, scratch)
             draws.append(_errors(other, _half(other)))
     return {
         "identity": subject.error(subject.reduced("best", 0.0)),

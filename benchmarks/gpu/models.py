@@ -13,7 +13,7 @@ from torch import nn
 from benchmarks.gpu.setting import ALIGN_HEAD, Setting
 from benchmarks.quality.timm_sites import first_widths
 from corp_deploy.families import traced_model
-from corp_deploy.families.counting import count, macs
+from corp_deploy.families.counting import count_products, macs
 from corp_deploy.families.family import input_ports
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import uniform_widths
@@ -80,7 +80,7 @@ def form(model: nn.Module, precision: Precision, geometry: HeadGeometry = "ragge
     """The model in evaluation mode, with zeros in its graph where the geometry is padded."""
     exported, told = traced_model.exportable(model, geometry=geometry), facts(model)
     if geometry == "padded":
-        told = told | {"macs": count(exported, input_ports(model)).macs}
+        told = told | {"macs": count_products(exported, input_ports(model)).macs}
     return Form(module=exported.to(DTYPES[precision]), facts=told)
 
 

@@ -3,7 +3,7 @@
 from torch import nn
 
 from corp_deploy.families import traced_model
-from corp_deploy.families.counting import count
+from corp_deploy.families.counting import count_products
 from corp_deploy.families.family import input_ports, sites_of
 from corp_deploy.traced.models.pairs import TracedPairs
 from corp_deploy.traced.models.sites import TracedChannels
@@ -21,4 +21,4 @@ def first_widths(model: nn.Module) -> dict[str, int]:
 
 def graph_macs(model: nn.Module) -> int:
     """Return the multiply-adds of what is exported of it, the zeros beside padded heads among them."""
-    return count(traced_model.exportable(model), input_ports(model)).macs
+    return count_products(traced_model.exportable(model), input_ports(model)).macs

@@ -23,7 +23,7 @@ from torch import nn
 
 from benchmarks.speed.cpu_latency import halved
 from corp_deploy.families import traced_model
-from corp_deploy.families.counting import count
+from corp_deploy.families.counting import count_products
 from corp_deploy.families.family import input_ports
 from corp_deploy.spec.architecture import Architecture
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
@@ -88,7 +88,7 @@ def rows_of(name: str, variant: str, sms: list[str], folder: Path) -> list[Row]:
                 model=name,
                 variant=variant,
                 sm=sm,
-                macs=count(exported, input_ports(model)).macs,
+                macs=count_products(exported, input_ports(model)).macs,
                 onnx_bytes=first.onnx_bytes,
                 plan_bytes=first.plan_bytes,
                 kernels=first.kernels,

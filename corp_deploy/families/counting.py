@@ -151,7 +151,7 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def count(model: nn.Module, ports: Sequence[Port]) -> MacCounts:
+def count_products(model: nn.Module, ports: Sequence[Port]) -> MacCounts:
     """Run one input through a copy of the model that has no memory, and count.
 
     Attention is run as its two products, whichever kernel computes it elsewhere.
@@ -169,12 +169,12 @@ def count(model: nn.Module, ports: Sequence[Port]) -> MacCounts:
     return MacCounts(by_module=dict(counting.by_module), chain=chain, shapes=shapes)
 
 
-def counted(model: nn.Module) -> MacCounts:
+def count_macs(model: nn.Module) -> MacCounts:
     """The multiply-adds of one input by module, and the longest row of products."""
     ports = traced_model.input_spec(model).ports
-    return count(traced_model.counted_form(model), ports)
+    return count_products(traced_model.counted_form(model), ports)
 
 
 def macs(model: nn.Module) -> int:
     """Multiply-adds of one input."""
-    return counted(model).macs
+    return count_macs(model).macs

@@ -25,12 +25,12 @@ from .hf_tokens import with_named_tokens
 from .timm_images import ImageSpec
 from .timm_maps import with_named_maps
 from .tokenizer import SequenceSpec, TextSpec
-from .traced_model import answers as answers
+from .traced_model import count_ids as count_ids
 from .traced_model import has_uneven_heads as has_uneven_heads
-from .traced_model import known_numbers as known_numbers
+from .traced_model import hooked_model as hooked_model
 from .traced_model import layers_of as layers_of
-from .traced_model import listened as listened
 from .traced_model import output_ports as output_ports
+from .traced_model import outputs_of_walk as outputs_of_walk
 from .traced_model import sites_of as sites_of
 from .traced_model import steps_to_outputs as steps_to_outputs
 
@@ -72,7 +72,7 @@ def dense_model(architecture: Architecture) -> nn.Module:
     if name not in _BUILDERS:
         raise BadInput(f"family {name[:100]!r}: expected one of {', '.join(_BUILDERS)}")
     model = _BUILDERS[name](architecture)
-    return model if isinstance(model, TracedModule) else traced_model.traced(model, architecture)
+    return model if isinstance(model, TracedModule) else traced_model.trace_model(model, architecture)
 
 
 def input_ports(model: nn.Module) -> tuple[Port, ...]:
@@ -104,7 +104,7 @@ def with_outputs(model: nn.Module, outputs: NamedOutputs | None) -> nn.Module:
     return with_named_tokens(model, outputs) if is_theirs else with_named_maps(model, outputs)
 
 
-def token_weights(model: nn.Module) -> TokenWeights:
+def token_weigher(model: nn.Module) -> TokenWeights:
     """How much each token of inputs counts, where there are as many."""
 
     def of_some(inputs: Inputs) -> PartialTokenWeights | None:
@@ -157,7 +157,7 @@ WORDS: Mapping[str, str] = {MLPS: "MLPs", CONVOLUTIONS: "channels between convol
 
 
 STREAMS = "traced streams"
-HONOURED: Mapping[str, str] = {
+OPTION_KINDS: Mapping[str, str] = {
     "traced channels": MLPS,
     "traced convolutions": CONVOLUTIONS,
     "traced queries and keys": HEADS,
@@ -169,12 +169,12 @@ HONOURED: Mapping[str, str] = {
 
 def kinds_of(model: nn.Module) -> frozenset[str]:
     """Of its sites, reducible or not."""
-    return frozenset(HONOURED[kind] for kind in sites_of(model).kinds)
+    return frozenset(OPTION_KINDS[kind] for kind in sites_of(model).kinds)
 
 
 def taps_for(sites: Sites, kind: str) -> frozenset[str]:
     """What is heard for those sites alone that honour the options of this kind."""
-    taps = [(HONOURED[site.kind], tap.name) for site in sites.every for tap in site.listening()]
+    taps = [(OPTION_KINDS[site.kind], tap.name) for site in sites.every for tap in site.listening()]
     return frozenset(name for _, name in taps) - {name for other, name in taps if other != kind}
 
 

@@ -25,7 +25,7 @@ from corp_deploy.traced.models.sites import Currency
 from corp_deploy.traced.models.token_merging import TokenMerge, find_merges, token_similarity
 
 from . import traced_model
-from .counting import counted
+from .counting import count_macs
 from .family import named_outputs_of, output_ports
 
 ELSEWHERE = "all else"
@@ -144,7 +144,7 @@ def merging_record(model: nn.Module) -> MergingRecord | None:
     merging = traced_model.merging_of(model)
     if merging is None:
         return None
-    kinds, count = traced_model.token_kinds(model), counted(model)
+    kinds, count = traced_model.token_kinds(model), count_macs(model)
     protected = len(kinds) - kinds.count("patch")
     return MergingRecord(
         **merging.as_json() | {"schedule": merging.schedule},
@@ -152,7 +152,7 @@ def merging_record(model: nn.Module) -> MergingRecord | None:
         tokens=(len(kinds), *tokens_after(merging, len(kinds), protected)),
         macs=count.macs,
         macs_of_merging=sum(map(count.within, find_merges(model))),
-        macs_with_all_tokens=counted(traced_model.with_merging(model, None)).macs,
+        macs_with_all_tokens=count_macs(traced_model.with_merging(model, None)).macs,
     )
 
 
@@ -160,7 +160,7 @@ def inspection_of_model(model: nn.Module) -> dict[str, Any]:
     """Sites with widths, parameters and MACs of one input and the reason where nothing can be reduced; the same figures
     of everything that is no site; totals, which are the sums of both.
     """
-    count, merging = counted(model), merging_record(model)
+    count, merging = count_macs(model), merging_record(model)
     sites, fixed = traced_rows(model, count.macs)
     outputs = [
         {"name": port.name, "role": port.role, "shape": list(shape)}
@@ -207,7 +207,7 @@ def _of_merge(merge: TokenMerge, x_BNC: Tensor, compared: Tensor, sizes_BN: Tens
     return torch.minimum(gap_B, matches_BR.amin(dim=1))
 
 
-def margins_of(merge: TokenMerge, x_BNC: Tensor, compared: Tensor, sizes_BN: Tensor | None) -> Tensor:
+def choice_margins(merge: TokenMerge, x_BNC: Tensor, compared: Tensor, sizes_BN: Tensor | None) -> Tensor:
     """The least margin of one merge's choices, of a stream of tokens of these sizes: [B]."""
     if merge.how != "drop":
         return _of_merge(merge, x_BNC, compared, sizes_BN)
@@ -224,7 +224,7 @@ def merge_margins(model: nn.Module, inputs: Inputs) -> Tensor | None:
 
     def look(merge: nn.Module, entering: tuple[Tensor, Tensor | None, Tensor | None, Tensor]) -> None:
         assert isinstance(merge, TokenMerge), merge
-        every.append(margins_of(merge, entering[0], entering[3], entering[1]))
+        every.append(choice_margins(merge, entering[0], entering[3], entering[1]))
 
     with ExitStack() as stack, torch.inference_mode():
         for merge in find_merges(model).values():

@@ -62,7 +62,7 @@ _WHOLE = (
 )
 
 
-def traced(model: nn.Module, architecture: Architecture) -> nn.Module:
+def trace_model(model: nn.Module, architecture: Architecture) -> nn.Module:
     """A model of no other family as one whose sites are found in its program. Raises BadInput where what it takes or
     gives can't be told.
     """
@@ -74,12 +74,12 @@ def traced(model: nn.Module, architecture: Architecture) -> nn.Module:
     return traced_module(model, facts_of_module(model, architecture.preprocessing))
 
 
-def listened(model: nn.Module) -> nn.Module:
+def hooked_model(model: nn.Module) -> nn.Module:
     """What hears the model's sites while it runs."""
     return tracing(model).hooked[0]
 
 
-def known_numbers(model: nn.Module) -> dict[str, int]:
+def count_ids(model: nn.Module) -> dict[str, int]:
     """Of inputs that are looked up in tables, by their ports, how many rows there are."""
     return vocabulary_sizes(tracing(model).program)
 
@@ -146,11 +146,11 @@ def steps_to_outputs(model: nn.Module) -> Iterator[Step]:
             yield OutputStep(name=name)
 
 
-def answers(model: nn.Module, walk: StreamState, inputs: Inputs) -> tuple[Tensor, ...]:
+def outputs_of_walk(model: nn.Module, walk: StreamState, inputs: Inputs) -> tuple[Tensor, ...]:
     """The outputs for what is behind the last step; of several without those at whose outlets the walk wasn't."""
     own, image, (_, *others) = tracing(model), input_spec(model).shape, tensors_by_name(inputs).values()
     if not own.cut_outputs:
-        return (finished(model, walk.tokens.x, inputs),)
+        return (output_of_stream(model, walk.tokens.x, inputs),)
     at = {**dict(walk.kept), own.cut_outputs[-1].name: walk.tokens}
     by_number = {
         key: each
@@ -161,14 +161,14 @@ def answers(model: nn.Module, walk: StreamState, inputs: Inputs) -> tuple[Tensor
     return tuple(by_number[number] for number in sorted(by_number))
 
 
-def embedded(model: nn.Module, inputs: Inputs) -> Tensor:
+def first_stream(model: nn.Module, inputs: Inputs) -> Tensor:
     """The first input itself. Raises BadInput where others than a mask stand beside it."""
     entering = _layout_at(model, is_first=True)
     x, *_ = tensors_by_name(inputs).values()
     return entering.rows(x)
 
 
-def finished(model: nn.Module, x_BNC: Tensor, inputs: Inputs) -> Tensor:
+def output_of_stream(model: nn.Module, x_BNC: Tensor, inputs: Inputs) -> Tensor:
     """Raises BadInput where the program gives several tensors."""
     leaving = _layout_at(model, is_first=False)
     last = tracing(model).segments[-1]

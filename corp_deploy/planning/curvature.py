@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 
 from calib.inputs import Inputs, as_tuple, chunks, map_tensors, tensors_by_name
 from corp_deploy.families import traced_model
-from corp_deploy.families.family import answers, steps_to_outputs
+from corp_deploy.families.family import outputs_of_walk, steps_to_outputs
 from corp_deploy.families.traced_model import tracing
 from corp_deploy.traced.models.steps import SegmentStep, StreamState
 from corp_deploy.traced.programs.program import Program, batch_axis_of
@@ -94,18 +94,18 @@ def output_gradients(model: nn.Module, inputs: Inputs) -> Iterator[OutputGradien
     tokens = len(traced_model.token_kinds(model))
     if not tokens:
         with torch.no_grad():
-            tokens = traced_model.embedded(model, next(chunks(inputs, 1))).shape[1]
+            tokens = traced_model.first_stream(model, next(chunks(inputs, 1))).shape[1]
     generator = torch.Generator().manual_seed(0)
     for piece in chunks(inputs, max(1, PIECE_TOKENS // tokens)):
         copied, behind = map_tensors(piece, torch.clone), dict[str, Tensor]()
         with torch.enable_grad():
-            x_BNC = traced_model.embedded(model, copied).detach().requires_grad_()
+            x_BNC = traced_model.first_stream(model, copied).detach().requires_grad_()
             walk = StreamState.of(x_BNC, traced_model.token_weights(model, copied))
             for step in steps_to_outputs(model):
                 walk = walk.behind(step)
                 if isinstance(step, SegmentStep):
                     behind[step.name] = walk.tokens.x
-            gradients = gradients_of(join_outputs(answers(model, walk, copied)), behind, behind, generator)
+            gradients = gradients_of(join_outputs(outputs_of_walk(model, walk, copied)), behind, behind, generator)
         yield gradients
 
 

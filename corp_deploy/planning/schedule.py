@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from corp_deploy.families import traced_model
-from corp_deploy.families.counting import counted
+from corp_deploy.families.counting import count_macs
 from corp_deploy.families.traced_model import tracing
 from corp_deploy.spec.merging import most_merged
 from corp_deploy.traced.models.mergeable import Mergeable
@@ -67,7 +67,7 @@ def merge_costs_in_macs(model: nn.Module, curves: MergeCurves) -> MergeCosts:
 
     by_step = {name: macs_at_tokens(model, name, curves.left) for place in places for name in place.behind}
     return MergeCosts(
-        fixed=float(counted(model).macs - sum(macs_G[0] for macs_G in by_step.values())),
+        fixed=float(count_macs(model).macs - sum(macs_G[0] for macs_G in by_step.values())),
         running_LG=np.array([np.sum([by_step[name] for name in place.behind], axis=0) for place in places]),
         merging_GG=cost_of_merges(curves, macs_of_merge),
     )

@@ -90,7 +90,7 @@ def held_out_error(dense: nn.Module, reduced: nn.Module, inputs: InputSet, *, re
     total, count = 0.0, 0
     for batch in inputs.batches(AT_ONCE):
         here = to_device(batch, device_of(dense))
-        x_BNC, weights_BN = traced_model.embedded(dense, here), traced_model.token_weights(dense, here)
+        x_BNC, weights_BN = traced_model.first_stream(dense, here), traced_model.token_weights(dense, here)
         exact, found = (last_stream(model, x_BNC, weights_BN) for model in (dense, reduced))
         error = relative_square(joined_answers(reduced, found, here), joined_answers(dense, exact, here))
         if reads_all:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from calib.inputs import Inputs, InputSet, to_device
 from corp_deploy.families import traced_model
-from corp_deploy.families.family import answers
+from corp_deploy.families.family import outputs_of_walk
 from corp_deploy.reduction.streams import mean_of_sources
 from corp_deploy.traced.models.module import device_of
 from corp_deploy.traced.models.steps import SegmentStep, Step, StreamState
@@ -54,7 +54,7 @@ def joined_answers(model: nn.Module, last: Tokens, inputs: Inputs) -> Tensor:
     """Return the outputs that read the last stream [B,...], or that stream where none does. Several are one [B,F], in
     which a token counts by its share of an output.
     """
-    outputs = answers(model, StreamState(tokens=last), inputs) or (last.x,)
+    outputs = outputs_of_walk(model, StreamState(tokens=last), inputs) or (last.x,)
     if len(outputs) == 1:
         return outputs[0]
     rows = [output.reshape(len(output), 1, -1) if output.dim() < 3 else output for output in outputs]
@@ -88,7 +88,7 @@ def stream_pairs(dense: nn.Module, fitted: InputSet, held_out: InputSet) -> list
     for inputs, is_held_out in ((fitted, False), (held_out, True)):
         for batch in inputs.batches(AT_ONCE):
             here = to_device(batch, device_of(dense))
-            x_BMC, weights_BM = traced_model.embedded(dense, here), traced_model.token_weights(dense, here)
+            x_BMC, weights_BM = traced_model.first_stream(dense, here), traced_model.token_weights(dense, here)
             pairs.append(StreamPair(x_BMC, weights_BM, StreamState.of(x_BMC, weights_BM), is_held_out))
     return pairs
 

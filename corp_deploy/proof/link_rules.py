@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from corp_deploy.families.counting import counted
+from corp_deploy.families.counting import count_macs
 from corp_deploy.families.family import output_ports
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.input_sets import model_digest
@@ -122,7 +122,7 @@ def link_rules(
     """Return the rules of each output and each map of heads; `halves` are the types of candidates."""
     ports = output_ports(dense.model)
     noises = {each: own_noise(dense, each, feeds, answers, batch, heads) for each in dict.fromkeys((FLOAT16, *halves))}
-    noise, products = noises[FLOAT16], counted(dense.model).chain
+    noise, products = noises[FLOAT16], count_macs(dense.model).chain
 
     def rules(port: OutputPort, **own: Any) -> LinkRules:
         of_port = {float_type: every[port.name] for float_type, every in noises.items()}

@@ -9,7 +9,7 @@ import torch
 from calib.collect import Options, collect
 from calib.moments import Moments
 from corp_deploy.families import traced_model
-from corp_deploy.families.family import listened, sites_of, token_weights
+from corp_deploy.families.family import hooked_model, sites_of, token_weigher
 from corp_deploy.reduction.calibrate import PIXEL_RANGE
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.input_sets import merging_of_moments
@@ -85,12 +85,12 @@ def shift_of_inputs(dense: Checkpoint, moments: Moments, feeds: Feeds) -> Shift 
     sites = [site for site in calibration_taps(model, sites_of(model)) if site.name in moments.sites]
     each = count // PARTS
     scatter = {site.name: Scatter(_stats(moments, site.name).mean_F) for site in sites}
-    options = Options(token_weights=token_weights(model))
+    options = Options(token_weights=token_weigher(model))
     for start in range(0, PARTS * each, each):
         own = select_rows(feeds, slice(start, start + each))
         pieces = (select_rows(own, slice(first, first + BATCH)) for first in range(0, each, BATCH))
         batches = ({name: torch.from_numpy(array) for name, array in piece.items()} for piece in pieces)
-        part = collect(listened(model), sites, batches, device="cpu", options=options)
+        part = collect(hooked_model(model), sites, batches, device="cpu", options=options)
         for name, parts in scatter.items():
             parts.add(_stats(part, name))
     shifts = [site_shift(name, _stats(moments, name), parts) for name, parts in scatter.items()]

@@ -30,12 +30,12 @@ from corp_deploy.families import traced_model
 from corp_deploy.families.family import (
     HEADS,
     example_of,
-    listened,
+    hooked_model,
     refuse_idle_options,
     require_streams,
     sites_of,
     taps_for,
-    token_weights,
+    token_weigher,
 )
 from corp_deploy.spec.widths import aligned_widths
 from corp_deploy.store.checkpoint import Checkpoint, on_device
@@ -76,7 +76,7 @@ def _within_memory(model: nn.Module, taps: Sequence[Site], bytes_of_sums: int) -
     BadInput where even the fewest take more.
     """
     places = {taps.name: (taps, strength_GC) for taps, strength_GC in _places(model)}
-    shapes = shapes_of_sites(listened(model), taps, example=example_of(model), device=device_of(model))
+    shapes = shapes_of_sites(hooked_model(model), taps, example=example_of(model), device=device_of(model))
     fewer = dict[str, Site]()
     for name, count in patch_channels_that_fit(shapes, bytes_of_sums, free=places).items():
         own, strength_GC = places[name]
@@ -168,7 +168,7 @@ def memory_needed(
 ) -> dict[str, int]:
     """Bytes that the sums of each site will take, known before the run; `widths` as the restricted system will have."""
     model = checkpoint.model
-    shapes = shapes_of_sites(listened(model), sites, example=example_of(model), device=device_of(model))
+    shapes = shapes_of_sites(hooked_model(model), sites, example=example_of(model), device=device_of(model))
     return bytes_needed(shapes, attention_system=statistics.attention_system and not widths, kept=widths)
 
 
@@ -258,10 +258,10 @@ def calibrate(
         kept=statistics.kept,
         eps=statistics.active_eps,
         precision=statistics.precision,
-        token_weights=token_weights(there.model),
+        token_weights=token_weigher(there.model),
     )
 
-    hooked_modules, ranges = listened(there.model), list[tuple[float, float]]()
+    hooked_modules, ranges = hooked_model(there.model), list[tuple[float, float]]()
 
     def of_first(count: int, moments: Moments) -> Moments:
         return _with_range(moments, ranges, images=images.subset(range(count)).digest)

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from calib.sites import evaluating
 from corp_deploy.families import traced_model
-from corp_deploy.families.family import answers, example_of, gives_patches, steps_to_outputs
+from corp_deploy.families.family import example_of, gives_patches, outputs_of_walk, steps_to_outputs
 from corp_deploy.traced.finding.cuts import find_cuts, outputs_after, required_nodes
 from corp_deploy.traced.models.module import Tracing
 from corp_deploy.traced.models.segments import build_full_masks, layout_of
@@ -47,7 +47,7 @@ def _is_read(model: nn.Module) -> Tensor:
     with torch.inference_mode(False), evaluating(model):
         example = example_of(model)
         with torch.no_grad():
-            walk = StreamState.of(traced_model.embedded(model, example), traced_model.token_weights(model, example))
+            walk = StreamState.of(traced_model.first_stream(model, example), traced_model.token_weights(model, example))
             for step in steps_to_outputs(model):
                 walk = walk.behind(step)
         with torch.enable_grad():
@@ -55,7 +55,7 @@ def _is_read(model: nn.Module) -> Tensor:
             last = walk.tokens._replace(x=stream_BNC)
             # At the outlets behind the last step too.
             kept = tuple((name, last if tokens is walk.tokens else tokens) for name, tokens in walk.kept)
-            outputs = answers(model, StreamState(tokens=last, kept=kept), example)
+            outputs = outputs_of_walk(model, StreamState(tokens=last, kept=kept), example)
             total = torch.stack([drawn(output) for output in outputs]).sum()
             (gradient_BNC,) = torch.autograd.grad(total, stream_BNC)
     return (gradient_BNC != 0.0).any(dim=2).any(dim=0)

@@ -22,7 +22,7 @@ from calib.memory import bytes_available, bytes_needed, refuse_too_large, shapes
 from calib.sites import Site
 from calib.store import join_moments, load_moments, save_moments
 from corp_deploy.families.decoder import traced_block
-from corp_deploy.families.family import listened, sites_of
+from corp_deploy.families.family import hooked_model, sites_of
 from corp_deploy.store.decoder_layers import DecoderLayers
 from corp_deploy.store.input_sets import lineage_for_moments
 from corp_deploy.traced.models.module import TracedModule
@@ -127,7 +127,7 @@ def _refuse_memory(layers: DecoderLayers, parts: list[_Part], site_names: Collec
     """By the first block: all are alike."""
     own = {name for name in site_names if name.startswith("blocks.0.")}
     block, sites = _block(layers, 0, run.device, own or {f"blocks.0.{name.split('.', 2)[2]}" for name in site_names})
-    shapes = shapes_of_sites(listened(block), sites, example=parts[0].streams[0][:1], device=run.device)
+    shapes = shapes_of_sites(hooked_model(block), sites, example=parts[0].streams[0][:1], device=run.device)
     required_bytes = bytes_needed(shapes, attention_system=run.statistics.attention_system, kept={})
     streams = sum(x_BNC.nbytes for part in parts for x_BNC in part.streams)
     run.on_bytes_needed(sum(required_bytes.values()) + streams + sum(each.nbytes for each in block.parameters()))
@@ -148,7 +148,7 @@ def write_moments_by_block(
     for index in indices:
         block, sites = _block(layers, index, run.device, site_names)
         for part in parts:
-            _run_block(listened(block), sites, part, index, run)
+            _run_block(hooked_model(block), sites, part, index, run)
         del block, sites  # before the next one is read
         run.on_progress(index + 1)
     for part in parts:

@@ -20,7 +20,7 @@ from calib.inputs import InputSet
 from calib.rows import SUFFIX, ArrayInputs, Sequences, open_arrays, open_ids, sample_sequences
 from calib.texts import Texts, open_texts
 from corp_deploy.families import traced_model
-from corp_deploy.families.family import array_ports, image_spec, known_numbers, sequence_spec, text_spec
+from corp_deploy.families.family import array_ports, count_ids, image_spec, sequence_spec, text_spec
 from corp_deploy.families.timm_images import ImageSpec, image_spec_of_note
 from corp_deploy.spec.merging import Merging
 from corp_deploy.traced.models.module import assumes_size
@@ -153,7 +153,7 @@ def ids_for_model(model: nn.Module, path: Path, *, samples: int | None = None, s
 def arrays_for_model(model: nn.Module, path: Path, *, samples: int | None = None, seed: int = 0) -> ArrayInputs:
     """Open arrays, one for each of the model's inputs. Raises calib's BadInput, and one for a model of no arrays."""
     ports = array_ports(model)
-    return open_arrays(path, ports, id_counts=known_numbers(model), samples=samples, seed=seed)
+    return open_arrays(path, ports, id_counts=count_ids(model), samples=samples, seed=seed)
 
 
 def inputs_for_model(
