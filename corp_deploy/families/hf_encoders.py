@@ -128,8 +128,7 @@ def state_of(directory: Path, arguments: Arguments) -> tuple[Arguments, dict[str
         arguments = msgspec.structs.replace(arguments, without_pooler=True)
         model, loading_info = read(kind, arguments.config, directory, arguments.left_out)
         missing = sorted(loading_info["missing_keys"])
-    odd = [*missing, *(str(each[0]) for each in loading_info["mismatched_keys"])]
-    if odd:
+    if odd := [*missing, *sorted(str(each[0]) for each in loading_info["mismatched_keys"])]:
         raise BadInput(f"{directory}: no weights of the model's shape of {', '.join(odd[:3])}; save the whole model")
     return arguments, dict(model.state_dict()), tuple(sorted(loading_info["unexpected_keys"]))
 
