@@ -1,19 +1,20 @@
-"""Backward elimination of inputs that leave in blocks of columns, a convolution's channels: obs.py, several at a time;
-and of channels that several layers read, each by its own statistics.
+"""Backward elimination of channels that span several columns, or that several layers read.
+
+This is obs.py with several columns at a time, and with a statistic of each layer that reads the channels.
 
 With A = covariance + ridge * I, S the columns still there, H = A_SS^-1 and W the best weights on S, removing block g
 costs tr(W_g (H_gg)^-1 W_g'): the optimal brain surgeon's loss, by which OSSCAR removes channels. With N = W'W that is
-tr((H_gg)^-1 N_gg), so that greedy elimination needs only the diagonal blocks of H and of N. With L L' = H_gg a removal
+tr((H_gg)^-1 N_gg), so greedy elimination needs only the diagonal blocks of H and of N. With L L' = H_gg a removal
 leaves
 
     H - U'U  and  N - B'U - U'B  with  U = L^-1 H_g:,  B = L^-1 N_g: - (L^-1 N_gg L'^-1) U / 2.
 
-U and B of late removals are kept as rows; only the block at hand is formed, and the matrices take many at once. What a
-channel costs that several layers read is summed over them, each one's loss as a share of the variance of what it gives,
-with one inverse a reader.
+U and B of recent removals are kept as rows; only the rows of the current block are formed, and the matrices take many
+removals at once. The cost of a channel that several layers read is summed over the layers, each loss as a share of the
+variance of that layer's output, with one inverse per layer.
 
 Legend: C blocks or channels, T columns of one, U = C T columns, O outputs, M blocks in the matrices, m = M T, J kept
-rows; R readers of as many columns a channel, X rows of a reader (outputs, of each place of a kernel).
+rows; R readers with equally many columns per channel, X rows of a reader (its outputs at each place of a kernel).
 """
 
 from collections.abc import Callable, Sequence
@@ -22,23 +23,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .obs import Elimination, obs, shifted_covariance, without_cost
+from .obs import DEAD_VARIANCE_REL, Elimination, obs, shifted_covariance, without_cost
 from .patches import columns
 from .quadratic import diagonal_blocks, variance
 
-_STILL_VARIANCE_REL = 1e-12  # of the mean variance: below it a column is a constant, and the bias takes it
 _ROWS = 128
 
 
 class _Surgeon:
-    """H and N over some blocks, with the removals of late not yet applied.
+    """H and N over some blocks, and the latest removals, which are not applied yet.
 
-    A block goes by its position here; `here_M` says which it is. One that is gone stays in the matrices until it is
-    worth while to form smaller ones.
+    A block is addressed by its position here; `here_M` holds the number of each block. A removed block stays in the
+    matrices until smaller ones are worth forming.
     """
 
     def __init__(self, here_M: Tensor, factor_mm: Tensor, current_Om: Tensor) -> None:
-        """H from the lower Cholesky factor of A_SS, N from the best weights on S."""
+        """Compute H from the lower Cholesky factor of A_SS and N from the best weights on S."""
         self.here_M, self.size = here_M, factor_mm.shape[0] // here_M.numel()
         self.gone_M = torch.zeros_like(here_M, dtype=torch.bool)
         self.h_mm, self.n_mm = torch.cholesky_inverse(factor_mm), current_Om.T @ current_Om
@@ -50,13 +50,13 @@ class _Surgeon:
         self.b_u_J2m = self.h_mm.new_empty(max(_ROWS, self.size), 2, self.h_mm.shape[0])
 
     def costs(self) -> Tensor:
-        """tr((H_gg)^-1 N_gg) of every block; infinite for those gone."""
+        """Return tr((H_gg)^-1 N_gg) of every block; infinite for removed ones."""
         solved_MTT = torch.cholesky_solve(self.n_MTT, torch.linalg.cholesky(self.h_MTT))
         cost_M = solved_MTT.diagonal(dim1=1, dim2=2).sum(dim=1).clamp_min(0.0)
         return cost_M.masked_fill(self.gone_M, torch.inf)
 
     def remove_(self, place: Tensor) -> None:
-        """Take the block at this position out."""
+        """Remove the block at this position."""
         pick = int(place)
         here = slice(pick * self.size, (pick + 1) * self.size)
         past_J2m = self.b_u_J2m[: self.rows]
@@ -98,14 +98,14 @@ class _Surgeon:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Alike:
-    """Readers of T columns a channel: inverses and Grams of the best weights on what is left."""
+    """Inverses and Grams of the best weights of all readers with `taps` columns per channel."""
 
     inverses_RUU: Tensor
     norms_RUU: Tensor
     taps: int
 
     def costs(self) -> Tensor:
-        """tr((H_gg)^-1 N_gg) of every channel [M], summed over readers; of those gone 0."""
+        """Return tr((H_gg)^-1 N_gg) of every channel [M], summed over readers; 0 for removed ones."""
         if self.taps == 1:
             inverse_RM, norm_RM = (each.diagonal(dim1=1, dim2=2) for each in (self.inverses_RUU, self.norms_RUU))
             cost_M: Tensor = (norm_RM.clamp_min(0.0) / inverse_RM).sum(dim=0)
@@ -118,7 +118,7 @@ class _Alike:
         return apart.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2)
 
     def remove_(self, pick: Tensor) -> None:
-        """Take a channel out: its inverse becomes the identity, all else of it 0."""
+        """Remove a channel: its block of the inverse becomes the identity, its other entries 0."""
         at_T = pick * self.taps + torch.arange(self.taps, device=pick.device)
         h_RTU, n_RTU = self.inverses_RUU[:, at_T], self.norms_RUU[:, at_T]
         k_RTU = torch.linalg.solve(h_RTU[:, :, at_T], h_RTU)
@@ -134,7 +134,7 @@ class _Alike:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Reader:
-    """A shifted covariance [U,U], what the best weights meet [X,U], and by what its losses are shares."""
+    """A reader's shifted covariance [U,U], W A [X,U], and the factor that turns its losses into shares."""
 
     shifted_UU: Tensor
     target_XU: Tensor
@@ -142,7 +142,7 @@ class _Reader:
     taps: int
 
     def formed(self, here_M: Tensor) -> tuple[Tensor, Tensor]:
-        """Inverse and Gram of the best weights on the channels that are left."""
+        """Return inverse and Gram of the best weights on the channels that are left."""
         here_U = columns(here_M, self.taps)
         inverse_UU = torch.cholesky_inverse(torch.linalg.cholesky(self.shifted_UU[here_U[:, None], here_U]))
         weight_XU = self.target_XU[:, here_U] @ inverse_UU
@@ -150,7 +150,7 @@ class _Reader:
 
 
 class _Readers:
-    """Inverses and Grams of several layers over some channels; see _Surgeon."""
+    """Inverses and Grams of several layers over some channels, with the interface of _Surgeon."""
 
     def __init__(self, readers: Sequence[_Reader], here_M: Tensor) -> None:
         self.here_M, self.gone_M = here_M, torch.zeros_like(here_M, dtype=torch.bool)
@@ -171,8 +171,9 @@ class _Readers:
 
 
 def _in_order(form: Callable[[Tensor], _Surgeon | _Readers], part_C: Tensor) -> tuple[Tensor, Tensor]:
-    """What leaves in turn and what each costs; formed anew at each halving, so that rounding never piles up. One of
-    every part leaves in a round.
+    """Remove everything; return the order of removal and the cost of each removal.
+
+    The matrices are formed anew at each halving, so that rounding never piles up. A round removes one of every part.
     """
     order, costs, parts = list[Tensor](), list[Tensor](), int(part_C.max()) + 1
     here_M = torch.arange(len(part_C), device=part_C.device)
@@ -195,13 +196,19 @@ def _in_order(form: Callable[[Tensor], _Surgeon | _Readers], part_C: Tensor) -> 
 def eliminate_blocks(
     covariance_UU: Tensor, weight_OU: Tensor, size: int, *, ridge_rel: float, group_of_C: Tensor | None = None
 ) -> Elimination:
-    """Order all blocks of `size` columns by greedy backward elimination, by `obs` where a block is one column; O(U^3),
-    one pass for every width.
+    """Order all blocks of `size` columns by greedy backward elimination; O(U^3), one pass for every width.
 
-    covariance_UU: float64 [U, U]; weight_OU: float64 [O, U]; ridge_rel: relative to the covariance's mean diagonal.
-    group_of_C: equally many blocks each, numbered from 0; blocks then leave in rounds, one of every group, the cheapest
-    first, so that every multiple of the groups' number leaves equally many in each. Blocks without variance or without
-    weight cost nothing and go first, by index.
+    Blocks of one column without groups are left to `obs`. Blocks without variance or without weight cost nothing and go
+    first, by index.
+
+    Args:
+        covariance_UU: float64 [U, U].
+        weight_OU: float64 [O, U].
+        size: columns of a block.
+        ridge_rel: relative to the covariance's mean diagonal.
+        group_of_C: the group of each block, numbered from 0, all groups of one size. Blocks then leave in rounds, one
+            of every group, the cheapest first, so that every multiple of the number of groups leaves equally many in
+            each.
     """
     if size == 1 and group_of_C is None:
         return obs(covariance_UU, weight_OU, ridge_rel=ridge_rel)
@@ -210,7 +217,7 @@ def eliminate_blocks(
     counts, blocks = group_of_C.bincount().unique().tolist(), len(group_of_C)
     assert len(counts) == 1, counts
     variance_U = covariance_UU.diagonal()
-    read_OU = weight_OU * (variance_U > _STILL_VARIANCE_REL * variance_U.mean())
+    read_OU = weight_OU * (variance_U > DEAD_VARIANCE_REL * variance_U.mean())
     if not bool(read_OU.any()):
         return without_cost(group_of_C)
     shifted = shifted_covariance(covariance_UU, ridge_rel)
@@ -237,15 +244,19 @@ def eliminate_coupled(
 ) -> Elimination:
     """Order all channels by greedy backward elimination; errors are sums of shares lost.
 
-    covariances: of each reader, float64 [U,U]; weights: of each reader, float64 [X,U]; ridge_rel: relative to each
-    covariance's mean diagonal; taps: how many columns a channel is of each reader, one unless given. part_C: equally
-    many channels each, numbered from 0; channels then leave in rounds, one of every part.
+    Args:
+        covariances: of each reader, float64 [U,U].
+        weights: of each reader, float64 [X,U].
+        ridge_rel: relative to each covariance's mean diagonal.
+        taps: the number of columns that a channel has in each reader, 1 by default.
+        part_C: the part of each channel, numbered from 0, all parts of one size. Channels then leave in rounds, one of
+            every part.
     """
     taps = [1] * len(weights) if taps is None else taps
     channels, where = weights[0].shape[1] // taps[0], weights[0].device
     part_C = torch.zeros(channels, dtype=torch.int64, device=where) if part_C is None else part_C
     varying_readers = [place for place, each in enumerate(covariances) if float(each.diagonal().sum()) > 0.0]
-    if not varying_readers:  # no channel varies for any reader: biases take them all
+    if not varying_readers:  # no channel varies for any reader: biases absorb them all
         return without_cost(part_C)
     shifted = {place: shifted_covariance(covariances[place], ridge_rel) for place in varying_readers}
     energies = {place: variance(weights[place], covariances[place]) for place in varying_readers}

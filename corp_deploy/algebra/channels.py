@@ -1,4 +1,4 @@
-"""What the second linear layer of an MLP becomes when some of its inputs are gone: five closed forms.
+"""Five closed forms for the second linear layer of an MLP after some of its inputs are removed.
 
 Each takes the moments of the input x, the layer y = W x + b and the kept channels, and returns the new layer with its
 error on the calibration distribution, computed exactly from the moments (CORP, eq. 52-54 and 63-65).
@@ -13,38 +13,31 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from .quadratic import RidgeSolution, solve_ridge, variance
+from .quadratic import RidgeSolution, explained, solve_ridge, variance
 
 Form = Literal["none", "bias", "gram", "affine", "affine-v1"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChannelRecovery:
-    """The new layer y' = weight x_K + bias.
+    """The new layer y' = weight x_K + bias; the defaults are those of a layer that loses nothing.
 
     residual: E||y - y'||^2; residual_uncompensated: the same if the channels were just dropped (eq. 63);
-    r2: share of the variance of what was dropped that the kept channels explain (eq. 65); condition, ridge: of the
-    solve, 1 and 0 where there is none.
+    r2: share of the variance of the dropped part that the kept channels explain (eq. 65); condition, ridge: of the
+    solve, 1 and 0 without one.
     """
 
     weight_OK: Tensor
     bias_O: Tensor
-    residual: float
-    residual_uncompensated: float
-    r2: float
-    condition: float
-    ridge: float
+    residual: float = 0.0
+    residual_uncompensated: float = 0.0
+    r2: float = 1.0
+    condition: float = 1.0
+    ridge: float = 0.0
 
     def __post_init__(self) -> None:
         assert self.residual >= 0.0, self.residual
         assert self.weight_OK.shape[0] == self.bias_O.shape[0], (self.weight_OK.shape, self.bias_O.shape)
-
-
-def unchanged(weight_OK: Tensor, bias_O: Tensor) -> ChannelRecovery:
-    """Where all channels stay."""
-    return ChannelRecovery(
-        weight_OK=weight_OK, bias_O=bias_O, residual=0.0, residual_uncompensated=0.0, r2=1.0, condition=1.0, ridge=0.0
-    )
 
 
 def _pruned(kept_K: Tensor, channels: int) -> Tensor:
@@ -63,7 +56,7 @@ def judge_layer(
     new_bias_O: Tensor,
     solved: RidgeSolution | None,
 ) -> ChannelRecovery:
-    """Put the exact errors beside the new layer; see quadratic.output_error."""
+    """Return the new layer with its exact errors; see quadratic.output_error."""
     covariance_FF = second_FF - torch.outer(mean_F, mean_F)
     pruned_P = _pruned(kept_K, mean_F.numel())
     dropped_OP, mean_P = weight_OF[:, pruned_P], mean_F[pruned_P]
@@ -77,7 +70,7 @@ def judge_layer(
         bias_O=new_bias_O,
         residual=left_variance + float(shift_O.square().sum()),
         residual_uncompensated=dropped_variance + float((dropped_OP @ mean_P).square().sum()),
-        r2=1.0 - left_variance / dropped_variance if dropped_variance > 0.0 else 1.0,
+        r2=explained(left_variance, dropped_variance),
         condition=1.0 if solved is None else solved.condition,
         ridge=0.0 if solved is None else solved.ridge,
     )
@@ -93,15 +86,15 @@ def recover_channels(
     *,
     ridge_rel: float,
 ) -> ChannelRecovery:
-    """The new layer on the kept channels, with G = E[x x'], mu = E[x], C = G - mu mu':
+    """Return the new layer on the kept channels, with G = E[x x'], mu = E[x], C = G - mu mu'.
 
     * `none`: the columns are dropped and nothing else;
     * `bias`: b' = b + W_P mu_P (FLAP, variance-based pruning);
     * `gram`: W' = W B, x ~ B x_K, B = G_:K (G_KK + ridge I)^-1; the bias stays (GRAIL, 3.1). The kept channels go
-      through it too, as published, so that a large one shrinks the layer and can lose to dropping;
+      through it too, as published, so that a large ridge shrinks the layer and can lose to dropping;
     * `affine`: x_P ~ B x_K + c with B = C_PK (C_KK + ridge I)^-1, c = mu_P - B mu_K, folded: W' = W_K + W_P B,
       b' = b + W_P c (CORP, eq. 9, 50 and 51);
-    * `affine-v1`: the same with B = G_PK (G_KK + ridge I)^-1 (CORP's first version, eq. 9-11). That isn't the best one
+    * `affine-v1`: the same with B = G_PK (G_KK + ridge I)^-1 (CORP's first version, eq. 9-11). That isn't the best B
       for its c, so it can lose to `bias`.
 
     ridge = ridge_rel * mean diagonal of the matrix that it is added to.

@@ -1,4 +1,4 @@
-"""Which channels of an MLP, or heads, are merged instead of dropped (folding): the clusters of their rows by k-means.
+"""K-means clusters of the channels of an MLP, or of heads, that are merged instead of dropped (folding).
 
 Legend: F channels, I inputs of the first layer, K clusters.
 """
@@ -10,7 +10,10 @@ _ROUNDS = 100
 
 
 def _seeds(distance_FF: Tensor, width: int, seed: int) -> Tensor:
-    """k-means++: each next centre drawn with odds of its squared distance to the nearest so far; no two coincide."""
+    """Draw the centres by k-means++: no two coincide.
+
+    The odds of each next centre are its squared distance to the nearest one so far.
+    """
     generator = torch.Generator("cpu").manual_seed(seed)
     picks = [int(torch.randint(distance_FF.shape[0], (1,), generator=generator, device="cpu"))]
     nearest_F = distance_FF[picks[0]].clone()
@@ -18,7 +21,7 @@ def _seeds(distance_FF: Tensor, width: int, seed: int) -> Tensor:
         nearest_F[picks] = 0.0
         if float(nearest_F.sum()) > 0.0:
             pick = int(torch.multinomial(nearest_F.cpu(), 1, generator=generator))
-        else:  # as many distinct rows as centres: any row not yet taken
+        else:  # all distinct rows are centres: take any other row
             pick = next(i for i in range(distance_FF.shape[0]) if i not in picks)
         picks.append(pick)
         nearest_F = torch.minimum(nearest_F, distance_FF[pick])
@@ -26,15 +29,16 @@ def _seeds(distance_FF: Tensor, width: int, seed: int) -> Tensor:
 
 
 def averages(cluster_F: Tensor, width: int) -> Tensor:
-    """[K, F]: rows that average the channels of a cluster."""
+    """Return the rows [K, F] that average the channels of each cluster."""
     member_KF = torch.nn.functional.one_hot(cluster_F, width).T.to(torch.float64)
     return member_KF / member_KF.sum(dim=1, keepdim=True)
 
 
 def cluster_rows(rows_FI: Tensor, width: int, *, seed: int) -> Tensor:
-    """k-means of the rows, every column scaled to unit variance: [F] of cluster numbers, no cluster empty.
+    """Cluster the rows by k-means, every column scaled to unit variance; return the cluster of each row [F].
 
-    Deterministic for a seed. A cluster that loses its last member takes the row farthest from its own centre.
+    Deterministic for a seed. No cluster is empty: one that loses its last member takes the row farthest from its own
+    centre.
     """
     assert 0 < width <= rows_FI.shape[0], (width, rows_FI.shape)
     deviation_I = rows_FI.std(dim=0, correction=0)
@@ -56,6 +60,6 @@ def cluster_rows(rows_FI: Tensor, width: int, *, seed: int) -> Tensor:
             break
         cluster_F = new_F
         centre_KI = averages(cluster_F, width) @ scaled_FI
-    # Numbered by their lowest channel, so that the numbers say nothing about the seeding.
+    # Clusters are numbered by their lowest channel, so that the numbers don't depend on the seeding.
     names: dict[int, int] = {}
     return cluster_F.new_tensor([names.setdefault(cluster, len(names)) for cluster in cluster_F.tolist()])

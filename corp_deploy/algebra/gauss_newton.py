@@ -1,12 +1,12 @@
-"""A Gauss-Newton step of a layer's first weights, through all that follows them, by products alone. PURE.
+"""Gauss-Newton steps for the weights of a layer's first linear map, by products alone. PURE.
 
-J is the derivative of the layer's outputs by the weights W [R,D] of its first linear map, r what the outputs lack. The
-step is argmin mean_x ||r_x - J_x S||^2 + ridge ||S||^2, which has no step size. J'J has (R D)^2 entries and is never
-built: conjugate gradients ask for J S and J' r only. They are preconditioned by the Kronecker product that stands for
-J'J in K-FAC (Martens and Grosse 2015, arXiv 1503.05671, section 3), E[g g'] (x) E[u u'], u the map's inputs and g the
-sensitivity of outputs of independent random signs to what the map gives.
+J is the derivative of the layer's outputs by the weights W [R,D] of its first linear map, r the residual of the
+outputs. The step is argmin mean_x ||r_x - J_x S||^2 + ridge ||S||^2, which has no step size. J'J has (R D)^2 entries
+and is never built: conjugate gradients need J S and J' r only. They are preconditioned by K-FAC's Kronecker product
+for J'J (Martens and Grosse 2015, arXiv 1503.05671, section 3), E[g g'] (x) E[u u'], with u the map's inputs and g the
+derivative, by the map's outputs, of the layer's outputs summed with independent random signs.
 
-Legend: X tokens, D inputs of the first map, a one for its bias among them, R what it gives, O outputs of the layer.
+Legend: X tokens, D inputs of the first map, a one for its bias among them, R its outputs, O outputs of the layer.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -20,15 +20,17 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 def with_one(x: Tensor) -> Tensor:
-    """The inputs and a one, which carries the bias: [...,C] -> [...,D]."""
+    """Append a one, which carries the bias: [...,C] -> [...,D]."""
     return torch.cat((x, torch.ones_like(x[..., :1])), dim=-1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTangent:
-    """How a layer's outputs over some tokens change with its first map, whose inputs [X,D] end in a one where it has a
-    bias. Of y = f(first u), f any function of what the first map gives [X,R], which is differentiated once:
-    `pulled_XR` is linear in `weights_XO`, so that its own derivative is f's. `size_bytes`: of all that is kept.
+    """The derivative of a layer's outputs over some tokens by the weights of its first map.
+
+    The inputs of that map [X,D] end in a one where it has a bias. The layer is y = f(first u), with any function f of
+    the map's outputs [X,R]. f is differentiated once: `pulled_XR` is linear in `weights_XO`, so its own derivative is
+    that of f. `size_bytes`: of everything that is kept.
     """
 
     entering_XD: Tensor
@@ -40,7 +42,7 @@ class LayerTangent:
 
     @classmethod
     def of(cls, entering_XD: Tensor, given_XR: Tensor, run: Callable[[Tensor], Tensor]) -> Self:
-        """Outputs may be of as many tokens as they will."""
+        """Differentiate `run`, from the map's outputs to the layer's outputs, which may cover fewer tokens."""
         held_bytes = list[int]()
 
         def kept(tensor: Tensor) -> Tensor:
@@ -63,20 +65,20 @@ class LayerTangent:
         )
 
     def along(self, step_RD: Tensor) -> Tensor:
-        """J S: how the outputs change [X,O]."""
+        """Return J S [X,O]: the change of the outputs along a step of the weights."""
         moved_XR = self.entering_XD @ step_RD.mT
         (moved_XO,) = torch.autograd.grad(self.pulled_XR, self.weights_XO, moved_XR, retain_graph=True)
         return moved_XO
 
     def sensitivity(self, out_XO: Tensor) -> Tensor:
-        """How the product of the outputs with these changes with what the first map gives [X,R]."""
+        """Return the derivative of <outputs, out_XO> by the map's outputs [X,R]."""
         (given_XR,) = torch.autograd.grad(self.out_XO, self.given_XR, out_XO, retain_graph=True)
         return given_XR
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Residuals:
-    """Some tokens: the tangent there, what the outputs lack, and how much each token counts (None: all alike)."""
+    """Some tokens: the tangent, the residual of the outputs, and the weight of each token (None: all 1)."""
 
     tangent: LayerTangent
     residual_XO: Tensor
@@ -86,17 +88,15 @@ class Residuals:
     def weight(self) -> float:
         return float(len(self.residual_XO)) if self.weight_X is None else float(self.weight_X.double().sum())
 
-    def weighted(self, out_XO: Tensor) -> Tensor:
-        return out_XO if self.weight_X is None else out_XO * self.weight_X.to(out_XO)[:, None]
-
     def back(self, out_XO: Tensor) -> Tensor:
-        """J' w r, the sum over the tokens [R,D]."""
-        return self.tangent.sensitivity(self.weighted(out_XO)).mT @ self.tangent.entering_XD
+        """Return J' w r, summed over the tokens [R,D]."""
+        weighted_XO = out_XO if self.weight_X is None else out_XO * self.weight_X.to(out_XO)[:, None]
+        return self.tangent.sensitivity(weighted_XO).mT @ self.tangent.entering_XD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kronecker:
-    """G (x) A + ridge I by the eigenvalues of both: what it takes to divide by it."""
+    """G (x) A + ridge I, by the eigenvectors and eigenvalues of both, in the form that a division needs."""
 
     left_RR: Tensor
     right_DD: Tensor
@@ -107,7 +107,7 @@ class _Kronecker:
 
 
 def _second_moments(pieces: Iterable[Residuals], weight: float) -> tuple[Tensor, Tensor]:
-    """E[g g'] and E[u u'] in float64; the signs are always the same."""
+    """Return E[g g'] and E[u u'] in float64; the random signs are the same in every call."""
     generator = torch.Generator(device="cpu").manual_seed(0)
     g_RR, u_DD, tokens = torch.zeros(()), torch.zeros(()), 0
     for piece in pieces:
@@ -123,7 +123,7 @@ def _second_moments(pieces: Iterable[Residuals], weight: float) -> tuple[Tensor,
 def _preconditioner(
     pieces: Iterable[Residuals], weight: float, ridge_rel: float, like: Tensor
 ) -> tuple[_Kronecker, float]:
-    """With the ridge: ridge_rel * the mean of the diagonal of the Kronecker product."""
+    """Return the preconditioner and its ridge: ridge_rel * the mean diagonal of the Kronecker product."""
     g_RR, u_DD = _second_moments(pieces, weight)
     ridge = ridge_rel * float(g_RR.diagonal().mean() * u_DD.diagonal().mean())
     (g_R, left_RR), (u_D, right_DD) = torch.linalg.eigh(g_RR), torch.linalg.eigh(u_DD)
@@ -134,10 +134,10 @@ def _preconditioner(
 
 
 def gauss_newton(pieces: Iterable[Residuals], *, ridge_rel: float, iterations: int) -> Iterator[Tensor]:
-    """The step [R,D] after each iteration of conjugate gradients, until nothing is left to gain. The pieces are looked
-    through twice, and once more in each iteration.
+    """Yield the step [R,D] after each iteration of conjugate gradients, until nothing is left to gain.
 
-    The ridge is relative to the mean diagonal of the Kronecker product that stands for J'J; 0 is allowed.
+    The pieces are iterated twice, and once more in each iteration. The ridge is relative to the mean diagonal of
+    K-FAC's Kronecker product for J'J; 0 is allowed.
     """
     assert ridge_rel >= 0.0, ridge_rel
     weight, left_RD = 0.0, torch.zeros(())
@@ -149,12 +149,12 @@ def gauss_newton(pieces: Iterable[Residuals], *, ridge_rel: float, iterations: i
     kronecker, ridge = _preconditioner(pieces, weight, ridge_rel, left_RD)
     step_RD, divided_RD = torch.zeros_like(left_RD), kronecker.divided(left_RD)
     towards_RD, gain = divided_RD, float((left_RD * divided_RD).double().sum())
-    least = gain * torch.finfo(left_RD.dtype).eps  # beyond it rounding alone is left, which dependent inputs blow up
+    least = gain * torch.finfo(left_RD.dtype).eps  # below it only rounding is left, which dependent inputs amplify
     for _ in range(iterations):
         if not gain > least:
             return
         curved = (piece.back(piece.tangent.along(towards_RD)) for piece in pieces)
-        curved_RD = reduce(torch.add, curved) / weight  # one after the other, so that no more than two are held
+        curved_RD = reduce(torch.add, curved) / weight  # one by one, so that no more than two are held
         curved_RD = curved_RD + ridge * towards_RD
         bend = float((towards_RD * curved_RD).double().sum())
         if not bend > 0.0:

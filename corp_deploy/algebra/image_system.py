@@ -12,11 +12,11 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ImageSystem:
-    """system_HTT[h] is the sum over images of half(K'K) half(Q'Q)' over the dimensions covered_HS[h], ascending: the
-    upper triangles as vectors, nothing scaled.
+    """The sums of eq. 15 over the dimensions covered_HS[h], ascending.
 
-    Dimensions P that are not covered stand in two sums: target_HSS = (Q_S'Q_P)(K_P'K_S) and energy_H = ||Q_P K_P'||^2.
-    With these every kept set inside the covered one has its exact system here, whatever was left out.
+    system_HTT[h] is the sum over images of half(K'K) half(Q'Q)': the upper triangles as vectors, nothing scaled.
+    Dimensions P that are not covered enter two sums: target_HSS = (Q_S'Q_P)(K_P'K_S) and energy_H = ||Q_P K_P'||^2.
+    These give the exact system of every kept set inside the covered one.
     """
 
     head_dim: int
@@ -33,14 +33,14 @@ class ImageSystem:
         assert self.energy_H.shape == (heads,), self.energy_H.shape
 
     def covers(self, map_HRD: Tensor) -> bool:
-        """Whether the maps read covered dimensions only."""
+        """Return whether the maps read covered dimensions only."""
         outside_HD = torch.ones(len(map_HRD), self.head_dim, dtype=torch.bool, device=map_HRD.device)
         outside_HD.scatter_(1, self.covered_HS, value=False)
         return not bool((map_HRD.ne(0.0).any(dim=1) & outside_HD).any())
 
 
 def whole_system(system_HTT: Tensor, head_dim: int) -> ImageSystem:
-    """The system of all dimensions: nothing is left out."""
+    """Return the system that covers all dimensions."""
     heads = len(system_HTT)
     return ImageSystem(
         head_dim=head_dim,
@@ -52,7 +52,7 @@ def whole_system(system_HTT: Tensor, head_dim: int) -> ImageSystem:
 
 
 def pair_index(width: int, device: torch.device) -> Tensor:
-    """[S, S] -> position of the pair {a, b} among the T pairs."""
+    """Return the position of each pair {a, b} among the T pairs [S, S]."""
     rows, columns = torch.triu_indices(width, width, device=device)
     index_SS = torch.empty(width, width, dtype=torch.int64, device=device)
     index_SS[rows, columns] = index_SS[columns, rows] = torch.arange(rows.numel(), device=device)
@@ -60,7 +60,7 @@ def pair_index(width: int, device: torch.device) -> Tensor:
 
 
 def _quadratic(system_TT: Tensor, lost_SS: Tensor) -> Tensor:
-    """Sum over images of ||Q_S E K_S'||_F^2."""
+    """Return the sum over images of ||Q_S E K_S'||_F^2."""
     first, second = torch.triu_indices(len(lost_SS), len(lost_SS), device=system_TT.device)
     share_T = torch.where(first == second, 0.5, 1.0).to(torch.float64)
     k_q_SS = lost_SS.T
@@ -70,9 +70,9 @@ def _quadratic(system_TT: Tensor, lost_SS: Tensor) -> Tensor:
 
 
 def lost_per_image(system: ImageSystem, lost_HDD: Tensor) -> Tensor:
-    """Sum over images of ||Q E K'||_F^2 per head, O(T^2) each; E is the identity on what is not covered.
+    """Return the sum over images of ||Q E K'||_F^2 per head; E is the identity outside the covered dimensions.
 
-    With S covered and P not: ||Q_S E_S K_S'||^2 + 2 <E_S, (Q_S'Q_P)(K_P'K_S)> + ||Q_P K_P'||^2.
+    With S covered and P not: ||Q_S E_S K_S'||^2 + 2 <E_S, (Q_S'Q_P)(K_P'K_S)> + ||Q_P K_P'||^2. O(T^2) per head.
     """
     out = []
     for head, covered_S in enumerate(system.covered_HS):
@@ -92,7 +92,7 @@ class LogitSystem:
 
 
 def logit_system(system: ImageSystem, head: int, kept_R: Tensor) -> LogitSystem:
-    """Pick eq. 15's system for a kept set, all of it covered: index arithmetic only."""
+    """Select eq. 15's system of a kept set inside the covered one, by index arithmetic only."""
     covered_S, system_TT, target_SS = system.covered_HS[head], system.system_HTT[head], system.target_HSS[head]
     is_kept_S = torch.isin(covered_S, kept_R)
     assert int(is_kept_S.sum()) == kept_R.numel(), (kept_R, covered_S)

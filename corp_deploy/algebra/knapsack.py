@@ -1,9 +1,9 @@
-"""Which width every site gets under one budget: the multiple-choice knapsack, solved exactly.
+"""The multiple-choice knapsack, solved exactly: the width of every site under one budget.
 
-Partial choices are kept as a frontier of (cost, error) that no other one beats in both. A price on cost bounds it: at
-that price the best completion of a partial choice is known at once, and a partial choice whose bound lies above a
-feasible solution already in hand cannot be part of the best. Any price gives a valid bound (Lagrange); the one at
-which the budget is just met gives a sharp one.
+Partial choices are kept as a frontier of (cost, error): no other one is better in both. A price on cost bounds each:
+at that price the best completion of a partial choice is known at once, and a partial choice whose bound lies above a
+known feasible solution cannot be part of the best. Any price gives a valid bound (Lagrange); the price at which the
+budget is just met gives a sharp one.
 
 Legend: N options of a site, S partial choices.
 """
@@ -21,7 +21,7 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteOptions:
-    """One site's widths with the cost of each (any unit, the budget's) and its error, already weighted."""
+    """One site's widths with the cost of each (in the budget's unit) and its weighted error."""
 
     site: str
     widths: tuple[int, ...]
@@ -37,7 +37,7 @@ class SiteOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """The width of every site, and what they cost and lose together."""
+    """The width of every site, and the total cost and error."""
 
     widths: Mapping[str, int]
     cost: float
@@ -45,7 +45,7 @@ class Selection:
 
 
 def _priced(sites: Sequence[SiteOptions], price: float) -> list[int]:
-    """Every site's best choice at a price on cost, the cheaper one on a tie."""
+    """Return every site's best option at a price on cost, the cheaper one on a tie."""
     return [min(range(len(s.widths)), key=lambda n: (s.errors[n] + price * s.costs[n], s.costs[n])) for s in sites]
 
 
@@ -54,7 +54,7 @@ def _total_cost(sites: Sequence[SiteOptions], picks: Sequence[int]) -> float:
 
 
 def _price_of_budget(sites: Sequence[SiteOptions], budget: float) -> float:
-    """The least price (to rounding) at which every site choosing for itself stays within the budget."""
+    """Return the least price (to rounding) at which the sites' own best options stay within the budget."""
     if _total_cost(sites, _priced(sites, 0.0)) <= budget:
         return 0.0
     low, high = 0.0, 1e-30
@@ -67,16 +67,17 @@ def _price_of_budget(sites: Sequence[SiteOptions], budget: float) -> float:
 
 
 def _frontier(cost_S: Array, error_S: Array) -> NDArray[np.int64]:
-    """Indices, by cost, of the partial choices that no cheaper or equally cheap one matches in error."""
+    """Return the indices, by cost, of the partial choices that no cheaper or equally cheap one matches in error."""
     order = np.lexsort((error_S, cost_S))
     best_before = np.concatenate(([np.inf], np.minimum.accumulate(error_S[order])[:-1]))
     return order[error_S[order] < best_before]
 
 
 def solve_knapsack(sites: Sequence[SiteOptions], budget: float) -> Selection:
-    """The widths of least total error whose total cost is at most `budget`; exact, the cheaper one on a tie.
+    """Return the widths of least total error that cost at most `budget`; exact, the cheaper one on a tie.
 
-    Raises BadInput when even the cheapest choices cost more than the budget.
+    Raises:
+        BadInput: even the cheapest options cost more than the budget.
     """
     names = [site.site for site in sites]
     assert len(set(names)) == len(names), names

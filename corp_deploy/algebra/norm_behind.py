@@ -1,16 +1,16 @@
-"""What a layer should give in front of a layer norm that follows it, so that a residual stream is whole behind both.
+"""The output that a layer in front of a layer norm should give to correct a drifted residual stream behind the norm.
 
-The norm makes of y = W h + b the addition s(y) = gain * u, u = (y - mean y) / sigma(y). Where the dense layer gives y
-of a token and the reduced stream has drifted, the addition that is wanted is s(y) + drift. Around the dense layer's
-own y, which is where the fit is to arrive, s(y + d) = s(y) + gain * d / sigma to first order for all d without a mean
-and without a share of u; of any other d the norm takes those parts off. Of these
+The norm turns y = W h + b into the addition s(y) = gain * u, u = (y - mean y) / sigma(y). For a token where the dense
+layer gives y and the reduced stream has drifted, the wanted addition is s(y) + drift. Around the dense layer's own y,
+where the fit should end, s(y + d) = s(y) + gain * d / sigma to first order for all d without a mean and without a
+component along u; the norm removes both from any other d. Of these
 
     d / sigma = argmin |gain * d / sigma - drift|^2 + damping * mean(gain^2) |d / sigma|^2,
 
-so y + d is what the layer should give. The damping keeps d where the norm is nearly linear: a channel of hardly any
-gain would else be asked for so much that sigma grows for all. An error in front is worth gain / sigma behind the norm,
-so tokens count by 1 / sigma^2: a plain fit of y counts most the tokens that the norm shrinks most, and makes up for no
-drift.
+so the layer should give y + d. The damping keeps d where the norm is nearly linear: a channel with hardly any gain
+would otherwise need so large a d that sigma grows for all channels. An error in front of the norm is worth
+gain / sigma behind it, so tokens count by 1 / sigma^2: a plain fit of y gives most weight to the tokens that the norm
+shrinks most, and corrects no drift.
 
 Legend: B inputs, N tokens, C channels.
 """
@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 DAMPING = 0.1
-_NOTHING_REL = 1e-8  # of the weights' sum: a token whose channels are all alike has no direction of its own
+_NOTHING_REL = 1e-8  # of the weights' sum: below it a token's channels are all alike and have no direction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NormBehind:
-    """The norm with what follows it: `gain_C` times the deviation from the mean by the token's own."""
+    """A layer norm: `gain_C` times the deviation from the mean, divided by the token's standard deviation."""
 
     gain_C: Tensor
     eps: float
@@ -35,11 +35,11 @@ class NormBehind:
         return (given_BNC.var(dim=-1, correction=0, keepdim=True) + self.eps).sqrt()
 
     def passed(self, given_BNC: Tensor) -> Tensor:
-        """How much a squared change of what the layer gives counts [B,N], but for the gain."""
+        """Return the weight of a squared change of the layer's output [B,N], without the gain."""
         return self._sigma(given_BNC).squeeze(-1).square().reciprocal()
 
     def before(self, added_BNC: Tensor, given_BNC: Tensor) -> Tensor:
-        """Gain times what the layer should give so that this is added, where the dense layer gives `given_BNC`."""
+        """Return gain times the output that leads to `added_BNC`, for a dense layer's output `given_BNC`."""
         sigma, square_C = self._sigma(given_BNC), self.gain_C.square()
         unit_BNC = (given_BNC - given_BNC.mean(dim=-1, keepdim=True)) / sigma
         drift_BNC = added_BNC - self.gain_C * unit_BNC
@@ -48,7 +48,7 @@ class NormBehind:
 
 
 def _tangent(wanted_BNC: Tensor, unit_BNC: Tensor, weight_C: Tensor) -> Tensor:
-    """weight * (wanted - a - b u) with a and b such that it has no mean and no share of u."""
+    """Return weight * (wanted - a - b u) with a and b such that it has no mean and no component along u."""
 
     def along(direction: Tensor) -> Tensor:
         norm = (weight_C * direction.square()).sum(dim=-1, keepdim=True)

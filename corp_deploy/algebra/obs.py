@@ -1,10 +1,10 @@
 """Backward elimination of MLP channels by the loss that CORP states but does not rank by (its eq. 11).
 
 With A = covariance + ridge * I and S the channels still there, the best output weights on S are (W A)[:, S] H,
-H = A_SS^-1: CORP's eq. 9. Removing j then costs ||w_j||^2 / H_jj (optimal brain surgeon, one column at a time), so that
+H = A_SS^-1: CORP's eq. 9. Removing j then costs ||w_j||^2 / H_jj (optimal brain surgeon, one column at a time), so
 greedy elimination needs only the diagonals of H and of N = (current weights)' (current weights). Both change by a known
-low-rank term per removal. Inside a block the terms are kept as vectors and only the row at hand is formed; at its end
-the matrices take all of them in one product.
+low-rank term per removal. Inside a block of removals the terms are kept as vectors and only the current row is formed;
+at the end of the block the matrices take all terms in one product.
 
 Legend: F channels, O outputs, M channels still in the matrices, B removals in a block, K kept, P pruned.
 """
@@ -17,19 +17,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_DEAD_VARIANCE_REL = 1e-12  # of the mean variance: below it a channel is a constant, and the bias takes it
+DEAD_VARIANCE_REL = 1e-12  # of the mean variance: a channel below it is a constant, which the bias absorbs
 _RIDGE_FLOOR_REL = 1e-10  # below it a singular covariance has no trustworthy Cholesky factor in float64
 _BLOCK = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Elimination:
-    """Every channel in the order of its removal, and what is lost on the way.
+    """Every channel in the order of its removal, and the loss after each removal.
 
-    order_F: channel removed first, second, ...; the last entry would be the last one to stay.
+    order_F: the channel removed first, second, ...; the last entry would be the last one to stay.
     error_F: error_F[i] is the ridge objective tr((W - W') A (W - W')') after removals 0..i, in units of y squared; at
-    least E||y - y'||^2, and more by the ridge's share only.
-    ridge: what was added to the diagonal of the covariance.
+    least E||y - y'||^2, and larger by the ridge's share only.
+    ridge: the number that was added to the diagonal of the covariance.
     """
 
     order_F: Tensor
@@ -40,27 +40,27 @@ class Elimination:
         assert self.order_F.shape == self.error_F.shape, (self.order_F.shape, self.error_F.shape)
 
     def kept(self, width: int) -> Tensor:
-        """The channels that stay at this width, ascending int64."""
+        """Return the channels that stay at this width, ascending int64."""
         total = self.order_F.numel()
         assert 0 <= width <= total, (width, total)
         return self.order_F[total - width :].sort().values
 
     def error_at(self, width: int) -> float:
-        """The objective at this width; 0 at full width."""
+        """Return the objective at this width; 0 at full width."""
         removed = self.order_F.numel() - width
         assert 0 <= removed <= self.order_F.numel(), width
         return 0.0 if removed == 0 else float(self.error_F[removed - 1])
 
 
 def without_cost(part_C: Tensor) -> Elimination:
-    """Round by round, in each the first left of every part."""
+    """Return an elimination without losses: each round removes the first channel left of every part."""
     place_C = torch.stack([(part_C[:i] == part).sum() for i, part in enumerate(part_C)])
     order_C = place_C.argsort(stable=True)
     return Elimination(order_F=order_C, error_F=torch.zeros_like(order_C, dtype=torch.float64), ridge=0.0)
 
 
 def interleave(eliminations: Sequence[Elimination]) -> Elimination:
-    """The separate eliminations of a grouped convolution's groups as one, round by round.
+    """Join the eliminations of a grouped convolution's groups into one, round by round.
 
     Round r is the r-th removal of every group, in the groups' order; channels are numbered one group behind the other,
     equally many in each. Errors add up; `ridge` is the largest.
@@ -78,7 +78,7 @@ def interleave(eliminations: Sequence[Elimination]) -> Elimination:
 
 
 def others_first(order: Elimination, channels: int, lost: float) -> Elimination:
-    """The order of some of these channels, in front of them all others, each for an equal part of what they lose."""
+    """Put all other channels in front of an order of some channels, each with an equal part of the loss `lost`."""
     is_other_F = torch.ones(channels, dtype=torch.bool, device=order.order_F.device)
     is_other_F[order.order_F] = False
     others = is_other_F.nonzero().squeeze(1)
@@ -91,9 +91,9 @@ def others_first(order: Elimination, channels: int, lost: float) -> Elimination:
 
 
 def dead_channels(covariance_FF: Tensor, weight_OF: Tensor) -> Tensor:
-    """Channels that cost nothing: constant ones, which a bias replaces, and those that no output reads."""
+    """Return the mask of channels that cost nothing: constant ones, which a bias replaces, and unread ones."""
     variance_F = covariance_FF.diagonal()
-    return (variance_F <= _DEAD_VARIANCE_REL * variance_F.mean()) | (weight_OF.square().sum(dim=0) == 0.0)
+    return (variance_F <= DEAD_VARIANCE_REL * variance_F.mean()) | (weight_OF.square().sum(dim=0) == 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,9 +106,10 @@ class RegularisedCovariance:
 
 
 def shifted_covariance(covariance_FF: Tensor, ridge_rel: float, *, scale: float | None = None) -> RegularisedCovariance:
-    """covariance + ridge * I that has a Cholesky factor: a ridge too small for that is raised tenfold until it has.
+    """Return covariance + ridge * I with its Cholesky factor.
 
-    The ridge is relative to `scale`, by default the mean diagonal.
+    A ridge too small for a factor is raised tenfold until there is one. It is relative to `scale`, by default the mean
+    diagonal.
     """
     scale = float(covariance_FF.diagonal().mean()) if scale is None else scale
     ridge = max(ridge_rel, _RIDGE_FLOOR_REL) * scale
@@ -123,8 +124,10 @@ def shifted_covariance(covariance_FF: Tensor, ridge_rel: float, *, scale: float 
 
 
 def removals_of_block(inverse_MM: Tensor, norms_MM: Tensor, gone_M: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Remove `count` channels in turn: which, and what each costs; both matrices and the mask are brought up to date in
-    place. Picks stay where the matrices are: a GPU is never waited for inside a block.
+    """Remove `count` channels in turn; return their positions and costs.
+
+    Both matrices and the mask are updated in place. Positions stay on the device: a GPU is never waited for inside a
+    block.
     """
     width = gone_M.numel()
     picks_B = torch.empty(count, dtype=torch.int64, device=gone_M.device)
@@ -159,18 +162,18 @@ def removals_of_block(inverse_MM: Tensor, norms_MM: Tensor, gone_M: Tensor, coun
 
 Work = Callable[..., tuple[Tensor, ...]]
 Graph = tuple[torch.cuda.CUDAGraph, list[Tensor], tuple[Tensor, ...]]
-"""With the tensors that it reads and changes, and those that it gives."""
+"""A graph with the tensors that it reads and changes, and its results."""
 
 
 @dataclass(slots=True)
 class Captured:
-    """`work(*tensors, count)`, thousands of tiny kernels, on a GPU by CUDA graphs: captured once a shape and started as
-    one, since the host's launches are what such work waits for. Elsewhere as it is.
+    """`work(*tensors, count)`, thousands of tiny kernels, replayed as a CUDA graph on a GPU, called directly elsewhere.
 
-    Captured is what changes tensors in place and gives new ones. What was captured holds memory while it is `keeping`.
+    The launches of such work by the host take longer than its kernels. A graph is captured once per shape. `work`
+    changes tensors in place and returns new ones. Graphs hold memory while the object is `keeping`.
 
-    Tensors are copied in front of a replay to where the graph has them, and back behind it; what is found is copied out
-    before another graph is replayed, so that all of them share their memory.
+    Tensors are copied into the graph's own before a replay and back after it; results are copied out before another
+    graph is replayed, so that all graphs share their memory.
     """
 
     work: Work
@@ -194,7 +197,7 @@ class Captured:
 
     def _captured(self, tensors: tuple[Tensor, ...], count: int) -> Graph:
         held = [each.clone() for each in tensors]
-        if not self.graphs:  # what libraries set up at their first call can't be captured
+        if not self.graphs:  # the first call of a library sets up what can't be captured
             self.pool = torch.cuda.graph_pool_handle()
             aside, here = torch.cuda.Stream(), torch.cuda.current_stream()
             aside.wait_stream(here)
@@ -208,7 +211,7 @@ class Captured:
 
     @contextmanager
     def keeping(self) -> Iterator[None]:
-        """What is captured inside serves until the outermost of these is left, and is freed then."""
+        """Keep the graphs captured inside until the outermost of these contexts ends, then free them."""
         self.depth += 1
         try:
             yield
@@ -254,8 +257,13 @@ def _eliminate(shifted: RegularisedCovariance, weight_OF: Tensor, block: int) ->
 def obs(covariance_FF: Tensor, weight_OF: Tensor, *, ridge_rel: float, block: int = _BLOCK) -> Elimination:
     """Order all channels by greedy backward elimination; O(F^3), one pass for every width.
 
-    covariance_FF: float64 [F, F]; weight_OF: float64 [O, F]; ridge_rel: relative to the covariance's mean diagonal.
     Channels without variance or without weight go first, by index, and cost nothing.
+
+    Args:
+        covariance_FF: float64 [F, F].
+        weight_OF: float64 [O, F].
+        ridge_rel: relative to the covariance's mean diagonal.
+        block: removals between two updates of the matrices.
     """
     dead_F = dead_channels(covariance_FF, weight_OF)
     first = dead_F.nonzero().squeeze(1)

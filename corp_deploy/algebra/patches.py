@@ -1,8 +1,8 @@
-"""What a convolution becomes when some of its input channels are gone: five closed forms, and REPAIR.
+"""Five closed forms for a convolution after some of its input channels are removed, and REPAIR.
 
 A convolution is a linear layer on patches, y = W u + b with W = conv.weight.flatten(1): a channel is T columns of u,
-one for each place of the kernel. Zero padding makes u zero outside of the map, so that what is constant on the map
-isn't constant in patches: a map of channels alone (GRAIL) stays exact there, a constant beside it doesn't.
+one for each place of the kernel. Zero padding makes u zero outside of the map, so that a constant of the map isn't
+constant in patches: a map of channels alone (GRAIL) stays exact at borders, an added constant doesn't.
 
 Every form is judged on the moments of patches. One group of a convolution at a time.
 
@@ -23,13 +23,13 @@ _STILL_VARIANCE_REL = 1e-12  # an output whose variance is below this share of i
 
 
 def columns(kept_K: Tensor, taps: int) -> Tensor:
-    """The columns of these channels in their order, int64 [K T]."""
+    """Return the columns of these channels in their order, int64 [K T]."""
     return (kept_K[:, None] * taps + torch.arange(taps, device=kept_K.device)).flatten()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PatchStatistics:
-    """Moments of what one group of a convolution reads, float64.
+    """Moments of the inputs of one group of a convolution, float64.
 
     mean_U, second_UU: E[u] and E[u u'] over patches, zeros of the padding among them; mean_C, second_CC: E[x] and
     E[x x'] over all places of the map itself; taps: T.
@@ -49,7 +49,7 @@ class PatchStatistics:
 
     @property
     def covariance_UU(self) -> Tensor:
-        """Of patches."""
+        """The covariance of patches."""
         return self.second_UU - torch.outer(self.mean_U, self.mean_U)
 
 
@@ -60,7 +60,7 @@ _ON_MAP = {"gram": channels.gram, "affine": channels.affine}
 def recover_convolution(
     form: str, stats: PatchStatistics, weight_OU: Tensor, bias_O: Tensor | None, kept_K: Tensor, *, ridge_rel: float
 ) -> ChannelRecovery:
-    """The new convolution on the kept channels, weight_OK [O, K T]; ridge_rel is relative to the mean diagonal:
+    """Return the new convolution on the kept channels, weight_OK [O, K T].
 
     * `none`: the columns are dropped and nothing else;
     * `bias`: b' = b + W_P E[u_P] (FLAP, on patches): right on average over inside and borders;
@@ -71,6 +71,8 @@ def recover_convolution(
     * `affine`: CORP's eq. 9 on the map's channels, x_P ~ B x_K + c, carried over as it stands: b' = b + sum_t
       W_P[:, :, t] c. Wrong at zero-padded borders, where the dropped channels are 0 and c isn't; there it can lose to
       `gram`. Right where nothing is padded.
+
+    ridge_rel is relative to the mean diagonal.
     """
     taps, kept_k = stats.taps, columns(kept_K, stats.taps)
     if form in _ON_COLUMNS:
@@ -100,10 +102,10 @@ def rescaled_outputs(
     mean_O: Tensor,
     variance_O: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Weight and bias with which every output has this mean and variance, by those that it has so far.
+    """Return weight and bias with which every output has `mean_O` and `variance_O` in place of its own.
 
-    REPAIR (Jordan et al. 2022, arXiv 2211.08403), GRAIL's re-estimated BatchNorm, folded into the convolution: the mean
-    and variance given are the dense outputs'. An output that doesn't vary keeps its weights and meets the mean.
+    REPAIR (Jordan et al. 2022, arXiv 2211.08403), GRAIL's re-estimated BatchNorm, folded into the convolution: `mean_O`
+    and `variance_O` are the dense outputs'. An output that doesn't vary keeps its weights and meets the mean.
     """
     is_still_O = own_variance_O <= _STILL_VARIANCE_REL * torch.maximum(own_mean_O.square(), variance_O)
     scale_O = torch.where(is_still_O, 1.0, (variance_O / own_variance_O.masked_fill(is_still_O, 1.0)).sqrt())

@@ -1,16 +1,16 @@
-"""What queries and keys become where positions turn them (RoPE): whole planes are kept, each with a complex factor.
+"""Closed forms for queries and keys that positions rotate (RoPE): whole planes are kept, each with a complex factor.
 
-A plane p of P is the dimensions p and p + P of a head; each token's position turns it by an angle of its own. Only a
-number a + bi a plane commutes with all of those, so with q' = (a + bi) q on the planes kept, on weights before they are
-turned, the logits lose Q E K', where E is the identity on planes that are left out and
-(1 - a) I + (0 - b) [[0, 1], [-1, 0]] on the others. That is a quadratic in the 2 P numbers lost, written down once:
+A plane p of P is the dimensions p and p + P of a head; a token's position rotates it by an angle of its own. Only a
+number a + bi per plane commutes with all of those rotations, so with q' = (a + bi) q on the kept planes, applied to the
+weights before rotation, the logits lose Q E K', where E is the identity on removed planes and
+(1 - a) I + (0 - b) [[0, 1], [-1, 0]] on the others. That is a quadratic in the 2 P lost numbers, written down once:
 
-    loss = x' G x + 2 t' x + e,   x = (1 - a_1, .., 1 - a_P, -b_1, .., -b_P), (1, 0) on planes left out
+    loss = x' G x + 2 t' x + e,   x = (1 - a_1, .., 1 - a_P, -b_1, .., -b_P), (1, 0) on removed planes
 
-from second moments of all tokens (aggregated), or from CORP's per-image system (eq. 15), both of q and k as turned.
+from second moments of all tokens (aggregated), or from CORP's per-image system (eq. 15), both of rotated q and k.
 
-Where `grouped` heads in turn share their keys they keep the same planes, and each head's factors are all in its own
-queries: keys are only selected, and nothing is lost by it.
+Where `grouped` consecutive heads share their keys they keep the same planes, and each head's factors are all in its
+own queries: keys are only selected, and nothing is lost by it.
 
 Legend: H heads, D = 2 P dimensions, K planes kept, X = 2 P numbers.
 """
@@ -24,20 +24,20 @@ from torch import Tensor
 
 from .image_system import ImageSystem, pair_index
 from .quadratic import solve_ridge
-from .queries_keys import QkRecovery, explained, judge_maps, residual_aggregated, residual_per_image
+from .queries_keys import QkRecovery, judge_maps, residual_aggregated, residual_per_image
 from .scores import kept_from_scores, selection, shared_by_groups
 
 # A factor's part as (row, column, sign) within a plane: the identity, and [[0, 1], [-1, 0]].
 _PARTS = (((0, 0, 1.0), (1, 1, 1.0)), ((0, 1, 1.0), (1, 0, -1.0)))
 
 Product = Callable[[int, int, int, int], Tensor]
-"""Of (d, a, c, e): [.., P, P] over planes p and t, the sum of Q[(d, t), (a, p)] K[(c, p), (e, t)], second moments of q
-and of k by half and plane."""
+"""A function of (d, a, c, e): the sum [.., P, P] over planes p and t of Q[(d, t), (a, p)] K[(c, p), (e, t)], second
+moments of q and of k by half and plane."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlaneLoss:
-    """The quadratic above, for each head, but for its constant e: gram_HXX and cross_HX (t)."""
+    """The quadratic above for each head, without its constant e: gram_HXX and cross_HX (t)."""
 
     gram_HXX: Tensor
     cross_HX: Tensor
@@ -48,18 +48,18 @@ class PlaneLoss:
 
 
 def dims_of_planes(planes_HK: Tensor, dims: int) -> Tensor:
-    """The dimensions [H,2K] of planes of a head of so many, one half behind the other."""
+    """Return the dimensions [H,2K] of planes of a head of `dims` dimensions, one half behind the other."""
     return torch.cat((planes_HK, planes_HK + dims // 2), dim=1)
 
 
 def plane_scores(score_HD: Tensor) -> Tensor:
-    """Of a plane [H,P]: the sum of its two dimensions'."""
+    """Return the score of each plane [H,P]: the sum of its two dimensions' scores."""
     first_HP, second_HP = score_HD.chunk(2, dim=1)
     return first_HP + second_HP
 
 
 def _gram(product: Product) -> Tensor:
-    """[.., X, X] of tr(Q B K B') over the parts of the factors of all planes."""
+    """Return tr(Q B K B') over the parts of the factors of all planes [.., X, X]."""
 
     def block(one: int, other: int) -> Tensor:
         terms = [
@@ -73,7 +73,7 @@ def _gram(product: Product) -> Tensor:
 
 
 def aggregated_loss(q_second_HDD: Tensor, k_second_HDD: Tensor) -> PlaneLoss:
-    """tr(S_q E S_k E') of second moments of q and k as positions have turned them."""
+    """Return tr(S_q E S_k E') from second moments of rotated q and k."""
     planes = q_second_HDD.shape[1] // 2
     q_H2P2P, k_H2P2P = (
         each.unflatten(2, (2, planes)).unflatten(1, (2, planes)) for each in (q_second_HDD, k_second_HDD)
@@ -87,12 +87,12 @@ def aggregated_loss(q_second_HDD: Tensor, k_second_HDD: Tensor) -> PlaneLoss:
 
 
 def exact_loss(gram_HXX: Tensor) -> PlaneLoss:
-    """Of moments that hold the quadratic itself: KL of the attention, to second order (calib's gram_of_planes)."""
+    """Return the loss of a quadratic that was summed itself: KL of the attention, to second order (see calib)."""
     return PlaneLoss(gram_HXX=0.5 * (gram_HXX + gram_HXX.mT), cross_HX=gram_HXX.new_zeros(gram_HXX.shape[:2]))
 
 
 def residual_exact(gram_HXX: Tensor, q_map_HRD: Tensor, k_map_HRD: Tensor) -> Tensor:
-    """x' G x [H] for maps of this file's kind, of nothing where they are zero."""
+    """Return x' G x [H] of maps of this file's kind; a plane whose maps are zero is removed."""
     planes = gram_HXX.shape[1] // 2
     lost_HDD = -(q_map_HRD.mT @ k_map_HRD)
     real_HP = 1.0 + lost_HDD.diagonal(dim1=1, dim2=2)[:, :planes]
@@ -101,12 +101,15 @@ def residual_exact(gram_HXX: Tensor, q_map_HRD: Tensor, k_map_HRD: Tensor) -> Te
 
 
 def covered_planes(system: ImageSystem) -> Tensor:
-    """The planes [H,C] of a system that covers whole ones, ascending: their first dimensions stand in front."""
+    """Return the planes [H,C] of a system that covers whole ones, ascending: their first dimensions come first."""
     return system.covered_HS[:, : system.covered_HS.shape[1] // 2]
 
 
 def image_loss(system: ImageSystem) -> PlaneLoss:
-    """The sum over images of ||Q E K'||_F^2 on the planes that the system covers; E is the identity on all others."""
+    """Return the sum over images of ||Q E K'||_F^2 on the planes that the system covers.
+
+    E is the identity on all other planes.
+    """
     planes = covered_planes(system).shape[1]
     pair_SS = pair_index(2 * planes, system.system_HTT.device)
 
@@ -122,8 +125,9 @@ def image_loss(system: ImageSystem) -> PlaneLoss:
 
 
 def _fitted(loss: PlaneLoss, kept_HK: Tensor, ridge_rel: float) -> tuple[Tensor, float, float]:
-    """The factors [H,K,2] of least loss, a complex one for each plane kept, pulled toward 1 by ridge_rel * the mean
-    diagonal of G over what is kept; condition and ridge of the worst of the systems.
+    """Return the factors [H,K,2] of least loss, one complex number per kept plane, and the worst condition and ridge.
+
+    ridge_rel * the mean diagonal of G over the kept planes pulls the factors toward 1.
     """
     factors, conditions, ridges = [], [], []
     for gram_XX, cross_X, kept_K in zip(loss.gram_HXX, loss.cross_HX, kept_HK, strict=True):
@@ -139,7 +143,10 @@ def _fitted(loss: PlaneLoss, kept_HK: Tensor, ridge_rel: float) -> tuple[Tensor,
 
 
 def _maps(factor_HK2: Tensor, kept_HK: Tensor, dims: int, grouped: int) -> tuple[Tensor, Tensor]:
-    """Maps [H,2K,D] of q and of k; either takes the root of a factor's modulus, q its angle, or q all of it."""
+    """Return the maps [H,2K,D] of q and of k.
+
+    Each takes the root of a factor's modulus, q its angle. With grouped keys q takes the whole factor.
+    """
     a_HK1, b_HK1 = factor_HK2.split(1, dim=2)
     root_HK1 = torch.linalg.vector_norm(factor_HK2, dim=2, keepdim=True).sqrt()
     root_HK1 = root_HK1 if grouped == 1 else torch.ones_like(root_HK1)
@@ -152,24 +159,19 @@ def _maps(factor_HK2: Tensor, kept_HK: Tensor, dims: int, grouped: int) -> tuple
     return q_map, torch.cat((root_HK1 * one_HKD, root_HK1 * other_HKD), dim=1)
 
 
-def _start(gram_HXX: Tensor, ridge_rel: float) -> tuple[Tensor, Tensor]:
-    """(G + ridge)^-1 [H,X,X], and the factors before anything is removed [H,X]; a head of zeros has any ridge."""
-    heads, numbers, _ = gram_HXX.shape
-    ridge_H = ridge_rel * gram_HXX.diagonal(dim1=1, dim2=2).mean(dim=1)
-    shift_H11 = torch.where(ridge_H > 0.0, ridge_H, 1.0)[:, None, None]
-    identity_XX = torch.eye(numbers, dtype=gram_HXX.dtype, device=gram_HXX.device)
-    theta_HX = gram_HXX.new_zeros(heads, numbers)
-    theta_HX[:, : numbers // 2] = 1.0
-    return torch.linalg.pinv(gram_HXX + shift_H11 * identity_XX, hermitian=True), theta_HX
-
-
 def order_planes(gram_HXX: Tensor, *, ridge_rel: float, grouped: int = 1) -> Tensor:
-    """The planes of each head [H,P] in the order of their removal, greedy and backward, the factors of those left
-    fitted anew after each (optimal brain surgeon in pairs): removing p costs theta_p' [(G + ridge)^-1]_pp^-1 theta_p,
-    of heads that share keys the sum.
+    """Return the planes of each head [H,P] in the order of their removal, greedy and backward.
+
+    The factors of the planes left are fitted anew after each removal (optimal brain surgeon in pairs): removing p costs
+    theta_p' [(G + ridge)^-1]_pp^-1 theta_p, for heads that share keys the sum.
     """
     heads, planes = len(gram_HXX), gram_HXX.shape[1] // 2
-    inverse_HXX, theta_HX = _start(gram_HXX, ridge_rel)
+    ridge_H = ridge_rel * gram_HXX.diagonal(dim1=1, dim2=2).mean(dim=1)
+    shift_H11 = torch.where(ridge_H > 0.0, ridge_H, 1.0)[:, None, None]  # a head of zeros takes any ridge
+    identity_XX = torch.eye(2 * planes, dtype=gram_HXX.dtype, device=gram_HXX.device)
+    inverse_HXX = torch.linalg.pinv(gram_HXX + shift_H11 * identity_XX, hermitian=True)
+    theta_HX = gram_HXX.new_zeros(heads, 2 * planes)
+    theta_HX[:, :planes] = 1.0
     gone_HP = torch.zeros(heads, planes, dtype=torch.bool, device=theta_HX.device)
     each_H = torch.arange(heads, device=theta_HX.device)
     order = []
@@ -194,7 +196,7 @@ def order_planes(gram_HXX: Tensor, *, ridge_rel: float, grouped: int = 1) -> Ten
 
 
 def _left(order_HP: Tensor, planes: int) -> Tensor:
-    """The planes [H,K] that stay, ascending."""
+    """Return the planes [H,K] that stay, ascending."""
     return order_HP[:, order_HP.shape[1] - planes :].sort(dim=1).values
 
 
@@ -206,7 +208,7 @@ def _recovered(
     grouped: int,
     residual: Callable[[Tensor, Tensor], Tensor],
 ) -> QkRecovery:
-    """Planes with fitted factors beside planes without, by the residual of maps of q and of k."""
+    """Return planes with fitted factors, judged beside planes without, by the residual of maps of q and of k."""
     factor_HK2, condition, ridge = fitted
     maps, plain = _maps(factor_HK2, kept_HK, dims, grouped), selection(dims_of_planes(plain_HK, dims), dims)
     own = judge_maps(maps, residual(*maps), residual(plain, plain), condition=condition, ridge=ridge)
@@ -216,29 +218,26 @@ def _recovered(
 def _aggregated(
     q_second_HDD: Tensor, k_second_HDD: Tensor, kept_HK: Tensor, plain_HK: Tensor, *, ridge_rel: float, grouped: int
 ) -> QkRecovery:
-    """Planes with fitted factors on the aggregated objective; a head that would lose more than by leaving out all but
-    `plain_HK`, which is the uncompensated case, does that instead, or all heads that share keys do.
+    """Return planes with fitted factors on the aggregated objective.
+
+    The uncompensated case keeps `plain_HK` alone. A head that loses more by the fit takes that case instead; heads that
+    share keys do so together.
     """
     dims, residual = q_second_HDD.shape[1], partial(residual_aggregated, q_second_HDD, k_second_HDD)
     fitted = _fitted(aggregated_loss(q_second_HDD, k_second_HDD), kept_HK, ridge_rel)
     own = _recovered(fitted, kept_HK, plain_HK, dims, grouped, residual)
     plain, plain_H = selection(dims_of_planes(plain_HK, dims), dims), own.residual_uncompensated_H
     worse_H = shared_by_groups((own.residual_H - plain_H).unsqueeze(1), grouped).squeeze(1) > 0.0
+    q_map, k_map = (torch.where(worse_H[:, None, None], plain, each) for each in (own.q_map_HRD, own.k_map_HRD))
     residual_H = torch.where(worse_H, plain_H, own.residual_H)
-    return replace(
-        own,
-        q_map_HRD=torch.where(worse_H[:, None, None], plain, own.q_map_HRD),
-        k_map_HRD=torch.where(worse_H[:, None, None], plain, own.k_map_HRD),
-        planes_HK=torch.where(worse_H[:, None], plain_HK, kept_HK),
-        residual_H=residual_H,
-        r2=explained(residual_H, plain_H),
-    )
+    chosen = judge_maps((q_map, k_map), residual_H, plain_H, condition=own.condition, ridge=own.ridge)
+    return replace(chosen, planes_HK=torch.where(worse_H[:, None], plain_HK, kept_HK))
 
 
 def eliminate_planes(
     q_second_HDD: Tensor, k_second_HDD: Tensor, planes: int, *, ridge_rel: float, grouped: int = 1
 ) -> QkRecovery:
-    """So many planes a head, those left after the greedy elimination. Give k's second moment centred per image."""
+    """Keep as many planes of each head as the greedy elimination leaves. Pass k's second moment centred per image."""
     gram_HXX = aggregated_loss(q_second_HDD, k_second_HDD).gram_HXX
     kept_HK = _left(order_planes(gram_HXX, ridge_rel=ridge_rel, grouped=grouped), planes)
     energy_HD = q_second_HDD.diagonal(dim1=1, dim2=2) * k_second_HDD.diagonal(dim1=1, dim2=2)
@@ -247,7 +246,10 @@ def eliminate_planes(
 
 
 def eliminate_planes_exactly(gram_HXX: Tensor, planes: int, *, ridge_rel: float, grouped: int = 1) -> QkRecovery:
-    """The same by how attention moves; uncompensated are those planes that alone move it most."""
+    """Keep the planes that an elimination by the change of attention leaves.
+
+    The uncompensated case keeps the planes that alone move attention most.
+    """
     loss = exact_loss(gram_HXX)
     kept_HK = _left(order_planes(loss.gram_HXX, ridge_rel=ridge_rel, grouped=grouped), planes)
     fitted, dims = _fitted(loss, kept_HK, ridge_rel), gram_HXX.shape[1]
@@ -259,13 +261,14 @@ def eliminate_planes_exactly(gram_HXX: Tensor, planes: int, *, ridge_rel: float,
 def logit_v1_planes(
     q_second_HDD: Tensor, k_second_HDD: Tensor, kept_HK: Tensor, *, ridge_rel: float, grouped: int = 1
 ) -> QkRecovery:
-    """Factors of these planes by CORP's first version's equation, on second moments of all tokens."""
+    """Fit factors of these planes by the equation of CORP's first version, on second moments of all tokens."""
     return _aggregated(q_second_HDD, k_second_HDD, kept_HK, kept_HK, ridge_rel=ridge_rel, grouped=grouped)
 
 
 def logit_planes(system: ImageSystem, kept_HK: Tensor, *, ridge_rel: float, grouped: int = 1) -> QkRecovery:
-    """CORP's eq. 14-16 with M of a complex number a plane: the missing logits of every image ~ Q_S M K_S'. The planes
-    are among those that the system covers.
+    """Fit M of CORP's eq. 14-16 as one complex number per plane: the missing logits of every image ~ Q_S M K_S'.
+
+    The system has to cover the planes.
     """
     inside_HK = torch.searchsorted(covered_planes(system).contiguous(), kept_HK.contiguous())
     fitted = _fitted(image_loss(system), inside_HK, ridge_rel)

@@ -1,4 +1,4 @@
-"""The one regularised solve behind every recovery, and what the output of a linear layer loses when the layer changes.
+"""The regularised solve behind every recovery, and the error of a linear layer's output after the layer changes.
 
 Legend: F inputs, O outputs, K unknowns per output.
 """
@@ -15,7 +15,7 @@ _CUTOFF_REL = 1e-12  # eigenvalues below this share of the largest count as zero
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RidgeSolution:
-    """X with X (gram + ridge I) = cross, and the 1-norm condition number of that (at most 1/eps) or a bound."""
+    """X with X (gram + ridge I) = cross, and the 1-norm condition number of the matrix (at most 1/eps) or a bound."""
 
     solution_OK: Tensor
     condition: float
@@ -26,7 +26,7 @@ class RidgeSolution:
 
 
 def pseudo_solve(cross_OK: Tensor, gram_KK: Tensor) -> tuple[Tensor, float]:
-    """The shortest of the least-squares solutions, and the condition number."""
+    """Return the shortest of the least-squares solutions, and the condition number."""
     values_K, vectors_KK = torch.linalg.eigh(gram_KK)
     largest = values_K[-1].clamp_min(torch.finfo(values_K.dtype).tiny)
     inverse_K = torch.where(values_K > _CUTOFF_REL * largest, 1.0 / values_K, 0.0)
@@ -37,14 +37,14 @@ def pseudo_solve(cross_OK: Tensor, gram_KK: Tensor) -> tuple[Tensor, float]:
 def solve_ridge(cross_OK: Tensor, gram_KK: Tensor, *, ridge_rel: float, bound: bool = False) -> RidgeSolution:
     """Solve X (gram + ridge I) = cross in float64, ridge = ridge_rel * mean diagonal of gram.
 
-    By Cholesky. Where that finds the matrix singular to working precision (condition above 1e12), the eigenvalues
-    under 1e-12 of the largest are dropped instead: the shortest of the least-squares solutions. K may be 0.
-    With `bound` the ridge's own bound stands for the condition where it says enough: that spares an inverse.
+    By Cholesky. Where that finds the matrix singular to working precision (condition above 1e12), the eigenvalues under
+    1e-12 of the largest are dropped instead: the shortest of the least-squares solutions. K may be 0. With `bound` the
+    bound that the ridge implies replaces the condition where it is small enough: that spares an inverse.
     """
     assert ridge_rel >= 0.0, ridge_rel
     if not gram_KK.numel():
         return RidgeSolution(solution_OK=cross_OK.clone(), condition=1.0, ridge=0.0)
-    ridge = ridge_rel * max(float(gram_KK.diagonal().mean()), 0.0)  # of constants rounding alone is left
+    ridge = ridge_rel * max(float(gram_KK.diagonal().mean()), 0.0)  # rounding can leave a negative mean of constants
     matrix_KK = gram_KK.clone()
     matrix_KK.diagonal().add_(ridge)
     factor_KK, info = torch.linalg.cholesky_ex(matrix_KK)
@@ -64,44 +64,49 @@ def solve_ridge(cross_OK: Tensor, gram_KK: Tensor, *, ridge_rel: float, bound: b
 def solve_ridge_toward(
     start_OK: Tensor, weight_OC: Tensor, moment_CC: Tensor, map_KC: Tensor, *, ridge_rel: float
 ) -> RidgeSolution:
-    """S + (W - S R) G R' (R G R' + ridge I)^-1: what reads R z in place of z, a ridge toward S."""
+    """Return S + (W - S R) G R' (R G R' + ridge I)^-1: the weights that read R z in place of z, by a ridge toward S."""
     spread_CK = moment_CC @ map_KC.T
     step = solve_ridge((weight_OC - start_OK @ map_KC) @ spread_CK, map_KC @ spread_CK, ridge_rel=ridge_rel)
     return replace(step, solution_OK=start_OK + step.solution_OK)
 
 
 def variance(weight_OF: Tensor, covariance_FF: Tensor) -> float:
-    """tr(W C W'), never below zero by rounding: the variance of W x, and E||W x||^2 where C is the second moment."""
+    """Return tr(W C W'), never below zero by rounding: the variance of W x, or E||W x||^2 for a second moment C."""
     return max(float(((weight_OF @ covariance_FF) * weight_OF).sum()), 0.0)
 
 
+def explained(left: float, lost: float) -> float:
+    """Return the share of a loss that a fit, which leaves `left` of it, gives back; 1 where nothing is lost."""
+    return 1.0 - left / lost if lost > 0.0 else 1.0
+
+
 def output_error(mean_F: Tensor, second_FF: Tensor, change_OF: Tensor, bias_change_O: Tensor) -> float:
-    """E||D x + d||^2 = tr(D C D') + ||D mu + d||^2 for weights that change by D and a bias by d."""
+    """Return E||D x + d||^2 = tr(D C D') + ||D mu + d||^2 for weights that change by D and a bias by d."""
     covariance_FF = second_FF - torch.outer(mean_F, mean_F)
     return variance(change_OF, covariance_FF) + float((change_OF @ mean_F + bias_change_O).square().sum())
 
 
 def floored_roots(moment_HVV: Tensor, floor_rel: float) -> tuple[Tensor, Tensor]:
-    """Roots of the eigenvalues, none below floor_rel * their mean, and the eigenvectors."""
+    """Return the roots of the eigenvalues, none below floor_rel * their mean, and the eigenvectors."""
     value_HV, basis_HVV = torch.linalg.eigh(moment_HVV)
     floor_H1 = (floor_rel * value_HV.mean(dim=1, keepdim=True)).clamp_min(torch.finfo(torch.float64).tiny)
     return torch.maximum(value_HV, floor_H1).sqrt(), basis_HVV
 
 
 def diagonal_blocks(matrix_CC: Tensor, count: int) -> Tensor:
-    """[C, C] -> so many blocks on the diagonal [count, V, V]."""
+    """Return the `count` blocks on the diagonal [count, V, V] of a matrix [C, C]."""
     apart: Tensor = matrix_CC.unflatten(1, (count, -1)).unflatten(0, (count, -1))
     return apart.diagonal(dim1=0, dim2=2).permute(2, 0, 1)
 
 
 def mean_from_kept(second_FF: Tensor, weight_F: Tensor, kept_K: Tensor) -> Tensor:
-    """Of a weighted mean w'g of F positive numbers: weights [K] with which some of them, g_S, tell it, from E[g g']
-    alone and without an offset, so that both scale alike.
+    """Return weights [K] that predict a weighted mean w'g of F positive numbers from some of them, g_S, given E[g g'].
 
-    Were those that stay in a fixed proportion to the rest, c0 = kappa w_S would tell it, with kappa = E[w'g w_S'g_S] /
-    E[(w_S'g_S)^2]. The regression is pulled toward that, argmin E(w'g - c'g_S)^2 + ridge |c - c0|^2, by the weakest
-    ridge with which none of the weights is below zero: a mean that a norm is divided by must not come near zero, and an
-    exact answer for numbers that are multiples of those that stay has no such weight. Float64.
+    There is no offset, so that both scale alike. If the kept numbers were in a fixed proportion to the rest, c0 = kappa
+    w_S would predict it, with kappa = E[w'g w_S'g_S] / E[(w_S'g_S)^2]. The regression is pulled toward that, argmin
+    E(w'g - c'g_S)^2 + ridge |c - c0|^2, by the weakest ridge with which none of the weights is below zero: a mean that
+    a norm divides by must not come near zero, and an exact answer for numbers that are multiples of the kept ones has
+    no such weight. Float64.
     """
     kept_weight_K = weight_F[kept_K]
     gram_KK, cross_K = second_FF[kept_K[:, None], kept_K], second_FF[kept_K] @ weight_F

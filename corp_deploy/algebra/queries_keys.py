@@ -1,7 +1,7 @@
-"""What queries and keys become at a smaller head width: four closed forms.
+"""Four closed forms for queries and keys at a smaller head width.
 
 Each returns, per head, the maps that q and k go through (weights and biases with them); the softmax scale stays that of
-the dense head. With E = I - q_map' k_map the logits lose Q E K', and a recovery is judged on what it minimises:
+the dense head. With E = I - q_map' k_map the logits lose Q E K', and a recovery is judged on its own objective:
 
 * `per-image`: sum over images of ||Q_b E K_b'||_F^2, exact, from the summed products of images (CORP, eq. 14-17);
 * `aggregated`: tr(S_q E S_k E'), from second moments over all tokens.
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .image_system import ImageSystem, logit_system, lost_per_image
-from .quadratic import floored_roots, solve_ridge
+from .quadratic import explained, floored_roots, solve_ridge
 from .scores import kept_from_scores, selection
 
 MOST_APART = 1e8
@@ -27,7 +27,7 @@ class QkRecovery:
 
     residual_H: the objective at the result; residual_uncompensated_H: the same with nothing fitted;
     r2: 1 - their ratio, summed over heads (eq. 93); condition: the worst head's; ridge: the largest head's.
-    planes_HK: the planes that stay of each head, where they are kept or left out whole (see planes.py).
+    planes_HK: the kept planes of each head, where planes are kept or removed whole (see planes.py).
     """
 
     q_map_HRD: Tensor
@@ -44,22 +44,16 @@ class QkRecovery:
         assert bool((self.residual_H >= 0.0).all()), self.residual_H
 
 
-def explained(residual_H: Tensor, uncompensated_H: Tensor) -> float:
-    """The share of what nothing fitted loses that a recovery gives back."""
-    total = float(uncompensated_H.sum())
-    return 1.0 - float(residual_H.sum()) / total if total > 0.0 else 1.0
-
-
 def judge_maps(
     maps: tuple[Tensor, Tensor], residual_H: Tensor, uncompensated_H: Tensor, *, condition: float, ridge: float
 ) -> QkRecovery:
-    """Maps of q and k with what they lose, and what is lost with nothing fitted."""
+    """Return maps of q and k with their residual, and the residual with nothing fitted."""
     return QkRecovery(
         q_map_HRD=maps[0],
         k_map_HRD=maps[1],
         residual_H=residual_H,
         residual_uncompensated_H=uncompensated_H,
-        r2=explained(residual_H, uncompensated_H),
+        r2=explained(float(residual_H.sum()), float(uncompensated_H.sum())),
         condition=condition,
         ridge=ridge,
     )
@@ -70,32 +64,32 @@ def _identity(like_HDD: Tensor) -> Tensor:
 
 
 def _lost(q_map_HRD: Tensor, k_map_HRD: Tensor) -> Tensor:
-    """E = I - q_map' k_map."""
+    """Return E = I - q_map' k_map."""
     return _identity(q_map_HRD) - q_map_HRD.mT @ k_map_HRD
 
 
 def residual_aggregated(q_second_HDD: Tensor, k_second_HDD: Tensor, q_map_HRD: Tensor, k_map_HRD: Tensor) -> Tensor:
-    """tr(S_q E S_k E') per head: any maps on the aggregated objective."""
+    """Return tr(S_q E S_k E') per head: the aggregated objective of any maps."""
     lost_HDD = _lost(q_map_HRD, k_map_HRD)
     return ((q_second_HDD @ lost_HDD @ k_second_HDD) * lost_HDD).sum(dim=(1, 2)).clamp_min(0.0)
 
 
 def residual_per_image(system: ImageSystem, q_map_HRD: Tensor, k_map_HRD: Tensor) -> Tensor:
-    """Sum over images of ||Q_b E K_b'||_F^2 per head: any maps that the system covers, on the per-image objective."""
+    """Return the sum over images of ||Q_b E K_b'||_F^2 per head, for any maps that the system covers."""
     assert system.covers(q_map_HRD), system.covered_HS
     assert system.covers(k_map_HRD), system.covered_HS
     return lost_per_image(system, _lost(q_map_HRD, k_map_HRD))
 
 
 def select(kept_HR: Tensor, *, q_second_HDD: Tensor, k_second_HDD: Tensor) -> QkRecovery:
-    """Keep those dimensions as they are. Judged on the second moments."""
+    """Keep these dimensions unchanged, judged on the second moments."""
     map_HRD = selection(kept_HR, q_second_HDD.shape[-1])
     residual_H = residual_aggregated(q_second_HDD, k_second_HDD, map_HRD, map_HRD)
     return replace(judge_maps((map_HRD, map_HRD), residual_H, residual_H.clone(), condition=1.0, ridge=0.0), r2=0.0)
 
 
 def _folded(m_HRR: Tensor, kept_HR: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """I + M = U S V': q_map = (U S^1/2)' on the kept rows, k_map = (V S^1/2)' (eq. 16)."""
+    """Fold I + M = U S V' into maps: q_map = (U S^1/2)' on the kept rows, k_map = (V S^1/2)' (eq. 16)."""
     u_HRR, s_HR, vt_HRR = torch.linalg.svd(_identity(m_HRR) + m_HRR)
     root_HR1 = s_HR.sqrt().unsqueeze(-1)
     rows_HRD = selection(kept_HR, head_dim)
@@ -103,7 +97,7 @@ def _folded(m_HRR: Tensor, kept_HR: Tensor, head_dim: int) -> tuple[Tensor, Tens
 
 
 def logit(system: ImageSystem, kept_HR: Tensor, *, ridge_rel: float) -> QkRecovery:
-    """CORP, eq. 14-16: the missing logits of every image ~ Q_S M K_S', I + M folded by its SVD, not symmetrised.
+    """Recover the missing logits of every image by Q_S M K_S' (CORP, eq. 14-16); I + M is folded by its SVD as it is.
 
     ridge = ridge_rel * mean diagonal of G. The residual is eq. 81, on the per-image objective.
     """
@@ -124,10 +118,10 @@ def logit(system: ImageSystem, kept_HR: Tensor, *, ridge_rel: float) -> QkRecove
 
 
 def logit_v1(q_second_HDD: Tensor, k_second_HDD: Tensor, kept_HR: Tensor, *, ridge_rel: float) -> QkRecovery:
-    """CORP's first version: one equation on summed Grams, S_q,SS M S_k,SS + ridge M = S_q,SP S_k,PS, by two eigenbases.
+    """Solve the equation of CORP's first version on summed Grams, S_q,SS M S_k,SS + ridge M = S_q,SP S_k,PS.
 
-    ridge = ridge_rel * mean diagonal of S_k,SS (x) S_q,SS. Directions in which that product and the ridge both vanish
-    are left out of M.
+    It is solved in the eigenbases of both. ridge = ridge_rel * mean diagonal of S_k,SS (x) S_q,SS. M has no component
+    in directions in which that product and the ridge both vanish.
     """
     head_dim = q_second_HDD.shape[-1]
     rows_HRD = selection(kept_HR, head_dim)
@@ -152,7 +146,7 @@ def logit_v1(q_second_HDD: Tensor, k_second_HDD: Tensor, kept_HR: Tensor, *, rid
 
 
 def _roots(second_HDD: Tensor, floor_rel: float) -> tuple[Tensor, Tensor, Tensor]:
-    """S^1/2, S^-1/2 and the largest over the smallest eigenvalue, none below floor_rel * the mean one."""
+    """Return S^1/2, S^-1/2 and the ratio of the extreme eigenvalues, none below floor_rel * the mean one."""
     root_HD, basis_HDD = floored_roots(second_HDD, floor_rel)
     root_HDD = (basis_HDD * root_HD.unsqueeze(1)) @ basis_HDD.mT
     inverse_HDD = (basis_HDD / root_HD.unsqueeze(1)) @ basis_HDD.mT
@@ -160,14 +154,13 @@ def _roots(second_HDD: Tensor, floor_rel: float) -> tuple[Tensor, Tensor, Tensor
 
 
 def lowrank(q_second_HDD: Tensor, k_second_HDD: Tensor, width: int, *, floor_rel: float = 1e-6) -> QkRecovery:
-    """The best maps of this rank on the aggregated objective, whatever dimensions they mix (Eckart-Young).
+    """Return the best maps of this rank on the aggregated objective, whatever dimensions they mix (Eckart-Young).
 
-    S_q^1/2 S_k^1/2 = U S V': q_map = (S_q^-1/2 U_r S_r^1/2)', k_map = (S_k^-1/2 V_r S_r^1/2)'. Give k's second
-    moment centred per image: softmax ignores what is constant along a query's row. Eigenvalues are raised to
-    floor_rel * their mean, so that directions that calibration never showed stay represented and full width gives back
-    every logit. A head that would lose no less by dropping its dimensions of least energy (one whose logits are the
-    same for all keys; else possible only under that floor) drops those instead; that dropping is the uncompensated
-    case.
+    S_q^1/2 S_k^1/2 = U S V': q_map = (S_q^-1/2 U_r S_r^1/2)', k_map = (S_k^-1/2 V_r S_r^1/2)'. Pass k's second moment
+    centred per image: softmax ignores a constant along a query's row. Eigenvalues are raised to floor_rel * their mean,
+    so that directions without calibration data stay represented and full width gives back every logit. A head that
+    would lose no less by dropping its dimensions of least energy (one whose logits are the same for all keys; otherwise
+    possible only under that floor) drops those instead; that dropping is the uncompensated case.
     """
     q_root_HDD, q_inverse_HDD, q_condition_H = _roots(q_second_HDD, floor_rel)
     k_root_HDD, k_inverse_HDD, k_condition_H = _roots(k_second_HDD, floor_rel)
@@ -189,8 +182,9 @@ def lowrank(q_second_HDD: Tensor, k_second_HDD: Tensor, width: int, *, floor_rel
 
 
 def _of_like_size(q_map_HRD: Tensor, k_map_HRD: Tensor) -> tuple[Tensor, Tensor]:
-    """The same logits by maps of which none is more than MOST_APART times the other: keys that hardly vary would get
-    one that no float32 holds.
+    """Scale both maps inversely, without changing the logits, so that neither norm is over MOST_APART times the other.
+
+    Keys that hardly vary would otherwise get a map that no float32 holds.
     """
     apart_H = k_map_HRD.norm(dim=(1, 2)) / q_map_HRD.norm(dim=(1, 2)).clamp_min(torch.finfo(torch.float64).tiny)
     factor_H = (apart_H / apart_H.clamp(1.0 / MOST_APART, MOST_APART)).sqrt()

@@ -1,5 +1,6 @@
-"""Fit a linear layer to a target that is not its own dense output, starting from weights that are already good; and the
-sums over tokens that take: float32 products, float64 sums that add up.
+"""Linear layers fitted to a target other than their own dense output, from weights that are already good.
+
+The sums over tokens for it: float32 products, float64 sums that add up.
 
 Legend: B images, N tokens, n tokens of one product, K inputs, R kept inputs, O outputs.
 """
@@ -35,7 +36,7 @@ class Regression:
         assert self.target_square >= 0.0, self.target_square
 
     def of(self, columns_k: Tensor) -> "Regression":
-        """On these inputs alone, in this order."""
+        """Return the statistics of these inputs alone, in this order."""
         return replace(
             self,
             mean_K=self.mean_K[columns_k],
@@ -44,7 +45,7 @@ class Regression:
         )
 
     def less(self, part: "Regression", share: float) -> "Regression":
-        """Without a part that has this share of the tokens."""
+        """Return the statistics without those of a `part` with this share of the tokens."""
         return Regression(
             mean_K=(self.mean_K - share * part.mean_K) / (1.0 - share),
             second_KK=(self.second_KK - share * part.second_KK) / (1.0 - share),
@@ -68,7 +69,7 @@ class Regression:
         return max(self.target_square - float(self.mean_O.square().sum()), 0.0)
 
     def error(self, weight_OK: Tensor, bias_O: Tensor) -> float:
-        """E||t - W x - b||^2."""
+        """Return E||t - W x - b||^2."""
         fitted = float(((weight_OK @ self.covariance_KK - 2.0 * self.centred_OK) * weight_OK).sum())
         shift_O = self.mean_O - weight_OK @ self.mean_K - bias_O
         return max(self.spread + fitted, 0.0) + float(shift_O.square().sum())
@@ -87,7 +88,7 @@ class Refit:
 
 
 def refit_toward(prior_OK: Tensor | None, regression: Regression, *, strength: float, bound: bool = False) -> Refit:
-    """argmin E||t - W x - b||^2 + ridge ||W - prior||^2, the bias free; ridge = strength * mean diagonal of Cov(x).
+    """Minimise E||t - W x - b||^2 + ridge ||W - prior||^2, the bias free; ridge = strength * mean diagonal of Cov(x).
 
     W = prior + (C_tx - prior C_xx)(C_xx + ridge I)^-1, b = mean t - W mean x; a prior of None is zero. Never worse than
     the prior on these statistics; at large strength it is the prior with its best bias. `bound`: see solve_ridge.
@@ -110,7 +111,7 @@ def refit_toward(prior_OK: Tensor | None, regression: Regression, *, strength: f
     )
 
 
-PRODUCT_TOKENS = 2048  # a float32 sum of so many terms is good to about 1e-6 of its scale
+PRODUCT_TOKENS = 2048  # a float32 sum of that many terms is accurate to about 1e-6 of its scale
 
 
 def _zeros(*shape: int, device: torch.device | str) -> Tensor:
@@ -123,7 +124,7 @@ def _weighted(x_BNK: Tensor, weights_BN: Tensor | None) -> Tensor:
 
 @dataclass(slots=True, kw_only=True)
 class Gram:
-    """Sums over tokens of x and of x x', the latter complete in `gram_KK` only."""
+    """Sums over tokens of x and of x x'; only `gram_KK` has both triangles of the latter."""
 
     tokens: float
     sum_K: Tensor
@@ -134,7 +135,7 @@ class Gram:
         return cls(tokens=0, sum_K=_zeros(width, device=device), upper_KK=_zeros(width, width, device=device))
 
     def add(self, x_BNK: Tensor, weights_BN: Tensor | None = None) -> None:
-        """Count every token of these images by its weight, None for once."""
+        """Add every token of these images by its weight; None weights all by 1."""
         rooted_BNK = x_BNK if weights_BN is None else x_BNK * weights_BN.sqrt().unsqueeze(-1)
         add_gram_(self.upper_KK, rooted_BNK.flatten(0, 1).unsqueeze(0))
         self.sum_K.add_(_weighted(x_BNK, weights_BN).sum(dim=1).double().sum(dim=0))
@@ -146,12 +147,12 @@ class Gram:
         return self.upper_KK
 
     def with_those_of(self, other: "Gram") -> "Gram":
-        """The sums over both sets of tokens."""
+        """Return the sums over both sets of tokens."""
         tokens, sum_K = self.tokens + other.tokens, self.sum_K + other.sum_K
         return Gram(tokens=tokens, sum_K=sum_K, upper_KK=self.gram_KK + other.gram_KK)
 
     def of(self, kept_R: Tensor) -> "Gram":
-        """The sums of some of the inputs."""
+        """Return the sums of some of the inputs."""
         return Gram(tokens=self.tokens, sum_K=self.sum_K[kept_R], upper_KK=self.gram_KK[kept_R[:, None], kept_R])
 
 
@@ -159,7 +160,7 @@ class Gram:
 class RegressionSums:
     """Sums over tokens of inputs x, targets t and their products.
 
-    A regression on fewer inputs, or of what a map leaves of the target, follows from them; no image is seen again.
+    A regression on fewer inputs, or on the target less the output of a map, follows from them; no image is seen again.
     """
 
     x: Gram
@@ -177,7 +178,7 @@ class RegressionSums:
         )
 
     def add(self, x_BNK: Tensor, t_BNO: Tensor, weights_BN: Tensor | None = None) -> None:
-        """Count every token of these images by its weight, None for once."""
+        """Add every token of these images by its weight; None weights all by 1."""
         weighted_BNO = _weighted(t_BNO, weights_BN)
         x_XK, t_XO = x_BNK.flatten(0, 1), weighted_BNO.flatten(0, 1)
         self.x.add(x_BNK, weights_BN)
@@ -187,7 +188,7 @@ class RegressionSums:
         self.tt.add_(torch.linalg.vecdot(t_XO, t_BNO.flatten(0, 1)).double().sum())
 
     def with_those_of(self, other: "RegressionSums") -> "RegressionSums":
-        """The sums over both sets of tokens."""
+        """Return the sums over both sets of tokens."""
         return RegressionSums(
             x=self.x.with_those_of(other.x),
             t_O=self.t_O + other.t_O,
@@ -196,18 +197,20 @@ class RegressionSums:
         )
 
     def of(self, kept_R: Tensor) -> "RegressionSums":
-        """With some of the inputs only."""
+        """Return the sums with some of the inputs only."""
         return RegressionSums(x=self.x.of(kept_R), t_O=self.t_O, tx_OK=self.tx_OK[:, kept_R], tt=self.tt)
 
     def uncentred(self) -> "RegressionSums":
-        """With means of zero, second moments as they are: a layer without a bias can't give back the mean of what is
-        lost. A fit on such sums is the best one without a bias, and what it leaves is counted with its mean.
+        """Return the sums with means of zero, second moments as they are.
+
+        A layer without a bias can't restore the mean of what is lost. A fit on such sums is the best one without a
+        bias, and its residual includes the mean.
         """
         x = Gram(tokens=self.x.tokens, sum_K=torch.zeros_like(self.x.sum_K), upper_KK=self.x.upper_KK)
         return RegressionSums(x=x, t_O=torch.zeros_like(self.t_O), tx_OK=self.tx_OK, tt=self.tt)
 
     def less(self, weight_OK: Tensor, bias_O: Tensor) -> "RegressionSums":
-        """With what this map makes of the inputs taken off the targets."""
+        """Return the sums with the output of this map subtracted from the targets."""
         mapped_OK = weight_OK @ self.x.gram_KK + torch.outer(bias_O, self.x.sum_K)
         return RegressionSums(
             x=self.x,
@@ -217,7 +220,7 @@ class RegressionSums:
         )
 
     def regression(self) -> Regression:
-        """The means of what was summed."""
+        """Return the means of the sums."""
         tokens = self.x.tokens
         assert tokens > 0, tokens
         return Regression(

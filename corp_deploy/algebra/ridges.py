@@ -1,7 +1,7 @@
-"""How strong a ridge is to be: the one whose fits to either half of the images err least on the other half. PURE.
+"""The choice of a ridge by two halves of the images: the one whose fits to either half err least on the other. PURE.
 
-The halves split no group of images that are alike, so that what a fit has learned of its own photographs counts for
-nothing. What is shrunk, and towards what, is the fit's own affair: towards the dense layer, all that use this.
+The halves split no group of images that are alike, so a fit gains nothing from memorising its own photographs. The fit
+itself decides what it shrinks and toward which weights: all of this project's shrink toward the dense layer.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,12 +17,13 @@ Fit = TypeVar("Fit")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RidgeChoice:
-    """A strength for fits to half of the images, and what shares of the dense signal they lose on their own and on the
-    other half, each the mean of both ways round. The gap between them is over-fitting, of about twice what all images
-    leave.
+    """A strength for fits to half of the images, and the shares of the dense signal that such fits lose.
 
-    `strength_whole`: for the fit to both halves. Twice the images weigh twice as much against what is shrunk towards,
-    so half the strength does the same.
+    The shares are lost on the half of the fit and on the other one, each the mean of both ways round. The gap between
+    them is over-fitting, about twice that of a fit to all images.
+
+    `strength_whole`: for the fit to both halves. Twice the images weigh twice as much against the pull of the ridge, so
+    half the strength does the same.
     """
 
     strength: float
@@ -32,7 +33,7 @@ class RidgeChoice:
 
 
 def ridges_from(least: float) -> tuple[float, ...]:
-    """`least` and the strengths above it, weakest first."""
+    """Return `least` and the strengths above it, weakest first."""
     return (least, *(each for each in RIDGES if each > least))
 
 
@@ -42,8 +43,9 @@ def choose_ridge(
     fit: Callable[[Statistics, float], Fit],
     share_lost: Callable[[Fit, Statistics], float],
 ) -> RidgeChoice:
-    """The strength whose fits lose least on the halves that they were not fitted to; ties to the strongest. Both halves
-    together are never given less than the weakest strength.
+    """Return the strength whose fits lose least on the half that they were not fitted to; ties go to the strongest.
+
+    The strength for both halves together is never less than the weakest one.
     """
     assert len(strengths) > 0
     ways = (splits, splits[::-1])

@@ -1,8 +1,8 @@
-"""A rotation in the free gauge of each head: the same result, its channels of more even ranges.
+"""A rotation inside each head that leaves the result unchanged and evens out the ranges of its channels.
 
 Queries A q and keys B k give the same logits as R A q and R B k for any orthogonal R, values V v into W the same
 outputs as R V v into W R'. With R a Hadamard matrix over its root every new channel mixes all old ones alike, so that
-few stand out of the range that one scale for all serves (QuaRot, arXiv 2404.00456, section 3).
+few exceed the range that one quantisation scale serves (QuaRot, arXiv 2404.00456, section 3).
 
 Legend: H heads, D inputs of a map, R reduced width, K = H R, O outputs.
 """
@@ -12,12 +12,12 @@ from torch import Tensor
 
 
 def rotatable(width: int) -> bool:
-    """Whether Sylvester's Hadamard matrices have this size: powers of two, of which 1 changes nothing."""
+    """Return whether Sylvester's Hadamard matrices have this size: powers of two, of which 1 changes nothing."""
     return width > 1 and width & (width - 1) == 0
 
 
 def hadamard(width: int, device: torch.device | None = None) -> Tensor:
-    """Sylvester's Hadamard matrix over its root in float64 [R, R]: orthogonal and symmetric."""
+    """Return Sylvester's Hadamard matrix over its root in float64 [R, R]: orthogonal and symmetric."""
     assert rotatable(width), width
     two = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64, device=device)
     whole = two
@@ -28,13 +28,13 @@ def hadamard(width: int, device: torch.device | None = None) -> Tensor:
 
 
 def rotated_maps(map_HRD: Tensor) -> Tensor:
-    """What a map gives, rotated within each head; as it is where its width has no Hadamard matrix."""
+    """Rotate a map's outputs within each head; leave it unchanged where its width has no Hadamard matrix."""
     width = map_HRD.shape[1]
     return hadamard(width, map_HRD.device) @ map_HRD if rotatable(width) else map_HRD
 
 
 def rotated_back(weight_OK: Tensor, heads: int) -> Tensor:
-    """The weight that reads rotated channels of all heads side by side and gives what it gave."""
+    """Return the weight that reads rotated channels of all heads side by side and gives the same output."""
     width = weight_OK.shape[1] // heads
     if not rotatable(width):
         return weight_OK

@@ -1,7 +1,7 @@
-"""Scores that rank what to keep, and the ranking itself.
+"""Scores that rank channels and dimensions, and the ranking itself.
 
 Legend: F hidden channels of an MLP, I its inputs, O its outputs, H heads, D dimensions of a head, K kept; C input
-channels of a layer, U = C T columns of what it reads, T taps of each channel in a row, one but for convolutions.
+channels of a layer, U = C T columns of its input, T taps of each channel in a row, one except for convolutions.
 Higher scores are kept. The eliminations that look at channels together live in obs.py.
 """
 
@@ -10,49 +10,49 @@ from torch import Tensor
 
 
 def producer(first_FI: Tensor, p: int) -> Tensor:
-    """||V_i,:||_p of the first layer's row, without its bias (GRAIL's magnitude pruning; its p = 1 and 2)."""
+    """Return ||V_i,:||_p of the first layer's row, without its bias (GRAIL's magnitude pruning; its p = 1 and 2)."""
     norm_F: Tensor = torch.linalg.vector_norm(first_FI, ord=p, dim=1)
     return norm_F
 
 
 def _over_taps(score_U: Tensor, taps: int) -> Tensor:
-    """[C T] -> [C], the sum over a channel's columns."""
+    """Sum the scores of a channel's columns: [C T] -> [C]."""
     return score_U.view(-1, taps).sum(dim=1)
 
 
 def energy(second_U: Tensor, taps: int = 1) -> Tensor:
-    """sum_t E[u_ct^2]: of what the kernel's places see, which padding and strides weigh."""
+    """Return sum_t E[u_ct^2] over the places that the kernel sees, weighted by padding and strides."""
     return _over_taps(second_U, taps)
 
 
 def magnitude(weight_OU: Tensor, taps: int = 1) -> Tensor:
-    """||W_:,c,:||_F: the norm of what a channel feeds into the output; weight_OU is conv.weight.flatten(1)."""
+    """Return ||W_:,c,:||_F: the norm of a channel's weights into the output; weight_OU is conv.weight.flatten(1)."""
     return _over_taps(weight_OU.square().sum(dim=0), taps).sqrt()
 
 
 def combined(second_U: Tensor, weight_OU: Tensor, taps: int = 1) -> Tensor:
-    """sum_t E[u_ct^2] * ||W_:,ct|| (CORP, section 3.3; the paper's default)."""
+    """Return sum_t E[u_ct^2] * ||W_:,ct|| (CORP, section 3.3; the paper's default)."""
     return _over_taps(second_U * torch.linalg.vector_norm(weight_OU, dim=0), taps)
 
 
 def wanda(second_U: Tensor, weight_OU: Tensor, taps: int = 1) -> Tensor:
-    """sum_t sum_o |W_oct| * ||u_ct||, with the root mean square of u_ct for its norm (Wanda, per channel)."""
+    """Return sum_t sum_o |W_oct| * ||u_ct||, with the root mean square of u_ct for its norm (Wanda, per channel)."""
     return _over_taps(weight_OU.abs().sum(dim=0) * second_U.clamp_min(0.0).sqrt(), taps)
 
 
 def logit_energy(energy_HD: Tensor, images: int) -> Tensor:
-    """s_j = E[||q_j||^2 ||k_j||^2] over images, column norms over an image's tokens (CORP, algorithm 4)."""
+    """Return s_j = E[||q_j||^2 ||k_j||^2] over images, column norms over an image's tokens (CORP, algorithm 4)."""
     assert images > 0, images
     return energy_HD / images
 
 
 def logit_magnitude(q_weight_HDI: Tensor, k_weight_HDI: Tensor) -> Tensor:
-    """||w_Q,j||^2 ||w_K,j||^2 from the rows of the projections (CORP's first version, section 4.4 and eq. 36)."""
+    """Return ||w_Q,j||^2 ||w_K,j||^2 from the projections' rows (CORP's first version, section 4.4 and eq. 36)."""
     return q_weight_HDI.square().sum(dim=2) * k_weight_HDI.square().sum(dim=2)
 
 
 def shared_by_groups(value_HX: Tensor, grouped: int) -> Tensor:
-    """The sum over so many heads in turn, for each of them [H,X]: what ranks what they share."""
+    """Sum over each `grouped` consecutive heads and repeat the sum for each of them [H,X], to rank what they share."""
     if grouped == 1:
         return value_HX
     shared_GX: Tensor = value_HX.unflatten(0, (-1, grouped)).sum(dim=1)
@@ -60,12 +60,12 @@ def shared_by_groups(value_HX: Tensor, grouped: int) -> Tensor:
 
 
 def kept_from_scores(score_F: Tensor, width: int) -> Tensor:
-    """The `width` best indices along the last dimension, ascending, int64; ties go to the lower index."""
+    """Return the `width` best indices along the last dimension, ascending, int64; ties go to the lower index."""
     assert 0 < width <= score_F.shape[-1], (width, tuple(score_F.shape))
     order = torch.sort(score_F, dim=-1, descending=True, stable=True).indices
     return order[..., :width].sort(dim=-1).values
 
 
 def selection(kept_K: Tensor, count: int) -> Tensor:
-    """Rows that pick one of so many each [...,K,count], float64."""
+    """Return rows that pick one of `count` each [...,K,count], float64."""
     return torch.nn.functional.one_hot(kept_K, count).to(torch.float64)

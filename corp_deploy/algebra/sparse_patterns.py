@@ -1,7 +1,7 @@
-"""Which k of every n neighbouring weights of a row stay: k:n patterns. PURE.
+"""The choice of the k weights that stay of every n neighbouring ones of a row: k:n patterns. PURE.
 
-The loss of new weights W' of a linear layer, over inputs of covariance C, is tr((W' - W) C (W' - W)') beside what no
-weights can lessen, W being the best dense ones.
+The loss of new weights W' of a linear layer, over inputs of covariance C, is tr((W' - W) C (W' - W)') plus a constant
+that no weights can lessen, W being the best dense ones.
 
 Legend: O rows, K inputs, G groups of n neighbours, P patterns of a group, D those of a pattern that are dropped.
 """
@@ -15,13 +15,14 @@ from corp_deploy.spec.sparsity import Sparsity
 
 
 def saliency(weight_OK: Tensor, spread_K: Tensor) -> Tensor:
-    """By input sum_o w_oj^2 Var(x_j) [K]: what dropping it alone costs."""
+    """Return sum_o w_oj^2 Var(x_j) of each input [K]: the cost of dropping it alone."""
     return weight_OK.square().sum(dim=0) * spread_K
 
 
 def cast_order(score_K: Tensor, sparsity: Sparsity, *, block: int | None = None) -> Tensor:
-    """CAST's order [K]: sorted by score, cut into n quantiles, and one of each in every group; within blocks of so many
-    neighbours each.
+    """Return CAST's order [K]: sorted by score, cut into n quantiles, and one of each in every group.
+
+    With `block` the inputs are ordered within blocks of that many neighbours.
     """
     blocks = score_K.view(-1, len(score_K) if block is None else block)
     assert not blocks.shape[1] % sparsity.of, (block, sparsity)
@@ -32,13 +33,13 @@ def cast_order(score_K: Tensor, sparsity: Sparsity, *, block: int | None = None)
 
 
 def dropped_patterns(sparsity: Sparsity, device: torch.device) -> Tensor:
-    """Every way to drop n - k of n, as positions [P,D]."""
+    """Return every way to drop n - k of n, as positions [P,D]."""
     ways = list(combinations(range(sparsity.of), sparsity.of - sparsity.kept))
     return torch.tensor(ways, dtype=torch.int64, device=device)
 
 
 def holds(weight_OK: Tensor, sparsity: Sparsity) -> bool:
-    """Whether every group of n neighbours in a row has at most k weights that are not zero."""
+    """Return whether every group of n neighbours in a row has at most k weights that are not zero."""
     if weight_OK.shape[1] % sparsity.of:
         return False
     groups_Gn = weight_OK.reshape(-1, sparsity.of)
@@ -46,7 +47,7 @@ def holds(weight_OK: Tensor, sparsity: Sparsity) -> bool:
 
 
 def magnitude_mask(weight_OK: Tensor, sparsity: Sparsity) -> Tensor:
-    """Keep the largest of every group; among equals the first. Boolean [O,K]."""
+    """Keep the largest weights of every group; among equals the first. Boolean [O,K]."""
     groups_OGn = weight_OK.abs().unflatten(1, (-1, sparsity.of))
     order_OGn = groups_OGn.argsort(dim=-1, descending=True, stable=True)
     mask_OGn = torch.zeros_like(groups_OGn, dtype=torch.bool)
@@ -54,10 +55,10 @@ def magnitude_mask(weight_OK: Tensor, sparsity: Sparsity) -> Tensor:
 
 
 def cast_mask(weight_OK: Tensor, second_KK: Tensor, sparsity: Sparsity) -> Tensor:
-    """CAST's choice (Marchenko-Pastur paper, Sec. 3) without a prior mask: of a group g the pattern of least r' C_g r,
-    where r are the weights it drops, C_g = E[x_g x_g'].
+    """Choose by CAST (Marchenko-Pastur paper, Sec. 3) without a prior mask. Boolean [O,K].
 
-    It looks at each group by itself and changes no weight. Boolean [O,K].
+    Of a group g it takes the pattern of least r' C_g r, where r are the weights it drops, C_g = E[x_g x_g']. It looks
+    at each group by itself and changes no weight.
     """
     size, patterns_PD = sparsity.of, dropped_patterns(sparsity, weight_OK.device)
     masks_Pn = torch.ones(len(patterns_PD), size, dtype=torch.bool, device=weight_OK.device)
@@ -72,8 +73,9 @@ def cast_mask(weight_OK: Tensor, second_KK: Tensor, sparsity: Sparsity) -> Tenso
 
 
 def _cheapest(weight_On: Tensor, inverse_nn: Tensor, patterns_PD: Tensor) -> tuple[Tensor, Tensor]:
-    """By row what it costs least to drop [O,D] where all behind the group makes up for it, and the multipliers
-    [H^-1]_DD^-1 w_D of it [O,D].
+    """Return the cheapest positions to drop in each row [O,D], and their multipliers [H^-1]_DD^-1 w_D [O,D].
+
+    All weights behind the group compensate for the dropped ones.
     """
     blocks_PDD = inverse_nn[patterns_PD[:, :, None], patterns_PD[:, None, :]]
     w_POD = weight_On[:, patterns_PD].transpose(0, 1)
@@ -83,10 +85,10 @@ def _cheapest(weight_On: Tensor, inverse_nn: Tensor, patterns_PD: Tensor) -> tup
 
 
 def obs_mask(weight_OK: Tensor, hessian_KK: Tensor, sparsity: Sparsity) -> Tensor:
-    """SparseGPT's order of columns (arXiv 2301.00774), with the exact cost of dropping several of a group at once.
+    """Choose in SparseGPT's order of columns (arXiv 2301.00774), by the exact cost of dropping several at once.
 
     Group by group from the left, each row drops those D of its group that cost w_D' ([H^-1]_DD)^-1 w_D least, H being
-    that of the group and of all behind it, and the weights of both are set to make up for it (optimal brain surgeon).
+    that of the group and of all behind it, and the weights of both are updated to compensate (optimal brain surgeon).
     `hessian_KK`: the inputs' covariance with its ridge, positive definite. Boolean [O,K].
     """
     size, patterns_PD = sparsity.of, dropped_patterns(sparsity, weight_OK.device)
@@ -97,7 +99,7 @@ def obs_mask(weight_OK: Tensor, hessian_KK: Tensor, sparsity: Sparsity) -> Tenso
     for start in range(0, weight_OK.shape[1], size):
         group = slice(start, start + size)
         upper_nX = upper_KK[group, start:]
-        behind_nX = upper_nX[:, :size].T @ upper_nX  # of the inverse of H without all that is before the group
+        behind_nX = upper_nX[:, :size].T @ upper_nX  # rows of the inverse of H over the group and all behind it
         dropped_OD, multiplier_OD = _cheapest(weight_OK[:, group], behind_nX[:, :size], patterns_PD)
         spread_On = torch.zeros_like(weight_OK[:, group]).scatter_(1, dropped_OD, multiplier_OD)
         weight_OK[:, start:] -= spread_On @ behind_nX

@@ -1,4 +1,4 @@
-"""A linear layer's weights once it is settled which of them stay: least squares on each row's own support. PURE.
+"""The least-squares refit of a linear layer's weights, each row on its own support. PURE.
 
 Legend: O rows, K inputs, S kept weights of a row, X rows of one solve.
 """
@@ -17,7 +17,7 @@ from .sparse_patterns import cast_mask, magnitude_mask, obs_mask
 
 _SINGULAR = 1e-12  # pivots below this share of a row's largest count as zero
 _AT_ONCE = 2**24  # numbers in the systems of one solve: 128 MB
-PATTERN_DAMP = 1e-2  # of the mean diagonal, as SparseGPT damps; it decides on patterns only
+PATTERN_DAMP = 1e-2  # of the mean diagonal, as in SparseGPT; only the choice of patterns uses it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class Objective:
     """E||t - W x - b||^2 + ridge ||W - dense||^2 of a layer, its bias free, or 0 where `fits_bias` is false.
 
     On any support its minimum solves w_S A_SS = T_S, with A = C_xx + ridge I and T = C_tx + ridge dense; without a bias
-    the second moments stand for covariances. `ridge_rel` is relative to the mean diagonal of C_xx.
+    second moments replace covariances. `ridge_rel` is relative to the mean diagonal of C_xx.
     """
 
     regression: Regression
@@ -56,20 +56,20 @@ class Objective:
         return cross_OK + self.ridge * self.dense_OK
 
     def bias_of(self, weight_OK: Tensor) -> Tensor:
-        """The best for these weights."""
+        """Return the best bias for these weights."""
         if not self.fits_bias:
             return torch.zeros_like(self.regression.mean_O)
         return self.regression.mean_O - weight_OK @ self.regression.mean_K
 
 
 def _is_singular(factor_XSS: Tensor, info_X: Tensor) -> Tensor:
-    """Whether Cholesky found a system singular to working precision."""
+    """Return whether Cholesky found each system singular to working precision."""
     pivots_XS = factor_XSS.diagonal(dim1=-2, dim2=-1).square()
     return (info_X != 0) | ~(pivots_XS.amin(dim=-1) > _SINGULAR * pivots_XS.amax(dim=-1))
 
 
 def _solved(right_XS: Tensor, system_XSS: Tensor) -> Tensor:
-    """By Cholesky; the shortest solution of a row whose system is singular to working precision."""
+    """Solve each row by Cholesky; a row whose system is singular to working precision takes the shortest solution."""
     factor_XSS, info_X = torch.linalg.cholesky_ex(system_XSS)
     solved_XS = torch.cholesky_solve(right_XS.unsqueeze(-1), factor_XSS).squeeze(-1)
     for row in _is_singular(factor_XSS, info_X).nonzero().flatten().tolist():
@@ -78,14 +78,14 @@ def _solved(right_XS: Tensor, system_XSS: Tensor) -> Tensor:
 
 
 def refit_on_support(right_OK: Tensor, system_KK: Tensor, mask_OK: Tensor, start_OK: Tensor) -> Tensor:
-    """Row by row w_S A_SS = T_S, zeros elsewhere, float64; every row keeps as many weights.
+    """Solve w_S A_SS = T_S row by row, zeros elsewhere, float64; every row keeps the same number of weights.
 
-    Where A_SS is singular, the solution that changes the start's weights there least. Rows of one support share a
-    factor; others are solved in batches, S^3 / 3 multiply-adds each.
+    Where A_SS is singular, the solution is the one that changes the start's weights there least. Rows with the same
+    support share a factor; others are solved in batches, S^3 / 3 multiply-adds each.
     """
     supports_PK, which_O = torch.unique(mask_OK, dim=0, return_inverse=True)
     kept = int(supports_PK[0].sum()) if len(supports_PK) else 0
-    assert bool((supports_PK.sum(dim=1) == kept).all()), "rows that keep different numbers of weights"
+    assert bool((supports_PK.sum(dim=1) == kept).all()), "rows keep different numbers of weights"
     new_OK = torch.zeros_like(right_OK)
     if not kept:
         return new_OK
@@ -110,8 +110,10 @@ def refit_on_support(right_OK: Tensor, system_KK: Tensor, mask_OK: Tensor, start
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sparse:
-    """Weights with their zeros, and their errors E||t - W x - b||^2: of the dense weights, of those that stay alone
-    (`error_masked`), and refitted. `energy`: of the target about its mean, or about 0 without a bias.
+    """Weights with their zeros, and their errors E||t - W x - b||^2.
+
+    The errors are those of the dense weights, of the kept weights unchanged (`error_masked`), and of the refit.
+    `energy`: of the target about its mean, or about 0 without a bias.
     """
 
     weight_OK: Tensor
@@ -125,7 +127,7 @@ class Sparse:
 
 
 def best_dense(objective: Objective) -> Tensor:
-    """W with W A = T: the objective's minimum without zeros; the dense weights where A is singular."""
+    """Return W with W A = T: the objective's minimum without zeros; the dense weights where A is singular."""
     factor_KK, info = torch.linalg.cholesky_ex(objective.system_KK)
     if int(info) != 0:
         return objective.dense_OK
@@ -133,8 +135,10 @@ def best_dense(objective: Objective) -> Tensor:
 
 
 def damped(system_KK: Tensor) -> Tensor:
-    """With PATTERN_DAMP of its mean diagonal added to it, and never nothing: positive definite. Ten times as much while
-    that isn't enough, as of covariances that rounding made of inputs far from their own deviations.
+    """Add PATTERN_DAMP of its mean diagonal to a matrix, or 1 where that is 0, so that it is positive definite.
+
+    The damping grows tenfold while that isn't enough, as for covariances that rounding made of inputs far from zero
+    compared with their deviations.
     """
     mean = max(float(system_KK.diagonal().mean()), 0.0)
     damp = PATTERN_DAMP * mean if mean > 0.0 else 1.0
@@ -146,27 +150,27 @@ def damped(system_KK: Tensor) -> Tensor:
         damp *= 10.0
 
 
-def choose_mask(objective: Objective, sparsity: Sparsity, rule: Rule) -> Tensor:
-    """Which weights stay, boolean [O,K]; see the rules."""
-    if rule == "magnitude":
-        return magnitude_mask(objective.dense_OK, sparsity)
-    if rule == "cast":
-        return cast_mask(objective.dense_OK, objective.regression.second_KK, sparsity)
-    return obs_mask(best_dense(objective), damped(objective.inputs_KK), sparsity)
-
-
 def sparse_layer(
     objective: Objective, dense_bias_O: Tensor, sparsity: Sparsity, rule: Rule, *, refits: bool = True
 ) -> Sparse:
-    """The pattern by a rule, then the exact refit on it; never worse than the dense weights that stay. Without `refits`
-    those are left as they are.
+    """Choose the pattern by a rule, then refit on it exactly; never worse than the kept dense weights.
+
+    Without `refits` those are left unchanged.
     """
-    return refit_mask(objective, dense_bias_O, choose_mask(objective, sparsity, rule), refits=refits)
+    if rule == "magnitude":
+        mask_OK = magnitude_mask(objective.dense_OK, sparsity)
+    elif rule == "cast":
+        mask_OK = cast_mask(objective.dense_OK, objective.regression.second_KK, sparsity)
+    else:
+        mask_OK = obs_mask(best_dense(objective), damped(objective.inputs_KK), sparsity)
+    return refit_mask(objective, dense_bias_O, mask_OK, refits=refits)
 
 
 def refit_mask(objective: Objective, dense_bias_O: Tensor, mask_OK: Tensor, *, refits: bool = True) -> Sparse:
-    """The refit on these supports. Exact, so that with its penalty it is least; the penalty of the dense weights that
-    stay is least of all, so that the error alone is never above theirs either.
+    """Refit on the supports of a mask.
+
+    The refit is exact, so its penalised error is least; the kept dense weights have no penalty, so the error alone is
+    never above theirs either.
     """
     masked_OK, error = objective.dense_OK * mask_OK, objective.regression.error
     weight_OK, bias_O = masked_OK, dense_bias_O

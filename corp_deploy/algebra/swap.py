@@ -1,13 +1,13 @@
 """Exchanges of one kept channel for one pruned channel, while they lower the loss that obs.py eliminates by.
 
 Everything about a kept set S is in two symmetric matrices over all channels. With A = covariance + ridge I,
-H = A_SS^-1 and V = [best weights on S | what is left of the pruned columns]:
+H = A_SS^-1 and V = [best weights on S | residual of the pruned columns]:
 
     T = [ -H        H A_SP                 ]        N = V'V
         [ A_PS H    A_PP - A_PS H A_SP     ]
 
 Moving a channel p in or out of S is one pivot: T - T_pp t t' and V - V_p t' with t = T_p / T_pp but t_p = 1 - 1/|T_pp|,
-after which T_pp alone needs a constant taken off. Pivots stay vectors for a block and are applied in one product.
+after which only T_pp needs a constant subtracted. Pivots stay vectors for a block and are applied in one product.
 
 Legend: F channels, O outputs, K kept, P pruned, B pivots in a block.
 """
@@ -37,9 +37,9 @@ class ExchangedSet:
 
 
 class _Swept:
-    """T and N of a kept set, kept channels before pruned ones, with the pivots of the round at hand not yet applied.
+    """T and N of a kept set, kept channels before pruned ones, and the pivots of this round, which are not applied yet.
 
-    All indices here are positions: `channel_F` says which channel stands where.
+    All indices here are positions: `channel_F` holds the channel at each position.
     """
 
     def __init__(self, shifted_FF: Tensor, weight_OF: Tensor, kept_K: Tensor) -> None:
@@ -70,7 +70,7 @@ class _Swept:
         self.exchanged: list[tuple[int, int]] = []
 
     def rows(self, index: int) -> tuple[Tensor, Tensor]:
-        """Row `index` of T and of N as they are now."""
+        """Return row `index` of T and of N with the pivots applied."""
         past_B2F = self.a_t_B2F[: self.count]
         a_B, t_B = past_B2F[:, 0, index], past_B2F[:, 1, index]
         t_F = torch.addmv(self.t_FF[index], past_B2F[:, 1].T, self.pivots_B[: self.count] * t_B, alpha=-1.0)
@@ -91,13 +91,13 @@ class _Swept:
         self.count += 1
 
     def exchange(self, i: int, j: int) -> None:
-        """Kept i leaves and pruned j comes in; they change places when the round is applied."""
+        """Move kept i out and pruned j in; they change places when the round is applied."""
         self._pivot(j)
         self._pivot(i)
         self.exchanged.append((i, j))
 
     def apply(self) -> None:
-        """Take the round's pivots into the matrices and put its exchanged channels where they belong."""
+        """Apply the round's pivots to the matrices and move its exchanged channels to their new positions."""
         past_B2F = self.a_t_B2F[: self.count]
         t_BF = past_B2F[:, 1]
         self.t_FF.addmm_(t_BF.T, self.pivots_B[: self.count, None] * t_BF, alpha=-1.0)
@@ -113,15 +113,15 @@ class _Swept:
 
 
 def _change(t_ii: Tensor, t_jj: Tensor, t_ij: Tensor, n_ii: Tensor, n_jj: Tensor, n_ij: Tensor) -> Tensor:
-    """What the loss becomes more by when kept i leaves and pruned j comes in, exactly."""
+    """Return the exact change of the loss when kept i leaves and pruned j comes in."""
     g = t_ij / t_jj
     return (n_ii - 2.0 * g * n_ij + g.square() * n_jj) / (g.square() * t_jj - t_ii) - n_jj / t_jj
 
 
 def _best_partners(swept: _Swept) -> tuple[Tensor, Tensor]:
-    """For every pruned position the least change that an exchange makes, and the kept position it is made with.
+    """Return the least change by an exchange of every pruned position, and the kept position of that exchange.
 
-    A few kept rows at a time, so that what comes between stays in the processor's cache.
+    A few kept rows at a time, so that intermediate results stay in the processor's cache.
     """
     kept, t_F, n_F = swept.kept, swept.t_FF.diagonal(), swept.n_FF.diagonal()
     t_P, n_P = t_F[kept:], n_F[kept:]
@@ -140,7 +140,7 @@ def _best_partners(swept: _Swept) -> tuple[Tensor, Tensor]:
 
 
 def _candidates(swept: _Swept, allowed_F: Tensor) -> list[tuple[int, int, float]]:
-    """Disjoint (i, j, change) from one look at every pair, best first, at most half a block of them."""
+    """Return disjoint (i, j, change) from one look at every pair, best first, at most half a block of them."""
     if swept.kept == swept.channel_F.numel():
         return []
     best_P, partner_P = _best_partners(swept)
@@ -164,8 +164,8 @@ def swap(
 ) -> ExchangedSet:
     """Exchange pairs until no single exchange lowers the ridge objective by more than gain_rel of it.
 
-    Each round looks at every pair once (O(F^2)), makes the best disjoint ones that still help after those before them,
-    and brings the matrices up to date.
+    Each round looks at every pair once (O(F^2)), makes the best disjoint exchanges that still help after those before
+    them, and updates the matrices.
     """
     allowed_F = ~dead_channels(covariance_FF, weight_OF)
     if not bool(allowed_F.any()):

@@ -1,4 +1,4 @@
-"""What values and the output projection become at a smaller value width.
+"""Closed forms for values and the output projection at a smaller value width.
 
 The projection reads z, all heads side by side, and gives y = W z + b. Each head's slice of z may pass through a map of
 its own, folded into the value rows and their bias (attention rows sum to one, so constants pass through); W then
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .channels import ChannelRecovery
-from .quadratic import diagonal_blocks, floored_roots, solve_ridge_toward, variance
+from .quadratic import diagonal_blocks, explained, floored_roots, solve_ridge_toward, variance
 from .scores import kept_from_scores
 
 
@@ -22,7 +22,7 @@ from .scores import kept_from_scores
 class ValueRecovery(ChannelRecovery):
     """New v = v_map v per head (rows orthonormal), new projection y' = weight [v_map z] + bias.
 
-    residual_uncompensated: where as many coordinates were just dropped, those of least E[z_i^2] ||W_:,i||^2 per head;
+    residual_uncompensated: with as many coordinates just dropped, those of least E[z_i^2] ||W_:,i||^2 per head;
     r2: 1 - the ratio of both; condition, ridge: of the joint refit.
     """
 
@@ -40,18 +40,18 @@ class ValueRecovery(ChannelRecovery):
 
 
 def _beside(v_map_HRV: Tensor) -> Tensor:
-    """All maps as one: [H, R, V] -> block diagonal [K, C]."""
+    """Return all maps as one: [H, R, V] -> block diagonal [K, C]."""
     out_KC: Tensor = torch.block_diag(*v_map_HRV)
     return out_KC
 
 
 def head_slices(weight_OC: Tensor, heads: int) -> Tensor:
-    """[O, C] -> [H, O, V]."""
+    """Split the columns by head: [O, C] -> [H, O, V]."""
     return weight_OC.view(weight_OC.shape[0], heads, -1).transpose(0, 1)
 
 
 def _dropped(second_CC: Tensor, weight_OC: Tensor, heads: int, width: int) -> float:
-    """E||y - y'||^2 when the least coordinates of every head are dropped and nothing is fitted."""
+    """Return E||y - y'||^2 when the least coordinates of every head are dropped and nothing is fitted."""
     kept_HR = kept_from_scores((second_CC.diagonal() * weight_OC.square().sum(dim=0)).view(heads, -1), width)
     change_HOV = head_slices(weight_OC, heads).clone()
     change_HOV.scatter_(2, kept_HR.unsqueeze(1).expand(-1, weight_OC.shape[0], -1), 0.0)
@@ -59,27 +59,23 @@ def _dropped(second_CC: Tensor, weight_OC: Tensor, heads: int, width: int) -> fl
 
 
 def keep_values(weight_OC: Tensor, bias_O: Tensor | None, heads: int) -> ValueRecovery:
-    """Everything as it is."""
+    """Return the recovery that changes nothing."""
     head_dim = weight_OC.shape[1] // heads
     return ValueRecovery(
         v_map_HRV=torch.eye(head_dim, dtype=torch.float64, device=weight_OC.device).expand(heads, -1, -1),
         weight_OK=weight_OC.clone(),
         bias_O=weight_OC.new_zeros(weight_OC.shape[0]) if bias_O is None else bias_O.clone(),
-        residual=0.0,
-        residual_uncompensated=0.0,
-        r2=1.0,
-        condition=1.0,
-        ridge=0.0,
     )
 
 
 def _cut(whitened_HOV: Tensor, root_HV: Tensor, basis_HVV: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """The best weight_HOR v_map_HRV of this rank: the SVD of the full map times its input's S^1/2, in its eigenbasis.
+    """Return the best weight_HOR v_map_HRV of this rank.
 
-    Maps with orthonormal rows keep the new values at the scale of the old ones, which half precision needs.
+    It is the SVD of the full map times its input's S^1/2, in the eigenbasis of S. Maps with orthonormal rows keep the
+    new values at the scale of the old ones, as half precision needs.
     """
     outputs, head_dim = whitened_HOV.shape[1:]
-    # Fewer outputs than values leave directions that nothing reads; rows of zeros give them a place among the last.
+    # With fewer outputs than values some directions are not read: rows of zeros put them last.
     whole_HOV = F.pad(whitened_HOV, (0, 0, 0, max(head_dim - outputs, 0)))
     u_HOV, s_HV, vt_HVV = torch.linalg.svd(whole_HOV, full_matrices=False)
     u_HOV = u_HOV[:, :outputs]
@@ -91,7 +87,7 @@ def _cut(whitened_HOV: Tensor, root_HV: Tensor, basis_HVV: Tensor, width: int) -
 def _swept(
     covariance_CC: Tensor, weight_OC: Tensor, v_map_HRV: Tensor, new_OK: Tensor, ridge_rel: float
 ) -> tuple[Tensor, Tensor]:
-    """Each head in turn fitted anew to what the others leave: a reduced-rank ridge toward the map that it has."""
+    """Fit each head in turn to the residual of the others: a reduced-rank ridge toward its current map."""
     _, width, head_dim = v_map_HRV.shape
     v_map_HRV, new_OK = v_map_HRV.clone(), new_OK.clone()
     left_OC = weight_OC - new_OK @ _beside(v_map_HRV)
@@ -111,12 +107,14 @@ def _swept(
 
 
 _FLOOR_REL = 1e-6
-_NOISE = 4.0  # of a whole covariance's least eigenvalue, by those of the heads' own
+_NOISE = 4.0  # times the least eigenvalue of the heads' own covariances, as a bound of the whole one's
 
 
 def _denoised(covariance_CC: Tensor, heads: int) -> Tensor:
-    """The covariance raised to where it is one: a difference of float32 sums has eigenvalues below zero where z hardly
-    changes beside its mean, and what is solved with those is noise times a large number.
+    """Add to the diagonal of a covariance whose heads' own covariances have eigenvalues below zero.
+
+    A difference of float32 sums has such eigenvalues where z hardly changes compared with its mean, and a solve with
+    them amplifies noise.
     """
     least = float(torch.linalg.eigvalsh(diagonal_blocks(covariance_CC, heads)).amin())
     if least >= 0.0:
@@ -137,12 +135,12 @@ def lowrank_values(
     ridge_rel: float,
     sweeps: int = 1,
 ) -> ValueRecovery:
-    """Per head the truncated SVD of W_O,h S_z,h^1/2, the mean folded exactly into the bias, one refit over all heads.
+    """Truncate the SVD of W_O,h S_z,h^1/2 per head, fold the mean exactly into the bias, refit once over all heads.
 
-    The refit is a ridge toward the weights so far: with M all maps side by side and C the covariance of z,
-    W' + (W - W' M) C M' (M C M' + ridge I)^-1, ridge = ridge_rel * mean diagonal of M C M'. `sweeps` times, each
-    head's map is then chosen again for what the others leave over, and the refit repeated; nothing raises the error.
-    Eigenvalues of S_z,h are raised to _FLOOR_REL * their mean.
+    The refit is a ridge toward the weights so far: with M all maps side by side and C the covariance of z, W' + (W - W'
+    M) C M' (M C M' + ridge I)^-1, ridge = ridge_rel * mean diagonal of M C M'. Each of the `sweeps` then fits each
+    head's map again to the residual of the others and repeats the refit; nothing raises the error. Eigenvalues of S_z,h
+    are raised to _FLOOR_REL * their mean.
     """
     covariance_CC = _denoised(second_CC - torch.outer(mean_C, mean_C), heads)
     root_HV, basis_HVV = floored_roots(diagonal_blocks(covariance_CC, heads), _FLOOR_REL)
@@ -164,14 +162,14 @@ def lowrank_values(
         bias_O=old_O + change_OC @ mean_C,
         residual=residual,
         residual_uncompensated=dropped,
-        r2=1.0 - residual / dropped if dropped > 0.0 else 1.0,
+        r2=explained(residual, dropped),
         condition=solved.condition,
         ridge=solved.ridge,
     )
 
 
 def lowrank_spectrum(mean_C: Tensor, second_CC: Tensor, weight_OC: Tensor, heads: int) -> Tensor:
-    """[H, V + 1]: what each head's truncation alone loses at widths 0..V, before the joint refit."""
+    """Return the loss of each head's truncation alone at widths 0..V, before the joint refit [H, V + 1]."""
     covariance_HVV = diagonal_blocks(second_CC - torch.outer(mean_C, mean_C), heads)
     value_HV, basis_HVV = torch.linalg.eigh(covariance_HVV)
     rooted_HOV = (head_slices(weight_OC, heads) @ basis_HVV) * value_HV.clamp_min(0.0).sqrt().unsqueeze(1)

@@ -1,9 +1,9 @@
-"""Which heads of an attention go whole, and what its output projection becomes.
+"""The choice of whole heads of an attention to remove, and its new output projection.
 
 The projection reads z, all heads side by side, and gives y = W z + b. Fewer heads give z' = R z with R = M (x) I_V: a
 row of M picks a head, or averages the heads of a cluster (GRAIL, sections 3.1 and 3.2). Where groups of query heads
-share keys and values M is block-diagonal, a block a group. Errors are exact on the calibration distribution, where
-what is fed to the projection is R z indeed: for heads picked, not for folded ones, whose softmax is of mean rows.
+share keys and values M is block-diagonal, a block a group. Errors are exact on the calibration distribution if the
+projection's input really is R z: for picked heads, not for folded ones, whose softmax is of mean rows.
 
 Legend: H heads, G groups of heads that share keys and values, M heads left, V dimensions of a head, C = H V, K = M V,
 O outputs.
@@ -17,28 +17,29 @@ from torch import Tensor
 from .block_obs import eliminate_blocks
 from .channels import ChannelRecovery
 from .obs import Elimination
-from .quadratic import RidgeSolution, diagonal_blocks, solve_ridge_toward, variance
+from .quadratic import RidgeSolution, diagonal_blocks, explained, solve_ridge_toward, variance
 from .values import head_slices
 
 Form = Literal["none", "gram", "affine"]
 
 
 def output_energy(second_CC: Tensor, weight_OC: Tensor, heads: int) -> Tensor:
-    """tr(W_h G_hh W_h') [H]: what each head alone gives the output (GRAIL)."""
+    """Return tr(W_h G_hh W_h') [H]: the energy of each head's own output (GRAIL)."""
     weight_HOV, second_HVV = head_slices(weight_OC, heads), diagonal_blocks(second_CC, heads)
     score_H: Tensor = ((weight_HOV @ second_HVV) * weight_HOV).sum(dim=(1, 2)).clamp_min(0.0)
     return score_H
 
 
 def weight_energy(weight_OC: Tensor, heads: int) -> Tensor:
-    """||W_h||^2 [H]."""
+    """Return ||W_h||^2 [H]."""
     return weight_OC.square().sum(dim=0).view(heads, -1).sum(dim=1)
 
 
 def eliminate_heads(covariance_CC: Tensor, weight_OC: Tensor, heads: int, *, ridge_rel: float) -> Elimination:
-    """Heads in the order in which they go, each the one of least tr(W_h' W_h [H^-1]_hh^-1), the others refitted: one
-    order serves every count. Fewer `heads` than there are take as many neighbours at a time, the query heads of whole
-    groups.
+    """Order heads by removal, each the one of least tr(W_h' W_h [H^-1]_hh^-1), the others refitted.
+
+    One order serves every count. If `heads` is fewer than the attention has, equal runs of consecutive heads, the query
+    heads of whole groups, are removed as one.
     """
     return eliminate_blocks(covariance_CC, weight_OC, weight_OC.shape[1] // heads, ridge_rel=ridge_rel)
 
@@ -53,11 +54,13 @@ def recover_projection(
     *,
     ridge_rel: float,
 ) -> ChannelRecovery:
-    """The projection that reads the heads left. With S the sum of each cluster's columns, C the covariance:
+    """Return the projection that reads the heads left.
+
+    With S the sum of each cluster's columns, C the covariance:
 
     * `none`: S;
     * `gram`: W G R' (R G R' + ridge I)^-1 on the second moment, the bias as it is (GRAIL, as published);
-    * `affine`: S + (W - S R) C R' (R C R' + ridge I)^-1, the mean of what is lost in the bias; all heads left are W.
+    * `affine`: S + (W - S R) C R' (R C R' + ridge I)^-1, the mean of the loss in the bias; with all heads left W.
 
     ridge = ridge_rel * mean diagonal of the matrix that it is added to.
     """
@@ -81,7 +84,7 @@ def recover_projection(
         bias_O=new_O,
         residual=left + float((change_OC @ mean_C + old_O - new_O).square().sum()),
         residual_uncompensated=dropped + float((plain_change_OC @ mean_C).square().sum()),
-        r2=1.0 - left / dropped if dropped > 0.0 else 1.0,
+        r2=explained(left, dropped),
         condition=solved.condition,
         ridge=solved.ridge,
     )

@@ -17,7 +17,7 @@ from corp_deploy.algebra.block_obs import eliminate_blocks, eliminate_coupled
 from corp_deploy.algebra.channels import ChannelRecovery
 from corp_deploy.algebra.obs import Elimination, interleave, others_first
 from corp_deploy.algebra.patches import columns
-from corp_deploy.algebra.quadratic import mean_from_kept, output_error
+from corp_deploy.algebra.quadratic import explained, mean_from_kept, output_error
 from corp_deploy.algebra.regression import refit_toward
 from corp_deploy.algebra.swap import swap
 from ground.errors import BadInput
@@ -165,7 +165,7 @@ def _fitted(read: ReaderStats, recovery: str, kept_K: Tensor, ridge_rel: float) 
     assert read.target is not None, read.reading.name
     kept_U, parts = columns(read.kept_k(kept_K), read.stats.taps), len(read.reading.portions)
     if read.has_all_patches(kept_K):
-        return channels.unchanged(read.weight_OU[:, kept_U], read.bias_O)
+        return ChannelRecovery(weight_OK=read.weight_OU[:, kept_U], bias_O=read.bias_O)
     if recovery != "im2col" or len(kept_U) * parts != len(kept_K) * read.columns:
         raise without_patches(len(read.groups_C) * parts, len(read.reading.columns_GM), len(kept_K), recovery)
     weight_OK, target = read.weight_OU[:, kept_U], read.target.of(kept_U)
@@ -175,7 +175,7 @@ def _fitted(read: ReaderStats, recovery: str, kept_K: Tensor, ridge_rel: float) 
         bias_O=refit.bias_O,
         residual=refit.residual,
         residual_uncompensated=target.error(weight_OK, read.bias_O),
-        r2=1.0 - refit.residual / refit.residual_prior if refit.residual_prior > 0.0 else 1.0,
+        r2=explained(refit.residual, refit.residual_prior),
         condition=refit.condition,
         ridge=refit.ridge,
     )

@@ -18,6 +18,7 @@ from torch.nn import functional
 from corp_deploy.algebra.channels import ChannelRecovery
 from corp_deploy.algebra.fold import averages, cluster_rows
 from corp_deploy.algebra.patches import columns
+from corp_deploy.algebra.quadratic import explained
 from corp_deploy.algebra.regression import RegressionSums, refit_toward
 from corp_deploy.algebra.whole_heads import recover_projection
 from corp_deploy.spec.widths import Width
@@ -86,7 +87,7 @@ class FoldedRead:
             weight_OK=last.weight_OK[:, self.columns_UF[self.kept_K].flatten().argsort()],
             residual=left,
             residual_uncompensated=plain,
-            r2=1.0 - left / plain if plain > 0.0 else 1.0,
+            r2=explained(left, plain),
         )
         return Change(read=self.read, recovery=recovery), error(self.held_out) if self.held_out.x.tokens else None
 

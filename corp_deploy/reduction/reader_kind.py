@@ -13,6 +13,7 @@ from torch import Tensor
 
 from calib.moments import Moments
 from corp_deploy.algebra.obs import Elimination
+from corp_deploy.algebra.quadratic import explained
 from corp_deploy.spec.widths import aligned_width, aligned_widths, finer_step, narrow_step, stepped_width
 from corp_deploy.traced.models.sites import Site, TracedChannels
 from corp_deploy.traced.programs.folding import is_mean_weight
@@ -165,7 +166,7 @@ class TracedKind(Generic[OfSite]):
             energy=sum(change.read.energy for change in changes),
             error_uncompensated=before,
             error=after,
-            r2=1.0 - lost / before if before > 0.0 else 1.0,
+            r2=explained(lost, before),
             condition=max(each.condition for each in every),
             ridge=max(each.ridge for each in every),
             held_out=judged,
