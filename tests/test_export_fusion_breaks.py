@@ -107,7 +107,7 @@ def test_an_attention_is_broken_whose_shapes_the_graph_computes(checkpoint: Chec
     ("pattern", "reason"),
     [
         ("blocks.7", r"'blocks.7': fits no module and no node; name a module, such as blocks.0"),
-        ("head", r"'head': what head gives is an output already"),
+        ("head", r"'head': the value of head is an output already"),
         ("blocks.0.attn/Nothing", "fits no module and no node"),
         ("blocks.0.attn/MatMul_9", r"or a node, such as blocks.0.attn/Softmax"),
     ],

@@ -205,7 +205,7 @@ class Unpooled(nn.Module):
         (TextEncoder(), INPUTS, [], "at least one input and one output, got 2 and 0"),
         (TextEncoder(), [*INPUTS, INPUTS[0]], [EMBEDDING], "needs a name of its own"),
         (TextEncoder(), [INPUTS[0]], [OutputPort(name="input_ids", role="embedding")], "needs a name of its own"),
-        (TextEncoder(), [Port(name="x", shape=(2,), dtype="int16")], [EMBEDDING], "x: the type 'int16' is no input's"),
+        (TextEncoder(), [Port(name="x", shape=(2,), dtype="int16")], [EMBEDDING], "x: got the type 'int16'"),
         (TextEncoder(), [Port(name="x", shape=(), dtype="int64")], [EMBEDDING], "x: the shape behind the batch"),
         (TextEncoder(), [INPUTS[0]], [EMBEDDING], r"the model refuses input_ids of shape \[2, 6\]: .*mask"),
         slow(TextEncoder(), INPUTS, [LOGITS, EMBEDDING], "the outputs 'logits', 'embedding', found logits"),

@@ -69,7 +69,7 @@ def test_batch_of_graph_without_sizes_is_refused() -> None:
     graph = onnx.helper.make_graph([node], "g", [images], [value])
     proto = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 20)])
     reasons = check_onnx(proto, precision="fp32", backend="onnxruntime", inputs=None, outputs=None)
-    assert any("logits must have an answer for each input" in reason for reason in reasons)
+    assert any("logits must have a batch in front" in reason for reason in reasons)
 
 
 def test_error_of_one_number_is_each_inputs_own() -> None:

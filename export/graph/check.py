@@ -1,4 +1,4 @@
-"""Reasons why an ONNX graph will not do for an engine, found before any builder is started."""
+"""Reasons why an ONNX graph can't become an engine, found before a builder starts."""
 
 import re
 from collections import Counter, defaultdict
@@ -26,19 +26,19 @@ from ground.precision import (
 from .ports import port_mismatches
 from .weights import attribute_of, declared_types, name_of, notes_of, read_matrices
 
-OPSETS = range(17, 24)  # LayerNormalization is an operator from 17 on; 24 is not read by the parsers in use
+OPSETS = range(17, 24)  # LayerNormalization is an operator from 17 on; no parser in use reads 24
 
 
 def unsupported_nodes(proto: ModelProto) -> list[tuple[NodeProto, int | None]]:
-    """Return nodes that hold bfloat16 where their operator doesn't take it, with the first of OPSETS in which it does.
+    """Return nodes whose operator doesn't take the bfloat16 it gets, with the first of OPSETS in which it does.
 
-    onnx.checker compares no types with an operator's own, and builders name them one by one.
+    onnx.checker doesn't compare types with those of operators, and builders report one node at a time.
     """
     version = next((entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx")), 0)
     try:
         types = declared_types(shape_inference.infer_shapes(proto).graph)
     except shape_inference.InferenceError:
-        return []  # no valid graph: the checker says what is wrong with it
+        return []  # an invalid graph, which onnx.checker describes
     if BFLOAT16.onnx not in types.values():
         return []
     return [
@@ -72,12 +72,12 @@ MAX_BYTES = 2_000_000_000
 _LOCAL_PATH = re.compile(r"""(^|[\s'"=:(,\[])(/[\w.+-]+/[\w.+-]+|~/[\w.+-]+|[A-Za-z]:\\[\w.+-]+)""")
 _PRECISION_KEY = "export.precision"
 Weight = tuple[str, FloatType | None]
-"""By the name of the node that reads it, how a matrix is stored; None in another type."""
+"""The name of a node and the type of the matrix that it reads; None for another type."""
 SPELLED_OUT = "norms are spelled out in"
 
 
 def load_onnx(path: Path) -> ModelProto:
-    """Return the graph without external weights. Raises BadInput as read_onnx does, and without a graph."""
+    """Read a graph without external weights. Raises BadInput as read_onnx does, and for a file without a graph."""
     proto = read_onnx(path, weights=False)
     if not proto.ir_version or not proto.graph.node or not proto.opset_import:
         raise BadInput(f"{path}: not an ONNX model, or cut short: it has no graph or no opset; export it again")
@@ -100,16 +100,15 @@ def check_onnx(
     inputs: Sequence[Port] | None = None,
     outputs: Sequence[OutputPort] | None = None,
 ) -> list[str]:
-    """Return every reason why this graph will not do.
+    """Return all reasons why this graph can't become an engine.
 
-    `precision`: what the caller calls the graph; `inputs` and `outputs`: the expected ports; None takes the graph's own
-    notes.
+    `precision` is the expected precision, `inputs` and `outputs` are the expected ports; None takes the graph's notes.
     """
     reasons = [*_file_reasons(proto, backend)] or [*_operator_reasons(proto)]
     if not reasons and (invalid := checker_error(proto, full=True)):
         reasons = [f"onnx.checker: {invalid}"]
     if reasons:
-        return reasons  # what follows reads shapes and types, which only a valid graph has
+        return reasons  # the other checks need shapes and types, which only a valid graph has
     return [
         *port_mismatches(proto, inputs, outputs),
         *_name_reasons(proto),
@@ -208,7 +207,7 @@ def _norm_reasons(proto: ModelProto) -> Iterator[str]:
 
 
 def decomposed_norms(proto: ModelProto) -> Iterator[tuple[NodeProto, NodeProto]]:
-    """Yield norms that are not one operator: each root of a mean, with that mean."""
+    """Yield norms that are made of several operators: each square root of a mean, with that mean."""
     producers = {name: node for node in proto.graph.node for name in node.output}
     for node in proto.graph.node:
         if node.op_type == "Sqrt" and (mean := _mean_below(node, producers)) is not None:

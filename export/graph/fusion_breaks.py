@@ -1,7 +1,6 @@
-"""Fusion breaks: values marked as float32 outputs `fusion_break.SITE`, so that a builder can't hide them in a fused
-kernel.
+"""Fusion breaks: values that a graph also gives as float32 outputs, which keeps builders from fusing across them.
 
-Whoever runs or serves the graph knows them by that name (ground.ports) and drops them.
+They are named `fusion_break.SITE`, by which runners and servers know them (ground.ports) and drop them.
 """
 
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from onnx import ModelProto, TensorProto, ValueInfoProto, helper
 from ground.errors import BadInput
 from ground.ports import FUSION_BREAK
 
-from .ports import graph_inputs
+from .ports import dims_of_value, graph_inputs, has_fixed_sizes
 from .weights import module_of_node
 
 NOTE = "export.fusion_breaks"
@@ -21,11 +20,11 @@ _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)
 
 
 def with_fusion_breaks(proto: ModelProto, patterns: Sequence[str]) -> ModelProto:
-    """Return a copy in which every value that a pattern names is an output too; the graph itself without patterns.
+    """Return a copy in which every value that a pattern names is an output, too; the graph itself without patterns.
 
-    A pattern names modules (`blocks.7.attn`, `blocks.*.mlp`: their last value) or, with a slash, nodes
+    A pattern names modules (`blocks.7.attn`, `blocks.*.mlp`), whose last value is meant, or, with a slash, nodes
     (`blocks.7.attn/Softmax`). Raises BadInput for patterns that fit nothing, and for values without a batch in front or
-    with free sizes.
+    with open sizes.
     """
     if not patterns:
         return proto
@@ -76,8 +75,8 @@ def _marked(proto: ModelProto, patterns: Sequence[str]) -> dict[str, str]:
         ending = {value.name for value in proto.graph.output}
         inside = {name: value for name, value in fitting.items() if value is not None and value not in ending}
         if not inside:
-            why = f"what {names[0]} gives is an output already" if names else "fits no module and no node"
-            # Modules that one would break: those right below a number.
+            why = f"the value of {names[0]} is an output already" if names else "fits no module and no node"
+            # The modules that one would break are those right below a number.
             below = [name for name in modules if len(name.split(".")) > 1 and name.split(".")[-2].isdigit()]
             shown = ", ".join((below or list(modules))[:4])
             node = next((str(node.name) for node in proto.graph.node if node.op_type == "Softmax"), "norm/Add")
@@ -101,10 +100,8 @@ def _last_value(proto: ModelProto, module: str) -> str | None:
 
 def _unfit(proto: ModelProto, value: ValueInfoProto | None) -> str | None:
     if value is None or value.type.tensor_type.elem_type not in _FLOATS:
-        return "what it gives is no float tensor of a known shape; break another one"
-    batch = graph_inputs(proto)[0].type.tensor_type.shape.dim[0]
-    dims = [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
-    fixed = dims and all(isinstance(dim, int) and dim > 0 for dim in dims[1:])
-    if fixed and dims[0] == (batch.dim_param or batch.dim_value):
+        return "its value is no float tensor of a known shape; break another one"
+    dims = dims_of_value(value)
+    if has_fixed_sizes(dims) and dims[0] == dims_of_value(graph_inputs(proto)[0])[0]:
         return None
     return f"it gives {dims}, expected a batch in front and fixed sizes behind it; break the block around it"

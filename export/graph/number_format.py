@@ -1,6 +1,6 @@
-"""PURE: symmetric number formats, histograms of |x| that grow with the values, and where to clip.
+"""Symmetric number formats, histograms of |x| that widen with the values, and the choice of clipping ranges.
 
-A range is a power of two and widens by joining bins two by two, so that batches in any cut give the same counts.
+A histogram's range is a power of two and widens by joining bins two by two, so that any batching gives equal counts.
 """
 
 import math
@@ -19,7 +19,7 @@ from ground.precision import FLOAT8, INT8, FloatType
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NumberFormat:
-    """A number format: the precision's word, numpy's stored type, and how many of its bits are used."""
+    """A number format: the precision's name, its stored type, and how many of its bits are used."""
 
     name: str
     float_type: FloatType
@@ -31,7 +31,7 @@ class NumberFormat:
         return self.float_type.largest if self.bits == 8 else 2.0 ** (self.bits - 1) - 1
 
     def stored(self, values: NDArray[np.floating[Any]], scale: NDArray[Any] | float) -> NDArray[Any]:
-        """Return the stored numbers for `values` at a scale: rounded to even and clipped."""
+        """Quantise values at a scale: divided, clipped, and rounded to even."""
         ratio = np.asarray(values, dtype=np.float32) / np.asarray(scale, np.float32)
         ratio = np.clip(ratio, -self.largest, self.largest)
         return (np.rint(ratio) if self.dtype == np.int8 else ratio).astype(self.dtype)
@@ -48,8 +48,8 @@ FORMATS: Mapping[str, NumberFormat] = MappingProxyType(
     }
 )
 
-# CPUs without VNNI add two products of an activation (0 to 255) and a weight in sixteen bits, which end at 32767. Of
-# weights up to 63 no two products pass it, 255 * 63 * 2 = 32130; of weights up to 127 they do.
+# CPUs without VNNI add two products of an activation (0 to 255) and a weight in sixteen bits, which end at 32767.
+# Weights of seven bits can't exceed that, 255 * 63 * 2 = 32130; weights of eight bits can.
 WEIGHT_BITS = (8, 7)
 
 
@@ -62,24 +62,24 @@ Clipping = Literal["max", "mse", "entropy"]
 CLIPPINGS: tuple[Clipping, ...] = get_args(Clipping)
 BINS = 4096
 _SHARES = np.linspace(0.02, 1.0, 99)
-# ONNX Runtime tries every bin in turn, so it is given fewer.
+# ONNX Runtime tries every bin in turn, so it gets fewer.
 _ENTROPY_LEVELS, _ENTROPY_BINS = 128, 512
 
 
 @dataclass(slots=True)
 class Histogram:
-    """Counts [BINS] of |x| over [0, `end`) and the largest |x|."""
+    """A histogram of |x|: counts [BINS] over [0, `end`), and the largest |x|."""
 
     counts: NDArray[np.int64] = field(default_factory=lambda: np.zeros(BINS, dtype=np.int64))
     end: float = 0.0
     largest: float = 0.0
 
     def add(self, values: NDArray[np.floating[Any]], where: str) -> None:
-        """Count more values. Raises BadInput where one is NaN or Inf."""
+        """Count more values. Raises BadInput for NaN and Inf."""
         sizes = np.abs(values, dtype=np.float32).ravel()
         largest = float(sizes.max(initial=0.0))
         if not math.isfinite(largest):
-            raise BadInput(f"{where}: the model gives NaN or Inf on these inputs, so that no range can be taken")
+            raise BadInput(f"{where}: the model gives NaN or Inf on these inputs, so no range can be measured")
         self.largest = max(self.largest, largest)
         if self.largest >= self.end:
             end = 2.0 ** (math.frexp(self.largest)[1] if self.largest else 0)
@@ -99,7 +99,7 @@ class Histogram:
 def clip_end(histogram: Histogram, form: NumberFormat, choice: Clipping) -> float:
     """Return the |x| that becomes the format's largest number; 1 for a tensor of zeros.
 
-    `mse`: least mean square error of rounding and clipping. `entropy`: least divergence of the counts at 128 levels
+    `mse` minimises the mean square error of rounding and clipping, `entropy` the divergence of the counts at 128 levels
     (TensorRT's calibration, Migacz, GTC 2017, by ONNX Runtime's function).
     """
     if histogram.largest == 0.0:

@@ -1,6 +1,6 @@
-"""A model made to take uint8 pixels: normalised inside, in the first convolution where that is exact.
+"""Models that take uint8 pixels and normalise them inside, in the first convolution where that is exact.
 
-A convolution that pads is left: zeros around a normalised image are the mean, and no uint8 pixel is.
+A convolution that pads is left as it is: zeros around a normalised image are the mean, which no uint8 pixel equals.
 """
 
 import copy
@@ -18,7 +18,7 @@ ENTRY = "pixels"
 
 
 class PixelEntry(nn.Module):
-    """uint8 -> (pixel - shift) * scale in float32 by channel; only the cast without both."""
+    """The entry of pixels: uint8 to (pixel - shift) * scale in float32 by channel; only the cast without both."""
 
     def __init__(self, shift: Tensor | None = None, scale: Tensor | None = None) -> None:
         super().__init__()
@@ -35,10 +35,10 @@ class PixelEntry(nn.Module):
 def accept_pixels(
     model: nn.Module, shape: tuple[int, ...], normalisation: Normalisation, *, folded: bool = True
 ) -> tuple[nn.Module, str]:
-    """Return a copy that takes uint8 pixels [B,*shape], and the path of the convolution that normalises, if one does.
+    """Return a copy that takes uint8 pixels [B,*shape], and the path of the convolution that normalises, or "".
 
-    `folded`: the first convolution reads pixels by W/(255 std) and b - sum(W mean/std), if it is plain, unpadded and
-    the only reader. That is for float32: sixteen bits round those weights against the sum of all pixels.
+    `folded`: the first convolution gets the weights W/(255 std) and the bias b - sum(W mean/std), if it is plain,
+    unpadded and the only reader of the images. That is for float32: sixteen bits would round these weights too much.
     """
     own = copy.deepcopy(model).cpu().eval()
     path, convolution = _first_convolution(own, shape) if folded else ("", None)
@@ -54,7 +54,7 @@ def _real(shares: tuple[float, ...]) -> Tensor:
 
 
 def _first_convolution(model: nn.Module, shape: tuple[int, ...]) -> tuple[str, nn.Conv2d | None]:
-    """Find the one plain, unpadded convolution that alone reads images [1,*shape], once; with its path."""
+    """Return the path and the plain, unpadded convolution that alone reads images [1,*shape], once, or none."""
     images = torch.zeros(1, *shape)
     before = images._version
     calls: list[tuple[str, bool]] = []
@@ -149,7 +149,7 @@ def _column(values: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def _prepend_(model: nn.Module, entry: PixelEntry) -> None:
-    """Normalise in a hook that asks its own module, so that copies keep it; paths stay."""
+    """Add the entry as a child, called by a hook that survives copies; paths of other modules stay."""
     name = ENTRY
     while name in dict(model.named_children()):
         name += "_"

@@ -1,4 +1,4 @@
-"""An ONNX graph's ports, the note on what they are for, and how they differ from the expected ones.
+"""The ports of an ONNX graph, the note about their use, and mismatches with the expected ports.
 
 A graph without a note is a classifier of images: one input `images`, one output `logits`.
 """
@@ -23,19 +23,19 @@ INPUTS_KEY, OUTPUTS_KEY = "export.inputs", "export.outputs"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphPort:
-    """One input or output as a graph shows it: the batch in front, a symbolic size as its name, an open one as "?"."""
+    """An input or output of a graph: the batch comes first, a symbolic size is its name, an unknown one "?"."""
 
     name: str
     dtype: str
     shape: Annotated[tuple[Positive | str, ...], msgspec.Meta(min_length=1)]
 
     def dims(self, *, batched: bool) -> tuple[int, ...]:
-        """Return sizes for a server: without the batch if it batches, -1 for open ones."""
+        """Return the sizes for a server: without the batch if the server batches, -1 for open sizes."""
         return tuple(size if isinstance(size, int) else -1 for size in self.shape[int(batched) :])
 
 
 def graph_inputs(proto: ModelProto) -> list[ValueInfoProto]:
-    """Return the inputs that are no stored weights."""
+    """Return the inputs that aren't stored weights."""
     stored = {tensor.name for tensor in proto.graph.initializer}
     return [value for value in proto.graph.input if value.name not in stored]
 
@@ -44,8 +44,17 @@ def graph_outputs(proto: ModelProto, *, breaks: bool = False) -> list[ValueInfoP
     return [value for value in proto.graph.output if is_fusion_break(value.name) == breaks]
 
 
+def dims_of_value(value: ValueInfoProto) -> list[str | int]:
+    return [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
+
+
+def has_fixed_sizes(dims: Sequence[str | int]) -> bool:
+    """Return whether a shape has a batch and known sizes after it."""
+    return len(dims) > 0 and all(isinstance(size, int) and size > 0 for size in dims[1:])
+
+
 def ports_of_graph(proto: ModelProto, *, breaks: bool = False) -> tuple[tuple[GraphPort, ...], tuple[GraphPort, ...]]:
-    """Return the graph's inputs, and its outputs or fusion breaks."""
+    """Return the graph's inputs, and its outputs or, with `breaks`, its fusion breaks."""
     return tuple(map(_graph_port, graph_inputs(proto))), tuple(map(_graph_port, graph_outputs(proto, breaks=breaks)))
 
 
@@ -74,8 +83,7 @@ def noted_outputs(proto: ModelProto) -> list[OutputPort]:
 
 
 def _graph_port(value: ValueInfoProto) -> GraphPort:
-    dims = value.type.tensor_type.shape.dim
-    shape = tuple(dim.dim_param or (dim.dim_value if dim.dim_value > 0 else "?") for dim in dims)
+    shape = tuple("?" if isinstance(size, int) and size <= 0 else size for size in dims_of_value(value))
     return GraphPort(name=value.name, dtype=dtype_of(value), shape=shape)
 
 
@@ -84,7 +92,7 @@ def _read(text: str, kind: type[T], key: str) -> T:
 
 
 _RANKS: Mapping[Role, tuple[int, ...]] = {"logits": (1, 2), "token logits": (3,), "embedding": (2,)}
-"""With the batch, of roles that not every rank will do for; logits of rank 1 are one number for each input."""
+"""Ranks, with the batch, of the roles that need certain ones; logits of rank 1 are one number for each input."""
 _POOLED = ("logits", "embedding")
 _OWN = "export."
 _FOREIGN = ("float32", "float16", "uint8", "int64", "int32", "bool")
@@ -93,8 +101,9 @@ _FOREIGN = ("float32", "float16", "uint8", "int64", "int32", "bool")
 def port_mismatches(
     proto: ModelProto, inputs: Sequence[Port] | None, outputs: Sequence[OutputPort] | None
 ) -> Iterator[str]:
-    """Yield mismatches with the ports; None takes the graph's notes. Graphs of other tools may have any names and
-    types.
+    """Yield mismatches with the expected ports; None takes the ports that the graph's notes describe.
+
+    Graphs of other tools, which have no notes, may have ports of any names and types.
     """
     is_foreign = inputs is None and outputs is None and not any(key.startswith(_OWN) for key in notes_of(proto))
     try:
@@ -121,8 +130,7 @@ def port_mismatches(
     if (len(values_in), len(values_out)) != (len(takes), len(gives)):
         return
     values = [*values_in, *proto.graph.output]
-    dims = [value.type.tensor_type.shape.dim[:1] for value in values]
-    batches = [(first[0].dim_param or first[0].dim_value) if first else None for first in dims]
+    batches = [next(iter(dims_of_value(value)), None) for value in values]
     if len(set(batches)) > 1 or not batches[0]:
         names = _listed([value.name for value in values])
         yield f"{names} must share one batch dimension, got {_listed([repr(batch) for batch in batches])}"
@@ -130,10 +138,9 @@ def port_mismatches(
 
 def _foreign_reasons(inputs: Sequence[ValueInfoProto], outputs: Sequence[ValueInfoProto]) -> Iterator[str]:
     if not inputs or not outputs:
-        yield f"expected an input and an output or more, got {len(inputs)} and {len(outputs)}"
+        yield f"expected at least one input and one output, got {len(inputs)} and {len(outputs)}"
     for value in inputs:
-        dims = [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
-        if not dims or not all(isinstance(dim, int) and dim > 0 for dim in dims[1:]):
+        if not has_fixed_sizes(dims := dims_of_value(value)):
             yield (
                 f"{value.name} must have a fixed size behind the batch, got {dims}; fix it by python -m "
                 "onnxruntime.tools.make_dynamic_shape_fixed --dim_param NAME --dim_value SIZE"
@@ -143,7 +150,7 @@ def _foreign_reasons(inputs: Sequence[ValueInfoProto], outputs: Sequence[ValueIn
     for value in outputs:
         kind = value.type.tensor_type
         if kind.HasField("shape") and not kind.shape.dim:
-            yield f"{value.name} must have an answer for each input, its batch in front, got a single number"
+            yield f"{value.name} must have a batch in front, with a result for each input, got a single number"
 
 
 def _side_reasons(side: str, values: Sequence[ValueInfoProto], expected: Mapping[str, Any]) -> Iterator[str]:
@@ -164,12 +171,11 @@ def _tensor_reasons(
     sizes: tuple[int, ...] | None = None,
     pooled: bool = False,
 ) -> Iterator[str]:
-    """Yield why a value is not such a tensor. `ranks` count the batch, none take any; `pooled`: one vector an input."""
+    """Yield a value's mismatches. `ranks` include the batch, none allows any; `pooled`: one vector for each input."""
     if dtype_of(value) != dtype:
         yield f"{value.name} must be {dtype}, got {dtype_of(value)}"
-    dims = [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
-    fixed = dims and all(isinstance(dim, int) and dim > 0 for dim in dims[1:])
-    if not fixed or (ranks and len(dims) not in ranks):
+    dims = dims_of_value(value)
+    if not has_fixed_sizes(dims) or (ranks and len(dims) not in ranks):
         ranked = f"rank {' or '.join(map(str, ranks))} with " if ranks else ""
         hint = "; export a model whose output is pooled" if pooled and len(dims) == 3 else ""
         yield f"{value.name} must have {ranked}a fixed size behind the batch, got {dims}{hint}"

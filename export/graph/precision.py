@@ -1,4 +1,4 @@
-"""How a model is typed: a copy in float32, float16 or bfloat16, or mixed with float32, whose ports stay float32."""
+"""Typed copies of a model: in float32, float16 or bfloat16, or mixed with float32; ports stay float32."""
 
 import copy
 from collections.abc import Sequence
@@ -15,31 +15,29 @@ from ground.precision import FLOAT32, MIXED, FloatType, Precision, mixed_with_fl
 from .pixels import PixelEntry
 
 Norms = tuple[type[nn.Module], ...]
-# What takes means of squares: in sixteen bits they overflow, or lose what the mean is made of.
+# Modules that take means of squares, which overflow or lose precision in sixteen bits.
 NORMS: Norms = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.InstanceNorm1d, nn.InstanceNorm2d)
 
 
 def typed_copy(model: nn.Module, precision: str, keep_fp32: Sequence[str] = (), *, norms: Norms = NORMS) -> nn.Module:
-    """Return a copy on the CPU in eval mode, typed as asked; floats at its ports stay float32.
+    """Return a copy on the CPU in eval mode, in this precision; floats at its ports stay float32.
 
-    fp16 and bf16 hold everything in sixteen bits but modules of the types `norms` and what normalises pixels; mixed
-    ones also leave modules that match `keep_fp32`. A module all of whose children are kept is kept, so `blocks.7.*`
-    keeps its residual additions. Raises BadInput for an unknown precision, patterns that fit nothing, and weights
-    beyond the type.
+    fp16 and bf16 hold everything in sixteen bits, except modules of the types `norms` and the normalisation of pixels;
+    mixed precisions also except modules that match `keep_fp32`. A module is kept if all its children are, so that
+    `blocks.7.*` keeps the block's residual additions. Raises BadInput for an unknown precision, patterns that fit
+    nothing, and weights that the type can't hold.
     """
     named = precision_by_name(precision)
     if named.mixed and not keep_fp32:
         raise BadInput(
-            f"precision {named.name} needs at least one keep_fp32 pattern, such as 'blocks.7.*'; else choose "
+            f"precision {named.name} needs at least one keep_fp32 pattern, such as 'blocks.7.*'; without one choose "
             f"{named.pure}"
         )
     if keep_fp32 and not named.mixed:
-        raise BadInput(
-            f"keep_fp32 {list(keep_fp32)} has a meaning with precision {' and '.join(MIXED)} only, got {named.name}"
-        )
+        raise BadInput(f"keep_fp32 {list(keep_fp32)} needs precision {' or '.join(MIXED)}, got {named.name}")
     typed = copy.deepcopy(model).cpu().eval()
     for name, tensor in (*typed.named_parameters(), *typed.named_buffers()):
-        # Buffers may hold Inf, as bounds that nothing is clipped by do.
+        # Buffers may hold Inf, as bounds that never clip.
         fits = torch.isfinite(tensor) if isinstance(tensor, nn.Parameter) else ~tensor.isnan()
         if not bool(fits.all()):
             raise BadInput(f"{name} holds NaN or Inf; the weights can't be exported")
@@ -80,7 +78,7 @@ def kept_modules(model: nn.Module, patterns: Sequence[str]) -> set[str]:
 
 
 def modules_beyond(model: nn.Module, float_type: FloatType) -> tuple[str, ...]:
-    """Return the names of modules with weights of their own that the type can't hold."""
+    """Return the names of modules whose own weights the type can't hold."""
     return tuple(
         name
         for name, module in model.named_modules()
@@ -100,20 +98,14 @@ def _narrow_outside_(model: nn.Module, islands: set[str], precision: Precision) 
         if name in islands or _has_ancestor(name, islands):
             continue
         for key, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+            if not _fits(tensor, precision.type):
+                raise BadInput(
+                    f"{name}.{key}".lstrip(".") + f": the largest weight is {float(tensor.data.abs().max()):.3g}, "
+                    f"{precision.type.name} ends at {precision.type.largest:.6g}; use precision "
+                    f"{mixed_with_float32(precision.type).name} with keep_fp32 {name or key!r}, or fp32"
+                )
             if tensor.is_floating_point():
-                tensor.data = _narrowed(tensor.data, precision, f"{name}.{key}".lstrip("."))
-
-
-def _narrowed(tensor: torch.Tensor, precision: Precision, name: str) -> torch.Tensor:
-    narrow = tensor.to(torch_dtype(precision.type))
-    if not torch.equal(torch.isfinite(narrow), torch.isfinite(tensor)):
-        largest = float(tensor.abs().max())
-        module = name.rpartition(".")[0] or name
-        raise BadInput(
-            f"{name}: the largest weight is {largest:.3g}, {precision.type.name} ends at {precision.type.largest:.6g}; "
-            f"use precision {mixed_with_float32(precision.type).name} with keep_fp32 {module!r}, or fp32"
-        )
-    return narrow
+                tensor.data = tensor.data.to(torch_dtype(precision.type))
 
 
 def _has_ancestor(name: str, names: set[str]) -> bool:

@@ -1,8 +1,8 @@
-"""A typed graph whose linear layers and convolutions read INT8 or FP8, and the same simulated in torch as a yardstick.
+"""Typed graphs whose linear layers and convolutions read INT8 or FP8, and a simulation of the same in torch.
 
-Symmetric Q/DQ pairs stand in front of every such layer, one a tensor; weights are stored with a scale for each output
-channel. Norms, softmax, attention's products and residual additions keep their type, as does a layer that gives a
-single number. The yardstick takes the largest values as ranges.
+Symmetric Q/DQ pairs stand in front of every such layer, one for each tensor; weights are stored with a scale for each
+output channel. Norms, softmax, attention's products and residual additions keep their type, as does a layer with a
+single output. The simulation, a reference for errors, takes the largest values as ranges.
 """
 
 import copy
@@ -34,7 +34,7 @@ Run = Callable[[nn.Module], object]
 
 
 def simulate_quantisation(model: nn.Module, precision: str, run: Run) -> nn.Module:
-    """Return a copy on the CPU that rounds; `run` runs it on the inputs that ranges are computed from."""
+    """Return a copy on the CPU that rounds; `run` runs it on the inputs from which ranges are measured."""
     ranges = _Ranges(form=FORMATS[precision])
     own = Simulated(copy.deepcopy(model).cpu().float().eval(), ranges)
     with torch.inference_mode():
@@ -45,7 +45,7 @@ def simulate_quantisation(model: nn.Module, precision: str, run: Run) -> nn.Modu
 
 @dataclass(slots=True, kw_only=True)
 class _Ranges:
-    """Largest inputs of layers in call order, and their rounded weights; shared by copies."""
+    """The largest inputs of layers in call order, and their rounded weights; copies share them."""
 
     form: NumberFormat
     is_watching: bool = True
@@ -97,7 +97,7 @@ _SCALE_TYPES = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """A node that multiplies a stored weight with `activation`."""
+    """A node that multiplies a stored weight with the value `activation`."""
 
     node: str
     activation: str
@@ -108,7 +108,7 @@ class Layer:
 
 
 def weighted_layers(proto: ModelProto) -> tuple[Layer, ...]:
-    """Return linear layers and convolutions in graph order, but for those that give a single number."""
+    """Return linear layers and convolutions in graph order, except those with a single output."""
     stored = {tensor.name for tensor in proto.graph.initializer}
     return tuple(
         Layer(node=node.name, activation=node.input[1 - index])
@@ -119,13 +119,13 @@ def weighted_layers(proto: ModelProto) -> tuple[Layer, ...]:
 
 
 def quantised_layers(proto: ModelProto, keep: Sequence[str]) -> tuple[Layer, ...]:
-    """Return layers that no pattern keeps. Raises BadInput for a pattern that fits none, and for nothing left."""
+    """Return the layers that no pattern keeps. Raises BadInput for a pattern that fits none, and if none is left."""
     every = weighted_layers(proto)
     idle = [pattern for pattern in keep if not any(_fits(each.module, pattern) for each in every)]
     if idle:
         shown = ", ".join(each.module for each in every[:6])
         raise BadInput(
-            f"{', '.join(map(repr, idle))} fits no layer that could be quantised; those of this model are {shown}, ..."
+            f"{', '.join(map(repr, idle))} fits no layer that can be quantised; those of this model are {shown}, ..."
         )
     selected = tuple(each for each in every if not any(_fits(each.module, pattern) for pattern in keep))
     if not selected:
@@ -141,9 +141,9 @@ def _fits(module: str, pattern: str) -> bool:
 def quantise_graph(
     proto: ModelProto, form: NumberFormat, ends: Mapping[str, float], layers: Collection[Layer], *, weight_bits: int = 8
 ) -> ModelProto:
-    """Return a graph in which these layers read `form`.
+    """Return a copy of the graph in which these layers read the number format `form`.
 
-    `ends`: by node, the |x| that becomes the format's largest number. `weight_bits`: of INT8 weights.
+    `ends` gives by node the |x| that becomes the format's largest number; `weight_bits` is for INT8 weights.
     """
     new = ModelProto()
     new.CopyFrom(proto)

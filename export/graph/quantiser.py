@@ -1,9 +1,8 @@
-"""INT8 and FP8 graphs of one model from one look at its inputs: norms balanced, ranges taken, Q/DQ pairs put in.
-Balancing moves outliers from what norms give into the weights of the layers that read it, without changing the model.
+"""INT8 and FP8 graphs of one model: balanced norms, ranges measured on calibration inputs, and Q/DQ pairs.
 
-SmoothQuant (Xiao et al. 2023, arXiv 2211.10438, equations 3 and 4): X W = (X / s)(s W), with 1/s folded into the norm's
-weight and bias. A channel of large activations takes the whole range of a tensor from the others; balanced, activations
-and weights share the burden.
+Balancing is SmoothQuant (Xiao et al. 2023, arXiv 2211.10438, equations 3 and 4): X W = (X / s)(s W), with 1/s folded
+into the norm's weight and bias. It moves outliers of a norm's output into the weights of the layers that read it and
+leaves the model's function unchanged. Without it a channel of large activations takes a tensor's range from the others.
 """
 
 import copy
@@ -32,7 +31,7 @@ from .weights import module_of_node, notes_of, read_matrices, readers_by_value
 
 Feeds = Mapping[str, NDArray[Any]]
 Batches = Callable[[], Iterable[Feeds]]
-"""The same inputs again at every call."""
+"""A function that gives the same inputs at every call."""
 
 
 def observe_values(
@@ -58,11 +57,11 @@ def session_of(proto: ModelProto) -> Any:
         import onnxruntime as ort
     except ImportError as error:
         raise Missing(
-            "onnxruntime is not installed, and ranges are taken by running the graph; pip install 'corp-deploy[cpu]'"
+            "onnxruntime is not installed, which runs the graph to measure ranges; pip install 'corp-deploy[cpu]'"
         ) from error
     options = ort.SessionOptions()
     options.log_severity_level = 3
-    # Its optimisations hand FP8 values to operators that take none.
+    # Higher levels hand FP8 values to operators that don't take them.
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
     options.add_session_config_entry("session.disable_quant_qdq", "1")
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
@@ -108,11 +107,11 @@ class Balanced:
 
 
 def balanceable(proto: ModelProto, model: nn.Module) -> tuple[Balanced, ...]:
-    """Return norms over channels, with a weight of their own, that linear layers alone read."""
+    """Return the norms over channels that have a weight and are read by linear layers only."""
     modules = dict(model.named_modules())
     matrices = {node.name: index for node, index, _ in read_matrices(proto)}
     readers, places = readers_by_value(proto.graph), list[Balanced]()
-    # Who holds each parameter: one that several modules share can't change for one of them.
+    # A parameter that several modules share can't change for one of them.
     weight_uses = Counter(id(weight) for each in modules.values() for weight in each.parameters(recurse=False))
     output_names = {value.name for value in proto.graph.output}
     for node in proto.graph.node:
@@ -131,7 +130,7 @@ def balanceable(proto: ModelProto, model: nn.Module) -> tuple[Balanced, ...]:
 
 @torch.no_grad()
 def balance_(model: nn.Module, places: tuple[Balanced, ...], largest: Mapping[str, NDArray[np.float32]]) -> None:
-    """Move scales from norms into the layers behind, in place; `largest`: by value the largest |x| [C]."""
+    """Move scales from norms into the layers after them, in place; `largest`: the largest |x| [C] by value."""
     for place in places:
         norm: Any = model.get_submodule(place.norm)
         linears = [model.get_submodule(path) for path in place.readers]
@@ -145,7 +144,7 @@ def balance_(model: nn.Module, places: tuple[Balanced, ...], largest: Mapping[st
 
 
 def strengths(largest_C: Tensor, weights: list[Tensor]) -> Tensor:
-    """Return SmoothQuant's s [C]: max |x_j|^a / max |w_j|^(1-a), with mean logarithm 0; 1 where either is zero."""
+    """Return SmoothQuant's s [C]: max |x_j|^a / max |w_j|^(1-a), scaled to mean logarithm 0; 1 where either is 0."""
     weight_C = torch.stack([weight.double().abs().amax(dim=0) for weight in weights]).amax(dim=0)
     activation_C = largest_C.double()
     alive_C = (weight_C > 0) & (activation_C > 0)
@@ -161,7 +160,7 @@ JUDGED_BATCHES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantiser:
-    """Graphs of a model in float32 and as typed, balanced, with histograms of its values."""
+    """A balanced model's graphs in float32 and in `rest_precision`, with histograms of its values."""
 
     fp32_graph: ModelProto
     typed: ModelProto
@@ -175,9 +174,10 @@ class Quantiser:
     def graph(
         self, precision: str, *, scales: ScaleChoice = "auto", keep: Sequence[str] = (), weight_bits: int = 8
     ) -> ModelProto:
-        """Return the graph in `int8` or `fp8`; modules that `keep` fits stay as typed. `weight_bits`: of INT8, 8 or 7.
+        """Return the graph in `int8` or `fp8`, without quantising modules that `keep` fits.
 
-        Raises BadInput where a pattern fits nothing, nothing is left, or the graph will not do.
+        `weight_bits` of INT8 weights are 8 or 7. Raises BadInput where a pattern fits nothing, no layer is left, or
+        check_onnx refuses the graph.
         """
         form = FORMATS[precision]
         layers = quantised_layers(self.fp32_graph, keep)
@@ -201,10 +201,10 @@ class Quantiser:
         return proto
 
     def clipping(self, form: NumberFormat, weight_bits: int = 8) -> Clipping:
-        """Return the clipping whose outputs are nearest to the float32 graph's on the first inputs.
+        """Return the clipping with the outputs nearest to the float32 graph's on the first batches.
 
-        Values that are clipped for a smaller square error may be the few that all else hangs on (Sun et al. 2024, arXiv
-        2402.17762).
+        A smaller square error of activations isn't enough: the few values that it clips may be those that decide the
+        outputs (Sun et al. 2024, arXiv 2402.17762).
         """
         key = form.name, weight_bits
         if key not in self._clippings:
@@ -238,9 +238,10 @@ def build_quantiser(
     metadata: Mapping[str, str],
     norms: Norms = NORMS,
 ) -> Quantiser:
-    """Look at a model's values on `batches`, given anew at each call; `model` stays.
+    """Balance a copy of the model and measure its values on `batches`.
 
-    `rest_precision`: of what isn't quantised; other arguments and BadInput as for onnx_from_model.
+    `rest_precision` is that of the layers that aren't quantised; the other arguments and BadInput are those of
+    onnx_from_model.
     """
     own = copy.deepcopy(model).cpu().eval()
 

@@ -1,4 +1,4 @@
-"""An ONNX graph made fit to ship: names that carry the site, softmax in float32, each weight once, no traces."""
+"""The tidying of an exported ONNX graph: names from sites, softmax in float32, each weight once, no local notes."""
 
 import ast
 import hashlib
@@ -14,8 +14,7 @@ from ground.precision import BY_ONNX, HALVES, FloatType
 
 from .weights import declared_types, drop_unread, readers_by_value
 
-_SCOPES = "pkg.torch.onnx.name_scopes"  # the exporter's list of module paths, the last entry is the traced operator
-
+_SCOPES = "pkg.torch.onnx.name_scopes"  # the exporter's list of module paths; the last entry is the traced operator
 _CONVOLUTIONS = ("Conv", "ConvTranspose")
 _ABOVE_ZERO: Mapping[int, float] = {
     TensorProto.FLOAT: 2.0**-126,
@@ -25,9 +24,9 @@ _ABOVE_ZERO: Mapping[int, float] = {
 
 
 def tidy_graph(model: ModelProto, *, modules: Collection[str], parameters: Collection[str]) -> None:
-    """Make a graph fit to ship, in place.
+    """Tidy an exported graph, in place; `modules` and `parameters` are the paths of the traced model.
 
-    `modules` and `parameters` are the traced model's paths; folded constants are named after their reader.
+    Folded constants are named after the node that reads them. Raises BadInput for a graph that branches.
     """
     sites = node_sites(model.graph, modules)
     for node in model.graph.node:
@@ -43,7 +42,7 @@ def tidy_graph(model: ModelProto, *, modules: Collection[str], parameters: Colle
 
 
 def node_sites(graph: GraphProto, modules: Collection[str]) -> dict[str, str]:
-    """Return the module path of each node by its first output; one without lies where its neighbours meet."""
+    """Return each node's module path by its first output; a node without one gets its neighbours' common path."""
     sites = {node.output[0]: site for node in graph.node if (site := _traced_site(node, modules)) is not None}
     readers = readers_by_value(graph)
     for node in graph.node:
@@ -56,7 +55,7 @@ def node_sites(graph: GraphProto, modules: Collection[str]) -> dict[str, str]:
 
 
 def widen_softmax(graph: GraphProto, sites: dict[str, str]) -> None:
-    """Cast around softmaxes of sixteen bits, as the exporter casts too late for the exponentials."""
+    """Cast around softmaxes of sixteen bits, as the exporter casts only after the exponentials."""
     types, narrow = declared_types(graph), {each.onnx for each in HALVES}
     nodes: list[NodeProto] = []
     for node in graph.node:
@@ -75,7 +74,7 @@ def widen_softmax(graph: GraphProto, sites: dict[str, str]) -> None:
 
 
 def narrow_folded(graph: GraphProto) -> None:
-    """Type convolutions' weights as their inputs, as the exporter folds bfloat16 norms into float32.
+    """Give convolutions' weights the type of their inputs, as the exporter folds bfloat16 norms in float32.
 
     Raises BadInput for folded weights that the type can't hold.
     """
@@ -106,7 +105,7 @@ def _stored_as(tensor: TensorProto, float_type: FloatType) -> TensorProto:
 
 
 def use_lowest_padding(graph: GraphProto) -> None:
-    """Replace zeros around a MaxPool's input by the least number above, as ONNX Runtime would pad below all numbers."""
+    """Pad MaxPools' inputs with the least positive number instead of zeros, which ONNX Runtime would make -Inf."""
     types, stored = declared_types(graph), {tensor.name: tensor for tensor in graph.initializer}
     pooled = {node.input[0] for node in graph.node if node.op_type == "MaxPool"}
     for node in graph.node:

@@ -1,5 +1,6 @@
-"""A typed ONNX graph from a torch model: floats are float32 at its ports, names clean, the bytes always the same. What
-torch's exporter can't write, or writes so that the graph won't do, is said otherwise.
+"""Typed ONNX graphs of torch models: ports are float32, names are module paths, and bytes are reproducible.
+
+Operations that torch's exporter can't write, or writes in a form that builders can't use, are rewritten first.
 """
 
 import importlib.metadata
@@ -27,11 +28,11 @@ from .ports import port_notes
 from .precision import NORMS, Norms, typed_copy
 
 HIDDEN = -30_000.0
-"""Beside the scores of keys that no query sees: within half precision, and nothing behind a softmax."""
+"""The score of keys that a query doesn't see: representable in half precision, and zero after a softmax."""
 
 
 class FourAxes(TorchFunctionMode):
-    """Attention over any leading axes as over a batch and heads, the exporter's only form."""
+    """A mode in which attention has four axes, a batch and heads in front, as the exporter needs it."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (functional.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default):
@@ -49,7 +50,7 @@ def _of_four_axes(
     **options: Any,
 ) -> Tensor:
     if attn_mask is not None and attn_mask.dtype == torch.bool:
-        # An exporter guards what such a mask could make of a row without keys, and no engine fuses beyond the guard.
+        # For a boolean mask the exporter guards rows without keys, and no engine fuses across that guard.
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, HIDDEN)
     if query.dim() == 4:
         return attention(query, key, value, attn_mask, *more, **options)
@@ -66,7 +67,7 @@ def _four(x: Tensor) -> Tensor:
 
 
 def _clamp(self: Any, min: Any = None, max: Any = None) -> Any:
-    """Clamp by Max and Min, as onnxscript's Clip loses the names of bounds of a tensor that is clamped twice."""
+    """Clamp by Max and Min, as onnxscript's Clip loses the names of bounds when a tensor is clamped twice."""
     bounds = [None if each is None else opset20.CastLike(each, self) for each in (min, max)]
     if all(each is None or len(each.shape) == 0 for each in (min, max)):
         return opset20.Clip(self, *bounds)
@@ -76,9 +77,7 @@ def _clamp(self: Any, min: Any = None, max: Any = None) -> Any:
 
 
 OWN: Mapping[Any, Callable[..., Any]] = MappingProxyType({torch.ops.aten.clamp.Tensor: _clamp})
-"""By torch's operator what is written of it."""
-
-
+"""Own translations of torch's operators to ONNX."""
 DTYPES = ("float32", "uint8", "int64", "int32", "bool")  # of inputs, as numpy and torch name them
 
 
@@ -91,14 +90,14 @@ def _samples(ports: Sequence[Port], batch: int) -> dict[str, Tensor]:
     }
 
 
-OPSETS = range(20, 24)  # below 20 GELU is expanded into its formula; 23 is the last one that TensorRT parsers read here
+OPSETS = range(20, 24)  # below 20 GELU is expanded into its formula; TensorRT's parsers read up to 23
 BATCH = "batch"
 PREFIX = "export."
 _NEWER_HINT = f"\n  opset {OPSETS[-1]} will do: export with --opset {OPSETS[-1]}, or leave --opset out"
 
 
 def _graph_bytes(model: nn.Module, precision: str) -> int:
-    """Return the bytes of the weights in a graph, a float32 one for quantised precisions; a lower bound if mixed."""
+    """Return the bytes of a graph's weights: in float32 if quantised, a lower bound if mixed."""
     tensors = {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}.values()
     float_bytes = 4 if precision in QUANTISED else type_by_name(precision).size_bytes
     return sum(each.numel() * (float_bytes if each.is_floating_point() else each.element_size()) for each in tensors)
@@ -130,9 +129,9 @@ def onnx_from_model(
 ) -> onnx.ModelProto:
     """Export by torch's dynamo exporter: a named tensor [batch,*shape] for each input, a float32 one for each output.
 
-    `opset` None takes the first of OPSETS that fits the operators. `batch` None keeps it symbolic. `metadata` goes
+    `opset` None takes the first of OPSETS that has the operators. `batch` None keeps it symbolic. `metadata` is stored
     beside the entries `export.*`. Softmax and `norms` are computed in float32. Equal inputs give equal bytes. Raises
-    BadInput when the model can't be traced or typed, or gives a graph that won't do.
+    BadInput when the model can't be traced or typed, or when check_onnx refuses the graph.
     """
     assert opset is None or opset in OPSETS, opset
     assert all(key[: len(PREFIX)] != PREFIX for key in metadata), metadata
@@ -141,7 +140,7 @@ def onnx_from_model(
     with torch.no_grad():
         typed = typed_copy(model, precision, keep_fp32, norms=norms)
     samples = _samples(inputs, batch or 2)
-    names = [port.name for port in inputs] + [port.name for port in outputs]
+    names = [port.name for port in (*inputs, *outputs)]
 
     def exported(version: int) -> tuple[onnx.ModelProto, list[str]]:
         with torch.no_grad():
@@ -173,7 +172,7 @@ def onnx_from_model(
 
 
 def onnx_bytes(proto: onnx.ModelProto) -> bytes:
-    """Return the bytes that `save` writes, in protobuf's deterministic order. Raises BadInput for too many."""
+    """Serialise a graph in protobuf's deterministic order. Raises BadInput for too many bytes."""
     try:
         return bytes(proto.SerializeToString(deterministic=True))
     except EncodeError:
@@ -188,12 +187,12 @@ def save_onnx(proto: onnx.ModelProto, path: Path) -> None:
 def _refuse_odd_ports(inputs: Sequence[Port], outputs: Sequence[OutputPort]) -> None:
     if not inputs or not outputs:
         raise BadInput(f"a graph needs at least one input and one output, got {len(inputs)} and {len(outputs)}")
-    names = [port.name for port in inputs] + [port.name for port in outputs]
+    names = [port.name for port in (*inputs, *outputs)]
     if len(set(names)) < len(names) or "" in names:
         raise BadInput(f"each input and output needs a name of its own, got {', '.join(map(repr, names))}")
     for port in inputs:
         if port.dtype not in DTYPES:
-            raise BadInput(f"{port.name}: the type {port.dtype!r} is no input's, choose one of {', '.join(DTYPES)}")
+            raise BadInput(f"{port.name}: got the type {port.dtype!r}, expected one of {', '.join(DTYPES)}")
         if not port.shape or min(port.shape) < 1:
             raise BadInput(
                 f"{port.name}: the shape behind the batch needs sizes of at least 1, such as (channels, height, width) "
@@ -202,7 +201,7 @@ def _refuse_odd_ports(inputs: Sequence[Port], outputs: Sequence[OutputPort]) -> 
 
 
 def _refusal(model: nn.Module, samples: Mapping[str, torch.Tensor], error: Exception) -> str:
-    """Say why tracing failed: the model's own words if it can't run the samples, else the tracer's."""
+    """Describe why tracing failed: by the model's error if it can't run the samples, else by the tracer's."""
     try:
         model(*samples.values())
     except (RuntimeError, AssertionError, ValueError, TypeError, IndexError) as own:
@@ -215,9 +214,9 @@ def _refusal(model: nn.Module, samples: Mapping[str, torch.Tensor], error: Excep
 
 
 def _traced_names(inputs: int, outputs: int) -> list[str]:
-    return [f"{PREFIX}input.{index}" for index in range(inputs)] + [
-        f"{PREFIX}output.{index}" for index in range(outputs)
-    ]
+    """Return names for tracing that no port has."""
+    sides = (("input", inputs), ("output", outputs))
+    return [f"{PREFIX}{side}.{index}" for side, count in sides for index in range(count)]
 
 
 def _trace(
@@ -249,7 +248,7 @@ def _refuse_other_shape(proto: onnx.ModelProto, opset: int, batch: int | None) -
     if received.get("") != opset:
         raise BadInput(f"asked for opset {opset}, this torch could only write {received}; choose another opset")
     values = [value for value in (*proto.graph.input, *proto.graph.output) if value.type.tensor_type.shape.dim]
-    for value in values:  # one without any size is named by the check
+    for value in values:  # the check refuses one without sizes
         dim = value.type.tensor_type.shape.dim[0]
         if batch is None and not dim.dim_param:
             raise BadInput(f"{value.name}: the batch came out fixed at {dim.dim_value}; the model's code depends on it")

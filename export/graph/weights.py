@@ -1,4 +1,4 @@
-"""The weight matrices of an ONNX graph: which node reads them, how they are typed, whether they are k:n sparse."""
+"""The weight matrices of an ONNX graph: the nodes that read them, their types and their k:n sparsity."""
 
 import math
 from collections import Counter, defaultdict
@@ -14,7 +14,7 @@ READERS = ("MatMul", "Gemm", "Conv")
 
 
 def weight_shares(proto: ModelProto) -> dict[str, float]:
-    """Return the share of the matrix weights' elements that each floating type holds."""
+    """Return the share of the elements of all weight matrices that each floating type holds."""
     elements, total = Counter[str](), 0
     for _, _, tensor in read_matrices(proto):
         total += math.prod(tensor.dims)
@@ -26,8 +26,8 @@ def weight_shares(proto: ModelProto) -> dict[str, float]:
 def sparse_matrices(proto: ModelProto, kept: int = 2, of: int = 4) -> dict[str, bool]:
     """Return by node whether at most `kept` of every `of` neighbouring weights along the summed axis are not zero.
 
-    A convolution's groups run along input channels, as TensorRT counts them. Matrices that sum over no multiple of `of`
-    are left out.
+    For convolutions that axis is the input channels, as TensorRT counts. Matrices whose summed axis is no multiple of
+    `of` are left out.
     """
     holds = {}
     for node, index, tensor in read_matrices(proto):
@@ -43,7 +43,7 @@ def name_of(node: NodeProto) -> str:
 
 
 def module_of_node(node: NodeProto) -> str:
-    """`blocks.3.attn/MatMul_1` -> `blocks.3.attn`, the path of its module."""
+    """Return the path of a node's module: `blocks.3.attn` for `blocks.3.attn/MatMul_1`."""
     return node.name.rpartition("/")[0]
 
 
@@ -76,6 +76,7 @@ def declared_types(graph: GraphProto) -> dict[str, int]:
 
 
 def read_matrices(proto: ModelProto) -> Iterator[tuple[NodeProto, int, TensorProto]]:
+    """Yield nodes that multiply with a stored matrix, which of their inputs it is, and the matrix."""
     stored = {tensor.name: tensor for tensor in proto.graph.initializer if len(tensor.dims) >= 2}
     for node in proto.graph.node:
         if node.op_type == "DequantizeLinear" and node.input[0] in stored:
