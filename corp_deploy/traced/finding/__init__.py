@@ -1,1 +1,1 @@
-"""Sites found in a program by labels that flow through it, whatever its model is called."""
+"""Sites of a program, found by labels of elements that flow through its ops."""

@@ -1,4 +1,4 @@
-"""Attentions of all tokens to all others in a program, and the streams that they add to.
+"""Self-attentions over all tokens of a program, and the residual streams that they add to.
 
 Legend: B inputs, H heads, N tokens, D dimensions of a head, C channels.
 """
@@ -27,8 +27,9 @@ from .cuts import find_bottlenecks, find_output_branches, input_free_nodes
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Attention:
-    """`product` of queries [B,H,N,D] and keys, which gives `output`: itself, or the product with values behind a
-    softmax of `scores` [B,H,N,N], whose keys are [B,H,D,N].
+    """An attention: a fused op, which is its `product` and its `output`; or two products with a softmax between.
+
+    `product` takes queries [B,H,N,D] and keys, [B,H,D,N] unless fused; `output` the softmax of `scores` [B,H,N,N].
     """
 
     product: fx.Node
@@ -46,7 +47,7 @@ class Attention:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Block:
-    """Attentions that one sum `added` [B,N,C] adds to a stream, `before` it; `path`: of the module that adds."""
+    """The attentions that one sum `added` [B,N,C] adds to the stream `before`, in the module `path`."""
 
     path: str
     attentions: tuple[Attention, ...]
@@ -59,7 +60,7 @@ class Block:
 
 
 def find_blocks(program: Program) -> tuple[Block, ...] | str:
-    """In order of the program; or why its tokens are in no stream between attentions."""
+    """Return the blocks in order of the program, or the reason why its tokens form no stream between attentions."""
     attentions = tuple(find_attentions(program))
     if not attentions:
         return "no attention of tokens is found in its program"
@@ -85,7 +86,7 @@ def find_blocks(program: Program) -> tuple[Block, ...] | str:
 
 
 def find_attentions(program: Program) -> Iterator[Attention]:
-    """Those of as many queries as keys."""
+    """Yield the attentions with as many queries as keys."""
     for node in program.nodes:
         output = (
             find_attention_output(node) if operation(node) in PRODUCTS else node if operation(node) == SDPA else None
@@ -98,6 +99,7 @@ def find_attentions(program: Program) -> Iterator[Attention]:
 
 
 def _added(program: Program, attention: Attention, constants: set[fx.Node]) -> tuple[fx.Node, fx.Node] | None:
+    """Return the sum that adds an attention to a stream, and the stream; None if the first sum behind it is another."""
     behind, tokens = {attention.product}, sizes_at_one(attention.queries)[-2]
     for node in program.nodes:
         if node.op != "call_function" or behind.isdisjoint(node.all_input_nodes):
@@ -112,12 +114,12 @@ def _added(program: Program, attention: Attention, constants: set[fx.Node]) -> t
 
 
 def count_leading_tokens(program: Program, stream: fx.Node) -> int | None:
-    """Count the tokens in front that are the same for every image, as class tokens; None if some are elsewhere."""
+    """Count the first tokens that no image changes, as class tokens; None if such tokens stand elsewhere too."""
     constants = input_free_nodes(program)
 
     @cache
     def is_same(node: fx.Node, dim: int) -> Tensor:
-        """By place along an axis, whether no value of an image is there."""
+        """Return the mask of the places along an axis that depend on no image."""
         rank, size = len(sizes_at_one(node)), sizes_at_one(node)[dim]
         if node in constants or node.op != "call_function":
             return torch.full((size,), node in constants)

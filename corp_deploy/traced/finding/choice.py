@@ -1,5 +1,6 @@
-"""What is removed: of every site the groups that aren't kept, and what goes along with them. Heads hold dimensions of
-several sites: values, and the queries and keys that go with a head of them.
+"""The labels that go when sites keep certain groups, and the heads that hold groups of several sites.
+
+A head holds dimensions of values and those of its queries and keys; it goes when all that it holds goes.
 """
 
 from collections import defaultdict
@@ -16,11 +17,14 @@ from .site_groups import Index, SiteGroups
 from .sites import FoundSites
 
 Kept = Mapping[str, Sequence[int] | Index]
-"""Of sites by their keys the groups that are kept; a site that isn't named is kept whole."""
+"""The groups that sites keep, by the sites' keys; a site that isn't named is kept whole."""
 
 
 def removed_labels(analysis: FoundSites, kept: Kept) -> Tensor:
-    """Return which labels go [labels]; where none is kept, their holders stay. Raises BadInput if that can't be."""
+    """Return the mask [labels] of what goes; raise BadInput if that is impossible.
+
+    The heads of a site that keeps nothing stay: it is folded to a constant.
+    """
     flow, by_key = analysis.flow, {site.key: site for site in analysis.sites}
     goes, folded_to_constant = (torch.zeros(flow.groups.count, dtype=torch.bool) for _ in range(2))
     for key, groups in kept.items():
@@ -30,7 +34,7 @@ def removed_labels(analysis: FoundSites, kept: Kept) -> Tensor:
         of_site = goes if len(groups) else folded_to_constant
         removed = np.setdiff1d(np.arange(site.size), _checked(site, groups))
         of_site[site_labels(flow, site)[torch.from_numpy(removed)]] = True
-    return _taken_along(flow, goes) | folded_to_constant
+    return _with_empty_holders(flow, goes) | folded_to_constant
 
 
 def _checked(site: SiteGroups, groups: Sequence[int] | Index) -> Index:
@@ -44,8 +48,8 @@ def _checked(site: SiteGroups, groups: Sequence[int] | Index) -> Index:
     return chosen
 
 
-def _taken_along(flow: Flow, goes: Tensor) -> Tensor:
-    """Remove what holds nothing any more, as a head without dimensions. Raises BadInput where it can't go."""
+def _with_empty_holders(flow: Flow, goes: Tensor) -> Tensor:
+    """Add labels that hold nothing any more, as heads without dimensions; raise BadInput if one of them can't go."""
     stays, head_labels = find_stuck(flow), flow.held_groups()
     while True:
         lost, left = torch.zeros_like(goes), torch.zeros_like(goes)
@@ -67,10 +71,10 @@ def _taken_along(flow: Flow, goes: Tensor) -> Tensor:
 
 
 Holders = Mapping[int, set[int]]
-"""By label, what holds it."""
+"""The labels that hold a label, by that label."""
 
 
-def holders_by_label(flow: Flow) -> Holders:
+def _holders_by_label(flow: Flow) -> Holders:
     holders = defaultdict[int, set[int]](set)
     for outer, inner in flow.held_groups():
         for one, other in zip(outer.tolist(), inner.tolist(), strict=True):
@@ -78,36 +82,39 @@ def holders_by_label(flow: Flow) -> Holders:
     return holders
 
 
-def _of_groups(flow: Flow, holders: Holders, site: SiteGroups) -> list[set[int]]:
+def _holders_of_groups(flow: Flow, holders: Holders, site: SiteGroups) -> list[set[int]]:
     return [holders.get(label, set()) for label in site_labels(flow, site)[:, 0].tolist()]
 
 
 def find_head_groups(analysis: FoundSites, values: SiteGroups) -> dict[str, Index] | str:
-    """Return by site which head of `values` each group belongs to, or why no head goes whole."""
+    """Return, by site of queries and keys, the head of `values` that each group belongs to.
+
+    Returns the reason instead if no head can go as a whole.
+    """
     if values.part_G is None:
         return "it has a single head"
-    holders, part_of = holders_by_label(analysis.flow), defaultdict[int, set[int]](set)
-    for part, labels in zip(values.part_G.tolist(), _of_groups(analysis.flow, holders, values), strict=True):
+    holders, part_of = _holders_by_label(analysis.flow), defaultdict[int, set[int]](set)
+    for part, labels in zip(values.part_G.tolist(), _holders_of_groups(analysis.flow, holders, values), strict=True):
         for label in labels:
             part_of[label].add(part)
     others: dict[str, Index] = {}
     for site in analysis.sites:
         if site.kind == "queries and keys":
-            of_groups = _of_groups(analysis.flow, holders, site)
+            of_groups = _holders_of_groups(analysis.flow, holders, site)
             parts_of_groups = [{part for label in labels for part in part_of.get(label, ())} for labels in of_groups]
             if all(len(parts) == 1 for parts in parts_of_groups):
                 others[site.key] = np.array([next(iter(parts)) for parts in parts_of_groups])
-    first = {values.key: np.flatnonzero(values.part_G > 0)}
-    first |= {key: np.flatnonzero(of_part > 0) for key, of_part in others.items()}
+    without_first = {values.key: np.flatnonzero(values.part_G > 0)}
+    without_first |= {key: np.flatnonzero(of_part > 0) for key, of_part in others.items()}
     try:
-        removed_labels(analysis, first)
+        removed_labels(analysis, without_first)
     except BadInput:
         return "what a head of it is made of can't go as a whole"
     return others
 
 
 def jointly_narrowed(analysis: FoundSites, kept: Kept) -> list[list[str]]:
-    """The keys of what is kept; those of which the same heads go are narrowed together or not at all."""
+    """Return the kept sites' keys in units; sites that lose the same heads are narrowed together or not at all."""
     units, labels_of_units = list[list[str]](), list[set[int]]()
     holders: Holders = {}
     for site in analysis.sites:
@@ -115,8 +122,8 @@ def jointly_narrowed(analysis: FoundSites, kept: Kept) -> list[list[str]]:
             continue
         labels = set[int]()
         if site.part_G is not None and len(np.unique(site.part_G[np.asarray(kept[site.key])])) < site.parts:
-            holders = holders or holders_by_label(analysis.flow)
-            labels = set[int]().union(*_of_groups(analysis.flow, holders, site))
+            holders = holders or _holders_by_label(analysis.flow)
+            labels = set[int]().union(*_holders_of_groups(analysis.flow, holders, site))
         at = next((at for at, each in enumerate(labels_of_units) if each & labels), len(units))
         if at == len(units):
             units.append([])

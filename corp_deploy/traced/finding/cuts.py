@@ -1,6 +1,6 @@
-"""Cuts: tensors through which all that comes later is computed, and the program between two of them.
+"""Cuts: tensors from which all later nodes are computed, and the program between two of them.
 
-The blocks of a model are found so: behind each of them one stream is all that the rest of the program takes.
+A model's blocks are found by cuts: behind each block the rest of the program reads one stream alone.
 """
 
 import operator
@@ -33,18 +33,22 @@ _SIZE = torch.ops.aten.sym_size.int
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """What `node` gives, the batch in front. `name`: the same in a dense program and in one narrowed from it."""
+    """A node's tensor, the batch in front, with a name that a program narrowed from the dense one shares."""
 
     node: fx.Node
     name: str
 
 
 def find_cuts(analysis: FoundSites, *, beside_outputs: bool = False, to_end: bool = False) -> tuple[Cut, ...]:
-    """In order of the program, each the first behind a contraction, and one ahead; where no site but a stream removes
-    elements. `beside_outputs`: outputs may be given in front of a cut, where nothing is contracted for them alone, and
-    of several the last stream is one too. `to_end`: one behind the last contraction too.
+    """Find the cuts in order: the first behind each contraction, with one ahead, where only streams remove elements.
 
-    A program of several inputs has none before the last use of all but its first input and those that go `along`.
+    A program of several inputs has no cut before the last use of any input but the first and the side inputs.
+
+    Args:
+        analysis: The program and its sites.
+        beside_outputs: Allow outputs in front of a cut if nothing is contracted for them alone; of several outputs,
+            the last stream is a cut too.
+        to_end: Include a cut behind the last contraction.
     """
     removable, names = torch.zeros(analysis.flow.groups.count, dtype=torch.bool), _names(analysis.program)
     for site in analysis.sites:
@@ -67,7 +71,7 @@ def find_cuts(analysis: FoundSites, *, beside_outputs: bool = False, to_end: boo
 def find_bottlenecks(
     program: Program, out: frozenset[tuple[fx.Node, fx.Node]] = frozenset(), others: Sequence[fx.Node] = ()
 ) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
-    """Yield nodes that all later ones are computed through, and those since the one before; `out` uses don't count."""
+    """Yield nodes from which all later ones are computed, with those since the last one; uses in `out` don't count."""
     aside = input_free_nodes(program, others) | {user for _, user in out if user.op != "output"}
     nodes = [node for node in program.nodes if node not in aside]
     place = {node: at for at, node in enumerate(nodes)}
@@ -81,7 +85,7 @@ def find_bottlenecks(
 
 
 def find_output_branches(program: Program) -> frozenset[tuple[fx.Node, fx.Node]]:
-    """Uses on the way to all outputs but that of which most is computed; none where something is contracted there."""
+    """Return uses (node, user) on the way to every output but the longest; none if one of them needs a contraction."""
     before = {node: required_nodes(program, None, [node]) for node in program.output.all_input_nodes}
     longest = max(before, key=lambda node: len(before[node]))
     inside = {*before[longest], program.output}
@@ -93,7 +97,7 @@ def find_output_branches(program: Program) -> frozenset[tuple[fx.Node, fx.Node]]
 
 
 def side_inputs(program: Program) -> tuple[fx.Node, ...]:
-    """Inputs behind the first that go on to every cut, masks: of whole numbers, of which nothing is contracted."""
+    """Return inputs behind the first that go along to every cut: masks of integers, of which nothing is contracted."""
     _, *others = (node for node in program.nodes if node.op == "placeholder")
     if not others or any(node.meta["val"].is_floating_point() for node in others):
         return ()
@@ -101,7 +105,7 @@ def side_inputs(program: Program) -> tuple[fx.Node, ...]:
 
 
 def input_free_nodes(program: Program, others: Sequence[fx.Node] = ()) -> set[fx.Node]:
-    """Nodes that no value of an input but these `others` reaches: constants, sizes, what is computed of these alone."""
+    """Return nodes that depend on no input but `others`: constants, sizes, and all that is computed from them."""
     free = set(others)
     for node in program.nodes:
         is_computed = node.op == "call_function" and free.issuperset(node.all_input_nodes)
@@ -128,9 +132,14 @@ def extract_between(
     beside: Sequence[fx.Node] = (),
     outputs: Sequence[fx.Node] | None = None,
 ) -> fx.GraphModule:
-    """What makes of the tensor at one cut that at a later one, or the outputs, or these of them as a tuple; without
-    `before` of the inputs. What goes `along` it takes behind that tensor, then what stands `beside` it. It has the
-    program's own parameters.
+    """Build the graph between two cuts; it shares the program's parameters.
+
+    Args:
+        program: The program.
+        before: The node that enters, None for the inputs. The side inputs follow it, then the nodes `beside`.
+        after: The node that leaves, None for the program's outputs.
+        beside: More nodes that enter.
+        outputs: The nodes that leave as a tuple, in place of `after`.
     """
     graph, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
     entering = () if before is None else (before, *side_inputs(program), *beside)
@@ -158,9 +167,9 @@ def extract_between(
 def required_nodes(
     program: Program, before: fx.Node | None, ends: Collection[fx.Node], *, beside: Collection[fx.Node] = ()
 ) -> list[fx.Node]:
-    """What has to be computed for these nodes, themselves too, of the tensor at a cut, what goes `along` and is known
-    `beside` it, or of the inputs, in order of the program. Sizes of tensors in front of the cut are among it without
-    those tensors.
+    """Return the nodes to compute these ends from a cut, side inputs and the nodes `beside`, or from the inputs.
+
+    The ends are included, and sizes of tensors in front of the cut, though not those tensors.
     """
     found, inputs = _needed(program, before, ends, beside), _inputs(program)
     assert before is None or not found & inputs, (before, ends)
@@ -169,7 +178,7 @@ def required_nodes(
 
 
 def outputs_after(program: Program, cut: fx.Node) -> list[fx.Node]:
-    """Of the outputs those that are computed of the tensor at a cut, and what goes `along`, alone."""
+    """Return the outputs that are computed from the tensor at a cut and side inputs alone."""
     inputs = _inputs(program)
     return [node for node in program.output.all_input_nodes if inputs.isdisjoint(_needed(program, cut, [node]))]
 
@@ -193,7 +202,7 @@ def _needed(
 
 
 def _codegen(program: Program, entering: Sequence[str], after: fx.Node | None) -> _PyTreeCodeGen:
-    """Inputs and outputs arranged as the program's are, where they are those."""
+    """Arrange inputs and outputs as the program's are if they are the program's own, else flat."""
     own = program.graph.graph._codegen
     assert isinstance(own, _PyTreeCodeGen), own
     names, arranged, leaving = own.pytree_info

@@ -1,6 +1,4 @@
-"""Labels on their way through a program: what is joined, what must stay and why, what reads and what writes, call by
-call.
-"""
+"""The state of a walk through a program: labels that are joined or must stay, and the uses of weights, call by call."""
 
 import math
 from collections import Counter
@@ -17,14 +15,12 @@ from .labels import FIXED, TYPE, Groups, LabelTensor, compact, first_along, meet
 from .site_groups import SiteGroups
 
 Value = Any
-"""Of a node: Marks, a tuple of them, or the number that it is at a batch of 1."""
+"""A node's value: a LabelTensor, a tuple of them, or the number that it gives at a batch of 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """`values`: of all nodes before it; `arguments`: by their names in the op's schema, defaults among them; `shape` of
-    what it gives, at a batch of 1.
-    """
+    """A node's call: values of all nodes before it, arguments by name, and the result's shape at a batch of 1."""
 
     node: fx.Node
     values: Mapping[fx.Node, Value]
@@ -37,16 +33,16 @@ class Call:
 
     @property
     def where(self) -> str:
-        """The op and its module, for people."""
+        """The op and its module, for messages."""
         path, kind = module_of(self.node)
         return f"{self.op} in {path or 'the model'}{f' ({kind})' * bool(kind)}"
 
     def because(self, what: str, marks: LabelTensor) -> str:
-        """Why labels stay that meet a tensor without any, by the first of all reasons."""
+        """Say why labels stay that meet a tensor without labels, with that tensor's first reason."""
         return f"{self.where} {what} what can't be narrowed: {marks.why.rpartition(': ')[2]}"
 
     def __getitem__(self, name: str) -> Any:
-        """An argument as numbers, Marks where it is a tensor, lists of either."""
+        """Return an argument with values in place of nodes."""
         return self.valued(self.arguments.get(name))
 
     def valued(self, argument: Any) -> Any:
@@ -54,28 +50,27 @@ class Call:
 
     @property
     def tensors(self) -> list[LabelTensor]:
-        """All that enters it, in order."""
+        """The tensors that enter, in order."""
         entering = (self.values[node] for node in self.node.all_input_nodes)
         return [each for each in entering if isinstance(each, LabelTensor)]
 
 
 def make_call(node: fx.Node, values: Mapping[fx.Node, Value]) -> Call:
-    """The call that a node is."""
     return Call(node, values, named_arguments(node), sizes_at_one(node))
 
 
 Role = Literal["writes", "reads", "between", "sums", "pairs"]
 MOST_ELEMENTS = 4_000_000
-"""Of a constant that is moved about, for its elements to have labels of their own."""
+"""The largest constant whose elements get labels of their own when an op moves them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Use:
-    """Labels [the sizes of `axes`] along axes of a tensor where a node uses it.
+    """The labels [the sizes of `axes`] of a tensor where a node uses it.
 
-    Of a parameter or constant by its `name` the node `writes` its rows, `reads` its columns, or takes it element by
-    element, `between` those that write and read. What another node of that name gives it `sums` over with weights, or
-    `pairs` with another tensor element by element before it sums, as queries with keys.
+    `name` is a parameter or constant whose rows the node `writes` or whose columns it `reads`, or that it takes element
+    by element `between` writers and readers. Or `name` is a node whose result it `sums` over with weights, or `pairs`
+    with another tensor element by element before it sums, as queries with keys.
     """
 
     node: fx.Node
@@ -91,13 +86,12 @@ class Use:
 
 @dataclass(slots=True)
 class Flow:
-    """What a walk through a program has found by now.
+    """The findings of a walk through a program: values and uses by node, and groups of labels that are joined or stay.
 
-    `groups`: which labels are one, and which stay. `inside`: pairs of a label and one that it holds, as a head holds
-    its dimensions: the first can go when all that it holds do, and has to. `lumps`: those joined because something
-    mixes them. `multiplied`, `added`, `summed`: labels where two that are written meet in a product or sum, and those
-    that attention weights sum up.
-    `keeps_all`: nothing is to go, so that what takes channels in any order mixes none.
+    `keeps_all`: nothing is to be removed, so that an op that takes channels in any order mixes none. `inside`: pairs of
+    a label and one that it holds, as a head holds its dimensions; a holder goes if and only if all that it holds goes.
+    `lumps`: labels that an op mixes, with the reason. `multiplied`, `added`, `summed`: labels that meet in a product or
+    a sum, and those that attention weights sum up. `unknown`: ops without a rule that labels met.
     """
 
     program: Program
@@ -115,11 +109,11 @@ class Flow:
     _axes: dict[tuple[str, tuple[int, ...]], Tensor] = field(default_factory=dict)
 
     def fresh(self, sizes: Sequence[int]) -> Tensor:
-        """New labels of these sizes."""
+        """Create labels of these sizes."""
         return self.groups.add(math.prod(sizes)).reshape(tuple(sizes))
 
     def renewed(self, value: Value) -> Value:
-        """The same tensor, its labels by the groups that they are in by now, what stays fixed."""
+        """Replace a tensor's labels by the groups that they are in by now, and by FIXED if they stay."""
         if isinstance(value, tuple):
             return tuple(self.renewed(each) for each in value)
         if not isinstance(value, LabelTensor) or value.labels is None:
@@ -136,20 +130,20 @@ class Flow:
         return LabelTensor(value.shape, labels, why, value.constant)
 
     def join(self, one: Tensor, other: Tensor, why: str) -> None:
-        """Elements that meet are one; what meets a fixed one stays."""
+        """Join labels that meet; let those stay that meet a fixed element."""
         met = meeting_pairs(one, other)
         fixed = (met < 0).any(1)
         self.groups.join(met[~fixed])
         self.stay(met[fixed].amax(1), why)
 
     def hold(self, outer: Tensor, inner: Tensor) -> None:
-        """Each of the outer labels holds the inner ones that it meets."""
+        """Let each outer label hold the inner ones that it meets."""
         met = meeting_pairs(outer, inner)
         self.inside.append(met[(met >= 0).all(1)])
         self.stay(met[(met[:, 0] >= 0) & (met[:, 1] < 0), 0], "it holds what stays")
 
     def guard(self, labels: Tensor, outer: int, why: str) -> None:
-        """Of labels [outer axes first, then others] something is left at each place along the outer ones."""
+        """Keep some of the labels [outer axes first, then others] at each place along the outer axes."""
         sizes = labels.shape[:outer]
         above = self.fresh(sizes)
         self.stay(above, why)
@@ -161,7 +155,7 @@ class Flow:
             self.groups.stay(labels[labels >= 0], why)
 
     def lump(self, labels: Tensor, dims: Sequence[int], why: str) -> Tensor:
-        """Join along axes; of size 1 there."""
+        """Join labels along axes, and return them with size 1 there."""
         first = labels
         for dim in dims:
             first = first.narrow(dim, 0, 1)
@@ -172,14 +166,14 @@ class Flow:
         return first
 
     def across(self, marks: LabelTensor, dims: Sequence[int], why: str) -> Tensor:
-        """The labels [the sizes of dims, in their order] along some axes, joined over all others."""
+        """Join labels over all axes but these, and return them as [the sizes of dims, in their order]."""
         assert marks.labels is not None, why
         first = first_along(marks.labels, dims)
         self.join(place_along(first, dims, len(marks.shape)), marks.labels, why)
         return first
 
     def axis(self, constant: str, axes: tuple[int, ...], sizes: Sequence[int]) -> Tensor:
-        """The labels [sizes] along axes of a weight: the same wherever it is used."""
+        """Return the labels [sizes] along axes of a weight, the same wherever the weight is used."""
         key = constant, axes
         if key not in self._axes:
             self._axes[key] = self.fresh(sizes)
@@ -190,20 +184,20 @@ class Flow:
 
     @property
     def every_use(self) -> Iterator[Use]:
-        """In order of the program."""
+        """The uses in order of the program."""
         return (use for of_node in self.uses.values() for use in of_node)
 
     def constants_of(self, node: fx.Node) -> list[Use]:
-        """How a node uses its parameters and constants."""
+        """Return a node's uses of parameters and constants."""
         return [use for use in self.uses.get(node, ()) if use.is_of_constant]
 
     def held_groups(self) -> list[tuple[Tensor, Tensor]]:
-        """Of each relation the groups that hold and those that they hold, itself left out, each pair once."""
+        """Return, for each relation of `inside`, the groups that hold and those held, each pair of two groups once."""
         relations = [meeting_pairs(*self.groups.of(met).unbind(1)) for met in self.inside]
         return [(met[:, 0], met[:, 1]) for met in relations if len(met)]
 
     def elements(self, marks: LabelTensor, node: fx.Node) -> Tensor:
-        """Labels of any tensor, fixed ones too, and new ones of a constant's elements for this use of it."""
+        """Return a label or FIXED for every element; a constant's elements get new labels for this use of it."""
         if marks.labels is not None:
             return marks.labels
         if not marks.constant or math.prod(marks.shape) > MOST_ELEMENTS:
@@ -214,7 +208,7 @@ class Flow:
 
 
 def find_stuck(flow: Flow) -> Tensor:
-    """Whether each label [labels] names a group that can't go."""
+    """Return the mask [labels] of those whose groups can't go."""
     stays = flow.groups.reason_of(torch.arange(flow.groups.count)) > 0
     head_labels = flow.held_groups()
     while True:
@@ -228,7 +222,7 @@ def find_stuck(flow: Flow) -> Tensor:
 
 
 def find_holders(flow: Flow) -> Tensor:
-    """Whether each label [labels] names a group that holds others."""
+    """Return the mask [labels] of those that name groups which hold others."""
     holds = torch.zeros(flow.groups.count, dtype=torch.bool)
     for outer, _ in flow.held_groups():
         holds[outer] = True
@@ -236,7 +230,7 @@ def find_holders(flow: Flow) -> Tensor:
 
 
 def site_labels(flow: Flow, site: SiteGroups) -> Tensor:
-    """Of the groups of a site [G,M], by where its writers stand: the same in any program with these parameters."""
+    """Return the labels [G,M] of a site's groups where its first writer stands, in any program with its parameters."""
     first = site.writers[0]
     labels = next(
         use.labels for use in flow.every_use if (use.name, use.axes, use.role) == (first.name, first.axes, "writes")

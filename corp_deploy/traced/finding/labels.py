@@ -1,8 +1,7 @@
-"""Labels of a tensor's elements: integers, FIXED where an element can't be removed; and what remains of a tensor when
-some elements are removed, as a tensor again.
+"""Integer labels of a tensor's elements, FIXED for those that can't be removed, and tensors without removed elements.
 
-A label tensor is tidy where it has stride 0 along every axis that its labels don't vary along; so the labels of a whole
-map of features take no more memory than those of its channels.
+A label tensor is tidy if it has stride 0 along every axis that its labels don't vary along, so that the labels of a
+feature map take no more memory than those of its channels.
 """
 
 import math
@@ -19,23 +18,23 @@ TYPE = torch.long
 
 
 def tidy(labels: Tensor) -> Tensor | None:
-    """The same labels with stride 0 wherever they don't vary; None where every element is fixed."""
+    """Return the labels with stride 0 along axes that they don't vary along; None if every element is fixed."""
     small = compact(labels)
     for dim in [dim for dim, size in enumerate(labels.shape) if size > 1]:
         if small.shape[dim] > 1:
             first = small.narrow(dim, 0, 1)
-            # The second tells of most axes that labels vary along them.
+            # For most varying axes the second place differs already.
             small = first if torch.equal(first, small.narrow(dim, 1, 1)) and bool((small == first).all()) else small
     return small.expand(labels.shape) if bool((small >= 0).any()) else None
 
 
 def varying(labels: Tensor) -> tuple[int, ...]:
-    """The axes that tidy labels vary along."""
+    """Return the axes that tidy labels vary along."""
     return tuple(dim for dim in range(labels.dim()) if labels.shape[dim] > 1 and labels.stride(dim) != 0)
 
 
 def compact(*tensors: Tensor) -> Tensor:
-    """One of several tensors of a shape: of size 1 along the axes that none of them varies along."""
+    """Return the first of several tensors of one shape with size 1 along the axes that none of them varies along."""
     first, *_ = tensors
     for dim in range(first.dim()):
         if first.shape[dim] > 1 and all(each.stride(dim) == 0 for each in tensors):
@@ -44,17 +43,17 @@ def compact(*tensors: Tensor) -> Tensor:
 
 
 def meeting_pairs(one: Tensor, other: Tensor) -> Tensor:
-    """The pairs [P, 2] of labels that meet in tensors that can be broadcast, each once."""
+    """Return the pairs [P, 2] of different labels at the same places of broadcast tensors, each once."""
     one, other = torch.broadcast_tensors(one, other)
     small, beside = compact(one, other), compact(other, one)
     differ = small != beside
-    # Neighbours are mostly alike, and what is left is little to be sorted.
+    # Neighbours are mostly alike, so that few keys are left to sort.
     key = torch.unique_consecutive((small[differ].long() << 32) + beside[differ] - FIXED).unique()
     return torch.stack((key >> 32, (key & 0xFFFFFFFF) + FIXED), 1)
 
 
 def first_along(labels: Tensor, axes: Sequence[int]) -> Tensor:
-    """Those [the sizes of axes, in their order] that stand first along all other axes."""
+    """Return the labels [the sizes of axes, in their order] at the first place along all other axes."""
     for dim in reversed(range(labels.dim())):
         labels = labels if dim in axes else labels.select(dim, 0)
     kept = sorted(axes)
@@ -62,7 +61,7 @@ def first_along(labels: Tensor, axes: Sequence[int]) -> Tensor:
 
 
 def place_along(labels: Tensor, axes: Sequence[int], rank: int) -> Tensor:
-    """Labels [the sizes of axes] along those of `rank` axes, of size 1 along the others."""
+    """Reshape labels [the sizes of axes] to a tensor of `rank` axes, with size 1 along the others."""
     sizes = dict(zip(axes, labels.shape, strict=True))
     order = sorted(range(len(axes)), key=lambda place: axes[place])
     return labels.permute(order).reshape([sizes.get(dim, 1) for dim in range(rank)])
@@ -70,9 +69,9 @@ def place_along(labels: Tensor, axes: Sequence[int], rank: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class LabelTensor:
-    """One tensor of a program at a batch of 1: `labels` are of its `shape`, tidy; None where no element can be removed,
-    and `why` says what they come from. `constant`: the name of a parameter or constant, whose elements are removed with
-    whatever they meet.
+    """The tidy labels of a program's tensor at a batch of 1; None if no element can be removed, `why` says the reason.
+
+    `constant`: the name of a parameter or constant, whose elements are removed with those that they meet.
     """
 
     shape: tuple[int, ...]
@@ -87,28 +86,29 @@ class LabelTensor:
 
     @property
     def is_fixed(self) -> bool:
-        """Whether no element of it can be removed."""
+        """The flag of a tensor without an element that can be removed."""
         return self.labels is None and not self.constant
 
 
 def label_tensor(labels: Tensor, why: str = "") -> LabelTensor:
-    """With these labels, untidy as they may be."""
+    """Build a LabelTensor of labels that may be untidy."""
     return LabelTensor(tuple(labels.shape), tidy(labels), why)
 
 
 class Groups:
-    """Labels of which some are one: a forest in which a group is named by its least label. `reasons`: why groups stay,
-    by number; a group without one has 0.
+    """A union-find of labels, in which a group is named by its least label.
+
+    `reasons`: texts that say why groups stay, by number; a group that may go has number 0.
     """
 
     def __init__(self) -> None:
         self.count = 0
         self.reasons = [""]
-        # The last one of either is of FIXED.
+        # The last entry of either belongs to FIXED.
         self._parent, self._reason = torch.tensor([FIXED]), torch.tensor([0])
 
     def add(self, count: int) -> Tensor:
-        """So many labels [count], each its own group."""
+        """Add labels [count], each a group of its own."""
         start, self.count = self.count, self.count + count
         if self.count >= len(self._parent):
             parent, reason = torch.arange(2 * self.count + 1), torch.zeros(2 * self.count + 1, dtype=torch.long)
@@ -117,18 +117,18 @@ class Groups:
         return torch.arange(start, self.count, dtype=TYPE)
 
     def of(self, labels: Tensor) -> Tensor:
-        """The groups of labels by their names, FIXED where there is none."""
+        """Return the names of the labels' groups, FIXED for FIXED."""
         group = labels.long()
         while not torch.equal(upper := self._parent[group], group):
             group = upper
         return group
 
     def reason_of(self, labels: Tensor) -> Tensor:
-        """The numbers of the reasons for which the groups of labels stay."""
+        """Return the numbers of the reasons for which the labels' groups stay."""
         return self._reason[self.of(labels)]
 
     def join(self, met: Tensor) -> None:
-        """The two labels of each pair [P, 2] are one."""
+        """Join the two labels of each pair [P, 2]."""
         ends, reason = met, self.reason_of(met).amax(1) if len(met) else met
         while len(ends):
             ends = self.of(ends)
@@ -138,7 +138,7 @@ class Groups:
             self._reason.scatter_reduce_(0, self.of(met[:, 0]), reason, "amax")
 
     def stay(self, labels: Tensor, why: str) -> None:
-        """The groups of labels stay, for the first reason that is given."""
+        """Let the labels' groups stay, each for the first reason that it gets."""
         groups = self.of(labels)
         if len(groups := groups[self._reason[groups] == 0]):
             if self.reasons[-1] != why:
@@ -147,16 +147,16 @@ class Groups:
 
 
 class Uneven(Exception):
-    """What remains of a tensor is none: its rows have different lengths."""
+    """The remaining elements of a tensor form no tensor: its rows have different lengths."""
 
 
 def keep_mask(labels: Tensor, gone: Tensor) -> Tensor:
-    """Which elements stay, fixed ones always; `gone` [labels] says of each label whether it is removed."""
+    """Return the mask of elements that stay, fixed ones always; `gone` [labels] is the mask of removed labels."""
     return (labels == FIXED) | ~gone[labels.clamp(min=0)]
 
 
 def kept_sizes(keep: Tensor) -> tuple[int, ...]:
-    """Return the sizes of what a mask keeps of a tensor. Raises Uneven where that is no tensor."""
+    """Return the sizes of what a mask keeps of a tensor; raise Uneven if that is no tensor."""
     total, dims = int(keep.sum()), range(keep.dim())
     if total == 0:
         raise Uneven(f"0 of {tuple(keep.shape)}")
@@ -165,19 +165,19 @@ def kept_sizes(keep: Tensor) -> tuple[int, ...]:
     # The maximum of bytes takes a tenth of the time of `any`.
     others = [[other for other in dims if other != dim] for dim in dims]
     lines = [keep.view(torch.uint8).amax(among) if among else keep for among in others]
-    kept_sizes = tuple(int(line.sum()) for line in lines)
-    if math.prod(kept_sizes) == total:
-        return kept_sizes
+    by_axis = tuple(int(line.sum()) for line in lines)
+    if math.prod(by_axis) == total:
+        return by_axis
     for dim in (dim for dim in reversed(range(keep.dim())) if keep.shape[dim] > 1):
         counts = torch.unique(keep.sum(dim))
-        sizes = (*kept_sizes[:dim], int(counts[-1]), *kept_sizes[dim + 1 :])
+        sizes = (*by_axis[:dim], int(counts[-1]), *by_axis[dim + 1 :])
         if len(counts[counts > 0]) == 1 and math.prod(sizes) == total:
             return sizes
     raise Uneven(f"{total} of {tuple(keep.shape)}")
 
 
 def remove_labels(labels: Tensor, gone: Tensor) -> Tensor:
-    """Tidy labels without those that are removed, still tidy. Raises Uneven."""
+    """Return tidy labels without the removed ones, still tidy; raise Uneven if no tensor is left."""
     small = compact(labels)
     keep = keep_mask(small, gone)
     if small.numel() and bool(keep.all()):
@@ -188,7 +188,7 @@ def remove_labels(labels: Tensor, gone: Tensor) -> Tensor:
 
 
 def narrow_value(value: Any, gone: Tensor) -> Any:
-    """What remains of what a node gives, as Marks; numbers as they are. Raises Uneven."""
+    """Return a node's value without removed elements; raise Uneven if no tensor is left."""
     if isinstance(value, tuple):
         return tuple(narrow_value(each, gone) for each in value)
     if not isinstance(value, LabelTensor) or value.labels is None:
@@ -198,13 +198,13 @@ def narrow_value(value: Any, gone: Tensor) -> Any:
 
 
 def loses_elements(value: Any, gone: Tensor) -> bool:
-    """Whether elements of what a node gives are removed."""
+    """Check whether elements of a node's value are removed."""
     every = [each.labels for each in tree_leaves(value) if isinstance(each, LabelTensor)]
     return not all(bool(keep_mask(compact(labels), gone).all()) for labels in every if labels is not None)
 
 
 def select_kept(tensor: Tensor, keep: Tensor) -> Tensor:
-    """Return what a mask keeps of a tensor; axes that only the mask has are spread out first."""
+    """Return what a mask keeps of a tensor; axes of size 1 are expanded to the mask's first."""
     tensor = tensor.expand(torch.broadcast_shapes(tensor.shape, keep.shape))
     axes = tuple(dim for dim in range(keep.dim()) if keep.shape[dim] > 1)
     front, sizes = tuple(range(len(axes))), kept_sizes(keep)

@@ -1,6 +1,4 @@
-"""Moves: ops that put elements elsewhere and change none. They are run on the labels themselves, or on the numbers of
-elements.
-"""
+"""Rules of ops that move elements and change none: they run on the labels themselves, or on the elements' numbers."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -15,7 +13,7 @@ from .labels import LabelTensor, label_tensor, tidy, varying
 
 
 def move(flow: Flow, call: Call) -> Any:
-    """Whatever the op makes of the labels."""
+    """Run the op on the labels."""
     why = next((each.why for each in call.tensors if each.why), "")
     if all(each.is_fixed for each in call.tensors):
         return unlabelled(call.shape, why)
@@ -37,7 +35,7 @@ def move(flow: Flow, call: Call) -> Any:
 
 
 def concatenate(flow: Flow, call: Call) -> Any:
-    """cat and stack: parts side by side along one axis are as wide as each other along all others."""
+    """Run cat or stack, and join the labels of parts along all axes but theirs, where parts have equal sizes."""
     result = move(flow, call)
     if result.labels is None:
         return result
@@ -49,7 +47,7 @@ def concatenate(flow: Flow, call: Call) -> Any:
     labelled = [
         (each, dims) for each, dims in zip(parts, moving, strict=True) if each is not None and set(dims) - {dim}
     ]
-    # What varies along the parts' axis as its last one, as dimensions of heads do, is narrowed in each part by itself.
+    # Labels that vary along the parts' axis last, as dimensions of heads do, are removed in each part by itself.
     fine = [each for each, dims in labelled if dim == dims[-1]]
     coarse = [each for each, dims in labelled if dim != dims[-1]]
     for each in coarse:
@@ -65,7 +63,7 @@ def concatenate(flow: Flow, call: Call) -> Any:
 
 
 def scatter(flow: Flow, call: Call) -> Any:
-    """A part of a tensor put into it."""
+    """Write a part into a tensor, and join labels along the part's axis."""
     result = move(flow, call)
     if result.labels is not None and set(result.dims) - {dim := call["dim"] % len(result.shape)}:
         flow.join(result.labels.narrow(dim, 0, 1), result.labels, f"{call.where} puts it beside what stays")
@@ -73,7 +71,7 @@ def scatter(flow: Flow, call: Call) -> Any:
 
 
 def pad(flow: Flow, call: Call) -> Value:
-    """Elements that are added along an axis without labels are of the same channels."""
+    """Pad; elements that are added along an axis without labels belong to the same channels."""
     first, pad = call["self"], list(call["pad"])
     if first.is_fixed:
         return LabelTensor(call.shape, None, first.why)
@@ -90,8 +88,9 @@ def pad(flow: Flow, call: Call) -> Value:
 
 
 def take_by_index(flow: Flow, call: Call) -> Value:
-    """index, index_select, gather: along axes without labels it doesn't matter what an index says. Along others it
-    does, and on meta nobody knows it: sites would be others there.
+    """Run index, index_select or gather along axes without labels, where the index doesn't matter.
+
+    Along other axes it does, and labels stop: on the meta device an index is unknown.
     """
     first = call["self"]
     if not isinstance(first, LabelTensor) or first.is_fixed:
@@ -107,23 +106,22 @@ def take_by_index(flow: Flow, call: Call) -> Value:
 
 
 def overwrite(flow: Flow, call: Call) -> Value:
-    """copy: what is put in the place of something else."""
+    """Give the labels of what copy writes over another tensor."""
     labels = flow.elements(call["src"], call.node)
     return label_tensor(labels.broadcast_to(call.shape), call["src"].why)
 
 
 def fill(flow: Flow, call: Call) -> Any:
-    """new_zeros and its like take a type alone."""
+    """Give no labels to what new_zeros and its like create."""
     return unlabelled(call.shape, f"it comes from {call.where}")
 
 
 def pick_item(flow: Flow, call: Call) -> Any:
-    """One of several."""
     return call["0"][call["1"]]
 
 
 def unlabelled(shape: Any, why: str) -> Any:
-    """No labels on any of what an op gives."""
+    """Build values without labels of a shape or of several."""
     if shape is None:
         return None
     if shape and isinstance(shape[0], tuple | type(None)):
@@ -132,7 +130,7 @@ def unlabelled(shape: Any, why: str) -> Any:
 
 
 def stop_labels(flow: Flow, call: Call) -> Any:
-    """Nothing goes on from here."""
+    """Let the labels of all inputs stay, and give none to the result."""
     why = f"{call.where} needs all of it"
     for each in call.tensors:
         flow.stay(each.labels, why)
@@ -143,22 +141,22 @@ _SCALING = frozenset(("mul", "div"))
 
 
 def is_move(node: fx.Node) -> bool:
-    """Whether it puts elements of its first argument elsewhere, and nothing else."""
+    """Check that a call only moves the elements of its first argument."""
     is_first = bool(node.all_input_nodes) and node.args[0] is node.all_input_nodes[0]
     return is_first and operation(node) in RUN | SAME | SHAPED | {"getitem"}
 
 
 def path_to(node: fx.Node, passes: Callable[[fx.Node], bool]) -> list[fx.Node]:
-    """The nodes that lead to a node by their first arguments, itself last, from the first that isn't passed on."""
-    way = [node]
-    while passes(way[0]):
-        way.insert(0, way[0].all_input_nodes[0])
-    return way
+    """Follow first inputs back while nodes pass, and return the path from the first that doesn't to the node."""
+    path = [node]
+    while passes(path[0]):
+        path.insert(0, path[0].all_input_nodes[0])
+    return path
 
 
-def carry(numbers: Tensor, way: Iterable[fx.Node]) -> dict[fx.Node, Any]:
-    """What each move of a way makes of numbers in the place of what the first node gives; scaling leaves them."""
-    first, *moves = way
+def carry(numbers: Tensor, path: Iterable[fx.Node]) -> dict[fx.Node, Any]:
+    """Return what each move of a path makes of numbers in place of the first node's result; scaling leaves them."""
+    first, *moves = path
     values: dict[fx.Node, Any] = {first: numbers}
     for node in moves:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: values.get(each, number_at_one(each)))
@@ -168,7 +166,7 @@ def carry(numbers: Tensor, way: Iterable[fx.Node]) -> dict[fx.Node, Any]:
 
 
 def axis_order(numbers: Tensor, shape: tuple[int, ...], dim: int) -> Tensor | None:
-    """The places along one axis of a shape that moved numbers stand at, where moves changed nothing but their order."""
+    """Return the order along one axis of moved numbers; None if moves changed more than that order."""
     others = [size for place, size in enumerate(shape) if place != dim]
     if numbers.dim() != len(shape) or [size for place, size in enumerate(numbers.shape) if place != dim] != others:
         return None

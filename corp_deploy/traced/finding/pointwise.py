@@ -1,6 +1,4 @@
-"""Element by element: labels that meet are one. Channel by channel: norms in eval, with a parameter an element. And
-mixing: what makes an axis one lump, as a norm or softmax along it does; and sums over axes, which add it up.
-"""
+"""Rules of ops that work element by element or channel by channel, and of ops that mix all elements of an axis."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,7 +15,7 @@ from .moves import unlabelled
 UNTAGGED, SUMS, PRODUCTS = (
     frozenset(ops.split())
     for ops in (
-        # of which torch doesn't say that they work element by element
+        # ops that work element by element without torch's tag for it
         """__and__ __or__ divide floor_divide full_like hardswish log_sigmoid multiply ones_like special_erf subtract
         threshold true_divide zeros_like""",
         "add add_ sub sub_ subtract rsub addcmul lerp",
@@ -27,7 +25,7 @@ UNTAGGED, SUMS, PRODUCTS = (
 
 
 def is_pointwise(target: Any) -> bool:
-    """Whether torch says so of an op, or of the one that does the same not in place."""
+    """Check whether torch tags an op, or its out-of-place twin, as working element by element."""
     if not isinstance(target, torch._ops.OpOverload):
         return False
     name, overload = target._schema.name.removeprefix("aten::").removesuffix("_"), target._overloadname
@@ -36,7 +34,7 @@ def is_pointwise(target: Any) -> bool:
 
 
 def join_elementwise(flow: Flow, call: Call, tensors: Sequence[LabelTensor] = ()) -> Value:
-    """Join labels element by element, with axes of size 1 spread out; constants go along with what they meet."""
+    """Join labels element by element, axes of size 1 broadcast; constants lose the elements that they meet."""
     tensors = tensors or call.tensors
     spread = [_aligned(each, len(call.shape)) for each in tensors]
     labelled = [each for each in spread if each.labels is not None]
@@ -44,13 +42,13 @@ def join_elementwise(flow: Flow, call: Call, tensors: Sequence[LabelTensor] = ()
         return unlabelled(call.shape, next((each.why for each in spread if each.why), f"it comes from {call.where}"))
     for one, other in combinations([each for each in spread if not each.constant], 2):
         _meet(flow, call, one, other)
-    # Of labels that hold others, and of those along another axis, the finer and the first ones go on.
+    # The result has the labels along most axes, the held ones rather than those that hold them.
     first = max(labelled, key=lambda each: len(each.dims))
     assert first.labels is not None, call.node
     for each in tensors:
         missing = len(call.shape) - len(each.shape)
         axes = [dim - missing for dim in first.dims if dim >= missing and each.shape[dim - missing] > 1]
-        if each.constant and len(axes) == len(first.dims):  # as a bias or a layer scale
+        if each.constant and len(axes) == len(first.dims):  # such as a bias or a layer scale
             labels = flow.across(first, first.dims, f"{call.where} has an element for each")
             flow.use(call.node, each.constant, tuple(axes), labels, "between")
     return label_tensor(first.labels.expand(call.shape), first.why)
@@ -86,7 +84,7 @@ def _meet(flow: Flow, call: Call, one: LabelTensor, other: LabelTensor) -> None:
 
 
 def gate(flow: Flow, call: Call) -> Value:
-    """glu: the first half of an axis times a sigmoid of the other, pair by pair."""
+    """Join the halves of an axis that glu multiplies element by element."""
     first, dim = call["self"], call["dim"]
     if first.labels is None:
         return unlabelled(call.shape, first.why)
@@ -97,7 +95,7 @@ def gate(flow: Flow, call: Call) -> Value:
 
 
 def channelwise(flow: Flow, call: Call, axis: int = 1) -> Value:
-    """Take batch_norm, prelu and norms by channel: along one axis, with parameters by channel."""
+    """Let labels pass batch_norm, prelu and the like, which have parameters for each channel of an axis."""
     first = call.tensors[0]
     if first.labels is None:
         return unlabelled(call.shape, first.why)
@@ -112,7 +110,7 @@ def channelwise(flow: Flow, call: Call, axis: int = 1) -> Value:
 
 
 def reduce_axes(flow: Flow, call: Call) -> Any:
-    """Along the axes of `dim`, or all; the larger of two tensors is element by element."""
+    """Mix along the axes of `dim`, or all; max and min of two tensors work element by element."""
     if torch.Tag.pointwise in call.node.target.tags:  # type: ignore[union-attr]
         return join_elementwise(flow, call)
     first, along = call.tensors[0], call["dim"]
@@ -121,38 +119,38 @@ def reduce_axes(flow: Flow, call: Call) -> Any:
 
 
 def pool_maps(flow: Flow, call: Call) -> Any:
-    """Pools and resizing: along the axes behind the second one."""
+    """Mix the places of maps, the axes behind the second one, as pooling and resizing do."""
     first = call.tensors[0]
     return mix(flow, call, first, range(2, len(first.shape)))
 
 
 def normalize_last_axes(flow: Flow, call: Call) -> Any:
-    """Norms of layers: along the last axes, as many as `normalized_shape` has; one takes channels in any order."""
+    """Mix the last axes, as many as `normalized_shape` has; a norm of one axis takes channels in any order."""
     if flow.keeps_all and len(call["normalized_shape"]) == 1:
         return channelwise(flow, call, axis=len(call.tensors[0].shape) - 1)
     return mix(flow, call, call.tensors[0], range(-len(call["normalized_shape"]), 0))
 
 
 def mix(flow: Flow, call: Call, first: LabelTensor, dims: Sequence[int]) -> Any:
-    """One lump along some axes, what the labels vary along besides stays apart."""
+    """Join labels along some axes; along others they stay apart."""
     why, among = f"{call.where} mixes it", sorted({dim % len(first.shape) for dim in dims})
     if first.labels is None or not set(first.dims) - set(among):
         flow.stay(first.labels, why)
         return unlabelled(call.shape, (first.labels is None and first.why) or f"it comes from {call.where}")
-    return _spread(flow.lump(first.labels, among, why), among, call.shape, why)
+    return _expand_mixed(flow.lump(first.labels, among, why), among, call.shape, why)
 
 
-def _spread(small: Tensor, dims: Sequence[int], shape: Any, why: str) -> Any:
-    """Labels of size 1 along the axes that were mixed, as every result has them."""
+def _expand_mixed(small: Tensor, dims: Sequence[int], shape: Any, why: str) -> Any:
+    """Expand labels of size 1 along mixed axes to the shape of each result."""
     if shape and isinstance(shape[0], tuple):
-        return tuple(_spread(small, dims, each, why) for each in shape)
+        return tuple(_expand_mixed(small, dims, each, why) for each in shape)
     if len(shape) < small.dim():
         small = small.reshape([size for dim, size in enumerate(small.shape) if dim not in dims])
     return label_tensor(small.expand(shape), why)
 
 
 def group_norm(flow: Flow, call: Call) -> Any:
-    """One lump a group: of one channel each it is channel by channel."""
+    """Join the channels of each group; groups of one channel leave channels apart."""
     first = call["input"]
     groups, channels = call["num_groups"], first.shape[1]
     if first.labels is None or 1 not in first.dims or groups == 1:
@@ -166,19 +164,19 @@ def group_norm(flow: Flow, call: Call) -> Any:
 
 
 def instance_norm(flow: Flow, call: Call) -> Any:
-    """Each channel by itself."""
+    """Let each channel pass by itself."""
     first = call["input"]
     return mix(flow, call, first, range(2, len(first.shape))) if set(first.dims) - {1} else channelwise(flow, call)
 
 
 def native_batch_norm(flow: Flow, call: Call) -> Any:
-    """One that gives its statistics too, which are none in eval."""
+    """Let channels pass a batch norm that also gives statistics, which are empty in eval mode."""
     first, *statistics = unlabelled(call.shape, "")
     return channelwise(flow, replace(call, shape=first.shape)), *statistics
 
 
 def patches(flow: Flow, call: Call) -> Any:
-    """im2col [B, C x places, patches] of maps [B, C, ...], and col2im back: the places of every channel."""
+    """Run im2col from maps [B, C, ...] to [B, C x places, patches], or col2im back, channel by channel."""
     first = call["self"]
     if first.labels is None or set(first.dims) != {1}:
         return mix(flow, call, first, range(len(first.shape)))
@@ -191,5 +189,5 @@ def patches(flow: Flow, call: Call) -> Any:
 
 
 def by_channel(labels: Tensor, shape: tuple[int, ...], why: str) -> LabelTensor:
-    """Labels [C] of maps [B, C, ...]."""
+    """Expand labels [C] to maps [B, C, ...]."""
     return label_tensor(labels.reshape(1, -1, *[1] * (len(shape) - 2)).expand(shape), why)

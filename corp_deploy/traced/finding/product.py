@@ -1,7 +1,7 @@
-"""Products of two tensors by letters, one an axis, as einsum names them: `abK,NK->abN` for a linear layer.
+"""Rules of products of two tensors, with a letter for each axis as in einsum: `abK,NK->abN` for a linear layer.
 
-What is summed over ends there. Of a weight its columns read and its rows write; of two activations the elements that
-are multiplied are one. Letters of both factors and of the result are batches, as heads are.
+Labels end along letters that are summed over. A weight's columns read and its rows write; the elements of two
+activations that are multiplied are joined. Letters of both factors and the result are batches, as heads are.
 """
 
 import math
@@ -30,7 +30,7 @@ _FACTORS = {
 
 @dataclass(frozen=True, slots=True)
 class Equation:
-    """The nodes that are multiplied, their letters, and those of what they give."""
+    """Two nodes that are multiplied, with the letters of their axes and of the result's."""
 
     nodes: tuple[fx.Node, fx.Node]
     letters: tuple[str, str]
@@ -38,7 +38,7 @@ class Equation:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Of every letter, at a batch of 1."""
+        """The size of each letter at a batch of 1."""
         sizes: dict[str, int] = {}
         for node, letters in zip(self.nodes, self.letters, strict=True):
             for letter, size in zip(letters, sizes_at_one(node), strict=True):
@@ -47,8 +47,9 @@ class Equation:
 
 
 def equation_of(node: fx.Node) -> Equation | None:
-    """Of linear, matmul and its like, and einsum of two tensors; None of all else, and where an axis of one factor
-    alone is summed over or a letter stands twice in one.
+    """Return the equation of a linear layer, matmul or einsum of two tensors; None for any other node.
+
+    None also if an axis of only one factor is summed over, or one factor has a letter twice.
     """
     op, arguments = operation(node), named_arguments(node)
     if op == "einsum":
@@ -68,7 +69,7 @@ def equation_of(node: fx.Node) -> Equation | None:
 
 
 def _of_einsum(node: fx.Node, equation: str, nodes: list[Any]) -> Equation | None:
-    """Dots stand for axes that both may have, the last of them for the last."""
+    """Read einsum's equation; dots stand for axes that both factors may have, aligned at the last."""
     terms, arrow, out = equation.partition("->")
     if len(nodes) != 2 or not arrow:
         return None
@@ -87,7 +88,7 @@ def _of_einsum(node: fx.Node, equation: str, nodes: list[Any]) -> Equation | Non
 
 
 def count_macs(node: fx.Node) -> int:
-    """Of contractions; whatever works element by element is not counted."""
+    """Count the multiply-adds of a contraction; other nodes have 0."""
     op = operation(node)
     if op.startswith("conv") and op[-1] == "d":
         arguments = named_arguments(node)
@@ -101,13 +102,13 @@ def count_macs(node: fx.Node) -> int:
 
 
 def is_contraction(node: fx.Node) -> bool:
-    """Whether it sums products, or stands for what would where a layer reads nothing and gives a constant."""
+    """Check whether a node sums products, or would if its layer read anything and were no constant."""
     return operation(node) == "linear" or count_macs(node) > 0 or 0 in (sizes_at_one(node) or ())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Factor:
-    """A tensor that is multiplied, its axes by letters."""
+    """A tensor that is multiplied, with a letter for each axis."""
 
     node: fx.Node
     marks: LabelTensor
@@ -115,7 +116,7 @@ class Factor:
 
     @property
     def varying(self) -> str:
-        """The letters that its labels vary along."""
+        """The letters that the labels vary along."""
         return "".join(self.letters[dim] for dim in self.marks.dims)
 
     def size(self, letter: str) -> int:
@@ -125,18 +126,17 @@ class Factor:
         return tuple(self.letters.index(letter) for letter in letters)
 
     def at(self, letters: str) -> Tensor:
-        """Its labels [the sizes of letters], the first along all others."""
+        """Return the labels [the sizes of letters] at the first place along all others."""
         assert self.marks.labels is not None, self
         return first_along(self.marks.labels, self.axes(letters))
 
 
 def argument_factor(call: Call, name: str, letters: str) -> Factor:
-    """An argument."""
     return Factor(node=call.arguments[name], marks=call[name], letters=letters)
 
 
 def rename_broadcast_letters(one: Factor, other: Factor) -> Factor:
-    """With letters of its own for axes of size 1 that are spread out to the other side's."""
+    """Give axes of size 1 that are broadcast to the other factor letters of their own."""
     odd = {
         letter: chr(ord("Α") + place)
         for place, letter in enumerate(one.letters)
@@ -146,7 +146,7 @@ def rename_broadcast_letters(one: Factor, other: Factor) -> Factor:
 
 
 def multiply(flow: Flow, call: Call, one: Factor, other: Factor, out: str) -> Value:
-    """One times the other, summed over the letters that `out` lacks."""
+    """Multiply two factors, summed over the letters that `out` lacks."""
     one, other = rename_broadcast_letters(one, other), rename_broadcast_letters(other, one)
     if other.marks.constant and not one.marks.constant:
         return _weighted(flow, call, one, other, out)
@@ -168,7 +168,7 @@ def _weighted(flow: Flow, call: Call, one: Factor, weight: Factor, out: str) -> 
     batch, summed = _common(one, weight, out)
     written = "".join(letter for letter in weight.letters if letter not in one.letters and letter in out)
     if set(one.varying) & set(summed):
-        # The weight's columns are the labels that they are multiplied with.
+        # The weight's columns are joined with the labels that they are multiplied with.
         why, read, axes = f"{call.where} reads it together with what stays", batch + summed, weight.axes(batch + summed)
         columns = flow.across(one.marks, one.axes(read), why)
         ids = flow.axis(weight.marks.constant, axes, columns.shape)
@@ -181,14 +181,14 @@ def _weighted(flow: Flow, call: Call, one: Factor, weight: Factor, out: str) -> 
             return _through(one, call.shape, out)
     if not written:
         return unlabelled(call.shape, f"it comes from {call.where}")
-    if set(batch) - set(one.varying):  # as tables of relative positions have
+    if set(batch) - set(one.varying):  # tables of relative positions have such batches
         return unlabelled(call.shape, f"{call.where} has rows for each place")
     letters = "".join(letter for letter in weight.letters if letter in batch + written)
     return _placed(write_rows(flow, call, weight, letters), letters, call.shape, out)
 
 
 def write_rows(flow: Flow, call: Call, weight: Factor, letters: str) -> Tensor:
-    """The labels [the sizes of letters] of the weight's rows."""
+    """Note that a node writes a weight's rows, and return their labels [the sizes of letters]."""
     axes = weight.axes(letters)
     ids = flow.axis(weight.marks.constant, axes, [weight.size(letter) for letter in letters])
     flow.use(call.node, weight.marks.constant, axes, ids, "writes")
@@ -196,7 +196,7 @@ def write_rows(flow: Flow, call: Call, weight: Factor, letters: str) -> Tensor:
 
 
 def keep_columns(flow: Flow, weight: Factor, letters: str, why: str) -> None:
-    """Columns that meet what is fixed, where the weight is used elsewhere too."""
+    """Let columns stay that meet fixed elements, if the weight is used elsewhere too."""
     if flow.times_used[weight.marks.constant] > 1:
         for letter in letters:
             ids = flow.axis(weight.marks.constant, weight.axes(letter), (weight.size(letter),))
@@ -213,8 +213,9 @@ def _through(one: Factor, shape: tuple[int, ...], out: str) -> LabelTensor:
 
 
 def _bilinear(flow: Flow, call: Call, one: Factor, other: Factor, out: str) -> Value:
-    """Queries times keys: each element of one with its element of the other. The result has a label for each batch,
-    that holds those of what was summed up in it.
+    """Join each element of queries with its element of keys.
+
+    The result has a label for each head, which holds the labels that are summed over in the head.
     """
     (batch, summed), why = _common(one, other, out), f"{call.where} multiplies it with what stays"
     letters = batch + summed
@@ -239,7 +240,7 @@ def _unsummed(flow: Flow, call: Call, each: Factor, beside: Factor, summed: set[
 
 
 def _weighing(flow: Flow, call: Call, one: Factor, other: Factor, out: str) -> Value:
-    """Attention times values: sums over what isn't labelled, so that labels of a side go on; of both the first's."""
+    """Multiply attention weights with values: the sum runs over unlabelled places, and the finer labels go on."""
     batch = set(_common(one, other, out)[0])
     fine, coarse = (other, one) if not set(one.varying) - batch and other.varying else (one, other)
     if fine.marks.labels is None:

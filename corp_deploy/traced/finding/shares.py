@@ -1,4 +1,4 @@
-"""What goes with each site: multiply-adds and parameters, those of a layer between two sites half with either."""
+"""The multiply-adds and parameters that go with each site; a layer between two sites counts half for either."""
 
 import math
 from collections import Counter, defaultdict
@@ -10,21 +10,23 @@ import torch
 from numpy.polynomial import Polynomial
 from torch import Tensor, fx
 
+from corp_deploy.traced.programs.attention_masks import SDPA
 from corp_deploy.traced.programs.program import module_of, operation
 
 from .flow import Flow, Use, site_labels
 from .labels import LabelTensor, compact
 from .sites import FoundSites
 
-_ATTENTION = "scaled_dot_product_attention"
 EXACT = 1e-9
-"""Shares below are rounding."""
+"""The share below which a share is rounding."""
 
 
-@dataclass(frozen=True, kw_only=True)  # without slots, so that what is summed can be kept
+@dataclass(frozen=True, kw_only=True)  # without slots, for the cached property
 class LayerCosts:
-    """What layers cost, with which shares of each of their sides are of which sites: `every` (cost, by side, by site's
-    key) with where each stands, a module or a parameter; `streams`: the keys of streams.
+    """The costs of layers, and the sites' shares of each side of a layer, such as its rows or columns.
+
+    `every`: per layer its cost, and per side the share of each site by key. `places`: the module or parameter of each
+    layer. `streams`: the keys of streams.
     """
 
     every: tuple[tuple[float, tuple[Mapping[str, float], ...]], ...]
@@ -33,9 +35,10 @@ class LayerCosts:
 
     @cached_property
     def alone(self) -> Counter[str]:
-        """By site what goes with it: all of a layer that a stream is on the other side of, half of one between two
-        others, which costs the product of what is left of both, never more than the mean. So what is added up of sites
-        but streams is never too low.
+        """The cost that goes with each site: all of a layer beside a stream, half of a layer between two other sites.
+
+        A layer between two sites costs the product of the shares left of both, which is at most their mean. So the cost
+        that is added up of sites other than streams is never too low.
         """
         totals = defaultdict[str, float](float)
         for cost, sides in self.every:
@@ -44,26 +47,26 @@ class LayerCosts:
         return Counter({key: int(total) for key, total in totals.items()})
 
     def _shared(self, sides: Sequence[Mapping[str, float]]) -> Mapping[str, float]:
-        """Evenly among those sides whose elements can go."""
+        """Share a layer's cost by site, evenly among the sides whose elements can go."""
         counted = [side for side in sides if not side.keys() <= self.streams] or sides
         parts: dict[str, float] = defaultdict(float)
         for at, side in enumerate(counted):
             others = (sum(other.values()) for other in (*counted[:at], *counted[at + 1 :]))
-            # One of the sides that can go, the mean of 1 / (1 + others that can go too): the integral of t ** others.
+            # A side gets the mean of 1 / (1 + others that can go too), which is the integral of t ** others.
             part = math.prod((Polynomial((1.0 - can_go, can_go)) for can_go in others), start=Polynomial((1.0,)))
             for key, share in side.items():
                 parts[key] += share * part.integ()(1.0)
         return parts
 
     def without(self, keys: Collection[str]) -> Mapping[str, float]:
-        """By place what goes with none of these sites."""
+        """Return, by place, the cost that goes with none of these sites."""
         left: dict[str, float] = defaultdict(float)
         for (cost, sides), place in zip(self.every, self.places, strict=True):
             left[place] += cost * (1.0 - sum(share for key, share in self._shared(sides).items() if key in keys))
         return left
 
     def of_others(self, keys: Collection[str]) -> "LayerCosts":
-        """What is left where all of these sites go."""
+        """Return the costs that are left when all of these sites go."""
         every, places = [], []
         for (cost, sides), place in zip(self.every, self.places, strict=True):
             left = [1.0 - sum(share for key, share in side.items() if key in keys) for side in sides]
@@ -77,7 +80,7 @@ class LayerCosts:
         return replace(self, every=tuple(every), places=tuple(places))
 
     def saved(self, left: Mapping[str, float]) -> float:
-        """What goes where so much is left of sites by their keys, all of others."""
+        """Return the cost that is saved when these shares of sites are left, and all of other sites."""
 
         def left_of(side: Mapping[str, float]) -> float:
             return 1.0 - sum(share * (1.0 - left.get(key, 1.0)) for key, share in side.items())
@@ -87,14 +90,14 @@ class LayerCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shares:
-    """What goes with sites, of one input."""
+    """The multiply-adds of one input and the parameters, shared among sites."""
 
     macs: LayerCosts
     parameters: LayerCosts
 
 
 def compute_shares(analysis: FoundSites, *, aside: Collection[str] = ()) -> Shares:
-    """Of all sites; parameters of the names `aside` don't count."""
+    """Share multiply-adds and parameters among all sites; parameters of the names `aside` don't count."""
     flow, program = analysis.flow, analysis.program
     owner = torch.full((flow.groups.count + 1,), -1)
     for number, site in enumerate(analysis.sites):
@@ -127,11 +130,12 @@ def _layers(analysis: FoundSites, owner: Tensor, costs: Sequence[tuple[int, list
 
 
 def _products(flow: Flow, node: fx.Node, cost: int) -> list[tuple[int, list[Tensor]]]:
-    """What a node costs with its sides: the labels of a contraction's weight, else of what it gives and what it sums
-    over. An attention is two products, one of queries and keys and one of values; tables that are added to its scores
-    are no weight.
+    """Return a node's products, each as its cost and the labels of its sides.
+
+    The sides are those of a contraction's weight, else the result and what is summed over. A fused attention is two
+    products, of queries and keys and of values; tables that are added to its scores count as no weight.
     """
-    is_attention = operation(node) == _ATTENTION
+    is_attention = operation(node) == SDPA
     if not is_attention and (uses := flow.constants_of(node)):
         weight = max(uses, key=lambda use: flow.program.tensor(use.name).numel()).name
         return [(cost, _largest(use for use in uses if use.name == weight))]

@@ -1,4 +1,4 @@
-"""A site of a program: groups of elements that are removed together, and where each of them stands."""
+"""Sites of a program: groups of elements that are removed together, and the places of each in the program's tensors."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -12,9 +12,9 @@ Index = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Span:
-    """Where the groups of a site stand in a tensor: index_GM [groups, places] counts along `axes`, the last fastest.
+    """The places of a site's groups in a tensor: index_GM [groups, places] counts along `axes`, the last fastest.
 
-    `name`: of a parameter or constant; of a node for what is listened to, `reader` being the node that sums over it.
+    `name`: the name of a parameter or constant; or that of a node whose result the node `reader` sums over.
     """
 
     name: str
@@ -25,10 +25,10 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SiteGroups:
-    """What can be removed group by group: `writers` lose rows, `readers` columns, `between` what stands channelwise.
+    """The groups of a site: `writers` lose rows, `readers` columns, `between` elements of channelwise parameters.
 
-    `listening`: the tensors that are summed over, both sides for queries and keys. `part_G`: the head, or another
-    part, that each group is of; as many are kept in each. None where groups are free.
+    `listening`: the tensors that are summed over, both sides for queries and keys. `part_G`: the head or other part of
+    each group, all of which keep equally many; None if any groups may go.
     """
 
     name: str
@@ -42,23 +42,23 @@ class SiteGroups:
 
     @property
     def key(self) -> str:
-        """What it is called by, once in a program."""
+        """The name and kind, unique in a program."""
         return f"{self.name} {self.kind}"
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """All of its parameters and constants."""
+        """The places in parameters and constants."""
         return *self.writers, *self.readers, *self.between
 
     @property
     def parts(self) -> int:
-        """How many parts, of as many groups each."""
+        """The number of parts of equal size."""
         return 1 if self.part_G is None else int(self.part_G.max()) + 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixedElements:
-    """Elements that a parameter writes and that can't be removed."""
+    """Elements that a parameter writes and that can't be removed, with the reason."""
 
     name: str
     count: int

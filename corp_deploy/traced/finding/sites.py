@@ -1,4 +1,4 @@
-"""The sites of a program: its removable groups, sorted by where they stand, with names and kinds for people."""
+"""The sites of a program: its removable groups, sorted by their places, with names and kinds."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,16 +23,16 @@ _PLAIN = SAME | SHAPED | RUN | {"batch_norm", "pad", "constant_pad_nd", "avg_poo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Alike:
-    """Groups that are used in the same places: index [groups, places] in the labels of each use."""
+class _AlikeGroups:
+    """Groups that have the same uses: index [groups, places] into the labels of each use."""
 
     uses: tuple[Use, ...]
     index: tuple[Index, ...]
     group_G: Tensor
 
 
-def _alike(flow: Flow, units: Tensor) -> Iterator[_Alike]:
-    """Yield the removable groups, sorted by where they are used; of each the writers first."""
+def _alike_groups(flow: Flow, units: Tensor) -> Iterator[_AlikeGroups]:
+    """Yield the removable groups by their uses, sorted by the first use; writers come first."""
     uses = sorted(flow.every_use, key=lambda use: (use.role != "writes") + 2 * (not use.is_of_constant))
     groups_of, numbers_of, places_of = list[Index](), list[Index](), list[Index]()
     for number, use in enumerate(uses):
@@ -44,10 +44,10 @@ def _alike(flow: Flow, units: Tensor) -> Iterator[_Alike]:
     if not any(map(len, places_of)):
         return
     groups_U, numbers_U, places_U = map(np.concatenate, (groups_of, numbers_of, places_of))
-    order_U = np.argsort(groups_U, kind="stable")  # by use and place they are sorted
+    order_U = np.argsort(groups_U, kind="stable")  # uses and places are sorted already
     groups_U, numbers_U, places_U = groups_U[order_U], numbers_U[order_U], places_U[order_U]
     starts = np.flatnonzero(np.diff(groups_U, prepend=-1))
-    # Groups are alike if they are used by the same uses as often: the sums of a random number for each use tell.
+    # Groups are alike if each use has them equally often; equal sums of a random number for each use show that.
     drawn = np.random.default_rng(0).integers(0, 2**63, len(uses), dtype=np.uint64)
     _, alike_G = np.unique(np.add.reduceat(drawn[numbers_U], starts), return_inverse=True)
     count_G = np.diff(starts, append=len(groups_U))
@@ -57,7 +57,7 @@ def _alike(flow: Flow, units: Tensor) -> Iterator[_Alike]:
         found.append(first_G[:, None] + np.arange(count_G[members[0]]))
     for at_GM in sorted(found, key=lambda each: (numbers_U[each[0, 0]], places_U[each[0, 0]])):
         numbers_M = numbers_U[at_GM[0]]
-        yield _Alike(
+        yield _AlikeGroups(
             uses=tuple(uses[number] for number in np.unique(numbers_M)),
             index=tuple(places_U[at_GM[:, numbers_M == number]] for number in np.unique(numbers_M)),
             group_G=torch.from_numpy(groups_U[at_GM[:, 0]]),
@@ -66,7 +66,7 @@ def _alike(flow: Flow, units: Tensor) -> Iterator[_Alike]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FoundSites:
-    """`sites` in order of the program, what `stays` and why, and multiply-adds of one input by node."""
+    """The sites in order of the program, the elements that stay, and the multiply-adds of one input by node."""
 
     program: Program
     flow: Flow
@@ -77,15 +77,15 @@ class FoundSites:
 
 @one_thread()
 def find_sites(program: Program, *, keeps_all: bool = False) -> FoundSites:
-    """All sites of a program, with weights or without; with `keeps_all` those whose groups can change places alone."""
+    """Find all sites of a program, with weights or on meta; with `keeps_all` those whose groups can be reordered."""
     flow = walk_program(program, keeps_all=keeps_all)
-    units, parts, met = _units(flow), _parts(flow), _met(flow)
+    units, parts, met = _removable(flow), _parts(flow), _met(flow)
     costs = {node: count_macs(node) for node in program.nodes if node.op == "call_function"}
     return FoundSites(
         program=program,
         flow=flow,
-        sites=tuple(_named(_site(flow, met, parts, each) for each in _alike(flow, units))),
-        stays=tuple(_stays(flow, units)),
+        sites=tuple(_number_equal_keys(_site(flow, met, parts, each) for each in _alike_groups(flow, units))),
+        stays=tuple(_fixed_elements(flow, units)),
         costs=costs,
     )
 
@@ -95,7 +95,8 @@ def _of(flow: Flow, labels: Tensor) -> Tensor:
     return groups[groups >= 0]
 
 
-def _units(flow: Flow) -> Tensor:
+def _removable(flow: Flow) -> Tensor:
+    """Return the mask [labels] of groups that are written and read, can go, and hold no others."""
     written, read = (torch.zeros(flow.groups.count, dtype=torch.bool) for _ in range(2))
     for use in flow.every_use:
         if use.role != "between":
@@ -104,7 +105,7 @@ def _units(flow: Flow) -> Tensor:
 
 
 Met = Mapping[str, Tensor]
-"""Which labels are among those that attention weights sum up, that meet in products, in sums."""
+"""Masks [labels] of those that attention weights sum up, that meet in products, and that meet in sums."""
 
 
 def _met(flow: Flow) -> Met:
@@ -116,7 +117,7 @@ def _met(flow: Flow) -> Met:
     return met
 
 
-def _site(flow: Flow, met: Met, parts: Tensor, each: _Alike) -> SiteGroups:
+def _site(flow: Flow, met: Met, parts: Tensor, each: _AlikeGroups) -> SiteGroups:
     spans: dict[Role, dict[tuple[str, tuple[int, ...], str], Span]] = defaultdict(dict)
     for use, index_GM in zip(each.uses, each.index, strict=True):
         reader = "" if use.is_of_constant else use.node.name
@@ -136,7 +137,7 @@ def _site(flow: Flow, met: Met, parts: Tensor, each: _Alike) -> SiteGroups:
     )
 
 
-def _kind(flow: Flow, met: Met, each: _Alike) -> Kind:
+def _kind(flow: Flow, met: Met, each: _AlikeGroups) -> Kind:
     group = each.group_G[0]
     if any(use.role == "pairs" for use in each.uses):
         return "queries and keys"
@@ -154,13 +155,14 @@ def _kind(flow: Flow, met: Met, each: _Alike) -> Kind:
     return "convolution channels" if is_activated else "stream"
 
 
-def _is_pointwise(flow: Flow, each: _Alike) -> bool:
+def _is_pointwise(flow: Flow, each: _AlikeGroups) -> bool:
+    """Check that all uses are linear layers or 1x1 convolutions of places that something else reads too."""
     for use in each.uses:
         if use.role in ("writes", "reads", "between"):
             if flow.program.tensor(use.name).shape[2:].numel() > 1 or _is_grouped(use.node):
                 return False
         else:
-            # One place of each map, as squeezes read, unless it is a norm's mean over channels.
+            # A squeeze reads one place of each map, and so does a norm's mean over channels.
             source, weight = use.node.all_input_nodes[:2]
             is_pooled = source.meta["val"].shape[2:].numel() == 1 and not is_mean_weight(str(weight.target))
             if is_pooled or not _is_activated(use.node):
@@ -173,7 +175,7 @@ def _is_grouped(node: fx.Node) -> bool:
 
 
 def _is_activated(reader: fx.Node) -> bool:
-    """Whether there is more than norms, gains and convolutions of each channel between a layer and that before it."""
+    """Check for more than norms, gains and depthwise convolutions between a reader and the layer before it."""
     node = reader.all_input_nodes[0]
     while (
         operation(node) in _PLAIN
@@ -185,8 +187,9 @@ def _is_activated(reader: fx.Node) -> bool:
 
 
 def _parts(flow: Flow) -> Tensor:
-    """The part [labels] that each group is of: what holds it, as a head does; else its line along the last axis of the
-    first tensor that has several. -1 without either.
+    """Return the part [labels] of each group: the label that holds it, as a head does, or its line in a tensor.
+
+    The line is that along the last labelled axis of the first tensor with several; -1 stands for no part.
     """
     part = torch.full((flow.groups.count,), -1)
     for outer, inner in flow.held_groups():
@@ -203,20 +206,20 @@ def _parts(flow: Flow) -> Tensor:
 
 
 def common_path(nodes: Sequence[fx.Node]) -> str:
-    """The innermost module that all are called in; of those that share none, the first."""
+    """Return the path of the innermost module that all nodes are called in, or the first node's if they share none."""
     paths = [path.split(".") for path in (module_of(node)[0] for node in nodes) if path]
     common = [] if not paths else [parts[0] for parts in zip(*paths, strict=False) if len(set(parts)) == 1]
     return ".".join(common or (paths[0] if paths else [nodes[0].name]))
 
 
-def _named(sites: Iterator[SiteGroups]) -> Iterator[SiteGroups]:
+def _number_equal_keys(sites: Iterator[SiteGroups]) -> Iterator[SiteGroups]:
     count: Counter[str] = Counter()
     for site in sites:
         count[site.key] += 1
         yield site if count[site.key] == 1 else replace(site, name=f"{site.name}#{count[site.key]}")
 
 
-def _stays(flow: Flow, units: Tensor) -> Iterator[FixedElements]:
+def _fixed_elements(flow: Flow, units: Tensor) -> Iterator[FixedElements]:
     holds, written = find_holders(flow), dict[str, Tensor]()
     for use in flow.every_use:
         if use.role == "writes" and len(flow.program.tensor(use.name).shape) > 1:

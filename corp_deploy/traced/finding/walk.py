@@ -1,6 +1,7 @@
-"""A walk through a program, op by op, and its one table: what an op does to labels. An op that isn't in it stops them,
-which is always safe. The rules of contractions stand here: layers with a weight, over features or over places of a map,
-products of activations, and tables.
+"""A walk through a program, op by op, with the table of rules of what an op does to labels.
+
+An op without a rule stops labels, which is always safe. This file has the rules of contractions: layers with a weight,
+products of activations, and lookups in tables.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,7 +24,7 @@ _KERNEL = "XYZ"
 
 
 def contraction(flow: Flow, call: Call) -> Value:
-    """linear, matmul and its like, einsum: by letters; what addmm adds is a bias where it is a constant of one axis."""
+    """Apply the rule of linear, matmul and einsum by letters; addmm adds a bias if that is a constant of one axis."""
     equation, bias = equation_of(call.node), call["bias"] if call.op == "linear" else None
     if equation is None or (call.op == "linear" and not call["weight"].constant):
         return stop_labels(flow, call)
@@ -40,7 +41,7 @@ def contraction(flow: Flow, call: Call) -> Value:
 
 
 def add_bias(flow: Flow, call: Call, result: LabelTensor, bias: LabelTensor | None, dim: int) -> Value:
-    """A bias goes with the rows."""
+    """Let a bias lose the elements of removed rows."""
     if bias is not None and dim in result.dims:
         rows = flow.across(result, (dim,), f"{call.where} adds a bias")
         if bias.constant:
@@ -52,7 +53,7 @@ def add_bias(flow: Flow, call: Call, result: LabelTensor, bias: LabelTensor | No
 
 
 def convolution(flow: Flow, call: Call) -> Value:
-    """input [B, C, ...], weight [O, C / groups, ...]; a transposed one has weight [C, O, ...]."""
+    """Apply the rule of input [B, C, ...] and weight [O, C / groups, ...], or [C, O, ...] if transposed."""
     first, weight, groups = call["input"], call["weight"], call["groups"]
     is_transposed, places = "transpose" in call.op, FRONT[: len(first.shape) - 2]
     odd = len(first.shape) != len(weight.shape) or (first.dims and 1 not in first.dims)
@@ -74,7 +75,7 @@ def convolution(flow: Flow, call: Call) -> Value:
 
 
 def _depthwise(flow: Flow, call: Call, first: LabelTensor, weight: LabelTensor) -> Value:
-    """Each channel by itself, one or several for it."""
+    """Let each channel give one or several channels by itself."""
     if first.labels is None:
         return unlabelled(call.shape, first.why)
     channels_C = flow.across(first, (1,), f"{call.where} convolves each channel")
@@ -84,7 +85,7 @@ def _depthwise(flow: Flow, call: Call, first: LabelTensor, weight: LabelTensor) 
 
 
 def _in_groups(flow: Flow, call: Call, first: LabelTensor, weight: LabelTensor, groups: int) -> Value:
-    """Each group of rows [O / groups] has columns of its own [C / groups]; as many are left of each."""
+    """Let each group of rows [O / groups] read columns of its own [C / groups]; each keeps some of either."""
     columns, why = weight.shape[1], f"{call.where} works in groups"
     source, kernel = call.arguments["input"], argument_factor(call, "weight", "OC" + _KERNEL[: len(weight.shape) - 2])
     if first.labels is not None:
@@ -101,7 +102,7 @@ def _in_groups(flow: Flow, call: Call, first: LabelTensor, weight: LabelTensor, 
 
 
 def embedding(flow: Flow, call: Call) -> Value:
-    """weight [V, C]: columns of a table are written, its rows are looked up by number."""
+    """Write the columns of a table [V, C], whose rows are looked up by number."""
     weight = argument_factor(call, "weight", "VC")
     if not weight.marks.constant:
         return stop_labels(flow, call)
@@ -110,8 +111,9 @@ def embedding(flow: Flow, call: Call) -> Value:
 
 
 def attention(flow: Flow, call: Call) -> Value:
-    """queries [..., H, L, E], keys [..., H, S, E], values [..., H, S, V]; of grouped queries several share a key. A
-    mask or table of positions is added to the scores.
+    """Apply the rule of queries [..., H, L, E], keys [..., H, S, E] and values [..., H, S, V], with a mask added.
+
+    Grouped queries share keys.
     """
     query, key, value = (call[name] for name in ("query", "key", "value"))
     queries, keys, values = (call.arguments[name] for name in ("query", "key", "value"))
@@ -179,11 +181,11 @@ _BY_RULE: tuple[tuple[Rule, str], ...] = (
     (embedding, "embedding"),
 )
 RULES: Mapping[str, Rule] = {op: rule for rule, ops in _BY_RULE for op in ops.split()}
-"""By an op's name in ATen; besides, torch knows what works element by element."""
+"""The rules by the ops' names in ATen; torch's tags tell which other ops work element by element."""
 
 
 def walk_program(program: Program, *, keeps_all: bool = False) -> Flow:
-    """All that labels of the program's weights meet, in order of the program; `keeps_all` as Flow's."""
+    """Let the labels of all weights flow through the program in order; `keeps_all` as Flow's."""
     flow = Flow(program=program, keeps_all=keeps_all, times_used=count_uses(program))
     for node in program.nodes:
         if node.op == "output":
@@ -197,7 +199,7 @@ def walk_program(program: Program, *, keeps_all: bool = False) -> Flow:
 
 
 def evaluate_node(flow: Flow, node: fx.Node) -> Any:
-    """What a node gives: Marks, several of them, or a number."""
+    """Apply the rule of a node's op, and return the node's value."""
     if node.op == "get_attr":
         return LabelTensor(tuple(flow.program.tensor(str(node.target)).shape), None, "", str(node.target))
     if node.op == "placeholder":
