@@ -16,7 +16,7 @@ from click.testing import Result
 
 from corp_deploy.release import signer as signing
 from corp_deploy.release.names import ATTESTATION, PROVENANCE, SIGNATURE
-from corp_deploy.release.signature import Unverified, hashed
+from corp_deploy.release.signature import Unverified, hashing_config
 from corp_deploy.release.signer import KeySigner, SigstoreSigner, sign
 from corp_deploy.release.verifier import Certified, PublicKey, Sigstore
 from ground.errors import Missing
@@ -261,8 +261,10 @@ def test_a_statement_that_has_files_skipped_vouches_for_nothing(out: Path, keys:
     from model_signing import signing as library
 
     for config in (
-        hashed().set_ignored_paths(paths=[SIGNATURE, ".stages", "model.onnx"]),
-        hashed().use_shard_serialization(hashing_algorithm="sha256").set_ignored_paths(paths=[SIGNATURE, ".stages"]),
+        hashing_config().set_ignored_paths(paths=[SIGNATURE, ".stages", "model.onnx"]),
+        hashing_config()
+        .use_shard_serialization(hashing_algorithm="sha256")
+        .set_ignored_paths(paths=[SIGNATURE, ".stages"]),
     ):
         (out / SIGNATURE).unlink()
         signer = library.Config().use_elliptic_key_signer(private_key=keys / "ours.pem")

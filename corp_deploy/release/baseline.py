@@ -1,4 +1,4 @@
-"""The older records that rules compare with, and how records that pass become them. Imports no torch."""
+"""The older records that rules compare with. Imports no torch."""
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Baseline(Record, heading="Baseline"):
-    """Paths of the older records; they are read when they are used."""
+    """Paths of the older records, which are read when they are used."""
 
     path: Path | None = option(FILE, typed="baseline", help="The older bench.json that `baseline` in a rule means.")
     parity: Path | None = option(
@@ -43,8 +43,9 @@ class Baseline(Record, heading="Baseline"):
         return {kind: path for kind, path in every.items() if path is not None}
 
     def require(self, rules: "Sequence[Rule]" = ()) -> None:
-        """Raise BadInput when a baseline is named that is no such record, or is not there and may not be started, and
-        when one of the rules asks for one that is not named.
+        """Raise BadInput for a baseline that is absent or no such record, and for a rule that no baseline is named for.
+
+        An absent baseline is accepted with `init`.
         """
         from perf.parity.parity import load_parity
         from perf.record.runs import load_bench
@@ -63,7 +64,7 @@ class Baseline(Record, heading="Baseline"):
                 raise BadInput(f"rule {rule.text!r} needs {option} FILE, at first with --init-baseline")
 
     def older(self, own: Mapping[str, Path]) -> dict[str, Path]:
-        """Return the records to judge by, without the very record that started the baseline."""
+        """Return the older records by kind, without those that are copies of the judged records `own`."""
         older = {kind: path for kind, path in self.by_kind.items() if path.is_file()}
         if self.init:
             digests = {kind: sha256_of_file(path) for kind, path in own.items() if path.is_file()}
@@ -71,18 +72,17 @@ class Baseline(Record, heading="Baseline"):
         return older
 
     def start(self, own: Mapping[str, Path], *, exit_code: int) -> dict[Path, Path]:
-        """Make records that were judged the baseline, only those of a gate that passes, where there are none: by the
-        baseline's path the record that is it now.
-        """
-        missing = {path: own[kind] for kind, path in self.by_kind.items() if kind in own and not path.exists()}
-        started = missing if self.init and exit_code == 0 else {}
+        """Copy the records of a passing gate to the absent baselines; return each record by its baseline."""
+        if not self.init or exit_code:
+            return {}
+        started = {path: own[kind] for kind, path in self.by_kind.items() if kind in own and not path.exists()}
         for path, record in started.items():
             with replacing(path) as temporary:
                 shutil.copyfile(record, temporary)
         return started
 
     def unwritten(self, own: Mapping[str, Path], gate: "Gate") -> list[str]:
-        """Say for each baseline that was not started why."""
+        """Return a sentence for each baseline that a gate, as it didn't pass, has not started."""
         causes = [f"{row.rule}: {row.message}" for row in gate.rules if row.verdict == gate.verdict]
         return [
             f"{path}: baseline not written, because the gate is {gate.verdict} ({causes[0]}); the first record that "

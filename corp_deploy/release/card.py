@@ -1,4 +1,4 @@
-"""MODEL_CARD.md of a release: what was removed, on which images, agreement, speed, limits."""
+"""The model card of a release: what was removed, on which images, agreement, speed, limits."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -200,7 +200,7 @@ def _limits(recipe: Recipe, parity: Parity) -> Iterator[str]:
 
 
 def _unproven(root: Path, recipe: Recipe) -> Iterator[str]:
-    """Warn of verdicts other than PASS; nothing for a model that passed."""
+    """Yield warnings of verdicts other than PASS."""
     proof = proof_of_directory(root)
     if proof.failed:
         yield "This model failed its proof:"
@@ -218,8 +218,8 @@ def _unproven(root: Path, recipe: Recipe) -> Iterator[str]:
         yield ""
 
 
-def card(root: Path, recipe: Recipe, commands: Sequence[str], efforts: Efforts) -> str:
-    """The card's text, from the records of a release, the commands that made it and what its stages took."""
+def render_card(root: Path, recipe: Recipe, commands: Sequence[str], efforts: Efforts) -> str:
+    """Return the text of a release's card: from its records, its commands, and the time and memory of its stages."""
     config = load_model_config(root / "reduced")
     parity = load_parity(root / PARITY)
     shape = "x".join(map(str, config.input.shape))

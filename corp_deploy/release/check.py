@@ -1,6 +1,4 @@
-"""Whether a release is what it was when it was made: signature, digests, manifest, and its sample inputs, replayed.
-Imports no torch.
-"""
+"""Checks of a finished release: signature, digests, manifest, and sample inputs replayed. Imports no torch."""
 
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -31,7 +29,7 @@ from .signature import Signed, Unverified, added_to, sums_from_file
 from .verifier import Verifier
 
 KIND = "corp-deploy/samples"
-# Another CPU adds up in another order, and rounds half-precision weights' products elsewhere.
+# Other CPUs sum in another order and round the products of half-precision weights at other places.
 REPLAY_ERROR = {"fp32": 1e-4, "fp16": 1e-2, "mixed": 1e-2, "bf16": 8e-2, "mixed-bf16": 8e-2, "int8": 0.1, "fp8": 0.1}
 BATCH = 8
 LINK = "a link, expected the file itself"
@@ -41,15 +39,16 @@ Answers = NDArray[np.float32]
 
 
 class GraphAnswers(msgspec.Struct, frozen=True, kw_only=True):
-    """The file of answers of a graph, and the largest relative error of others."""
+    """The file of a graph's answers, and the largest relative error that a replay may have."""
 
     expected: str
     max_relative_error: float
 
 
 class SamplesRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=KIND):
-    """samples.json: where the images stand, how many there are, and the graphs that answered them. For measures of the
-    user's own also the images' names and, where the held-out ones have labels, their file.
+    """The content of samples.json: the file and number of the images, and the graphs with their answers.
+
+    For metrics of the user's own it also holds the images' names and, if there are labels, their file.
     """
 
     version: Literal[1] = 1
@@ -73,7 +72,7 @@ def replayed(runner: Runner, images: Images) -> Answers:
 
 @contextmanager
 def opened_graph(path: Path) -> Iterator[Runner]:
-    """Open a graph on the CPU; one of BF16 or FP8 is rounded as it is typed."""
+    """Open a graph on the CPU; one of BF16 or FP8 computes in float32 and rounds to its types."""
     with tempfile.TemporaryDirectory() as scratch:
         if type_by_name(onnx_precision(path)) in (BFLOAT16, FLOAT8):
             rounded = Path(scratch) / path.name
@@ -84,7 +83,7 @@ def opened_graph(path: Path) -> Iterator[Runner]:
 
 
 def of_release(folder: Path, name: str) -> Path:
-    """Return the path of a recorded file; raise BadInput outside of the release."""
+    """Return the path of a recorded file; raise BadInput for one outside the release."""
     return path_inside(folder, name, where=str(folder / SAMPLES_RECORD))
 
 
@@ -113,7 +112,7 @@ def _differences(folder: Path, record: SamplesRecord) -> Iterator[str]:
 
 
 def replay(folder: Path) -> list[str]:
-    """What differs when every graph of a release answers its sample inputs again; nothing when all is as it was.
+    """Run every graph of a release on its sample inputs again; return a sentence for each that answers otherwise.
 
     Raises BadInput for a record that can't be read, Missing without ONNX Runtime.
     """
@@ -160,8 +159,9 @@ class ExpectedRelease:
     version: str | None = None
 
     def signed(self, folder: Path) -> Signed:
-        """Before anything else of the release is read. Raises Unverified also for a release of another name or
-        version: a signature of an older one holds for ever.
+        """Return the verified signature of a release, before anything else of it is read.
+
+        Raises Unverified also for another name or version, since the signature of an older release stays valid.
         """
         signed = self.verifier.verify(folder)
         if MANIFEST not in signed.files:
@@ -190,10 +190,11 @@ def _changed(folder: Path, digests: Mapping[str, str]) -> dict[str, str]:
 
 
 def check_release(folder: Path, expected: ExpectedRelease | None = None) -> Checked:
-    """Verify the signature where one is expected, compare every digest, then replay the samples of the graphs that are
-    whole. Nothing is read of a release whose signature doesn't hold. A model repository has a signature alone.
+    """Verify the signature if one is expected, then compare all digests, then replay the samples if no file differs.
 
-    Raises BadInput for a directory that is no release, Missing without ONNX Runtime, or the library that verifies.
+    Nothing is read of a release whose signature doesn't hold. A model repository has only a signature to check.
+
+    Raises BadInput for a directory that is no release, Missing without ONNX Runtime or the library that verifies.
     """
     try:
         signed = None if expected is None else expected.signed(folder)
@@ -208,7 +209,7 @@ def check_release(folder: Path, expected: ExpectedRelease | None = None) -> Chec
     changed = _changed(folder, sums)
     differs = [*changed.values(), *(f"{name}: in no list of this release" for name in added_to(folder, sums))]
     if MANIFEST in sums and MANIFEST not in changed:
-        # Where both contradict one another, so that neither can be edited alone.
+        # The two lists have to agree, so that neither can be edited alone.
         entries = {name: entry.sha256 for name, entry in load_manifest(folder).files.items()}
         listed = {name: digest for name, digest in sums.items() if name not in (MANIFEST, PROVENANCE)}
         unequal = (name for name in sorted({*entries, *listed}) if entries.get(name) != listed.get(name))

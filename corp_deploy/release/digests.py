@@ -1,5 +1,6 @@
-"""Digests of files, remembered by size and time of change, and of folders, over names and files; and the stamps of
-finished stages, which hold those of all that they had read and left. Imports no torch.
+"""Digests of files and folders, and the stamps of finished stages, which hold them. Imports no torch.
+
+The digest of a file is kept with the file's size and time of change, so that it isn't computed again.
 """
 
 import contextlib
@@ -17,22 +18,23 @@ from ground.pictures import pictures_below
 from ground.records import record_from_file
 
 IMAGE_LABELS = ("calibration.images", "held_out.images")
-"""Labels of stages' inputs that are folders of images."""
-# A file that was written this recently may change again without its time of change moving.
+"""The labels of those inputs of stages that are folders of images."""
 SETTLED_NS = 2_000_000_000
+"""The least age of a file whose digest is kept: a younger one may change within the same time of change."""
 
 
 class KnownDigests(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="corp-deploy/digests"):
-    """Size in bytes, time of change in nanoseconds and sha256 by absolute path."""
+    """Size in bytes, time of change in nanoseconds, and sha256 of files, by absolute path."""
 
     version: Literal[1] = 1
     files: dict[str, tuple[int, int, str]]
 
 
 def files_of(path: Path, *, pictures: bool = False) -> list[Path]:
-    """The files that a path stands for, in a fixed order: itself, all below a folder but what says how long they took,
-    or numbered shards such as x-{00..07}.tar; none when there are none. `pictures`: of a folder those that are read as
-    images.
+    """Return the files that a path stands for, in a fixed order; none if there are none.
+
+    A file stands for itself, a folder for all files below it but effort records (with `pictures`, for those that are
+    read as images), and x-{00..07}.tar for its shards.
     """
     if path.is_file():
         return [path]
@@ -46,7 +48,7 @@ def files_of(path: Path, *, pictures: bool = False) -> list[Path]:
 
 
 class Digests:
-    """Digests kept in `file` between runs; a file that can't be read counts as none."""
+    """Digests that are kept in a file between runs; a file that can't be read counts as empty."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -74,9 +76,9 @@ class Digests:
         return digest
 
     def of_path(self, path: Path, *, pictures: bool = False) -> str:
-        """Return the digest of a file, or of a folder or shards by names and files, see `files_of`.
+        """Return the digest of a file, or of the names and digests of a folder's files or of shards.
 
-        Raises BadInput where nothing is.
+        Raises BadInput for a path without files.
         """
         if path.is_file():
             return self.of_file(path)
@@ -88,7 +90,7 @@ class Digests:
 
 
 class Stamp(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="corp-deploy/stamp"):
-    """The inputs (label to digest or setting) and the outputs (file to sha256) of a finished stage."""
+    """The inputs (digest or setting by label) and outputs (sha256 by file) of a finished stage."""
 
     version: Literal[1] = 1
     inputs: dict[str, str]

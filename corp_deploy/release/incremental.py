@@ -1,7 +1,8 @@
-"""Stages that are done when a stamp says so: the digest of all they read, and the digests of all their outputs.
+"""An incremental build of stages. A stage is done if its stamp holds the digests of all its inputs and outputs.
 
-A stage writes into an empty directory beside; its files are moved to their places all or none, the stamp after them. So
-a process that is killed at any moment leaves either a stage that stands or one that is run again. Imports no torch.
+A stage writes into an empty directory of its own. Its files are moved to their places all or none, and then its stamp
+is written. So a process that is killed at any moment leaves a stage either finished or to be run again. Imports no
+torch.
 """
 
 import errno
@@ -28,30 +29,31 @@ STATE = ".stages"
 DIGESTS = "digests.json"
 NOT_DONE, AGAIN = "not done yet", "asked for by --again"
 MACHINE = "machine"
-"""The input of a stage that measures which describes the machine."""
+"""The label of the input that describes the machine of a stage that measures."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageDirs:
-    """Where a stage works: the directory of results, an empty one to write into, and a name whose stem begins those of
-    all that it leaves unfinished on purpose (kept for the next attempt with the same inputs). `watch`: who takes the
-    time of its parts; `tell`: who hears what went otherwise than asked.
-    """
+    """The directories that a stage works in."""
 
     root: Path
+    """The directory of results, which holds what the stage reads."""
     into: Path
+    """An empty directory that the stage writes its outputs to."""
     unfinished: Path
+    """A path whose stem begins the names of all files that the next attempt with the same inputs continues from."""
     watch: Stopwatch | None = None
+    """A stopwatch for the parts of the stage."""
     tell: Callable[[str], None] = lambda text: None
+    """Called with a sentence for each thing that is not done as it was asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """One step. `reads` and `outputs` are files below the directory of results, or whole folders when a slash ends
-    them. `outside` are files or folders elsewhere, by label. `settings` are JSON values. `missing` says what this
-    machine lacks for it (None: nothing). `machine` describes the machine for a stage that measures; it counts where the
-    stage can run. `earlier`: more of `outside` and `settings`, looked for when it is the stage's turn. `again`: whether
-    it runs although it is done.
+    """One step of a build, with all that its result depends on.
+
+    `reads` and `outputs` are files below the directory of results, or folders if they end with a slash; `outside` are
+    files and folders elsewhere, by label; `settings` are JSON values.
     """
 
     name: str
@@ -61,9 +63,13 @@ class Stage:
     outside: Mapping[str, Path] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     missing: Callable[[], str | None] = lambda: None
+    """Returns what this machine lacks for the stage, None if nothing."""
     machine: Callable[[], Mapping[str, Any]] | None = None
+    """Describes the machine, for a stage that measures."""
     earlier: Callable[[], tuple[Mapping[str, Path], Mapping[str, Any]]] = lambda: ({}, {})
+    """Returns more of `outside` and `settings`, which are known only when the earlier stages are done."""
     again: bool = False
+    """True for a stage that runs although it is done."""
     command: str = ""
 
     def __post_init__(self) -> None:
@@ -77,7 +83,7 @@ State = Literal["cached", "runs", "follows", "blocked"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageStatus:
-    """What the next run will do with a stage, and why. `follows`: only if what it reads comes out different."""
+    """A stage's state, and why: `follows` is a stage that runs only if its inputs come out different."""
 
     stage: str
     state: State
@@ -86,7 +92,7 @@ class StageStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a run did: stages that it finished, found up to date, and can't run here, with the reason."""
+    """The result of a run: stages that it finished, that were up to date, and that can't run here, with the reason."""
 
     finished: tuple[str, ...]
     cached: tuple[str, ...]
@@ -98,13 +104,13 @@ def _covered(name: str, outputs: Sequence[str]) -> bool:
 
 
 def _complete(names: Set[str], outputs: Sequence[str]) -> bool:
-    """Whether these are files that a stage may leave, and all single ones among them."""
+    """Return True if these files lie among a stage's outputs, and none of its single files is absent."""
     single = {each for each in outputs if not each.endswith("/")}
     return single <= names and all(_covered(name, outputs) for name in names)
 
 
 def inputs_of(stage: Stage, root: Path, digests: Digests) -> dict[str, str]:
-    """Return everything that decides a stage's outputs; a folder may be empty. Raises BadInput for an absent file."""
+    """Return everything that decides a stage's outputs, by label. Raises BadInput for an absent file."""
     there = [name for name in stage.reads if files_of(root / name)]
     absent = [name for name in stage.reads if name not in there and not name.endswith("/")]
     if absent:
@@ -119,10 +125,10 @@ def inputs_of(stage: Stage, root: Path, digests: Digests) -> dict[str, str]:
 
 
 def reason_to_run(stage: Stage, stamp: Stamp | None, inputs: Mapping[str, str], root: Path, digests: Digests) -> str:
-    """Why a stage is not done, or nothing when it is."""
+    """Return why a stage has to run, "" if it is done."""
     if stamp is None:
         return NOT_DONE
-    keys = {*stamp.inputs, *inputs} - ({MACHINE} - {*inputs})  # what was measured elsewhere stands
+    keys = {*stamp.inputs, *inputs} - ({MACHINE} - {*inputs})  # a measurement of another machine stays valid
     changed = sorted(key for key in keys if stamp.inputs.get(key) != inputs.get(key))
     if changed:
         return f"changed: {', '.join(changed[:4])}" + (f" and {len(changed) - 4} more" if len(changed) > 4 else "")
@@ -137,7 +143,7 @@ def reason_to_run(stage: Stage, stamp: Stamp | None, inputs: Mapping[str, str], 
 
 
 def stage_statuses(stages: Sequence[Stage], root: Path) -> list[StageStatus]:
-    """What a run would do now; writes nothing."""
+    """Return what a run would do now; write nothing."""
     digests, made_later, statuses = Digests(root / STATE / DIGESTS), dict[str, str](), list[StageStatus]()
     for stage, status, _ in _statuses(stages, root, digests, made_later):
         statuses.append(status)
@@ -149,7 +155,7 @@ def stage_statuses(stages: Sequence[Stage], root: Path) -> list[StageStatus]:
 def _statuses(
     stages: Sequence[Stage], root: Path, digests: Digests, made_later: Mapping[str, str]
 ) -> Iterator[tuple[Stage, StageStatus, dict[str, str]]]:
-    """Each as it is found when it is its turn, as `_status`; what waits for a blocked one is blocked."""
+    """Yield each stage with its status and inputs, computed when the stages before it have run."""
     absent: dict[str, str] = {}
     for stage in stages:
         status, inputs = _status(stage, root, digests, made_later, absent)
@@ -161,7 +167,10 @@ def _statuses(
 def _status(
     stage: Stage, root: Path, digests: Digests, made_later: Mapping[str, str], absent: Mapping[str, str]
 ) -> tuple[StageStatus, dict[str, str]]:
-    """With what decides its outputs. `made_later`, `absent`: the stages of files that aren't there yet, or won't be."""
+    """Return the status of a stage and its inputs.
+
+    `made_later` and `absent` map files to the stages that will make them, or that can't.
+    """
     inputs = dict[str, str]()
 
     def found(state: State, why: str) -> tuple[StageStatus, dict[str, str]]:
@@ -182,7 +191,7 @@ def _status(
 
 
 def locked_release(root: Path) -> AbstractContextManager[None]:
-    """The directory for this process alone. Raises BadInput when another process works there."""
+    """Lock the directory of a release for this process; raise BadInput if another process holds the lock."""
     return locked_directory(root, root / STATE / "lock", what="release")
 
 
@@ -195,7 +204,7 @@ def _sync(path: Path) -> None:
 
 
 def _as_os_error(error: Exception, stage: Stage, root: Path) -> OSError | None:
-    """A full disk as one error, also where a library words it in its own way."""
+    """Return the OSError of a full disk, also if a library words it otherwise; None for other errors."""
     fault = None if isinstance(error, BadInput | Missing) else os_error_from(error)
     if fault is None or (fault is error and fault.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)):
         return None
@@ -203,7 +212,7 @@ def _as_os_error(error: Exception, stage: Stage, root: Path) -> OSError | None:
 
 
 def _move(stage: Stage, root: Path, into: Path, before: Stamp | None) -> dict[str, str]:
-    """The written files to their places, and those of an earlier run away, all or none; returns their digests."""
+    """Move written files to their places and remove those of an earlier run, all or none; return their digests."""
     written = {path.relative_to(into).as_posix() for path in into.rglob("*") if path.is_file()}
     if not _complete(written, stage.outputs):
         raise RuntimeError(f"stage {stage.name} was to make {sorted(stage.outputs)}, but made {sorted(written)}")
@@ -243,7 +252,7 @@ def _run_stage(stage: Stage, root: Path, inputs: dict[str, str], tell: Callable[
 
 
 def _left_over(root: Path, stamp: Stamp | None, *, keep: Sequence[str]) -> list[str]:
-    """Files that an earlier run left and this one does not; a file that somebody changed is left alone."""
+    """Return the files that an earlier run left and this one doesn't, but for those that were changed since."""
     return [
         name
         for name, digest in (stamp.outputs if stamp else {}).items()
@@ -261,7 +270,7 @@ def _remove_empty(root: Path, names: Sequence[str]) -> None:
 
 
 def _drop_former(stages: Sequence[Stage], root: Path) -> None:
-    """The files of stages that are no longer among these, and their stamps."""
+    """Remove the files and the stamps of stages that are no longer among these."""
     keep = [name for stage in stages for name in stage.outputs]
     current = {stamp_path(root / STATE, stage.name) for stage in stages} | {root / STATE / DIGESTS}
     for path in sorted((root / STATE).glob("*.json")):
@@ -274,7 +283,7 @@ def _drop_former(stages: Sequence[Stage], root: Path) -> None:
 
 
 def clean(root: Path) -> None:
-    """Undo what a killed run left: files of a stage half replaced, its working directory, temporary files of stamps."""
+    """Undo what a killed run left: half replaced files, its working directory, temporary files of stamps."""
     roll_back_interrupted(root)
     shutil.rmtree(root / STATE / "work", ignore_errors=True)
     for path in (root / STATE).glob(".*"):
@@ -284,11 +293,11 @@ def clean(root: Path) -> None:
 def run_stages(
     stages: Sequence[Stage], root: Path, *, starts: Callable[[Stage, str], None], every: Sequence[Stage] = ()
 ) -> Outcome:
-    """Run what is not done, in order; the caller holds the lock. `starts` hears each stage and why it runs, and what
-    goes otherwise than asked.
+    """Run the stages that are not done, in order, while the caller holds the lock.
 
-    A stage that this machine can't run stops those that read its files, and no others. Of `every`, all stages that
-    there are, files of former ones are removed.
+    `starts` is called with each stage and why it runs, and again with what is not done as asked for. A stage that this
+    machine can't run stops those that read its files, and no others. If `every` names all stages of the build, the
+    files of former ones are removed.
     """
     clean(root)
     if every:

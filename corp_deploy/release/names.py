@@ -1,4 +1,4 @@
-"""How the files of a release are called, relative to its directory. Imports no torch."""
+"""The names of a release's files, relative to its directory. Imports no torch."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ SAMPLES_RECORD = "samples/samples.json"
 SAMPLE_LABELS = "samples/labels.npy"
 PARITY = "parity.json"
 PARITY_OF_TARGET = "parity."
-"""Begins the names of stages that measure a target's outputs."""
+"""The beginning of the names of stages that measure a target's outputs."""
 BENCH = "bench.json"
 GATE = "gate.json"
 HISTORY = ("history.json", "history.svg")
@@ -37,7 +37,7 @@ CARD = "MODEL_CARD.md"
 REPORTS = ("report.html", "report.md", "report.xml")
 REPOSITORY = "repository"
 AGAIN = "make the release again with `corp-deploy release`"
-"""Of a record of a release that can't be read."""
+"""The remedy for a record of a release that can't be read."""
 
 
 def snapshots_of(recipe: Recipe) -> tuple[str, ...]:
@@ -45,7 +45,7 @@ def snapshots_of(recipe: Recipe) -> tuple[str, ...]:
 
 
 def has_sample_labels(recipe: Recipe) -> bool:
-    """Return True where metrics of the user's own read labels beside the samples."""
+    """Return True if metrics of the user's own read labels beside the samples."""
     return bool(recipe.parity.metric) and recipe.held_out.labels is not None
 
 
@@ -71,7 +71,7 @@ def artefact_name(target: ReleaseTarget, subject: str) -> str:
 
 
 def rival_name(target: ReleaseTarget) -> str:
-    """Return the reduced model in the precision that a quantised target rests on."""
+    """Return the path of the reduced model in the precision that a quantised target rests on."""
     assert target.rest is not None, target
     if target.is_engine:
         return f"rivals/model.{target.name}.{target.rest}.plan"
@@ -91,7 +91,7 @@ def bench_name(recipe: Recipe, target: ReleaseTarget) -> str:
 
 
 def parity_name(target: ReleaseTarget) -> str:
-    """Return parity.json for ONNX Runtime on the CPU, a record of its own for other targets."""
+    """Return parity.json for ONNX Runtime on the CPU, and a record of its own for any other target."""
     return PARITY if target.name == "onnxruntime-cpu" else f"parity.{target.name}.json"
 
 
@@ -108,6 +108,6 @@ def page_name(target: ReleaseTarget) -> str:
 
 
 def own_records(recipe: Recipe, root: Path) -> dict[str, Path]:
-    """Those of the first target, by which the recipe's rules are judged, by their kind."""
+    """Return the records of the first target, which the recipe's rules judge, by kind."""
     first = recipe.targets[0]
     return {"bench": root / bench_name(recipe, first), "parity": root / parity_name(first)}

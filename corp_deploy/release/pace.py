@@ -1,7 +1,7 @@
-"""The time of stages: how far a run is, and what each of them took. Imports no torch.
+"""The time that stages take, and the progress of a run. Imports no torch.
 
-What a stage took is kept beside its stamp and never digested, so a second run changes nothing. One that isn't run again
-keeps its record of the run that made its files, with the machine.
+The time and memory that a stage took are kept beside its stamp and never digested, so a second run changes nothing. A
+stage that isn't run again keeps its record of the run that made its files, with the machine.
 """
 
 import time
@@ -18,13 +18,9 @@ from .incremental import NOT_DONE, STATE, Stage, StageDirs, StageStatus
 from .recipe import Recipe
 
 SHARES = {"moments": 20, "reduce": 25, "size": 25, "export": 4, "parity": 12, "engine": 60, "bench": 30, "gain": 15}
-"""About how the time of a release is shared out among its stages, by the first word of their names; others take 1."""
+"""Estimated shares of stages in the time of a release, by the first word of their names; others have 1."""
 LEAST_DONE = 0.05
-"""Before this share of the work is done nothing is said of what is left."""
-
-
-def _share(stage: str) -> int:
-    return SHARES.get(stage.partition(".")[0], 1)
+"""The share of the work that has to be done before the remaining time is estimated."""
 
 
 def _clock(seconds: float) -> str:
@@ -32,7 +28,7 @@ def _clock(seconds: float) -> str:
 
 
 class Pace:
-    """A listener that prints a line for each stage; `seconds` has the stages of limited time."""
+    """A listener that prints a line for each stage; `seconds` has the time limits of stages that have one."""
 
     def __init__(
         self,
@@ -67,9 +63,10 @@ class Pace:
         return f"[{words}] " if left is None else f"[{words}, about {_clock(left)} left by estimate] "
 
     def _left(self, stages: Sequence[str]) -> float | None:
-        """Estimate the seconds that stages take, by those that ran and not by those that were up to date."""
+        """Estimate the seconds that stages take from those that have run; None before there are enough of these."""
         ran = {name: took for name, took in self._took.items() if name not in self._seconds}
-        finished, left = (sum(_share(name) for name in names if name not in self._seconds) for names in (ran, stages))
+        unlimited = [name for name in stages if name not in self._seconds]
+        finished, left = (sum(SHARES.get(name.partition(".")[0], 1) for name in each) for each in (ran, unlimited))
         if left and finished < LEAST_DONE * (finished + left):
             return None
         limited = sum(self._seconds.get(name, 0.0) for name in stages)
@@ -77,7 +74,7 @@ class Pace:
 
 
 def limited_seconds(recipe: Recipe) -> dict[str, float]:
-    """Return how long the stages that measure take at most, by name."""
+    """Return the longest time of each stage that measures, by name."""
     seconds = recipe.bench.time_limit * len(recipe.bench.batches)
     return {f"{kind}.{target.name}": seconds for target in recipe.targets for kind in ("bench", "gain")}
 
@@ -96,7 +93,7 @@ def _step(stage: str) -> tuple[Step, str] | None:
 
 
 def timed(stage: Stage, device: str = "cpu", *, watch_of: Callable[[str], Stopwatch] = build_stopwatch) -> Stage:
-    """Return a stage that writes down its time and memory; torch works on `device`."""
+    """Return the stage so that it records its time and memory; `device` is where torch works."""
     step = _step(stage.name)
     if step is None:
         return stage

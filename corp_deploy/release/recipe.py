@@ -1,6 +1,6 @@
-"""A release as a typed value: the tables of a recipe together, and what follows from them.
+"""A recipe as a typed value: its tables together, the rules over several tables, and what follows from them.
 
-See recipe_tables for the tables, recipe_file for reading one. Imports no torch.
+See recipe_tables for the tables and recipe_file for reading one. Imports no torch.
 """
 
 import shlex
@@ -33,7 +33,7 @@ RANGE_SAMPLES = 128
 
 @dataclass(frozen=True, kw_only=True)
 class ParityTable(MetricOptions, ProofOptions):
-    """What is proved; `metric`: commands that measure outputs, of which some read `metric_files`."""
+    """The table [parity]: the options of a proof, and commands that measure outputs and may read `metric_files`."""
 
     metric_files: tuple[Path, ...] = option(
         Repeated(each=FILE), (), help="Files that the commands of `metric` name; their digests stand in the record."
@@ -58,7 +58,7 @@ class ParityTable(MetricOptions, ProofOptions):
         return tuple(request.name for request in metrics_from_texts(self.metric))
 
     def metrics(self, directory: Path) -> list[str]:
-        """The commands as they are run in the directory, from where `metric_files` are named by their paths."""
+        """Return the commands as they are run in a directory, with the paths of `metric_files` from there."""
         paths, located = {path.name: path_from(directory, path) for path in self.metric_files}, []
         for request in metrics_from_texts(self.metric):
             words = (paths.get(Path(word).name) or word for word in request.argv)
@@ -66,7 +66,7 @@ class ParityTable(MetricOptions, ProofOptions):
         return located
 
     def untold_files(self, beside: Path, directory: Path) -> list[str]:
-        """Words of the commands that name files beside the recipe, of which neither it nor the directory knows."""
+        """Return words of commands that name files beside the recipe and not in `metric_files` or the directory."""
         file_names = {path.name for path in self.metric_files}
         words = (word for request in metrics_from_texts(self.metric) for word in request.argv if OUTPUTS not in word)
         return [
@@ -77,16 +77,16 @@ class ParityTable(MetricOptions, ProofOptions):
 
 
 def trusted_metrics(texts: Sequence[str]) -> tuple[MetricRequest, ...]:
-    """The measures of a recipe, whose commands nobody typed. Raises BadInput where code isn't trusted."""
+    """Return the metrics of a recipe; raise BadInput for their commands, which nobody typed, unless code is trusted."""
     requests = metrics_from_texts(texts)
     for request in requests:
         refuse_untrusted(f"parity.metric: {quoted(request.command)}", to="measure outputs")
-    return tuple(requests)
+    return requests
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A checked recipe, defaults filled in and paths absolute. The first target is the one that the gate asks about."""
+    """A checked recipe with its defaults and absolute paths; the gate judges the first of its targets."""
 
     release: tables.ReleaseTable
     model: tables.ModelTable
@@ -142,7 +142,7 @@ class Recipe:
             )
 
     def _refuse_unproved(self) -> None:
-        """Raise BadInput where no image proves the result, and for what would look at those images beside that."""
+        """Raise BadInput without images that prove the result, and for keys that would use those images otherwise."""
         if self.calibration.hold_out is None:
             raise BadInput(
                 "held_out.images is missing; write it under [held_out], or hold_out = 128 under [calibration] to prove "
@@ -160,7 +160,7 @@ class Recipe:
             )
 
     def _refuse_unjudged_limit(self) -> None:
-        """A limit is judged on what the calibration holds out: [held_out] proves the model that was chosen."""
+        """Raise BadInput for a limit without images to judge it: those of calibration.hold_out, and others as proof."""
         limit = self.reduce.limit
         if limit is None:
             return
@@ -178,7 +178,7 @@ class Recipe:
             )
 
     def _refuse_idle_threads(self) -> None:
-        """Threads are of the targets that have them; a recipe's other targets don't ask for any."""
+        """Raise BadInput for bench.threads if no target honours it."""
         deaf = [name for name in self.target_tables if not BENCH.variants[name].supports("threads", 1)]
         if self.bench.threads is None or len(deaf) < len(self.target_tables):
             return
@@ -186,7 +186,7 @@ class Recipe:
             BENCH.refuse([("", deaf[0])], {"threads": self.bench.threads})
 
     def _refuse_idle_system(self) -> None:
-        """Raise BadInput for a per-image system that nothing needs, or that leaves out what the reduction keeps."""
+        """Raise BadInput for a per-image system that the reduction doesn't need, or that doesn't fit it."""
         system, method = self.calibration.attention_system, self.reduce.method_asked
         value = f"calibration.attention_system is {system!r}"
         if system is not None and not method.needs_attention_system:
@@ -206,20 +206,23 @@ class Recipe:
         return self.release.name
 
     def trust(self, *, measures: bool) -> dict[str, Any]:
-        """What a release of this recipe is told: its inputs lie elsewhere, and it may run code of its user's;
-        `measures`: whether commands of the recipe are run.
+        """Return the options by which `release` trusts this recipe's paths and, if it runs any, its code.
+
+        `measures` is True if the commands of parity.metric are run.
         """
         runs = self.model.code is not None or (measures and bool(self.parity.metric))
         return {"trust_paths": True} | ({"trust_code": True} if runs else {})
 
     @property
     def proves_on_own(self) -> bool:
+        """True if the images that the calibration holds out prove the result."""
         return self.held_out.images is None
 
     @property
     def judges_sites(self) -> bool:
-        """Whether moments of held-out images judge every site. What is merged is judged on the images themselves, which
-        are not shown to the reduction where they prove the result.
+        """True if moments of held-out images judge every site.
+
+        Merged channels are judged on the images themselves, which the reduction doesn't see if they prove the result.
         """
         merges = self.reduce.method_asked.merges or self.reduce.method_asked.folds_heads
         looped = self.reduce.loop is not None or self.reduce.composes
@@ -228,7 +231,7 @@ class Recipe:
 
     @property
     def proof_images(self) -> InputOptions:
-        """The images that a release is proved on: those that a calibration by the same values leaves out, or others."""
+        """The images that prove the result: those of [held_out], or those that the calibration holds out."""
         held_out, calibration = self.held_out, self.calibration
         if not self.proves_on_own:
             return InputOptions(images=held_out.images, samples=held_out.samples, seed=held_out.seed)
@@ -237,7 +240,7 @@ class Recipe:
 
     @property
     def range_samples(self) -> int:
-        """How many calibration images the ranges of INT8 and FP8 are computed from."""
+        """The number of calibration images that the ranges of INT8 and FP8 are computed from."""
         return min(self.export.range_samples or RANGE_SAMPLES, self.calibration.samples or RANGE_SAMPLES)
 
     @property
@@ -247,7 +250,7 @@ class Recipe:
 
     @property
     def served_on_cpu(self) -> TargetName | None:
-        """The first target on the CPU, which a server's CPU model is made for; None where there is none."""
+        """The first target on the CPU, which a server's CPU model is made for; None without one."""
         return next((target.name for target in self.targets if target.name in ON_CPU), None)
 
     @property
@@ -261,4 +264,4 @@ class Recipe:
 SECTIONS: Mapping[str, type[Record]] = {
     name: kind for name, kind in get_type_hints(Recipe).items() if name != "target_tables"
 }
-"""The tables of a recipe but for [targets], whose own are of one kind."""
+"""The records of a recipe's tables by name, without [targets]."""

@@ -1,6 +1,6 @@
-"""Everything that a recipe names, looked at before any work: that it is there, that it can be read, that it fits.
+"""Checks of everything that a recipe names before any work: it exists, it can be read, it fits.
 
-Imports no torch until something is to be read with it.
+Imports no torch unless a file has to be read with it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,17 +24,17 @@ from .recipe_keys import RecipeProblems
 from .recipe_tables import ModelTable
 
 OF_OPTIONS = "gate"
-"""The stage whose inputs beyond the release are named by options."""
+"""The stage whose inputs outside the release are named by options."""
 FOLDERS = ("model", *IMAGE_LABELS)
-"""What may be folders, by the labels of stages."""
+"""The labels of inputs that may be folders."""
 KEYS = {"model": "model.model", "weights": "model.weights"}
-"""The keys of these labels; all others are called as their keys are."""
+"""The keys of those labels that differ from their keys."""
 FITTING = ("reduce", "export.dense")
-"""Stages that read nothing beyond the release, whose keys have to fit the model."""
+"""Stages that read nothing outside the release, but whose keys have to fit the model."""
 
 
 def _require_directory(directory: Path, model: ModelTable) -> None:
-    """Raise BadInput for a directory without a model for images, and for keys that one of ours has itself."""
+    """Raise BadInput for a directory without a model of images, and for keys that the directory itself settles."""
     if directory.is_file():
         raise BadInput(
             f"{directory} is a file, expected the directory of a model; for weights give a timm name, and them as "
@@ -84,7 +84,7 @@ def _absent(stages: Sequence[Stage]) -> Iterator[str]:
 
 
 def _require_metrics(recipe: Recipe, root: Path, beside: Path, mistakes: RecipeProblems) -> None:
-    """Require commands that run in the directory of the release, and that name all files they read."""
+    """Note commands that can't run in the directory of the release, and files beside the recipe that they read."""
     untold = recipe.parity.untold_files(beside, root)
     for word in untold:
         mistakes.add(
@@ -126,12 +126,12 @@ def _note_absent(recipe: Recipe, root: Path, stages: Sequence[Stage], path: Path
 def require_inputs(
     recipe: Recipe, root: Path, stages: Sequence[Stage], baseline: Baseline, *, path: Path, warn: Callable[[str], None]
 ) -> list[StageStatus]:
-    """Look at everything beyond the release that these stages are made from: that it is there and, for those that are
-    not done, that it is read and fits. `path` is the recipe's file; `warn` hears what the result will not be able to
-    show. Writes nothing.
+    """Check everything outside the release that stages are made from, and return what a run would do with them.
 
-    Returns what a run would do with the stages. Raises BadInput with a line for each mistake, and Missing where this
-    machine lacks what reads one of the files.
+    All of it has to exist; for stages that are not done it also has to be readable and to fit. Nothing is written.
+    `path` is the recipe's file; `warn` is called with what the result will not be able to show.
+
+    Raises BadInput with a line for each mistake, Missing if this machine can't read one of the files.
     """
     mistakes = RecipeProblems(path)
     _note_absent(recipe, root, stages, path, mistakes)

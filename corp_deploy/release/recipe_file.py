@@ -1,4 +1,4 @@
-"""A recipe from its TOML file and those it extends. A refusal names the file and key, what was got and expected."""
+"""Recipes read from TOML files and the files that they extend; refusals name the file and the key."""
 
 import difflib
 import os
@@ -26,9 +26,6 @@ MOST_BYTES = 2**20
 DEEPEST = 40
 S = TypeVar("S", bound=ModelSource)
 Tables = dict[str, dict[str, Any]]
-
-
-TARGETS: tuple[TargetName, ...] = get_args(TargetName)
 
 
 def _text(path: Path) -> str:
@@ -63,7 +60,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _depth(value: object) -> int:
-    """Of tables in tables, which dotted keys write on one line. Raises RecursionError for those without end."""
+    """Return how deep tables and lists are nested; dotted keys write many tables on one line."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
     return 0 if inner is None else 1 + max(map(_depth, inner), default=0)
 
@@ -78,7 +75,7 @@ def _refuse_unknown(where: str, words: Iterable[str], allowed: Iterable[str]) ->
 
 
 def _model_text(folder: Path, model: str) -> str:
-    """A directory, relative to the recipe, as an absolute path; a timm name, and one that names a network, as it is."""
+    """Return a model's name with its path, relative to `folder`, made absolute; names of libraries stay as they are."""
     if is_code(model):
         path, function = file_and_function(model)
         return f"{trusted_code.PREFIX}{(folder / path).resolve()}:{function}"
@@ -101,7 +98,7 @@ def _table(path: Path, name: str, raw: object, kind: type[Record]) -> dict[str, 
 
 
 def _tables(path: Path, raw: Mapping[str, Any]) -> Tables:
-    """Those of one file; a target's has a dotted name."""
+    """Return the tables of one file by name; the table of a target has a dotted name."""
     _refuse_unknown(str(path), raw, ("extends", *SECTIONS, "targets"))
     tables = {name: _table(path, name, raw[name], kind) for name, kind in SECTIONS.items() if name in raw}
     if "model" in tables.get("model", {}):
@@ -109,25 +106,26 @@ def _tables(path: Path, raw: Mapping[str, Any]) -> Tables:
     targets = raw.get("targets", {})
     if not isinstance(targets, dict):
         raise BadInput(f"{path}: targets is {targets!r}, expected tables such as [targets.onnxruntime-cpu]")
-    _refuse_unknown(f"{path}: [targets]", targets, TARGETS)
+    _refuse_unknown(f"{path}: [targets]", targets, get_args(TargetName))
     for name in targets:
         tables[f"targets.{name}"] = _table(path, f"targets.{name}", targets[name], TargetTable)
     return tables
 
 
-def places(tables: Tables) -> Iterator[tuple[str, Path]]:
+def paths_in_tables(tables: Tables) -> Iterator[tuple[str, Path]]:
+    """Yield the paths in tables, with the names of their keys."""
     for name, table in tables.items():
         for word, value in table.items():
             if (name, word) == ("model", "model"):
                 path = file_and_function(value)[0] if is_code(value) else Path(value.removeprefix(PREFIX))
                 yield from [(f"{name}.{word}", path)] if path.is_absolute() else []
             else:
-                places = value if isinstance(value, tuple) else (value,)
-                yield from ((f"{name}.{word}", each) for each in places if isinstance(each, Path))
+                values = value if isinstance(value, tuple) else (value,)
+                yield from ((f"{name}.{word}", each) for each in values if isinstance(each, Path))
 
 
 def _refuse_outside(path: Path, name: str, place: Path, bound: Path | None) -> None:
-    """Raise BadInput for a place that is not below `bound`, links followed; None: it may be anywhere."""
+    """Raise BadInput for a place that is not below the directory `bound`, if there is one; links are followed."""
     if bound is not None and not place.is_relative_to(bound):
         raise BadInput(
             f"{path}: {name} leads out of {bound}, the directory of the recipe, to {str(place)[:200]}: a recipe "
@@ -137,12 +135,12 @@ def _refuse_outside(path: Path, name: str, place: Path, bound: Path | None) -> N
 
 
 def _with_bases(path: Path, extending: tuple[Path, ...], bound: Path | None) -> Tables:
-    """The file's tables over those of the recipe it extends: tables are merged key by key, lists are replaced."""
+    """Return a file's tables, merged key by key over those of the recipe that it extends."""
     if path in extending:
         raise BadInput(f"{path}: extends itself by way of {' -> '.join(each.name for each in (*extending, path))}")
     raw = _read(path)
     own = _tables(path, raw)
-    for name, place in places(own):
+    for name, place in paths_in_tables(own):
         _refuse_outside(path, name, place, bound)
     if "extends" not in raw:
         return own
@@ -156,14 +154,15 @@ def _with_bases(path: Path, extending: tuple[Path, ...], bound: Path | None) -> 
 
 
 def model_table(source: ModelSource) -> ModelTable:
-    """A model as it was named here, as the table of a recipe, paths made absolute."""
+    """Return the table [model] of a model named on the command line, with absolute paths."""
     weights = None if source.weights is None else Path(source.weights).resolve()
     return ModelTable(**source.values | {"weights": weights, "name": _model_text(Path.cwd(), os.fspath(source.name))})
 
 
 def load_model_table(path: Path) -> ModelTable:
-    """[model] of a file that may be a whole recipe, and have nothing else; the user named it, so that its paths may
-    lead anywhere. Raises BadInput as load_recipe does, and for a file without one.
+    """Read the table [model] of a file, which may be a whole recipe; its paths may lead anywhere.
+
+    Raises BadInput as load_recipe does, and for a file without the table.
     """
     path = path.resolve()
     table = _with_bases(path, (), None).get("model")
@@ -174,7 +173,7 @@ def load_model_table(path: Path) -> ModelTable:
 
 
 def as_named(source: S) -> S:
-    """A model by the table of the file that it names, if any. Raises BadInput for what is given beside the file."""
+    """Return a source with the table of the .toml file that it names, if any; raise BadInput for options beside it."""
     path = Path(source.name)
     if path.suffix != ".toml":
         return source
@@ -185,10 +184,11 @@ def as_named(source: S) -> S:
 
 
 def load_recipe(path: Path, *, trust_paths: bool = False) -> Recipe:
-    """Read a recipe and what it extends; `trust_paths`: its paths may lead out of its directory. Raises BadInput,
-    naming file and key, for anything that will not do.
+    """Read a recipe and what it extends; with `trust_paths` its paths may lead out of its directory.
 
-    Whether the model and images exist is not asked here: see recipe_checks.require_inputs.
+    The files that it names need not exist: recipe_checks.require_inputs checks that.
+
+    Raises BadInput, naming file and key, for values that may not be.
     """
     path = path.resolve()
     tables = _with_bases(path, (), None if trust_paths else path.parent)

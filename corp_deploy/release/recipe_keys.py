@@ -1,5 +1,6 @@
-"""Keys of a recipe's tables: each option of a table's record has one, and one for each kind of site where it is told
-apart by kind. Imports no torch.
+"""The keys of a recipe's tables. Imports no torch.
+
+Each option of a table's record has one key, or one for each kind of site if its values differ by kind.
 """
 
 import os
@@ -34,7 +35,7 @@ R = TypeVar("R", bound=Record)
 
 @contextmanager
 def told_at(where: str) -> Iterator[None]:
-    """Name the place of a mistake, a BadInput that is raised within."""
+    """Put the place of a mistake before the message of a BadInput that is raised within."""
     try:
         yield
     except BadInput as error:
@@ -42,7 +43,7 @@ def told_at(where: str) -> Iterator[None]:
 
 
 def _in(quantity: Quantity, kind: type[int] | type[float]) -> Meta:
-    """The bounds of a quantity for numbers that are written as whole ones, or with a point."""
+    """Return the bounds of a quantity, for whole numbers or for numbers with a point."""
     low, high = kind(quantity.low), kind(quantity.high)
     assert (low, high) == (quantity.low, quantity.high), quantity
     if isinstance(quantity, Count):
@@ -55,7 +56,7 @@ def _in(quantity: Quantity, kind: type[int] | type[float]) -> Meta:
 
 
 def _number_in(quantity: Quantity) -> Any:
-    """The type of such a number; one that is written without a point stays as it is written."""
+    """Return the type of a quantity's numbers; those that are written without a point stay integers."""
     if isinstance(quantity, Real) and not (quantity.low.is_integer() and quantity.high.is_integer()):
         return Annotated[float, _in(quantity, float)]
     integer = Annotated[int, _in(quantity, int)]
@@ -63,7 +64,7 @@ def _number_in(quantity: Quantity) -> Any:
 
 
 def _list_of(each: Any, words: str, *, least: int = 0, different: bool = True) -> Any:
-    """A list of at least so many values; uniqueItems is JSON Schema's word, and `Key.decoded` holds to it."""
+    """Return the type of a list; `Key.decoded` checks uniqueItems, a word of JSON Schema."""
     description = f"a list of {'different ' * different}values, {words}"
     return Annotated[
         tuple[each, ...], Meta(min_length=least, description=description, extra_json_schema={"uniqueItems": different})
@@ -95,7 +96,7 @@ def type_of(values: Values) -> Any:
 
 
 def relative_text(path: Path, directory: Path) -> str:
-    """A path as a recipe in the directory writes it: with a slash in it, so that it is no name of a model."""
+    """Return a path as a recipe in the directory writes it: with a slash, as a model's name has none."""
     relative = Path(os.path.relpath(path, directory.resolve())).as_posix()
     return relative if "/" in relative else f"./{relative}"
 
@@ -108,7 +109,7 @@ def _location(folder: Path, text: Any) -> Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
-    """A key, the option that it sets and, where that is told apart by kind of site, the kind."""
+    """A key, the option that it sets and, if the option's values differ by kind of site, the kind."""
 
     name: str
     option: Option
@@ -118,13 +119,13 @@ class Key:
 
     @property
     def schema(self) -> Mapping[str, Any]:
-        """Rules beside bounds: a description, and whether a list's items must differ."""
+        """The description of the value and, for a list, `uniqueItems` if its items must differ."""
         info = msgspec.inspect.type_info(type_of(self.of))
         kinds = info.types if isinstance(info, msgspec.inspect.UnionType) else (info,)
         return next(kind.extra_json_schema or {} for kind in kinds if isinstance(kind, msgspec.inspect.Metadata))
 
     def decoded(self, table: str, value: object, folder: Path) -> Any:
-        """Return a value of TOML by its type, paths made absolute. Raises BadInput, naming the key, for another."""
+        """Return a value of TOML in the key's type, paths made absolute. Raises BadInput for another type."""
         try:
             typed = msgspec.convert(value, type_of(self.of), dec_hook=lambda _, text: _location(folder, text))
             refused = self.schema.get("uniqueItems", False) and len({*typed}) < len(typed)
@@ -178,7 +179,7 @@ def keys_of(record: type[Record]) -> Mapping[str, Key]:
 
 @contextmanager
 def in_keys(record: type[Record], table: str) -> Iterator[None]:
-    """Name keys of the table in a BadInput within it, where that names options; else the table."""
+    """Replace options with keys of a table in the message of a BadInput; without any, put the table's name first."""
     keys = dict[str, Key]()
     for key in keys_of(record).values():
         keys.setdefault(key.option.typed, key)
@@ -197,8 +198,9 @@ def in_keys(record: type[Record], table: str) -> Iterator[None]:
 
 
 def record_of(record: type[R], name: str, table: Mapping[str, Any]) -> R:
-    """Return the record of a table's values by key. Raises BadInput, naming keys, for what may not be, for what lacks,
-    and for what would be ignored.
+    """Return the record of a table's values by key.
+
+    Raises BadInput, naming keys, for wrong values, missing ones, and ones that would be ignored.
     """
     values = dict[str, Any]()
     for key in keys_of(record).values():
@@ -222,13 +224,13 @@ def values_of(record: Record) -> dict[str, Any]:
 
 
 def content_of(record: Record, directory: Path) -> dict[str, Any]:
-    """Return the table of a record as TOML has it, without what is not set, paths relative to the directory."""
+    """Return the table of a record as TOML has it, without keys that are not set, paths relative to the directory."""
     plain = {key.name: key.plain(record, directory) for key in keys_of(type(record)).values()}
     return {name: value for name, value in plain.items() if value not in (None, [], {})}
 
 
 class RecipeProblems:
-    """Those of one recipe."""
+    """The mistakes that were found in one recipe."""
 
     def __init__(self, recipe: Path) -> None:
         self._recipe = recipe.resolve()
@@ -239,13 +241,13 @@ class RecipeProblems:
 
     @contextmanager
     def at(self, key: str = "") -> Iterator[None]:
-        """Keep a BadInput within it as a mistake of this key; of what it names itself where none is given."""
+        """Catch a BadInput and note it as a mistake of this key, or without a key as it is."""
         try:
             yield
         except BadInput as error:
             self.add(f"{key}: {error}" if key else str(error))
 
     def refuse(self) -> None:
-        """Raise BadInput where there are any."""
+        """Raise BadInput with all mistakes, if there are any."""
         if self._lines:
             raise BadInput("\n".join(self._lines))

@@ -1,5 +1,6 @@
-"""Inputs that a recipe names, read as the stages will read them: the model, each set of images once, labels, heads.
-The first images alone are decoded and run. Everything heavy is imported here.
+"""Inputs that a recipe names, read as the stages will read them: the model, images, labels, heads.
+
+Only the first images are decoded and run. Heavy imports stand here.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -44,13 +45,13 @@ from .recipe_tables import require_more
 from .serving import class_names
 
 PROVING = {"size", "samples", "parity"}
-"""The stages that open the images that the result is proved on."""
+"""The stages that open the images that prove the result."""
 
 
 def _calibration_images(
     recipe: Recipe, model: nn.Module, mistakes: RecipeProblems, warn: Callable[[str], None]
 ) -> Split[Images] | None:
-    """The images that are calibrated on, parted as they will be; None where something is wrong with them."""
+    """Return the calibration images, split as the calibration will split them; None if there is a mistake in them."""
     table, images = recipe.calibration, None
     with mistakes.at("calibration.images"):
         images = images_for_model(model, table.images, samples=table.samples, seed=table.seed, max_bad=table.max_bad)
@@ -116,7 +117,7 @@ def _read_class_names(path: Path, model: nn.Module) -> None:
 
 
 def _bytes_to_write(recipe: Recipe, model: nn.Module, names: Collection[str]) -> float:
-    """Estimate what these stages write of models and graphs, a reduced one as half of the dense."""
+    """Estimate the bytes of models and graphs that these stages write; a reduced one has half of the dense one's."""
     graphs = sum(1.0 if type_by_name(each).size_bytes == 4 else 0.5 for each in recipe.export.precisions)
     shares = {"dense": 1.0, "reduce": 0.5, "export.dense": graphs, "export.reduced": graphs / 2, "package": graphs / 2}
     return sum(each.nbytes for each in model.parameters()) * sum(shares.get(name, 0.0) for name in names)
@@ -125,8 +126,9 @@ def _bytes_to_write(recipe: Recipe, model: nn.Module, names: Collection[str]) ->
 def read_inputs(
     recipe: Recipe, root: Path, stages: Sequence[Stage], mistakes: RecipeProblems, warn: Callable[[str], None]
 ) -> None:
-    """Note what these stages would refuse of what they are made from beyond the release, and warn of what they would
-    find. The model is the recipe's, or that of the release where it stands already. Raises Missing for a full disk.
+    """Note what stages would refuse in their inputs outside the release, and warn of what they would warn of.
+
+    The model is the recipe's, or the release's if the stage `dense` is done. Raises Missing for a full disk.
     """
     names, labels = {stage.name for stage in stages}, {label for stage in stages for label in stage.outside}
     dense: Checkpoint | None = None
@@ -165,7 +167,7 @@ def read_inputs(
         _read_proof(recipe, model, proving, mistakes, warn)
         for sentence in limits_out_of_reach(recipe, proving.count):
             warn(sentence)
-        if calibration is not None:  # of the images that will be fitted to, or were where the calibration is done
+        if calibration is not None:  # otherwise the calibration is done, and its moments know the images
             fitted_ids = calibration.fitted.ids
         else:
             fitted_ids = load_moments(root / MOMENTS).image_ids if (root / MOMENTS).is_file() else no_ids()
@@ -178,13 +180,13 @@ def read_inputs(
 
 
 def limits_out_of_reach(recipe: Recipe, held_out: int) -> list[str]:
-    """A sentence for each limit that `held_out` images are too few for, however well they agree."""
+    """Return a sentence for each limit that `held_out` images are too few for, however well they agree."""
     parity, limits = recipe.parity, {f"parity.{name}": least for name, least in recipe.parity.shares.items()}
     sentences = unreachable(limits, count=held_out, noun="held-out images", confidence=parity.confidence)
     for target in recipe.targets:
         rules = (*(recipe.rules if target == recipe.targets[0] else ()), *target.rules)
         count = held_out if parity_name(target) == PARITY else min(held_out, recipe.samples.count)
-        # Of rules that forbid a share below a number; what a baseline bounds is known when it is read.
+        # Only rules that forbid a share below a number: the bound of a baseline isn't known yet.
         shares = {
             f"rule {rule.text!r}: {rule.metric}": rule.offset
             for rule in rules

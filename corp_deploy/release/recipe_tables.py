@@ -1,5 +1,6 @@
-"""The tables of a recipe as records, the very ones of operations where a table has all their keys; and the rules over
-keys of one table, which constructors hold. Imports no torch.
+"""The tables of a recipe as records, whose constructors check the rules over keys of one table. Imports no torch.
+
+A table that has all options of an operation is the record of that operation.
 """
 
 import json
@@ -26,7 +27,7 @@ from ground.quantity import IMAGES
 
 @dataclass(frozen=True, kw_only=True)
 class ReleaseTable(Record):
-    """What it is called; a signature is of name and `version`."""
+    """The table [release]: the name and version of the release, which a signature covers."""
 
     name: str = option(TEXT, NEEDED, help="What the release is called: in its report, its model card, its signature.")
     version: str | None = option(
@@ -36,7 +37,7 @@ class ReleaseTable(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class LicencesTable(Record):
-    """SPDX expressions."""
+    """The table [licences]: SPDX expressions."""
 
     model: str | None = option(LICENCE, help="Of the dense model, and so of the reduced one.")
     calibration: str | None = option(LICENCE, help="Of the calibration's inputs.")
@@ -51,8 +52,10 @@ class LicencesTable(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelTable(ModelSource):
-    """`name` is a directory as an absolute path, behind hf: where transformers wrote it, a timm name, which goes
-    with `weights`, or module:PATH.py:FUNCTION with the absolute path of a user's code.
+    """The table [model]; `name` is a model directory, a name of a library, or a user's code.
+
+    A directory is an absolute path, behind hf: if transformers wrote it; a name goes with `weights`; code is
+    module:PATH.py:FUNCTION with an absolute path.
     """
 
     name: str = option(
@@ -77,7 +80,7 @@ class ModelTable(ModelSource):
 
     @property
     def code(self) -> Path | None:
-        """The file of a user's code that makes the model; a recipe alone never has it run."""
+        """The file of a user's code that makes the model, None for other models."""
         return file_and_function(self.name)[0] if is_code(self.name) else None
 
     @property
@@ -101,7 +104,7 @@ class ModelTable(ModelSource):
 
 
 def require_more(fitted: int, snapshots: Sequence[int]) -> None:
-    """Raise BadInput unless more images are fitted to than the last snapshot is of."""
+    """Raise BadInput unless `fitted`, the number of images that are fitted to, is larger than the last snapshot's."""
     if snapshots[-1] >= fitted:
         raise BadInput(
             f"calibration.snapshots ends at {snapshots[-1]}, expected less than {fitted}, the images that are "
@@ -111,7 +114,7 @@ def require_more(fitted: int, snapshots: Sequence[int]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationTable(Decoded, PassOptions, Drawn):
-    """`snapshots`: after how many images moments are kept too, so that the report tells how many are enough."""
+    """The table [calibration]."""
 
     images: Path = declared(InputOptions, "images", NEEDED)
     groups: str | None = option(
@@ -129,7 +132,7 @@ class CalibrationTable(Decoded, PassOptions, Drawn):
 
     @property
     def grouping(self) -> str | None:
-        """Which images belong together: a word, or a file with labels."""
+        """The way that images are grouped: a word, or the path of a file with labels."""
         return self.groups if self.group_labels is None else str(self.group_labels)
 
     def __post_init__(self) -> None:
@@ -142,8 +145,9 @@ class CalibrationTable(Decoded, PassOptions, Drawn):
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOutTable(Drawn):
-    """Images that prove the result: `images`, or those that calibration.hold_out leaves out where there are none;
-    `labels` are then of all calibration images.
+    """The table [held_out]: the images that prove the result.
+
+    Without `images` those that calibration.hold_out leaves out prove it, and `labels` are of all calibration images.
     """
 
     images: Path | None = declared(InputOptions, "images", None)
@@ -160,7 +164,7 @@ class HeldOutTable(Drawn):
 
 @dataclass(frozen=True, kw_only=True)
 class ExportTable(ExportOptions):
-    """`range_samples`: how many calibration images ranges are computed from; `rest` of quantised precisions is set."""
+    """The table [export], in which `rest` has a default if a precision is quantised."""
 
     precision: str | Sequence[str] = declared(ExportOptions, "precision", ("fp32", "fp16"))
     rest: str | None = declared(ExportOptions, "rest", None)  # type: ignore[assignment]
@@ -185,15 +189,15 @@ class ExportTable(ExportOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class GateTable(GateOptions):
-    """`history`: the directory that keeps the first target's bench record of every release."""
+    """The table [gate]; `history` keeps the first target's bench record of every release."""
 
     def refuse_ignored(self, options: Mapping[str, Any]) -> None:
-        """Leave that to the recipe: targets have rules too."""
+        """Refuse nothing here: Recipe does, as targets have rules too."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplesTable(Record):
-    """The held-out inputs that are kept."""
+    """The table [samples]: the held-out inputs that the release keeps."""
 
     count: int = option(
         IMAGES,
@@ -204,7 +208,7 @@ class SamplesTable(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class PackageTable(Record):
-    """The model repository that is written where it is named."""
+    """The table [package]: the model repository, which is written if it has a name."""
 
     name: str | None = option(SERVED_NAME, help="What the server calls the model; default: made of the release's name.")
     labels: Path | None = declared(ServingOptions, "labels", None)
@@ -213,7 +217,7 @@ class PackageTable(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class TargetTable(Record):
-    """One of [targets], which may leave out what follows from the other tables."""
+    """A table of [targets], which may leave out what follows from the other tables."""
 
     batch: str | None = option(TEXT, help="Smallest, tuned and largest batch of an engine, such as `1:8:64`.")
     sm: tuple[str, ...] = declared(EngineOptions, "sm", ())

@@ -1,6 +1,4 @@
-"""A recipe as text: resolved, with every key, or commented to start from; and other texts from the templates beside
-this file. Imports no torch.
-"""
+"""Texts of recipes, resolved or to start from, and other texts from templates. Imports no torch."""
 
 import re
 import shlex
@@ -28,7 +26,7 @@ from .recipe_tables import ModelTable
 
 
 def toml_from(content: Mapping[str, Any]) -> str:
-    """TOML; characters that would not be shown as they are by their numbers."""
+    """Return TOML, with characters that don't print as themselves escaped."""
     text = tomli_w.dumps(content)
     odd = {each for each in text if each != "\n" and printable(each) != each}
     return text.translate({ord(each): f"\\u{ord(each):04x}" for each in odd})
@@ -36,7 +34,7 @@ def toml_from(content: Mapping[str, Any]) -> str:
 
 @cache
 def _environment() -> Environment:
-    """Templates of texts that are no HTML: words go through `toml`, `sh` (those of a command) or `comment`."""
+    """Return the environment of this room's templates, with filters for TOML strings, shell words and comments."""
 
     def toml(text: str) -> str:
         return toml_from({"text": text}).removeprefix("text = ").rstrip("\n")
@@ -65,12 +63,12 @@ def _model_content(model: ModelTable, directory: Path) -> dict[str, Any]:
 
 
 def text_of_model(model: ModelTable, directory: Path) -> str:
-    """The table of a model alone, paths relative to `directory`: it names the model there."""
+    """Return the table [model] as a file of its own in `directory`, where it names the model."""
     return f"{HEAD_OF_MODEL}\n\n{toml_from({'model': _model_content(model, directory)})}"
 
 
 def text_of_recipe(recipe: Recipe, directory: Path) -> str:
-    """The whole recipe with its defaults, paths relative to `directory`; it reads back as the same recipe there."""
+    """Return a recipe with its defaults and paths relative to `directory`, where it reads back as the same recipe."""
     content = {name: content_of(getattr(recipe, name), directory) for name in SECTIONS}
     content["model"] = _model_content(recipe.model, directory)
     content["targets"] = {name: content_of(table, directory) for name, table in recipe.target_tables.items()}
@@ -78,12 +76,13 @@ def text_of_recipe(recipe: Recipe, directory: Path) -> str:
 
 
 HOLD_OUT = 128
-"""Calibration images that prove the result where no others are given."""
+"""The number of calibration images that prove the result without a held-out set."""
 
 
-def _architecture_in(folder: Path) -> tuple[str, Architecture | None]:
-    """What a model directory, or a snapshot of one of timm's repositories, holds: in words, and as timm builds it, None
-    where it doesn't.
+def _describe_directory(folder: Path) -> tuple[str, Architecture | None]:
+    """Return the model of a directory or of a snapshot of one of timm's repositories, in words and as timm builds it.
+
+    The architecture is None for a model of another family.
     """
     config = config_of_directory(folder)
     if not is_ours(config):
@@ -95,8 +94,8 @@ def _architecture_in(folder: Path) -> tuple[str, Architecture | None]:
     return description, timms
 
 
-def _has_rows(architecture: Architecture) -> tuple[bool, bool]:
-    """Whether convolutions are among the sites, and whether anything else is."""
+def _has_kinds(architecture: Architecture) -> tuple[bool, bool]:
+    """Return whether convolutions are among the sites of a model, and whether MLPs or heads are."""
     import torch
 
     from corp_deploy.families.family import CONVOLUTIONS, HEADS, MLPS, kinds_of
@@ -109,7 +108,7 @@ def _has_rows(architecture: Architecture) -> tuple[bool, bool]:
 
 
 def require_named(options: Mapping[str, Path | None]) -> None:
-    """Raise BadInput, naming the option, for files that a recipe can't be filled in with as they are not there."""
+    """Raise BadInput, naming the option, for absent or empty files that a new recipe should name."""
     for option, path in options.items():
         if path is not None and not files_of(path) and not (path.is_dir() and any(path.iterdir())):
             raise BadInput(
@@ -126,8 +125,9 @@ def starter(
     held_out: Path | None,
     labels: Path | None,
 ) -> str:
-    """A commented recipe for a model directory, or a timm name with its weights, to be written to `path`. With images
-    and none held out, some of them are to prove the result.
+    """Return a commented recipe for a model directory, or a timm name with its weights, to be written to `path`.
+
+    With `images` and no `held_out`, some of the images prove the result.
 
     Raises BadInput for a model that is neither, and for weights beside a directory that has its own.
     """
@@ -141,13 +141,13 @@ def starter(
     if folder.is_dir():
         if is_ours(config_of_directory(folder)):
             refuse_beside_directory(folder, {"--weights": weights})
-        description, architecture = _architecture_in(folder)
+        description, architecture = _describe_directory(folder)
     else:
         require_local_name(model)
         if not is_timm_name(model):
             raise BadInput(f"--init {model}: neither a model directory nor a timm name; {look_alikes(model)}")
-    convolutions, linear = (False, True) if architecture is None else _has_rows(architecture)
-    # Half of a folder at most; how many images other files hold is told when they are read.
+    convolutions, linear = (False, True) if architecture is None else _has_kinds(architecture)
+    # Half of a folder at most; the number of images in other files isn't known here.
     count = HOLD_OUT if images is None or not images.is_dir() else max(len(files_of(images, pictures=True)) // 2, 1)
 
     return rendered(

@@ -1,7 +1,7 @@
-"""What the stages of a release do that no other command does; see steps for the rest. Everything heavy is imported
-here, so a run with nothing to do never waits for it.
+"""The work of those stages of a release that no other command does; see steps for the others.
 
-Every function reads what earlier stages left in `dirs.root` and writes below `dirs.into` only.
+Every function reads the results of earlier stages below `dirs.root` and writes below `dirs.into`. Heavy imports stand
+here, so that a run with nothing to do doesn't wait for them.
 """
 
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ from perf.report.render import html_from_record, junit_from_record, markdown_fro
 
 from . import names
 from .baseline import Baseline
-from .card import card
+from .card import render_card
 from .digests import files_of
 from .incremental import Stage, StageDirs
 from .pace import efforts_of
@@ -57,7 +57,7 @@ def write_dense(dirs: StageDirs, recipe: Recipe) -> None:
 
 
 def write_engines(dirs: StageDirs, target: ReleaseTarget, invocation: Invocation) -> None:
-    """Dense and reduced plans with their records, and a quantised one's rival; the dense one has no sparse kernels."""
+    """Build the dense and the reduced plan, the dense one without sparse kernels, and a quantised plan's rival."""
     plans = [(names.plan_name(target, subject), subject, target.precision) for subject in names.SUBJECTS]
     if target.rest is not None:
         plans.append((names.rival_name(target), "reduced", target.rest))
@@ -90,7 +90,7 @@ def _candidate(target: ReleaseTarget, root: Path) -> Candidate:
 
 
 def write_target_parity(dirs: StageDirs, recipe: Recipe, target: ReleaseTarget) -> None:
-    """The chain down to what the target runs, on the samples, which travel with the release."""
+    """Prove the chain down to the target's artefact, on the samples, which travel with the release."""
     dense, profile = load_checkpoint(dirs.root / "dense"), target.profile
     inputs = inputs_from_set(images_for_model(dense.model, dirs.root / names.SAMPLES))
     metrics = trusted_metrics(recipe.parity.metrics(dirs.root))
@@ -109,8 +109,10 @@ def write_target_parity(dirs: StageDirs, recipe: Recipe, target: ReleaseTarget) 
 
 
 def write_verdicts(dirs: StageDirs, recipe: Recipe, baseline: Baseline) -> None:
-    """Parity first, then the recipe's rules on the first target, each target's own, and the first one's history."""
-    # The recipe's rules judge the first target, which ships, and with it the chain down to its graph.
+    """Judge parity, the recipe's rules on the first target, each target's own rules, and the first target's history.
+
+    The recipe's rules also judge the chain down to the graph of the first target, which is the one that ships.
+    """
     first, *others = recipe.targets
     own_rules = {names.parity_name(target): target.rules for target in others}
     own_rules |= dict.fromkeys((names.PARITY, names.parity_name(first)), (*recipe.rules, *first.rules))
@@ -121,7 +123,7 @@ def write_verdicts(dirs: StageDirs, recipe: Recipe, baseline: Baseline) -> None:
         records = dirs.root / names.bench_name(recipe, target), dirs.root / names.parity_name(target)
         now = evidence_of_files(*records, recipe.gate.confidence)
         if target == recipe.targets[0]:
-            # Samples are arrays made of held-out images: whether those were fitted to, the chain of the whole tells.
+            # Samples are arrays made of held-out images; only the whole chain knows whether those were fitted to.
             assert now.parity is not None, dirs.root
             now = replace(now, parity=replace(now.parity, fitted=load_parity(dirs.root / names.PARITY).fitted))
             rows += judged_rows(with_fitted_rule(recipe.rules, now), now, before, starting=baseline.init)
@@ -136,8 +138,9 @@ def write_verdicts(dirs: StageDirs, recipe: Recipe, baseline: Baseline) -> None:
 
 
 def _gain_rows(root: Path, target: ReleaseTarget, batches: Sequence[int]) -> list[JudgedRule]:
-    """A quantised model that isn't measured to be faster than what it rests on is none to ship: decided as `package`
-    decides what is served, whatever the confidence of the recipe's rules.
+    """Return rules by which a quantised model has to be faster than the precision that it rests on.
+
+    They decide as `package` decides what is served, whatever the confidence of the recipe's rules.
     """
     if target.rest is None:
         return []
@@ -151,9 +154,9 @@ def _lineage(root: Path) -> dict[str, Any]:
 
 
 def write_release_report(dirs: StageDirs, recipe: Recipe, commands: Sequence[str], stages: Sequence[str]) -> None:
-    """The report of the first target in three forms, of the others as pages, and the model card."""
+    """Write the report of the first target in three formats, a page for each other target, and the model card."""
     efforts = efforts_of(dirs.root, stages)
-    record = record_of_directory(dirs.root) | {  # lineage and commands too, since the manifest is made after it
+    record = record_of_directory(dirs.root) | {  # the manifest, which has lineage and commands, is written later
         "title": f"{recipe.name}: dense against reduced",
         "lineage": _lineage(dirs.root) | {"recipe": sha256_of_file(dirs.root / names.RECIPE)},
         "commands": list(commands),
@@ -168,12 +171,13 @@ def write_release_report(dirs: StageDirs, recipe: Recipe, commands: Sequence[str
             "parity": json_of_file(dirs.root / names.parity_name(target), "parity"),
         }
         write_text(dirs.into / names.page_name(target), html_from_record(own))
-    write_text(dirs.into / names.CARD, card(dirs.root, recipe, commands, efforts))
+    write_text(dirs.into / names.CARD, render_card(dirs.root, recipe, commands, efforts))
 
 
 def write_release_manifest(dirs: StageDirs, recipe: Recipe, stages: Sequence[Stage], command: str, own: str) -> None:
-    """The bill of materials, manifest.json over that and the files of all stages, the provenance of them all, then
-    SHA256SUMS. `command` made the release, `own` this alone.
+    """Write the bill of materials, the manifest of all files, their provenance, and SHA256SUMS.
+
+    `command` makes the whole release, `own` runs this stage alone.
     """
     root = dirs.root
     write_json(dirs.into / names.BILL, bill_of_release(root, recipe))

@@ -1,4 +1,4 @@
-"""What is done with the stages of a recipe: planned, run, run one by one, or written as a script. Imports no torch."""
+"""The ways to carry out a recipe: plan it, run it, run single stages, write a script. Imports no torch."""
 
 import fnmatch
 from collections.abc import Callable, Sequence
@@ -25,13 +25,15 @@ from .stage import only_call
 from .stages import stages_of
 
 Signature = Literal["signed", "kept", "removed", "refused"]
-"""Made, still that of these files, removed as it was of others, or not made, as the gate did not pass."""
+"""Signed now; signed before and unchanged; removed, as files changed; or not made, as the gate did not pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Released:
-    """What a run did and the gate's verdict; both gate fields are None while stages wait for another machine.
-    `signature`: what became of it, None where none was and none was asked for.
+    """The result of a run, with the gate's verdict.
+
+    `verdict` and `exit_code` are None while stages wait for another machine, `signature` is None if there was none and
+    none was asked for.
     """
 
     outcome: Outcome
@@ -41,7 +43,7 @@ class Released:
 
 
 def _names_like(patterns: Sequence[str], stages: Sequence[Stage], option: str) -> set[str]:
-    """Return the names that fit patterns, such as bench.*. Raises BadInput for a pattern that fits none."""
+    """Return the names of stages that match patterns such as bench.*; raise BadInput for a pattern without any."""
     names = [stage.name for stage in stages]
     for pattern in patterns:
         if not fnmatch.filter(names, pattern):
@@ -50,7 +52,7 @@ def _names_like(patterns: Sequence[str], stages: Sequence[Stage], option: str) -
 
 
 def _unsign(root: Path) -> bool:
-    """Remove a signature; return True where there was one."""
+    """Remove a signature with its attestation; return True if there was one."""
     there = (root / SIGNATURE).is_file()
     for name in (SIGNATURE, ATTESTATION):
         (root / name).unlink(missing_ok=True)
@@ -59,26 +61,28 @@ def _unsign(root: Path) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A recipe that is carried out in the directory `root`; `path` is its file. `warn` hears, before any work, what the
-    result will not be able to show; `planned`, before the first stage starts, what will be done; `starts` each stage
-    and why it runs. `again`: patterns of stages that run although they are done.
+    """A recipe that is carried out in the directory `root`.
 
-    Each way of doing it raises BadInput for what it would not even begin with. Whoever calls one, but for `plan`, holds
-    the lock of the directory.
+    Each way raises BadInput before any work for what it can't do. Except for `plan`, the caller holds the lock of the
+    directory.
     """
 
     recipe: Recipe
     path: Path
+    """The recipe's file."""
     root: Path
     baseline: Baseline
     warn: Callable[[str], None] = lambda sentence: None
+    """Called, before any work, with what the result will not be able to show."""
     planned: Callable[[Sequence[StageStatus]], None] = lambda statuses: None
+    """Called, before the first stage starts, with what will be done."""
     starts: Callable[[Stage, str], None] = lambda stage, why: None
+    """Called with each stage that starts, and why it runs."""
     signer: Signer | None = None
     again: Sequence[str] = ()
+    """Patterns of stages that run although they are done."""
 
     def _stages(self) -> list[Stage]:
-        """Return all stages; those of `again` run although they are done."""
         stages = stages_of(self.recipe, self.root, self.baseline)
         again = _names_like(self.again, stages, "--again")
         return [replace(stage, again=True) if stage.name in again else stage for stage in stages]
@@ -90,7 +94,7 @@ class Job:
         return self._required(self._stages())
 
     def _plan_to_write(self, stages: Sequence[Stage]) -> list[StageStatus]:
-        """Return the plan. Raises BadInput for a file or folder of an open stage that can't be written."""
+        """Return the plan; raise BadInput for a file or folder of an open stage that can't be written."""
         statuses = self._required(stages)
         for stage, status in zip(stages, statuses, strict=True):
             for name in stage.outputs if status.state != "cached" else ():
@@ -123,7 +127,7 @@ class Job:
         return Released(outcome=outcome, verdict=gate.verdict, exit_code=gate.exit_code, signature=signature)
 
     def _run_all(self, stages: Sequence[Stage]) -> Outcome:
-        """Run the stages that measure, then those that judge, where none waits for another machine."""
+        """Run the stages that measure and then, if none waits for another machine, those that judge."""
         gate = next(index for index, stage in enumerate(stages) if stage.name == "gate")
         first = incremental.run_stages(stages[:gate], self.root, starts=self.starts)
         if first.blocked:
@@ -133,7 +137,7 @@ class Job:
         return Outcome(finished=finished, cached=cached, blocked=rest.blocked)
 
     def _signature(self, *, passed: bool, changed: bool) -> Signature | None:
-        """Sign a release that passes; a signature never outlives its files."""
+        """Sign a release that passes, and remove a signature whose files have changed."""
         if self.signer is not None and passed:
             files = frozenset((*sums_from_file(self.root / SUMS), SUMS))
             return "signed" if sign(self.root, self.signer, files) else "kept"
@@ -141,7 +145,7 @@ class Job:
         return "refused" if self.signer is not None else "removed" if removed else None
 
     def run_only(self, names: Sequence[str]) -> Outcome:
-        """Run the named stages alone; raise Missing when this machine can't run one."""
+        """Run only the named stages; raise Missing if this machine can't run one."""
         stages = self._stages()
         named = _names_like(names, stages, "--only")
         chosen = [stage for stage in stages if stage.name in named]

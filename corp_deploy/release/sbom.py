@@ -1,8 +1,8 @@
-"""What a release is made of, and how. Nothing here says when it was written: the same inputs give the same bytes.
+"""The bill of materials and the provenance of a release. Neither holds a time: the same inputs give the same bytes.
 
-The SBOM, in CycloneDX 1.6: its models with what was measured of them, the data, and the environment. How it came to be,
-as an in-toto Statement v1 with a SLSA v1 provenance predicate (in-toto.io/Statement/v1, slsa.dev/provenance/v1), whose
-invocation is called by the digest of its inputs.
+The bill, in CycloneDX 1.6, lists the models with their measurements, the data, and the environment. The provenance is
+an in-toto Statement v1 with a SLSA v1 provenance predicate (in-toto.io/Statement/v1, slsa.dev/provenance/v1); its
+invocation id is the digest of the build's inputs.
 """
 
 import json
@@ -40,7 +40,7 @@ CALIBRATION, HELD_OUT = "data:calibration", "data:held-out"
 
 
 def licences(expression: str) -> list[dict[str, Any]]:
-    """Return the entry `licenses`: an SPDX expression, or a name for licences that SPDX doesn't know."""
+    """Return the entry `licenses`: an SPDX expression, or the name of a licence that SPDX doesn't know."""
     if not expression:
         return []
     if expression.startswith(OWN_REFERENCE) and " " not in expression:
@@ -154,8 +154,9 @@ def _sbom(
     packages: Sequence[InstalledPackage],
     needs: Mapping[str, Sequence[str]],
 ) -> dict[str, Any]:
-    """The whole bill: `subject` is what it is of, `parts` are what that has beside the packages, `needs` what these
-    depend on, by reference. The serial number follows from the content.
+    """Return the bill of a subject, whose serial number follows from the content.
+
+    The subject consists of `parts` and packages; `needs` are the references that a part depends on, by its reference.
     """
     by_name = {each.name: _reference(each) for each in packages if each.name != NAME}
     required = {name for each in packages if each.name == NAME for name in each.requires}
@@ -198,7 +199,7 @@ _OF_FOLDER = "a folder or shards: sha256 over the lines 'sha256 name' of all its
 
 
 def _read_outside(root: Path, stages: Sequence[Stage]) -> dict[str, tuple[Path, str]]:
-    """Return inputs beyond the release by label: the path, and the digest at that time."""
+    """Return the inputs outside the release by label: the path, and the digest when it was read."""
     read: dict[str, tuple[Path, str]] = {}
     for stage in stages:
         stamp = read_stamp(root / STATE, stage.name)
@@ -228,7 +229,7 @@ def _definition(root: Path, recipe: Recipe, stages: Sequence[Stage]) -> dict[str
 
 
 def provenance(root: Path, recipe: Recipe, stages: Sequence[Stage], digests: Mapping[str, str]) -> dict[str, Any]:
-    """Return the statement over the files of a release, `digests` by name."""
+    """Return the statement on how the files of a release, whose digests are by name, were made."""
     definition = _definition(root, recipe, stages)
     measured = sorted({*(path.name for path in root.glob("bench*.json")), PARITY, GATE})
     details = {

@@ -1,5 +1,6 @@
-"""A directory of results as a Triton model repository: which artefacts go in, and what was measured of them. One is
-signed as a whole: every model and version in it, under one name and version.
+"""Triton model repositories of directories of results: their artefacts, their measured figures, their signature.
+
+A repository is signed as a whole: every model and version in it, under one name and version.
 """
 
 from dataclasses import replace
@@ -33,7 +34,7 @@ from .signer import Signer, sign
 
 
 def to_serve(directory: Path, target: str, quantised: Path) -> tuple[Path, str | None]:
-    """Return the file to serve and, where a quantised one was not faster, the reason for another."""
+    """Return the file to serve and, if it is not the quantised one, the reason."""
     path = directory / f"gain.{target}.json"
     bench = load_bench(path) if path.is_file() else None
     if bench is None or is_faster(bench):
@@ -47,7 +48,7 @@ def to_serve(directory: Path, target: str, quantised: Path) -> tuple[Path, str |
 
 
 def is_faster(bench: Bench) -> bool:
-    """Return True where the whole interval of the speed-up lies above 1 at every batch size."""
+    """Return True if the whole interval of the speed-up lies above 1 at every batch size."""
     gains = [row.speedup for row in summarise(bench).rows]
     return bool(gains) and all(gain is not None and gain.low > 1.0 for gain in gains)
 
@@ -60,8 +61,9 @@ def quantised_graph(directory: Path, target: str) -> Path | None:
 
 
 def _plans(directory: Path) -> tuple[tuple[Path, ...], list[str], set[str]]:
-    """TensorRT plans with their records; those of TensorRT-RTX can't be served and are named, and so are quantised ones
-    in whose place others are served, the names of which come last.
+    """Return the plans to serve, notes on those that are not served, and the names of replaced quantised plans.
+
+    Plans of TensorRT-RTX can't be served; a quantised plan that isn't faster is replaced by the one it rests on.
     """
     plans, notes, left_out = list[Path](), list[str](), set[str]()
     for path in sorted(directory.rglob("*.plan")):
@@ -116,7 +118,7 @@ def class_names(path: Path) -> tuple[str, ...]:
 
 
 def _own_class_names(directory: Path, graph: Path) -> tuple[str, ...]:
-    """Return the names that came with the model, if the graph gives as many logits; none otherwise."""
+    """Return the class names that came with the model if the graph has as many logits, otherwise none."""
     if not (directory / CONFIG).is_file():
         return ()
     config = record_from_file(directory / CONFIG, dict[str, Any])
@@ -151,10 +153,11 @@ def _in_openvino(directory: Path, fp32: Path, serving: Serving) -> tuple[Path, S
 
 
 def package_of_directory(directory: Path, proof: ProofVerdicts, options: ServingOptions) -> tuple[Package, list[str]]:
-    """Return what a directory of results offers to a server, and notes: what is left out and why, and what its proof
-    lacks. The batch to prefer, and the largest one where the options name none, come from what was measured.
+    """Return the package of a directory of results, and notes on what it leaves out and what its proof lacks.
 
-    Raises BadInput when there is no reduced graph in it.
+    The preferred batch size comes from the bench record, as does the largest one if the options name none.
+
+    Raises BadInput for a directory without a reduced graph.
     """
     fp32, fp16 = (directory / "reduced" / graph_name(precision) for precision in ("fp32", "fp16"))
     if not fp32.is_file():
@@ -175,7 +178,7 @@ def package_of_directory(directory: Path, proof: ProofVerdicts, options: Serving
         preferred = () if knee is None or knee == 1 else (knee,)
         described = bench.subjects[1].describe
         same_backend = (described.get("backend") == "openvino") == (serving.cpu_backend == "openvino")
-        served_so = described.get("device") != "cpu" or same_backend  # figures of a CPU are of what will serve there
+        served_so = described.get("device") != "cpu" or same_backend  # a CPU's figures hold for its own backend only
         if served_so and str(described.get("model", "")) not in left_out:
             expected = _expected(bench, _agreement(directory), has_plans=bool(plans))
     largest = None if plans or profiles else max((DEFAULT_MAX_BATCH, *preferred, *serving.graph_batches))
@@ -196,7 +199,7 @@ def package_of_directory(directory: Path, proof: ProofVerdicts, options: Serving
 
 
 def unsign_repository(repository: Path) -> bool:
-    """Remove a signature and its manifest; return True where there was one."""
+    """Remove a signature with its manifest; return True if there was one."""
     there = (repository / SIGNATURE).is_file()
     for name in (SIGNATURE, MANIFEST) if there else ():
         (repository / name).unlink(missing_ok=True)
@@ -204,9 +207,9 @@ def unsign_repository(repository: Path) -> bool:
 
 
 def sign_repository(repository: Path, name: str, version: str, signer: Signer) -> None:
-    """Write manifest.json, which says what the repository is called and what is in it, and model.sig over all.
+    """Write manifest.json, with the repository's name and files, and model.sig over all of it.
 
-    Raises BadInput where `package lint` finds an error: what somebody else laid there is not vouched for.
+    Raises BadInput if `package lint` finds an error, since files of somebody else may not be signed.
     """
     errors = [each for each in lint_repository(repository) if each.severity == ERROR]
     if errors:

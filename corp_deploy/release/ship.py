@@ -1,4 +1,4 @@
-"""The recipe of a model and a folder of images, where nobody has written one. Imports no torch before it opens them."""
+"""The recipe that `ship` makes of a model and a folder of images. Imports no torch before it opens them."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -17,19 +17,19 @@ from ground.errors import BadInput
 
 from .names import RECIPE
 from .recipe import SECTIONS, Recipe
-from .recipe_file import load_recipe, model_table, places
+from .recipe_file import load_recipe, model_table, paths_in_tables
 from .recipe_keys import record_of, values_of
 from .recipe_tables import TargetTable
 from .targets import missing_to_run
 
 LEAST_IMAGES = 16
 BY_SPEED: tuple[TargetName, ...] = ("tensorrt", "tensorrt-rtx", "onnxruntime-cuda", "onnxruntime-cpu")
-"""What a model is to run on, the first that is here; ONNX Runtime on the CPU is told of where it is not."""
+"""The targets that `ship` tries, in this order; without any of them it takes the last and says what is missing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToShip:
-    """The request, with the options of the steps."""
+    """A call of `ship`: the model, and the options of each step."""
 
     source: ModelSource
     options: ShipOptions
@@ -58,10 +58,11 @@ class ToShip:
 
 
 def recipe_to_ship(request: ToShip, root: Path) -> Recipe:
-    """The recipe that stands in the directory, where that is of what is asked for; a new one where none is.
+    """Return the recipe in the directory `root` if it agrees with the request, or a new one if there is none.
 
-    Raises BadInput, naming the keys, for a directory that holds the release of another one, or of one with paths of its
-    own that lead out of it; for what `ModelSource.opened` refuses, and for fewer images than can be parted.
+    Raises:
+        BadInput: The directory holds the recipe of another release, or one with paths that lead out of it and that no
+            option names; the model can't be opened; or there are too few images to hold some out.
     """
     path = root / RECIPE
     if not path.exists():
@@ -72,8 +73,8 @@ def recipe_to_ship(request: ToShip, root: Path) -> Recipe:
             f"{path}: is the recipe of another release: {'; '.join(others)}; change it there and run "
             f"`{again(recipe, root)}`, or give another --output"
         )
-    named = {place for _, place in places(request.tables)}
-    for name, place in places({name: values_of(getattr(recipe, name)) for name in SECTIONS}):
+    named = {place for _, place in paths_in_tables(request.tables)}
+    for name, place in paths_in_tables({name: values_of(getattr(recipe, name)) for name in SECTIONS}):
         if place not in named and not place.is_relative_to(here):
             raise BadInput(
                 f"{path}: {name} leads out of {here}, to {str(place)[:200]}, which no option names; look at it, and "

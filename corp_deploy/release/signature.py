@@ -1,9 +1,9 @@
-"""Lists of every file of a directory with its digest: SHA256SUMS, as sha256sum writes it, and the signature in the
-format of OpenSSF model signing, made and verified by its library.
+"""Lists of a directory's files with their digests: SHA256SUMS and the signature.
 
-`model.sig` is a Sigstore bundle around an in-toto statement that lists every file with its digest. The library is asked
-for the cryptography and for the digests; that the statement leaves nothing out but itself and the state of the staged
-build is looked at here, since it would skip what a statement tells it to.
+SHA256SUMS is in the format of sha256sum. The signature `model.sig`, in the format of OpenSSF model signing, is a
+Sigstore bundle around an in-toto statement that lists every file with its digest. OpenSSF's library does the
+cryptography and compares digests, but it skips whatever files a statement tells it to; so this module checks that the
+statement leaves out only itself and the state of the staged build.
 """
 
 import base64
@@ -16,19 +16,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ground.errors import BadInput, Missing
-from ground.files import regular_file, sha256_of_file
+from ground.files import escapes_directory, regular_file, sha256_of_file, text_from_file
 
-from .names import SIGNATURE
+from .names import ATTESTATION, SCRIPT, SIGNATURE, SUMS
 
 if TYPE_CHECKING:
     from model_signing import hashing, verifying
-from ground.files import escapes_directory, text_from_file
-
-from .names import ATTESTATION, SCRIPT, SUMS
 
 UNSIGNED = (".stages", SIGNATURE)
-"""What no signature covers: how far a staged build is, and the signature."""
+"""The entries that no signature covers: the state of the staged build, and the signature itself."""
 MOST_BYTES = 2**26
+UNLISTED = (SUMS, ATTESTATION, SCRIPT)
+"""The files of a release that SHA256SUMS doesn't list: itself, its attestation, and the script of remaining stages."""
 
 
 class Unverified(Exception):
@@ -41,14 +40,14 @@ class Unverified(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signed:
-    """The signer, and the digest of every file."""
+    """A verified signature: its signer, and the digest of every file."""
 
     by: str
     files: Mapping[str, str]
 
 
 def require_library() -> None:
-    """Raise Missing where signatures can't be made or verified."""
+    """Raise Missing without the library that makes and verifies signatures."""
     try:
         import model_signing.signing
         import model_signing.verifying  # noqa: F401
@@ -56,7 +55,7 @@ def require_library() -> None:
         raise Missing("signatures need the package model-signing: pip install 'corp-deploy[sign]'") from None
 
 
-def hashed() -> "hashing.Config":
+def hashing_config() -> "hashing.Config":
     from model_signing import hashing
 
     config = hashing.Config().use_file_serialization(hashing_algorithm="sha256", allow_symlinks=False)
@@ -64,7 +63,7 @@ def hashed() -> "hashing.Config":
 
 
 def entries_below(folder: Path, without: Sequence[str] = UNSIGNED) -> Iterator[Path]:
-    """Yield the entries of a directory that a signature covers; links are not followed."""
+    """Yield the entries of a directory that a signature covers, without following links."""
     for path in sorted(each for each in folder.iterdir() if each.name not in without):
         if path.is_dir() and not path.is_symlink():
             yield from entries_below(path, ())
@@ -73,8 +72,9 @@ def entries_below(folder: Path, without: Sequence[str] = UNSIGNED) -> Iterator[P
 
 
 def _listed(data: bytes) -> dict[str, str]:
-    """The digests that a bundle signs, read only after the library has found the signature to hold. Raises Unverified
-    for a statement that would have files skipped, or digests of another kind.
+    """Return the digests of a bundle whose signature the library has verified.
+
+    Raises Unverified for a statement that leaves files out, and for digests of another kind.
     """
     statement = json.loads(base64.b64decode(json.loads(data)["dsseEnvelope"]["payload"]))
     serial = statement["predicate"]["serialization"]
@@ -117,10 +117,11 @@ def _why(error: Exception) -> str:
 
 
 def verify_signature(folder: Path, verifier: "verifying.Config", who: Callable[[bytes], str]) -> Signed:
-    """What is signed, once the signature holds by `verifier` and covers every file as it is. `who` names the signer
-    by the bundle. Nothing but the signature is parsed.
+    """Return a signature that `verifier` accepts and that covers every file, unchanged.
 
-    Raises Unverified, and BadInput for what is no directory.
+    Nothing but the signature is parsed. `who` returns the name of the signer from the bundle.
+
+    Raises Unverified, and BadInput for a path that is no directory.
     """
     if not folder.is_dir():
         raise BadInput(f"{folder}: no such directory, expected a release or repository that was signed")
@@ -129,8 +130,8 @@ def verify_signature(folder: Path, verifier: "verifying.Config", who: Callable[[
     if odd:
         raise Unverified(*(f"{path.relative_to(folder).as_posix()}: a link or device, not a file" for path in odd))
     try:
-        with contextlib.redirect_stdout(io.StringIO()):  # of old bundles the library says something
-            verifier.set_hashing_config(hashed()).verify(folder, folder / SIGNATURE)
+        with contextlib.redirect_stdout(io.StringIO()):  # the library prints a message about old bundles
+            verifier.set_hashing_config(hashing_config()).verify(folder, folder / SIGNATURE)
     except OSError as error:
         raise BadInput(f"{folder}: can't be read ({error})") from None
     except Exception as error:  # whatever a hostile bundle does to the library, it is not verified
@@ -141,15 +142,10 @@ def verify_signature(folder: Path, verifier: "verifying.Config", who: Callable[[
     return Signed(by=who(data), files=listed)
 
 
-MOST_SUMS_BYTES = 2**26
-UNLISTED = (SUMS, ATTESTATION, SCRIPT)
-"""What lies in a release beyond its list: the list, what is signed over it, and the rest for another machine."""
-
-
 def sums_from_file(path: Path) -> dict[str, str]:
     """Read digests by name; raise BadInput for a damaged list and for names outside the release."""
     try:
-        lines = text_from_file(path, most_bytes=MOST_SUMS_BYTES).splitlines()
+        lines = text_from_file(path, most_bytes=MOST_BYTES).splitlines()
     except FileNotFoundError:
         raise BadInput(f"{path}: no such file, expected a release directory written by corp-deploy release") from None
     sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines) if name}
@@ -162,6 +158,6 @@ def sums_from_file(path: Path) -> dict[str, str]:
 
 
 def added_to(folder: Path, sums: dict[str, str]) -> list[str]:
-    """Return files that are in no list of the release."""
+    """Return the files of a release that its SHA256SUMS should list and doesn't."""
     names = (path.relative_to(folder).as_posix() for path in entries_below(folder))
     return [name for name in names if name not in sums and name not in UNLISTED]

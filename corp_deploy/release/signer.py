@@ -1,4 +1,4 @@
-"""Who signs a release: a private key, a key with its certificate, or an identity that Sigstore vouches for."""
+"""Signers of a release: a private key, a key with its certificate, or an identity that Sigstore vouches for."""
 
 import base64
 import json
@@ -11,7 +11,7 @@ from ground.errors import BadInput, Missing
 from ground.files import sha256_of_text, text_from_file, write_text
 
 from .names import ATTESTATION, PROVENANCE, SIGNATURE
-from .signature import Unverified, entries_below, hashed, require_library
+from .signature import Unverified, entries_below, hashing_config, require_library
 from .verifier import CURVES, NEW_KEY, Certified, PublicKey, certificates_from_file, names_in_certificate, pem_from_file
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def _public_text(key: "ec.EllipticCurvePrivateKey") -> str:
 
 
 def _envelope(payload: bytes, key: "ec.EllipticCurvePrivateKey") -> dict[str, Any]:
-    """Return a DSSE v1 envelope: signed are the type and the payload, each behind its length."""
+    """Return a DSSE v1 envelope, which signs the type and the payload, each behind its length."""
     from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.asymmetric import ec
 
@@ -81,7 +81,7 @@ class KeySigner:
     chain: tuple[Path, ...] = ()
 
     def require(self) -> None:
-        """Raise BadInput, or Missing without the library, for what will not sign; before any work is done."""
+        """Raise BadInput for a key or certificate that can't sign, Missing without the library."""
         require_library()
         key = _private_key(self.key, self.password)
         if self.certificate is None:
@@ -123,10 +123,10 @@ class KeySigner:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SigstoreSigner:
-    """The identity of the job that this runs in. No browser is opened: a job without one signs nothing."""
+    """The identity of the CI job that this process runs in; no browser is opened to get one elsewhere."""
 
     def require(self) -> None:
-        """Raise Missing where no identity is to be had."""
+        """Raise Missing without the library or an identity."""
         require_library()
         _ = self._token
 
@@ -167,9 +167,9 @@ def _holds(verifier: PublicKey | Certified, folder: Path) -> bool:
 
 
 def sign(folder: Path, signer: Signer, files: frozenset[str]) -> bool:
-    """Sign a directory that holds these files and no others; False where a signature of the signer's holds already.
+    """Sign a directory that holds these files and no others; return False if the signer's signature is there already.
 
-    Raises BadInput naming a file that is none of them.
+    Raises BadInput for any other file.
     """
     there = {path.relative_to(folder).as_posix(): path for path in entries_below(folder)}
     foreign = sorted(name for name, path in there.items() if name not in files or path.is_symlink())
@@ -183,7 +183,7 @@ def sign(folder: Path, signer: Signer, files: frozenset[str]) -> bool:
         signer.attest(folder)
         beside = Path(scratch) / SIGNATURE
         try:
-            signer.config.set_hashing_config(hashed()).sign(folder, beside)
+            signer.config.set_hashing_config(hashing_config()).sign(folder, beside)
         except (ValueError, TypeError) as error:
             raise BadInput(f"{folder}: can't be signed ({error!s:.300})") from None
         write_text(folder / SIGNATURE, beside.read_text(encoding="utf-8"))

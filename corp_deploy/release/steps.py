@@ -1,6 +1,6 @@
-"""What a command does to a directory of results, run from the very values that are printed: for a release and the demo.
+"""The work of commands on a directory of results, for releases and the demo, from the options that are printed.
 
-Every function reads what its invocation names below `dirs.root`, or what its recipe says, and writes below `dirs.into`.
+Every function reads the files that its invocation or its recipe names below `dirs.root`, and writes below `dirs.into`.
 """
 
 from dataclasses import replace
@@ -69,13 +69,13 @@ def _held_out(dirs: StageDirs, run: Invocation) -> HoldOutOptions:
 
 
 def _groups(dirs: StageDirs, run: Invocation) -> str | None:
-    """Which images belong together: a word, or a file with labels."""
+    """Return the way that images are grouped: a word, or the path of a file with labels."""
     groups: str | None = run["groups"]
     return groups if groups is None or groups in BY_NAME else str(dirs.root / groups)
 
 
 def write_calibration(dirs: StageDirs, run: Invocation) -> None:
-    """The calibration, which goes on from its own states after an interruption where it saves them."""
+    """Write moments; after an interruption the calibration continues from the states that it saved."""
     options = CalibrateOptions.from_options({**run.options, "groups": _groups(dirs, run)})
     drawn = Drawn.from_options(run.options)
     require_device(options.device)
@@ -98,7 +98,7 @@ def write_calibration(dirs: StageDirs, run: Invocation) -> None:
 
 
 def write_reduced(dirs: StageDirs, run: Invocation, choice: ReduceOptions) -> None:
-    """Write the smaller model, of which the invocation says where its inputs are."""
+    """Write the reduced model."""
     dense, seed, images = load_checkpoint(dirs.root / run["model"]), Drawn.from_options(run.options).seed, None
     if run["held_out"] is not None:
         choice = replace(choice, held_out=dirs.root / run["held_out"])
@@ -127,7 +127,7 @@ def write_graphs(dirs: StageDirs, run: Invocation, options: ExportOptions) -> No
 
 
 def write_parity(dirs: StageDirs, run: Invocation) -> Parity:
-    """The chain from the dense model to its graphs, on held-out images, which are compared with the calibration's."""
+    """Prove the chain from the dense model to its graphs on held-out images, and write the record."""
     reference, *candidates = run.arguments
     dense = load_checkpoint(dirs.root / reference)
     source = _held_out(dirs, run).proving(_images(dense, dirs, run), Drawn.from_options(run.options).seed)
@@ -148,7 +148,7 @@ def write_parity(dirs: StageDirs, run: Invocation) -> Parity:
 
 
 def write_bench(dirs: StageDirs, run: Invocation) -> Bench:
-    """Dense against reduced in one process. Raises BadInput where no batch size has the time that it takes."""
+    """Time dense against reduced, and write the record; raise BadInput if no batch size could be timed."""
     dense, reduced = (dirs.root / path for path in run.arguments)
     options = BenchOptions.from_options(run.options)
     fed, output = FedOptions(images=dirs.root / run["images"]), dirs.into / run["output"]
@@ -159,7 +159,7 @@ def write_bench(dirs: StageDirs, run: Invocation) -> Bench:
 
 
 def write_package(dirs: StageDirs, run: Invocation) -> None:
-    """Write the model repository that an inference server loads as it is; none for a model whose proof failed."""
+    """Write the model repository for an inference server, unless the proof of the model failed."""
     (directory,), labels = run.arguments, run["labels"]
     options = ServingOptions.from_options({**run.options, "labels": labels and dirs.root / labels})
     proof = proof_of_directory(dirs.root / directory)
@@ -174,7 +174,7 @@ def write_page(dirs: StageDirs, run: Invocation) -> None:
 
 
 def write_samples(dirs: StageDirs, recipe: Recipe) -> None:
-    """A few held-out images as the graphs take them, preprocessed or their pixels, and what every graph answers."""
+    """Write a few held-out images as the graphs take them, preprocessed or as pixels, and every graph's answers."""
     labels = recipe.held_out.labels if names.has_sample_labels(recipe) else None
     dense = load_checkpoint(dirs.root / "dense")
     source = recipe.proof_images.proving_images(dense.model)
@@ -204,19 +204,21 @@ def write_samples(dirs: StageDirs, recipe: Recipe) -> None:
 
 
 def named_samples(inputs: ProofInputs, root: Path) -> ProofInputs:
-    """The samples with the names and the labels of the images that they were made of, as far as they are told."""
+    """Return the samples with the names and labels that their record has of the images."""
     record = load_samples(root)
     labels = None if record.labels is None else array_from_npy(of_release(root, record.labels))
     return replace(inputs, names=record.names, labels=labels)
 
 
 MOST_JUDGED = 512
-"""Held-out images, drawn by their seed, that judge: all are held in memory at once."""
+"""The largest number of held-out images that judge numbers of calibration images, as all are in memory at once."""
 
 
 def write_size(dirs: StageDirs, recipe: Recipe) -> None:
-    """The release's widths from the moments of ever more images, each fitted in one pass over them, judged on held-out
-    images, and site by site on those that calibration.hold_out left out.
+    """Write how the errors of the release's widths fall as more calibration images are used.
+
+    The reductions by the moments of each number of images are judged on held-out images and, site by site, on those
+    that calibration.hold_out left out.
     """
     choice, calibration, drawn_by = recipe.reduce, recipe.calibration, recipe.proof_images.seed
     dense = merging_checkpoint(load_checkpoint(dirs.root / "dense"), choice.of_statistics)

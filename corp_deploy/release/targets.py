@@ -1,4 +1,4 @@
-"""Where a release's model is to run: a recipe's targets, what each needs of this machine, and how it is run there."""
+"""The targets of a recipe, where its model runs: their artefacts, what they need of this machine, how they run."""
 
 import importlib.util
 from collections.abc import Sequence
@@ -17,10 +17,7 @@ from perf.gate.rule import OF_ENGINES, Rule, rule_from_text
 from perf.timing.watch import environment, watching
 
 from .recipe_keys import told_at
-from .recipe_tables import (
-    ExportTable,
-    TargetTable,
-)
+from .recipe_tables import ExportTable, TargetTable
 
 SUBJECTS = ("dense", "reduced")
 ENGINES: tuple[TargetName, ...] = ("tensorrt", "tensorrt-rtx")
@@ -29,10 +26,10 @@ ON_CPU: tuple[TargetName, ...] = ("onnxruntime-cpu", "openvino")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReleaseTarget:
-    """One place where the model is to run; `profile`, `sms` and `sparse` shape engines only. `rules` are judged there
-    alone.
+    """A runtime that the model is made for; `profile`, `sms` and `sparse` shape engines only.
 
-    `rest`: of a quantised precision the one that it rests on, which it has to be faster than; None of others.
+    `rules` are judged on this target alone. `rest` is the precision that a quantised one rests on and has to be faster
+    than, None for a float precision.
     """
 
     name: TargetName
@@ -51,7 +48,7 @@ class ReleaseTarget:
 def rules_of(
     where: str, texts: Sequence[str], target: TargetName, batches: Sequence[int], metrics: tuple[str, ...]
 ) -> tuple[Rule, ...]:
-    """Parse rules; raise BadInput for a figure that the target will not have. `metrics` are the user's own."""
+    """Parse rules; raise BadInput for a figure that the target won't have. `metrics` are names of the user's own."""
     with told_at(where):
         rules = tuple(map(rule_from_text, texts))
         for rule in rules:
@@ -107,7 +104,7 @@ def release_target(
 
 
 def _profile(where: str, name: TargetName, table: TargetTable, batches: Sequence[int]) -> BatchProfile:
-    """Return the batch sizes of an engine, or those that are measured of a graph."""
+    """Return the batch sizes of an engine, or for a graph those that are measured."""
     if name not in ENGINES and (table.batch or table.sm or table.sparse):
         raise BadInput(f"{where}: batch and sms shape engines, as sparse does; leave them out for {name}")
     with told_at(where):
@@ -129,7 +126,7 @@ def _missing_library(target: ReleaseTarget) -> str | None:
 
 
 def missing_to_build(target: ReleaseTarget) -> str | None:
-    """Return why this machine can't build the engines, None where it can."""
+    """Return why this machine can't build the target's engines, None if it can."""
     return _missing_library(target) or (None if target.name == "tensorrt-rtx" else missing_gpu())
 
 

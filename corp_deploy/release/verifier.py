@@ -1,4 +1,4 @@
-"""Whose signature is asked for: a public key's, an identity's in a certificate, or one's that Sigstore vouches for."""
+"""Verifiers of signatures: by a public key, by an identity in a certificate, or by one that Sigstore vouches for."""
 
 import base64
 import json
@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from ground.errors import BadInput, Missing
 from ground.files import sha256_of_text, text_from_file
 
-from .signature import Signed, Unverified, require_library
-from .signature import verify_signature as verify_with
+from .signature import Signed, Unverified, require_library, verify_signature
 
 if TYPE_CHECKING:
     from cryptography import x509
@@ -56,7 +55,7 @@ def names_in_certificate(certificate: "x509.Certificate") -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublicKey:
-    """A key of an elliptic curve, in PEM."""
+    """A file with the public key of an elliptic curve, in PEM."""
 
     path: Path
 
@@ -78,12 +77,12 @@ class PublicKey:
         text = key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo).decode()
         words = f"the key {sha256_of_text(text)[:16]}"
         config = verifying.Config().use_elliptic_key_verifier(public_key=self.path)
-        return verify_with(folder, config, lambda data: words)
+        return verify_signature(folder, config, lambda data: words)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certified:
-    """A name in a certificate that leads to one of these roots, as of the time from which that is valid."""
+    """A name in a certificate that leads to one of these roots at the time from which it is valid."""
 
     identity: str
     roots: tuple[Path, ...]
@@ -105,12 +104,12 @@ class Certified:
         for root in self.roots:
             certificates_from_file(root)
         config = verifying.Config().use_certificate_verifier(certificate_chain=self.roots)
-        return verify_with(folder, config, self._who)
+        return verify_signature(folder, config, self._who)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sigstore:
-    """An identity that an OpenID issuer vouched for when the release was signed. This alone uses a network."""
+    """An identity that an OpenID issuer vouched for when the release was signed; only this verifier needs a network."""
 
     identity: str
     issuer: str
@@ -124,14 +123,14 @@ class Sigstore:
         except Exception as error:
             why = f"{type(error).__name__}: {error!s:.200}"
             raise Missing(f"Sigstore's roots of trust can't be had here ({why})") from None
-        return verify_with(folder, config, lambda data: f"{self.identity} by {self.issuer}")
+        return verify_signature(folder, config, lambda data: f"{self.identity} by {self.issuer}")
 
 
 Verifier = PublicKey | Certified | Sigstore
 
 
 def verifier_from_options(verify: str, roots: tuple[Path, ...], issuer: str | None) -> Verifier:
-    """Return the verifier: of an identity with roots or an issuer, else of a public key."""
+    """Return the verifier of an identity, if there are roots or an issuer, or of a public key."""
     if roots and issuer is not None:
         raise BadInput("--root is of certificates, --issuer of Sigstore; give one of the two")
     if roots:
