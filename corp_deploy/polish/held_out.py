@@ -18,7 +18,7 @@ from ground.errors import BadInput
 
 from .walk import AT_ONCE, joined_answers, last_stream
 
-_MOST = 64  # inputs held out: a relative error of more of them is hardly surer, and every look costs a pass
+_MOST = 64  # held-out inputs: more hardly make the error more certain, and each evaluation costs a pass
 _LEAST = 1e-12
 
 
@@ -39,17 +39,19 @@ def _thinned(images: InputSet, rows: list[int]) -> InputSet:
 def split_inputs(
     images: InputSet, every: int, groups_B: Tensor | None = None, judges: InputSet | None = None
 ) -> ValidationSplit:
-    """Hold out each `every`-th input, or all inputs of each `every`-th group in the order in which groups come up;
-    with `judges` fit to all.
+    """Hold out each `every`-th input, or all inputs of each `every`-th group in the order of the groups' first inputs.
 
-    Of more than 64 held out, 64 judge, evenly spaced, and the others are left aside. Copies of an input that judges are
-    left aside too. Raises BadInput where nothing is left on a side.
+    With `judges` all inputs are fitted to. Of more than 64 held-out inputs, 64 judge, evenly spaced, and the others are
+    left aside. Copies of an input that judges are left aside too.
+
+    Raises:
+        BadInput: nothing is left on a side.
     """
     if judges is not None:
         return ValidationSplit(fitted=images, held_out=_thinned(judges, list(range(judges.count))))
     groups_B = torch.arange(images.count) if groups_B is None else groups_B
     groups = list(dict.fromkeys(groups_B.tolist()))
-    judging = set(groups[every - 1 :: every] or groups[-1:])  # the last one where there are fewer groups
+    judging = set(groups[every - 1 :: every] or groups[-1:])  # the last group where there are fewer
     rows = [position for position, group in enumerate(groups_B.tolist()) if group in judging]
     fitted = (~torch.isin(images.ids, images.ids[rows])).nonzero().squeeze(1).tolist()
     if not rows or not fitted:
@@ -61,17 +63,17 @@ def split_inputs(
 
 
 def stream_error(reduced: Tokens, dense_BMC: Tensor) -> Tensor:
-    """Return the squared error of a stream, each token's relative to the square of the dense one, mean over the tokens
-    that are present. A merged token is compared with the mean of the dense tokens that it stands for, and counts as
-    often.
+    """Return the mean over the present tokens of each token's squared error, relative to its dense square.
 
-    By token, because what reads a stream normalises each token, and a few of them can be far longer than the rest.
+    A merged token is compared with the mean of the dense tokens that were merged into it, and counts as often. The
+    error is relative by token, because readers of a stream normalise each token, and a few tokens can be far longer
+    than the rest.
     """
     reduced_BNC, weights_BN, sources_BM = reduced
     dense_BNC = dense_BMC if sources_BM is None else mean_of_sources(dense_BMC, sources_BM, reduced_BNC.shape[1])
     square_BN = dense_BNC.square().sum(dim=-1).clamp_min(_LEAST)
     error_BN = (reduced_BNC - dense_BNC).square().sum(dim=-1) / square_BN
-    if weights_BN is None or weights_BN.shape != error_BN.shape:  # of what is pooled all counts alike
+    if weights_BN is None or weights_BN.shape != error_BN.shape:  # all of a pooled stream counts alike
         return error_BN.mean()
     return (error_BN * weights_BN).sum() / weights_BN.sum().clamp_min(1.0)
 
@@ -84,8 +86,10 @@ def relative_square(reduced: Tensor, dense: Tensor) -> Tensor:
 
 @torch.no_grad()
 def held_out_error(dense: nn.Module, reduced: nn.Module, inputs: InputSet, *, reads_all: bool) -> float:
-    """Return the relative error of the outputs, or of those and of the last stream, half and half in squares, where
-    users read all tokens of that stream.
+    """Return the relative error of the outputs on held-out inputs.
+
+    With `reads_all` users read all tokens of the last stream: that stream's error is averaged in, half and half in
+    squares.
     """
     total, count = 0.0, 0
     for batch in inputs.batches(AT_ONCE):

@@ -1,10 +1,10 @@
 """A reduced sublayer's layers fitted to the dense stream in turn, without a step size and without randomness.
 
-First the first layer, by a Gauss-Newton step through all that follows it (algebra/gauss_newton.py), then the last one,
-by a regression on its new inputs. Held-out inputs choose both steps, and never lose.
+First the first layer, by a Gauss-Newton step through everything behind it (algebra/gauss_newton.py), then the last one,
+by a regression on its new inputs. Held-out inputs choose both steps, so that their error never grows.
 
-Legend: B inputs of a pair, N tokens, C channels of the stream, D those with a one for a bias, R rows of the first
-layer, K inputs of the last one.
+Legend: B inputs of a pair, N tokens, C channels of the stream, O outputs, D inputs of a layer, and one more where it
+has a bias, R rows of the first layer, K inputs of the last one.
 """
 
 import math
@@ -13,44 +13,65 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from corp_deploy.algebra.gauss_newton import Residuals, gauss_newton
 from corp_deploy.reduction.streams import StreamEnergy
 from corp_deploy.traced.models.steps import SegmentStep
 
-from .matrices import Matrix
 from .walk import StreamPair
 
-_SHARES = (1.0, 0.5, 0.25)  # of a step, that are tried
-MOST_TOKENS = 65_536  # that a step is fitted to
+_SHARES = (1.0, 0.5, 0.25)  # of a step that are tried
+MOST_TOKENS = 65_536  # of a step's fit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Matrix:
+    """A linear layer or a pointwise convolution by its name in the model."""
+
+    name: str
+    layer: nn.Linear | nn.Conv2d
+
+    @property
+    def values_OD(self) -> Tensor:
+        """A copy of weight and bias side by side."""
+        weight_OD = self.layer.weight.detach().flatten(1)
+        if self.layer.bias is None:
+            return weight_OD.clone()
+        return torch.cat([weight_OD, self.layer.bias.detach().unsqueeze(1)], dim=1)
+
+    @torch.no_grad()
+    def set_(self, values_OD: Tensor) -> None:
+        weight = self.layer.weight
+        weight.copy_(values_OD[:, : weight[0].numel()].reshape(weight.shape))
+        if self.layer.bias is not None:
+            self.layer.bias.copy_(values_OD[:, -1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Newton:
-    """The ridge of a Gauss-Newton step, and after how many iterations of conjugate gradients it is looked at,
-    ascending.
-    """
+    """The ridge of a Gauss-Newton step, and the iterations after which its step so far is tried, ascending."""
 
     ridge_rel: float = 1e-2
     looks: tuple[int, ...] = (3, 8)
 
 
 def counts(read: Tensor | None, pair: StreamPair) -> Tensor:
-    """How much each token of the reduced stream counts behind a segment [B,N]; 0 where it isn't read or there."""
+    """Return the weight of each token of the reduced stream behind a segment [B,N]; 0 if unread or padding."""
     x_BNC, present_BN, _ = pair.reduced.tokens
     is_read_N = torch.ones(pair.target.shape[1], device=x_BNC.device)
     if read is not None:
         is_read_N = torch.zeros_like(is_read_N).index_fill_(0, read, 1.0)
     is_read_BN = is_read_N.expand(len(x_BNC), -1)
-    if present_BN is None or present_BN.shape != is_read_BN.shape:  # as of what is pooled
+    if present_BN is None or present_BN.shape != is_read_BN.shape:  # a pooled stream
         return is_read_BN
     return is_read_BN * present_BN.to(is_read_BN)
 
 
 def _counted(pair: StreamPair, read: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """What the reduced stream should be, at the tokens that are read, [B,N,C], or one row of tokens [1,X,C] where some
-    are not there; and by how much each counts, None for all alike.
+    """Return the wanted reduced stream at the tokens that are read, and the weight of each token, None for all alike.
+
+    The stream is [B,N,C], or one row of tokens [1,X,C] where some are padding.
     """
     target_BNC, sizes_BN = pair.target, None if pair.reduced.tokens.sources is None else pair.reduced.tokens.sizes
     there_BN = None if pair.weights is None else pair.weights > 0.0
@@ -63,9 +84,7 @@ def _counted(pair: StreamPair, read: Tensor | None) -> tuple[Tensor, Tensor | No
 
 
 class _SublayerJudge:
-    """The mean square of what the stream lacks behind the segment, over the tokens that count, of the pairs held
-    out.
-    """
+    """The mean square error of the stream behind a segment, over the tokens that count, of the held-out pairs."""
 
     def __init__(self, sublayer: "Sublayer", pairs: Sequence[StreamPair]) -> None:
         self.step, self.read, self.pairs = sublayer.step, sublayer.read, pairs
@@ -90,14 +109,14 @@ class _SublayerJudge:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerGroup:
-    """Matrices that read the same inputs, and how a sublayer's outputs change with all of their rows."""
+    """Matrices that read the same inputs, and the derivative of a sublayer's outputs by all of their rows."""
 
     matrices: tuple[Matrix, ...]
     linearised: Callable[[Sequence[StreamPair]], Iterable[Residuals]]
 
     @property
     def rows_RD(self) -> Tensor:
-        """The rows of each matrix in turn."""
+        """The rows of all matrices, one matrix after the other."""
         return torch.cat([matrix.values_OD for matrix in self.matrices])
 
     def set_(self, rows_RD: Tensor) -> None:
@@ -108,9 +127,7 @@ class LayerGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sublayer:
-    """A segment with groups of its layers in the order in which they are fitted; `read`: the tokens that count behind
-    it, None for all.
-    """
+    """A segment with groups of its layers in fitting order; `read`: the tokens behind it that count, None for all."""
 
     step: SegmentStep
     read: Tensor | None
@@ -134,7 +151,7 @@ def _take_(group: LayerGroup, pairs: Sequence[StreamPair], judge: _SublayerJudge
             now = judge.error()
             if now < error:
                 error, best_RD = now, group.rows_RD
-            if not now < last:  # along a line the error falls, then rises
+            if not now < last:  # along a line the error falls first, then rises
                 break
             last = now
     group.set_(best_RD)
@@ -168,7 +185,7 @@ class SweepBudget:
 
 
 def _some(pairs: Sequence[StreamPair], sweep: int) -> Sequence[StreamPair]:
-    """Return each so many-th pair, others in each sweep, of MOST_TOKENS together at most, or one pair."""
+    """Return evenly spaced pairs of at most MOST_TOKENS tokens together, or one pair; other pairs in each sweep."""
     tokens = sum(pair.reduced.tokens.x.shape[:2].numel() for pair in pairs)
     stride = min(-(-tokens // MOST_TOKENS), len(pairs))
     return pairs[sweep % stride :: stride]
@@ -196,7 +213,7 @@ def fit_sublayer_(
         some = _some(fitted, report.steps)
         for group in sublayer.groups:
             error = _take_(group, some, judge, how or Newton(), error)
-        error = judge.error()  # anew: of what the last step left
+        error = judge.error()  # again, after the last step
         gained = judge.relative(error) < report.error
         report = replace(report, steps=report.steps + 1, seconds=time.monotonic() - began, error=judge.relative(error))
         if on_sweep is not None:

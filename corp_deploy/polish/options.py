@@ -1,4 +1,4 @@
-"""Options of a polish: values that refuse contradictions. No torch."""
+"""Options of a polish that refuse contradictory values. No torch."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -8,13 +8,14 @@ from ground.errors import BadInput
 PolishName = Literal["none", "layer"]
 POLISHES: tuple[PolishName, ...] = get_args(PolishName)
 SWEEPS = 2
-"""Over both layers of each sublayer, where neither a number of sweeps nor a time is set."""
+"""Sweeps over both layers of each sublayer, unless a number or a time is set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolishOptions:
-    """Limits of the fit of each reduced sublayer to the dense stream: `steps` sweeps over its layers; `time_s` ends all
-    of them early, in seconds.
+    """Limits of the fit of each reduced sublayer to the dense stream.
+
+    `steps`: sweeps over its layers; `time_s`: seconds after which all sublayers end early.
     """
 
     steps: int | None = None
@@ -26,5 +27,5 @@ class PolishOptions:
 
     @property
     def most_steps(self) -> int | None:
-        """The largest number of sweeps; None where time alone ends the polish."""
+        """The largest number of sweeps; None where only the time ends the polish."""
         return SWEEPS if self.steps is None and self.time_s is None else self.steps

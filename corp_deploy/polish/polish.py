@@ -1,4 +1,4 @@
-"""Polish: (dense model, reduced model, images) -> the reduced model nearer to the dense one."""
+"""Polish: (dense model, reduced model, images) -> the reduced model closer to the dense one."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -29,7 +29,7 @@ from .state import PolishState, StateFile
 from .walk import BlockSteps, StreamPair, blocks, stream_pairs, walk
 
 HELD_OUT_EVERY = 8
-"""One in so many inputs, or groups of inputs, is held out to judge by."""
+"""Of that many inputs, or groups of inputs, one is held out to judge."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ class PolishReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolishProgress:
-    """The share of a polish that is done, the sublayer at work, and its held-out error before and now."""
+    """The share of a polish that is done, the current sublayer, and its held-out error before and now."""
 
     part: str
     share: float
@@ -72,7 +72,7 @@ class PolishProgress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Polished:
-    """A reduced model that was polished, or as it was where nothing was better, and the report."""
+    """A polished model, or the unpolished one where the polish gained nothing, and the report."""
 
     model: nn.Module
     report: PolishReport
@@ -93,9 +93,10 @@ def fitted_steps(dense: nn.Module, model: nn.Module) -> dict[str, SegmentStep]:
 
 
 def reason_against(dense: nn.Module, reduced: nn.Module) -> str | None:
-    """Return why a reduced model can't be polished, None where it can: its streams have fewer channels than the dense
-    model's, sites stand in no segment, segments are others than the dense model's, or a layer's step would have to be
-    solved through convolutions of several places.
+    """Return why a reduced model can't be polished, None where it can.
+
+    Its streams have fewer channels than the dense model's, sites stand in no segment, its segments differ from the
+    dense model's, or a layer's step would have to be solved through convolutions of several places.
     """
     every = (sites_of(model).every for model in (dense, reduced))
     widths, of_reduced = ({site.name: site.width for site in own if isinstance(site, TracedStream)} for own in every)
@@ -136,7 +137,7 @@ def _state_file(
 
 
 def _budget(options: PolishOptions, finished: Sequence[PartReport], count: int) -> SweepBudget:
-    """Return the next sublayer's, one of so many: an even share of the time that is left."""
+    """Return the budget of the next sublayer of `count`: an even share of the time that is left."""
     if options.time_s is None:
         return SweepBudget(sweeps=options.most_steps, seconds=None)
     left_s = max(options.time_s - sum(report.seconds for report in finished), 0.0)
@@ -151,7 +152,7 @@ def _fit_layers_(
     file: StateFile | None,
     on_progress: Callable[[PolishProgress], None] | None,
 ) -> tuple[PartReport, ...]:
-    """Fit each reduced sublayer in place, in order; those that an earlier attempt finished are taken from its file."""
+    """Fit each reduced sublayer in place, in order; take those that an earlier attempt finished from its file."""
     state, steps = PolishState() if file is None else file.load(device_of(model)), fitted_steps(dense, model)
     reports = list[PartReport]()
 
@@ -193,17 +194,19 @@ def polished(
     state: Path | None = None,
     on_progress: Callable[[PolishProgress], None] | None = None,
 ) -> Polished:
-    """Fit each reduced sublayer to the dense stream, without labels; neither argument is changed.
+    """Fit each reduced sublayer to the dense stream, without labels; neither model is changed.
 
-    `judges`, other images, tell when it is best; without them some of these are held out, or all of some groups
-    (`groups_B` int64 [images]). The model that errs least on them is returned, the one before the polish among those.
-    `reads`: the tokens that count, see tokens_to_fit. With `state` an interrupted polish of a number of sweeps
-    continues behind the last finished sublayer and gives the same bits as one that was not interrupted; the file stays
-    until it is removed. All runs where the models are. Raises BadInput for too few images and for the state of another
-    polish; see reason_against for models that can't be polished.
+    `judges`, other images, choose the steps; without them some of these images are held out, or all of some groups
+    (`groups_B` int64 [images]). The model that errs least on them is returned, which may be the unpolished one.
+    `reads`: the tokens that count, see tokens_to_fit. With `state` an interrupted polish with a number of sweeps
+    continues behind the last finished sublayer and gives the same bits as an uninterrupted one; the file stays until it
+    is removed. All runs on the models' devices. See reason_against for models that can't be polished.
+
+    Raises:
+        BadInput: too few images, or the state of another polish.
     """
     inputs = split_inputs(images, HELD_OUT_EVERY, groups_B, judges)
-    # The tokens that a merged token stands for say what it should be.
+    # The target of a merged token comes from the tokens that were merged into it.
     dense = dense if traced_model.merging_of(dense) is None else traced_model.with_merging(dense, None)
     reads_all = tokens_to_fit(reduced, reads) is None
     with torch.inference_mode(False), torch.no_grad(), evaluating(dense):

@@ -1,10 +1,10 @@
-"""The layers of a traced model's segment, each fitted by Gauss-Newton steps through all that follows it there.
+"""The layers of a traced model's segment, each fitted by Gauss-Newton steps through everything behind it there.
 
-What stands between them is differentiated, whatever it is: turns by positions and norms too. Of a layer whose output a
-stream is added to that step is the regression on what it reads.
+All operations between them are differentiated, rotary positions and norms too. For a layer whose output is added to a
+stream that step is the regression on its inputs.
 
-Legend: B inputs, N places of a stream, C channels, X rows of what layers read or give, R what they give, D what they
-read and a one for a bias.
+Legend: B inputs, N places of a stream, C channels, X rows of layers' inputs or outputs, R outputs, D inputs and a one
+for a bias.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,23 +30,23 @@ from corp_deploy.traced.programs.folding import is_mean_weight
 from corp_deploy.traced.programs.program import Program
 from corp_deploy.traced.programs.readers import LINEAR, CalledLayer, layer_as_module, layers
 
-from .matrices import Matrix
-from .newton import LayerGroup, Sublayer, counts
+from .newton import LayerGroup, Matrix, Sublayer, counts
 from .walk import StreamPair
 
 _CACHED_BYTES = 2**30
 
 
 def spatial_sites(model: nn.Module, sites: Sequence[str]) -> list[str]:
-    """Those of a traced model's sites that convolutions of several places write or read."""
+    """Return those of a traced model's sites that convolutions with larger kernels write or read."""
     own, by_name = tracing(model), sites_of(model).by_name
     of_places = {each.weight for each in layers(own.program, in_groups=True) if not _is_linear(own.program, each)}
     return [name for name in sites if not of_places.isdisjoint(_touched(by_name[name]))]
 
 
 def segment_sublayer(model: nn.Module, step: SegmentStep) -> Sublayer:
-    """All that writes or reads sites within a traced model's step, but streams; layers that read the same take a step
-    together. What the program calls several times stays as it is.
+    """Return the layers that write or read sites within a traced model's step, except streams.
+
+    Layers with the same input take a step together. Layers that the program calls several times stay unchanged.
     """
     own, by_name = tracing(model), sites_of(model).by_name
     program, segment = own.running, next(each for each in own.segments if each.name == step.name)
@@ -78,7 +78,7 @@ def _touched(site: Site) -> set[str]:
 
 
 def _is_linear(program: Program, layer: CalledLayer) -> bool:
-    """Of every place for itself."""
+    """Return whether a layer maps every place by itself."""
     if layer.node.target is LINEAR:
         return True
     module = layer_as_module(program, layer)
@@ -87,7 +87,7 @@ def _is_linear(program: Program, layer: CalledLayer) -> bool:
 
 
 def _read(own: Tracing, segment: ProgramSegment, module: TokenRows) -> Tensor | None:
-    """The tokens behind the segment that go anywhere, None for all."""
+    """Return the tokens behind the segment that any output depends on, None for all."""
     gone = unread_queries(own.program, segment.cut) if module.leaving.axis == len(module.leaving.sizes) else None
     read_N = None if gone is None else ~gone.flatten()
     if own.merged is not None:
@@ -97,7 +97,7 @@ def _read(own: Tracing, segment: ProgramSegment, module: TokenRows) -> Tensor | 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Way:
-    """From what layers `called` read through what they give to the end of their segment, whose nodes are `nodes`."""
+    """The computation from the inputs of the `called` layers to the end of their segment, whose nodes are `nodes`."""
 
     program: Program
     nodes: tuple[fx.Node, ...]
@@ -107,16 +107,16 @@ class _Way:
     called: tuple[CalledLayer, ...]
 
     def values(self, x_BNC: Tensor, weights_BN: Tensor | None) -> Values:
-        """Of a stream that enters the segment."""
+        """Return the segment's values for a stream that enters it."""
         nodes = (self.segment.before, *self.segment.beside)
         return run_nodes(self.program, self.nodes, dict(zip(nodes, self.step.tensors(x_BNC, weights_BN), strict=True)))
 
     def read(self, x_BNC: Tensor) -> Tensor:
-        """What counts of the stream behind it [X,C]."""
+        """Return the rows of the stream behind the segment that count [X,C]."""
         return (x_BNC if self.read_X is None else x_BNC[:, self.read_X]).flatten(0, 1)
 
     def behind(self) -> Iterator[fx.Node]:
-        """What is made of what the layers give."""
+        """Yield the nodes that depend on the layers' outputs."""
         layer_nodes = {each.node for each in self.called}
         for node in self.nodes:
             if node not in layer_nodes and not layer_nodes.isdisjoint(node.all_input_nodes):
@@ -124,13 +124,13 @@ class _Way:
                 yield node
 
     def through(self, values: Values, given_XR: Tensor) -> Tensor:
-        """What counts of the stream behind the segment where the layers give this."""
+        """Return the rows of the stream behind the segment that count, for these outputs of the layers."""
         behind, nodes = list(self.behind()), [each.node for each in self.called]
         parts = given_XR.split([values[layer].shape[_axis(layer)] for layer in nodes], dim=-1)
         outputs = {layer: _laid(part, values[layer], layer) for layer, part in zip(nodes, parts, strict=True)}
         beside = {each: values[each] for node in behind for each in node.all_input_nodes if each not in behind}
         before = {self.segment.before: values[self.segment.before]}
-        with sdpa_kernel(SDPBackend.MATH):  # of others no second derivative is known
+        with sdpa_kernel(SDPBackend.MATH):  # other backends have no second derivative
             end = run_nodes(self.program, behind, before | beside | outputs)[self.segment.after]
         return self.read(self.step.leaving.rows(end))
 
@@ -145,7 +145,7 @@ def _laid(rows_XR: Tensor, like: Tensor, node: fx.Node) -> Tensor:
 
 
 def _lacking(way: _Way, is_biasless: bool, pair: StreamPair) -> tuple[Residuals, int]:
-    """What the stream lacks of a pair, and how many bytes that holds."""
+    """Return a pair's residuals behind the segment, and the bytes that they hold."""
     x_BNC, present_BN, _ = pair.reduced.tokens
     values = way.values(x_BNC, present_BN)
     first = way.called[0].node
@@ -163,9 +163,7 @@ def _lacking(way: _Way, is_biasless: bool, pair: StreamPair) -> tuple[Residuals,
 
 
 class _Linearised:
-    """What is linear in small changes of a layer, on some pairs; what doesn't fit in a gigabyte is computed again at
-    each look.
-    """
+    """The residuals of some pairs; those beyond a gigabyte are computed again in each iteration."""
 
     def __init__(self, look: Callable[[StreamPair], tuple[Residuals, int]], pairs: Sequence[StreamPair]) -> None:
         self._look, self._pairs, self._left = look, pairs, _CACHED_BYTES

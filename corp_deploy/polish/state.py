@@ -1,4 +1,4 @@
-"""The state of a polish on disk: sublayers that are finished, from which an interrupted polish continues."""
+"""The state of a polish on disk: finished sublayers, from which an interrupted polish continues."""
 
 import json
 from collections.abc import Mapping
@@ -30,13 +30,13 @@ class _Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 def state_beside(directory: Path) -> Path:
-    """Return where the state of the polish of a model that is written to a directory stands."""
+    """Return the path of the polish's state for a model that is written to a directory."""
     return directory.absolute().with_name(f"{directory.absolute().name}.polish-unfinished.safetensors")
 
 
 @dataclass(slots=True, kw_only=True)
 class PolishState:
-    """The reports of finished sublayers by their names, and their layers' matrices."""
+    """The reports of finished sublayers by name, and the matrices of their layers."""
 
     finished: dict[str, PartReport] = field(default_factory=dict)
     matrices: dict[str, Tensor] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class PolishState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateFile:
-    """The file of a state; `run` holds all that must be equal to continue."""
+    """The file of a state; `run` holds everything that must be equal to continue."""
 
     path: Path
     run: Mapping[str, str]
@@ -57,8 +57,10 @@ class StateFile:
             save_file(tensors, temporary, metadata={_HEADER: json.dumps(msgspec.to_builtins(header))})
 
     def load(self, device: torch.device) -> PolishState:
-        """Return the saved state, an empty one without a file. Raises BadInput for a file that holds no state, or that
-        of another run.
+        """Return the saved state, an empty one without a file.
+
+        Raises:
+            BadInput: the file holds no state, or that of another run.
         """
         if not self.path.exists():
             return PolishState()

@@ -1,4 +1,4 @@
-"""Models' blocks as they are walked through, side by side: the residual streams behind each.
+"""Walks through the blocks of two models side by side, with the residual streams behind each block.
 
 Legend: B inputs, N tokens, M tokens of the dense stream, C channels.
 """
@@ -21,7 +21,7 @@ from corp_deploy.traced.models.token_merging import Tokens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockSteps:
-    """The steps of one block by its name; a block that can't be taken apart is the only step of its own."""
+    """The steps of one block, by its name; a block that can't be split is one step."""
 
     name: str
     steps: tuple[Step, ...]
@@ -33,7 +33,7 @@ class BlockSteps:
 
 
 def blocks(model: nn.Module) -> tuple[BlockSteps, ...]:
-    """The model's steps, those of one block together; what is no segment goes with the block before it."""
+    """Group the model's steps by block; a step that is no segment belongs to the block before it."""
     groups: list[tuple[str, list[Step]]] = [("", [])]
     for step in traced_model.steps(model):
         if isinstance(step, SegmentStep) and step.name != groups[-1][0]:
@@ -43,7 +43,7 @@ def blocks(model: nn.Module) -> tuple[BlockSteps, ...]:
 
 
 def last_stream(model: nn.Module, x_BNC: Tensor, weights_BN: Tensor | None) -> Tokens:
-    """Return the residual stream behind the last block, of one that enters the first."""
+    """Return the residual stream behind the last block, for a stream that enters the first."""
     state = StreamState.of(x_BNC, weights_BN)
     for block in blocks(model):
         state = block(state)
@@ -51,8 +51,9 @@ def last_stream(model: nn.Module, x_BNC: Tensor, weights_BN: Tensor | None) -> T
 
 
 def joined_answers(model: nn.Module, last: Tokens, inputs: Inputs) -> Tensor:
-    """Return the outputs that read the last stream [B,...], or that stream where none does. Several are one [B,F], in
-    which a token counts by its share of an output.
+    """Return the outputs that read the last stream [B,...], or that stream where none does.
+
+    Several outputs are joined to [B,F], in which a token counts by its share of an output.
     """
     outputs = outputs_of_walk(model, StreamState(tokens=last), inputs) or (last.x,)
     if len(outputs) == 1:
@@ -62,12 +63,14 @@ def joined_answers(model: nn.Module, last: Tokens, inputs: Inputs) -> Tensor:
     return torch.cat([row.flatten(1) / count**0.5 for row, count in zip(rows, tokens, strict=True)], dim=1)
 
 
-AT_ONCE = 8  # inputs of a forward pass, always the same: rounding is that of a pass's form
+AT_ONCE = 8  # inputs of a forward pass: fixed, because rounding depends on a batch's shape
 
 
 class StreamPair(NamedTuple):
-    """The dense stream [B,M,C] of some inputs, which is never merged, with the weights of its tokens [B,M] (1, or 0 for
-    padding; None: all are there), and the reduced one on its way. Those `held_out` judge what is fitted to the others.
+    """The dense and the reduced stream of some inputs.
+
+    `dense` [B,M,C] is never merged; `weights` [B,M] of its tokens are 1, or 0 for padding (None: no padding). Pairs
+    that are `held_out` judge the fit to the others.
     """
 
     dense: Tensor
@@ -77,13 +80,13 @@ class StreamPair(NamedTuple):
 
     @property
     def target(self) -> Tensor:
-        """What the reduced stream should be: each token the mean of the dense ones that stand in it."""
+        """The wanted reduced stream: each token the mean of the dense ones that were merged into it."""
         x_BNC, _, sources_BM = self.reduced.tokens
         return self.dense if sources_BM is None else mean_of_sources(self.dense, sources_BM, x_BNC.shape[1])
 
 
 def stream_pairs(dense: nn.Module, fitted: InputSet, held_out: InputSet) -> list[StreamPair]:
-    """Both streams where they are one yet, before the first block. Memory: up to 2 * inputs * M * C * 4 bytes."""
+    """Return both streams before the first block, where they are equal. Memory: up to 2 * inputs * M * C * 4 bytes."""
     pairs = list[StreamPair]()
     for inputs, is_held_out in ((fitted, False), (held_out, True)):
         for batch in inputs.batches(AT_ONCE):
@@ -97,8 +100,9 @@ Fit = Callable[[BlockSteps, Sequence[StreamPair]], None]
 
 
 def walk(dense: nn.Module, model: nn.Module, pairs: list[StreamPair], fit: Fit) -> None:
-    """Take both streams through both models, and `fit` each block of the reduced one in place, as the dense stream is
-    behind it and the reduced one before it.
+    """Take both streams through both models, and `fit` each block of the reduced one in place.
+
+    `fit` gets the dense stream behind the block and the reduced one before it.
     """
     for before, block in zip(blocks(dense), blocks(model), strict=True):
         for at, pair in enumerate(pairs):
