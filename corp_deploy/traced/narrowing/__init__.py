@@ -1,1 +1,1 @@
-"""Programs narrowed to what is kept of their sites, and the proof that they are the dense ones without the rest."""
+"""Programs narrowed to the kept groups of their sites, and the proof that they equal the dense ones with zeros."""

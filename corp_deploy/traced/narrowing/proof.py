@@ -1,4 +1,4 @@
-"""A program narrowed to what is kept of its sites, proved to be the dense one with what is removed zeroed."""
+"""A program narrowed to the kept groups of its sites, and the proof that it equals the dense one with zeros."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -19,11 +19,11 @@ from corp_deploy.traced.programs.tracing import Inputs
 from .rewriter import NarrowingRefused, Parts, kept_part, remove_elements
 
 Mask = tuple[fx.Node, tuple[int, ...], Tensor]
-"""Of what a node gives, the axes that elements are removed along, and which stay."""
+"""A node, the axes of its result along which elements are removed, and the mask [their sizes] of those that stay."""
 
 
 def removal_masks(analysis: FoundSites, gone: Tensor) -> dict[fx.Node, list[Mask]]:
-    """Of what each node sums over, where something is removed [labels] of it."""
+    """Return, by node, the masks of the inputs that it sums over and that lose labels `gone` [labels]."""
     sources, of_nodes = {node.name: node for node in analysis.program.nodes}, dict[fx.Node, list[Mask]]()
     for use in analysis.flow.every_use:
         keep = keep_mask(analysis.flow.groups.of(use.labels), gone)
@@ -33,14 +33,13 @@ def removal_masks(analysis: FoundSites, gone: Tensor) -> dict[fx.Node, list[Mask
 
 
 class MaskedProgram(fx.Interpreter):
-    """The dense program; what is removed is 0 wherever it would be summed over."""
+    """An interpreter of the dense program in which removed elements are 0 wherever they would be summed over."""
 
     def __init__(self, analysis: FoundSites, gone: Tensor) -> None:
         super().__init__(analysis.program.graph)
         self._masks = removal_masks(analysis, gone)
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What enters a node."""
         before = {source: self.env[source] for source, _, _ in self._masks.get(n, ())}
         for source, axes, keep in self._masks.get(n, ()):
             self.env[source] = zero_removed(self.env[source], axes, keep)
@@ -50,14 +49,14 @@ class MaskedProgram(fx.Interpreter):
 
 
 def zero_removed(tensor: Tensor, axes: tuple[int, ...], keep: Tensor) -> Tensor:
-    """0 where a mask [the sizes of axes] says so; an axis that counts the batch too has the mask as often."""
+    """Zero what a mask [the sizes of axes] doesn't keep; along axes that count the batch too, the mask repeats."""
     mask = place_along(keep, axes, tensor.dim())
     times = [have // size if size > 1 else 1 for have, size in zip(tensor.shape, mask.shape, strict=True)]
     return tensor * mask.repeat(times).to(tensor)
 
 
 def relative_difference(analysis: FoundSites, gone: Tensor, narrowed: nn.Module, inputs: Inputs) -> float:
-    """Return the largest relative difference from the dense program with zeros; infinite where it doesn't run."""
+    """Return the largest relative difference from the dense program with zeros; infinite if the narrowed one fails."""
     args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
     with torch.no_grad():
         dense = tree_leaves(MaskedProgram(analysis, gone).run(*args, *kwargs.values()))
@@ -77,14 +76,15 @@ def _apart(one: Tensor, other: Tensor) -> float:
 
 
 ROUNDING = 1e-4
-"""Of the largest output: what float32 rounds over a network in another order."""
+"""The limit relative to the largest output: float32 rounds less over a network in another order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NarrowedProgram:
-    """`module` is the program without what went, `parts` what its tensors are of the dense one's; `unreduced`: sites
-    that had to be kept, with the reason, by their keys. `difference`: from the dense program with the same elements
-    zeroed, relative; None where it wasn't looked at.
+    """A narrowed program as a module, with the parts of the dense program's tensors that its own are.
+
+    `kept`: the groups by the sites' keys. `unreduced`: the reasons of sites that had to be kept whole, by key.
+    `difference`: relative to the dense program with the same elements zeroed; None if not compared.
     """
 
     module: fx.GraphModule
@@ -94,7 +94,7 @@ class NarrowedProgram:
     difference: float | None
 
     def set_(self, tensors: Mapping[str, Tensor]) -> None:
-        """Give the module what is left of these in the place of the dense program's, by their names there."""
+        """Set the module's tensors to the kept parts of these, which have the dense program's names."""
         for name, (dense, keep) in self.parts.items():
             if dense in tensors:
                 set_tensor_(self.module, name, kept_part(tensors[dense], keep))
@@ -102,7 +102,7 @@ class NarrowedProgram:
 
 @one_thread()
 def narrow(analysis: FoundSites, kept: Kept) -> NarrowedProgram:
-    """Return the narrower program by its labels alone; sites that can't be narrowed are kept whole."""
+    """Narrow a program by its labels alone; sites that can't be narrowed are kept whole."""
     chosen, unreduced = dict(kept), dict[str, str]()
     while True:
         try:
@@ -110,7 +110,7 @@ def narrow(analysis: FoundSites, kept: Kept) -> NarrowedProgram:
             module, parts = remove_elements(analysis.program, analysis.flow, goes)
             return NarrowedProgram(module=module, parts=parts, kept=chosen, unreduced=unreduced, difference=None)
         except NarrowingRefused as refused:
-            met = _at(analysis, refused.node, chosen)
+            met = _sites_at(analysis, refused.node, chosen)
             for key in [
                 key for unit in jointly_narrowed(analysis, chosen) if not set(unit).isdisjoint(met) for key in unit
             ]:
@@ -118,7 +118,8 @@ def narrow(analysis: FoundSites, kept: Kept) -> NarrowedProgram:
                 del chosen[key]
 
 
-def _at(analysis: FoundSites, node: fx.Node, chosen: Kept) -> list[str]:
+def _sites_at(analysis: FoundSites, node: fx.Node, chosen: Kept) -> list[str]:
+    """Return the keys of chosen sites whose labels a node or its inputs lose; all if none does."""
     flow = analysis.flow
     every = tree_leaves([flow.values.get(each) for each in (node, *node.all_input_nodes)])
     marks = [each for each in every if isinstance(each, LabelTensor)]
@@ -135,8 +136,9 @@ def _at(analysis: FoundSites, node: fx.Node, chosen: Kept) -> list[str]:
 
 
 def prove(analysis: FoundSites, kept: Kept, inputs: Inputs) -> NarrowedProgram:
-    """As `narrow`, held on a batch against the dense program with what went zeroed; sites with which it differs are
-    kept whole. Raises BadInput for a program that isn't deterministic, NotFinite where it gives NaN on this batch.
+    """Narrow a program and compare it on a batch with the dense one with zeros; sites that make it differ stay whole.
+
+    Raises BadInput for a program that isn't deterministic, NotFinite if it gives NaN on this batch.
     """
     result = _compared(analysis, kept, inputs)
     if result.difference is not None and result.difference <= ROUNDING:

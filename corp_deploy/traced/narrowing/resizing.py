@@ -1,4 +1,4 @@
-"""The numbers that an op has to be called with when its tensors have become narrower."""
+"""New arguments of an op whose tensors have become narrower, such as sizes to reshape or to split to."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,7 +17,7 @@ CUTS = {"slice": "start", "narrow": "start", "select": "index"}
 
 
 def sizes_to_reshape(node: fx.Node, sizes: Sequence[int]) -> list[int]:
-    """In a node's place. Raises Uneven where the batch counts several."""
+    """Return a shape for `reshape` at any batch; raise Uneven if several axes depend on the batch."""
     shape = sizes_of_any_batch(node, sizes)
     if shape is None:
         raise Uneven(f"the batch counts several axes of {tuple(sizes)}")
@@ -25,19 +25,19 @@ def sizes_to_reshape(node: fx.Node, sizes: Sequence[int]) -> list[int]:
 
 
 def resize_call(call: Call, value: Any, gone: Tensor) -> tuple[Callable[..., Any], Arguments]:
-    """The op and its arguments by name, nodes still the dense program's. Raises Uneven where no numbers will do."""
+    """Return a call's new op and arguments by name, nodes still the dense program's; raise Uneven if there are none."""
     target, arguments, new = call.node.target, dict(call.arguments), narrow_value(value, gone)
     assert callable(target), call.node
     if call.op in SHAPED:
         return aten.reshape.default, {"self": arguments["self"], "shape": sizes_to_reshape(call.node, new.shape)}
     if call.op in ("expand", "broadcast_to"):
-        arguments["size"] = _spread(call, value.shape, new.shape)
+        arguments["size"] = _expanded_sizes(call, value.shape, new.shape)
     elif call.op in SPLITS:
         sizes = [each.shape[arguments["dim"]] for each in new]
         arguments = {"self": arguments["self"], "split_sizes": sizes, "dim": arguments["dim"]}
         return aten.split_with_sizes.default, arguments
     elif call.op in CUTS and arguments["dim"] % len(call["self"].shape) in call["self"].dims:
-        arguments |= _cut(call, new, gone)
+        arguments |= _slice_arguments(call, new, gone)
     elif call.op == "scaled_dot_product_attention" and arguments["scale"] is None:
         arguments["scale"] = float(call["query"].shape[-1]) ** -0.5
     elif call.op == "group_norm":
@@ -48,7 +48,7 @@ def resize_call(call: Call, value: Any, gone: Tensor) -> tuple[Callable[..., Any
     return target, arguments
 
 
-def _spread(call: Call, old: tuple[int, ...], new: tuple[int, ...]) -> list[Any]:
+def _expanded_sizes(call: Call, old: tuple[int, ...], new: tuple[int, ...]) -> list[Any]:
     new_sizes, before = call.arguments["size"], call["self"].shape
     missing = len(old) - len(before)
     sizes = [each if was == now else now for each, was, now in zip(new_sizes, old, new, strict=True)]
@@ -60,7 +60,7 @@ def _spread(call: Call, old: tuple[int, ...], new: tuple[int, ...]) -> list[Any]
     return sizes
 
 
-def _cut(call: Call, new: LabelTensor, gone: Tensor) -> Arguments:
+def _slice_arguments(call: Call, new: LabelTensor, gone: Tensor) -> Arguments:
     first: LabelTensor = call["self"]
     dim, name = call["dim"] % len(first.shape), CUTS[call.op]
     is_whole = narrow_value(first, gone).shape[dim] == first.shape[dim]
@@ -78,7 +78,7 @@ def _cut(call: Call, new: LabelTensor, gone: Tensor) -> Arguments:
 
 
 def gives_remaining(call: Call, target: Callable[..., Any], arguments: Arguments, value: Any, gone: Tensor) -> bool:
-    """Whether a move with these arguments, run on what remains of what enters, gives what remains of its result."""
+    """Check that a move with these arguments turns the remaining labels of its inputs into those of its result."""
     if call.op not in RUN | SHAPED:
         return True
 

@@ -1,4 +1,4 @@
-"""The program again, without the elements that go: what remains of every parameter, and every size anew."""
+"""A rewriter of programs without removed elements: it cuts every parameter and computes every size anew."""
 
 from copy import copy
 from dataclasses import dataclass, field
@@ -25,11 +25,11 @@ from corp_deploy.traced.programs.program import SHAPED, Program, module_of, oper
 from .resizing import CUTS, Arguments, aten, gives_remaining, resize_call, sizes_to_reshape
 
 PROVENANCE = ("nn_module_stack", "source_fn_stack")
-"""What a node tells of the module that it was called in."""
+"""The keys of a node's meta that name the modules that it was called in."""
 
 
 class NarrowingRefused(Exception):
-    """The node at which the program can't be narrowed."""
+    """A node at which the program can't be narrowed."""
 
     def __init__(self, node: fx.Node, reason: str) -> None:
         super().__init__(f"{operation(node)} in {module_of(node)[0] or 'the model'}: {reason}")
@@ -37,11 +37,14 @@ class NarrowingRefused(Exception):
 
 
 Parts = dict[str, tuple[str, Tensor | None]]
-"""By the names of a narrowed program's tensors those of the dense ones, and the mask of what is left; None of all."""
+"""The dense tensor's name and the mask of what is left, None for all, by name of a narrowed program's tensor."""
 
 
 def remove_elements(program: Program, flow: Flow, gone: Tensor) -> tuple[fx.GraphModule, Parts]:
-    """The program without the labels for which `gone` [labels] is true, and what its tensors are. Raises Refused."""
+    """Rewrite a program without the labels `gone` [labels]; return it and the parts that its tensors are.
+
+    Raises NarrowingRefused.
+    """
     new = _Narrowing(program, flow, gone)
     for node in program.nodes:
         if node.op == "call_function" and new.is_narrower(node):
@@ -55,17 +58,18 @@ def remove_elements(program: Program, flow: Flow, gone: Tensor) -> tuple[fx.Grap
 
 
 def kept_part(tensor: Tensor, keep: Tensor | None) -> Tensor:
-    """What is left of a parameter or constant."""
+    """Return what a mask keeps of a parameter or constant."""
     new = tensor.detach() if keep is None else select_kept(tensor.detach(), keep)
     return nn.Parameter(new, requires_grad=False) if isinstance(tensor, nn.Parameter) else new
 
 
 @dataclass(slots=True)
 class _Narrowing:
-    """`gone` [labels]: whether each is removed. `nodes`: of the dense program, as they are in the new `graph`.
-    `uneven`: moves that would give no tensor, as queries beside wider values; their parts are moved one by one.
-    `tensors`: what remains of the parameters, and what `parts` those are; under several `names` where different uses
-    keep different elements.
+    """A program that is rewritten without the labels `gone` [labels].
+
+    `nodes`: the new node of each dense one. `uneven`: moves that would give no tensor, such as queries beside wider
+    values; their parts are moved one by one. `tensors`: the remaining parameters, which `parts` they are, and their
+    `names`, several if different uses keep different elements.
     """
 
     program: Program
@@ -79,7 +83,7 @@ class _Narrowing:
     names: dict[tuple[str, bytes], str] = field(default_factory=dict)
 
     def is_narrower(self, node: fx.Node) -> bool:
-        """Whether elements of it go, or of what enters it, or it takes what is uneven."""
+        """Check whether a node or its inputs lose elements, or an input is uneven."""
         if not self.uneven.keys().isdisjoint(node.all_input_nodes):
             return True
         values = [self.flow.values.get(each) for each in (node, *node.all_input_nodes)]
@@ -97,7 +101,7 @@ class _Narrowing:
         self.nodes[node] = _of_module(self.graph.node_copy(node, entering), node)
 
     def narrow(self, node: fx.Node) -> None:
-        """A node of which elements go, or of what enters it. Those of an uneven one can go part by part."""
+        """Rewrite a node that loses elements, by itself or its inputs; an uneven move is left to its parts."""
         try:
             if any(each in self.uneven for each in node.all_input_nodes):
                 self.part(node)
@@ -117,8 +121,8 @@ class _Narrowing:
         target, arguments = resize_call(call, value, self.gone)
         if not gives_remaining(call, target, arguments, value, self.gone):
             if is_move(node):
-                raise Uneven("what remains of it stands elsewhere")
-            raise NarrowingRefused(node, "what remains of it stands elsewhere")
+                raise Uneven("its remaining elements would be moved otherwise")
+            raise NarrowingRefused(node, "its remaining elements would be moved otherwise")
 
         def entering(each: fx.Node) -> fx.Node:
             return self.constant(each, self.mask(call, each)) if each.op == "get_attr" else self.nodes[each]
@@ -126,14 +130,14 @@ class _Narrowing:
         self.nodes[node] = self.call(node, target, fx.map_arg(arguments, entering))
 
     def call(self, like: fx.Node, target: Any, arguments: Arguments) -> fx.Node:
-        """A call in the place of another, its arguments by the names of the op's schema."""
+        """Add a call in place of another, its arguments by the names of the op's schema."""
         schema_arguments = [each for each in target._schema.arguments if each.name in arguments]
         args = tuple(arguments[each.name] for each in schema_arguments if not each.kwarg_only)
         kwargs = {each.name: arguments[each.name] for each in schema_arguments if each.kwarg_only}
         return _of_module(self.graph.call_function(target, args, kwargs), like)
 
     def pick(self, node: fx.Node) -> None:
-        """One of several; along an axis that is narrower now, by its new number."""
+        """Rewrite getitem; behind an unbind along a narrower axis it becomes a select of the new number."""
         source, number = node.args
         assert isinstance(source, fx.Node), node
         call = make_call(source, self.flow.values)
@@ -149,13 +153,13 @@ class _Narrowing:
         self.copy(node)
 
     def part(self, node: fx.Node) -> None:
-        """Move a part of an uneven tensor by itself. Raises Uneven for what is no part yet."""
+        """Move a part of an uneven tensor by itself; raise Uneven for a node that is no part yet."""
         source, *moves = way = path_to(node, lambda each: each is node or each in self.uneven or self.is_spread(each))
         value = self.flow.values[source]
         if not is_move(node) or not isinstance(value, LabelTensor) or value.labels is None or len(value.dims) != 1:
             raise NarrowingRefused(node, "an uneven part of it would be left")
         (dim,) = value.dims
-        # Each element its place along the axis.
+        # Each element carries its place along the axis.
         sizes = [-1 if each == dim else 1 for each in range(len(value.shape))]
         numbers = carry(torch.arange(value.shape[dim]).view(sizes).expand(value.shape), way)
         if not isinstance(numbers[node], Tensor):
@@ -183,16 +187,16 @@ class _Narrowing:
                     new = self.call(node, target, named)
                     moved = target(moved, **fx.map_arg(arguments, self.flow.values.get))
         if not torch.equal(moved, expected):
-            raise NarrowingRefused(node, "what remains of it stands elsewhere")
+            raise NarrowingRefused(node, "its remaining elements would be moved otherwise")
         self.nodes[node] = new
 
     def is_spread(self, node: fx.Node) -> bool:
-        """Whether a move gives elements along several axes."""
+        """Check whether a move gives labels along several axes."""
         value = self.flow.values.get(node)
         return is_move(node) and isinstance(value, LabelTensor) and value.labels is not None and len(value.dims) > 1
 
     def selected(self, node: fx.Node, source: fx.Node, dim: int, order: Tensor) -> fx.Node:
-        """What is left of a source along its axis, in the order in which a node has its elements."""
+        """Select what is left of a source along its axis, in the order in which a node has the elements."""
         keep = keep_mask(compact(self.flow.values[source].labels), self.gone).reshape(-1)
         places = (keep.cumsum(0) - 1)[order[keep[order]]]
         name = f"order_of_{node.name}"
@@ -202,7 +206,7 @@ class _Narrowing:
         return self.call(node, aten.index_select.default, {"self": self.nodes[source], "dim": dim, "index": index})
 
     def alone(self, node: fx.Node, before: torch.Size, after: torch.Size) -> tuple[Any, Arguments]:
-        """A move of one part alone, from a shape to another, its arguments behind the first; None if it needs none."""
+        """Return the op and further arguments that move one part from a shape to another; None if no move is needed."""
         op = operation(node)
         call = make_call(node.all_input_nodes[0] if op == "getitem" else node, self.flow.values)
         if op in SHAPED:
@@ -216,7 +220,7 @@ class _Narrowing:
         return node.target, {name: each for name, each in call.arguments.items() if each is not node.args[0]}
 
     def mask(self, call: Call, constant: fx.Node) -> Tensor | None:
-        """Which elements of a constant are left where this call uses it; None where all are."""
+        """Return the mask of a constant's elements that are left where this call uses it; None for all."""
         shape = tuple(self.program.tensor(str(constant.target)).shape)
         uses = [each for each in self.flow.constants_of(call.node) if each.name == constant.target]
         keep = torch.ones((1,) * len(shape), dtype=torch.bool) if uses else self.met(call, shape)
@@ -226,8 +230,9 @@ class _Narrowing:
         return None if bool(keep.all()) else keep
 
     def met(self, call: Call, shape: tuple[int, ...]) -> Tensor:
-        """Of a table that is spread over what it meets element by element: the elements that meet any that is left, if
-        those are the same everywhere; else it is spread out first.
+        """Return the mask of a broadcast table's elements that meet remaining ones.
+
+        The mask is that of the expanded table if its elements don't meet the same ones everywhere.
         """
         value = self.flow.values[call.node]
         if not isinstance(value, LabelTensor) or value.labels is None or not is_pointwise(call.node.target):
@@ -241,7 +246,7 @@ class _Narrowing:
         return own.reshape(own.shape[missing:]) if torch.equal(own & others, keep) else keep
 
     def constant(self, node: fx.Node, keep: Tensor | None) -> fx.Node:
-        """What is left of a constant; the first of several has its name."""
+        """Add a node for what a mask keeps of a constant; the first of several has the constant's name."""
         name = str(node.target)
         key = name, b"" if keep is None else f"{tuple(keep.shape)}".encode() + keep.numpy().tobytes()
         if key not in self.names:
@@ -253,5 +258,6 @@ class _Narrowing:
 
 
 def _of_module(node: fx.Node, like: fx.Node) -> fx.Node:
+    """Let a node belong to the modules that another was called in."""
     node.meta = {key: each for key, each in like.meta.items() if key in PROVENANCE}
     return node

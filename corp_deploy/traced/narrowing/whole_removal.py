@@ -1,4 +1,4 @@
-"""Sites folded to a constant: the layer that read one keeps its bias alone, and what it read is dead code."""
+"""Sites folded to a constant: the layer that reads one keeps its bias alone, and all that it read is dead code."""
 
 import copy
 from collections.abc import Iterable
@@ -15,14 +15,14 @@ from corp_deploy.traced.programs.sizes import infer_sizes_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeRemoval:
-    """Where a site can go whole: the one layer that reads it, and one that writes it of as many rows."""
+    """The nodes of the one layer that reads a site which can go whole, and of one that writes it with as many rows."""
 
     reader: str
     writer: str
 
 
 def find_whole_removal(program: Program, site: SiteGroups) -> WholeRemoval | None:
-    """None where more than one linear layer reads the site, or that reads more than it."""
+    """Return the layers around a site; None unless one linear layer reads it and nothing else."""
     nodes = {node.name: node for node in program.nodes}
     readers = {nodes[span.reader] for span in site.listening}
     if len(readers) != 1 or (reader := readers.pop()).target is not LINEAR or len(reader.args) < 3:
@@ -44,14 +44,14 @@ def _writer(source: fx.Node, written: set[str]) -> fx.Node | None:
 
 
 def remove_sites(program: Program, places: Iterable[WholeRemoval], inputs: list[torch.Tensor]) -> Program:
-    """The program in which these layers read no channel of anything. `inputs`: of any values, for sizes."""
+    """Return the program in which the readers of these sites read no channel; `inputs` of any values tell sizes."""
     graph = copy.deepcopy(program.graph)
     nodes = {node.name: node for node in graph.graph.nodes}
     for place in places:
         reader, writer = nodes[place.reader], nodes[place.writer]
         with graph.graph.inserting_before(reader):
             nothing = graph.graph.call_function(torch.ops.aten.slice.Tensor, (writer.args[0], -1, 0, 0))
-        # In the place of what that layer gave, so that the two stand in the module that they stood in.
+        # The slice replaces the writer, so that both layers keep their modules.
         nothing.meta = {key: each for key, each in writer.meta.items() if key not in ("val", "sizes")}
         reader.update_arg(0, nothing)
         name = str(reader.args[1].target)
@@ -63,7 +63,7 @@ def remove_sites(program: Program, places: Iterable[WholeRemoval], inputs: list[
 
 
 def fill_empty_readers_(graph: fx.GraphModule) -> None:
-    """What reads nothing reads one channel with a weight of zero, since tensors of no elements trouble runtimes."""
+    """Let layers that read nothing read one channel with a weight of zero, as runtimes fail on empty tensors."""
     parameters = dict(graph.named_parameters())
     for node in graph.graph.nodes:
         weight = parameters.get(str(node.args[1].target)) if node.target is LINEAR else None
