@@ -1,4 +1,4 @@
-"""What this machine has, and which commands are disabled without the rest."""
+"""The capabilities of this machine, and the commands that missing ones disable."""
 
 import functools
 import importlib.metadata
@@ -18,7 +18,7 @@ from perf.timing.watch import has_vnni
 
 from . import __version__
 
-# The oldest versions whose published faults are mended, as pyproject.toml has them.
+# The oldest versions with fixes for their published faults, as in pyproject.toml.
 FLOORS: Mapping[str, str] = MappingProxyType(
     {
         "torch": "2.11",
@@ -60,13 +60,13 @@ _REQUIRED = (
     "torch", "timm", "numpy", "onnx", "onnxscript", "pillow", "safetensors", "click", "rich", "jinja2", "markupsafe",
     "msgspec", "packaging", "tomli-w",
 )  # fmt: skip
-# Whoever serves with an older major version has a reason to stay below the floor.
+# Packages that have a reason to be older than the floor: servers with an older major version.
 _BELOW_FLOOR = {"tensorrt": "10.16.1 and newer build engines for servers that have TensorRT 10"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capability:
-    """One thing looked for: what was found (empty when absent), what its lack disables, and what to do about it."""
+    """One capability: its name, what was found (empty if missing), what its lack disables, and the remedy."""
 
     what: str
     found: str
@@ -76,7 +76,7 @@ class Capability:
 
 @functools.cache
 def _version(package: str) -> str:
-    """The installed version, or nothing; read once, as each reading parses all that the package says of itself."""
+    """Return the installed version or ""; cached, since each reading parses the package's whole metadata."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -84,13 +84,13 @@ def _version(package: str) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of this tool, Python and the packages a result depends on; absent packages are left out."""
+    """Return the versions of this tool, Python and the installed packages that a result depends on."""
     found = {"corp-deploy": __version__, "python": platform.python_version()}
     return found | {package: version for package in PACKAGES if (version := _version(package))}
 
 
 def _package(name: str, *, disables: str = "", extra: str = "") -> Capability:
-    """A package, absent or older than its floor."""
+    """Check that a package is installed and not older than its floor."""
     found, floor = _version(name), FLOORS[name]
     if not found:
         words = f"'corp-deploy[{extra}]'" if extra else "corp-deploy"
@@ -128,7 +128,7 @@ def _providers() -> Capability:
 
 
 def _vnni() -> Iterator[Capability]:
-    """Where it can be told: kernels of other architectures need none."""
+    """Yield whether the CPU has VNNI, or nothing for other architectures, whose kernels need none."""
     found = has_vnni()
     if found:
         yield Capability(what="VNNI", found="sums of INT8 products in 32 bits")
@@ -174,7 +174,7 @@ def _cpus() -> Capability:
 
 
 def findings() -> list[Capability]:
-    """Everything the commands may need, found or not."""
+    """List everything that the commands may need, found or not."""
     return [
         Capability(what="corp-deploy", found=__version__),
         _python(),
@@ -196,5 +196,5 @@ def findings() -> list[Capability]:
 
 
 def record() -> dict[str, Any]:
-    """The findings as JSON values."""
+    """Return the findings as JSON values."""
     return {"kind": "corp-deploy/doctor", "version": 1, "findings": [asdict(finding) for finding in findings()]}

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from corp_deploy.proof.candidate_names import distinct
+from corp_deploy.proof.candidate_names import with_distinct_names
 from corp_deploy.proof.candidates import Candidate, in_runtime
 from ground.errors import BadInput
 from ground.precision import FLOAT32
@@ -32,24 +32,24 @@ def directory(path: str) -> Candidate:
 
 
 def names(*candidates: Candidate) -> list[str]:
-    return [each.name for each in distinct(candidates)]
+    return [each.name for each in with_distinct_names(candidates)]
 
 
 def labels(*candidates: Candidate) -> list[str]:
-    return [each.label for each in distinct(candidates)]
+    return [each.label for each in with_distinct_names(candidates)]
 
 
 def test_candidates_that_differ_keep_their_names() -> None:
     every = [directory("reduced"), graph("out/a.onnx"), graph("out/b.onnx", "fp16")]
-    assert distinct(every) == every
-    assert distinct([]) == []
+    assert with_distinct_names(every) == every
+    assert with_distinct_names([]) == []
 
 
 def test_graphs_of_one_folder_are_called_by_their_files() -> None:
     pair = graph("out/a.onnx"), graph("out/b.v2.onnx")
     assert names(*pair) == ["a-onnx-fp32", "b.v2-onnx-fp32"]
     assert labels(*pair) == ["a.onnx ONNX fp32", "b.v2.onnx ONNX fp32"]
-    assert in_runtime(distinct(pair)[0], "openvino-bf16").name == "a-openvino-bf16-fp32"
+    assert in_runtime(with_distinct_names(pair)[0], "openvino-bf16").name == "a-openvino-bf16-fp32"
 
 
 def test_graphs_right_here_are_called_by_their_files() -> None:
@@ -78,7 +78,7 @@ def test_names_tell_no_more_of_a_path_than_was_typed() -> None:
 
 def test_one_path_given_twice_is_refused() -> None:
     with pytest.raises(BadInput, match=r"a\.onnx: given twice as a candidate; give each candidate once"):
-        distinct([graph("out/a.onnx"), graph("out/../out/a.onnx")])
+        with_distinct_names([graph("out/a.onnx"), graph("out/../out/a.onnx")])
 
 
 def test_verify_refuses_one_path_given_twice_before_the_model_is_loaded(tmp_path: Path) -> None:

@@ -503,7 +503,7 @@ def test_a_merged_model_is_proved_to_what_computes_it(tmp_path: Path) -> None:
     assert exact_link.ties is not None
     assert exact_link.ties.inputs == 24
     assert "the merged model's own FP16 error" in half.tolerance.rule
-    assert "what FP16 does to the dense model: other tokens are merged there" in half.reason
+    assert "the error of FP16 in the dense model: other tokens are merged there" in half.reason
 
 
 def test_another_schedule_is_a_fault_that_no_tie_excuses(tmp_path: Path) -> None:

@@ -326,7 +326,7 @@ def test_limits_of_maps_are_their_own(base: Path) -> None:
         (("--min-iou", 0.5), "--min-iou: it applies to no output"),
         (("--head", "reduced/model.onnx"), "reads images, which the model does not give; it gives block0, class, pat"),
         (("--head", "nothing.onnx"), "nothing.onnx: no such ONNX file"),
-        (("--head", "patches.onnx"), "heads: patches twice; a map is called as its head's file is"),
+        (("--head", "patches.onnx"), "heads: two outputs are called patches; maps are named after the head's file"),
         (("--head", "flat.onnx"), "score map: got [16, 48], expected [inputs, height, width] or [inputs, classes"),
     ],
 )

@@ -263,8 +263,9 @@ def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
         raise Missing(REACHED)
 
     monkeypatch.setattr(ModelChoice, "load", load)
-    monkeypatch.setattr("corp_deploy.proof.candidate_names.distinct", list)
+    monkeypatch.setattr("corp_deploy.proof.candidate_names.with_distinct_names", list)
     monkeypatch.setattr("corp_deploy.proof.candidates.candidate_from_path", lambda path: path)
+    monkeypatch.setattr("corp_deploy.proof.prove.candidates_from_paths", lambda paths, runtimes: [*paths])
     monkeypatch.setattr("ground.gpu.require_device", lambda device: None)
     monkeypatch.setattr("perf.runners.protocol.torch_gauge", lambda: None)
 

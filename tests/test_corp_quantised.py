@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from corp_deploy.families.family import output_ports
-from corp_deploy.proof.candidates import candidate_from_path, outputs_at
-from corp_deploy.proof.kept_sites import bounds_of
+from corp_deploy.proof.candidates import candidate_from_path, run_in_batches
+from corp_deploy.proof.kept_sites import quantised_bounds
 from corp_deploy.proof.locate import fix_command
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from corp_deploy.store.graph_facts import facts_of_onnx
@@ -108,13 +108,13 @@ def test_auto_leaves_the_blocks_that_break(home: Path, tmp_path: Path) -> None:
     assert kept[0] == "blocks.1.mlp"
     assert len(kept) <= 2
     checkpoint = load_checkpoint(tmp_path / "broken")
-    bounds = bounds_of(load_checkpoint(home / "dense"), "int8", {"images": tiny.images(24)})
+    bounds = quantised_bounds(load_checkpoint(home / "dense"), "int8", {"images": tiny.images(24)})
     ports = output_ports(checkpoint.model)
     invoked("export", "--model", tmp_path / "broken", "-o", tmp_path / "exact.onnx")
     rows = []
     for path in (tmp_path / "exact.onnx", out):
         with candidate_from_path(path).opened(ports) as opened:
-            rows.append(outputs_at(opened, {"images": tiny.images(24)}, 8)[ports[0].name])
+            rows.append(run_in_batches(opened, {"images": tiny.images(24)}, 8)[ports[0].name])
     error = np.linalg.norm(rows[1] - rows[0]) / np.linalg.norm(rows[0])
     assert error <= (bounds[ports[0].name].max_relative_error or 0)
 

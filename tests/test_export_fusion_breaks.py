@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from corp_deploy.families import traced_model
-from corp_deploy.proof.engine_search import RepairResult, fewest_passing, offered
+from corp_deploy.proof.engine_search import RepairResult, find_break_places, find_fewest_passing
 from corp_deploy.proof.kept_sites import sites_to_keep
 from corp_deploy.spec.architecture import Architecture
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, save
@@ -162,9 +162,9 @@ def test_the_fewest_are_found_whatever_is_needed() -> None:
             tried.append(len(some))
             return set(needed) <= set(some)
 
-        assert fewest_passing(sites, passes) == needed
+        assert find_fewest_passing(sites, passes) == needed
         assert len(tried) <= 2 + len(needed) * 4
-    assert fewest_passing(sites, lambda some: False) is None
+    assert find_fewest_passing(sites, lambda some: False) is None
 
 
 class WrongKernels:
@@ -210,12 +210,12 @@ def test_breaks_come_before_fp32(
 @pytest.mark.slow("engine")
 def test_an_engine_that_nothing_mends_is_refused(checkpoint: Checkpoint) -> None:
     engines = WrongKernels((), beyond=("patch_embed",))
-    with pytest.raises(BadInput, match="no set of fusion breaks, and no set of blocks in more bits, mends this engine"):
+    with pytest.raises(BadInput, match="no set of blocks in more bits, repairs this engine"):
         sites_to_keep(checkpoint, checkpoint, {"images": IMAGES}, engines=engines, opset=None)
 
 
 def test_breaks_are_offered_in_the_order_of_the_graph(graph: onnx.ModelProto) -> None:
-    sites = offered(graph)
+    sites = find_break_places(graph)
     assert sites.index("blocks.0.attn/Softmax") < sites.index("blocks.0.attn") < sites.index("blocks.0.mlp")
     assert sites.index("blocks.0.mlp") < sites.index("blocks.1.attn/Softmax")
     assert breakable_sites(graph, ["blocks.0.attn"]) == ("blocks.0.attn",)

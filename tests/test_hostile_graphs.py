@@ -12,7 +12,7 @@ import pytest
 from onnx import ModelProto, TensorProto, TypeProto, helper, numpy_helper
 
 from corp_deploy.proof.candidates import candidate_from_path
-from corp_deploy.proof.heads import opened_heads
+from corp_deploy.proof.heads import open_heads
 from corp_deploy.store.checkpoint import save
 from corp_deploy.store.graph_facts import NORMALISED, PREFIX, SPARSITY, facts_of_onnx
 from corp_deploy.store.onnx_file import require_sparse_graph
@@ -451,7 +451,7 @@ def test_answers_have_a_row_for_each_input(graph: ModelProto, tmp_path: Path, ki
     with candidate_from_path(path).opened(ports) as run, pytest.raises(BadInput, match=expected):
         run(feeds)
     backbone = [OutputPort(name="x", role="embedding")]
-    with opened_heads((path,), backbone) as heads:
+    with open_heads((path,), backbone) as heads:
         whole = heads.behind(lambda fed: {"x": fed["x"]}, 3)
         rejects(expected, whole, feeds)
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from corp_deploy.families import traced_model
 from corp_deploy.invocation.table import BENCH
-from corp_deploy.proof import torch_package
-from corp_deploy.proof.torch_package import compile_package, port_of_images
+from corp_deploy.proof import model_contender
+from corp_deploy.proof.model_contender import compile_package, port_of_images
 from corp_deploy.store.checkpoint import save
 from ground.ports import OutputPort, image_port
 from perf.runners.torch_package import CHECKED, PackageRunner
@@ -149,7 +149,7 @@ def test_a_model_is_compiled_for_any_batch_in_its_precision(tmp_path: Path, monk
         torch._inductor, "aoti_compile_and_package", lambda program, package_path: programs.append(program)
     )
     monkeypatch.setattr(traced_model, "exportable", lambda model: model)
-    monkeypatch.setattr(torch_package, "input_ports", lambda model: (image_port((3, 4, 4)),))
+    monkeypatch.setattr(model_contender, "input_ports", lambda model: (image_port((3, 4, 4)),))
     module = Small().eval()
     whole: Any = SimpleNamespace(model=module)
     weight, bias = (tensor.detach().double().numpy() for tensor in (module.layer.weight, module.layer.bias))
@@ -158,7 +158,7 @@ def test_a_model_is_compiled_for_any_batch_in_its_precision(tmp_path: Path, monk
         compile_package(whole, tmp_path / "m.pt2", precision=precision, threads=1)  # type: ignore[arg-type]
         program = programs.pop()
         (limits,) = program.range_constraints.values()
-        assert (limits.lower, limits.upper) == (2, torch_package.LARGEST_BATCH)
+        assert (limits.lower, limits.upper) == (2, model_contender.LARGEST_BATCH)
         held = {tensor.dtype for tensor in program.state_dict.values()}
         assert held == {torch.float32 if precision == "fp32" else torch.bfloat16}
         compile_package(whole, tmp_path / "m.pt2", precision=precision, threads=1, single=True)  # type: ignore[arg-type]

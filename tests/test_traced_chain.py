@@ -19,7 +19,7 @@ from corp_deploy.families.family import input_ports, sites_of
 from corp_deploy.families.timm_library import NORMS
 from corp_deploy.polish.polish import reason_against
 from corp_deploy.polish.walk import blocks
-from corp_deploy.proof.locate import graph_of
+from corp_deploy.proof.locate import graph_of_checkpoint
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import Reduction, reduce
@@ -132,11 +132,11 @@ def test_a_graph_of_a_narrowed_program_is_named_by_modules_and_its_bad_block_fou
     assert [name for name, module in model.named_modules() if isinstance(module, Norm)][:2] == ["h.0.ln_1", "h.0.ln_2"]
     feeds = {input_ports(reduced)[0].name: pixels}
     own = Checkpoint(model=reduced, architecture=dense.architecture, lineage={})
-    assert locate_in_exact("onnx", model, graph_of(own, "fp32"), feeds, products=32).site is None
+    assert locate_in_exact("onnx", model, graph_of_checkpoint(own, "fp32"), feeds, products=32).site is None
     spoilt = copy.deepcopy(model)
     with torch.no_grad():
         spoilt.get_parameter("h.1.attn.c_proj.weight").mul_(1.01)
-    found = locate_in_exact("onnx", spoilt, graph_of(own, "fp32"), feeds, products=32)
+    found = locate_in_exact("onnx", spoilt, graph_of_checkpoint(own, "fp32"), feeds, products=32)
     assert found.site == "h.1.attn", found
     mixed = typed_copy(model, "mixed", ("h.1.*",), norms=NORMS)
     kinds = {name: parameter.dtype for name, parameter in mixed.named_parameters()}

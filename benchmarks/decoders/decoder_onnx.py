@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.harness import Bench, measures
 from corp_deploy.invocation.running import DecoderLoad
-from corp_deploy.proof.decoder_parity import drawn_ids, measure_decoders, verify_decoder
+from corp_deploy.proof.decoder_parity import draw_ids, measure_decoders, verify_decoder
 from corp_deploy.store.decoder_graph import DecoderGraph, export_decoder
 from corp_deploy.views.decoders import cache_record, decoder_record
 from perf.timing.laps import Plan
@@ -44,7 +44,7 @@ def exported(scratch: Path, name: str, changes: dict[str, Any]) -> tuple[Decoder
     home = scratch / name
     model = write_decoder(home / "model", "llama", **DENSE | changes)
     graph = export_decoder(home / "model", home / "graph")
-    ids = drawn_ids(graph.vocabulary, sequences=2, length=32, seed=0)
+    ids = draw_ids(graph.vocabulary, sequences=2, length=32, seed=0)
     parity = verify_decoder(home / "model", graph, ids)
     facts = {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),

@@ -27,7 +27,7 @@ from corp_deploy.families.head_attention import Rope
 from corp_deploy.families.tokenizer import Tokenization
 from corp_deploy.machine import versions
 from corp_deploy.proof.candidates import Candidate
-from corp_deploy.proof.perplexity import LanguageLimits, perplexities
+from corp_deploy.proof.perplexity import LanguageLimits, measure_perplexities
 from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.reduction.closed_loop import reduce_traced
 from corp_deploy.reduction.loop import Loop
@@ -137,9 +137,8 @@ class Trained:
             for name, model in models.items()
         ]
         judges = sequences(0.9, 1.0, JUDGED)
-        rows: list[dict[str, Any]] = perplexities(self.checkpoint, steps, judges, LanguageLimits(), batch=12).as_json()[
-            "rows"
-        ]
+        proof = measure_perplexities(self.checkpoint, steps, judges, LanguageLimits(), batch=12)
+        rows: list[dict[str, Any]] = proof.as_json()["rows"]
         return rows
 
 

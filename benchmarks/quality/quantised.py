@@ -23,7 +23,7 @@ from benchmarks.quality.subjects import digits
 from benchmarks.speed.cpu_latency import halved
 from corp_deploy.families.family import input_ports, output_ports
 from corp_deploy.invocation.running import RunOptions
-from corp_deploy.proof.candidates import candidate_from_path, outputs_at
+from corp_deploy.proof.candidates import candidate_from_path, run_in_batches
 from corp_deploy.proof.speed import measure
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
@@ -67,7 +67,7 @@ def answers(path: Path, checkpoint: Checkpoint, images: Images) -> Images:
     """Return what a graph gives to all images, computed as its types say."""
     ports = output_ports(checkpoint.model)
     with candidate_from_path(path).opened(ports) as run:
-        return outputs_at(run, {input_ports(checkpoint.model)[0].name: images}, 16)[ports[0].name]
+        return run_in_batches(run, {input_ports(checkpoint.model)[0].name: images}, 16)[ports[0].name]
 
 
 def quality(bench: Bench, name: str, checkpoint: Checkpoint, path: Path) -> None:

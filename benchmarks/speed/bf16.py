@@ -27,7 +27,7 @@ from benchmarks.real.weights import ARCHITECTURE as DINOV2
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import input_ports, output_ports
 from corp_deploy.machine import versions
-from corp_deploy.proof.candidates import candidate_from_path, outputs_at
+from corp_deploy.proof.candidates import candidate_from_path, run_in_batches
 from corp_deploy.spec.architecture import Architecture
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, load_checkpoint
 from corp_deploy.store.graph_facts import facts_of_onnx
@@ -89,7 +89,7 @@ def row(subject: Subject, precision: str, exact: NDArray[np.float32], folder: Pa
     (port,) = output_ports(checkpoint.model)
     feeds = feeds_from_array(subject.images, input_ports(checkpoint.model))
     with candidate_from_path(path).opened((port,)) as run:
-        answers = outputs_at(run, feeds, BATCH)[port.name]
+        answers = run_in_batches(run, feeds, BATCH)[port.name]
     built = build_engine(path, BuildOptions(backend="tensorrt-rtx", profiles=(PROFILE,), sms=(TARGET,))).record
     return {
         "precision": precision,
@@ -111,7 +111,7 @@ def rows(subject: Subject) -> list[dict[str, Any]]:
     model = subject.checkpoint.model
     ports = output_ports(model)
     with ModuleRunner(model, inputs=input_ports(model), outputs=ports) as runner:
-        exact = outputs_at(runner, feeds_from_array(subject.images, input_ports(model)), BATCH)[ports[0].name]
+        exact = run_in_batches(runner, feeds_from_array(subject.images, input_ports(model)), BATCH)[ports[0].name]
     with tempfile.TemporaryDirectory() as folder:
         return [row(subject, precision, exact, Path(folder)) for precision in PRECISIONS]
 

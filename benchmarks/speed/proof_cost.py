@@ -24,7 +24,7 @@ from torch import nn
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import input_ports, output_ports
 from corp_deploy.machine import versions
-from corp_deploy.proof.candidates import Run, candidate_from_path, outputs_at
+from corp_deploy.proof.candidates import Run, candidate_from_path, run_in_batches
 from corp_deploy.proof.own_noise import HalfProducts
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
@@ -78,7 +78,7 @@ def one_pass(run: Run, feeds: Feeds) -> float:
     """CPU seconds of all images once, after a first one."""
     run(select_rows(feeds, slice(1)))
     start = time.process_time()
-    outputs_at(run, feeds, max(BATCHES))
+    run_in_batches(run, feeds, max(BATCHES))
     return time.process_time() - start
 
 

@@ -52,14 +52,14 @@ def verify_graph(
     directory: Path, graph: Path, output: Path, options: VerifyRun, inputs: ProofInputChoice, out: Output
 ) -> int:
     """Hold a graph's logits against transformers on the directory in FP32, by any tokens; the exit code."""
-    from corp_deploy.proof.decoder_parity import drawn_ids, verify_decoder
+    from corp_deploy.proof.decoder_parity import draw_ids, verify_decoder
     from corp_deploy.store.decoder_graph import graph_of_directory
     from corp_deploy.views.decoders import decoder_parity_table
 
     if inputs.random is None:
         raise click.UsageError("a decoder's graph is asked about any tokens; say of how many sequences: --random 2")
     opened = graph_of_directory(graph)
-    ids = drawn_ids(opened.vocabulary, sequences=inputs.random, length=options.length, seed=inputs.seed)
+    ids = draw_ids(opened.vocabulary, sequences=inputs.random, length=options.length, seed=inputs.seed)
     with out.progress("comparing", 1, unit="graph") as bar:
         parity = verify_decoder(directory, opened, ids, provider=options.provider, max_error=options.max_error)
         bar(1)
@@ -121,16 +121,16 @@ def perplexity(
 
     Example: corp-deploy perplexity hf:opt-1.3b reduced --text held-out.txt --max-ratio 1.05 -o perplexity.json
     """
-    from corp_deploy.proof.candidate_names import distinct
+    from corp_deploy.proof.candidate_names import with_distinct_names
     from corp_deploy.proof.candidates import candidate_from_path
     from corp_deploy.proof.outcome import EXIT_CODES
-    from corp_deploy.proof.perplexity import LanguageLimits, perplexities
+    from corp_deploy.proof.perplexity import LanguageLimits, measure_perplexities
     from corp_deploy.views.decoders import perplexity_shown
     from ground.files import write_json
     from perf.parity.perplexity import LEAST_SEQUENCES
 
     limits, dense = LanguageLimits.from_options(options.values), model.load(out)
-    steps = distinct([candidate_from_path(path) for path in candidates])
+    steps = with_distinct_names([candidate_from_path(path) for path in candidates])
     sequences = inputs.open(dense, out.note)
     if limits.some and limits.confidence and sequences.count < LEAST_SEQUENCES:
         out.warn(
@@ -138,7 +138,7 @@ def perplexity(
             "needed, or --confidence 0, where the point alone decides"
         )
     with out.progress("reading", sequences.count, unit=sequences.noun) as bar:
-        proof = perplexities(dense, steps, sequences, limits, batch=batch, on_progress=bar)
+        proof = measure_perplexities(dense, steps, sequences, limits, batch=batch, on_progress=bar)
     if proof.fitted is not None and proof.fitted.has_overlap:
         out.warn(proof.fitted.warning)
     record = proof.as_json()

@@ -85,7 +85,7 @@ def gate_command(
     before = judging.evidence_of_files(older.get("bench"), older.get("parity"))
     trend = None if history is None or bench is None else judging.trend_of_files(bench, history)
     rows += [] if trend is None else judge_history(trend)
-    judged_by_rule = judging.judged_rows(judging.with_fitted_rule(parsed, now), now, before, starting=baseline.init)
+    judged_by_rule = judging.judge_rows(judging.with_fitted_rule(parsed, now), now, before, starting=baseline.init)
     judged = Gate(rules=(*rows, *judged_by_rule), confidence=options.confidence if parsed else None)
     for path in output:
         judging.write_gate_file(judged, path)

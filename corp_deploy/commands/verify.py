@@ -95,7 +95,7 @@ def _verify_models(
     out: Output,
 ) -> int:
     """Prove the chain from a model to the last candidate; the exit code."""
-    from corp_deploy.proof.candidates import of_model, require_batches
+    from corp_deploy.proof.candidates import require_batches, with_preprocessing
     from corp_deploy.proof.custom_metrics import require_runnable
     from corp_deploy.proof.prove import candidates_from_paths, prove
     from corp_deploy.proof.second_opinion import require_second_opinion, write_second_opinion
@@ -127,7 +127,7 @@ def _verify_models(
     again: list[str] = []
     if (there := options.polygraphy) is not None:
         written = write_second_opinion(
-            proof, of_model(steps, dense), proof_inputs.feeds, there, batch=max(options.batches)
+            proof, with_preprocessing(steps, dense), proof_inputs.feeds, there, batch=max(options.batches)
         )
         again = [f"in {there}:", *written]
     return show_proof(proof.parity, out, *again)

@@ -77,9 +77,9 @@ class VerifyRun(ProofFiles, MetricOptions, ProofOptions, DecoderProof, heading="
         """Engines of one graph, or keep what the reference answers; the exit code."""
         from corp_deploy.proof.artefact import artefact_from_path
         from corp_deploy.proof.compare_engines import (
-            commands,
+            commands_for_two_environments,
             compare_engines,
-            golden_of,
+            make_golden,
             read_golden,
             require_one_environment,
         )
@@ -103,10 +103,12 @@ class VerifyRun(ProofFiles, MetricOptions, ProofOptions, DecoderProof, heading="
             inputs.require()
             first = artefact_from_path(reference)
             limits.require_applied(first.outputs)
-            elsewhere = commands(reference, candidates, inputs=inputs.describe, output=output)
+            elsewhere = commands_for_two_environments(reference, candidates, inputs=inputs.describe, output=output)
             self._require_graph(first.source.graph_sha256, reference, steps)
             require_one_environment([first, *steps], elsewhere)
-            golden = golden_of(first, inputs.open_for_engine(first), self._sizes([first, *steps]), elsewhere=elsewhere)
+            golden = make_golden(
+                first, inputs.open_for_engine(first), self._sizes([first, *steps]), elsewhere=elsewhere
+            )
         self._require_graph(golden.source.graph_sha256, reference, steps)
         for sentence in limits.unreachable(golden.images):
             out.warn(sentence)
@@ -151,7 +153,7 @@ class VerifyRun(ProofFiles, MetricOptions, ProofOptions, DecoderProof, heading="
         inputs: "ProofInputChoice",
         out: Output,
     ) -> int:
-        from corp_deploy.proof.compare_engines import golden_of, write_golden
+        from corp_deploy.proof.compare_engines import make_golden, write_golden
 
         if candidates or self.output is not None or self.other_graph or self.metrics:
             raise click.UsageError(
@@ -159,7 +161,7 @@ class VerifyRun(ProofFiles, MetricOptions, ProofOptions, DecoderProof, heading="
                 "--other-graph and --metric out"
             )
         inputs.require()
-        golden = golden_of(artefact, inputs.open_for_engine(artefact), self._sizes([artefact]), elsewhere=None)
+        golden = make_golden(artefact, inputs.open_for_engine(artefact), self._sizes([artefact]), elsewhere=None)
         write_golden(golden, directory)
         record = {"written": str(directory), "source": golden.source.line, "count": golden.images.count}
         then = f"then, where the other engine loads: corp-deploy verify {directory} B.plan -o parity.json"

@@ -1,4 +1,4 @@
-"""An engine or a graph by itself: what it is and was made of, and how it answers, with no model to hold it against."""
+"""An engine or a graph by itself: its origin, its ports and its runner, without a model to compare it with."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -23,8 +23,10 @@ NOTE = f"{PREFIX}preprocessing"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Artefact:
-    """`batches`: the smallest and the largest that it takes, None where any will do; `preprocessing`: how images become
-    its input, where its graph says so; `movable`: whether other versions of its library may load it.
+    """An engine or a graph without its model.
+
+    `batches` are the smallest and the largest batch that it takes, None if it takes any. `preprocessing` is the note of
+    its graph on how images become its input. `movable` tells that other versions of its library may load it.
     """
 
     path: Path
@@ -37,7 +39,7 @@ class Artefact:
     movable: bool = True
 
     def sizes(self, requested: Sequence[int]) -> tuple[int, ...]:
-        """Return the requested batch sizes that it takes, or else its largest."""
+        """Return the requested batch sizes that the artefact takes, or else its largest."""
         if self.batches is None:
             return tuple(requested)
         least, most = self.batches
@@ -45,7 +47,7 @@ class Artefact:
 
     @contextmanager
     def opened(self, elsewhere: str) -> Iterator[Run]:
-        """Yield the function that answers; raise Missing, naming `elsewhere`, where this machine can't load it."""
+        """Yield the function that runs it; raise Missing, with the advice `elsewhere`, if it can't be loaded here."""
         with ExitStack() as stack:
             try:
                 run = stack.enter_context(self.candidate.opened(self.outputs))
@@ -61,7 +63,7 @@ class Artefact:
 
 
 def artefact_from_path(path: Path) -> Artefact:
-    """Open a .plan with its record, or an .onnx file; raise BadInput for others and for open sizes."""
+    """Open a .plan with its record, or an .onnx file; raise BadInput for other files and open input sizes."""
     if path.suffix == ".plan":
         return _from_plan(path)
     if path.suffix == ".onnx":

@@ -11,12 +11,11 @@ from ground.errors import BadInput
 from .candidates import Candidate
 from .own_noise import DENSE
 
-WHOLE = "whole"
-"""The name of the link from the dense model to the last candidate."""
+WHOLE = "whole"  # the name of the link from the dense model to the last candidate
 
 
 def _renamed(candidate: Candidate, parts: Sequence[str]) -> Candidate:
-    """Return the candidate, called by the last parts of its path."""
+    """Return the candidate with the last parts of its path as its name."""
     path = candidate.path
     is_file = candidate.form != "torch"
     name = candidate.name.removeprefix(path.parent.name if is_file else path.name)
@@ -27,29 +26,26 @@ def _renamed(candidate: Candidate, parts: Sequence[str]) -> Candidate:
 
 
 def _unreserved(candidate: Candidate) -> Candidate:
-    """Return the candidate under another name or label than those of the reference and of the whole chain."""
+    """Return the candidate with a name and a label that differ from the reference's and the whole chain's."""
     if candidate.label == DENSE:
         candidate = replace(candidate, label=f"candidate {DENSE}")
     return replace(candidate, name="candidate whole") if candidate.name == WHOLE else candidate
 
 
-def _are_distinct(candidates: Sequence[Candidate]) -> bool:
-    return len({each.name for each in candidates}) == len({each.label for each in candidates}) == len(candidates)
+def with_distinct_names(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Return the candidates; those that share a name or a label are named by as much of their paths as differs.
 
-
-def distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return the candidates; those with one name or one label are called by as much of their paths as differs.
-
-    Raises BadInput where one path is given twice.
+    Raises:
+        BadInput: A path is given twice.
     """
     twice = [path for path, count in Counter(os.path.abspath(each.path) for each in candidates).items() if count > 1]
     if twice:
         raise BadInput(f"{twice[0]}: given twice as a candidate; give each candidate once")
-    paths = [Path(os.path.normpath(each.path)) for each in candidates]  # what was not typed is not told
+    paths = [Path(os.path.normpath(each.path)) for each in candidates]  # as typed: no link is resolved
     names, labels = Counter(each.name for each in candidates), Counter(each.label for each in candidates)
     chosen, depth = [_unreserved(each) for each in candidates], 0
     deepest = max(len(path.parts) for path in paths) if paths else 0
-    while not _are_distinct(chosen):
+    while not len({each.name for each in chosen}) == len({each.label for each in chosen}) == len(chosen):
         depth += 1
         assert depth <= deepest, paths
         chosen = [

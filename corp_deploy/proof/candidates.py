@@ -1,4 +1,4 @@
-"""The steps of a parity chain: model directories, typed graphs, engines; each with how it is run and what it claims."""
+"""The candidates of a proof: model directories, typed graphs and engines, each with its facts and its runner."""
 
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +25,7 @@ from perf.runners.onnx_session import Provider
 from perf.runners.openvino import Arithmetic, OpenVinoRunner, import_openvino
 
 from .engine_trust import record_of_trusted_plan
-from .proof_inputs import fed_to_ports, take_pixels
+from .proof_inputs import feeds_for_ports, take_pixels
 
 if TYPE_CHECKING:
     from corp_deploy.families.timm_images import ImageSpec
@@ -40,14 +40,13 @@ ARITHMETIC: dict[Runtime, Arithmetic | None] = {"openvino": None, "openvino-fp16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One step: what it is called in the record, its form, the type that it is held in (mixed or not), and its fixed
-    batch if it has one.
+    """One candidate with its label and name in the record, its form, its type (mixed or not), and its fixed batch.
 
-    `shown` is its path as a printed command names it, where that is another. `rest`: of a quantised graph the precision
-    of all else, where it tells, `weight_bits` how many bits its weights use. `sha256`: of an engine, whose bytes are
-    held to it. `runtime`: what runs a graph where that is not ONNX Runtime, `provider` where that does; `as_typed`:
-    whether it keeps its kernels of INT8 away. `inputs`: of a graph or an engine what it takes, `images`: how they are
-    made of pixels, for one that takes those. `fitted`: the inputs that it was fitted to, where it tells.
+    `shown` is the path in printed commands, if it differs. `rest` is the precision of the layers that a quantised graph
+    doesn't quantise, if it is known, and `weight_bits` the bits of its weights. `sha256` is the digest that an engine's
+    bytes must have. `runtime` runs a graph instead of ONNX Runtime, `provider` is ONNX Runtime's, and `as_typed` keeps
+    its INT8 kernels away. `inputs` are the ports of a graph or an engine, `images` the preprocessing for one that takes
+    pixels. `fitted` are the inputs that it was fitted to, if it tells.
     """
 
     label: str
@@ -76,7 +75,7 @@ class Candidate:
 
     @property
     def rounds(self) -> bool:
-        """True for fewer bits than float32, in whole or in part."""
+        """True if it has fewer bits than float32, in whole or in part."""
         return self.float_type is not FLOAT32
 
     @property
@@ -89,18 +88,20 @@ class Candidate:
 
     @property
     def computes_int8(self) -> bool:
-        """True for a graph that ONNX Runtime's own INT8 kernels compute on the CPU."""
+        """True if ONNX Runtime's INT8 kernels for the CPU compute it."""
         return self._on_cpu and self.float_type is INT8 and self.rest == FP32
 
     @property
     def emulated(self) -> bool:
-        """True for types that are only rounded to, in a graph that computes in float32."""
+        """True if values are rounded to its types and computed in float32."""
         return self._on_cpu and self.rounds and not self.computes_int8
 
     @contextmanager
     def opened(self, outputs: Sequence[OutputPort]) -> Iterator[Run]:
-        """The step as a function from feeds of N inputs, at any N, to answers under the names of `outputs`. Raises
-        BadInput for a step that gives other outputs.
+        """Yield a function from feeds of any number of inputs to outputs under the names of `outputs`.
+
+        Raises:
+            BadInput: The candidate has other outputs.
         """
         with tempfile.TemporaryDirectory() as scratch, self._runner(Path(scratch)) as runner:
             names = [port.name for port in runner.outputs]
@@ -117,11 +118,11 @@ class Candidate:
                     {expected[0]: checked[names[0]]} if len(names) == 1 else {name: checked[name] for name in expected}
                 )
 
-            yield run if self.batch is None else lambda feeds: outputs_at(run, feeds, self.batch or 1)
+            yield run if self.batch is None else lambda feeds: run_in_batches(run, feeds, self.batch or 1)
 
     def fed(self, feeds: Feeds, ports: Sequence[Port] = ()) -> Feeds:
-        """Return feeds of the dense model as this candidate takes them."""
-        return fed_to_ports(feeds, ports or self.inputs, self.images, where=self.label)
+        """Return feeds of the dense model in the form that this candidate takes."""
+        return feeds_for_ports(feeds, ports or self.inputs, self.images, where=self.label)
 
     def _runner(self, scratch: Path) -> "ModuleRunner | OnnxRunner | OpenVinoRunner | EngineRunner":
         if self.form == "torch":
@@ -138,15 +139,15 @@ class Candidate:
             return OpenVinoRunner(self.path, arithmetic=ARITHMETIC[self.runtime])
         if not self.emulated:
             return OnnxRunner(self.path, provider=self.provider, as_typed=self.as_typed)
-        # ONNX Runtime's CPU kernels compute FP16 in float32, where nothing overflows, and BF16 and FP8 not at all; this
-        # one rounds as its types say.
+        # ONNX Runtime's CPU kernels compute FP16 in float32, where nothing overflows, and don't compute BF16 and FP8;
+        # a rewritten graph rounds as its types say.
         rounded = scratch / "rounded.onnx"
         round_file(self.path, rounded)
         return OnnxRunner(rounded)
 
 
-def outputs_at(run: Run, feeds: Feeds, batch: int) -> Outputs:
-    """Return answers to all inputs at one batch size; the last batch is filled up with repeats."""
+def run_in_batches(run: Run, feeds: Feeds, batch: int) -> Outputs:
+    """Run all inputs at one batch size and concatenate the outputs; the last batch is filled up with repeats."""
     pieces = []
     for start in range(0, batch_size(feeds), batch):
         part = select_rows(feeds, slice(start, start + batch))
@@ -188,7 +189,7 @@ def _from_engine(path: Path, shown: Path) -> Candidate:
 
 
 def in_runtime(graph: Candidate, runtime: Runtime) -> Candidate:
-    """Return a graph as OpenVINO runs it: as it is typed, or computed in fewer bits."""
+    """Return a graph as a candidate in OpenVINO, which computes it as typed or in fewer bits."""
     arithmetic = ARITHMETIC[runtime]
     lower = graph.float_type is FLOAT32 or (arithmetic == "bf16" and graph.float_type is FLOAT16)
     name = runtime if arithmetic is not None else "openvino"
@@ -203,7 +204,7 @@ def in_runtime(graph: Candidate, runtime: Runtime) -> Candidate:
 
 
 def with_runtimes(candidates: Sequence[Candidate], runtimes: Sequence[Runtime]) -> list[Candidate]:
-    """Return each graph followed by itself in these runtimes; raise BadInput where there is no graph."""
+    """Add after each graph the same graph in these runtimes; raise BadInput if there is no graph."""
     if runtimes and not any(each.form == "graph" for each in candidates):
         raise BadInput(f"{', '.join(runtimes)} runs .onnx files, and there is none among the candidates; name one")
     if runtimes:
@@ -217,7 +218,7 @@ def with_runtimes(candidates: Sequence[Candidate], runtimes: Sequence[Runtime]) 
 
 
 def candidate_from_path(shown: Path | str, *, below: Path = Path()) -> Candidate:
-    """Return a model directory, a graph or an engine as a candidate; a relative path starts `below`."""
+    """Open a model directory, a graph or an engine as a candidate; a relative path starts `below`."""
     shown, path = Path(shown), below / shown
     if path.is_dir():
         return _from_directory(path, shown)
@@ -246,7 +247,7 @@ def candidate_from_path(shown: Path | str, *, below: Path = Path()) -> Candidate
 
 
 def fixed_ports(values: Sequence[GraphPort], path: Path, *, remedy: str = "") -> tuple[Port, ...]:
-    """Return ports; raise BadInput for open sizes."""
+    """Convert a graph's inputs to ports; raise BadInput for open sizes."""
     for value in values:
         if not all(isinstance(size, int) for size in value.shape[1:]):
             raise BadInput(
@@ -256,8 +257,8 @@ def fixed_ports(values: Sequence[GraphPort], path: Path, *, remedy: str = "") ->
     return tuple(map(port_of, values))
 
 
-def of_model(candidates: Sequence[Candidate], dense: "Checkpoint") -> list[Candidate]:
-    """Return the candidates with the preprocessing of this model, for those that take pixels."""
+def with_preprocessing(candidates: Sequence[Candidate], dense: "Checkpoint") -> list[Candidate]:
+    """Return the candidates with this model's preprocessing, which those that take pixels need."""
     from .model_inputs import images_taken
 
     images = images_taken(dense)
@@ -265,9 +266,10 @@ def of_model(candidates: Sequence[Candidate], dense: "Checkpoint") -> list[Candi
 
 
 def require_batches(candidates: Sequence[Candidate], batches: Sequence[int]) -> list[str]:
-    """Return a sentence for each candidate with a fixed batch size, on which some of the requested sizes aren't run.
+    """Return a sentence for each candidate with a fixed batch size that leaves requested sizes out.
 
-    Raises BadInput for a fixed batch size that wasn't requested, and for a requested one that no candidate can run.
+    Raises:
+        BadInput: A fixed batch size isn't requested, or no candidate can run a requested one.
     """
     asked, sentences = ",".join(map(str, batches)), []
     for each in (candidate for candidate in candidates if candidate.batch):

@@ -1,4 +1,4 @@
-"""The parity chain: dense torch -> reduced torch -> ONNX FP32 -> FP16 or BF16 -> engine, on real inputs, by links."""
+"""The parity chain on real inputs, link by link: dense torch, reduced torch, ONNX FP32, FP16 or BF16, engine."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,26 +25,26 @@ from perf.parity.parity import Parity
 from perf.parity.structure import StructuralTest
 from perf.runners.module import ModuleRunner
 
-from .candidates import Candidate, Run, of_model, outputs_at
-from .heads import ProofHeads, opened_heads
+from .candidates import Candidate, Run, run_in_batches, with_preprocessing
+from .heads import ProofHeads, open_heads
 from .limits import ParityLimits
 from .link_rules import LinkReference, LinkRules, link_rules, with_origin, with_reasons
 from .locate import fault_of_link, worst_inputs
 from .outcome import Proof
 from .own_noise import DENSE, MergeNoise, merge_noise_of
 from .proof_inputs import ProofInputs, require_pixels
-from .structural_tests import input_range, shift_of_inputs, structural_tests
+from .structural_tests import check_input_range, run_structural_tests, shift_of_inputs
 
-HEADROOM_INPUTS = 8
-EACH_SIZE = 4
-"""Inputs at the batch sizes that are not the largest."""
+HEADROOM_INPUTS = 8  # inputs on which values are compared with float16's largest
+EACH_SIZE = 4  # inputs at each batch size but the largest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChainStep:
-    """A candidate that has been run: its answers by batch size, a link for each output, what was found about its
-    structure, the block where a failing link breaks; of a torch model how it merges tokens, of a graph or engine how
-    the one that it computes does.
+    """A candidate that has been run.
+
+    It has the outputs by batch size, a link for each output, the findings of structural tests, and the block where a
+    failing link breaks. `merges` is the merge noise of the torch model that it is or computes.
     """
 
     candidate: Candidate
@@ -61,8 +61,9 @@ class ChainStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chain:
-    """What every step of one proof is held by: the dense model and its answers, the inputs at these batch sizes, the
-    rules of each output, the heads apart and the types of sixteen bits that candidates are held in.
+    """One proof: the dense model with its outputs, the inputs and batch sizes, the rules of each output, and the heads.
+
+    `halves` are the types of fewer bits that candidates have.
     """
 
     dense: Checkpoint
@@ -76,7 +77,7 @@ class Chain:
     def walk(
         self, candidates: Sequence[Candidate], on_progress: Callable[[Sequence[ChainStep]], None]
     ) -> list[ChainStep]:
-        """Compare every candidate with its reference: the dense model for torch, else the last FP32 step before it."""
+        """Compare every candidate with its reference: the dense model for torch, else the last FP32 step before."""
         steps = list[ChainStep]()
         single: ChainStep | None = None
         model = self.dense.model
@@ -93,7 +94,7 @@ class Chain:
             step = replace(step, located=self._located(step, before, previous))
             step = replace(step, links=with_origin(step.links, candidate, model))
             is_fp16 = candidate.float_type is FLOAT16 and candidate.runtime is None and candidate.form == "graph"
-            if is_fp16 and previous is not None and previous.form == "graph":  # how near it comes to float16's end
+            if is_fp16 and previous is not None and previous.form == "graph":
                 few = previous.fed(select_rows(self.feeds, slice(HEADROOM_INPUTS)))
                 room = check_headroom(candidate.label, previous.path, candidate.path, few)
                 step = replace(step, findings=(*step.findings, room))
@@ -105,12 +106,13 @@ class Chain:
 
     @property
     def judging(self) -> list[LinkRules]:
-        """Return the rules of outputs that aren't excluded."""
+        """The rules of outputs that aren't excluded."""
         return [rule for rule in self.rules if not rule.of_user().excluded]
 
     def whole(self, steps: Sequence[ChainStep]) -> list[Link]:
-        """Return the links from the dense model to the last step: of several steps always, of a single one if it is a
-        graph or an engine and the user set limits.
+        """Return the links from the dense model to the last step, one for each output.
+
+        A single step has them only if it is a graph or an engine and the user set limits.
         """
         is_reduced = steps[0].candidate.form == "torch"
         if len(steps) < 2 and (is_reduced or not any(rule.of_user().bounds for rule in self.rules)):
@@ -126,7 +128,7 @@ class Chain:
             merges = before.merges
             if candidate.checkpoint is not None:
                 merges = self._merges_of(candidate.checkpoint, by_batch[max(by_batch)], max(by_batch))
-            findings = structural_tests(candidate, run, self.feeds, by_batch, bound, merges)
+            findings = run_structural_tests(candidate, run, self.feeds, by_batch, bound, merges)
         narrow: LinkKind = "quantised" if candidate.quantised else "half"
         kind: LinkKind = "reduced" if candidate.form == "torch" else narrow if candidate.rounds else "exact"
 
@@ -142,18 +144,18 @@ class Chain:
 
     @contextmanager
     def _opened(self, candidate: Candidate) -> Iterator[Run]:
-        """Open a candidate; heads add the maps that they make of its outputs."""
+        """Open a candidate, with the maps that heads make of its outputs."""
         with candidate.opened([rule.port for rule in self.rules if rule.port not in self.heads.ports]) as backbone:
             yield self.heads.behind(backbone, max(self.batches))
 
     def _by_batch(self, candidate: Candidate, run: Run) -> dict[int, Outputs]:
-        """Run all inputs at the largest batch size, and at the others one batch, of at least EACH_SIZE."""
+        """Run all inputs at the largest batch size, and at each other size one batch or EACH_SIZE inputs."""
         if candidate.batch:
-            return {candidate.batch: outputs_at(run, self.feeds, candidate.batch)}
+            return {candidate.batch: run_in_batches(run, self.feeds, candidate.batch)}
         *smaller, largest = sorted(set(self.batches))
         few = {size: select_rows(self.feeds, slice(max(size, EACH_SIZE))) for size in smaller}
-        by_batch = {size: outputs_at(run, some, size) for size, some in few.items()}
-        return by_batch | {largest: outputs_at(run, self.feeds, largest)}
+        by_batch = {size: run_in_batches(run, some, size) for size, some in few.items()}
+        return by_batch | {largest: run_in_batches(run, self.feeds, largest)}
 
     def _merges_of(self, checkpoint: Checkpoint, answers: Outputs, batch: int) -> MergeNoise | None:
         return merge_noise_of(checkpoint, self.feeds, answers, batch, halves=self.halves, heads=self.heads)
@@ -180,12 +182,14 @@ def prove_chain(
 ) -> Proof:
     """Compare every candidate with its predecessor and the last one with the dense model.
 
-    A torch candidate is held against the dense model and the user's limits; an FP32 graph against the torch model it
-    came from and a float32 bound; an FP16 or BF16 graph or engine against the FP32 step before it and a multiple of the
-    dense model's own error in that type. A failing graph's block is located. `moments` adds the shift check, the heads
-    of `limits` links of the maps that they make of every step's outputs. `on_progress` is told how many candidates are
-    finished, `answered` the label and the outputs of the dense model and of each candidate as soon as it is. Raises
-    BadInput for inputs, labels, heads or limits that don't fit, and for moments of another model.
+    A torch candidate is compared with the dense model, within the user's limits; an FP32 graph with the torch model
+    before it, within a float32 bound; an FP16 or BF16 graph or engine with the FP32 step before it, within a multiple
+    of the dense model's own error in that type. A failing graph's block is located. `moments` add the test for shifted
+    inputs; the heads of `limits` add links of their maps. `on_progress` hears how many candidates are finished,
+    `answered` the label and the outputs of the dense model and of each candidate as soon as it has run.
+
+    Raises:
+        BadInput: Inputs, labels, heads or limits don't fit the model, or the moments are of another one.
     """
     if moments is not None:
         require_same_model(dense.model, moments)
@@ -194,7 +198,7 @@ def prove_chain(
         if limits.of_port(port).min_agreement is not None:
             require_agreement(port, proof_inputs.count)
     feeds = checked_feeds(proof_inputs.feeds, inputs, where=f"inputs for {DENSE}")
-    candidates = of_model(candidates, dense)
+    candidates = with_preprocessing(candidates, dense)
     for candidate in candidates:
         require_pixels(feeds, candidate.inputs, candidate.images, where=candidate.label)
     halves = tuple(dict.fromkeys(each.float_type for each in candidates if each.rounds))
@@ -203,10 +207,10 @@ def prove_chain(
         answered(steps[-1].candidate.label, steps[-1].answers)
         on_progress(len(steps))
 
-    with opened_heads(limits.heads, ports, threshold=limits.map_threshold) as heads:
+    with open_heads(limits.heads, ports, threshold=limits.map_threshold) as heads:
         limits.require_applied([*ports, *heads.ports])
         with ModuleRunner(dense.model, inputs=inputs, outputs=ports, label=DENSE) as runner:
-            answers = outputs_at(heads.behind(runner, max(batches)), feeds, max(batches))
+            answers = run_in_batches(heads.behind(runner, max(batches)), feeds, max(batches))
         answered(DENSE, answers)
         rules = link_rules(dense, feeds, answers, max(batches), limits, heads, halves)
         chain = Chain(
@@ -222,7 +226,7 @@ def prove_chain(
             links=(*(each for step in steps for each in step.links), *chain.whole(steps)),
             structure=(
                 *(each for step in steps for each in step.findings),
-                *(input_range(moments, feeds) if moments is not None else ()),
+                *(check_input_range(moments, feeds) if moments is not None else ()),
             ),
             located=tuple(step.located for step in steps if step.located is not None),
             shift=None if moments is None else shift_of_inputs(dense, moments, feeds),
@@ -248,7 +252,7 @@ def _figures(by_label: Mapping[str, Outputs], rules: Sequence[LinkRules]) -> dic
 def _labelled(
     by_label: Mapping[str, Outputs], labels: NDArray[np.int64] | None, rules: Sequence[LinkRules]
 ) -> dict[str, Any]:
-    """Return accuracy and McNemar's test on the first logits. Raises BadInput where there are labels and no logits."""
+    """Compute accuracy and McNemar's test on the first logits; raise BadInput for labels without logits."""
     if labels is None:
         return {"accuracy": (), "comparisons": ()}
     own = next((rule for rule in rules if rule.port.role == "logits"), None)

@@ -1,7 +1,6 @@
-"""Two engines of one graph on the same inputs: what one answered, in this environment or in another that kept it with
-its inputs, against the other.
+"""Engines of one graph compared on the same inputs, in one environment or by golden outputs from another.
 
-A directory: inputs.npz, outputs.npz, and golden.json, which holds their digests, what answered and on what.
+A golden directory has inputs.npz, outputs.npz, and golden.json with their digests, their engine and its conditions.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +24,7 @@ from perf.parity.measures import figures_by_input
 from perf.parity.parity import ImageSet, Parity
 
 from .artefact import Artefact
-from .candidates import outputs_at
+from .candidates import run_in_batches
 from .limits import ParityLimits
 from .outcome import Proof
 from .proof_inputs import ProofInputs
@@ -36,7 +35,7 @@ RECORD, INPUTS, OUTPUTS = "golden.json", "inputs.npz", "outputs.npz"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answered:
-    """What answered, and on what. `batch`: the size at which it did; `names` of the inputs, where they have any."""
+    """The engine or graph of golden outputs, its inputs with their names (if any), and the batch size of the run."""
 
     source: ComparedArtefact
     images: ImageSet
@@ -46,19 +45,21 @@ class Answered:
 
     @property
     def shared(self) -> dict[str, Any]:
-        """Return the fields of golden.json that the answers in memory have too."""
+        """The fields of golden.json that the outputs in memory have too."""
         return {each.name: getattr(self, each.name) for each in fields(Answered)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoldenRecord(Answered):
+    """The content of golden.json."""
+
     inputs_sha256: Sha256
     outputs_sha256: Sha256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Golden(Answered):
-    """Inputs [N, ...] by name and what one artefact answered to them."""
+    """Inputs [N, ...] by name, and one artefact's outputs for them."""
 
     feeds: Feeds
     answers: Outputs
@@ -73,7 +74,7 @@ class Golden(Answered):
 
 
 def write_golden(golden: Golden, directory: Path) -> None:
-    """Write the arrays, then the record, so that a directory that has one is whole."""
+    """Write the arrays, then the record, so that a directory with a record is complete."""
     directory.mkdir(parents=True, exist_ok=True)
     for name, arrays in ((INPUTS, golden.feeds), (OUTPUTS, golden.answers)):
         with replacing(directory / name) as temporary, temporary.open("wb") as file:
@@ -84,7 +85,7 @@ def write_golden(golden: Golden, directory: Path) -> None:
 
 
 def read_golden(directory: Path) -> Golden:
-    """Read a golden directory; raise BadInput where arrays differ from the digests in its record."""
+    """Read a golden directory; raise BadInput if arrays differ from the digests in its record."""
     again = "write it again with `corp-deploy verify A.plan --write-golden DIR`"
     record = record_from_file(directory / RECORD, GoldenRecord, kind=KIND, version=VERSION, remedy=again)
     feeds = _arrays(directory / INPUTS, record.inputs_sha256)
@@ -98,8 +99,8 @@ def _arrays(path: Path, digest: str) -> Mapping[str, NDArray[Any]]:
     return arrays_from_npz(path)
 
 
-def commands(reference: Path, candidates: Sequence[Path], *, inputs: str, output: Path) -> str:
-    """Return the commands for an environment that loads the reference, and then for this one."""
+def commands_for_two_environments(reference: Path, candidates: Sequence[Path], *, inputs: str, output: Path) -> str:
+    """Return the commands for the environment that loads the reference, and for the one that loads the candidates."""
     second = " ".join(["corp-deploy verify golden", *map(str, candidates), "-o", str(output)])
     return (
         f"each engine needs an environment that loads it; where {reference} does:\n"
@@ -108,15 +109,15 @@ def commands(reference: Path, candidates: Sequence[Path], *, inputs: str, output
     )
 
 
-def golden_of(
+def make_golden(
     artefact: Artefact, inputs: ProofInputs, batches: Sequence[int], *, elsewhere: str | None = None
 ) -> Golden:
-    """Run an artefact at the largest of these batch sizes; raise Missing where this machine can't."""
+    """Run an artefact at the largest of these batch sizes; raise Missing if this machine can't."""
     batch = max(artefact.sizes(batches))
     feeds = checked_feeds(inputs.feeds, artefact.inputs, where=f"inputs for {artefact.path}")
     hint = "run this where that library and its GPU are: an engine is loaded by what built it"
     with artefact.opened(elsewhere or hint) as run:
-        answers = outputs_at(run, feeds, batch)
+        answers = run_in_batches(run, feeds, batch)
     return Golden(
         source=artefact.source,
         images=inputs.images,
@@ -129,7 +130,7 @@ def golden_of(
 
 
 def require_one_graph(golden_graph: str, reference: str, candidates: Sequence[Artefact]) -> None:
-    """Raise NotComparable for candidates that were built of another graph."""
+    """Raise NotComparable for candidates that were built from another graph."""
     for each in candidates:
         if each.source.graph_sha256 != golden_graph:
             raise NotComparable(
@@ -140,7 +141,7 @@ def require_one_graph(golden_graph: str, reference: str, candidates: Sequence[Ar
 
 
 def require_one_environment(artefacts: Sequence[Artefact], elsewhere: str) -> None:
-    """Raise Missing where two versions of one library would have to be loaded into one process."""
+    """Raise Missing if one process would have to load two versions of a library."""
     engines = [each for each in artefacts if each.candidate.form == "engine"]
     for each in engines[1:]:
         first = next(other for other in engines if other.source.backend == each.source.backend)
@@ -161,7 +162,7 @@ def compare_engines(
     on_progress: Callable[[int], None] = lambda finished: None,
     answered: Callable[[str, Outputs], None] = lambda label, outputs: None,
 ) -> Proof:
-    """Compare every candidate with the golden answers, a link an output, as `prove_chain` does."""
+    """Compare every candidate with the golden outputs, by one link for each output, as `prove_chain` does."""
     links, findings = [], []
     arrays: dict[str, NDArray[np.generic]] = {}
     several = len(golden.outputs) > 1
@@ -174,31 +175,30 @@ def compare_engines(
         kind: LinkKind = "quantised" if each.candidate.quantised else "exact" if exact else "half"
         feeds = checked_feeds(golden.feeds, each.inputs, where=f"inputs for {each.path}")
         with each.opened(elsewhere) as run:
-            by_batch = {size: outputs_at(run, feeds, size) for size in each.sizes(batches)}
+            by_batch = {size: run_in_batches(run, feeds, size) for size in each.sizes(batches)}
         answers = by_batch[max(by_batch)]
         answered(each.source.label, answers)
         findings += structure.check_outputs(each.source.label, answers, noun=golden.images.kind)
-        own_name = each.candidate.name.lstrip("-")  # of a file right here
+        own_name = each.candidate.name.lstrip("-")  # which a file in this directory has in front
         name = own_name if len(candidates) == 1 else f"{place + 1} {own_name}"
         for port in golden.outputs:
+            expected_rows = golden.answers[port.name]
+            threshold = limits.threshold_of(port, expected_rows)
             links.append(
                 measure_link(
                     name=name,
                     kind=kind,
                     reference=golden.source.label,
                     candidate=each.source.label,
-                    reference_rows=golden.answers[port.name],
+                    reference_rows=expected_rows,
                     candidate_by_batch={size: rows[port.name] for size, rows in by_batch.items()},
                     tolerance=limits.of_port(port),
                     port=port,
                     several=several,
-                    threshold=limits.threshold_of(port, golden.answers[port.name]),
+                    threshold=threshold,
                 )
             )
-            between = limits.threshold_of(port, golden.answers[port.name])
-            found = figures_by_input(
-                golden.answers[port.name], {name: answers[port.name]}, role=port.role, threshold=between
-            )
+            found = figures_by_input(expected_rows, {name: answers[port.name]}, role=port.role, threshold=threshold)
             arrays |= {f"{port.name}.{key}" if several else key: np.asarray(array) for key, array in found.items()}
         on_progress(place + 1)
     sources = (golden.source, *(each.source for each in candidates))

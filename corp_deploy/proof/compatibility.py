@@ -1,4 +1,4 @@
-"""Plans that run on more hardware, priced: plans for one GPU each stand beside them, and are timed where a GPU is."""
+"""Prices of hardware-compatible plans: plans for one GPU each are built beside them, and timed if a GPU is here."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -20,12 +20,12 @@ UNTIMED = "not measured: {}; the bench commands measure it where the GPU is"
 
 
 def plan_beside(output: Path, target: str) -> Path:
-    """`model.plan` -> `model.sm86.plan`."""
+    """Return the path of a target's own plan: `model.sm86.plan` for `model.plan`."""
     return output.with_name(f"{output.stem}.{target}{output.suffix}")
 
 
 def build_priced(graph: Path, choices: BuildOptions, output: Path, *, library: Library | None = None) -> Engine:
-    """Build and write the compatible plan and, beside it, those for one GPU each; the price stands in its record."""
+    """Build and write the compatible plan, with its price in its record, and beside it those for one GPU each."""
     assert choices.compatibility is not None, choices
     built = build_engine(graph, choices, library=library)
     exact: dict[str, EngineRecord] = {}
@@ -73,6 +73,7 @@ def _timed(
 
 
 def _runs_here(record: EngineRecord) -> bool:
+    """Return whether this machine's GPU is the target of a plan."""
     import torch
 
     if record.gpu is not None:

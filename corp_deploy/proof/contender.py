@@ -1,4 +1,4 @@
-"""Graphs and engines as perf times them: what they take, cost and are opened by. Imports no torch."""
+"""Graphs and engines as subjects of a benchmark, with ports, costs and runners. Imports no torch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from .engine_trust import record_of_trusted_plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contender(BenchSubject):
-    """perf's subject with its ports, its fixed batch, and the inputs that it was fitted to."""
+    """A subject of a benchmark with its ports, its fixed batch, and the inputs that it was fitted to."""
 
     inputs: tuple[Port, ...]
     static_batch: int | None = None
@@ -66,7 +66,7 @@ def contender_from_graph(name: str, path: Path, running: RunOptions) -> Contende
 
 
 def _graph_of_engine(path: Path, record: EngineRecord) -> GraphFacts | None:
-    """Return facts of the graph that an engine was built from, where it still stands beside the plan."""
+    """Return facts of the graph that an engine was built from, or None if it isn't beside the plan."""
     for graph in sorted(path.parent.glob("*.onnx")):
         if graph.stat().st_size == record.onnx_bytes and sha256_of_file(graph) == record.onnx_sha256:
             return facts_of_onnx(graph)

@@ -1,6 +1,6 @@
-"""Custom metrics, by a user's command or Python function, of the outputs of each artefact of a proof. Imports no torch.
+"""Custom metrics of outputs in a proof, by a user's command or Python function. Imports no torch.
 
-What is run comes from a command line or a recipe alone: no model, graph or record can name a command.
+Commands come from a command line or a recipe alone: no model, graph or record can name one.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ _NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricRequest:
-    """A command with `{outputs}` among its words, or `module:PATH.py:FUNCTION`, and what its number is called."""
+    """A named metric: a command with `{outputs}` among its words, or `module:PATH.py:FUNCTION`."""
 
     name: str
     command: str
@@ -55,12 +55,12 @@ class MetricRequest:
         return shlex.split(self.command)
 
     def program(self, below: Path) -> str:
-        """Return the program as found on PATH, or from the directory where it is run."""
+        """Return the program's name on PATH, or its path in the directory where it is run."""
         first = self.argv[0]
         return os.path.normpath((below / first).absolute()) if "/" in first else first
 
     def code(self, below: Path) -> Code:
-        """Read the function's file; raise BadInput where it can't be read."""
+        """Read the function's file; raise BadInput if it can't be read."""
         path, function = file_and_function(self.command)
         try:
             source = text_from_file(below / path)
@@ -70,7 +70,7 @@ class MetricRequest:
 
 
 def metric_from_text(text: str) -> MetricRequest:
-    """Parse `NAME=COMMAND`, or a command whose number is called `own`."""
+    """Parse `NAME=COMMAND`, or a command, which is named `own`."""
     match = _NAMED.fullmatch(text.strip())
     if match is not None and not _NAME.fullmatch(match["name"]):
         raise BadInput(
@@ -98,7 +98,7 @@ def metric_from_text(text: str) -> MetricRequest:
 
 
 def metrics_from_texts(texts: Sequence[str]) -> tuple[MetricRequest, ...]:
-    """Parse metrics; raise BadInput for two of one name."""
+    """Parse metrics; raise BadInput for two with one name."""
     requests = tuple(metric_from_text(text) for text in texts)
     names = [request.name for request in requests]
     twice = next((name for name in names if names.count(name) > 1), None)
@@ -108,7 +108,7 @@ def metrics_from_texts(texts: Sequence[str]) -> tuple[MetricRequest, ...]:
 
 
 def require_runnable(requests: Sequence[MetricRequest], *, below: Path = Path()) -> None:
-    """Raise BadInput for programs and files that are not there, and for functions where code isn't trusted."""
+    """Raise BadInput for missing programs and files, and for functions unless code is trusted."""
     for request in requests:
         if request.is_code:
             refuse_untrusted(file_and_function(request.command)[0].name, to="measure outputs")
@@ -123,13 +123,15 @@ _LAST_WORDS = 300
 
 
 class Meter:
-    """Measures outputs as soon as an artefact has given them, so that a command that fails ends a proof early.
+    """The custom metrics of a proof, measured for each artefact as soon as it has run, so that a failure ends it early.
 
-    A command is run in `below`, without a shell, on an .npz with the outputs by name, `names` of the inputs and, where
-    given, `labels`; the last line that it prints is the number, or a JSON list of one number for each input, whose mean
-    is the figure. A function is given the same arrays by name and returns either. With a number for each input the
-    figure has an interval, and its change from the reference's a paired one. Raises BadInput for what can't be run,
-    fails, takes longer than the limit or gives no finite number.
+    A command runs in `below`, without a shell, on an .npz with the outputs by name, the `names` of the inputs and their
+    `labels`, if known. Its last printed line is the number, or a JSON list of one number for each input, whose mean is
+    the figure. A function takes the same arrays by name and returns either. With a number for each input, the figure
+    has an interval, and its change from the reference a paired one.
+
+    Raises:
+        BadInput: A metric can't be run, fails, takes longer than the limit, or gives no finite number.
     """
 
     def __init__(
@@ -162,7 +164,7 @@ class Meter:
             self._rows[place].append(row)
 
     def _values(self, request: MetricRequest, arrays: dict[str, NDArray[Any]], where: str) -> NDArray[np.float64]:
-        """Return one number for all inputs, or one for each of them [N]."""
+        """Return one number for all inputs, or one for each input [N]."""
         answer: Any
         if request.is_code:
             code = request.code(self._below)
@@ -213,7 +215,7 @@ class Meter:
 
     @property
     def metrics(self) -> tuple[OwnMetric, ...]:
-        """Return all measurements, in the order of the requests."""
+        """All measurements, in the order of the requests."""
         return tuple(row for rows in self._rows for row in rows)
 
     def beside(self, proof: "Proof") -> "Proof":
@@ -225,7 +227,7 @@ def _arrays(outputs: Outputs, inputs: "ProofInputs") -> dict[str, NDArray[Any]]:
     reserved = [name for name in outputs if name in (NAMES, LABELS)]
     if reserved:
         raise BadInput(
-            f"metric: an output is called {reserved[0]!r}, as what goes beside it is; name outputs otherwise"
+            f"metric: an output is called {reserved[0]!r}, which is the name of an array beside it; rename the output"
         )
     arrays: dict[str, NDArray[Any]] = {name: np.asarray(array) for name, array in outputs.items()}
     if inputs.names:
@@ -236,7 +238,7 @@ def _arrays(outputs: Outputs, inputs: "ProofInputs") -> dict[str, NDArray[Any]]:
 
 
 def _digest(request: MetricRequest, inputs: "ProofInputs", below: Path) -> str:
-    """Return the digest of labels and words, of files by their content, so that their place changes nothing."""
+    """Return the digest of the labels and the command's words, with files by content so that paths don't count."""
     digest = hashlib.sha256()
     path, function = file_and_function(request.command)
     words = [str(path), function] if request.is_code else request.argv
@@ -250,7 +252,7 @@ def _digest(request: MetricRequest, inputs: "ProofInputs", below: Path) -> str:
 
 
 def _errors(values_N: NDArray[np.float64], of_reference_N: NDArray[np.float64]) -> dict[str, Any]:
-    """Return the standard errors of a mean and of its change, by OwnMetric's fields; nothing for a single number."""
+    """Return the fields of OwnMetric for the standard errors of the mean and its change; none for a single number."""
     count = len(values_N)
     if count < 2 or count != len(of_reference_N):
         return {}
@@ -259,7 +261,7 @@ def _errors(values_N: NDArray[np.float64], of_reference_N: NDArray[np.float64]) 
 
 
 def _answer(printed: str, where: str) -> Any:
-    """Return the number on the last line, or the list there."""
+    """Parse the number or the list on the last line."""
     lines = printed.strip().splitlines()
     if not lines:
         raise BadInput(f"{where}: printed nothing, expected {_EXPECTED} on the last line")
@@ -268,7 +270,7 @@ def _answer(printed: str, where: str) -> Any:
         if isinstance(answer, list):
             return answer
     try:
-        return float(lines[-1].replace("_", "none"))  # which Python takes between digits
+        return float(lines[-1].replace("_", "none"))  # Python allows underscores in numbers
     except ValueError:
         raise BadInput(
             f"{where}: the last line is {quoted(lines[-1])}, expected a number and nothing else, or a JSON list of one "

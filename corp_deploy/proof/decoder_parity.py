@@ -1,5 +1,7 @@
-"""Decoders' graphs proved. One against transformers on the same directory: prefill, and one token after the other with
-the cache. Two side by side: prefill by length, and a step of decoding by batch, as perf times any two.
+"""Proofs and timings of decoders' graphs.
+
+A graph is compared with transformers on the same directory, in prefill and token by token with the cache. Two graphs
+are timed interleaved, in prefill by length and in one decoding step by batch.
 
 Shapes: B sequences, N tokens of each, V words.
 """
@@ -34,14 +36,13 @@ from perf.timing.laps import Plan
 from perf.timing.watch import environment, watching
 
 KIND, VERSION = "decoder-parity", 1
-MOST_ERROR = 1e-4
-"""Of a graph in FP32, which computes what transformers does in another order."""
+MOST_ERROR = 1e-4  # of a graph in FP32, which only orders sums differently from transformers
 Status = Literal["PASS", "FAIL", "MEASURED"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderLink:
-    """One way of running both; `bound` of the relative error, None where nothing bounds it."""
+    """The comparison of one way to run a decoder; `bound` limits the relative error, None for no limit."""
 
     name: str
     measures: Mapping[str, Any]
@@ -57,7 +58,7 @@ class DecoderLink:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderParity:
-    """Links of a decoder on `sequences` of `length` tokens."""
+    """The comparisons of a decoder's graph on `sequences` of `length` tokens."""
 
     model: str
     graph: Mapping[str, Any]
@@ -75,8 +76,8 @@ class DecoderParity:
         return {"kind": KIND, "version": VERSION, **asdict(self), "links": links}
 
 
-def drawn_ids(vocabulary: int, *, sequences: int, length: int, seed: int) -> NDArray[np.int64]:
-    """Draw tokens [B,N]."""
+def draw_ids(vocabulary: int, *, sequences: int, length: int, seed: int) -> NDArray[np.int64]:
+    """Draw random tokens [B,N]."""
     return np.random.default_rng(seed).integers(0, vocabulary, (sequences, length), dtype=np.int64)
 
 
@@ -88,15 +89,18 @@ def verify_decoder(
     provider: Provider = "cpu",
     max_error: float | None = None,
 ) -> DecoderParity:
-    """Run both on these tokens.
+    """Compare a decoder's graph with transformers on these tokens.
 
     Args:
-        directory: the plain directory that the graph was built of.
-        max_error: of the logits, relative; None bounds a graph in FP32 by MOST_ERROR and no other.
+        directory: The directory that the graph was exported from.
+        graph: The decoder's graph.
+        ids_BN: The tokens.
+        provider: ONNX Runtime's provider.
+        max_error: The limit of the logits' relative error; None limits only a graph in FP32, to MOST_ERROR.
 
     Raises:
-        BadInput: a directory that is no decoder, another model's graph, or more tokens than it can place.
-        Missing: transformers, ONNX Runtime or the provider is absent.
+        BadInput: The directory has no decoder, the graph is another model's, or there are too many tokens.
+        Missing: Transformers, ONNX Runtime or the provider is absent.
     """
     decoder, cache = decoder_arguments(directory, {})[1].decoder, graph.cache
     of_graph, of_model = (cache.layers, cache.groups, cache.head), (decoder.layers, decoder.groups, decoder.head)
@@ -143,13 +147,13 @@ def measure_decoders(
     command: Sequence[str] = (),
     progress: Callable[[float, str], None] | None = None,
 ) -> DecoderBench:
-    """Time two directories that export-decoder has written, or plain ones, which are exported to FP32 first.
+    """Time two directories of export-decoder, or plain ones, which are exported to FP32 first.
 
-    The plan's time is that of each length and each batch size, and what exporting takes is part of it.
+    The plan's time limit is that of each length and each batch size, and includes the time of exporting.
 
     Raises:
-        BadInput: directories that are neither, decoders of different words, or more tokens than one of them can place.
-        Missing: a package, the provider or a device is absent.
+        BadInput: A directory is neither, the vocabularies differ, or a decoder can't place so many tokens.
+        Missing: A package, the provider or a device is absent.
     """
     began_s = perf_counter()
     with tempfile.TemporaryDirectory() as scratch:
@@ -169,7 +173,7 @@ def measure_decoders(
                     progress((index + share) / len(every), text)
 
             one, other = (_subject(name, graph, length, cached, load) for name, graph in graphs.items())
-            ids = drawn_ids(graphs["dense"].vocabulary, sequences=max(batches), length=length, seed=0)
+            ids = draw_ids(graphs["dense"].vocabulary, sequences=max(batches), length=length, seed=0)
             with watching(read_gpu_uuid() if load.provider == "cuda" else None) as (watch, gpu):
                 benches.append(
                     bench_subjects(
@@ -205,7 +209,7 @@ def _require_comparable(load: DecoderLoad, dense: DecoderGraph, reduced: Decoder
             f"{dense.path} knows {dense.vocabulary} words, {reduced.path} {reduced.vocabulary}: not one task"
         )
     for graph in (dense, reduced):
-        DecoderRunner(graph.path, graph.cache, load.longest, provider=load.provider)  # refuses what it can't be run by
+        DecoderRunner(graph.path, graph.cache, load.longest, provider=load.provider)  # raises without the provider
         if load.longest > graph.longest:
             raise BadInput(
                 f"{graph.path}: places {graph.longest} tokens, and {load.longest} are asked for; give smaller --length "

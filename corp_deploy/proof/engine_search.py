@@ -1,7 +1,7 @@
-"""What lets an engine say what its graph says: fusion breaks first, and sites kept in more bits only where those fail.
+"""Repairs of engines: fusion breaks first, and sites kept in more bits only if breaks fail.
 
-A graph that is right in itself can become an engine that is not, by a fused kernel that is wrong; only the engine shows
-it. A break costs a write of one tensor, float32 costs a block its fast kernels.
+A wrong fused kernel can make an engine err whose graph is right; only the engine shows it. A break costs one write of a
+tensor, more bits cost a block its fast kernels.
 """
 
 import tempfile
@@ -24,7 +24,7 @@ from perf.parity.block_outputs import site_of
 from perf.parity.measures import Measures, measure_outputs
 from perf.parity.tolerance import Tolerance, judge_measures
 
-from .candidates import candidate_from_path, outputs_at
+from .candidates import candidate_from_path, run_in_batches
 
 BATCH = 16
 Answers = Callable[[Path], Outputs]
@@ -33,17 +33,17 @@ Write = Callable[[Path, Sequence[str], Sequence[str]], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepairResult:
-    """Fusion breaks, and sites kept in more bits."""
+    """The fusion breaks and the sites in more bits with which a graph or engine passes."""
 
     breaks: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
 
 
-def fewest_passing(sites: Sequence[str], passes: Callable[[Sequence[str]], bool]) -> tuple[str, ...] | None:
-    """A set of these that passes, of which none can be left out; None where not even all of them pass.
+def find_fewest_passing(sites: Sequence[str], passes: Callable[[Sequence[str]], bool]) -> tuple[str, ...] | None:
+    """Return a set of sites that passes and of which none can be left out, or None if not even all of them pass.
 
-    Takes for granted that more pass where fewer do: the last site of the shortest passing row is needed, and so on with
-    those before it, each found by bisection.
+    A set with more sites is assumed to pass if one with fewer does. The last site of the shortest prefix that passes is
+    then needed; bisection finds it, and in turn the needed ones before it.
     """
     if not passes(sites):
         return None
@@ -59,7 +59,7 @@ def fewest_passing(sites: Sequence[str], passes: Callable[[Sequence[str]], bool]
 def output_measures(
     ports: Sequence[OutputPort], reference: Outputs, answers: Outputs, bounds: Mapping[str, Tolerance] | None = None
 ) -> dict[str, Measures]:
-    """Compare answers with the reference, by output; `bounds` know the noise of margins."""
+    """Compare each output with the reference; `bounds` hold the noise of its margins."""
     return {
         port.name: measure_outputs(
             reference[port.name],
@@ -71,8 +71,8 @@ def output_measures(
     }
 
 
-def offered(proto: onnx.ModelProto) -> tuple[str, ...]:
-    """Return places for breaks in order: the softmax of every attention, and the output of every part of a block."""
+def find_break_places(proto: onnx.ModelProto) -> tuple[str, ...]:
+    """Return places for breaks, in order: the softmax of every attention, and the output of every part of a block."""
     parts = {site for name in modules_of_graph(proto) if (site := site_of(f"{name}/")) == name}
     parts = {site for site in parts if any(part.isdigit() for part in site.split("."))}
     nodes = [node.name for node in proto.graph.node if node.op_type == "Softmax" and "/" in node.name]
@@ -81,9 +81,11 @@ def offered(proto: onnx.ModelProto) -> tuple[str, ...]:
 
 @dataclass(kw_only=True)
 class Trials:
-    """Graphs of one model with other breaks and other sites kept, each made and judged once, by `bounds` (by output)
-    against `reference`: `write` makes one (path, breaks, kept sites), `answers` is what it says, or its engine.
-    `are_flips`: whether every change of the first class counts, however near two are.
+    """Trials of one model's graph with different breaks and kept sites, each written and measured once.
+
+    `write` makes the graph (path, breaks, kept sites), and `answers` runs it, or its engine. Outputs are compared with
+    `reference` and judged by `bounds`. With `are_flips` every change of the first class counts, even between classes
+    that are nearly equal.
     """
 
     write: Write
@@ -106,31 +108,33 @@ class Trials:
         return self.measured[key]
 
     def error(self, breaks: Sequence[str] = (), kept: Sequence[str] = ()) -> float:
-        """Return the error of the worst output."""
+        """Return the largest relative error of an output."""
         return max(each.relative_error for each in self.errors(breaks, kept).values())
 
     def failing(self, breaks: Sequence[str] = (), kept: Sequence[str] = ()) -> str | None:
-        """Return the first output that doesn't pass, None where all do."""
+        """Return the first output that doesn't pass, or None if all do."""
         errors = self.errors(breaks, kept)
         return next(
             (name for name, each in errors.items() if judge_measures(each, self.bounds[name])[0] != "PASS"), None
         )
 
 
-def mended(trials: Trials) -> RepairResult:
-    """The fewest breaks that let the engine pass; where no break helps, the fewest sites kept. Raises BadInput where
-    neither helps.
+def find_repair(trials: Trials) -> RepairResult:
+    """Find the fewest breaks with which the engine passes, or if no breaks help, the fewest kept sites.
+
+    Raises:
+        BadInput: Neither helps.
     """
     trials.errors()
-    sites = offered(read_onnx(trials.graph))
+    sites = find_break_places(read_onnx(trials.graph))
     blocks = tuple(site for site in sites if "/" not in site)
-    breaks = fewest_passing(sites, lambda some: trials.failing(breaks=some) is None)
+    breaks = find_fewest_passing(sites, lambda some: trials.failing(breaks=some) is None)
     kept: tuple[str, ...] | None = ()
     if breaks is None:
-        breaks, kept = (), fewest_passing(blocks, lambda some: trials.failing(kept=some) is None)
+        breaks, kept = (), find_fewest_passing(blocks, lambda some: trials.failing(kept=some) is None)
     if kept is None:
         raise BadInput(
-            f"no set of fusion breaks, and no set of blocks in more bits, mends this engine: it is still off by "
+            f"no set of fusion breaks, and no set of blocks in more bits, repairs this engine: it still errs by "
             f"{trials.error(kept=blocks):.2g}; export fp32, or build with another version"
         )
     return RepairResult(breaks=breaks, kept=kept)
@@ -139,7 +143,7 @@ def mended(trials: Trials) -> RepairResult:
 def graph_answers(path: Path, feeds: Feeds, ports: Sequence[OutputPort]) -> Outputs:
     """Run a graph in ONNX Runtime, rounding as it is typed."""
     with candidate_from_path(path).opened(ports) as run:
-        return outputs_at(run, feeds, BATCH)
+        return run_in_batches(run, feeds, BATCH)
 
 
 def engine_answers(backend: str, feeds: Feeds, ports: Sequence[OutputPort], command: str) -> Answers:

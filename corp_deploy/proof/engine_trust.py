@@ -1,4 +1,4 @@
-"""Whether an engine may be loaded: a plan is native code in all but name, and whoever loads one runs it."""
+"""Trust in engines: a plan can hold native code, which loading it runs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,10 +24,12 @@ def trusting_engines(trust: bool) -> Iterator[None]:
 
 
 def record_of_trusted_plan(path: Path) -> EngineRecord:
-    """The record of a plan that may be loaded.
+    """Read the record of a plan that may be loaded.
 
-    Raises BadInput for one whose bytes are not those that its record describes, and for one that was built elsewhere
-    where those aren't trusted. No library of engines is asked: none of them finds out that a plan was tampered with.
+    The libraries of engines are not asked: none of them notices that a plan was tampered with.
+
+    Raises:
+        BadInput: The plan's bytes differ from the record's digest, or it was built elsewhere and isn't trusted.
     """
     record = record_of_plan(path)
     digest = sha256_of_file(path)

@@ -1,4 +1,4 @@
-"""The gate on files: evidence read, judged beside an older record, verdicts written."""
+"""The gate on files: reads records, judges them beside older ones, and writes verdicts."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -36,7 +36,7 @@ def write_trend(trend: Trend, directory: Path) -> None:
 
 
 def records_by_kind(paths: Sequence[Path]) -> dict[str, Path]:
-    """Return at most one bench and one parity record by kind; raise BadInput for anything else."""
+    """Sort at most one bench and one parity record by kind; raise BadInput for other files."""
     by_kind: dict[str, Path] = {}
     for path in paths:
         kind = str(record_from_file(path, Head).kind)
@@ -49,7 +49,7 @@ def records_by_kind(paths: Sequence[Path]) -> dict[str, Path]:
 
 
 def evidence_of_files(bench: Path | None, parity: Path | None, confidence: float = DEFAULT_CONFIDENCE) -> Evidence:
-    """Read both records; `confidence` is that of intervals read from them."""
+    """Read the records; `confidence` is that of the intervals computed from them."""
     return Evidence(
         bench=None if bench is None else load_bench(bench),
         parity=None if parity is None else load_parity(parity),
@@ -58,10 +58,10 @@ def evidence_of_files(bench: Path | None, parity: Path | None, confidence: float
 
 
 def parity_row(path: Path, rules: Sequence[Rule] = ()) -> JudgedRule:
-    """Return the proof's own verdict as a row, by its own confidence: it fails the gate when a link failed.
+    """Return the proof's own verdict, by its own confidence, as a row of the gate.
 
-    A gate passes only if every output was judged, by a limit of the proof or by one of the rules: what neither judged
-    makes the row INCONCLUSIVE. It is UNJUDGED where the rules judge instead, or other inputs do.
+    An output that neither a limit of the proof nor a rule judges makes the row INCONCLUSIVE. The row is UNJUDGED if the
+    rules, or other inputs, judge instead.
     """
     parity = load_parity(path)
     verdict: Verdict = parity.verdict
@@ -76,17 +76,17 @@ def parity_row(path: Path, rules: Sequence[Rule] = ()) -> JudgedRule:
 
 
 def with_fitted_rule(rules: Sequence[Rule], now: Evidence) -> list[Rule]:
-    """Add the rule that no judging image was fitted to, unless a rule says how many may."""
+    """Add the rule that no judging image is one of the fit, unless a rule allows some."""
     unknown = now.parity is None or now.parity.fitted is None
     if unknown or any(rule.metric == FITTED for rule in rules):
         return [*rules]
     return [*rules, rule_from_text(f"{FITTED} > 0")]
 
 
-def judged_rows(
+def judge_rows(
     rules: Sequence[Rule], now: Evidence, older: Evidence | None, *, starting: bool
 ) -> tuple[JudgedRule, ...]:
-    """Judge every rule beside the older records; with `starting`, rules without one wait for it."""
+    """Judge every rule; with `starting`, rules that need an older record are UNJUDGED without one."""
     return judge(rules, now, older, starting=starting).rules if rules else ()
 
 

@@ -1,4 +1,4 @@
-"""The ONNX graphs of one export: what mixed and quantised ones keep in more bits is found once, and each is written."""
+"""The ONNX graphs of one export; the layers that mixed and quantised graphs keep in more bits are found once."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -18,13 +18,18 @@ from ground.feeds import Feeds
 from ground.precision import PRECISIONS, QUANTISED
 
 from .engine_search import RepairResult, engine_answers
-from .kept_sites import bounds_of, sites_to_keep, sites_to_leave
-from .model_inputs import fed_to_graph
+from .kept_sites import quantised_bounds, sites_to_keep, sites_to_leave
+from .model_inputs import feeds_for_graph
 
 
 class Graphs:
-    """Graphs of a model, as they are asked for; `feeds` are what precisions look at, `dense` is the model whose own
-    error is the yardstick, by default itself. Raises BadInput for a geometry that the model (`where`) has no use for.
+    """The graphs of a model that an export asks for.
+
+    `feeds` are the inputs that precisions are chosen by. `dense` is the model whose own rounding error bounds that of
+    the graphs, by default the model itself.
+
+    Raises:
+        BadInput: The model, called `where`, has no use for the head geometry.
     """
 
     def __init__(
@@ -55,7 +60,7 @@ class Graphs:
 
     @cached_property
     def _fed(self) -> Feeds:
-        return fed_to_graph(self._checkpoint, self._feeds, self._options.graph_input)
+        return feeds_for_graph(self._checkpoint, self._feeds, self._options.graph_input)
 
     @cached_property
     def _made_of(self) -> Quantiser:
@@ -91,7 +96,7 @@ class Graphs:
 
     @property
     def _idle(self) -> dict[str, str]:
-        """Return the pure precisions that replace mixed ones with nothing to keep."""
+        """The pure precisions that replace mixed ones with nothing to keep."""
         return {name: PRECISIONS[name].pure for name, found in self.found.items() if not found.kept}
 
     def paths(self, output: Path) -> dict[str, Path]:
@@ -108,8 +113,8 @@ class Graphs:
         options = self._options
         if name in QUANTISED:
             found = RepairResult()
-            if options.auto:  # sites too sensitive to be quantised, and where an engine's fusion is broken
-                bounds, by = bounds_of(self._dense, name, self._feeds), self._judged_by(self._fed)
+            if options.auto:  # finds sites that are too sensitive to quantise, and fusion breaks for engines
+                bounds, by = quantised_bounds(self._dense, name, self._feeds), self._judged_by(self._fed)
                 made_of, chosen = self._made_of, self._chosen
                 found = sites_to_leave(self._checkpoint, made_of, name, chosen, self._fed, bounds, **by)
             chosen = replace(self._chosen, keep_rest=(*self._chosen.keep_rest, *found.kept))

@@ -1,6 +1,4 @@
-"""Heads apart: graphs that read a backbone's named outputs and make score maps of them, the same for every step of a
-chain.
-"""
+"""Separate heads: graphs that compute score maps from a backbone's named outputs, equal for every step of a chain."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,14 +14,14 @@ from ground.ports import OutputPort
 from perf.parity.maps import THRESHOLD, SeparateHead
 from perf.runners.onnx import OnnxRunner
 
-from .candidates import Run, outputs_at
+from .candidates import Run, run_in_batches
 
 PRODUCTS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenHead:
-    """A loaded head; its maps are named by its file."""
+    """A loaded head; its maps are named after its file."""
 
     path: Path
     runner: OnnxRunner
@@ -47,13 +45,13 @@ class OpenHead:
         def run(feeds: Feeds) -> Outputs:
             return checked_outputs(self.runner(feeds), batch_size(feeds), where=f"head {self.path}")
 
-        own = outputs_at(run, checked, self.runner.fixed_batch or batch)
+        own = run_in_batches(run, checked, self.runner.fixed_batch or batch)
         return {name: own[port.name] for name, port in zip(self.maps, self.runner.outputs, strict=True)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProofHeads:
-    """The heads of a proof."""
+    """The heads of a proof and the threshold of their maps."""
 
     every: tuple[OpenHead, ...] = ()
     threshold: float = THRESHOLD
@@ -70,7 +68,7 @@ class ProofHeads:
         return next(head for head in self.every if name in head.maps)
 
     def behind(self, run: Run, batch: int) -> Run:
-        """Return a backbone that gives the maps too; `batch` is for heads that leave it free."""
+        """Return a backbone that computes the maps too; `batch` is for heads with a free batch."""
 
         def whole(feeds: Feeds) -> Outputs:
             answers = run(feeds)
@@ -80,18 +78,20 @@ class ProofHeads:
 
 
 @contextmanager
-def opened_heads(
+def open_heads(
     paths: Sequence[PathLike], outputs: Sequence[OutputPort], *, threshold: float = THRESHOLD
 ) -> Iterator[ProofHeads]:
-    """Heads with their graphs loaded; above the threshold something is there where one tells one thing alone. Raises
-    BadInput for one that doesn't read the model's outputs, or whose maps have the name of another output.
+    """Load the graphs of heads; `threshold` decides the pixels of a map with one class.
+
+    Raises:
+        BadInput: A head doesn't read the model's outputs, or a map has the name of another output.
     """
     with ExitStack() as stack:
         heads = ProofHeads(every=tuple(_opened(stack, Path(path), outputs) for path in paths), threshold=threshold)
         names = [port.name for port in (*outputs, *heads.ports)]
         if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
             raise BadInput(
-                f"heads: {', '.join(twice)} twice; a map is called as its head's file is, so give the file another name"
+                f"heads: two outputs are called {', '.join(twice)}; maps are named after the head's file: rename it"
             )
         yield heads
 
@@ -99,13 +99,13 @@ def opened_heads(
 def _opened(stack: ExitStack, path: Path, outputs: Sequence[OutputPort]) -> OpenHead:
     runner = stack.enter_context(OnnxRunner(path))
     names, input_names = [port.name for port in outputs], [port.name for port in runner.inputs]
-    # One output meets one input, whatever they are called.
+    # A single output feeds a single input under any name.
     reads = names if len(names) == len(input_names) == 1 else input_names
     if unknown := [name for name in reads if name not in names]:
         raise BadInput(
             f"head {path}: reads {', '.join(unknown)}, which the model does not give; it gives {', '.join(names)}: "
             "name the outputs that the head reads with --outputs, and the head's inputs as those are called"
         )
-    # As many nodes multiply matrices as are fed by one another, or more.
+    # The number of matrix products, which is at least that of the longest chain of them.
     products = sum(node.op_type in PRODUCTS for node in read_onnx(path, weights=False).graph.node)
     return OpenHead(path=path, runner=runner, reads=tuple(reads), products=products)

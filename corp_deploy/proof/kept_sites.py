@@ -1,6 +1,4 @@
-"""Graphs that find their own exceptions: the blocks that break in sixteen bits stay in FP32, and the fewest of the most
-sensitive ones are not quantised to INT8 or FP8.
-"""
+"""Exceptions of a graph: the blocks that fail in sixteen bits stay in FP32, and the most sensitive stay unquantised."""
 
 import tempfile
 from bisect import bisect_left
@@ -31,12 +29,11 @@ from perf.parity.locate import FaultLocation, keep_until_it_passes
 from perf.parity.tolerance import Tolerance
 from perf.runners.module import ModuleRunner
 
-from .candidates import outputs_at
-from .engine_search import BATCH, Answers, RepairResult, Trials, graph_answers, mended, output_measures
-from .locate import dense_noise, half_of, worst_inputs
+from .candidates import run_in_batches
+from .engine_search import BATCH, Answers, RepairResult, Trials, find_repair, graph_answers, output_measures
+from .locate import dense_noise, half_precision_of, worst_inputs
 
-FACTOR = 4.0
-"""Times the dense model's own error in that type, as `verify` judges it."""
+FACTOR = 4.0  # the bound, as a multiple of the dense model's own error in the type, as in `verify`
 
 
 def sites_to_keep(
@@ -51,12 +48,13 @@ def sites_to_keep(
     breaks: Sequence[str] = (),
     keep_fp32: Sequence[str] = (),
 ) -> RepairResult:
-    """The fewest blocks that must stay in FP32 for the graph, else held in this type of sixteen bits, to pass its
-    tolerance on these inputs; beside `keep_fp32` and layers whose weights the type can't hold, which stay in any case.
-    `geometry` as for export_checkpoint.
+    """Find the fewest blocks to keep in FP32 so that the graph, otherwise in this type, passes on these inputs.
 
-    Judged by what `engines` of the graphs say, where they are given: fusion breaks are tried before FP32, beside
-    `breaks`, which are there in any case. Raises BadInput when no set of blocks makes it pass.
+    `keep_fp32` and layers whose weights the type can't hold stay in FP32 in any case; `geometry` is as in
+    export_checkpoint. If `engines` run the graphs, fusion breaks are tried before FP32, in addition to `breaks`.
+
+    Raises:
+        BadInput: No set of blocks makes the graph pass.
     """
     mixed, ports = mixed_with_float32(float_type), output_ports(checkpoint.model)
     exportable = traced_model.exportable(checkpoint.model, geometry=geometry)
@@ -67,7 +65,7 @@ def sites_to_keep(
         export_checkpoint(
             checkpoint,
             path,
-            precision=mixed.name if kept else mixed.pure,  # one with nothing to keep is no mixed one
+            precision=mixed.name if kept else mixed.pure,
             opset=opset,
             keep_fp32=kept,
             geometry=geometry,
@@ -86,7 +84,7 @@ def sites_to_keep(
             graph=Path(scratch) / "half.onnx",
         )
         if engines is not None:
-            found = mended(trials)
+            found = find_repair(trials)
             return replace(found, kept=(*always, *found.kept))
 
         def attempt(kept: tuple[str, ...]) -> FaultLocation | None:
@@ -101,7 +99,7 @@ def sites_to_keep(
 
         kept, left = keep_until_it_passes(attempt)
         if left is not None:
-            raise BadInput(f"no set of blocks in FP32 mends this graph; still {left.reason}; export fp32")
+            raise BadInput(f"no set of blocks in FP32 repairs this graph; still {left.reason}; export fp32")
         return RepairResult(kept=(*always, *kept))
 
 
@@ -110,7 +108,7 @@ def _bounds(
 ) -> dict[str, Tolerance]:
     fp32, half, ports = scratch / "dense.onnx", scratch / "dense16.onnx", output_ports(dense.model)
     export_checkpoint(dense, fp32, precision="fp32", opset=opset)
-    precision, kept = half_of(dense, float_type)
+    precision, kept = half_precision_of(dense, float_type)
     export_checkpoint(dense, half, precision=precision, keep_fp32=kept, opset=opset)
     noise = output_measures(ports, graph_answers(fp32, feeds, ports), graph_answers(half, feeds, ports))
     return {name: tolerance.half_tolerance(each, float_type=float_type, factor=FACTOR) for name, each in noise.items()}
@@ -127,12 +125,13 @@ def sites_to_leave(
     engines: Answers | None = None,
     breaks: Sequence[str] = (),
 ) -> RepairResult:
-    """Sites in the order of what quantising each alone costs; the fewest of the first ones whose leaving lets the graph
-    pass `bounds` (by output) against its FP32 twin, found by bisection and made sure of. What `chosen` keeps stays
-    kept.
+    """Find the fewest sites to leave unquantised so that the graph passes `bounds` against its FP32 twin.
 
-    Judged by what `engines` of the graphs say, where they are given: fusion breaks are tried before sites are left as
-    they are, beside `breaks`, which are there in any case. Raises BadInput when not even one quantised site passes.
+    Sites are left in the order of their errors when quantised alone; bisection finds how many. Layers that `chosen`
+    keeps stay in any case. If `engines` run the graphs, fusion breaks are tried first, in addition to `breaks`.
+
+    Raises:
+        BadInput: The graph fails even with one quantised site.
     """
     ports = output_ports(checkpoint.model)
     modules = {layer.module: site_of(layer.node) for layer in weighted_layers(made_of.fp32_graph)}
@@ -159,7 +158,11 @@ def sites_to_leave(
             graph=Path(scratch) / "tried.onnx",
             are_flips=engines is None,
         )
-        return mended(trials) if engines is not None else _fewest_left(trials, modules.values(), precision, chosen.rest)
+        return (
+            find_repair(trials)
+            if engines is not None
+            else _fewest_left(trials, modules.values(), precision, chosen.rest)
+        )
 
 
 def _fewest_left(trials: Trials, sites_of_layers: Iterable[str], precision: str, rest: str) -> RepairResult:
@@ -176,20 +179,22 @@ def _fewest_left(trials: Trials, sites_of_layers: Iterable[str], precision: str,
     if most < 1 or not passes(most):
         least = order[-1]
         raise BadInput(
-            f"{precision}: no set of blocks left in {rest} lets this graph pass: with {least} alone quantised it is "
-            f"still off by {alone[least]:.2g}; export {rest}"
+            f"{precision}: this graph fails with any set of blocks left in {rest}: with {least} alone quantised it "
+            f"still errs by {alone[least]:.2g}; export {rest}"
         )
-    kept = tuple(order[: 1 + bisect_left(range(1, most), True, key=passes)])  # more pass where fewer do
+    kept = tuple(
+        order[: 1 + bisect_left(range(1, most), True, key=passes)]
+    )  # a graph passes if one with fewer kept sites does
     return RepairResult(kept=kept)
 
 
-def bounds_of(dense: Checkpoint, precision: str, feeds: Feeds) -> dict[str, Tolerance]:
-    """Return by output twice the error of plain rounding in the dense model, as `verify` judges."""
+def quantised_bounds(dense: Checkpoint, precision: str, feeds: Feeds) -> dict[str, Tolerance]:
+    """Return the bound of each output as in `verify`: twice the dense model's error by plain rounding."""
     inputs, ports = input_ports(dense.model), output_ports(dense.model)
 
     def run(model: nn.Module) -> Outputs:
         with ModuleRunner(model, inputs=inputs, outputs=ports, label=precision) as runner:
-            return outputs_at(lambda part: runner(feeds_of_ports(part, inputs)), feeds, BATCH)
+            return run_in_batches(lambda part: runner(feeds_of_ports(part, inputs)), feeds, BATCH)
 
     exportable = traced_model.exportable(dense.model)
     noise = output_measures(ports, run(exportable), run(simulate_quantisation(exportable, precision, run)))

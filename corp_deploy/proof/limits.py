@@ -1,4 +1,4 @@
-"""Limits on how far a reduced model may differ from the dense one. Imports no torch."""
+"""Limits on the difference of a reduced model from the dense one. Imports no torch."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -27,8 +27,8 @@ from perf.stats.decision import (
 )
 
 
-def unreachable(shares: Mapping[str, float], *, count: int, noun: str, confidence: float) -> list[str]:
-    """A sentence for each least share, by its name, that even `count` inputs without exception don't show."""
+def unreachable_shares(shares: Mapping[str, float], *, count: int, noun: str, confidence: float) -> list[str]:
+    """Return a sentence for each least share that `count` inputs can't show even without an exception."""
     sentences, lowest = list[str](), share_interval(1.0, count, confidence).low
     for name, least in shares.items():
         if least <= lowest:
@@ -44,18 +44,20 @@ def unreachable(shares: Mapping[str, float], *, count: int, noun: str, confidenc
     return sentences
 
 
-# The limits of an output that is a score map, and of any other one.
+# The limits of a score map (True), and of any other output.
 MEASURED = {True: ("max_error", "min_agreement", "min_iou"), False: ("max_error", "min_agreement")}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParityLimits(ProofOptions):
-    """Limits on how far the reduced model may differ from the dense one, at each output; None sets no limit.
+    """Limits on the difference of the reduced model's outputs from the dense one's; None sets no limit.
 
-    `max_apart`: the largest share of inputs on which two runtimes may merge other tokens, by rounding alone.
-    `confidence`: of the interval with which shares of inputs have to keep to their limits, 0 where the point alone
-    decides. `elsewhere`: on what those shares are judged that these inputs leave open. Raises BadInput for a number or
-    an output limit that can be none.
+    `max_apart` is the largest share of inputs on which two runtimes may merge different tokens by rounding. Shares of
+    inputs are judged by an interval of this `confidence`, or at 0 by the point alone; `elsewhere` names the inputs that
+    judge the shares which these leave open.
+
+    Raises:
+        BadInput: A number is out of range, or an output limit is unknown.
     """
 
     elsewhere: str = ""
@@ -66,7 +68,7 @@ class ParityLimits(ProofOptions):
             self.of_port(OutputPort(name="", role=role))
 
     def of_port(self, port: OutputPort, noise: Measures | None = None) -> Tolerance:
-        """Return the limits of one output; `noise`: the dense model's own error there in FP16."""
+        """Return the limits of one output; `noise` is the dense model's own error there in FP16."""
         if port.name in self.exclude_output:
             return tolerance.EXCLUDED
         numbers = {limit: number for limit, (_, number) in self._set_for(port).items()}
@@ -92,16 +94,13 @@ class ParityLimits(ProofOptions):
         ]
 
     def threshold_of(self, port: OutputPort, answers: NDArray[np.floating]) -> float | None:
-        """Return the threshold of a single logit or of a score map of one class; `answers`: the dense model's."""
+        """Return the threshold of a single logit, by the dense model's outputs, or of a score map of one class."""
         if port.role == "score map":
             return self.map_threshold
         return threshold_of(answers, self.logit_threshold) if port.role == "logits" else None
 
     def require_applied(self, ports: Sequence[OutputPort]) -> None:
-        """Raise BadInput for a limit that no output has, and where every output is excluded.
-
-        `ports`: the outputs of the model and the maps of heads.
-        """
+        """Raise BadInput for a limit that applies to none of the outputs and maps, and if all are excluded."""
         gives = "the model gives " + ", ".join(f"{port.name} ({port.role})" for port in ports)
         names = {port.name for port in ports}
         if unknown := [name for name in (*self.by_output, *self.exclude_output) if name not in names]:
@@ -124,16 +123,16 @@ class ParityLimits(ProofOptions):
             )
 
     def unreachable(self, images: ImageSet) -> list[str]:
-        """The limits that so many inputs can never show to be kept, a sentence each."""
+        """Return a sentence for each limit that so many inputs can't show to be kept."""
         shares = {name.replace("_", " "): least for name, least in self.shares.items()}
-        return unreachable(shares, count=images.count, noun=images.noun, confidence=self.confidence)
+        return unreachable_shares(shares, count=images.count, noun=images.noun, confidence=self.confidence)
 
-    def of_few(self, count: int, *, elsewhere: str) -> "ParityLimits":
-        """Return the limits for few inputs, which can only fail a share; what they leave open is judged `elsewhere`."""
+    def for_few_inputs(self, count: int, *, elsewhere: str) -> "ParityLimits":
+        """Return limits for few inputs, which can only fail a share; `elsewhere` names the inputs that judge it."""
         lowest = share_interval(1.0, count, self.confidence).low
         few = any(least > lowest for least in self.shares.values())
         return replace(self, elsewhere=elsewhere) if few else self
 
     def factor(self, float_type: FloatType) -> float:
-        """How many times the dense model's own error in this type a link may err."""
+        """Return the bound of a link in this type as a multiple of the dense model's own error."""
         return self.quantised_factor if float_type in QUANTISED.values() else self.half_factor

@@ -1,4 +1,4 @@
-"""What the links of a parity chain are judged by, at each output of the dense model."""
+"""The rules by which the links of a parity chain are judged, at each output of the dense model."""
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -30,7 +30,7 @@ AS_TYPED = "; rounded as typed by ONNX Runtime, float32 arithmetic between"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkReference:
-    """What a candidate is held against; `merges` where the torch model that it computes merges tokens."""
+    """The outputs that a candidate is compared with, and the merge noise of its torch model if that merges tokens."""
 
     label: str
     answers: Outputs
@@ -39,8 +39,11 @@ class LinkReference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkRules:
-    """Everything the links at one output are judged by. `noises`: the dense model's own error in float16, which tells
-    ties from flips, and in every other type that candidates are held in.
+    """The rules of the links at one output.
+
+    `noises` are the dense model's own errors in float16, which tells ties from flips, and in the candidates' types.
+    `products` is the length of the chain of matrix products, and `magnified` the factor by which a head magnifies
+    errors.
     """
 
     port: OutputPort
@@ -53,7 +56,7 @@ class LinkRules:
     threshold: float | None = None
 
     def rounding(self, float_type: FloatType) -> Tolerance:
-        """Return the tolerance of two computations of one model, one held in this type."""
+        """Return the tolerance of two computations of one model, of which one is in this type."""
         if self.port.name in self.limits.exclude_output:
             return tolerance.EXCLUDED
         if float_type is not FLOAT32:
@@ -77,7 +80,7 @@ class LinkRules:
         if bounds.excluded:
             pass
         elif merges is not None and is_narrow:
-            # Half precision alone has other tokens merged: its yardstick is what it does to this very model.
+            # Rounding alone changes which tokens are merged, so the bound is this model's own error in the type.
             noise, factor = merges.noise[float_type][own], self.limits.factor(float_type)
             bounds = tolerance.half_tolerance(noise, float_type=float_type, factor=factor, whose="the merged model")
         elif merges is not None and kind == "exact":
@@ -99,13 +102,13 @@ class LinkRules:
         )
         if merges is None or not is_narrow or bounds.excluded:
             return judged
-        # And on how many inputs it errs more than this type does where nothing is merged.
+        # The reason also counts the inputs on which it errs more than the type does without merging.
         answers, plain = by_batch[judged.batch][own], self.rounding(float_type).max_relative_error or 0.0
         off_N = measure_relative_errors(before.answers[own][: len(answers)], answers, role=self.port.role)
         count = int((off_N > plain).sum())
         more = (
             f"{count} of {len(off_N)} {judged.measures.inputs} ({count / len(off_N):.1%}) err more than {plain:.2g}, "
-            f"what {float_type.label} does to the dense model: other tokens are merged there"
+            f"the error of {float_type.label} in the dense model: other tokens are merged there"
         )
         return replace(judged, reason=f"{judged.reason}; {more}")
 
@@ -119,7 +122,7 @@ def link_rules(
     heads: ProofHeads,
     halves: Collection[FloatType],
 ) -> list[LinkRules]:
-    """Return the rules of each output and each map of heads; `halves` are the types of candidates."""
+    """Build the rules of each output and each map of heads; `halves` are the types of candidates."""
     ports = output_ports(dense.model)
     noises = {each: own_noise(dense, each, feeds, answers, batch, heads) for each in dict.fromkeys((FLOAT16, *halves))}
     noise, products = noises[FLOAT16], count_macs(dense.model).chain
@@ -152,7 +155,7 @@ def link_rules(
 
 
 def _magnified(map_noise: Measures, noises: Sequence[Measures]) -> float:
-    """Return the factor by which a head magnifies relative errors, by the dense ones in FP16; at least 1."""
+    """Return the factor by which a head magnifies the dense model's relative errors in FP16, at least 1."""
     least = min(noise.relative_error for noise in noises)
     ratio = map_noise.relative_error / least if least > 0 else 1.0
     return max(1.0, ratio) if math.isfinite(ratio) else 1.0
@@ -161,8 +164,9 @@ def _magnified(map_noise: Measures, noises: Sequence[Measures]) -> float:
 def with_reasons(
     links: Sequence[Link], candidate: Candidate, as_typed: Callable[[], Sequence[Link]]
 ) -> tuple[Link, ...]:
-    """The links of a candidate. Of a failing one that passes as it is typed the reason says so; the verdict stays, as
-    it is true of this CPU. `as_typed` makes the same links of the same graph without kernels of INT8.
+    """Add to a failing link the reason that the graph passes as it is typed, if it does.
+
+    `as_typed` makes the same links without ONNX Runtime's INT8 kernels. The verdict stays, as it holds on this CPU.
     """
     if not candidate.computes_int8 or all(link.status != "FAIL" for link in links):
         return tuple(links)
@@ -175,7 +179,7 @@ def with_reasons(
 
 
 def with_origin(links: Sequence[Link], candidate: Candidate, model: nn.Module) -> tuple[Link, ...]:
-    """Add to a failing link the reason that the graph is of another model, where it is."""
+    """Add to a failing link the reason that the graph is of another model, if it is."""
     own = candidate.model_sha256
     if own is None or all(link.status != "FAIL" for link in links) or own == (expected := model_digest(model)):
         return tuple(links)

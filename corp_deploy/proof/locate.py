@@ -1,4 +1,4 @@
-"""Name the block where a link breaks, and the command that mends it."""
+"""Fault location: the block where a link fails, and the command that exports the graph without the fault."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -33,12 +33,12 @@ WORST_INPUTS = 16
 
 
 def worst_inputs(feeds: Feeds, reference: NDArray[np.floating], candidate: NDArray[np.floating], role: Role) -> Feeds:
-    """Return the inputs with the largest errors; those with NaN or Inf first."""
+    """Return the inputs with the largest errors, those with NaN or Inf first."""
     off_N = np.nan_to_num(measure_relative_errors(reference, candidate, role=role), nan=np.inf)
     return select_rows(feeds, np.argsort(-off_N, kind="stable")[:WORST_INPUTS])
 
 
-def graph_of(checkpoint: Checkpoint, precision: str, keep_fp32: Sequence[str] = ()) -> onnx.ModelProto:
+def graph_of_checkpoint(checkpoint: Checkpoint, precision: str, keep_fp32: Sequence[str] = ()) -> onnx.ModelProto:
     return onnx_from_model(
         traced_model.exportable(checkpoint.model),
         traced_model.input_spec(checkpoint.model).ports,
@@ -50,8 +50,8 @@ def graph_of(checkpoint: Checkpoint, precision: str, keep_fp32: Sequence[str] = 
     )
 
 
-def half_of(dense: Checkpoint, float_type: FloatType) -> tuple[str, tuple[str, ...]]:
-    """Return the precision that holds a dense model in this type, and the layers that can't be held in it."""
+def half_precision_of(dense: Checkpoint, float_type: FloatType) -> tuple[str, tuple[str, ...]]:
+    """Return the precision that keeps a dense model in this type, and the layers whose weights exceed the type."""
     kept, mixed = modules_beyond(traced_model.exportable(dense.model), float_type), mixed_with_float32(float_type)
     return (mixed.name if kept else mixed.pure), kept
 
@@ -60,7 +60,9 @@ def dense_noise(dense: Checkpoint, feeds: Feeds, float_type: FloatType) -> Mappi
     if (word := quantised_word(float_type)) is not None:
         plain = quantiser_of(dense, feeds, Quantisation(rest="fp32", scales="max", balance=False))
         return measure_block_noise(plain.fp32_graph, plain.graph(word, scales="max"), feeds)
-    return measure_block_noise(graph_of(dense, "fp32"), graph_of(dense, *half_of(dense, float_type)), feeds)
+    return measure_block_noise(
+        graph_of_checkpoint(dense, "fp32"), graph_of_checkpoint(dense, *half_precision_of(dense, float_type)), feeds
+    )
 
 
 def balanced_sites(proto: onnx.ModelProto) -> set[str]:
@@ -77,7 +79,7 @@ def fix_command(
     rest: str | None = None,
     weight_bits: int = 8,
 ) -> str:
-    """Return the command that exports again with the first bad site in float32, beside the failing graph."""
+    """Return the command that exports beside the failing graph, with the first bad site in more bits."""
     beside = (graph.parent / CONFIG).is_file()
     graph = shown or graph
     stem = graph.name.removesuffix(".onnx")
@@ -98,11 +100,11 @@ def fix_command(
 def fault_of_link(
     name: str, failing: Candidate, before: Candidate | None, dense: Checkpoint, feeds: Feeds, products: int
 ) -> FaultLocation | None:
-    """Locate the block where a failing graph errs; None when the step before can't be cut into blocks."""
+    """Locate the block where a failing graph errs, or return None if the step before can't be cut into blocks."""
     if failing.form != "graph" or failing.runtime is not None or before is None:
         return None  # blocks are compared in ONNX Runtime
     if before.form == "graph" and before.takes_pixels != failing.takes_pixels:
-        return None  # and of two graphs that are fed alike
+        return None  # and two graphs need the same inputs
     graph_input: GraphInput = "uint8" if failing.takes_pixels else "float32"
     try:
         if failing.rounds and before.form == "graph":
@@ -124,5 +126,5 @@ def fault_of_link(
             model = export_form(before.checkpoint, precision="fp32", graph_input=graph_input).model
             return locate_in_exact(name, model, read_onnx(failing.path), failing.fed(feeds), products=products)
     except BadInput:
-        return None  # a graph of other blocks: the link has failed already, and no block can be named
+        return None  # the graph has other blocks, so none can be named
     return None

@@ -1,4 +1,4 @@
-"""What a model is proved on and timed with: images, texts and arrays as it takes them, or noise of its ports."""
+"""Inputs of proofs and timings: images, texts and arrays in the form that a model takes, or noise for its ports."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -30,7 +30,7 @@ from ground.ports import Port
 from .proof_inputs import (
     ProofInputs,
     array_on_disk,
-    fed_to_ports,
+    feeds_for_ports,
     noise_inputs,
     normalisation_of,
     ports_line,
@@ -39,21 +39,22 @@ from .proof_inputs import (
 
 
 def images_taken(checkpoint: Checkpoint) -> ImageSpec | None:
-    """Return a model's preprocessing of images, None where it takes none."""
+    """Return a model's preprocessing of images, or None if it doesn't take images."""
     of_images = traced_model.input_spec(checkpoint.model).medium == "images"
     return image_spec(checkpoint.model) if of_images else None
 
 
-def fed_to_graph(checkpoint: Checkpoint, feeds: Feeds, graph_input: GraphInput) -> Feeds:
-    """Return feeds of the model as a graph of it takes them."""
+def feeds_for_graph(checkpoint: Checkpoint, feeds: Feeds, graph_input: GraphInput) -> Feeds:
+    """Return feeds of the model in the form that its graph takes."""
     spec, ports, where = images_taken(checkpoint), graph_ports(checkpoint, graph_input), f"input {graph_input}"
     require_pixels(feeds, ports, spec, where=where)
-    return fed_to_ports(feeds, ports, spec, where=where)
+    return feeds_for_ports(feeds, ports, spec, where=where)
 
 
 def inputs_from_set(source: InputSet, labels: NDArray[np.int64] | None = None) -> ProofInputs:
-    """All inputs of a set as they are fed to the model, decoded once, in files without a name instead of memory.
-    Tensors that have no name are images.
+    """Decode all inputs of a set once, into unnamed files on disk instead of memory.
+
+    A tensor without a name is called "images".
     """
     arrays: dict[str, NDArray[Any]] = {}
     start, fingerprints = 0, list[Fingerprints]()
@@ -82,8 +83,10 @@ def inputs_from_set(source: InputSet, labels: NDArray[np.int64] | None = None) -
 
 
 def random_inputs(dense: Checkpoint, count: int, seed: int, *, pixels: bool = False) -> ProofInputs:
-    """Normal noise instead of images, for who asks for it; the record says so. `pixels`: any pixels, normalised. Raises
-    BadInput for a model whose inputs are no floats: which of them mean something only real ones show.
+    """Draw normal noise, or with `pixels` random pixels, normalised; the record names them.
+
+    Raises:
+        BadInput: The model takes integers, of which only real ones have a meaning.
     """
     ports = input_ports(dense.model)
     spec = images_taken(dense)
@@ -99,7 +102,7 @@ def _first(source: InputSet, count: int) -> ReadBatch[Inputs]:
 
 
 def _tokenized(text: Path, models: Sequence[Path], count: int) -> ProofInputs:
-    """Tokenize `count` texts of a file, repeated where it has fewer, by the first model with a tokenizer."""
+    """Tokenize `count` texts of a file, repeated if it has fewer, by the first model directory's tokenizer."""
     directory = next((path for path in models if path.is_dir()), None)
     if directory is None:
         raise BadInput(
@@ -115,8 +118,9 @@ def _tokenized(text: Path, models: Sequence[Path], count: int) -> ProofInputs:
 
 
 def _images_or_noise(path: Path | None, ports: Sequence[Port], models: Sequence[Path], count: int) -> ProofInputs:
-    """So many images of a file, over again where it has fewer, as the port takes them, normalised as the first model
-    directory says; noise without a file, and of tokens the same one.
+    """Read `count` images of a file, repeated if it has fewer; without a file, draw noise.
+
+    Pixels are normalised by the first model directory, unless the port takes pixels.
     """
     if path is None:
         return ProofInputs(feeds=random_feeds(ports, count, seed=0), kind="inputs")
@@ -131,7 +135,7 @@ def _images_or_noise(path: Path | None, ports: Sequence[Port], models: Sequence[
     if port.dtype == PIXEL:
         pixels = unnormalised
     elif directory is not None:
-        pixels = partial(_of_directory, directory, path)
+        pixels = partial(_normalise_of, directory, path)
     source = open_images(path, image_shape=(channels, height, width), transform=no_picture, pixels=pixels)
     batch = _first(source, count)
     images: NDArray[np.float32] = tensors_by_name(batch.inputs)["input"].numpy()
@@ -142,12 +146,12 @@ def _images_or_noise(path: Path | None, ports: Sequence[Port], models: Sequence[
     )
 
 
-def _of_directory(directory: Path, path: Path) -> Normalise:
+def _normalise_of(directory: Path, path: Path) -> Normalise:
     return normalising(image_spec(model_of_directory(directory).model), where=str(path))
 
 
 def feeds_to_time(fed: FedOptions, ports: Sequence[Port], models: Sequence[Path], count: int) -> ProofInputs:
-    """Return `count` inputs for these ports; the tokenizer is among `models`."""
+    """Return `count` inputs for these ports; a tokenizer or normalisation comes from `models`."""
     if fed.text is None:
         return _images_or_noise(fed.images, ports, models, count)
     if not all(port.dtype == "int64" for port in ports):

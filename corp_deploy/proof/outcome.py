@@ -1,4 +1,4 @@
-"""What a proof comes to: its record, the figures beside it, and the exit code of its verdict. Imports no torch."""
+"""The outcome of a proof: its record, the figures beside it, and the exit code of its verdict. Imports no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -16,14 +16,14 @@ from perf.parity.tolerance import Verdict
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """The parity record, per-image figures for the file beside it, and of a chain every step's answers by label."""
+    """The parity record, the per-image figures for the file beside it, and the outputs of a chain's steps by label."""
 
     parity: Parity
     figures: dict[str, NDArray[np.generic]]
     answers: Mapping[str, Outputs] = field(default_factory=dict)
 
 
-# A proof in which nothing could fail proves nothing: inconclusive.
+# A proof without a limit proves nothing: inconclusive.
 EXIT_CODES: dict[Verdict, int] = {
     "PASS": 0,
     "FAIL": EXIT_FAILED,

@@ -1,4 +1,4 @@
-"""Yardsticks of links: a torch model's own error in types of fewer bits, and how near it is to merging other tokens."""
+"""Own noise: a torch model's error in types of fewer bits, and its margins between the tokens that it merges."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -24,13 +24,14 @@ from ground.precision import QUANTISED, FloatType, mixed_with_float32
 from perf.parity.measures import Measures, measure_outputs
 from perf.runners.module import tensors_of_ports
 
-from .candidates import outputs_at
+from .candidates import run_in_batches
 from .heads import ProofHeads
 
 
 class HalfProducts(TorchDispatchMode):
-    """Computes products of float16 tensors on the CPU in float32 and rounds once, as tensor cores do: the same but for
-    the order of sums. For `torch.no_grad`; in inference mode other operators come here.
+    """A dispatch mode in which the CPU computes products of float16 in float32 and rounds once, as tensor cores do.
+
+    Only the order of sums differs. Use it in `torch.no_grad`: inference mode dispatches other operators.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -47,7 +48,7 @@ DENSE = "dense torch fp32"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergeNoise:
-    """How near each input [N] is to merging other tokens, and the model's own error in 16 bits by type and output."""
+    """The margin of each input [N] to merging other tokens, and the model's own errors by type and output."""
 
     margins_N: NDArray[np.float64]
     noise: Mapping[FloatType, Mapping[str, Measures]]
@@ -62,7 +63,7 @@ def merge_noise_of(
     halves: Collection[FloatType],
     heads: ProofHeads,
 ) -> MergeNoise | None:
-    """Return the margins and the own errors of a model that merges tokens, None for others."""
+    """Return the margins and own errors of a model that merges tokens, or None for another model."""
     if traced_model.merging_of(checkpoint.model) is None:
         return None
     margins = []
@@ -81,8 +82,10 @@ def merge_noise_of(
 def own_noise(
     dense: Checkpoint, float_type: FloatType, feeds: Feeds, reference: Outputs, batch: int, heads: ProofHeads
 ) -> dict[str, Measures]:
-    """A torch model's own error in a type against FP32 on these inputs, with the same safe norms and softmax; in INT8
-    and FP8 where it is rounded plainly. Of maps what heads in FP32 make of it.
+    """Return a torch model's own error in a type against FP32, by output, on these inputs.
+
+    Norms and softmax are computed as in exported graphs; INT8 and FP8 are rounded without calibration. Maps come from
+    heads in FP32.
     """
     exportable, ports = traced_model.exportable(dense.model), output_ports(dense.model)
     half = _rounding(exportable, float_type, feeds, batch)
@@ -93,7 +96,7 @@ def own_noise(
         tensors = tensors_of_ports(answer, ports, where=DENSE)
         return {port.name: tensor.numpy() for port, tensor in zip(ports, tensors, strict=True)}
 
-    answers = outputs_at(heads.behind(run, batch), feeds, batch)
+    answers = run_in_batches(heads.behind(run, batch), feeds, batch)
     every = *ports, *heads.ports
     return {port.name: measure_outputs(reference[port.name], answers[port.name], role=port.role) for port in every}
 

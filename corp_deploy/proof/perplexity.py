@@ -1,6 +1,6 @@
-"""How well a decoder and what was made of it tell the next token of a text, sequence by sequence: nothing else is kept.
+"""Perplexity of a dense decoder and its candidates, sequence by sequence.
 
-Logits of a whole text would be larger than any model; of each sequence three numbers stay.
+Logits of a whole text would be larger than any model, so each sequence keeps three numbers.
 """
 
 import math
@@ -32,7 +32,7 @@ from perf.runners.module import ModuleRunner
 from perf.stats.decision import compared_with_limit, decide, samples_for_interval
 from perf.stats.stats import DEFAULT_CONFIDENCE, Interval
 
-from .candidates import Candidate, Run, outputs_at
+from .candidates import Candidate, Run, run_in_batches
 from .own_noise import DENSE
 
 KIND = "corp-deploy/perplexity"
@@ -44,7 +44,7 @@ class LanguageLimits(LanguageOptions):
     """Limits on every candidate, judged by intervals of this `confidence`."""
 
     def judged(self, row: LanguageMeasures) -> tuple[Verdict, str]:
-        """Judge by intervals: one that spans its limit leaves the verdict open."""
+        """Judge a candidate by the worst verdict of its limits; an interval that spans its limit is inconclusive."""
         every = (
             ("perplexity ratio", row.ratio, self.max_ratio, False),
             ("token agreement", row.agreement, self.min_agreement, True),
@@ -81,8 +81,9 @@ class LanguageLimits(LanguageOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LanguageProof:
-    """The dense model first, then every candidate with its verdict and why; `confidence`: of every interval; `fitted`:
-    how many of the sequences any of them was fitted to, where that is known.
+    """The measures of the dense model and then of every candidate, with a verdict and its reason by model.
+
+    `confidence` is that of every interval; `fitted` counts the sequences that any candidate was fitted to, if known.
     """
 
     rows: tuple[LanguageMeasures, ...]
@@ -104,7 +105,7 @@ class LanguageProof:
         return {**head, "inputs": dict(self.inputs), "rows": rows, **fitted}
 
 
-def perplexities(
+def measure_perplexities(
     dense: Checkpoint,
     candidates: Sequence[Candidate],
     sequences: InputSet,
@@ -113,8 +114,12 @@ def perplexities(
     batch: int = 1,
     on_progress: Callable[[int], None] = lambda finished: None,
 ) -> LanguageProof:
-    """The dense decoder and every candidate on the same sequences. `on_progress` hears how many sequences are finished.
-    Raises BadInput for a model that is no decoder, and for a candidate of other outputs.
+    """Measure the dense decoder and every candidate on the same sequences.
+
+    `on_progress` hears how many sequences are finished.
+
+    Raises:
+        BadInput: The model is not a decoder, or a candidate is named twice or has other outputs.
     """
     spec = sequence_spec(dense.model)
     if spec is None:
@@ -127,7 +132,7 @@ def perplexities(
             if each.label in runs:
                 raise BadInput(f"{each.label} is named twice; name each candidate once")
             runs[each.label] = stack.enter_context(each.opened(ports))
-        found = _found(runs, sequences, batch, ports[0].name, on_progress)
+        found = _measure_sequences(runs, sequences, batch, ports[0].name, on_progress)
     (tokens,) = spec.shape
     rows = tuple(
         measure_language(label, found[label], found[DENSE], tokens=tokens - 1, confidence=limits.confidence)
@@ -144,7 +149,7 @@ def perplexities(
     )
 
 
-def _found(
+def _measure_sequences(
     runs: Mapping[str, Run], sequences: InputSet, batch: int, output: str, on_progress: Callable[[int], None]
 ) -> dict[str, list[SequenceMeasures]]:
     found: dict[str, list[SequenceMeasures]] = {label: [] for label in runs}
@@ -153,7 +158,7 @@ def _found(
         assert not isinstance(inputs, Tensor), "sequences have a name"
         feeds = {name: tensor.numpy() for name, tensor in inputs.items()}
         (ids_BT,) = feeds.values()
-        answers = {label: outputs_at(run, feeds, batch)[output] for label, run in runs.items()}
+        answers = {label: run_in_batches(run, feeds, batch)[output] for label, run in runs.items()}
         for label, own_BTV in answers.items():
             found[label] += map(measure_sequence, answers[DENSE], own_BTV, ids_BT)
         finished += len(ids_BT)

@@ -1,4 +1,4 @@
-"""Images for an engine or a graph by itself, without a model. Arrays are read without torch."""
+"""Images for an engine or a graph without its model. Arrays are read without torch."""
 
 from functools import partial
 from itertools import islice
@@ -11,19 +11,20 @@ from ground.errors import BadInput
 from ground.pixels import PIXEL
 from ground.ports import Port
 
-from .proof_inputs import ProofInputs, array_on_disk, of_port
+from .proof_inputs import ProofInputs, array_on_disk, inputs_for_port
 
-_ROWS = 64  # copied at once
+_ROWS = 64  # images copied at once
 
 
 def images_of_port(
     port: Port, preprocessing: str | None, path: Path, *, where: str, samples: int | None, seed: int
 ) -> ProofInputs:
-    """Images for an input of this shape: arrays as they are, or normalised where they are pixels and the input is none;
-    folders and shards by the preprocessing that the graph carries. An input of uint8 takes the pixels themselves.
+    """Read images for an input: arrays, or folders and shards by the preprocessing that the graph notes.
 
-    Raises BadInput where the graph carries none and the images are files to be decoded, and for what is no image's
-    input.
+    Arrays of pixels are normalised; an input of uint8 takes the pixels themselves.
+
+    Raises:
+        BadInput: The input takes no images, or images need decoding and the graph notes no preprocessing.
     """
     is_array = path.suffix in ARRAYS and not path.is_dir()
     if len(port.shape) != 3 or (preprocessing is None and not is_array):
@@ -42,7 +43,7 @@ def images_of_port(
 
         assert preprocessing is not None, where
         read = inputs_from_set(pictures_for_port(port, preprocessing, path, where=where, samples=samples, seed=seed))
-    return of_port(read, port, where=str(path))
+    return inputs_for_port(read, port, where=str(path))
 
 
 def _shape(port: Port) -> tuple[int, int, int]:

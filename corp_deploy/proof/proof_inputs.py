@@ -1,6 +1,4 @@
-"""What a proof is made on: all inputs as they are fed to the models, under the names of the model's ports, images
-normalised or as the pixels that they were made of. Imports no torch.
-"""
+"""Inputs of a proof: arrays under the names of the model's ports, images normalised or as pixels. Imports no torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,35 +20,37 @@ if TYPE_CHECKING:
 
 
 def take_pixels(ports: Sequence[Port]) -> bool:
-    """Return True for the ports of a graph or engine that takes pixels."""
+    """Return whether the ports are those of a graph or engine that takes pixels."""
     return len(ports) == 1 and ports[0].dtype == PIXEL
 
 
 def normalisation_of(spec: "ImageSpec | None", where: str) -> Normalisation:
-    """Return the normalisation; raise BadInput for a model without images or without a known one."""
+    """Return the normalisation; raise BadInput for a model without images or without a known normalisation."""
     if spec is None:
         raise BadInput(f"{where}: takes uint8 images, the dense model takes none; export it from that model")
     spec.require_normalisation(where=where, instead="take a graph that takes float32")
     return spec.normalisation
 
 
-def fed_to_ports(feeds: Feeds, ports: Sequence[Port], spec: "ImageSpec | None", *, where: str) -> Feeds:
-    """Return the feeds for these ports, as pixels where the ports take those."""
+def feeds_for_ports(feeds: Feeds, ports: Sequence[Port], spec: "ImageSpec | None", *, where: str) -> Feeds:
+    """Return the feeds for these ports, as pixels if the ports take pixels."""
     if not take_pixels(ports) or single_array(feeds).dtype == PIXEL:
         return feeds
     return {ports[0].name: normalisation_of(spec, where).pixels(single_array(feeds))}
 
 
 def require_pixels(feeds: Feeds, ports: Sequence[Port], spec: "ImageSpec | None", *, where: str) -> None:
-    """Raise BadInput where ports take pixels and the images were not made of any."""
+    """Raise BadInput if the ports take pixels and the images don't come from pixels."""
     if take_pixels(ports) and single_array(feeds).dtype != PIXEL:
         normalisation_of(spec, where).require_pixels(single_array(feeds), where=where)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProofInputs:
-    """What a proof is made on: the model's inputs [N, ...] by name, what they are, labels where there are any; names
-    where none of them had to be left out; what identifies them where they are real. None has a digest of those timed.
+    """The model's inputs [N, ...] by name, their kind, and their labels if there are any.
+
+    `names` is empty if an input had to be left out, `digest` for inputs of a timing; `fingerprints` identify real
+    inputs.
     """
 
     feeds: Feeds
@@ -69,8 +69,8 @@ class ProofInputs:
         return ImageSet(count=self.count, digest=self.digest, kind=self.kind)
 
 
-def of_port(inputs: ProofInputs, port: Port, *, where: str) -> ProofInputs:
-    """Return images as this port takes them: values 0 to 255 where it takes pixels."""
+def inputs_for_port(inputs: ProofInputs, port: Port, *, where: str) -> ProofInputs:
+    """Return images in the form that this port takes: values 0 to 255 if it takes pixels."""
     if port.dtype != PIXEL:
         return inputs
     return replace(inputs, feeds={port.name: whole_pixels(single_array(inputs.feeds), where=where)})

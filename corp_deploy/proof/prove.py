@@ -8,7 +8,7 @@ from calib.store import load_moments
 from corp_deploy.invocation.proof import Runtime
 from corp_deploy.store.checkpoint import Checkpoint
 
-from .candidate_names import distinct
+from .candidate_names import with_distinct_names
 from .candidates import Candidate, candidate_from_path, with_runtimes
 from .chain import prove_chain
 from .custom_metrics import TIME_LIMIT_S, Meter, MetricRequest
@@ -21,7 +21,8 @@ def candidates_from_paths(
     paths: Sequence[str | os.PathLike[str]], runtimes: Sequence[Runtime] = (), *, below: Path = Path()
 ) -> list[Candidate]:
     """Return candidates with names of their own, each graph also in these runtimes; relative paths start `below`."""
-    return with_runtimes(distinct([candidate_from_path(os.fspath(path), below=below) for path in paths]), runtimes)
+    candidates = [candidate_from_path(os.fspath(path), below=below) for path in paths]
+    return with_runtimes(with_distinct_names(candidates), runtimes)
 
 
 def prove(

@@ -1,6 +1,4 @@
-"""What a directory of results holds, gathered for the report: bench, parity, reduction, effects and lineage, and what a
-reduced model's config.json says of its reduction.
-"""
+"""Results gathered for a report: the records of a directory, and the reduction in a reduced model's config.json."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,7 +29,7 @@ class Covered(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReductionRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Every part of every site, the ways a budget was weighed by, what was decided, in words, and how tokens merge."""
+    """The report of every site, the alternatives of a budget, the decisions in words, the coverage and the merging."""
 
     sites: tuple[SiteReport, ...] = ()
     ways: tuple[BudgetLine, ...] = ()
@@ -41,7 +39,7 @@ class ReductionRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def reduction_of(config: ModelConfig, directory: Path) -> ReductionRecord:
-    """Return the record of the reduction, empty for a model that was never reduced."""
+    """Read the record of the reduction, empty for a model that was never reduced."""
     where = f"{directory / CONFIG}: lineage.reduction"
     return record_from_value(config.lineage.get("reduction", {}), ReductionRecord, where=where)
 
@@ -130,7 +128,7 @@ def shown_lineage(config: ModelConfig) -> dict[str, Any]:
 
 
 def record_of_directory(directory: Path, title: str | None = None) -> dict[str, Any]:
-    """Gather everything the report may show; raise BadInput without a bench or parity record."""
+    """Gather everything that a report may show; raise BadInput without a bench or parity record."""
     if not directory.is_dir():
         raise BadInput(f"{directory}: no such directory, expected one with bench.json or parity.json")
     bench = _optional(directory / "bench.json", load_bench)
@@ -144,7 +142,7 @@ def record_of_directory(directory: Path, title: str | None = None) -> dict[str, 
     reduction = reduction_of(reduced, folder) if reduced else ReductionRecord()
     merging = reduction.merging
     manifest = load_manifest(directory) if (directory / "manifest.json").is_file() else None
-    # A report can't hold its own digest.
+    # A report can't contain its own digest.
     every = {} if manifest is None else manifest.files
     files = {name: entry for name, entry in every.items() if not entry.made_by.startswith(REPORTS)}
     lineage = shown_lineage(reduced) if reduced else {}

@@ -1,6 +1,6 @@
-"""Inputs and golden answers of a proof as Polygraphy reads them, with the lines that repeat its comparisons there.
+"""Inputs and golden outputs of a proof for Polygraphy, with the commands that repeat the comparisons in it.
 
-Engines are left out: Polygraphy's loader lets a plan run code of its own on the host.
+Engines are left out: Polygraphy's loader lets a plan run its own code on the host.
 """
 
 import os
@@ -27,7 +27,7 @@ SCRIPT, README = "compare.sh", "README.md"
 
 
 def require_second_opinion(candidates: Sequence[Candidate]) -> None:
-    """Raise Missing without Polygraphy, and BadInput where no candidate is a graph, before anything is proved."""
+    """Raise Missing without Polygraphy, and BadInput if no candidate is a graph."""
     try:
         import polygraphy.json  # noqa: F401
     except ImportError as error:
@@ -38,9 +38,10 @@ def require_second_opinion(candidates: Sequence[Candidate]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Comparison:
-    """One graph held against its golden answers: the names of its files in the directory begin with `stem`. `good`: the
-    graph that it is held against, else itself; `shapes` of the first inputs; the mean absolute difference that each
-    output may have.
+    """The comparison of one graph with golden outputs; the names of its files begin with `stem`.
+
+    `good` is the reference's graph, or the graph itself if there is none. `shapes` are those of the first inputs, and
+    `atol` bounds the mean absolute difference of each output.
     """
 
     graph: str
@@ -57,7 +58,7 @@ class _Comparison:
         return shlex.join([*_run(self.graph, self.file("inputs"), self.file("golden")), *bounds])
 
     def debug(self) -> list[str]:
-        """Return the lines that compare tensors inside both graphs and cut out the failing part."""
+        """Return the commands that compare tensors inside both graphs and cut out the failing part."""
         first, layers, both = map(self.file, ("first", "layers", "layers.inputs"))
         bound = f"{max(self.atol.values(), default=1e-5):.6g}"
         shapes = [f"{name}:[{','.join(map(str, shape))}]" for name, shape in self.shapes.items()]
@@ -87,7 +88,7 @@ def _renamed(arrays: Feeds | Outputs, names: Sequence[str]) -> dict[str, NDArray
 
 
 def _iterations(arrays: Feeds | Outputs, batch: int, *, fixed: bool) -> list[dict[str, NDArray[Any]]]:
-    """Split into batches; the last one is smaller, or filled up where the batch is fixed."""
+    """Split arrays into batches; the last batch is smaller, or filled up if the batch is fixed."""
     count, parts = batch_size(arrays), []
     for start in range(0, count, batch):
         rows = np.arange(start, start + batch if fixed else min(start + batch, count)).clip(max=count - 1)
@@ -96,8 +97,10 @@ def _iterations(arrays: Feeds | Outputs, batch: int, *, fixed: bool) -> list[dic
 
 
 def _bounds(links: Sequence[Link], golden: Outputs, own: Sequence[str]) -> dict[str, float]:
-    """Of each output that has one: a mean of relative errors e keeps the mean absolute difference of all inputs within
-    e times the largest root mean square of an input's answer.
+    """Return the bound of each output's mean absolute difference over all inputs.
+
+    If the mean relative error is at most e, this difference is at most e times the largest root mean square of an
+    input's output.
     """
     bounds = {}
     for link in links:
@@ -113,8 +116,12 @@ def _bounds(links: Sequence[Link], golden: Outputs, own: Sequence[str]) -> dict[
 def write_second_opinion(
     proof: Proof, candidates: Sequence[Candidate], feeds: Feeds, directory: Path, *, batch: int
 ) -> list[str]:
-    """Write inputs and golden answers of every graph's link, batches of `batch` or the one that it fixes, and the
-    script and the README of the lines that compare them; returns the run lines. Raises Missing without Polygraphy.
+    """Write the inputs and golden outputs of every graph's link, a script and a README; return the script's commands.
+
+    Batches have the size `batch`, or that of a graph with a fixed one.
+
+    Raises:
+        Missing: Polygraphy is not installed.
     """
     require_second_opinion(candidates)
     directory.mkdir(parents=True, exist_ok=True)

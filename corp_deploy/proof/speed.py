@@ -1,6 +1,4 @@
-"""Dense against reduced on this machine: what the two are, how they run, and perf's interleaved measurement of them.
-Two graphs or engines are measured without torch.
-"""
+"""Timing of a dense against a reduced model on this machine; two graphs or engines are timed without torch."""
 
 import tempfile
 from collections.abc import Callable, Sequence
@@ -30,12 +28,12 @@ from .proof_inputs import ProofInputs, ports_line
 if TYPE_CHECKING:
     from corp_deploy.store.checkpoint import Checkpoint
 
-# Nobody asked for a limit: a large model has the time that an interval takes, a small one stops once it is known.
+# Without a limit by the user: large models have time for an interval, small ones stop once it is narrow enough.
 SPEED_PLAN = Plan(time_limit_s=120.0, max_rounds=50, half_width_rel=0.02, noise_rounds=0)
 
 
 def way_to_run(path: Path, running: RunOptions) -> str:
-    """Return the way to run a file, by its name in the table of options."""
+    """Return the name of the way to run a file, as in the table of options."""
     if path.suffix == ".plan" and path.is_file():
         backend = record_of_plan(path).backend
         if backend not in BENCH.variants:
@@ -60,7 +58,7 @@ def _runtime_of_graphs(running: RunOptions) -> str:
 
 
 def _device_of_both(dense: Path, reduced: Path, running: RunOptions) -> Device:
-    """Return the device of both; raise BadInput for ignored options and for two devices."""
+    """Return the device of both models; raise BadInput for ignored options and for two devices."""
     ways = {path: way_to_run(path, running) for path in (dense, reduced)}
     BENCH.refuse([(path.name, way) for path, way in ways.items()], running.non_default)
     one, other = (BENCH.variants[ways[path]] for path in (dense, reduced))
@@ -79,17 +77,15 @@ def _contender(
         return contender_from_engine(name, path, running)
     if path.suffix == ".onnx":
         return contender_from_graph(name, path, running)
+    from .model_contender import contender_from_directory, contender_from_package
+
     if path.suffix == ".pt2":
-        from .torch_package import contender_from_package
-
         return contender_from_package(name, path, fed.images, running)
-    from .model_contender import contender_from_directory
-
     return contender_from_directory(name, path, running, scratch, batches)
 
 
 def _timed_inputs(fed: FedOptions, ports: Sequence[Port], models: Sequence[Path], count: int) -> ProofInputs:
-    """Return inputs for the largest batch: those of a file, or noise, which costs the same time."""
+    """Return inputs for the largest batch: those of a file, or noise, which takes the same time."""
     if fed.text is None and fed.images is None:
         return ProofInputs(feeds=random_feeds(ports, count, seed=0), kind="inputs")
     from .model_inputs import feeds_to_time
@@ -124,10 +120,13 @@ def measure(
     command: Sequence[str] = (),
     progress: Callable[[float, str], None] | None = None,
 ) -> Bench:
-    """Time a dense and a reduced model in one process. Raises BadInput for models that don't go together.
+    """Time a dense and a reduced model, interleaved in one process.
 
-    `fed` tells of real inputs; None feeds noise, which costs the same time. `names`: what the record calls both. What
-    exporting and compiling take is part of the plan's time.
+    `fed` selects real inputs; None feeds noise, which takes the same time. `names` are those of the record. The plan's
+    time limit includes exporting and compiling.
+
+    Raises:
+        BadInput: The models take different inputs or devices, or a batch size doesn't fit.
     """
     began_s = perf_counter()
     if names[0] == names[1]:
@@ -187,7 +186,7 @@ def bench_models(
 
 
 def measured_speedup(dense: "Checkpoint", directory: Path, batch: int) -> float:
-    """Return dense over reduced median latency in ONNX Runtime, interleaved."""
+    """Return the dense over the reduced median latency in ONNX Runtime, interleaved."""
     from corp_deploy.store.checkpoint import save
 
     with tempfile.TemporaryDirectory() as scratch:

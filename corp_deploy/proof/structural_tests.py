@@ -1,6 +1,4 @@
-"""What is looked at beside the links: whether answers are the same in every slot and order of a batch, finite, within
-range; and whether the inputs look like those of calibration, by range, and mean and covariance at every site.
-"""
+"""Tests beside the links: of batches, of finite outputs, and of a shift of the inputs from those of calibration."""
 
 from collections.abc import Mapping
 
@@ -24,11 +22,11 @@ from perf.parity.tolerance import Choices
 from .candidates import Candidate, Run
 from .own_noise import MergeNoise
 
-# Slots of a batch, inputs pushed out of range.
+# The largest number of batch slots, and of inputs with extreme values.
 SLOTS, EXTREME_INPUTS = 8, 4
 
 
-def structural_tests(
+def run_structural_tests(
     candidate: Candidate,
     run: Run,
     feeds: Feeds,
@@ -36,11 +34,11 @@ def structural_tests(
     bound: float,
     merges: MergeNoise | None,
 ) -> list[StructuralTest]:
-    """Test batch slots, order, extremes and batch sizes on some inputs."""
+    """Test that outputs don't depend on the slot, order or size of a batch, are finite, and survive extreme inputs."""
     largest, label = candidate.batch or max(by_batch), candidate.label
     slots, noun = min(largest, SLOTS), input_noun(feeds)
     if merges is not None:
-        # Another batch size rounds otherwise, which may have other tokens merged: tests of what settles its tokens.
+        # Another batch size rounds differently and may merge other tokens: only inputs with clear margins are tested.
         firm_N = Choices(margins_N=merges.margins_N).stable_inputs(bound)
         if not len(firm_N):
             why = (
@@ -70,13 +68,13 @@ PARTS, BATCH = 8, 16
 
 
 def _stats(moments: Moments, name: str) -> Stats:
-    """Return mean and covariance of x of an MLP, of z of an attention layer."""
+    """Return the mean and covariance of a site's inputs: x of an MLP, z of an attention layer."""
     mean, covariance = moments.sites[name].entering
     return Stats(images=moments.images, mean_F=mean.numpy(), covariance_FF=covariance.numpy())
 
 
 def shift_of_inputs(dense: Checkpoint, moments: Moments, feeds: Feeds) -> Shift | None:
-    """Compare the inputs with the calibration at every site; None for too few."""
+    """Compare means and covariances with those of calibration at every site, or return None for too few inputs."""
     count = batch_size(feeds)
     if count < PARTS:
         return None
@@ -97,9 +95,10 @@ def shift_of_inputs(dense: Checkpoint, moments: Moments, feeds: Feeds) -> Shift 
     return shift_of_sites(shifts, images=PARTS * each)
 
 
-def input_range(moments: Moments, feeds: Feeds) -> list[StructuralTest]:
-    """Whether there are inputs enough to compare with the calibration, as from fewer than PARTS no noise can be told;
-    and those with values outside what it saw, where the moments tell the range, which is that of images.
+def check_input_range(moments: Moments, feeds: Feeds) -> list[StructuralTest]:
+    """Note if there are too few inputs for the shift, and test images for values outside the calibrated range.
+
+    Fewer than PARTS inputs don't show the noise of the shift. The range is known if calibration ran on images.
     """
     count, noun, found = batch_size(feeds), input_noun(feeds), list[StructuralTest]()
     if count < PARTS:

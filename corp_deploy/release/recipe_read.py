@@ -18,8 +18,8 @@ from corp_deploy.families import traced_model
 from corp_deploy.families.family import output_ports
 from corp_deploy.planning.refusals import refuse_unfit
 from corp_deploy.planning.request import request_of
-from corp_deploy.proof.heads import opened_heads
-from corp_deploy.proof.limits import ParityLimits, unreachable
+from corp_deploy.proof.heads import open_heads
+from corp_deploy.proof.limits import ParityLimits, unreachable_shares
 from corp_deploy.reduction.steady_inputs import require_steady_on
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
 from corp_deploy.store.input_sets import images_for_model, left_out
@@ -86,7 +86,7 @@ def _read_proof(
         for port in ports:
             if limits.of_port(port).min_agreement is not None:
                 require_agreement(port, proving.count)
-    with mistakes.at("parity.head"), opened_heads(tuple(map(Path, recipe.parity.heads)), ports) as heads:
+    with mistakes.at("parity.head"), open_heads(tuple(map(Path, recipe.parity.heads)), ports) as heads:
         every = [*ports, *heads.ports]
         with mistakes.at("[parity]"):
             limits.require_applied(every)
@@ -182,7 +182,7 @@ def read_inputs(
 def limits_out_of_reach(recipe: Recipe, held_out: int) -> list[str]:
     """Return a sentence for each limit that `held_out` images are too few for, however well they agree."""
     parity, limits = recipe.parity, {f"parity.{name}": least for name, least in recipe.parity.shares.items()}
-    sentences = unreachable(limits, count=held_out, noun="held-out images", confidence=parity.confidence)
+    sentences = unreachable_shares(limits, count=held_out, noun="held-out images", confidence=parity.confidence)
     for target in recipe.targets:
         rules = (*(recipe.rules if target == recipe.targets[0] else ()), *target.rules)
         count = held_out if parity_name(target) == PARITY else min(held_out, recipe.samples.count)
@@ -192,5 +192,5 @@ def limits_out_of_reach(recipe: Recipe, held_out: int) -> list[str]:
             for rule in rules
             if rule.metric in SHARES and not rule.is_own and rule.name is None and rule.compare in ("<", "<=")
         }
-        sentences += unreachable(shares, count=count, noun="images", confidence=recipe.gate.confidence)
+        sentences += unreachable_shares(shares, count=count, noun="images", confidence=recipe.gate.confidence)
     return sentences

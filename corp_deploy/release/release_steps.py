@@ -15,7 +15,7 @@ from corp_deploy.machine import versions
 from corp_deploy.proof.candidates import Candidate, candidate_from_path, in_runtime
 from corp_deploy.proof.gate import (
     evidence_of_files,
-    judged_rows,
+    judge_rows,
     parity_row,
     trend_of_files,
     with_fitted_rule,
@@ -100,7 +100,7 @@ def write_target_parity(dirs: StageDirs, recipe: Recipe, target: ReleaseTarget) 
         dense,
         [candidate_from_path("reduced", below=dirs.root), _candidate(target, dirs.root)],
         inputs,
-        limits.of_few(inputs.count, elsewhere="the held-out images"),
+        limits.for_few_inputs(inputs.count, elsewhere="the held-out images"),
         output=dirs.into / names.parity_name(target),
         metrics=metrics,
         metric_inputs=named_samples(inputs, dirs.root) if metrics else None,
@@ -126,8 +126,8 @@ def write_verdicts(dirs: StageDirs, recipe: Recipe, baseline: Baseline) -> None:
             # Samples are arrays made of held-out images; only the whole chain knows whether those were fitted to.
             assert now.parity is not None, dirs.root
             now = replace(now, parity=replace(now.parity, fitted=load_parity(dirs.root / names.PARITY).fitted))
-            rows += judged_rows(with_fitted_rule(recipe.rules, now), now, before, starting=baseline.init)
-        own = judged_rows(target.rules, now, None, starting=False)
+            rows += judge_rows(with_fitted_rule(recipe.rules, now), now, before, starting=baseline.init)
+        own = judge_rows(target.rules, now, None, starting=False)
         rows += [replace(row, rule=f"{target.name}: {row.rule}") for row in own]
         rows += _gain_rows(dirs.root, target, recipe.bench.batches)
     if recipe.gate.history is not None:
@@ -145,7 +145,7 @@ def _gain_rows(root: Path, target: ReleaseTarget, batches: Sequence[int]) -> lis
     if target.rest is None:
         return []
     rules = [rule_from_text(f"speedup@b{batch} <= 1") for batch in batches]
-    judged = judged_rows(rules, evidence_of_files(root / names.gain_name(target), None), None, starting=False)
+    judged = judge_rows(rules, evidence_of_files(root / names.gain_name(target), None), None, starting=False)
     return [replace(row, rule=f"{target.name}: {target.precision} over {target.rest}: {row.rule}") for row in judged]
 
 

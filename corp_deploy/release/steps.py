@@ -29,7 +29,7 @@ from corp_deploy.planning.judging import scored_inputs
 from corp_deploy.planning.request import merging_checkpoint
 from corp_deploy.proof.graphs import Graphs
 from corp_deploy.proof.limits import ParityLimits
-from corp_deploy.proof.model_inputs import fed_to_graph, inputs_from_set
+from corp_deploy.proof.model_inputs import feeds_for_graph, inputs_from_set
 from corp_deploy.proof.proof_inputs import ProofInputs
 from corp_deploy.proof.prove import candidates_from_paths, prove
 from corp_deploy.proof.report_input import record_of_directory
@@ -180,7 +180,7 @@ def write_samples(dirs: StageDirs, recipe: Recipe) -> None:
     source = recipe.proof_images.proving_images(dense.model)
     count = min(recipe.samples.count, source.count)
     images = next(iter(source.batches(count))).numpy()
-    images = single_array(fed_to_graph(dense, {"images": images}, recipe.export.graph_input))
+    images = single_array(feeds_for_graph(dense, {"images": images}, recipe.export.graph_input))
     (dirs.into / names.SAMPLES).parent.mkdir()
     np.save(dirs.into / names.SAMPLES, images)
     graphs = {}
