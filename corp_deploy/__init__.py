@@ -1,8 +1,8 @@
 """corp-deploy: ship smaller vision transformers. Importing this package imports neither torch nor timm.
 
-The functions behind the commands: `load` a model, `calibrate` it, `reduce` it, `export` the result, `verify` that it
-says the same, `bench` it against the dense one; `sites` says where a module of one's own can be reduced. They are what
-stays stable; everything else below is the tool's own and may change.
+Its functions are those behind the commands: `load` a model, `calibrate` it, `reduce` it, `export` the result, `verify`
+that its outputs agree, `bench` it against the dense one; `sites` names the places of a module that can be reduced.
+These names stay stable; everything else is internal and may change.
 """
 
 from importlib import import_module
@@ -52,7 +52,7 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        """What needs torch is imported when it is asked for (PEP 562)."""
+        """Import a public name that needs torch on its first use (PEP 562)."""
         if name not in _HOME_OF:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = getattr(import_module(f".api.{_HOME_OF[name]}", __name__), name)

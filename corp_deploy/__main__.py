@@ -1,6 +1,6 @@
-"""The command, python -m corp_deploy and torchrun -m corp_deploy.
+"""The entry point of the command, of python -m corp_deploy and of torchrun -m corp_deploy.
 
-Signals are heard before the rest is imported, and threads get their policy before torch is loaded.
+Signals are handled before other modules are imported, and the thread policy is set before torch is.
 """
 
 import os

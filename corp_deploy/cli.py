@@ -49,11 +49,11 @@ WHAT_LACKS = {
     errno.EMFILE: "too many files are open for this process; raise ulimit -n and run the command again",
     errno.ENFILE: "too many files are open on this machine; run the command again when there are fewer",
 }
-"""Errors of the system that say what the machine lacks; all others are of the paths that were given."""
+"""System errors that say what the machine lacks; all others are about the paths that the user gave."""
 
 
 def _unforeseen(error: Exception) -> Failure:
-    """What no room worded: the machine's memory, the system's errors, or a bug of ours."""
+    """Return the failure of an error that no room raises itself: out of memory, a system error, or a bug."""
     said = str(error)[:150]
     if is_out_of_memory(error):
         words = f"this machine has too little memory for that{f' ({said})' if said else ''}"
@@ -83,11 +83,11 @@ GROUPS: dict[str, tuple[click.Command, ...]] = {
     "Decoder": (perplexity, export_decoder_command),
     "Machine": (doctor, completion, demo),
 }
-"""The commands by what they are of. Those of two words belong to the one of the first, whose help tells of them."""
+"""The commands by topic; the help of a command lists the commands of two words that begin with its name."""
 
 
 class Commands(click.Group):
-    """A group that turns what the rooms raise into one message and the exit code for it."""
+    """A group that turns every error into one message and its exit code."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [name for name in self.commands if " " not in name]
@@ -102,7 +102,7 @@ class Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """A command of two words goes ahead of that of the first alone, a flag among them wherever it stands."""
+        """Find a command of two words before that of the first alone; a flag as second word may stand anywhere."""
         name, *words = args
         for place, word in enumerate(words):
             if f"{name} {word}" in self.commands and (not place or word.startswith("-")):
@@ -147,5 +147,5 @@ def main() -> None:
 
 
 for _command in (each for of_group in GROUPS.values() for each in of_group):
-    _command.context_settings.update(SETTINGS)  # of one that is called without the group too
+    _command.context_settings.update(SETTINGS)  # also for a command that is called without the group
     main.add_command(_command)

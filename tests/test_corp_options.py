@@ -263,9 +263,7 @@ def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
         raise Missing(REACHED)
 
     monkeypatch.setattr(ModelChoice, "load", load)
-    monkeypatch.setattr("corp_deploy.proof.candidate_names.with_distinct_names", list)
-    monkeypatch.setattr("corp_deploy.proof.candidates.candidate_from_path", lambda path: path)
-    monkeypatch.setattr("corp_deploy.proof.prove.candidates_from_paths", lambda paths, runtimes: [*paths])
+    monkeypatch.setattr("corp_deploy.proof.prove.candidates_from_paths", lambda paths, runtimes: [])
     monkeypatch.setattr("ground.gpu.require_device", lambda device: None)
     monkeypatch.setattr("perf.runners.protocol.torch_gauge", lambda: None)
 

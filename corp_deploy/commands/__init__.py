@@ -1,1 +1,1 @@
-"""One file a command (or a family of them): read, call once, write."""
+"""Commands, in a file for each of them or for a family: read, call once, write."""

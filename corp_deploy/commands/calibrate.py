@@ -1,4 +1,4 @@
-"""corp-deploy inspect and calibrate: what a model has, and its statistics, which inspect redundancy shows."""
+"""The commands inspect, inspect redundancy, calibrate and calibrate --merge."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -115,7 +115,7 @@ def _tell(
     out: Output,
     *more: str,
 ) -> None:
-    """What was made of a calibration, in words and, where that is asked for, in the file `summary`."""
+    """Print what a calibration wrote, and write its summary if there is a file for it."""
     from corp_deploy.reduction.moments import reference_of_summary
     from corp_deploy.views.inspection import preprocessing_line, preprocessing_record
     from corp_deploy.views.reduction import line_of_moments, lines_of_overfitting
@@ -140,7 +140,7 @@ def _by_block(
     summary: Path | None,
     out: Output,
 ) -> None:
-    """The moments of a decoder of a directory of transformers, of which no more than a block is held at once."""
+    """Write the moments of a decoder of transformers with no more than one of its blocks in memory."""
     from calib.distributed import under_torchrun
     from corp_deploy.reduction.sequential import SequentialRun, write_moments_by_block
     from corp_deploy.store.decoder_layers import open_layers
@@ -191,14 +191,15 @@ def merge_command(parts: tuple[Path, ...], output: Path, out: Output) -> None:
     out.result(summary_of_moments(merged, output), f"{output}: {merged.images} images of {len(parts)} calibrations")
 
 
-PLANNED = f"Share of the MACs to keep, of which the plan tells what it takes of every site; default: {MACS}."
+PLANNED = f"Share of the MACs to keep in the plan, which shows what it takes of every site; default: {MACS}."
 
 
 @command(first="model macs weights outputs trust-code json")
 def inspect(model: ModelChoice, budget: Annotated[BudgetChoice, some("macs", macs=PLANNED)], out: Output) -> None:
     """Show what of a model can be reduced, and what a budget takes.
 
-    Why the rest can't; its sites with their widths, parameters, MACs and preprocessing. No weights are needed.
+    It shows the sites with their widths, parameters and MACs, the preprocessing, and why the rest can't be reduced. No
+    weights are needed.
 
     Example: corp-deploy inspect --model deit_small_patch16_224 --weights deit_small.safetensors
     """

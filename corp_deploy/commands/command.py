@@ -1,6 +1,7 @@
-"""A command as its function is written: of each parameter that is a record, a model among them, the command has the
-options that the record declares (invocation/option.py), and hands the record over; the function returns the exit code,
-None for 0.
+"""Commands made from functions.
+
+For each parameter that is a record (a model is one, too) the command has the options that the record declares, see
+invocation/option.py, and passes the record to the function, which returns the exit code, None for 0.
 """
 
 import os
@@ -39,14 +40,14 @@ MODEL_HELP = (
 
 
 class ModelChoice(ModelSource):
-    """Which model, what goes with a name of timm's (weights, arguments, preprocessing), and its outputs by name."""
+    """A model on the command line: its name, with weights, arguments and preprocessing, and its outputs by name."""
 
     @property
     def model(self) -> str:
         return os.fspath(self.name)
 
     def look(self, out: Output) -> "Checkpoint":
-        """The model to be looked at and not run: without any weights where it is named without."""
+        """Return the model to inspect and not to run, without weights if none are given."""
         from corp_deploy.store.dense_model import comes_with_weights, without_weights
 
         if self.weights is not None or comes_with_weights(self.model):
@@ -73,7 +74,7 @@ def chosen_model(model: str | Path, **options: Any) -> ModelChoice:
 
 @contextmanager
 def as_directory(path: Path, out: Output) -> Iterator[Path]:
-    """The path itself; where it is a file that names a model, a directory of that for as long as this is open."""
+    """Yield the path, or for a .toml file that names a model a temporary directory with that model."""
     if path.suffix != ".toml":
         yield path
         return
@@ -90,7 +91,7 @@ Callback = Callable[..., int | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Some:
-    """The options of a record that a command has, all if none is named; `helps` replace help texts."""
+    """The options of a record that a command has (all if `only` is empty), and help texts in place of the record's."""
 
     only: tuple[str, ...] = ()
     helps: Mapping[str, str] = field(default_factory=dict)
@@ -151,8 +152,9 @@ Built = tuple[Callable[..., Any], list[click.Parameter]]
 
 
 def _value_options(parameter: Parameter, *, named: bool) -> Built | None:
-    """What makes the value of a parameter and the options that it is made of; None for a parameter that has one of its
-    own. `named`: the model is an argument that the command has already.
+    """Return the function that makes a parameter's value, and the options that it takes; None for other parameters.
+
+    With `named` the model is an argument that the command has already.
     """
     annotation, which = parameter.annotation, Some()
     if get_origin(annotation) is Annotated:
@@ -169,8 +171,10 @@ def _value_options(parameter: Parameter, *, named: bool) -> Built | None:
 
 
 def command(name: str | None = None, *, first: str = "", **attributes: Any) -> Callable[[Callback], Command]:
-    """A decorator that makes a command of a function, with options in the order of its parameters; those that it hands
-    over to nobody stand where they are given, or last. `first` as for Command.
+    """Return a decorator that makes a command of a function, with options in the order of its parameters.
+
+    Options of click's decorators come where the function has their parameters, or else last. `first` is as for
+    Command.
     """
 
     def decorate(function: Callback) -> Command:

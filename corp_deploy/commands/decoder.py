@@ -1,4 +1,4 @@
-"""corp-deploy export-decoder, what verify and bench do with what it writes, and corp-deploy perplexity."""
+"""The commands export-decoder and perplexity, and verify and bench for graphs of decoders."""
 
 import sys
 from dataclasses import replace
@@ -51,7 +51,7 @@ def export_decoder_command(directory: Path, output: Path, options: DecoderExport
 def verify_graph(
     directory: Path, graph: Path, output: Path, options: VerifyRun, inputs: ProofInputChoice, out: Output
 ) -> int:
-    """Hold a graph's logits against transformers on the directory in FP32, by any tokens; the exit code."""
+    """Compare a graph's logits on random tokens with those of transformers in FP32; return the exit code."""
     from corp_deploy.proof.decoder_parity import draw_ids, verify_decoder
     from corp_deploy.store.decoder_graph import graph_of_directory
     from corp_deploy.views.decoders import decoder_parity_table
@@ -71,7 +71,7 @@ def verify_graph(
 def bench_graphs(
     dense: Path, reduced: Path, output: Path | None, options: BenchOptions, of_decoders: DecoderLoad, out: Output
 ) -> bool:
-    """Time prefill and decoding of both; whether there was time for any of it."""
+    """Time prefill and decoding of both models; return True if any of it could be timed."""
     from corp_deploy.proof.decoder_parity import measure_decoders
     from corp_deploy.views.decoders import cache_table, decode_table, decoder_record, prefill_table
     from perf.record.decoders import save_decoder_bench

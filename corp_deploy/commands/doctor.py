@@ -1,4 +1,4 @@
-"""corp-deploy doctor and doctor completion, what --version prints, and corp-deploy demo."""
+"""The commands doctor, doctor completion and demo, and the option --version."""
 
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ def completion(shell: str) -> None:
 
 
 def print_versions(ctx: click.Context, param: click.Parameter, value: bool) -> None:
-    """The versions that a result depends on, read from the packages' metadata without importing them."""
+    """Print the versions that results depend on, from the packages' metadata without importing them."""
     if not value or ctx.resilient_parsing:
         return
     from corp_deploy.machine import versions
@@ -86,7 +86,7 @@ EFFECTS = {"none": "without repair (none)", "grail": "repaired as GRAIL does (gr
 
 
 def _tables(record: dict[str, Any]) -> tuple[Table, Table]:
-    """Dense beside reduced, and what the repair changed."""
+    """Return a table of dense beside reduced, and one of what the repair changed."""
     table = Table("", "dense", "reduced", "change")
 
     def compare(name: str, dense: float, reduced: float, form: str, *, change: bool = True) -> None:

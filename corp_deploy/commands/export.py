@@ -1,4 +1,4 @@
-"""corp-deploy export, build and audit."""
+"""The commands export, build and audit."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -89,7 +89,7 @@ def export_command(
 
 
 def _built(options: EngineOptions, graph: Path, on_progress: Callable[[int], None]) -> "Engine":
-    """`on_progress` hears the builder's steps, where it has any."""
+    """Build an engine or an optimised graph; `on_progress` is called with the steps of builders that have any."""
     from export.engine.build import build_engine, build_ort_artifact
 
     if options.backend == "onnxruntime":

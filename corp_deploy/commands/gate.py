@@ -1,4 +1,4 @@
-"""corp-deploy gate and corp-deploy report: what records come to."""
+"""The commands gate and report."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -27,7 +27,7 @@ def gate_command(
 ) -> int:
     """Judge records of bench and verify by rules.
 
-    PASS, FAIL, INCONCLUSIVE, NOT-COMPARABLE, or UNJUDGED without a bound.
+    The verdict is PASS, FAIL, INCONCLUSIVE, NOT-COMPARABLE, or UNJUDGED without a bound.
 
     A figure with an interval (a time, a speed-up, a share of inputs) passes a rule if no part of the interval breaks
     it, and fails if all of it does; in between it is INCONCLUSIVE, and the message says how much more data would
@@ -119,8 +119,9 @@ def gate_command(
 )
 @click.option("--title", default=None, help="Its heading; default: the directory's name.")
 def report_command(directory: Path, output: Path, title: str | None, out: Output) -> None:
-    """Write the report of a directory's records. These are bench.json, parity.json, the records of the reduced model,
-    and the effort records beside files.
+    """Write the report of a directory's records.
+
+    These are bench.json, parity.json, the records of the reduced model, and the effort records beside files.
 
     Example: corp-deploy report release -o release/report.html
     """

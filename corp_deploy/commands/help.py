@@ -1,4 +1,4 @@
-"""What --help tells of a command with many options: the ten that people use first, and the names of the others."""
+"""Help of commands with many options: --help shows the ten that people use first, and the names of the others."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from inspect import cleandoc
@@ -36,9 +36,10 @@ HELP_ALL = click.Option(
 
 
 class Command(click.Command):
-    """`first` are the options that --help tells of, in that order and as typed, and --help-all tells of all; where none
-    is named, --help does. Help tells of the commands of two words that begin with its own. What the function returns is
-    the exit code.
+    """A command whose --help shows the options `first`, in that order, and whose --help-all shows all.
+
+    Without `first` there is no --help-all, and --help shows all. Help also lists the commands of two words that begin
+    with the command's own. The command's function returns the exit code.
     """
 
     def __init__(self, *args: Any, first: str, **kwargs: Any) -> None:
@@ -60,7 +61,7 @@ class Command(click.Command):
         return [*super().get_params(ctx), *[HELP_ALL] * bool(self.first)]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """What is named as an argument, as other commands take it, is looked for where an option is missing."""
+        """Parse the arguments; if --model is missing, suggest it for a model that was given as an argument."""
         typed = list(args)
         try:
             return super().parse_args(ctx, args)
@@ -71,7 +72,7 @@ class Command(click.Command):
             raise click.UsageError(f"Missing option '--model'; did you mean --model {left[0]}?", ctx) from None
 
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The first paragraph and the example, where not all is asked for."""
+        """Write the first paragraph and the example, or with --help-all the whole text."""
         if __name__ in ctx.meta or not self.first:
             return super().format_help_text(ctx, formatter)
         first, *others = cleandoc(self.help or "").split("\n\n")

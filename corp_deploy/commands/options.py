@@ -1,6 +1,4 @@
-"""What the options of all commands are made of: their types, whom they trust, what was typed of them, and that as a
-line to type again, with something added.
-"""
+"""Options of all commands: their types, the options of trust, checks of outputs, and what the user typed."""
 
 import json
 import sys
@@ -64,8 +62,9 @@ def _require_writable(context: click.Context, outputs: Mapping[click.Parameter, 
 
 
 def check_outputs(context: click.Context) -> None:
-    """Check all paths that a command writes to. Raise BadInput where one can't be written, and UsageError where a
-    result would stand in the place of something that it is made from.
+    """Check all paths that a command writes to.
+
+    Raises BadInput for a path that can't be written, UsageError for a result that would replace one of its sources.
     """
     outputs = {each: [*_paths(context, each)] for each in context.command.params if _is_written(context, each)}
     if not context.params.get("dry_run"):
@@ -83,7 +82,7 @@ def check_outputs(context: click.Context) -> None:
 
 
 class RegularPath(click.Path):
-    """A file or directory where there is anything: a pipe would be waited on for ever, a device be replaced."""
+    """A path of a regular file, of a directory, or of nothing: reading a pipe may never end, a device would be lost."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if str(value) == "":
@@ -106,7 +105,7 @@ ANY_PATH = RegularPath(path_type=Path)
 
 
 class Paths(click.ParamType[tuple[Path, ...]]):
-    """Different paths, separated by commas."""
+    """A type of different paths, separated by commas."""
 
     name = "file,file,..."
 
@@ -123,7 +122,7 @@ class Paths(click.ParamType[tuple[Path, ...]]):
 
 
 class Value(click.ParamType[Any]):
-    """What reads itself from a text, see invocation/values.py: a quantity, or other values of an option."""
+    """A type of values that read themselves from a text: a quantity, or another one of invocation/values.py."""
 
     def __init__(self, values: Values) -> None:
         self.values = values
@@ -175,8 +174,9 @@ def typed_name(option: click.Option) -> str:
 
 
 def explicit_options() -> dict[str, Any]:
-    """What the user gave to the command at work, by what it is typed by, defaults left out; a list for an option that
-    may be repeated.
+    """Return the options that the user gave to the current command, by the names that they are typed by.
+
+    The value of an option that may be repeated is a list.
     """
     context = click.get_current_context()
     defaults = (ParameterSource.DEFAULT, ParameterSource.DEFAULT_MAP)
@@ -192,13 +192,13 @@ def explicit_options() -> dict[str, Any]:
 
 
 def command_line() -> str:
-    """What was typed, with paths as given: it goes into records and into messages for another machine."""
+    """Return the command as it was typed, for records and for messages to another machine."""
     return " ".join(["corp-deploy", *sys.argv[1:]])
 
 
 @contextmanager
 def usage_errors() -> Iterator[None]:
-    """What a value refuses about the options that it is made of is a usage error."""
+    """Raise a BadInput about options as a usage error."""
     try:
         yield
     except BadInput as error:
@@ -228,9 +228,10 @@ def _again(without: Collection[str], added: Mapping[str, Any]) -> Invocation:
 
 
 def command_again(**added: Any) -> str:
+    """Return the current command as a line to type again, with options added."""
     return str(_again((), added))
 
 
 def words_again(without: Collection[str] = (), **added: Any) -> tuple[str, ...]:
-    """The same as the words behind the program's name, without some options."""
+    """Return the current command as words behind the program's name, without some options and with others added."""
     return _again(without, added).argv[1:]

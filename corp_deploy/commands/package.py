@@ -1,4 +1,4 @@
-"""corp-deploy package, package lint and package serve."""
+"""The commands package, package lint and package serve."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -89,7 +89,7 @@ def lint_repo(repository: Path, options: Annotated[ServingOptions, COMPARED], ou
 
 @dataclass(frozen=True, kw_only=True)
 class RollOptions(Record):
-    """Which model, and by what its new version is tried in a running server."""
+    """The options of `package serve`: the model's version, and how it is tested in a running server."""
 
     name: str = option(TEXT, "vit", help="Model name.")
     model_version: int = option(MODEL_VERSION, NEEDED, help="The version to serve, such as the last good.")

@@ -1,4 +1,4 @@
-"""corp-deploy reduce, and corp-deploy latency-table, which a budget of latency reads."""
+"""The commands reduce and latency-table."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,8 +35,10 @@ def reduce_command(
     inputs: Annotated[InputOptions, LOOKED_AT],
     out: Output,
 ) -> None:
-    """Narrow a model and repair the loss in closed form. MLP channels, query/key dimensions, whole heads and channels
-    between convolutions are removed; --sparse sets weights to zero.
+    """Narrow a model and repair the loss in closed form.
+
+    It removes MLP channels, query/key dimensions, whole heads and channels between convolutions; --sparse sets weights
+    to zero.
 
     With --polish a further fit follows, and after an interruption the same command resumes.
 
@@ -96,7 +98,7 @@ def reduce_command(
 
 @dataclass(frozen=True, kw_only=True)
 class LatencyOptions(GeometryOptions, heading="What is timed"):
-    """What is measured, and in what."""
+    """The options of `latency-table`."""
 
     batch: Sequence[int] = option(ListOf(BATCH, "1,8,32"), (1, 8), help="Batch sizes to measure.")
     backend: Literal["onnxruntime", "torch"] = option(default="onnxruntime", help="What runs the blocks.")

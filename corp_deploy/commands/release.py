@@ -1,4 +1,4 @@
-"""corp-deploy release and corp-deploy check."""
+"""The commands release and check."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class StarterChoice(Record, heading="A new recipe"):
-    """What a new recipe is filled in with. Raises BadInput for files without the model that it is for."""
+    """The options of a new recipe. Raises BadInput for files without --init."""
 
     init_model: str | None = option(TEXT, typed="init", help="Write a starter RECIPE for this directory or timm name.")
     weights: Path | None = option(values.FILE, help="With --init: trained weights for a timm name.")
@@ -48,7 +48,7 @@ class StarterChoice(Record, heading="A new recipe"):
 
 @dataclass(frozen=True, kw_only=True)
 class RunChoice(Record, heading="How much is done"):
-    """How much of a release is done. Raises BadInput where one way excludes another."""
+    """The part of a release that is done. Raises BadInput for options that exclude one another."""
 
     dry_run: bool = option(default=False, help="Show what would be done and why; write nothing.")
     plan_only: bool = option(default=False, help="Write the stages that this machine can't run as a shell script.")
@@ -88,8 +88,9 @@ def release(
     trust_paths: bool,
     out: Output,
 ) -> int:
-    """Make a whole release from a recipe. Its model is reduced, exported, proved, measured and judged; finished stages
-    are kept.
+    """Make a whole release from a recipe.
+
+    Its model is reduced, exported, proved, measured and judged; finished stages are kept.
 
     A recipe may name a user's code as its model (module:PATH.py:FUNCTION) and commands that measure outputs; they run
     only with --trust-code. Its paths have to stay below its own directory unless you give --trust-paths.
@@ -131,7 +132,7 @@ def release(
 
 
 def _execute(job: "Job", run: RunChoice, out: Output) -> int:
-    """Do as much of a release as is asked for; the exit code."""
+    """Do as much of a release as is asked for; return the exit code."""
     from corp_deploy.release.pace import Pace
 
     if run.plan_only:
@@ -146,7 +147,7 @@ def _execute(job: "Job", run: RunChoice, out: Output) -> int:
         message = f"made {', '.join(outcome.finished)}" if outcome.finished else none
         out.result({"made": outcome.finished, "cached": outcome.cached}, message)
     else:
-        return make(job, out)
+        return make_release(job, out)
     return 0
 
 
@@ -178,7 +179,7 @@ def _rows(planned: "Sequence[StageStatus]", out: Output, note: str) -> None:
 
 
 def _say_of_weights(finished: Sequence[str], output: Path, out: Output) -> None:
-    """Which weights the dense model was just given and what was left out or changed, as every other command says."""
+    """Print the notes on the weights of the dense model, if its stage has just run."""
     from corp_deploy.store.model_config import load_model_config
 
     if "dense" in finished:
@@ -195,8 +196,8 @@ SIGNATURES = {
 }
 
 
-def make(job: "Job", out: Output, *closing: str) -> int:
-    """Carry a recipe out and say what came of it; the exit code."""
+def make_release(job: "Job", out: Output, *closing: str) -> int:
+    """Make a release and print its result; return the exit code."""
     from corp_deploy.release.names import GATE, PARITY, own_records
     from corp_deploy.release.pace import Pace, limited_seconds
     from corp_deploy.release.proven import proof_of_directory
@@ -238,8 +239,9 @@ def make(job: "Job", out: Output, *closing: str) -> int:
 @command()
 @click.argument("directory", type=DIRECTORY)
 def check_command(directory: Path, verifying: VerifyingChoice, out: Output) -> int:
-    """Verify a release by its digests and sample inputs. Those are replayed in ONNX Runtime; exit code 1 naming what
-    differs.
+    """Verify a release by its digests and sample inputs.
+
+    The sample inputs are replayed in ONNX Runtime. Exit code 1 if anything differs.
 
     With --verify its signature comes first, before any file of it is parsed: by a public key, by an identity in a
     certificate that chains to --root, or by one from Sigstore (--issuer; this needs the network). Older releases have
@@ -247,7 +249,7 @@ def check_command(directory: Path, verifying: VerifyingChoice, out: Output) -> i
 
     Example: corp-deploy check release --verify key.pub.pem --expect-name vit --expect-version 1.2.0
     """
-    from corp_deploy.release.check import check_release as check_release
+    from corp_deploy.release.check import check_release
 
     expected = verifying.expected()
     checked = check_release(directory, expected)

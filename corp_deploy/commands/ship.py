@@ -1,4 +1,4 @@
-"""corp-deploy ship."""
+"""The command ship."""
 
 from pathlib import Path
 from typing import Annotated
@@ -16,7 +16,7 @@ from ground.errors import BadInput
 
 from .command import ModelChoice, command, some
 from .options import DIRECTORY, trust_engine_option
-from .release import make
+from .release import make_release
 
 
 @command(first="weights images held-out macs params within target precision batch output")
@@ -33,15 +33,16 @@ def ship(
     output: Path,
     out: Output,
 ) -> int:
-    """Make a release of a model and a folder of images. MODEL is calibrated, reduced, exported, proved, timed beside
-    what it was, judged, and packed for a server.
+    """Make a release of a model and a folder of images.
 
-    MODEL is named as --model of the other commands. Without a budget 70 % of the MACs are kept. Images held out of all
-    before prove the result; which, is drawn by --seed. With --within they choose the smallest model, and those of
+    MODEL is calibrated, reduced, exported, proved, timed beside the dense model, judged, and packed for a server.
+
+    MODEL is named as --model of the other commands. Without a budget 70 % of the MACs are kept. Images that nothing was
+    fitted to, drawn by --seed, prove the result. With --within they choose the smallest model, and the images of
     --held-out prove it.
 
-    OUTPUT/recipe.toml says all that was done. Change it, and release does again what the change touches; the same
-    command once more goes on where an interrupted one was.
+    OUTPUT/recipe.toml holds all that was done. If you change it, release does again what the change touches. The same
+    command continues after an interruption.
 
     Exit codes are the gate's (0 pass, 1 fail, 3 inconclusive, 5 not comparable), and 4 when stages wait for a machine
     with the target.
@@ -59,9 +60,10 @@ def ship(
     with locked_release(output):
         recipe = recipe_to_ship(request, output)
         closing = f"to change anything, edit {path}; this does again only what changed: {again(recipe, output)}"
+        job = Job(recipe=recipe, path=path, root=output, baseline=Baseline(), warn=out.warn)
         try:
-            return make(Job(recipe=recipe, path=path, root=output, baseline=Baseline(), warn=out.warn), out, closing)
+            return make_release(job, out, closing)
         except BadInput as error:
-            # What is refused before any work is so of options: the recipe was not written.
+            # A refusal before any work is about options, as the recipe is not written yet.
             words = str(error) if path.exists() else str(error).replace(f"{path.resolve()}: ", "")
             raise BadInput(words) from error

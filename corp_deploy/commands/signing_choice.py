@@ -1,4 +1,4 @@
-"""Who signs a release, and whose signature one has to have, on the command line."""
+"""Options of the signer of a release, and of the signature that a release has to have."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ SIGSTORE = "sigstore"
 
 @dataclass(frozen=True, kw_only=True)
 class SigningChoice(Record, heading="Signature"):
-    """Raises BadInput for a certificate or password without the key that it goes with."""
+    """The signer of a release. Raises BadInput for a certificate or password without its key."""
 
     sign: str | None = option(text_of(f"KEY.pem|{SIGSTORE}"), help="Sign with this private key (EC, PEM).")
     sign_certificate: Path | None = option(FILE, help="The key's certificate, by which others know it.")
@@ -36,7 +36,7 @@ class SigningChoice(Record, heading="Signature"):
             raise BadInput("--sign-chain leads on from a certificate: give --sign-certificate too")
 
     def signer(self) -> "Signer | None":
-        """Raises BadInput for a password that can't be read."""
+        """Return the signer, None without --sign; raise BadInput for a password that can't be read."""
         from corp_deploy.release.signer import KeySigner, SigstoreSigner, password_from_file
 
         if self.sign is None:
@@ -53,7 +53,7 @@ class SigningChoice(Record, heading="Signature"):
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyingChoice(Record):
-    """Raises BadInput for what is expected of a signature where none is."""
+    """The signature that a release has to have. Raises BadInput for expectations without --verify."""
 
     verify: str | None = option(
         text_of("KEY.pub.pem|IDENTITY"),
@@ -74,7 +74,7 @@ class VerifyingChoice(Record):
             raise BadInput("--root, --issuer, --expect-name and --expect-version go with --verify")
 
     def expected(self) -> "ExpectedRelease | None":
-        """Raises BadInput for nobody who could be meant."""
+        """Return the expected release, None without --verify; raise BadInput for a verifier that can't be used."""
         from corp_deploy.release.check import ExpectedRelease
         from corp_deploy.release.verifier import verifier_from_options
 

@@ -1,4 +1,4 @@
-"""corp-deploy sweep."""
+"""The command sweep."""
 
 import os
 import subprocess
@@ -60,8 +60,10 @@ def sweep_command(
     trials: TrialsChoice,
     out: Output,
 ) -> None:
-    """Try many reductions of a model from the same moments. Sparsities, presets and knobs, by error, agreement and,
-    with --bench, latency.
+    """Try many reductions of a model from the same moments.
+
+    They differ in sparsities, presets and other options, and are compared by error, agreement and, with --bench,
+    latency.
 
     Finished trials are kept in OUTPUT/trials, and the same command continues after them. On several machines: torchrun
     --max-restarts 3 ... -m corp_deploy sweep ...; each process reduces a trial at a time, and each machine's first
@@ -75,7 +77,7 @@ def sweep_command(
 
 
 def _alone_in(folder: Path) -> ExitStack:
-    """Lock the folder for this sweep; of torchrun's processes the first one does so for all."""
+    """Lock the folder for this sweep; of torchrun's processes only the first one does."""
     stack = ExitStack()
     if os.environ.get("RANK", "0") == "0":
         stack.enter_context(locked(folder, folder / ".lock", what="sweep"))
@@ -93,7 +95,7 @@ def _swept(
     alone: ExitStack,
     out: Output,
 ) -> None:
-    """Try the reductions, and write what was found. `alone` holds the lock of the folder."""
+    """Try the reductions, and write the results; `alone` holds the lock of the folder."""
     from calib.store import load_moments
     from corp_deploy.planning.judging import scored_inputs
     from corp_deploy.planning.sweep import SweepContext, SweepRun
@@ -123,7 +125,7 @@ def _swept(
             calibration=None if calibration.path is None else calibration.open(checkpoint, out.note),
         )
         if trials.jobs > 1 and ranks.size == 1:
-            alone.close()  # those processes work there, and one of them takes the lock
+            alone.close()  # one of the processes takes the lock
             with out.progress(f"{len(requests)} trials by {trials.jobs} processes", None):
                 without = (*ALONE, *(() if speed.engine else ("batch",)))
                 run_jobs(words_again(without=without, keep_models=True), trials.jobs)
@@ -154,7 +156,7 @@ def _tell(
     output: Path,
     out: Output,
 ) -> None:
-    """Everything that was found, in files and words. Raises BadInput after that where no trial agrees so much."""
+    """Write and print all results; then raise BadInput if no trial reaches the agreement `least`."""
     from corp_deploy.planning.sweep_points import record_of_sweep, require_agreeing, sentence_of_sweep
     from corp_deploy.planning.sweep_points import smallest_that_agrees as smallest
     from corp_deploy.proof.report_input import SIZE_FILE
@@ -196,7 +198,7 @@ def _tell(
 def _size(
     swept: "SweepContext", requests: "list[SweepRequest]", held_out: Path | None, bar: "Bar"
 ) -> "CalibrationSize | None":
-    """How many images are enough, by the sweep's narrowest model: the one that asks most of a fit."""
+    """Return how many images are enough for the sweep's narrowest model, which needs the most."""
     from calib.store import load_moments
     from corp_deploy.planning.calibration_size import calibration_size
 
@@ -219,8 +221,9 @@ def _size(
 def _answers(
     sweep: SweepChoice, points: "list[SweepPoint]", least: float, inputs: RequiredInputs, source: "InputSet"
 ) -> list[str]:
-    """The smallest and the fastest models that agree so much, and what makes them; chosen by the point, which is said
-    where verify would leave it open.
+    """Return sentences on the smallest and the fastest models that reach an agreement, with the options that make them.
+
+    The models are chosen by the point estimate; the sentences say if verify would leave the agreement open.
     """
     from corp_deploy.planning.sweep_points import fastest_that_agrees, smallest_that_agrees
 
@@ -241,7 +244,7 @@ def _answers(
 
 
 def _open(point: "SweepPoint", least: float, source: "InputSet") -> str:
-    """What a proof on these inputs would leave open; empty where it would not."""
+    """Return why a proof on these inputs would be inconclusive, "" if it would not be."""
     from perf.stats.decision import share_against
     from perf.stats.stats import DEFAULT_CONFIDENCE
 
@@ -255,12 +258,13 @@ def _open(point: "SweepPoint", least: float, source: "InputSet") -> str:
 RESTARTS = 3
 LONGEST_END_S = 40.0
 ALONE = ("jobs", "bench", "precision", "threads", "device", "time_limit", "half_width", "min_agreement")
-"""Options of the process that starts the others, and of timing, which it does itself when they are done."""
+"""The options that only the starting process has: `jobs`, and those of timing, which it does at the end."""
 
 
 def run_jobs(words: Sequence[str], jobs: int) -> None:
-    """Runs the command by so many processes of this machine, torchrun's, a trial at a time each, started again where
-    one dies. Raises Missing when they did not come to an end.
+    """Run the command in `jobs` processes of torchrun on this machine, one trial each at a time.
+
+    A process that dies is started again. Raises Missing if the processes fail nevertheless.
     """
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(jobs))
     threads = str(max(usable_cpus() // jobs, 1))
@@ -271,7 +275,7 @@ def run_jobs(words: Sequence[str], jobs: int) -> None:
     )
     try:
         code = started.wait()
-    finally:  # they end with this process; torchrun ends its own where it is asked to, not where it is killed
+    finally:  # torchrun ends its processes when it is terminated, but not when it is killed
         if started.poll() is None:
             started.terminate()
             try:

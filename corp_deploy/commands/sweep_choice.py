@@ -1,4 +1,4 @@
-"""Options of `sweep`: which models it tries, and how."""
+"""The options of `sweep`: which models it tries, and how."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +28,7 @@ Knobs = Mapping[str, str]
 KNOBS = ("select", "repair", "qk")
 NO_KNOBS: Knobs = MappingProxyType({})
 KINDS = {"mlp": "channels", "attn": "heads", "conv": "convolutions"}
-"""Of sites, by the part that they are told apart by."""
+"""The kinds of sites by the words of --parts."""
 
 
 def _choice(preset: str, knobs: Knobs) -> MethodChoice:
@@ -47,9 +47,10 @@ def _several(words: Sequence[str], default: tuple[str, ...] = (), *, help: str) 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepChoice(GeometryOptions, heading="Trials"):
-    """Which models are tried: every preset, with every ranking, repair and treatment of queries and keys, at every
-    share removed from `parts`, of which the model has those `there`; and preset best at every budget. Raises BadInput
-    for a preset that is fitted to inputs without any.
+    """The models that are tried: every preset with every knob at every sparsity, and preset best at every budget.
+
+    Knobs are rankings, repairs, and treatments of queries and keys. Sparsities apply to `parts`; `there` are those that
+    the model has. Raises BadInput for a preset that is fitted to inputs if there are none.
     """
 
     calibration_images: Path | None = option(
@@ -90,12 +91,12 @@ class SweepChoice(GeometryOptions, heading="Trials"):
 
     @property
     def calibration(self) -> InputOptions:
-        """What presets that merge channels are fitted to, and budgets shared out by."""
+        """The inputs that presets with merged channels are fitted to, and that budgets are allocated by."""
         return InputOptions(images=self.calibration_images, text=self.calibration_text)
 
     @property
     def knobs(self) -> Sequence[Knobs]:
-        """What is tried otherwise than presets say, each with each; one of nothing where nothing is."""
+        """All combinations of the knobs that are tried in place of the presets' own; one empty one without any."""
         every = {name: hows for name in KNOBS if (hows := self.values[name])}
         return [dict(zip(every, hows, strict=True)) for hows in product(*every.values())]
 
@@ -104,16 +105,16 @@ class SweepChoice(GeometryOptions, heading="Trials"):
         return [(preset, knobs) for preset in self.preset for knobs in self.knobs]
 
     def _touches(self, part: str, preset: str, knobs: Knobs) -> bool:
-        """Whether shares are removed from such parts, which a preset may leave alone."""
+        """Return True if the sweep narrows such parts and the preset doesn't leave them alone."""
         return self._tries(part) and _takes(preset, knobs, part)
 
     def _tries(self, part: str) -> bool:
-        """Whether shares are removed from such parts, as far as the model has them."""
+        """Return True if the sweep narrows such parts and the model has them."""
         return self.parts in ("joint", part) and part in self.there
 
     def refuse_ignored(self, options: Mapping[str, Any]) -> None:
         """Raise BadInput for one of these options that no preset of the sweep honours."""
-        names = ("parts", "heads", "qk", *(() if self.macs else FITTED))  # budgets are shared out by what is fitted to
+        names = ("parts", "heads", "qk", *(() if self.macs else FITTED))  # a budget is allocated by the fitted inputs
         about = {name: value for name, value in options.items() if name in names}
         ways = [_choice(*each).of_preset for each in self._ways]
         axis = replace(PRESET, variants={name: way for each, _ in ways for name, way in each.variants.items()})
@@ -140,7 +141,7 @@ class SweepChoice(GeometryOptions, heading="Trials"):
         return SweepRequest(preset=preset, method=choice.method, budget=budget, knobs=dict(knobs), moments=moments)
 
     def of_model(self, model: "nn.Module") -> "SweepChoice":
-        """With the parts that the model has. Raises BadInput for what is asked of others."""
+        """Return the options with the parts that the model has; raise BadInput for options on other parts."""
         from corp_deploy.families.family import kinds_of, refuse_idle_options
 
         for part, kind in KINDS.items():
@@ -150,14 +151,14 @@ class SweepChoice(GeometryOptions, heading="Trials"):
         return replace(self, there=there)
 
     def refuse_far(self, model: "nn.Module") -> None:
-        """Raise BadInput for a budget that goes too far into what can be cut."""
+        """Raise BadInput for a budget that cuts too much of the sites that it may cut."""
         from corp_deploy.planning.first_plan import refuse_far
 
         for share in self.macs:
             refuse_far(model, self._request("best", NO_KNOBS, None).method, "macs", share, self.most_cut)
 
     def requests(self, moments: int = 1) -> "list[SweepRequest]":
-        """In the order in which they are tried and shown, of each of so many moments."""
+        """Return all trials for each of `moments` moments files, in the order in which they are tried and shown."""
         return [
             request
             for place in range(moments)
@@ -168,7 +169,7 @@ class SweepChoice(GeometryOptions, heading="Trials"):
         ]
 
     def words_of(self, point: "SweepPoint", inputs: InputOptions, options: dict[str, Any]) -> str:
-        """What to add to reduce for the model of this point; `options` are those that were typed."""
+        """Return the options of `reduce` that make the model of a point; `options` are those that the user gave."""
         touches = point.budget is not None or self._touches("attn", point.preset, point.knobs)
         chosen: dict[str, Any] = {"preset": point.preset, **point.knobs}
         if point.budget is not None:
@@ -186,8 +187,10 @@ class SweepChoice(GeometryOptions, heading="Trials"):
         return " ".join([*words_of(chosen), *self._words_of_inputs(point, inputs)])
 
     def _words_of_inputs(self, point: "SweepPoint", inputs: InputOptions) -> Sequence[str]:
-        """A budget tries sites on the calibration inputs, on those that the sweep was scored on where none were given;
-        merged channels are fitted to the former.
+        """Return the options of the inputs that a point's reduction looks at.
+
+        A budget looks at the calibration inputs or, without any, at those that score the sweep; merged channels are
+        fitted to the calibration inputs.
         """
         if self.calibration.path is not None:
             return [self.calibration.describe] * (point.budget is not None or PRESETS[point.preset].merges)
@@ -199,7 +202,7 @@ class SweepChoice(GeometryOptions, heading="Trials"):
 
 @dataclass(frozen=True, kw_only=True)
 class TrialsChoice(Record, heading="Trials"):
-    """How trials are carried out and judged, beside what times them."""
+    """The options of how trials are carried out and judged."""
 
     held_out: Path | None = option(
         FILE,

@@ -1,4 +1,4 @@
-"""corp-deploy verify, bench and bench compare."""
+"""The commands verify, bench and bench compare."""
 
 import sys
 from pathlib import Path
@@ -34,9 +34,10 @@ def verify_command(
 ) -> int:
     """Prove on real inputs how far CANDIDATES are from REFERENCE. Name REFERENCE as you name --model of other commands.
 
-    Link by link; exit code 1 when one fails. --min-agreement and --max-error apply to every output of the model,
-    --output-limit to one of them. The verdict is PASS only if limits judged every output from REFERENCE to the last
-    candidate; otherwise it is UNJUDGED (exit code 3). --exclude-output names an output that need not be judged.
+    The proof goes link by link; exit code 1 when one fails. --min-agreement and --max-error apply to every output of
+    the model, --output-limit to one of them. The verdict is PASS only if limits judged every output from REFERENCE to
+    the last candidate; otherwise it is UNJUDGED (exit code 3). --exclude-output names an output that need not be
+    judged.
 
     An agreement is a share of inputs and has an interval: the link passes if no part of it lies below the limit, and
     fails if all of it does; in between it is INCONCLUSIVE (exit 3), and the message says how many inputs would decide.
@@ -78,7 +79,7 @@ def verify_command(
 
 
 def _is_decoder_graph(path: Path) -> bool:
-    """Return whether export-decoder has written this directory."""
+    """Return True for a directory that export-decoder has written."""
     if not path.is_dir():
         return False
     from corp_deploy.families.decoder_builder import SETTINGS
@@ -94,7 +95,7 @@ def _verify_models(
     limits: "ParityLimits",
     out: Output,
 ) -> int:
-    """Prove the chain from a model to the last candidate; the exit code."""
+    """Prove the chain from a model to the last candidate; return the exit code."""
     from corp_deploy.proof.candidates import require_batches, with_preprocessing
     from corp_deploy.proof.custom_metrics import require_runnable
     from corp_deploy.proof.prove import candidates_from_paths, prove
@@ -190,7 +191,7 @@ def bench_command(
 
 
 def _are_of_decoders(*paths: Path) -> bool:
-    """Return whether one of the paths is a directory of a decoder."""
+    """Return True if one of the paths is a directory of a decoder."""
     directories = [path for path in paths if path.is_dir()]
     if not directories:
         return False

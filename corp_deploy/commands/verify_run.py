@@ -1,4 +1,4 @@
-"""What `verify` runs and on what, and engines of one graph held against each other, in one environment or in two."""
+"""The options of `verify`, and the comparison of engines of one graph, in one environment or in two."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyRun(ProofFiles, MetricOptions, ProofOptions, DecoderProof, heading="Proof"):
-    """What else is compared and kept. Of engines alone `write_golden` and `other_graph`; of models `polygraphy`."""
+    """The options of a proof; `write_golden` and `other_graph` are for engines, `polygraphy` is for models."""
 
     write_golden: Path | None = option(
         DIRECTORY,
@@ -51,7 +51,7 @@ class VerifyRun(ProofFiles, MetricOptions, ProofOptions, DecoderProof, heading="
 
     @property
     def metrics(self) -> "tuple[MetricRequest, ...]":
-        """Raises BadInput for what is none."""
+        """The measures of the user's own. Raises BadInput for a text that is none."""
         if not self.metric:
             return ()
         from corp_deploy.proof.custom_metrics import metrics_from_texts
@@ -59,7 +59,7 @@ class VerifyRun(ProofFiles, MetricOptions, ProofOptions, DecoderProof, heading="
         return metrics_from_texts(self.metric)
 
     def record_of(self, candidates: Sequence[Path]) -> Path:
-        """Where it goes. Raises UsageError without it or without candidates."""
+        """Return the path of the record; raise UsageError without one, and without candidates."""
         if not candidates:
             raise click.UsageError("Missing argument 'CANDIDATES...': what to hold against REFERENCE")
         if self.output is None:
@@ -74,7 +74,7 @@ class VerifyRun(ProofFiles, MetricOptions, ProofOptions, DecoderProof, heading="
         limits: "ParityLimits",
         out: Output,
     ) -> int:
-        """Engines of one graph, or keep what the reference answers; the exit code."""
+        """Compare engines of one graph, or with --write-golden keep the reference's answers; return the exit code."""
         from corp_deploy.proof.artefact import artefact_from_path
         from corp_deploy.proof.compare_engines import (
             commands_for_two_environments,
@@ -129,7 +129,7 @@ class VerifyRun(ProofFiles, MetricOptions, ProofOptions, DecoderProof, heading="
         return show_proof(proof.parity, out)
 
     def _sizes(self, artefacts: "Sequence[Artefact]") -> Sequence[int]:
-        """The batch sizes asked for. Raises UsageError where one that was typed is none that an engine takes."""
+        """Return the batch sizes; raise UsageError for a typed one that an engine doesn't take."""
         for each in artefacts:
             if "batch" in explicit_options() and each.batches is not None:
                 least, most = each.batches
@@ -191,7 +191,7 @@ NO_INPUTS = "give --images, --text or --arrays, or --random when random inputs a
 
 @dataclass(frozen=True, kw_only=True)
 class ProofInputChoice(InputOptions):
-    """Real images or texts or, where they are really meant, so many random inputs; the seed is of either's draw."""
+    """Real images, texts or arrays, or random inputs; the seed draws either."""
 
     random: int | None = option(BATCH, help="Random inputs instead; the record says so.")
 
@@ -215,12 +215,12 @@ class ProofInputChoice(InputOptions):
         return super().describe if self.random is None else f"--random {self.random} --seed {self.seed}"
 
     def require(self) -> None:
-        """Raises BadInput without any."""
+        """Raise BadInput without inputs."""
         if self.way == "none":
             raise BadInput(NO_INPUTS)
 
     def open_for_engine(self, artefact: "Artefact") -> "ProofInputs":
-        """As an engine takes them, without its model. Raises BadInput for texts and for what can't be prepared."""
+        """Return the inputs as an engine takes them; raise BadInput for texts, and for images of an unknown form."""
         from corp_deploy.proof.port_images import images_of_port
         from corp_deploy.proof.proof_inputs import noise_inputs
 
@@ -239,7 +239,7 @@ class ProofInputChoice(InputOptions):
         return images_of_port(port, artefact.preprocessing, self.images, where=where, **self.drawn)
 
     def of_model(self, dense: "Checkpoint", note: Callable[[str], None], *, pixels: bool = False) -> "ProofInputs":
-        """`pixels`: random ones are made of pixels."""
+        """Return the inputs as a model takes them; with `pixels` random ones are uint8 pixels."""
         from corp_deploy.proof.model_inputs import inputs_from_set, random_inputs
 
         if self.random is not None:
