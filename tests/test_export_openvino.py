@@ -48,7 +48,7 @@ def test_bf16_is_asked_for_by_its_key(tmp_path: Path) -> None:
     assert parameters(config_of(repository / "vit_cpu"))["HINT_BF16"] == "YES"
     assert warnings == ()
     assert lint_repository(repository) == ()
-    rejects("BF16 on the CPU is for the CPU backend openvino, got python", Serving, cpu_bf16=True)
+    rejects("BF16 on the CPU needs the CPU backend openvino, got python", Serving, cpu_bf16=True)
 
 
 def test_a_fixed_batch_is_served_as_it_is(tmp_path: Path) -> None:
@@ -61,11 +61,11 @@ def test_a_fixed_batch_is_served_as_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "severity", "said"),
     [
-        ("NUM_STREAMS", "INFERENCE_PRECISION_HINT", "warning", "none that the OpenVINO backend reads: it is ignored"),
+        ("NUM_STREAMS", "INFERENCE_PRECISION_HINT", "warning", "is ignored by the OpenVINO backend"),
         ('"2"', '"few"', "error", "parameter NUM_STREAMS is 'few'"),
         ("LATENCY", "FAST", "error", "parameter PERFORMANCE_HINT is 'FAST'"),
         ("KIND_CPU", "KIND_GPU", "error", "the OpenVINO backend runs on the CPU, got KIND_GPU"),
-        ("KIND_CPU", "KIND_AUTO", "warning", "a server with a GPU would start it there"),
+        ("KIND_CPU", "KIND_AUTO", "warning", "a server with a GPU starts the model there"),
         ('default_model_filename: "model.onnx"\n', "", "error", "model.xml is missing"),
         ("[-1, 3, 4, 4]", "[-1, 3, 4, 5]", "error", "has dims [-1, 3, 4, 4]"),
     ],
@@ -82,7 +82,7 @@ def test_lint_knows_what_the_backend_refuses_or_ignores(
     ("padding", "severity", "said"),
     [
         ("", "error", "requests of fewer than 8 fail"),
-        ("yes", "warning", "every request is computed as one of 8"),
+        ("yes", "warning", "every request is padded to a batch of 8"),
         ("NO", "error", "requests of fewer than 8 fail"),
     ],
 )

@@ -321,7 +321,7 @@ def test_compatibility_is_set_and_priced_against_a_plan_without(graph: Path, tmp
 def test_what_a_builder_would_leave_out_is_refused(graph: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     world = Tensorrt()
     monkeypatch.setattr(engine_build, "_gpu", lambda: ("An Old Card", "75"))
-    old = r"ampere-plus: built on Ampere \(SM80\) and newer alone, this GPU is a An Old Card"
+    old = r"ampere-plus: needs a GPU of Ampere \(SM80\) or newer to build, this one is a An Old Card"
     rejects(old, build, graph, world, compatibility="ampere-plus")
     Old = enum.IntEnum("Old", ["NONE", "AMPERE_PLUS"], start=0)
     monkeypatch.setattr(Tensorrt, "HardwareCompatibilityLevel", Old)
@@ -363,7 +363,7 @@ def write_sparse(graph: Path, path: Path, sites: tuple[str, ...]) -> Path:
 def test_sparse_is_set_where_some_weights_are_two_of_four(
     graph: Path, tmp_path: Path, sites: tuple[str, ...], share: float
 ) -> None:
-    rejects("and none of its 5 does; leave --sparse out", build, graph, Tensorrt(), sparse=True)
+    rejects("and none of its 5 matrices has them; leave --sparse out", build, graph, Tensorrt(), sparse=True)
     world = Tensorrt()
     record = build(write_sparse(graph, tmp_path / "sparse.onnx", sites), world, sparse=True).record
     assert (record.options["sparse"], record.options["sparse_share"]) == (True, share)

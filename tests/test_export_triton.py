@@ -102,7 +102,7 @@ def test_a_fixed_batch_is_served_without_batching_and_said(tmp_path: Path) -> No
     package = full(tmp_path, plans=(plan,), onnx=graph, cpu_onnx=graph, serving=Serving(preferred_batches=(4,)))
     written = write_repository(package, tmp_path / "repo")
     assert [text.split(", so")[0] for text in written.warnings] == [
-        f"{name}: it takes batches of 2 only" for name in ("vit", "vit_onnx", "vit_cpu")
+        f"{name}: takes batches of 2 only" for name in ("vit", "vit_onnx", "vit_cpu")
     ]
     for name in written.models:
         config = config_of(tmp_path / "repo" / name)

@@ -49,7 +49,7 @@ def test_what_a_killed_process_replaced_half_is_told(repository: Path) -> None:
     (told,) = lint_repository(repository)
     assert (told.severity, told.path) == ("error", repository)
     assert "killed" in told.what
-    assert "put back" in told.remedy
+    assert "restores" in told.remedy
 
 
 WARM = 'model_warmup {\n  name: "batch_16"\n  batch_size: 16'

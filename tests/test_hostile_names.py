@@ -271,6 +271,6 @@ def test_a_hostile_file_name_goes_through_the_commands(tmp_path: Path) -> None:
 def test_a_class_name_with_control_characters_is_not_packaged(tmp_path: Path) -> None:
     graph = write_onnx(tmp_path / "m.onnx")
     labels = ("cat", "dog", "=1+1", "ç名", NAME)
-    rejects("has characters that are no letters", Package, name="vit", onnx=graph, labels=labels)
+    rejects("has unprintable characters", Package, name="vit", onnx=graph, labels=labels)
     write_repository(Package(name="vit", onnx=graph, labels=(*labels[:4], "<b>")), tmp_path / "repo")
     assert lint_repository(tmp_path / "repo") == ()

@@ -42,11 +42,11 @@ FILES = {
     "vit_onnx/1/libtriton_onnxruntime.so.1": "a library",
     "vit/1/batchstrategy.so": "a library",
     "vit/1/PLUGIN.DLL": "a library",
-    "vit_onnx/1/model.py": "code that is not of this tool",
-    "vit_cpu/1/numpy.py": "code that is not of this tool",
-    "vit_cpu/1/numpy/__init__.py": "code that is not of this tool",
-    "vit_cpu/1/onnxruntime.pyc": "code that is not of this tool",
-    "vit_cpu/1/model.pth": "code that is not of this tool",
+    "vit_onnx/1/model.py": "code that this tool didn't write",
+    "vit_cpu/1/numpy.py": "code that this tool didn't write",
+    "vit_cpu/1/numpy/__init__.py": "code that this tool didn't write",
+    "vit_cpu/1/onnxruntime.pyc": "code that this tool didn't write",
+    "vit_cpu/1/model.pth": "code that this tool didn't write",
 }
 
 
@@ -122,7 +122,7 @@ def test_what_a_config_leads_to(repository: Path, text: str) -> None:
     [
         ('"1/labels.txt"', '"../../labels.txt"', "label_filename '../../labels.txt' leads out"),
         ('"1/labels.txt"', '"/etc/passwd"', "label_filename '/etc/passwd' leads out"),
-        ('backend: "onnxruntime"', 'backend: "evil"', "a backend of somebody else's, 'evil'"),
+        ('backend: "onnxruntime"', 'backend: "evil"', "a backend that this tool doesn't know, 'evil'"),
     ],
 )
 def test_what_a_config_was_changed_to(repository: Path, old: str, new: str, told: str) -> None:

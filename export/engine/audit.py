@@ -1,4 +1,4 @@
-"""Whether a reduced graph keeps the fused attention of its dense one, block by block and target by target."""
+"""The audit of fusion: a comparison of fused attention in a dense and a reduced engine, by block and target."""
 
 import json
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ FIGURES = (
     "kernels", "kernel_kinds", "attention_sites", "fused_attention_sites", "fused_attention", "half_kernel_share",
     "kernel_types", "plan_bytes", "build_seconds", "device_memory_bytes",
 )  # fmt: skip
-"""What the JSON holds of an engine's record."""
+"""Fields of an engine's record that the JSON holds."""
 _BATCH = BatchProfile(smallest=1, tuned=8, largest=64)
 
 
@@ -35,7 +35,7 @@ class Audit:
 
     @property
     def lost(self) -> tuple[str, ...]:
-        """Return the sites that are fused in the dense engine and present, but not fused, in the reduced one."""
+        """Sites that are fused in the dense engine and present, but not fused, in the reduced one."""
         unfused = set(self.reduced.attention_sites) - set(self.reduced.fused_attention_sites or ())
         return tuple(site for site in self.dense.fused_attention_sites or () if site in unfused)
 
@@ -64,7 +64,7 @@ def audit_fusion(
     batch: BatchProfile = _BATCH,
     command: str = "",
 ) -> list[Audit]:
-    """Build both graphs for each target and compare them; full TensorRT builds for the GPU at hand and takes no `sms`.
+    """Build both graphs for each target and compare them; full TensorRT builds for this machine's GPU, without `sms`.
 
     Raises what build_engine raises, and Missing when the library lists no kernels.
     """

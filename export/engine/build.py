@@ -1,6 +1,6 @@
-"""Engines from ONNX by TensorRT (10.16.1 and newer, 11), TensorRT-RTX and ONNX Runtime.
+"""Builds of engines from ONNX by TensorRT (10.16.1 and newer, 11), TensorRT-RTX and ONNX Runtime.
 
-Precision is in the graph's types: networks are strongly typed and no precision flag exists.
+The graph's types decide the precision: networks are strongly typed, and no precision flag exists.
 """
 
 import importlib.metadata
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 def interruptible(work: Callable[[], T], stop: Callable[[], None]) -> T:
-    """Run `work` in a thread of its own, so that signals never break into callbacks; Ctrl-C calls `stop`."""
+    """Run `work` in its own thread, so that signals don't interrupt callbacks; Ctrl-C calls `stop`."""
     with ThreadPoolExecutor(max_workers=1) as pool:
         future = pool.submit(work)
         while True:
@@ -46,12 +46,12 @@ def interruptible(work: Callable[[], T], stop: Callable[[], None]) -> T:
                 stop()
 
 
-FIRST_BF16_SM = FIRST_AMPERE_SM = 80
+FIRST_AMPERE_SM = 80
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """A serialised plan with its record."""
+    """A serialised plan and its record."""
 
     plan: bytes
     record: EngineRecord
@@ -66,8 +66,8 @@ def build_engine(
     """Build one plan; `library` defaults to the backend's own bindings.
 
     `progress` is called as (phase, steps done, steps in all) from the thread that builds. Raises BadInput for a graph
-    or option that won't do, with every error and its site, and Missing without bindings or GPU. Ctrl-C stops the
-    builder.
+    or option that the builder refuses, with all errors and their sites, and Missing without bindings or GPU. Ctrl-C
+    stops the builder.
     """
     proto = require_onnx(onnx_path, precision=choices.precision, backend=choices.backend)
     _refuse_old_targets(proto, choices.sms, onnx_path)
@@ -114,7 +114,7 @@ def build_engine(
 def engine_from_plan(
     onnx_path: Path, proto: ModelProto, plan: bytes, fusion: Mapping[str, Any], *, weights: ModelProto, **own: Any
 ) -> Engine:
-    """Return a plan with its record; `own` fields replace those of the graph, the kernels and the `weights`."""
+    """Return a plan with its record; `own` fields replace those from the graph, the kernels and the `weights`."""
     content, shares = onnx_path.read_bytes(), weight_shares(weights)
     inputs, outputs = ports_of_graph(proto)
     facts: dict[str, Any] = {
@@ -134,7 +134,7 @@ def engine_from_plan(
 
 
 def write_engine(engine: Engine, plan_path: Path) -> None:
-    """Write the plan, then `<plan>.json`, and remember it as built here."""
+    """Write the plan, then `<plan>.json`, and register the plan as built on this machine."""
     with replacing(plan_path) as temporary:
         temporary.write_bytes(engine.plan)
     write_text(record_path(plan_path), engine.record.to_json())
@@ -144,8 +144,8 @@ def write_engine(engine: Engine, plan_path: Path) -> None:
 def _settled_profiles(
     proto: ModelProto, profiles: tuple[BatchProfile, ...], onnx_path: Path
 ) -> tuple[BatchProfile, ...]:
-    """Return the profiles of a dynamic graph, none for a static one."""
-    batch = graph_inputs(proto)[0].type.tensor_type.shape.dim[0]  # the check saw that all share it
+    """Return the profiles for a dynamic graph, none for a static one. Raises BadInput where they don't fit it."""
+    batch = graph_inputs(proto)[0].type.tensor_type.shape.dim[0]  # the check made sure that all inputs share it
     if batch.dim_param:
         if not profiles:
             raise BadInput(f"{onnx_path}: the batch is dynamic; name at least one profile, such as --batch 1:8:64")
@@ -160,10 +160,10 @@ def _settled_profiles(
 
 
 def _refuse_old_targets(proto: ModelProto, sms: tuple[str, ...], onnx_path: Path) -> None:
-    old = [sm for sm in sms if sm.isdigit() and int(sm) < FIRST_BF16_SM]
+    old = [sm for sm in sms if sm.isdigit() and int(sm) < FIRST_AMPERE_SM]
     if old and BFLOAT16.onnx in declared_types(proto.graph).values():
         raise BadInput(
-            f"{onnx_path}: holds bfloat16, which GPUs have from SM{FIRST_BF16_SM} on, and --sm asks for "
+            f"{onnx_path}: holds bfloat16, which GPUs have from SM{FIRST_AMPERE_SM} on, and --sm asks for "
             f"{', '.join(old)}; leave {'it' if len(old) == 1 else 'those'} out, or export with --precision fp16"
         )
 
@@ -172,8 +172,8 @@ def _refuse_old_gpu(choices: BuildOptions) -> None:
     gpu, target = _gpu() if choices.compatibility == "ampere-plus" else (None, None)
     if target is not None and int(target) < FIRST_AMPERE_SM:
         raise BadInput(
-            f"compatibility ampere-plus: built on Ampere (SM{FIRST_AMPERE_SM}) and newer alone, this GPU is a {gpu} "
-            f"(SM{target}); leave it out, or build on a newer GPU"
+            f"compatibility ampere-plus: needs a GPU of Ampere (SM{FIRST_AMPERE_SM}) or newer to build, this one is a "
+            f"{gpu} (SM{target}); leave it out, or build on a newer GPU"
         )
 
 
@@ -182,7 +182,7 @@ def _sparse_share(proto: ModelProto, onnx_path: Path) -> float:
     if not any(sparse.values()):
         raise BadInput(
             f"{onnx_path}: sparse kernels need matrices with two zeros in every four weights, and none of its "
-            f"{len(sparse)} does; leave --sparse out"
+            f"{len(sparse)} matrices has them; leave --sparse out"
         )
     return sum(sparse.values()) / len(sparse)
 
@@ -203,10 +203,10 @@ _INSTALL = {"cpu": "pip install onnxruntime", "cuda": "pip install onnxruntime-g
 def build_ort_artifact(
     onnx_path: Path, *, device: str = "cpu", precision: str | None = None, command: str = ""
 ) -> Engine:
-    """Optimise the graph for `device` cpu or cuda, at the level that is valid on every machine (extended).
+    """Optimise the graph for `device` cpu or cuda, at the highest level that is valid on every machine (extended).
 
-    The record counts graph nodes as kernels. Raises Missing without ONNX Runtime or its CUDA provider, BadInput for a
-    graph that won't do, such as a half graph on the CPU, whose kernels compute in float32.
+    The record counts graph nodes as kernels. Raises Missing without ONNX Runtime or its CUDA provider, and BadInput for
+    a graph that can't be built, such as a half graph for the CPU, whose kernels compute in float32.
     """
     from export.graph.to_onnx import onnx_bytes  # torch comes with it
 
@@ -217,8 +217,7 @@ def build_ort_artifact(
     if device == "cpu" and half_share(shares):
         raise BadInput(
             f"{onnx_path}: ONNX Runtime's CPU kernels compute in float32 and this graph is "
-            f"{precision_of_shares(shares)}; "
-            "build the fp32 graph, or for cuda"
+            f"{precision_of_shares(shares)}; build the fp32 graph, or for cuda"
         )
     started = time.perf_counter()
     optimised = _optimised(onnx_path, device, command)
@@ -263,7 +262,7 @@ def _optimised(onnx_path: Path, device: str, command: str) -> onnx.ModelProto:
         options.optimized_model_filepath = str(saved)
         options.log_severity_level = 3
         session = ort.InferenceSession(str(onnx_path), options, providers=[provider])
-        if session.get_providers()[0] != provider:  # the provider is installed, but finds no GPU or library
+        if session.get_providers()[0] != provider:  # it is installed, but finds no GPU or library
             reason = f"{provider} could not start here; the session fell back to {session.get_providers()[0]}"
             raise Missing(missing_message("onnxruntime", reason, command, "the NVIDIA driver, CUDA and cuDNN"))
         return read_onnx(saved)

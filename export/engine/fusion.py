@@ -1,4 +1,4 @@
-"""Which kernels an engine runs, and in which blocks attention stayed one fused kernel."""
+"""The kernels of an engine, and the blocks in which attention is one fused kernel."""
 
 import json
 import re
@@ -16,7 +16,7 @@ from ground.precision import BFLOAT16, FLOAT16, FLOAT32, HALVES
 
 _FUSED_NAME = re.compile(r"gem[mv]_mha|kgen_mha|fmha")
 _FUSED_KIND = ("Attention", "MultiHeadAttention", "kgen_mha")
-_NO_KERNEL = ("signal", "wait")  # stream bookkeeping, nothing is launched
+_NO_KERNEL = ("signal", "wait")  # layers that synchronise streams and launch nothing
 _LOG_LINE = re.compile(
     r"^Name: (?P<name>.*?), LayerType: (?P<kind>\w+), Inputs: \[(?P<inputs>.*?)\], Constants: \[.*?\], "
     r"Outputs: \[(?P<outputs>.*?)\], TacticName: (?P<tactic>.*?), StreamId: -?\d+(?:, Metadata: (?P<metadata>.*))?$",
@@ -33,7 +33,7 @@ _TYPE_WORDS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """One launch of an engine; `types` are those of its tensors, None without any."""
+    """One kernel of an engine; `types` are those of its tensors, None if it has none."""
 
     name: str
     kind: str
@@ -43,7 +43,7 @@ class Kernel:
 
     @property
     def is_fused_attention(self) -> bool:
-        """TensorRT names such kernels _gemm_mha_v2 or fmha, ONNX Runtime has operators of that kind."""
+        """True for fused attention, which TensorRT names _gemm_mha_v2 or fmha; ONNX Runtime has operators for it."""
         return self.kind in _FUSED_KIND or any(_FUSED_NAME.search(text) for text in (self.name, self.tactic))
 
 
@@ -56,13 +56,13 @@ UNLISTED: Mapping[str, Any] = MappingProxyType(
         "fused_attention_sites": None,
     }
 )
-"""What a record has where the library listed no kernels."""
+"""A record's fields on kernels where the library listed none."""
 
 
 def fusion_fields(kernels: Sequence[Kernel], attention_sites: tuple[str, ...], profiles: int = 1) -> dict[str, Any]:
-    """Return a record's fields on kernels and fused attention; empty ones where the library listed no kernels.
+    """Return a record's fields on kernels and fused attention; UNLISTED where the library listed no kernels.
 
-    A site is fused that has a fused kernel in every profile. Shares are of kernels with tensors.
+    A site counts as fused if it has a fused kernel in every profile. Shares are of the kernels that have tensors.
     """
     if not kernels:
         return dict(UNLISTED)
@@ -85,7 +85,7 @@ def fusion_fields(kernels: Sequence[Kernel], attention_sites: tuple[str, ...], p
 
 
 def attention_sites(proto: ModelProto) -> tuple[str, ...]:
-    """Return sites of Attention and softmax in graph order, but for softmaxes that token merging ranks tokens by."""
+    """Return the sites of Attention and softmax in graph order, except softmaxes by which merging ranks tokens."""
     readers = readers_by_value(proto.graph)
 
     def is_averaged(node: NodeProto) -> bool:
@@ -114,7 +114,7 @@ def kernels_from_inspector(text: str) -> tuple[Kernel, ...]:
     try:
         layers = json.loads(text)["Layers"]
     except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise BadInput(f"the engine inspector's answer is no JSON object with Layers ({error})") from error
+        raise BadInput(f"the engine inspector's text is no JSON object with Layers ({error})") from error
     if any(not isinstance(layer, dict) for layer in layers):
         raise BadInput("the engine lists layer names only; build it with detailed profiling verbosity")
     return tuple(

@@ -1,4 +1,4 @@
-"""A builder's log in memory, its progress, its errors, and its sparse layers."""
+"""The log of a build: its messages in memory, its progress, its errors, and its sparse layers."""
 
 import re
 from collections.abc import Callable, Collection
@@ -8,7 +8,7 @@ Progress = Callable[[str, int, int], None]  # phase, steps done, steps in all
 
 
 class Messages:
-    """Lines of one build as (severity, text): 0 internal error, 1 error, 2 warning, 3 info, 4 verbose."""
+    """The lines of one build as (severity, text): 0 internal error, 1 error, 2 warning, 3 info, 4 verbose."""
 
     def __init__(self) -> None:
         self.lines: list[tuple[int, str]] = []
@@ -39,7 +39,7 @@ def build_logger(trt: Any, messages: Messages) -> Any:
 
 
 def build_monitor(trt: Any, messages: Messages, progress: Progress | None) -> Any:
-    """Return an IProgressMonitor that passes steps on and cancels a stopped build."""
+    """Return an IProgressMonitor that reports steps to `progress` and cancels a stopped build."""
     totals: dict[str, int] = {}
 
     class ProgressMonitor(trt.IProgressMonitor):  # type: ignore[misc]  # the bindings come untyped
@@ -99,9 +99,9 @@ _LINES = tuple(
 
 
 def sparse_layers_from_log(text: str) -> dict[str, Any]:
-    """Return how many layers could run sparse and how many do, with names, by the last such lines of the log.
+    """Return a record's fields on sparse layers, from the last lines of the log about them.
 
-    TensorRT 8 logs names alone, later versions counts; None where nothing is logged.
+    TensorRT 8 logs only names, later versions counts; None where the log has no such line.
     """
     (eligible, _), (selected, names) = (_layers_of_line(line, text) for line in _LINES)
     return {"sparse_eligible": eligible, "sparse_layers": selected, "sparse_names": names}

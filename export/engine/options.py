@@ -1,4 +1,4 @@
-"""What a build may be asked for, and what each backend refuses with its reason."""
+"""The options of a build, and those that a backend refuses, with reasons."""
 
 import re
 from dataclasses import dataclass, replace
@@ -10,11 +10,11 @@ LARGEST_BATCH = 65_536
 _PROFILE = re.compile(r"[0-9]{1,9}(?::[0-9]{1,9}:[0-9]{1,9})?")
 RTX_TARGETS = ("75", "80", "86", "89", "120", "121", "portable")
 BACKENDS = ("tensorrt", "tensorrt-rtx")
-# What hardware a plan is meant for beyond the one it is built on or for, by backend.
+# Levels of compatibility with other hardware than the one that a plan is built for, by backend.
 COMPATIBILITIES = {"tensorrt": ("ampere-plus", "same-compute-capability"), "tensorrt-rtx": ("portable", "targets")}
-# What a portable plan of TensorRT-RTX runs on, and could have been built for alone.
+# Targets on which a portable plan of TensorRT-RTX runs, each of which could have its own plan.
 PORTABLE_TARGETS = ("80", "86", "89", "120")
-# What a backend can't honour, with its reason.
+# Options that a backend can't honour, with its reason.
 REFUSALS = {
     "tensorrt": {"sms": "TensorRT builds for the GPU it runs on"},
     "tensorrt-rtx": {
@@ -41,7 +41,7 @@ class BatchProfile:
 
     @staticmethod
     def from_text(text: str) -> "BatchProfile":
-        """'1:8:64', or '8' for one fixed size."""
+        """Parse '1:8:64', or '8' for one fixed size."""
         if not _PROFILE.fullmatch(text):
             raise BadInput(f"batch {text[:100]!r} is not MIN:OPT:MAX, such as 1:8:64, nor one number")
         parts = text.split(":")
@@ -51,12 +51,12 @@ class BatchProfile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildOptions:
-    """Everything that decides a plan beside the graph.
+    """The options that, together with the graph, determine a plan.
 
-    `precision` is what the caller calls the graph (None: its own label). `sms` names TensorRT-RTX targets; none means
-    portable, which runs on Ampere and newer. `compatibility` is one of COMPATIBILITIES, None the hardware at hand or
-    that of `sms`. `optimization_level` is 0 to 5. `command` is kept in the record and told
-    when this machine can't build.
+    `precision` is the precision that the graph should have (None: the one in its notes). `sms` names TensorRT-RTX
+    targets; none means portable, which runs on Ampere and newer. `compatibility` is one of COMPATIBILITIES, or None for
+    this machine's hardware or that of `sms`. `optimization_level` is 0 to 5. `command` is stored in the record and
+    shown when this machine can't build.
     """
 
     backend: str
@@ -102,7 +102,7 @@ class BuildOptions:
 
     @property
     def exact(self) -> "dict[str, BuildOptions]":
-        """Return the options for one GPU each that a compatible plan is compared with, by target."""
+        """Options by target of the plans for one GPU each with which a compatible plan is compared."""
         alone = replace(self, compatibility=None, version_compatible=False)
         if self.compatibility is None:
             return {}

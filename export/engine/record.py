@@ -1,6 +1,6 @@
-"""The record beside every engine: its graph and builder, its kernels, its GPU memory, and the price of compatibility.
+"""The record beside every engine: its graph, builder, kernels and GPU memory, and the price of compatibility.
 
-Buffers of inputs and outputs are the caller's and are not counted.
+Memory doesn't include the buffers of inputs and outputs, which the caller allocates.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ _ACTIVATIONS = re.compile(r"Total Activation Memory: (\d+) bytes")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineMemory:
-    """Bytes, None if unknown for this `reason`; `activations` by profile, for its largest batch."""
+    """Memory in bytes, None if unknown for the `reason`; activations are by profile, for its largest batch."""
 
     weights_bytes: Natural | None = None
     activations_bytes: tuple[Natural, ...] | None = None
@@ -54,7 +54,7 @@ WITHOUT_MEMORY = "ONNX Runtime tells no memory of a graph"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PricedPlan:
-    """A plan's costs, None if unknown; `device_memory_bytes` is of its largest profile."""
+    """A plan's costs, None if unknown; `device_memory_bytes` is that of its largest profile."""
 
     target: str
     plan_bytes: Positive
@@ -65,7 +65,7 @@ class PricedPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PricedLatency:
-    """A compatible plan's time over the other's at a batch, with its interval: 1.04 is 4 % slower."""
+    """The latency of a compatible plan relative to an exact one at a batch, with its interval: 1.04 is 4 % slower."""
 
     target: str
     batch: Positive
@@ -76,7 +76,7 @@ class PricedLatency:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompatibilityPrice:
-    """`own`: the compatible plan; `plans`: those for one GPU each. `reason` says why a latency was not measured."""
+    """The compatible plan, `own`, beside plans for one GPU each; `reason` tells why a latency was not measured."""
 
     level: str
     own: PricedPlan
@@ -87,12 +87,12 @@ class CompatibilityPrice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRecord:
-    """Sizes in bytes, time in seconds, shares in [0, 1]; None where the backend does not say.
+    """The facts of an engine: sizes in bytes, times in seconds, shares in [0, 1]; None where the backend gives none.
 
-    `roles`: of outputs that aren't logits. `precision`: of the weights as stored. `half_*`: shares of sixteen bits; a
-    kernel that touches several types counts with each. `kernels` count over all profiles. `sparse_eligible`: layers
-    that could run sparse, `sparse_layers` those that do. `fusion_breaks`: outputs that nobody reads. `notes`: the
-    graph's own, such as preprocessing. `compatibility`: the price of running on more hardware.
+    `roles` are those of outputs that aren't logits, `precision` is that of the stored weights, `half_*` are shares of
+    sixteen bits. A kernel that touches several types counts for each; `kernels` are counted over all profiles.
+    `sparse_eligible` layers could run sparse, `sparse_layers` do. `fusion_breaks` are outputs that nobody reads,
+    `notes` the graph's notes, such as preprocessing, and `compatibility` is the price of running on more hardware.
     """
 
     backend: str
@@ -136,7 +136,7 @@ class EngineRecord:
 
     @property
     def batches(self) -> tuple[BatchProfile, ...]:
-        """Return its profiles, or the fixed batch as one."""
+        """The engine's profiles, or one for its fixed batch."""
         if self.profiles:
             return tuple(map(BatchProfile.from_text, self.profiles))
         fixed = self.inputs[0].shape[0]
@@ -145,7 +145,7 @@ class EngineRecord:
 
     @property
     def device_memory_bytes(self) -> dict[str, int]:
-        """Return weights and activations together by profile; empty if either is unknown."""
+        """Weights plus activations by profile; empty if either is unknown."""
         weights, activations = self.memory.weights_bytes, self.memory.activations_bytes
         if weights is None or activations is None:
             return {}
@@ -174,7 +174,7 @@ def record_path(plan_path: Path) -> Path:
 
 
 def record_of_plan(plan_path: Path, *, where: str | None = None) -> EngineRecord:
-    """Return the record beside a plan. Raises BadInput, naming it `where`, when it is missing or invalid."""
+    """Read the record beside a plan. Raises BadInput, which names it `where`, when it is missing or invalid."""
     path = record_path(plan_path)
     if not path.exists():
         raise BadInput(f"{plan_path}: no engine record beside it ({path.name}); build it with `corp-deploy build`")

@@ -1,8 +1,7 @@
-"""One build on opened bindings of TensorRT or TensorRT-RTX, which share an object model, so the bindings are an
-argument.
+"""One build by the bindings of TensorRT or TensorRT-RTX, which share an object model and are passed as an argument.
 
-Polygraphy is not in between: it chooses one library for the process, sends the log with RTX's kernels to a global
-logger, and loses the node of a parser error.
+Polygraphy isn't used: it chooses one library for the process, sends the log with RTX's kernels to a global logger, and
+loses the node of a parser error.
 """
 
 import importlib
@@ -24,14 +23,14 @@ from .options import BatchProfile, BuildOptions
 from .record import WITHOUT_WEIGHTS, EngineMemory, memory_from_log
 
 _MODULES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
-# TensorRT 11 is recommended, 10.16.1 the first of 10 with its published fixes, for servers that have 10; TensorRT-RTX
-# builds portable engines without a GPU from 1.2 on.
+# TensorRT 11 is recommended; 10.16.1, for servers that have 10, is the first of it with the published fixes.
+# TensorRT-RTX builds portable engines without a GPU from 1.2 on.
 _OLDEST = {"tensorrt": (10, 16, 1), "tensorrt-rtx": (1, 2)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Library:
-    """Opened bindings; `module` is what `import tensorrt` gives, or a stand-in with the same names."""
+    """Imported bindings; `module` is the module `tensorrt` or `tensorrt_rtx`, or a stand-in with the same names."""
 
     name: str
     version: str
@@ -46,7 +45,10 @@ class Library:
 
 
 def open_library(name: str, *, command: str = "") -> Library:
-    """The bindings of `tensorrt` or `tensorrt-rtx`; Missing when absent or too old, with `command` to run elsewhere."""
+    """Import the bindings of `tensorrt` or `tensorrt-rtx`.
+
+    Raises Missing, with the `command` to run elsewhere, when they are absent or too old.
+    """
     try:
         module = importlib.import_module(_MODULES[name])
     except (ImportError, OSError) as error:
@@ -59,17 +61,17 @@ def open_library(name: str, *, command: str = "") -> Library:
 
 
 def missing_message(backend: str, what: str, command: str, install: str = "") -> str:
-    """Say what is missing, how to install it, and the command to run on another machine."""
+    """Describe what is missing, how to install it, and the command to run on another machine."""
     message = f"{backend} can't build here: {what}\n  install: {install or f'pip install --upgrade {backend}'}"
     return f"{message}\n  or run on a machine that has it: {command}" if command else message
 
 
-# 1.5.0.114 and 1.6.1.120 fail a check of types in each of them, for every GPU; 1.7.1.116 builds them.
+# 1.5.0.114 and 1.6.1.120 fail a type check in every INT8 convolution, for every GPU; 1.7.1.116 builds them.
 _RTX_WITH_INT8_CONVOLUTIONS = (1, 7)
 
 
 def convolution_remedies(library: Library, proto: ModelProto) -> list[str]:
-    """Return what to do about convolutions with INT8 weights that this version can't build."""
+    """Return advice about convolutions with INT8 weights if this version can't build them."""
     if not library.is_rtx or version_numbers(library.version) >= _RTX_WITH_INT8_CONVOLUTIONS:
         return []
     small = {tensor.name for tensor in proto.graph.initializer if tensor.data_type == TensorProto.INT8}
@@ -88,7 +90,7 @@ _INSTALL_DRIVER = "the NVIDIA driver for this machine's GPU"
 
 
 class Session:
-    """One build, with detailed profiling verbosity: it costs no bytes and lists the kernels."""
+    """One build, with detailed profiling verbosity, which adds no bytes to a plan and lists its kernels."""
 
     def __init__(self, onnx_path: Path, proto: ModelProto, choices: BuildOptions, library: Library) -> None:
         self.onnx_path, self.proto, self.choices, self.library = onnx_path, proto, choices, library
@@ -99,7 +101,10 @@ class Session:
 
     def build(self, profiles: tuple[BatchProfile, ...], progress: Progress | None) -> bytes:
         trt = self.trt
-        builder = self._builder()
+        try:
+            builder = trt.Builder(self.logger)
+        except (TypeError, RuntimeError) as error:  # the bindings turn a null builder into TypeError
+            raise self._no_gpu("; ".join(self.messages.errors) or str(error)) from error
         network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
         parser = trt.OnnxParser(network, self.logger)
         if not parser.parse_from_file(str(self.onnx_path)):
@@ -114,15 +119,15 @@ class Session:
             errors = prefix_sites(self.messages.errors, {node.name for node in self.proto.graph.node})
             if any(_NO_DRIVER.search(error) for error in errors):
                 raise self._no_gpu(errors[0])
-            more = convolution_remedies(self.library, self.proto)
-            raise BadInput(self._refusal("could not build this graph", [*errors, *more]))
+            errors += convolution_remedies(self.library, self.proto)
+            raise BadInput(self._refusal("could not build this graph", errors))
         if self.choices.timing_cache is not None:
             with replacing(self.choices.timing_cache) as beside:
                 beside.write_bytes(bytes(config.get_timing_cache().serialize()))
         return bytes(plan)
 
     def inspected(self, plan: bytes, profiles: int) -> tuple[tuple[Kernel, ...], EngineMemory]:
-        """Return a plan's kernels and memory, from the log for TensorRT-RTX (no GPU needed), else from the engine."""
+        """Return a plan's kernels and memory: for TensorRT-RTX from the log, without a GPU, else from the engine."""
         logged = memory_from_log(self.messages.text, profiles)
         if self.library.is_rtx:
             return kernels_from_log(self.messages.text), logged
@@ -136,13 +141,6 @@ class Session:
         sizes = tuple(int(engine.get_device_memory_size_for_profile_v2(index)) for index in range(profiles))
         unknown = WITHOUT_WEIGHTS if logged.weights_bytes is None else None
         return kernels, replace(logged, activations_bytes=sizes, reason=unknown)
-
-    def _builder(self) -> Any:
-        try:
-            return self.trt.Builder(self.logger)
-        except (TypeError, RuntimeError) as error:  # the bindings turn a null builder into TypeError
-            reason = "; ".join(self.messages.errors) or str(error)
-            raise self._no_gpu(reason) from error
 
     def _config(self, builder: Any, network: Any, profiles: tuple[BatchProfile, ...]) -> Any:
         trt, choices = self.trt, self.choices

@@ -1,4 +1,4 @@
-"""The config.pbtxt of one served model, and its expected figures with the perf client's commands that check them."""
+"""The config.pbtxt of one served model, and its expected figures with the perf client's commands to check them."""
 
 import json
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from .signature import FLOATING, SERVED_TYPES, Signature
 LABELS_NAME = "labels.txt"
 DEFAULT_MAX_BATCH = 8
 POLICIES = ("latest", "all", "specific")
-# Of the last two the server's own.
+# Parameters that set the number of threads; the last two are the server's own.
 THREAD_KEYS = {
     "python": "intra_op_threads",
     "onnxruntime": "intra_op_thread_count",
@@ -31,10 +31,10 @@ CPU_BACKENDS = tuple(THREAD_KEYS)
 class Serving:
     """Settings of a server for the models.
 
-    `preferred_batches`: the measured knee; requests wait `queue_delay_us` at most for it. `max_batch`: None for the
-    plan's maximum, or 8. `graph_batches`: measured CUDA graphs (plans only). `policy` latest serves the newest version,
-    all every one, specific the one just written. `cpu_backend` python runs ONNX Runtime in the Python backend;
-    `cpu_bf16` is for openvino.
+    `preferred_batches` are at the measured knee; requests wait at most `queue_delay_us` for them. `max_batch`: None for
+    the plan's maximum, or 8. `graph_batches`: batches of CUDA graphs, measured (plans only). `policy` latest serves the
+    newest version, all every version, specific the one just written. `cpu_backend` python runs ONNX Runtime in the
+    Python backend; `cpu_bf16` is for openvino.
     """
 
     preferred_batches: tuple[int, ...] = ()
@@ -61,14 +61,12 @@ class Serving:
         if self.cpu_backend not in CPU_BACKENDS:
             raise BadInput(f"CPU backend {self.cpu_backend!r} is unknown; choose {' or '.join(CPU_BACKENDS)}")
         if self.cpu_bf16 and self.cpu_backend != "openvino":
-            raise BadInput(f"BF16 on the CPU is for the CPU backend openvino, got {self.cpu_backend}")
+            raise BadInput(f"BF16 on the CPU needs the CPU backend openvino, got {self.cpu_backend}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """A served model. `files` of its version directory are paths or texts; `pending` is the plan that a script will
-    build.
-    """
+    """A served model: `files` of its version directory are paths or texts, `pending` is a plan still to be built."""
 
     name: str
     backend: str
@@ -86,23 +84,23 @@ class ServedModel:
 def config_text(variant: ServedModel, serving: Serving, version: int, *, labelled: bool) -> str:
     """Return config.pbtxt with a warm-up request for every batch size of profiles and batcher.
 
-    A fixed batch is no batching to Triton, nor is OpenVINO's, which would compute the largest batch for every request.
+    Triton doesn't batch a fixed batch, nor for OpenVINO, which would compute the largest batch for every request.
     """
-    batched = variant.max_batch > 0
+    batched, signature = variant.max_batch > 0, variant.signature
     fields: dict[str, Plain] = {"name": variant.name, "backend": variant.backend}
     platform = {"tensorrt": "tensorrt_plan", "onnxruntime": "onnxruntime_onnx"}.get(variant.backend)
     if platform is not None:
         fields["platform"] = platform
     if variant.backend == "openvino":
-        fields["default_model_filename"] = "model.onnx"  # where it would look for model.xml
+        fields["default_model_filename"] = "model.onnx"  # its default is model.xml
     fields["max_batch_size"] = variant.max_batch
-    fields["input"] = [_tensor(tensor, batched) for tensor in variant.signature.inputs]
+    fields["input"] = [_tensor(tensor, batched) for tensor in signature.inputs]
     label_file: dict[str, Plain] = {"label_filename": f"{version}/{LABELS_NAME}"} if labelled else {}
-    # The server loads no plan of which an output is not described; nobody asks for these, so none is sent.
-    breaks = variant.signature.fusion_breaks if variant.backend == "tensorrt" else ()
+    # The server loads no plan with an output that isn't described; it sends none that no client asks for.
+    breaks = signature.fusion_breaks if variant.backend == "tensorrt" else ()
     fields["output"] = [
-        _tensor(tensor, batched) | (label_file if variant.signature.output_roles.get(tensor.name) == "logits" else {})
-        for tensor in (*variant.signature.outputs, *breaks)
+        _tensor(tensor, batched) | (label_file if signature.output_roles.get(tensor.name) == "logits" else {})
+        for tensor in (*signature.outputs, *breaks)
     ]
     fields["instance_group"] = {"kind": Name(variant.kind), "count": serving.instances}
     of_policy: dict[str, Plain] = {"latest": {"num_versions": 1}, "all": {}, "specific": {"versions": [version]}}
@@ -117,7 +115,9 @@ def config_text(variant: ServedModel, serving: Serving, version: int, *, labelle
         fields["cc_model_filenames"] = [{"key": key, "value": name} for key, name in variant.cc_filenames.items()]
     if parameters := _parameters(variant, serving):
         fields["parameters"] = [{"key": key, "value": {"string_value": text}} for key, text in parameters.items()]
-    fields["model_warmup"] = [_warmup(variant, size) for size in _warmup_batches(variant, serving)]
+    sizes = {signature.smallest_batch, *signature.profile_batches, *serving.preferred_batches, variant.max_batch}
+    batches = sorted(size for size in sizes if size <= variant.max_batch) if batched else [1]
+    fields["model_warmup"] = [_warmup(variant, size) for size in batches]
     return pbtxt_from(fields)
 
 
@@ -132,14 +132,8 @@ def _parameters(variant: ServedModel, serving: Serving) -> dict[str, str]:
     return parameters
 
 
-def _warmup_batches(variant: ServedModel, serving: Serving) -> list[int]:
-    signature = variant.signature
-    sizes = {signature.smallest_batch, *signature.profile_batches, *serving.preferred_batches, variant.max_batch}
-    return sorted(size for size in sizes if size <= variant.max_batch) if variant.max_batch > 0 else [1]
-
-
 def _tensor(tensor: GraphPort, batched: bool) -> dict[str, Plain]:
-    """Return the entry of a tensor; a server takes no dims without a size, so one number is [1] to its clients."""
+    """Return the entry of a tensor; a server needs at least one dim, so clients see a single number as [1]."""
     dims = list(tensor.dims(batched=batched))
     return {
         "name": tensor.name,
@@ -200,7 +194,7 @@ class Agreement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """What was measured of one artefact, and on what."""
+    """The measured figures of one artefact, and the machine."""
 
     measured_on: str
     latencies: tuple[Latency, ...] = ()
@@ -223,12 +217,12 @@ def expected_text(models: Mapping[str, Any]) -> str:
 
 
 def expected_entry(variant: ServedModel, version: int, proof: Mapping[str, str]) -> dict[str, Any]:
-    """Return one model's figures, proof, output roles, and the commands that start and measure it."""
+    """Return one model's figures, proof, output roles, and the commands that serve and measure it."""
     expected = variant.expected
     latencies = None if expected is None else [each.as_json() for each in expected.latencies]
     agreement = None if expected is None else expected.top1_agreement
     batches = [each.batch for each in expected.latencies] if expected else []
-    # Outputs that no client asks for; a request has to name the others, or it is sent these too.
+    # A request has to name the other outputs, or it gets these, too.
     breaks = [tensor.name for tensor in variant.signature.fusion_breaks if variant.backend == "tensorrt"]
     return {
         "measured_on": expected.measured_on if expected else None,
@@ -243,12 +237,12 @@ def expected_entry(variant: ServedModel, version: int, proof: Mapping[str, str])
 
 
 def _client_commands(variant: ServedModel, version: int, batches: list[int]) -> list[str]:
-    """Return perf_analyzer commands over gRPC, one request at a time, to compare p50 with the measured time."""
+    """Return perf_analyzer commands over gRPC, one request at a time, whose p50 compares with the measured one."""
     batched = variant.max_batch > 0
     sizes = [[f"-b {size}"] for size in batches if size <= variant.max_batch] if batched else [[]]
     inputs = variant.signature.inputs
     shapes = [f"--shape {each.name}:{','.join(map(str, each.dims(batched=batched)))}" for each in inputs]
-    # Random whole numbers would lie far outside an embedding's rows; of pixels any will do.
+    # Random whole numbers may exceed an embedding's rows; random pixels are fine.
     floating = all(tensor.dtype in (*FLOATING, "uint8") for tensor in inputs)
     head = f"perf_analyzer -m {variant.name} -x {version} -i grpc -u localhost:8001"
     tail = "--concurrency-range 1 --percentile=50 --measurement-mode count_windows --measurement-request-count 662"

@@ -1,4 +1,4 @@
-"""What a server would trip over in a model repository, found without a server and without a GPU."""
+"""The lint of a model repository: faults that a server would fail on, found without a server or a GPU."""
 
 import difflib
 import re
@@ -26,7 +26,7 @@ from .versions import versions_of
 
 
 def _fields(text: str = "", number: str = "", truth: str = "", word: str = "", **others: Any) -> dict[str, Any]:
-    """Return the kinds of a message's fields by name; None for what is not checked."""
+    """Return the kinds of a message's fields by name; None for fields that are not checked."""
     names = {"text": text, "int": number, "bool": truth, "name": word}
     return {name: kind for kind, each in names.items() for name in each.split()} | others
 
@@ -109,14 +109,14 @@ def misused_fields(message: Message, fields: dict[str, Any] = FIELDS, path: str 
 
 
 MOST_BYTES = 2**20
-HALF_DONE = f"a process was killed while it replaced files here ({FORMER} has what stood before)"
+HALF_DONE = f"a process was killed while it replaced files here ({FORMER} holds the former files)"
 PLATFORMS = {"tensorrt_plan": "tensorrt", "onnxruntime_onnx": "onnxruntime"}
 
 
 def lint_repository(repository: Path, server: str | None = None) -> tuple[LintFinding, ...]:
-    """Return every fault of every model, errors first within a file.
+    """Return all faults of all models, errors first within a file.
 
-    `server`: a release such as 26.07 to compare versions with. Raises BadInput for a directory without models.
+    `server` is a release, such as 26.07, to compare versions with. Raises BadInput for a directory without models.
     """
     if not repository.is_dir():
         raise BadInput(f"{repository}: there is no such directory; name the model repository")
@@ -127,7 +127,7 @@ def lint_repository(repository: Path, server: str | None = None) -> tuple[LintFi
     findings = [each for model in models for each in _lint_model(model, release)]
     if (repository / FORMER).is_dir():
         findings.append(
-            lint_finding(repository, ERROR, HALF_DONE, "package or serve a version again: it is put back first")
+            lint_finding(repository, ERROR, HALF_DONE, "package or serve a version again, which restores them first")
         )
     if release is not None:
         findings += [

@@ -1,4 +1,4 @@
-"""Faults of a model repository, and those of a config against its artefact."""
+"""Faults of a config: by itself, and against the artefact that it serves."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -16,7 +16,7 @@ WARNING = "warning"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LintFinding:
-    """A fault: where it lies, how bad it is (an error will not load or serve), and what to do."""
+    """A fault: its severity (an error keeps a model from loading or serving), its place, and what to do."""
 
     severity: str
     path: Path = Path("config.pbtxt")
@@ -46,7 +46,7 @@ def at_path(path: Path, faults: Iterable[LintFinding]) -> Iterator[LintFinding]:
 
 
 _SWITCH = r"(?i)yes|no"
-# What each key may hold; the backend reads no other and says nothing of it.
+# Values of the keys that the backend reads; it ignores other keys without a word.
 PARAMETERS = {
     "CPU_EXTENSION_PATH": r".+",
     "INFERENCE_NUM_THREADS": r"\d+",
@@ -67,7 +67,7 @@ def openvino_faults(config: Message) -> Iterator[LintFinding]:
         key, value = entry.text("key"), entry.inner("value").text("string_value")
         parameters[key] = value
         if key not in PARAMETERS:
-            fault = f"parameter {key!r} is none that the OpenVINO backend reads: it is ignored"
+            fault = f"parameter {key!r} is ignored by the OpenVINO backend, which doesn't know it"
             yield config_warning(entry.line, fault, f"known are {', '.join(PARAMETERS)}")
         elif not re.fullmatch(PARAMETERS[key], value):
             remedy = f"write what it takes: {PARAMETERS[key].removeprefix('(?i)')}"
@@ -78,14 +78,12 @@ def openvino_faults(config: Message) -> Iterator[LintFinding]:
             fault = f"the OpenVINO backend runs on the CPU, got {kind}"
             yield config_error(group.line_of("kind"), fault, "write kind: KIND_CPU")
     if all(group.text("kind") != "KIND_CPU" for group in groups):
-        fault = "without kind KIND_CPU a server with a GPU would start it there, which it refuses"
+        fault = "without kind KIND_CPU a server with a GPU starts the model there, which the backend refuses"
         yield config_warning(config.line_of("instance_group"), fault, "write kind: KIND_CPU")
     limit, line = config.number("max_batch_size"), config.line_of("max_batch_size")
     remedy = "write max_batch_size: 0 and -1 in front of the dims"
     if limit > 1 and parameters.get("ENABLE_BATCH_PADDING", "").lower() == "yes":
-        yield config_warning(
-            line, f"every request is computed as one of {limit}, which smaller ones are filled up to", remedy
-        )
+        yield config_warning(line, f"every request is padded to a batch of {limit} and computed as such", remedy)
     elif limit > 1:
         fault = f"requests of fewer than {limit} fail: the OpenVINO backend fixes the batch at max_batch_size"
         yield config_error(line, fault, f"{remedy}, or set ENABLE_BATCH_PADDING to YES")
@@ -149,7 +147,7 @@ def _port_faults(
 
 def _dims(message: Message, tensor: GraphPort, field: str, batched: bool, source: str) -> Iterator[LintFinding]:
     if message.one("reshape") is not None:
-        return  # the dims are then those of the request, not of the artefact
+        return  # dims are then those of the request
     received, dims = message.numbers("dims"), tensor.dims(batched=batched)
     if (
         received

@@ -1,4 +1,4 @@
-"""The files of one served version against their config, and what of them would run foreign code or lead elsewhere.
+"""Faults of the files of a served version: against their config, and files that run foreign code or lead elsewhere.
 
 A server looks for backends' libraries in a model's folders first, imports model.py, and follows all paths.
 """
@@ -21,9 +21,9 @@ from .variants import BACKEND_MODEL
 
 BACKENDS = ("onnxruntime", "openvino", "python", "tensorrt")
 PLATFORMS = ("ensemble", "onnxruntime_onnx", "tensorrt_plan")
-# Fields of any depth that name a file below the model's directory.
+# Fields, at any depth, that name a file below the model's directory.
 NAMES_OF_FILES = ("default_model_filename", "input_data_file", "label_filename")
-# Parameters that backends take for a path to code, or to what is unpacked into it.
+# Parameters that backends use as a path to code or to an archive of it.
 CODE_PARAMETERS = ("CPU_EXTENSION_PATH", "EXECUTION_ENV_PATH", "TRITON_BATCH_STRATEGY_PATH", "op_library_filename")
 _LIBRARY = re.compile(r"\.(so(\.[0-9.]+)?|dll|dylib)$", re.IGNORECASE)
 _CODE = re.compile(r"\.(py[a-z]?|pth|pt2?|pkl|pickle|jar|egg)$", re.IGNORECASE)
@@ -41,21 +41,21 @@ def foreign_files(model: Path) -> Iterator[LintFinding]:
 
 def _fault_message(path: Path, own: bytes) -> str:
     if path.is_symlink():
-        return f"a link, to {path.readlink()}: a server would read what stands there"
+        return f"a link, to {path.readlink()}: a server would follow it"
     if path.is_dir():
         return ""
     if not path.is_file():
-        return "neither file nor directory, which a server may wait on for ever"
+        return "neither file nor directory: a server may wait for it for ever"
     if _LIBRARY.search(path.name):
-        return "a library: a server takes one from here before its own"
+        return "a library: a server loads one from here before its own"
     if path.name == "model.py" and path.stat().st_size == len(own) and path.read_bytes() == own:
         return ""
-    return "code that is not of this tool, which the server would run" if _CODE.search(path.name) else ""
+    return "code that this tool didn't write, which the server would run" if _CODE.search(path.name) else ""
 
 
 def foreign_config(config: Message) -> Iterator[LintFinding]:
     known = {
-        "backend": ("a backend of somebody else's", BACKENDS),
+        "backend": ("a backend that this tool doesn't know", BACKENDS),
         "platform": ("a platform that this tool doesn't know", PLATFORMS),
     }
     for name, (what, names) in known.items():
@@ -102,7 +102,7 @@ def lint_version(
     files = _artifact_files(config, backend)
     for name, line in files.items():
         if escapes_directory(name):
-            continue  # told of where paths are
+            continue  # foreign_config reports it
         if not (folder / name).is_file():
             fault = f"{name} is missing in {folder.name}/" + (", config.pbtxt names it" if line else "")
             yield lint_finding(path if line else folder, ERROR, fault, "build or package it again", line)

@@ -1,4 +1,4 @@
-"""The text form of protocol buffers, as config.pbtxt is written in it: a reader that knows lines, and a writer."""
+"""The text form of protocol buffers, in which config.pbtxt is written: a reader that keeps lines, and a writer."""
 
 import re
 import warnings
@@ -12,26 +12,11 @@ from ground.text import printable
 Plain: TypeAlias = "str | int | float | bool | Mapping[str, Plain] | Sequence[Plain]"
 Value: TypeAlias = "str | int | float | bool | Message"
 
-_TOKEN = re.compile(
-    r"""(?P<space>[ \t\r\f\v]+|\#[^\n]*)|(?P<line>\n)|(?P<text>"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')
-    |(?P<number>[-+]?(?:0[xX][0-9a-fA-F]+|(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?[fF]?))(?![\w.])
-    |(?P<name>-?[A-Za-z_][\w.]*)|(?P<mark>[{}<>\[\]:,;])""",
-    re.VERBOSE,
-)
-_ESCAPE = re.compile(
-    r"""\\(?:(?P<letter>[abfnrtv?\\"'])|(?P<octal>[0-7]{1,3})|[xX](?P<byte>[0-9a-fA-F]{1,2})
-    |(?:u(?P<short>[0-9a-fA-F]{4})|U(?P<long>[0-9a-fA-F]{8}))|(?P<other>.))""",
-    re.VERBOSE,
-)
-_LETTERS = dict(zip("abfnrtv", "\a\b\f\n\r\t\v", strict=True))
 _TRUTHS = {"true": True, "True": True, "t": True, "false": False, "False": False, "f": False}
 _CLOSING = {"{": "}", "<": ">"}
 _INTEGER = re.compile(r"[-+]?(0[xX][0-9a-fA-F]+|[0-9]+)")
 _NUMBER = re.compile(r"[-+]?(0[xX][0-9a-fA-F]+|([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?[fF]?)")
-
-
 LONGEST_NUMBER, LONGEST_MESSAGE = 40, 300
-LARGEST_CHARACTER = 0x10FFFF
 _SPELT = {chr(code): f"\\{code:03o}" for code in (*range(32), 127)} | {
     "\n": "\\n",
     "\r": "\\r",
@@ -42,14 +27,14 @@ _SPELT = {chr(code): f"\\{code:03o}" for code in (*range(32), 127)} | {
 
 
 class Name(str):
-    """A bare word: an enum value such as TYPE_FP32."""
+    """A bare word, such as the enum value TYPE_FP32."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One value; `dims: [3, 32, 32]` is three fields of one line."""
+    """A field with one value; `dims: [3, 32, 32]` is three fields of one line."""
 
     name: str
     value: Value
@@ -58,7 +43,7 @@ class Field:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """The fields between two braces, or of the whole file, in order; of several the last counts, as for protobuf."""
+    """The fields between two braces, or of the whole file, in order; as in protobuf, the last of several counts."""
 
     fields: tuple[Field, ...]
     line: int
@@ -76,7 +61,6 @@ class Message:
         return next(reversed(self.messages(name)), None)
 
     def inner(self, name: str) -> "Message":
-        """An empty one where none is there."""
         return self.message(name) or Message((), self.line)
 
     def numbers(self, name: str) -> tuple[int, ...]:
@@ -91,13 +75,13 @@ class Message:
         return field.value if field is not None and type(field.value) is int else default
 
     def line_of(self, name: str) -> int:
-        """Where this field stands; the message itself when it is absent."""
+        """Return the line of a field, or of the message if the field is absent."""
         field = self.one(name)
         return self.line if field is None else field.line
 
 
 class ParseError(BadInput):
-    """The text breaks the grammar at `line`."""
+    """An error of grammar at `line`."""
 
     def __init__(self, what: str, line: int) -> None:
         super().__init__(f"line {line}: {what}")
@@ -152,10 +136,10 @@ def _value(tokens: Any, name: str, line: int, has_colon: bool) -> Value:
 
 
 def parse(text: str) -> Message:
-    """Return the fields of `text`; raise ParseError with the line for anything that is no text-format message.
+    """Parse a message in text format. Raises ParseError with the line for a text that is none.
 
-    The tokens are protobuf's; its own parser keeps no lines. An escape that Python only warns of is refused, as the
-    server does.
+    The tokenizer is protobuf's, whose own parser keeps no lines. An escape about which Python only warns is refused, as
+    the server does.
     """
     from google.protobuf import text_format  # takes 0.1 s
 
@@ -170,12 +154,12 @@ def parse(text: str) -> Message:
 
 
 def pbtxt_from(fields: Mapping[str, Plain]) -> str:
-    """Text whose fields come in the given order; a list repeats its field, None is not a value."""
+    """Write fields in their order; a list repeats its field."""
     return "".join(f"{line}\n" for name, value in fields.items() for line in _lines(name, value, ""))
 
 
-def _spelt(character: str) -> str:
-    """What would end a text, and what would not be shown as it is, as escapes."""
+def _escaped(character: str) -> str:
+    """Escape a character that would end a text or can't be printed."""
     if character in _SPELT or printable(character) == character:
         return _SPELT.get(character, character)
     return "".join(f"\\{byte:03o}" for byte in character.encode("utf-8", "surrogatepass"))
@@ -201,5 +185,5 @@ def _scalar(value: Plain) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str) and not isinstance(value, Name):
-        return f'"{"".join(map(_spelt, value))}"'
+        return f'"{"".join(map(_escaped, value))}"'
     return str(value)

@@ -1,4 +1,4 @@
-"""A Triton model repository: one model per variant, versions side by side, loadable as it is."""
+"""The writing of a Triton model repository: a model for each variant, with versions side by side."""
 
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +28,7 @@ class AddedVersion:
 
 
 def write_repository(package: Package, repository: Path) -> AddedVersion:
-    """Add one version of every variant, all or none; older versions stay.
+    """Add one version of all variants or, after an error, of none; older versions stay.
 
     Raises BadInput when artefacts contradict each other, their records or the options, and when the version exists.
     """
@@ -40,7 +40,7 @@ def write_repository(package: Package, repository: Path) -> AddedVersion:
     for variant in (*models, *(model.pending for model in models if model.pending is not None)):
         _refuse_contradictions(package, variant)
     with staging_folder(repository) as folder, exclusive_access(repository.resolve().parent):
-        _refuse_existing(package, repository)  # by now another process may have written it
+        _refuse_existing(package, repository)  # another process may have written it meanwhile
         entries = read_expected(repository / EXPECTED_NAME)
         moves = {EXPECTED_NAME: folder / EXPECTED_NAME}
         for model in models:
@@ -132,12 +132,12 @@ def _warnings(
     if records and package.onnx is not None:
         digest = sha256_of(package.onnx.read_bytes())
         if any(record.onnx_sha256 != digest for record in records):
-            other = f"the plan was built from another ONNX than {package.onnx}"
-            yield f"{package.name}: {other}; the script takes the latter"
+            other = f"the plan was built from another ONNX file than {package.onnx}"
+            yield f"{package.name}: {other}, which the build script reads"
     for variant in variants:
         if (fixed := variant.signature.fixed_batch) is not None:
-            took = f"takes batches of {fixed} only"
-            yield f"{variant.name}: it {took}, so it is served without batching; export with an open batch"
+            only = f"takes batches of {fixed} only, so it is served without batching"
+            yield f"{variant.name}: {only}; export with an open batch"
         if variant.backend == "openvino" and not package.serving.cpu_bf16:
             yield f"{variant.name}: {CHOOSES_BF16}"
         if (smallest := variant.signature.smallest_batch) > 1:

@@ -1,9 +1,9 @@
-"""Another version of a model in a running server, with no request refused and no answer unchecked.
+"""The roll-over of a running server to another version of a model, without a refused request.
 
-For each variant that is loaded: a copy is staged under its own name and warmed up, checked on samples, added beside the
-served versions, and then served alone. When a step fails the old config is loaded again.
+For each loaded variant, a copy is loaded under another name, warmed up and checked on samples. Then the version is
+added beside the served ones, and then served alone. When a step fails the old config is loaded again.
 
-It needs the load API (--model-control-mode=explicit) and room for two versions, briefly three.
+The server needs the load API (--model-control-mode=explicit) and room for two versions, briefly for three.
 """
 
 import re
@@ -31,7 +31,7 @@ _SPECIFIC = re.compile(r"(?s)^version_policy\b.*?versions:\s*(?:\[[^\]]*\]|\d+)"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples:
-    """Inputs [N,...] of the only input, the version's answers [N,F], and their largest relative error."""
+    """Inputs [N,...] of a model with one input, the expected answers [N,F], and their largest relative error."""
 
     images: NDArray[Any]
     answers: NDArray[Any]
@@ -44,9 +44,7 @@ class Samples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RollResult:
-    """Models that serve the version, `idle` ones (not loaded, config changed) and a `failure`, from which on the old
-    serves.
-    """
+    """The models that serve the version, `idle` ones (config changed, not loaded), and the `failure` that ended it."""
 
     served: ServedVersion
     idle: tuple[str, ...] = ()
@@ -55,7 +53,10 @@ class RollResult:
 
 
 def roll(repository: Path, name: str, version: int, server: TritonServer, samples: Samples | None = None) -> RollResult:
-    """Roll every variant. Raises BadInput for an unknown version, and a server that is missing or has none loaded."""
+    """Roll all loaded variants to a version.
+
+    Raises BadInput for an unknown version, and for a server that doesn't answer or has no variant loaded.
+    """
     having, unchanged = models_by_version(repository, name, version)
     server.require_live()
     try:
@@ -67,7 +68,7 @@ def roll(repository: Path, name: str, version: int, server: TritonServer, sample
             f"server {server.address}: none of {', '.join(having)} is loaded there; leave out --server to change the "
             f"repository alone, or start the server with --load-model={having[-1]}"
         )
-    for folder in (repository / model for model in loaded):  # what would stop a roll half-way
+    for folder in (repository / model for model in loaded):  # checked first, as they would stop the roll half-way
         staged = repository / (folder.name + STAGED)
         if staged.exists():
             left = "left by a killed roll-over, or another one is running"
@@ -89,7 +90,7 @@ def roll(repository: Path, name: str, version: int, server: TritonServer, sample
 
 
 def _roll_model(folder: Path, version: int, server: TritonServer, samples: Samples | None) -> dict[str, float]:
-    """Return the relative error on the samples. Raises ServerError with everything put back."""
+    """Return the relative error on the samples. Raises ServerError after restoring the old version."""
     model, before = folder.name, server.ready_versions(folder.name)
     config, pinned = folder / "config.pbtxt", _pinned(folder, version)
     with _staged(folder, version, server) as staged:
@@ -101,7 +102,7 @@ def _roll_model(folder: Path, version: int, server: TritonServer, samples: Sampl
         _load(server, model, config, pinned, version)
     except BaseException:
         install_text(former, config)
-        # A load that took too long may still end, behind which this one is carried out; what led here is to be told.
+        # A load that took too long may still end; this one comes after it. The first error is the one to report.
         with suppress(ServerError):
             server.load(model)
         raise
@@ -128,7 +129,9 @@ def _staged(folder: Path, version: int, server: TritonServer) -> Iterator[str]:
     target = folder.parent / name
     with staging_folder(folder.parent) as scratch:
         copy = scratch / name
-        for path in sorted((folder / str(version)).rglob("*")):  # which would be copied from elsewhere, or without end
+        for path in sorted(
+            (folder / str(version)).rglob("*")
+        ):  # links and pipes would be copied from elsewhere, or without end
             if path.is_symlink() or not (path.is_file() or path.is_dir()):
                 raise BadInput(f"{path}: a link, pipe or device, expected files alone; package the version again")
         shutil.copytree(folder / str(version), copy / str(version))
@@ -140,7 +143,7 @@ def _staged(folder: Path, version: int, server: TritonServer) -> Iterator[str]:
         _wait_until_ready(server, name, version)
         yield name
     finally:
-        with suppress(ServerError):  # it never loaded, or the server is gone: what led here is the error to tell
+        with suppress(ServerError):  # it never loaded, or the server is gone; the first error is the one to report
             server.unload(name)
         shutil.rmtree(target)
 
@@ -166,6 +169,7 @@ def _checked(server: TritonServer, model: str, version: int, samples: Samples) -
 
 
 def _pinned(folder: Path, version: int) -> str:
+    """Return the config that serves this version only."""
     return text_from_file(config_path(folder, version))
 
 

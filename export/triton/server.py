@@ -1,6 +1,6 @@
-"""A running inference server over the KServe HTTP protocol: what is loaded, load and unload, one request.
+"""A client of a running inference server by the KServe HTTP protocol: list, load and unload models, infer.
 
-Nothing but the given address is asked: no proxy, no redirect; every request has a time limit.
+Requests go to the server's address only, without proxies and redirects, and have a time limit.
 """
 
 import json
@@ -26,17 +26,17 @@ DATA_TYPES = {
 
 
 class ServerError(Exception):
-    """What the server refused, or that it gave no answer in time."""
+    """A request that the server refused or didn't answer in time."""
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
     def redirect_request(self, *arguments: Any) -> None:
-        """A redirect is the answer: another address is never asked."""
+        """Refuse a redirect, which makes it an error of the request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TritonServer:
-    """The server at `address`, such as http://127.0.0.1:8000; a request waits `timeout_s` at most."""
+    """The server at `address`, such as http://127.0.0.1:8000; a request takes at most `timeout_s`."""
 
     address: str
     timeout_s: float = 60.0
@@ -80,7 +80,7 @@ class TritonServer:
         try:
             return {each["name"]: np.asarray(each["data"], float).reshape(each["shape"]) for each in answer["outputs"]}
         except (KeyError, TypeError, ValueError) as error:
-            raise ServerError(f"its answer is not that of an inference request ({error!s:.200})") from None
+            raise ServerError(f"its answer is no inference response ({error!s:.200})") from None
 
     def input_names(self, model: str, version: int) -> tuple[str, ...]:
         answer = self._ask(f"models/{quote(model)}/versions/{version}")

@@ -1,11 +1,11 @@
-"""What each Triton release brings: its TensorRT, ONNX Runtime and Python; the table is server_releases.json. And the
-shell script that builds a plan with the TensorRT of the server that will load it.
+"""Triton releases with their TensorRT, ONNX Runtime and Python, and the script that builds a plan in a release.
+
+The table is server_releases.json. The script builds with the TensorRT of the server that will load the plan.
 """
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ REGISTRY = "nvcr.io/nvidia"  # where NVIDIA publishes it
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerRelease:
-    """A container image. `tensorrt` is None if unpublished; `opset` and `ir`: the newest that its ONNX Runtime has."""
+    """A container image; `tensorrt` is None if unpublished, `opset` and `ir` are the newest of its ONNX Runtime."""
 
     tag: str
     server: str
@@ -48,7 +48,7 @@ class _Table(msgspec.Struct, frozen=True):
 
 
 def server_release(tag: str) -> ServerRelease:
-    """'26.07', '26.07-py3' or '26.07-trtllm-python-py3'; BadInput with what is known for any other."""
+    """Look up '26.07', '26.07-py3' or '26.07-trtllm-python-py3'. Raises BadInput for an unknown release."""
     table = _table()
     month, _, flavour = tag.partition("-")
     flavour = flavour or "py3"
@@ -64,12 +64,12 @@ def server_release(tag: str) -> ServerRelease:
 
 
 def server_tags() -> tuple[str, ...]:
-    """The months in the table, newest first."""
+    """Return the months in the table, newest first."""
     return tuple(_table().releases)
 
 
 def plan_warnings(release: ServerRelease, library_version: str, *, version_compatible: bool = False) -> list[str]:
-    """Return why a plan may not load; empty for the same TensorRT."""
+    """Return warnings about a plan that may not load; empty for the same TensorRT."""
     built, remedy = f"the plan was built with TensorRT {library_version}", "rebuild it with build_plan.sh"
     if release.tensorrt is None:
         return [f"{built}; the table does not know the TensorRT of {release.image}: if it differs, {remedy}"]
@@ -125,24 +125,20 @@ def build_script(
     image_tag: str,
     pending: bool,
 ) -> str:
-    return (
-        _environment()
-        .get_template("build_plan.sh.jinja")
-        .render(
-            name=name,
-            version=version,
-            folder=f"{name}_onnx/{version}",
-            script=SCRIPT_NAME,
-            image=f"{REGISTRY}/{IMAGE}:{image_tag}",
-            onnx_sha256=onnx_sha256,
-            cc_filenames=cc_filenames,
-            profiles=[list(_shapes(inputs, profile)) for profile in profiles],
-            pending=PENDING_NAME if pending else None,
-        )
+    template = _environment().get_template("build_plan.sh.jinja")
+    return template.render(
+        name=name,
+        version=version,
+        folder=f"{name}_onnx/{version}",
+        script=SCRIPT_NAME,
+        image=f"{REGISTRY}/{IMAGE}:{image_tag}",
+        onnx_sha256=onnx_sha256,
+        cc_filenames=cc_filenames,
+        profiles=[list(_shapes(inputs, profile)) for profile in profiles],
+        pending=PENDING_NAME if pending else None,
     )
 
 
-@cache
 def _environment() -> Environment:
     environment = template_environment("export.triton")
     environment.filters |= {"sh": shlex.quote, "comment": comment_line}
@@ -150,7 +146,7 @@ def _environment() -> Environment:
 
 
 def _shapes(inputs: Sequence[GraphPort], profile: BatchProfile) -> Iterator[str]:
-    """trtexec's options for one profile, such as --minShapes=images:1x3x32x32."""
+    """Yield trtexec's options for one profile, such as --minShapes=images:1x3x32x32."""
     for kind, size in (("min", profile.smallest), ("opt", profile.tuned), ("max", profile.largest)):
         shapes = (f"{tensor.name}:{'x'.join(map(str, (size, *tensor.dims(batched=True))))}" for tensor in inputs)
         yield f"--{kind}Shapes={','.join(shapes)}"

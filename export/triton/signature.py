@@ -1,4 +1,4 @@
-"""What an artefact takes and gives, read from the artefact itself, in the words of an inference server."""
+"""The signature of an artefact: ports, batches and roles, read from the artefact itself, for an inference server."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ FLOATING = ("float32", "float16", "float64", "bfloat16")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signature:
-    """An artefact's ports, batch profiles of a plan, and opset and IR version of a graph (0 without one)."""
+    """An artefact's ports, a plan's batch profiles, and a graph's opset and IR version (0 for a plan)."""
 
     inputs: tuple[GraphPort, ...]
     outputs: tuple[GraphPort, ...]
@@ -54,7 +54,7 @@ class Signature:
 
 
 def signature_from_onnx(path: Path) -> Signature:
-    """Read a graph's ports. Raises BadInput for no ONNX, no ports, and inputs of several batches."""
+    """Read a graph's signature. Raises BadInput for no ONNX, no ports, and inputs with different batches."""
     proto = load_onnx(path)
     inputs, outputs = ports_of_graph(proto)
     if not inputs or not outputs:
@@ -74,7 +74,7 @@ def signature_from_onnx(path: Path) -> Signature:
         opset=opset,
         ir=proto.ir_version,
     )
-    return _served(own, path)
+    return _require_served_types(own, path)
 
 
 def signature_from_record(record: EngineRecord) -> Signature:
@@ -85,11 +85,11 @@ def signature_from_record(record: EngineRecord) -> Signature:
         roles=record.roles,
         profiles=tuple(map(BatchProfile.from_text, record.profiles)),
     )
-    return _served(own, "engine record")
+    return _require_served_types(own, "engine record")
 
 
-def _served(own: Signature, where: Path | str) -> Signature:
-    """Return it. Raises BadInput for a port of a type that no inference server has."""
+def _require_served_types(own: Signature, where: Path | str) -> Signature:
+    """Return the signature. Raises BadInput for a port of a type that no inference server has."""
     for port in (*own.inputs, *own.outputs, *own.fusion_breaks):
         if port.dtype not in SERVED_TYPES:
             raise BadInput(

@@ -1,4 +1,4 @@
-"""The models of a package: the artefact that each serves and the files of its version directory."""
+"""The served models of a package: their artefacts and the files of their version directories."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -20,16 +20,16 @@ def require_labels(labels: Sequence[str], *, where: str) -> None:
     if len(set(labels)) < len(labels) or any(not text.strip() or "\n" in text for text in labels):
         raise BadInput(f"{where}: every label must be one line, not empty and unique")
     if unprintable := [text for text in labels if printable(text) != text]:
-        raise BadInput(f"{where}: the label {unprintable[0][:100]!r} has characters that are no letters; remove them")
+        raise BadInput(f"{where}: the label {unprintable[0][:100]!r} has unprintable characters; remove them")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Package:
-    """One version of a model for a repository; any artefact may be missing.
+    """One version of a model for a repository; at least one artefact is needed.
 
-    `plans`: one per compute capability, with records beside them; `onnx`: their graph, served on the GPU; `cpu_onnx`:
-    the graph for the CPU. `expected` goes by variant: plan, onnx, cpu. `profiles`: for the build script without a plan.
-    `proof`: verdicts by record.
+    `plans` are one for each compute capability, with records beside them, `onnx` is their graph, served on the GPU, and
+    `cpu_onnx` the graph for the CPU. `expected` goes by variant: plan, onnx, cpu. `profiles` are for the build script
+    where there is no plan, `proof` holds verdicts by record.
     """
 
     name: str

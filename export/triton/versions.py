@@ -1,6 +1,4 @@
-"""Versions of a packaged model: which are there, which one is served, and the way back; they are made beside the
-repository and moved into it, whole, by one rename.
-"""
+"""Versions of packaged models: listing them, serving another one, and staging new ones beside the repository."""
 
 import os
 import re
@@ -17,7 +15,10 @@ from ground.transaction import exclusive_access, replacing_files, roll_back_inte
 
 @contextmanager
 def staging_folder(repository: Path) -> Iterator[Path]:
-    """Make a temporary folder on the repository's file system: beside it, or hidden inside."""
+    """Make a temporary folder on the repository's file system, so that its content moves in by a rename.
+
+    It lies beside the repository or, where that is another file system or not writable, hidden inside.
+    """
     beside = repository.resolve().parent
     beside.mkdir(parents=True, exist_ok=True)
     inside = repository.is_dir() and not (_is_one_disk(beside, repository) and os.access(beside, os.W_OK))
@@ -35,7 +36,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedVersion:
-    """Models whose config names another version now, and those that lack it."""
+    """The version that `models` serve now; `unchanged` models lack it."""
 
     version: int
     models: tuple[str, ...]
@@ -63,7 +64,7 @@ def config_path(model: Path, version: int) -> Path:
 
 
 def switch_version(repository: Path, name: str, version: int) -> ServedVersion:
-    """Make every variant serve this version alone. Raises BadInput when no variant has it."""
+    """Let every variant serve this version only. Raises BadInput when no variant has it."""
     roll_back_interrupted(repository)
     having, unchanged = models_by_version(repository, name, version)
     configs = [f"{each}/config.pbtxt" for each in having]
@@ -74,6 +75,7 @@ def switch_version(repository: Path, name: str, version: int) -> ServedVersion:
 
 
 def models_by_version(repository: Path, name: str, version: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the variants that have a version, and those that lack it. Raises BadInput when none has it."""
     require_name(name)
     names = tuple(each for each in model_names(repository, name) if versions_of(repository / each))
     if not names:
