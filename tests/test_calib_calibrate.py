@@ -81,7 +81,7 @@ def interrupt_at(images: int) -> Callable[[int], None]:
 
 
 @pytest.mark.parametrize("stop", [4, 20])
-def test_a_resumed_run_gives_the_bits_of_an_uninterrupted_one(path: Path, tmp_path: Path, stop: int) -> None:
+def test_resumed_run_equals_an_uninterrupted_one_bit_for_bit(path: Path, tmp_path: Path, stop: int) -> None:
     checkpoint = ResumeFile(path=tmp_path / "state.safetensors", every=8)
     with pytest.raises(Interrupted):
         calibrated(path, checkpoint=checkpoint, progress=interrupt_at(stop))
@@ -93,9 +93,7 @@ def test_a_resumed_run_gives_the_bits_of_an_uninterrupted_one(path: Path, tmp_pa
     assert [entry.name for entry in tmp_path.iterdir()] == ["images.npy"]
 
 
-def test_a_resumed_run_goes_on_with_the_kernel_it_began_with(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resumed_run_keeps_its_kernel(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = ResumeFile(path=tmp_path / "state.safetensors", every=8)
     monkeypatch.setattr("calib.collect.kernel_for", lambda width: "onednn")
     uninterrupted = calibrated(path)
@@ -105,7 +103,7 @@ def test_a_resumed_run_goes_on_with_the_kernel_it_began_with(
     assert_equal(calibrated(path, checkpoint=checkpoint), uninterrupted, limit=0.0)
 
 
-def test_a_finished_checkpoint_is_not_counted_twice(path: Path, tmp_path: Path) -> None:
+def test_finished_checkpoint_is_not_counted_twice(path: Path, tmp_path: Path) -> None:
     checkpoint = ResumeFile(path=tmp_path / "state.safetensors", every=1)
     calibrated(path, checkpoint=checkpoint)
     assert_equal(calibrated(path, checkpoint=checkpoint), calibrated(path), limit=0.0)
@@ -138,7 +136,7 @@ def test_checkpoints_of_another_run_are_refused(path: Path, tmp_path: Path) -> N
     rejects("truncated or foreign", calibrated, path, checkpoint=checkpoint)
 
 
-def test_moments_are_no_checkpoint(path: Path, tmp_path: Path) -> None:
+def test_moments_file_is_not_accepted_as_a_checkpoint(path: Path, tmp_path: Path) -> None:
     checkpoint = ResumeFile(path=tmp_path / "moments.safetensors", every=4)
     save_moments(calibrated(path), checkpoint.path)
     rejects("holds moments, not a calibration's checkpoint", calibrated, path, checkpoint=checkpoint)
@@ -147,18 +145,18 @@ def test_moments_are_no_checkpoint(path: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "state", ["", "[]", "{", '{"position": 8, "bad": [], "run": {}, "kernel": "abacus"}', "[" * 10**5]
 )
-def test_a_state_that_is_none_is_refused(path: Path, tmp_path: Path, state: str) -> None:
+def test_malformed_state_is_refused(path: Path, tmp_path: Path, state: str) -> None:
     checkpoint = ResumeFile(path=tmp_path / "state.safetensors", every=4)
     save_moments(replace(calibrated(path), lineage={STATE: state}), checkpoint.path)
     rejects("not a calibration's checkpoint: ", calibrated, path, checkpoint=checkpoint)
 
 
-def test_forward_precisions_do_not_merge(path: Path) -> None:
+def test_different_forward_precisions_do_not_merge(path: Path) -> None:
     rough = calibrated(path, options=replace(SYSTEM, precision="bfloat16"))
     rejects("dtype differs, got 'float32' and 'bfloat16'", merge_moments, calibrated(path), rough)
 
 
-def test_sums_that_do_not_fit_are_refused_before_the_run(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_beyond_memory_are_refused_before_the_run(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("calib.calibrate.bytes_available", lambda device: 360_000)
     heard: list[int] = []
     with pytest.raises(BadInput, match=r"2 sites need 0\.00 GB.*largest is mlp.*collect it for kept dims only"):
@@ -167,7 +165,7 @@ def test_sums_that_do_not_fit_are_refused_before_the_run(path: Path, monkeypatch
     calibrated(path, options=Options())
 
 
-def test_memory_by_formula_is_what_the_moments_take(path: Path) -> None:
+def test_predicted_memory_equals_the_size_of_the_moments(path: Path) -> None:
     model = tiny()
     shapes = memory.shapes_of_sites(model, sites_of(model), example=torch.zeros(1, *SHAPE), device="cpu")
     assert shapes == {
@@ -182,7 +180,7 @@ def test_memory_by_formula_is_what_the_moments_take(path: Path) -> None:
             assert sum(each.nbytes for each in sums_of(site).values()) == needed[name]
 
 
-def test_one_head_of_64_dims_takes_the_system_size_of_the_paper() -> None:
+def test_head_of_64_dims_takes_the_papers_system_size() -> None:
     shape = Shape(moments=HeadMoments, tokens=197, sizes={"H": 1, "D": 64})
     assert shape.bytes_of_system() == 8 * 2080**2
     assert shape.bytes_of_system(kept=32) == 8 * (528**2 + 32**2 + 1)
@@ -198,7 +196,7 @@ def test_shares_cover_every_image_once() -> None:
 
 @pytest.mark.slow("process")
 @pytest.mark.parametrize(("size", "fate", "options"), [(2, "", SYSTEM), (3, "weighted", WEIGHTED)])
-def test_several_processes_give_the_moments_of_one(
+def test_several_processes_equal_one_process(
     path: Path, tmp_path: Path, size: int, fate: str, options: Options
 ) -> None:
     output = tmp_path / "moments.safetensors"
@@ -208,7 +206,7 @@ def test_several_processes_give_the_moments_of_one(
 
 
 @pytest.mark.slow("process")
-def test_a_killed_process_leaves_a_clear_error_and_no_file(path: Path, tmp_path: Path) -> None:
+def test_killed_process_leaves_an_error_and_no_file(path: Path, tmp_path: Path) -> None:
     output = tmp_path / "moments.safetensors"
     (alive, message), (killed, _) = exits_of(__name__, 2, path, output, "killed")
     assert killed == -signal.SIGKILL
@@ -218,7 +216,7 @@ def test_a_killed_process_leaves_a_clear_error_and_no_file(path: Path, tmp_path:
 
 
 @pytest.mark.slow("process")
-def test_bad_input_of_one_process_is_every_processs(path: Path, tmp_path: Path) -> None:
+def test_bad_input_in_one_process_ends_all_processes(path: Path, tmp_path: Path) -> None:
     images = np.load(path)
     images[-1] = np.nan
     np.save(path, images)

@@ -81,7 +81,7 @@ def test_every_sum_equals_loops_over_visible_pairs(mask: Tensor | None) -> None:
             torch.testing.assert_close(getattr(got, name)[head], value, rtol=1e-9, atol=1e-9, msg=name)
 
 
-def test_the_restricted_system_is_the_whole_one_of_the_kept_dims() -> None:
+def test_restricted_system_equals_the_full_system_of_kept_dims() -> None:
     """Its target and the energy of what is left out by loops, too."""
     q, k = drawn(1)
     kept_HK = torch.tensor([[0, 2, 3, 5], [1, 2, 3, 4]])
@@ -101,7 +101,7 @@ def test_the_restricted_system_is_the_whole_one_of_the_kept_dims() -> None:
         assert float(some(got.target_energy_H)[head]) == pytest.approx(energy, rel=1e-9)
 
 
-def test_corps_maps_are_the_least_squares_over_visible_pairs() -> None:
+def test_corp_maps_equal_least_squares_over_visible_pairs() -> None:
     """M of eq. 14-16 against lstsq, a row for each visible pair."""
     q, k = drawn(4)
     kept_HK = torch.tensor([[0, 1, 2], [2, 3, 5]])
@@ -127,7 +127,7 @@ def test_corps_maps_are_the_least_squares_over_visible_pairs() -> None:
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=["full", "padded"])
-def test_the_quadratic_of_planes_is_how_attention_moves(mask: Tensor | None) -> None:
+def test_plane_quadratic_equals_the_change_of_attention(mask: Tensor | None) -> None:
     """For any factors of the planes: loops over queries, half the variance of the change of scores under attention."""
     q, k = drawn(7)
     scale = 0.4
@@ -158,7 +158,7 @@ def test_the_quadratic_of_planes_is_how_attention_moves(mask: Tensor | None) -> 
         assert float(exact) == pytest.approx(expected, rel=1e-9)
 
 
-def test_of_many_queries_some_count_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_queries_are_subsampled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every other one, the last among them, twice."""
     q, k = (x[0, :, :6].double() for x in drawn(9))
     monkeypatch.setattr(causal, "PLANE_QUERIES", 3)
@@ -171,7 +171,7 @@ def test_of_many_queries_some_count_for_all(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("entries", [1, 100])
-def test_blocks_of_any_size_give_the_same(monkeypatch: pytest.MonkeyPatch, entries: int) -> None:
+def test_block_size_does_not_change_the_sums(monkeypatch: pytest.MonkeyPatch, entries: int) -> None:
     q, k = drawn(5)
     kept_HK = torch.tensor([[0, 2, 3, 5], [1, 2, 3, 4]])
     expected = summed(q, k, kept_HK=kept_HK)
@@ -182,14 +182,14 @@ def test_blocks_of_any_size_give_the_same(monkeypatch: pytest.MonkeyPatch, entri
             torch.testing.assert_close(getattr(got, each.name), getattr(expected, each.name), rtol=1e-12, atol=1e-12)
 
 
-def test_keys_that_are_alike_leave_nothing_centred() -> None:
+def test_equal_keys_have_zero_centred_moments() -> None:
     q, k = drawn()
     constant = torch.full_like(k, 1e3)
     got = summed(q, constant)
     assert float(got.kk_centred_HDD.abs().max()) < 1e-9
 
 
-def test_weights_that_are_no_mask_are_refused() -> None:
+def test_non_binary_masks_are_refused() -> None:
     q, k = drawn()
     rejects("weights other than 0 and 1", summed, q, k, torch.full((INPUTS, TOKENS), 0.5))
     sums = HeadSums(system=False, causal=True)

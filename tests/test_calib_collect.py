@@ -89,7 +89,7 @@ def relative(got: Tensor, expected: Any) -> float:
 
 @settings(max_examples=10, deadline=None)
 @given(order=st.permutations(range(4)), pieces=st.integers(1, 4))
-def test_the_same_pieces_in_any_order_are_the_same_to_float64_rounding(order: list[int], pieces: int) -> None:
+def test_order_and_batching_of_images_do_not_matter(order: list[int], pieces: int) -> None:
     """A forward pass takes 8 images: whole ones may come in any order, in any batch."""
     images = images_of(32)
     moved = torch.cat([images.split(8)[index] for index in order])
@@ -99,7 +99,7 @@ def test_the_same_pieces_in_any_order_are_the_same_to_float64_rounding(order: li
 
 @settings(max_examples=10, deadline=None)
 @given(cut=st.integers(1, 12))
-def test_merging_two_parts_equals_the_whole(cut: int) -> None:
+def test_merged_parts_equal_the_whole(cut: int) -> None:
     images = images_of(13)
     parts = [collected(part, 4, attention_system=True) for part in (images[:cut], images[cut:])]
     merged = merge_moments(*parts)
@@ -112,7 +112,7 @@ def test_merging_two_parts_equals_the_whole(cut: int) -> None:
 
 @pytest.mark.parametrize("kernel", ["blas", "onednn"])
 @pytest.mark.parametrize("shape", [(8, 197, 400), (2, 4000, 32), (3, 5, 8), (1, 1, 1)])
-def test_either_kernel_makes_the_gram(kernel: products.Kernel, shape: tuple[int, int, int]) -> None:
+def test_both_kernels_compute_the_gram(kernel: products.Kernel, shape: tuple[int, int, int]) -> None:
     """Several block rows, more tokens than a product may have, fewer channels than a block; activations with a mean."""
     x_BNF = torch.randn(shape, generator=torch.Generator().manual_seed(0)) + 3.0  # all terms of one sign: the worst
     total_FF = torch.zeros(shape[-1], shape[-1], dtype=torch.float64)
@@ -140,17 +140,17 @@ def clock_of(*spans: float) -> Callable[[], float]:
         ((9.0, 1.0) * 4 + (1.0, 1.0), "blas"),  # the least of each counts: the rest is noise
     ],
 )
-def test_the_faster_kernel_is_taken(spans: tuple[float, ...], expected: str) -> None:
+def test_faster_kernel_is_chosen(spans: tuple[float, ...], expected: str) -> None:
     assert products.faster_kernel(clock_of(*spans)) == expected
 
 
-def test_narrow_grams_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_narrow_grams_skip_the_kernel_timing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "kernel_of_this_cpu", lambda: "onednn")
     assert products.kernel_for(384) == "blas"
     assert products.kernel_for(1536) == ("onednn" if torch.backends.mkldnn.is_available() else "blas")
 
 
-def test_model_is_left_as_it_was() -> None:
+def test_model_is_left_unchanged() -> None:
     model = tiny()
     model.attn.eval()
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -162,7 +162,7 @@ def test_model_is_left_as_it_was() -> None:
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-def test_hooks_go_when_a_batch_fails() -> None:
+def test_hooks_are_removed_when_a_batch_fails() -> None:
     model = tiny()
     with pytest.raises(BadInput):
         collect(model, sites_of(model), [images_of(2).double()], device="cpu")
@@ -193,18 +193,18 @@ def test_first_site_with_nonfinite_activations_is_named(bad: float) -> None:
         ([{"a": torch.zeros(2, 3), "b": torch.zeros(3, 3)}], r"a torch\.float32 \[2, 3\], b torch\.float32 \[3, 3\]"),
     ],
 )
-def test_batches_that_are_refused(batches: list[Inputs], message: str) -> None:
+def test_malformed_batches_are_refused(batches: list[Inputs], message: str) -> None:
     model = tiny()
     rejects(message, collect, model, sites_of(model), batches, device="cpu")
 
 
-def test_a_site_that_never_runs_is_named() -> None:
+def test_site_that_never_runs_is_named() -> None:
     model = tiny()
     with pytest.raises(BadInput, match=r"^other: x came 0 times"):
         collect(model, [ChannelTaps(name="other", output=nn.Linear(2, 2))], [images_of(2)], device="cpu")
 
 
-def test_sites_must_be_named_once() -> None:
+def test_duplicate_site_names_are_refused() -> None:
     model = tiny()
     for sites in ([], sites_of(model) * 2):
         rejects("every name once", collect, model, sites, [images_of(2)], device="cpu")
@@ -219,7 +219,7 @@ def test_bfloat16_forward_keeps_float32_statistics() -> None:
     assert rough.gram_FF.dtype == torch.float64
 
 
-def test_a_site_that_runs_twice_is_named() -> None:
+def test_site_that_runs_twice_is_named() -> None:
     class Twice(TinyViT):
         def forward(self, images: Tensor) -> Tensor:
             super().forward(images)
@@ -229,7 +229,7 @@ def test_a_site_that_runs_twice_is_named() -> None:
     rejects(r"^attn: q came 2 times", collect, model, sites_of(model), [images_of(4)], device="cpu")
 
 
-def test_passes_after_the_first_stop_at_the_last_site() -> None:
+def test_later_passes_stop_at_the_last_site() -> None:
     model = tiny()
     ran: list[int] = []
     model.fc1.register_forward_hook(lambda *_: ran.append(1))
@@ -250,7 +250,7 @@ class Grid(nn.Module):
         return out
 
 
-def test_a_grid_into_a_linear_layer_is_its_tokens() -> None:
+def test_grid_input_of_a_linear_layer_is_flattened_to_tokens() -> None:
     model, images = Grid(), images_of(9)
     site = collect(model, [ChannelTaps(name="grid", output=model.linear)], [images], device="cpu").sites["grid"]
     assert isinstance(site, ChannelMoments)

@@ -44,7 +44,7 @@ def test_bits_are_the_signs_of_the_lowest_frequencies() -> None:
     assert [bool(int(word) >> place & 1) for word in hashes for place in range(64)] == expected.tolist()
 
 
-def test_pictures_saved_again_are_alike_and_others_are_not() -> None:
+def test_resaved_pictures_are_near_duplicates_and_others_are_not() -> None:
     images = photographs(64)
     hashes = perceptual_hashes(images)
     for quality, least in ((95, 0.9), (75, 0.75)):
@@ -55,7 +55,7 @@ def test_pictures_saved_again_are_alike_and_others_are_not() -> None:
     assert are_alike(perceptual_hashes(smaller), hashes).float().mean() >= 0.9
 
 
-def test_a_hash_is_the_same_in_every_batch_and_of_symmetric_pictures() -> None:
+def test_hash_is_independent_of_the_batch_and_of_symmetry() -> None:
     images = torch.cat([photographs(3), torch.zeros(1, 3, 96, 96)])
     mirrored = images + images.flip(3)
     for each in (images, mirrored):
@@ -63,7 +63,7 @@ def test_a_hash_is_the_same_in_every_batch_and_of_symmetric_pictures() -> None:
         assert torch.equal(perceptual_hashes(each), alone)
 
 
-def test_the_edge_of_alike() -> None:
+def test_near_duplicate_threshold_is_exact() -> None:
     one = torch.tensor([[0, -1]])
     for flipped, alike in ((ALIKE, True), (ALIKE + 1, False)):
         other = torch.tensor([[(1 << flipped) - 1, -1]])
@@ -72,7 +72,7 @@ def test_the_edge_of_alike() -> None:
     assert are_alike(torch.empty(0, 2, dtype=torch.int64), one).tolist() == []
 
 
-def test_what_was_seen_is_found_by_content_and_by_looks() -> None:
+def test_known_images_are_found_by_content_and_by_hash() -> None:
     images = photographs(6)
     fitted = Fingerprints.from_inputs(torch.arange(4), images[:4])
     # Two of the very same, a copy of a third under another digest, one that is none of them.
@@ -84,7 +84,7 @@ def test_what_was_seen_is_found_by_content_and_by_looks() -> None:
     assert texts.overlap(fitted) == (1, 0)
 
 
-def test_those_with_hashes_stand_first_and_all_are_kept_as_text() -> None:
+def test_fingerprints_are_stored_with_hashed_ones_first() -> None:
     hashed = Fingerprints.from_inputs(torch.tensor([5, -3]), photographs(2))
     plain = Fingerprints(ids=torch.tensor([2**62]))
     both = Fingerprints.concatenated([plain, hashed])
@@ -101,12 +101,12 @@ def test_those_with_hashes_stand_first_and_all_are_kept_as_text() -> None:
 
 
 @pytest.mark.parametrize(("ids", "hashes"), [("!", ""), ("AAAA", ""), ("", "A" * 21 + "=="), ("A" * 11 + "=", "AA==")])
-def test_other_texts_are_refused(ids: str, hashes: str) -> None:
+def test_malformed_fingerprint_texts_are_refused(ids: str, hashes: str) -> None:
     with pytest.raises(BadInput, match="fingerprints"):
         _ = FingerprintsText(ids=ids, hashes=hashes).fingerprints
 
 
-def test_merged_and_parted_moments_keep_whose_hash_is_whose() -> None:
+def test_merging_and_splitting_moments_keeps_hashes_with_their_images() -> None:
     one, other = moments(ids=(3, 8)), moments(1, ids=(5, 6))
     marked = [each.with_fingerprints(Fingerprints(ids=each.image_ids, hashes_M2=each.image_ids[:, None].repeat(1, 2)))
               for each in (one, other)]  # fmt: skip

@@ -53,7 +53,7 @@ def test_one_group_has_no_halves() -> None:
     rejects("all 5 images are of one group", second_half_mask, torch.zeros(5, dtype=torch.int64), seed=0, noun="images")
 
 
-def test_groups_that_share_a_content_are_one() -> None:
+def test_groups_that_share_an_image_are_joined() -> None:
     """Against the closure of an explicit relation."""
     draw = np.random.default_rng(3)
     labels, ids = draw.integers(0, 12, 30).tolist(), draw.integers(0, 22, 30).tolist()
@@ -65,7 +65,7 @@ def test_groups_that_share_a_content_are_one() -> None:
     assert [[a == b for b in got] for a in got] == reached.tolist()
 
 
-def test_labels_of_a_file_follow_the_images_drawn(tmp_path: Path) -> None:
+def test_group_labels_follow_the_sampled_images(tmp_path: Path) -> None:
     np.save(tmp_path / "images.npy", random_images(10))
     drawn = open_images(
         tmp_path / "images.npy", image_shape=(3, 4, 4), transform=lambda _: torch.zeros(3), samples=6, seed=1
@@ -79,7 +79,7 @@ def test_labels_of_a_file_follow_the_images_drawn(tmp_path: Path) -> None:
     assert [[a == b for b in numbers] for a in numbers] == [[a == b for b in got] for a in got]
 
 
-def test_folders_of_images(tmp_path: Path) -> None:
+def test_folders_become_groups(tmp_path: Path) -> None:
     for number, name in enumerate(("a/1.png", "a/2.png", "b/1.png", "top.png")):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         Image.fromarray(np.full((4, 4, 3), 40 * number, dtype=np.uint8)).save(tmp_path / name)
@@ -90,7 +90,7 @@ def test_folders_of_images(tmp_path: Path) -> None:
     assert len(group_ids(opened, "image").unique()) == len(group_ids(opened, "file").unique()) == 4
 
 
-def test_labels_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+def test_mismatched_group_labels_are_refused(tmp_path: Path) -> None:
     images = array(tmp_path / "images.npy", random_images(4))
     rejects("3 labels for 4 images; give one label for each", group_ids, images, labelled(tmp_path, [1, 2, 3]))
     rejects("are in no folders", group_ids, images, "folder")
@@ -102,7 +102,7 @@ def test_labels_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     rejects("expected a list of texts or whole numbers", group_ids, images, str(tmp_path / "odd.json"))
 
 
-def test_whole_groups_are_held_out(tmp_path: Path) -> None:
+def test_held_out_split_keeps_groups_whole(tmp_path: Path) -> None:
     images = array(tmp_path / "images.npy", random_images(20))
     groups = group_ids(images, labelled(tmp_path, [number // 4 for number in range(20)]))
     rest, held, left = held_out_groups(images, groups, 5, seed=0)
@@ -136,7 +136,7 @@ def halved(first: int) -> Moments:
     return replace(whole, group_ids=groups, half=of([first + 2, first + 3]))
 
 
-def test_the_file_gives_both_halves_back(tmp_path: Path) -> None:
+def test_moments_file_contains_both_halves(tmp_path: Path) -> None:
     whole = halved(0)
     save_moments(whole, tmp_path / "moments.safetensors")
     got = load_moments(tmp_path / "moments.safetensors")
@@ -170,7 +170,7 @@ def test_halves_merge_by_addition() -> None:
     assert both.group_ids.tolist() == [0, 0, 2, 2, 10, 10, 12, 12]
 
 
-def test_groups_that_were_held_out_once_only_are_refused() -> None:
+def test_groups_held_out_in_only_one_part_are_refused() -> None:
     one, other = halved(0), halved(10)
     crossed = replace(other, group_ids=torch.tensor([2, 2, 12, 12]))
     rejects("1 groups of the same name are in both", merge_moments, one, crossed)
@@ -178,6 +178,6 @@ def test_groups_that_were_held_out_once_only_are_refused() -> None:
         merge_moments(one, replace(other, half=None, group_ids=torch.empty(0, dtype=torch.int64)))
 
 
-def test_a_half_that_splits_a_group_is_refused() -> None:
+def test_half_that_splits_a_group_is_refused() -> None:
     whole = halved(0)
     rejects("a group is in both halves", replace, whole, group_ids=torch.tensor([0, 1, 1, 2]))

@@ -61,7 +61,7 @@ def test_folder_is_read_in_sorted_order(folder: Path) -> None:
     assert [len(batch) for batch in images.batches(2)] == [2, 2, 1]
 
 
-def test_digest_knows_names_and_bytes_but_not_where_they_lie(folder: Path, tmp_path: Path) -> None:
+def test_digest_depends_on_names_and_bytes_but_not_on_location(folder: Path, tmp_path: Path) -> None:
     digest = opened(folder).digest
     moved = tmp_path / "elsewhere"
     shutil.copytree(folder, moved)
@@ -73,7 +73,7 @@ def test_digest_knows_names_and_bytes_but_not_where_they_lie(folder: Path, tmp_p
 
 
 @pytest.mark.parametrize("suffix", ["npy", "npz", "safetensors"])
-def test_arrays_come_back_as_they_are(tmp_path: Path, suffix: str) -> None:
+def test_arrays_are_returned_unchanged(tmp_path: Path, suffix: str) -> None:
     path, images_N3HW = tmp_path / f"images.{suffix}", array()
     write(path, images_N3HW)
     images = opened(path)
@@ -103,7 +103,9 @@ def write(path: Path, images: np.ndarray, key: str = "images") -> None:
         (array(0), "holds no images"),
     ],
 )
-def test_arrays_of_another_shape_or_dtype(tmp_path: Path, suffix: str, images: np.ndarray, message: str) -> None:
+def test_arrays_of_wrong_shape_or_dtype_are_refused(
+    tmp_path: Path, suffix: str, images: np.ndarray, message: str
+) -> None:
     path = tmp_path / f"images.{suffix}"
     write(path, images)
     with pytest.raises(BadInput, match=message) as error:
@@ -111,13 +113,13 @@ def test_arrays_of_another_shape_or_dtype(tmp_path: Path, suffix: str, images: n
     assert str(path) in str(error.value)
 
 
-def test_numbers_that_numpy_has_no_type_for(tmp_path: Path) -> None:
+def test_dtypes_unknown_to_numpy_are_refused(tmp_path: Path) -> None:
     save_torch_file({"images": torch.zeros(2, *SHAPE).to(torch.float8_e8m0fnu)}, tmp_path / "images.safetensors")
     rejects(r"images\.safetensors: ", opened, tmp_path / "images.safetensors")
 
 
 @pytest.mark.parametrize("suffix", ["npz", "safetensors"])
-def test_missing_key_names_the_keys_there_are(tmp_path: Path, suffix: str) -> None:
+def test_missing_key_lists_the_available_keys(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"images.{suffix}"
     write(path, array(), key="pictures")
     rejects("no key 'images', only pictures", opened, path)
@@ -131,7 +133,7 @@ def test_nonfinite_images_are_named(tmp_path: Path, bad: float) -> None:
     rejects(r"images.npy\[3\]: holds NaN or Inf", read, opened(tmp_path / "images.npy"))
 
 
-def test_grey_of_sixteen_bits_is_grey_of_eight(tmp_path: Path) -> None:
+def test_sixteen_bit_grey_equals_eight_bit_grey(tmp_path: Path) -> None:
     levels = np.arange(0, 240, 10, dtype=np.uint16).reshape(4, 6)
     for name, pixels in (("eight", levels.astype(np.uint8)), ("sixteen", levels * 257)):
         (tmp_path / name).mkdir()
@@ -159,12 +161,12 @@ def test_reading_can_start_in_the_middle(folder: Path) -> None:
     assert [batch.end for batch in rest] == [4, 5]
 
 
-def test_a_transform_of_another_shape(folder: Path) -> None:
+def test_transform_with_unexpected_shape_is_refused(folder: Path) -> None:
     images = open_images(folder, image_shape=(3, 8, 8), transform=transform)
     rejects(r"a\.png: got torch.float32 \[3, 4, 6\], the model takes torch.float32 \[3, 8, 8", read, images)
 
 
-def test_paths_without_images(tmp_path: Path) -> None:
+def test_paths_without_images_are_refused(tmp_path: Path) -> None:
     rejects("no images among 0 files", opened, tmp_path)
     (tmp_path / "readme.txt").write_text("hello")
     rejects("no images among 1 files", opened, tmp_path)
@@ -195,21 +197,21 @@ def shards(tmp_path: Path) -> str:
     return str(tmp_path / "part-{08..09}.tar")
 
 
-def test_shards_are_read_in_the_order_written(shards: str) -> None:
+def test_shards_are_read_in_the_listed_order(shards: str) -> None:
     images = opened(Path(shards), workers=2)
     assert [images.name(i) for i in range(4)] == ["part-08.tar/00.png", "part-08.tar/01.png", "part-09.tar/10.png",
                                                   "part-09.tar/11.png"]  # fmt: skip
     assert torch.allclose(read(images, 3).mean((1, 2, 3)) * 255, torch.tensor([10.0, 20.0, 30.0, 40.0]), atol=0.1)
 
 
-def test_pattern_counts_with_the_width_of_its_first_number() -> None:
+def test_shard_pattern_keeps_the_width_of_its_first_number() -> None:
     assert [str(path) for path in paths_from_pattern("a{1..2}-{09..11}.tar")] == [
         "a1-09.tar", "a1-10.tar", "a1-11.tar", "a2-09.tar", "a2-10.tar", "a2-11.tar"
     ]  # fmt: skip
     rejects("runs backwards", paths_from_pattern, "a{3..2}.tar")
 
 
-def test_bad_shards(tmp_path: Path, shards: str) -> None:
+def test_bad_shards_are_refused(tmp_path: Path, shards: str) -> None:
     with pytest.raises(BadInput, match=r"part-10\.tar: no such shard"):
         opened(Path(shards.replace("{08..09}", "{08..10}")))
     whole = (tmp_path / "part-09.tar").read_bytes()
@@ -222,6 +224,6 @@ def test_bad_shards(tmp_path: Path, shards: str) -> None:
     rejects(r"broken\.tar/0\.png: not a readable image", read, opened(tmp_path / "broken.tar"))
 
 
-def test_impossible_numbers(tmp_path: Path) -> None:
+def test_impossible_sample_numbers_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "images.npy", array())
     rejects("batch size: got 0", read, opened(tmp_path / "images.npy"), batch=0)

@@ -22,7 +22,7 @@ def met(store: HashStore, size: int, order: tuple[int, ...], timeout_s: float = 
 
 
 @pytest.mark.parametrize("order", list(permutations(range(3))))
-def test_all_take_one_part_that_no_dead_process_wrote_to(order: tuple[int, ...]) -> None:
+def test_processes_agree_on_a_part_no_dead_process_wrote_to(order: tuple[int, ...]) -> None:
     store = HashStore()
     met(store, 3, (0, 1, 2))[0].set("address", "dead")
     parts = met(store, 3, order)
@@ -31,19 +31,19 @@ def test_all_take_one_part_that_no_dead_process_wrote_to(order: tuple[int, ...])
     assert [part.get("address") for part in parts] == [b"alive"] * 3
 
 
-def test_an_answer_to_the_dead_is_no_answer() -> None:
+def test_answer_to_a_dead_process_is_ignored() -> None:
     store = HashStore()
     met(store, 2, (0, 1))
     with pytest.raises(TimeoutError, match="rank 0 did not come"):
         fresh_store(store, rank=1, size=2, timeout_s=0.1)
 
 
-def test_one_that_stays_away_is_named() -> None:
+def test_absent_process_is_named() -> None:
     store = HashStore()
     met(store, 3, (0, 1, 2))  # its confirmation is of another meeting
     with pytest.raises(TimeoutError, match=r"rank [12] did not come"):
         fresh_store(store, rank=0, size=3, timeout_s=0.1)
 
 
-def test_one_alone_waits_for_nobody() -> None:
+def test_single_process_does_not_wait() -> None:
     fresh_store(HashStore(), rank=0, size=1, timeout_s=0.0).set("a", "b")

@@ -63,13 +63,13 @@ def test_narrow_and_wide_groups_are_summed_alike(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("patch_bytes", [1, 3000, 20_000])
-def test_how_many_rows_are_taken_at_a_time_changes_nothing(patch_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunk_size_does_not_change_the_sums(patch_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = collected(images_of(9, whole_numbers=True), 9, whole_numbers=True)
     monkeypatch.setattr(patch_sums, "PATCH_BYTES", patch_bytes)
     assert_equal(collected(images_of(9, whole_numbers=True), 9, whole_numbers=True), whole, 0.0)
 
 
-def test_derived_moments_are_per_place() -> None:
+def test_derived_moments_are_per_position() -> None:
     images = images_of(8)
     moments, model = collected(images, 8), tiny_maps()
     heard = maps_at(model, images)
@@ -102,7 +102,7 @@ def with_ids(moments: Moments, first: int) -> Moments:
     return replace(moments, image_ids=torch.arange(first, first + moments.images))
 
 
-def test_two_calibrations_merge_into_one_and_come_apart_again() -> None:
+def test_calibrations_merge_and_split() -> None:
     images = images_of(16)
     a, b = (with_ids(collected(part, 8), first) for part, first in ((images[:8], 0), (images[8:], 8)))
     both = merge_moments(a, b)
@@ -111,7 +111,7 @@ def test_two_calibrations_merge_into_one_and_come_apart_again() -> None:
     assert patch_moments(both, "some").taps == patch_moments(moments_without(both, b), "some").taps == 6
 
 
-def test_moments_of_other_channels_do_not_merge() -> None:
+def test_moments_of_different_channels_do_not_merge() -> None:
     a, b = (with_ids(collected(images_of(3), 3), first) for first in (0, 3))
     other = replace(patch_moments(b, "some"), channels_GR=CHANNELS_GR.flip(0))
     rejects(
@@ -121,7 +121,7 @@ def test_moments_of_other_channels_do_not_merge() -> None:
         merge_moments(a, replace(b, sites={**b.sites, "some": b.sites["grouped"]}))
 
 
-def test_what_was_saved_comes_back(tmp_path: Path) -> None:
+def test_patch_moments_round_trip(tmp_path: Path) -> None:
     moments = collected(images_of(3), 3)
     save_moments(moments, tmp_path / "moments.safetensors")
     got = load_moments(tmp_path / "moments.safetensors")
@@ -131,7 +131,7 @@ def test_what_was_saved_comes_back(tmp_path: Path) -> None:
     assert (tmp_path / "again.safetensors").read_bytes() == (tmp_path / "moments.safetensors").read_bytes()
 
 
-def test_going_on_from_moments_gives_the_same_bits() -> None:
+def test_continuing_from_moments_is_bit_identical() -> None:
     images, model = images_of(24), tiny_maps()
     first = collected(images[:8], 8)
     with Collector(model, taps_of(model), device="cpu") as collector:
@@ -141,7 +141,7 @@ def test_going_on_from_moments_gives_the_same_bits() -> None:
     assert_equal(got, collected(images, 8), 0.0)
 
 
-def test_going_on_with_other_channels_is_refused() -> None:
+def test_continuing_with_other_channels_is_refused() -> None:
     model = tiny_maps()
     sites = [replace(site, channels_GR=None) for site in taps_of(model)]
     with pytest.raises(BadInput, match=r"^some: the sums so far have patches of other channels"):
@@ -149,7 +149,7 @@ def test_going_on_with_other_channels_is_refused() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_the_first_site_that_reads_nan_or_inf_is_named(bad: float) -> None:
+def test_first_site_with_nonfinite_inputs_is_named(bad: float) -> None:
     images = images_of(3)
     images[1, 0, 0, 0] = bad
     rejects(r"^strided: NaN or Inf", collected, images, 3)
@@ -159,13 +159,13 @@ def test_the_first_site_that_reads_nan_or_inf_is_named(bad: float) -> None:
     rejects(r"^grouped: NaN or Inf", collect, model, taps_of(model), [images_of(3)], device="cpu")
 
 
-def test_weights_of_tokens_are_refused() -> None:
+def test_token_weights_are_refused() -> None:
     with pytest.raises(BadInput, match=r"^around: a convolution reads a map, whose places have no weights"):
         collected(images_of(3), 3, token_weights=lambda images: torch.ones(len(images), 5))
     collected(images_of(3), 3, token_weights=lambda images: None)
 
 
-def test_zeros_of_a_convolutions_own_way_are_found() -> None:
+def test_zero_padding_of_a_convolution_is_found() -> None:
     class Around(nn.Conv2d):
         def forward(self, input: Tensor) -> Tensor:
             return super().forward(functional.pad(input, (0, 1, 0, 1)))
@@ -175,7 +175,7 @@ def test_zeros_of_a_convolutions_own_way_are_found() -> None:
         collect(model, [PatchTaps(name="conv", output=model)], [images_of(2)], device="cpu")
 
 
-def test_a_picture_without_a_batch_is_no_map() -> None:
+def test_map_without_a_batch_dimension_is_refused() -> None:
     class Alone(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -215,7 +215,7 @@ def test_impossible_moments_are_refused(change: Callable[[PatchMoments], PatchMo
     rejects(message, change, site)
 
 
-def test_redundancy_of_a_planted_map() -> None:
+def test_redundancy_of_planted_channels_is_found() -> None:
     """Channels of one signal in the first group, silent ones in the second: one direction holds all."""
     site = patch_moments(collected(images_of(4), 4), "grouped")
     direction = torch.arange(1.0, 7.0, dtype=torch.float64)
@@ -249,7 +249,7 @@ sides = st.sampled_from([1, 2, 3, 4, 5, 7])
     groups=st.sampled_from([1, 2, 6]),
     padding=st.tuples(st.integers(0, 3), st.integers(0, 3)),
 )
-def test_patches_times_weights_are_the_convolution(
+def test_patches_times_weights_equal_the_convolution(
     kernel: tuple[int, int],
     stride: tuple[int, int],
     dilation: tuple[int, int],
@@ -269,7 +269,7 @@ def test_patches_times_weights_are_the_convolution(
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
 @pytest.mark.parametrize("padding", ["same", "valid", 0, 2, (1, 0)])
 @pytest.mark.parametrize("kernel", [3, (2, 4)])
-def test_without_edges_the_convolution_pads_itself(
+def test_convolution_without_padding_equals_its_patches(
     padding: str | int | tuple[int, int], kernel: int | tuple[int, int]
 ) -> None:
     conv = nn.Conv2d(4, 5, kernel, padding=padding, dilation=(1, 2), bias=False).double()
@@ -280,13 +280,13 @@ def test_without_edges_the_convolution_pads_itself(
     torch.testing.assert_close(got, expected.flatten(2).mT, rtol=1e-12, atol=1e-12)
 
 
-def test_a_map_with_its_channels_last_has_the_same_patches() -> None:
+def test_channels_last_maps_have_the_same_patches() -> None:
     conv, x_BCHW = nn.Conv2d(4, 4, 3, 2, 1, groups=2), random(2, 4, 7, 7).float()
     last = x_BCHW.contiguous(memory_format=torch.channels_last)
     assert torch.equal(patches_of_map(last, conv), patches_of_map(x_BCHW, conv))
 
 
-def test_only_zeros_may_be_put_around() -> None:
+def test_non_zero_padding_is_refused() -> None:
     conv = nn.Conv2d(2, 2, 3, padding=1, padding_mode="reflect")
     rejects(r"'reflect'.*only zero padding", patches_of_map, torch.zeros(1, 2, 4, 4), conv)
     rejects(r"^stem: pads by 'reflect'", PatchTaps, name="stem", output=conv)
@@ -305,12 +305,12 @@ def test_only_zeros_may_be_put_around() -> None:
         torch.tensor([0, 1]),
     ],
 )
-def test_channels_that_are_not_of_the_groups_are_refused(channels_GR: Tensor) -> None:
+def test_channels_outside_the_groups_are_refused(channels_GR: Tensor) -> None:
     with pytest.raises(BadInput, match=r"^conv: channels of patches are .*int64 \[2, any\], sorted, below each"):
         PatchTaps(name="conv", output=nn.Conv2d(6, 2, 3, groups=2), channels_GR=channels_GR)
 
 
-def test_memory_by_formula_is_what_the_moments_take() -> None:
+def test_predicted_memory_equals_the_size_of_the_moments() -> None:
     model = tiny_maps()
     shapes = shapes_of_sites(model, taps_of(model), example=images_of(1), device="cpu")
     assert shapes["some"] == patch_shape(6 * 6, groups=2, channels=6, taps=6, outputs=12).with_patches_of(3)
@@ -342,12 +342,12 @@ def restricted(chosen: dict[str, int]) -> int:
     )
 
 
-def test_nothing_is_restricted_where_everything_fits() -> None:
+def test_nothing_is_restricted_if_memory_suffices() -> None:
     assert patch_channels_that_fit(SHAPES, TOTAL) == {}
 
 
 @pytest.mark.parametrize("share", [0.999, 0.9, 0.7, 0.5, 0.2, 0.06])
-def test_the_largest_give_up_channels_until_it_fits(share: float) -> None:
+def test_largest_sites_lose_channels_until_memory_suffices(share: float) -> None:
     available = int(share * TOTAL)
     chosen = dict(patch_channels_that_fit(SHAPES, available))
     assert restricted(chosen) <= available
@@ -360,7 +360,7 @@ def test_the_largest_give_up_channels_until_it_fits(share: float) -> None:
         assert restricted({name: count + 3 for name, count in chosen.items()}) > available
 
 
-def test_it_says_what_is_missing_where_nothing_fits() -> None:
+def test_insufficient_memory_names_the_missing_bytes() -> None:
     least = restricted(dict.fromkeys("abcd", 8))
     assert set(patch_channels_that_fit(SHAPES, least).values()) == {8}
     with pytest.raises(BadInput, match=r"6 sites need more than .*, also with patches of 8 channels") as said:
@@ -372,7 +372,7 @@ def test_it_says_what_is_missing_where_nothing_fits() -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(images=st.integers(1, 9), rows=st.integers(1, 30), most=st.integers(1, 50))
-def test_portions_cover_every_row_of_every_image_once(images: int, rows: int, most: int) -> None:
+def test_chunks_cover_every_row_of_every_image_once(images: int, rows: int, most: int) -> None:
     seen = list[tuple[int, int]]()
     for some, span in patch_sums._portions(images, rows, most):
         taken = [(image, row) for image in range(images)[some] for row in span]

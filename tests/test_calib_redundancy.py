@@ -45,7 +45,7 @@ def only(moments: ChannelMoments | HeadMoments) -> ChannelRedundancy | HeadRedun
     return redundancy_of_sites(Moments(sites={"site": moments}, lineage={}, images=1))[0]
 
 
-def test_mlp_row_of_a_planted_spectrum() -> None:
+def test_mlp_row_reports_a_planted_spectrum() -> None:
     row = only(mlp_with_spectrum([90.0, 4.0, 3.0, 2.0, 1.0], mean=100.0))
     assert isinstance(row, ChannelRedundancy)
     shares = [0.90, 0.04, 0.03, 0.02, 0.01]

@@ -63,7 +63,7 @@ def saved(tmp_path: Path) -> Path:
     return path
 
 
-def test_what_was_saved_comes_back(saved: Path) -> None:
+def test_moments_round_trip(saved: Path) -> None:
     got, expected = load_moments(saved), moments(system=True)
     assert list(got.sites) == list(expected.sites)
     assert all(same(got.sites[name], expected.sites[name]) for name in expected.sites)
@@ -71,7 +71,7 @@ def test_what_was_saved_comes_back(saved: Path) -> None:
 
 
 @pytest.mark.parametrize("field", sorted(SYMMETRIC))
-def test_collectors_make_those_sums_symmetric_whatever_a_kernel_left(field: str) -> None:
+def test_collectors_symmetrise_the_sums(field: str) -> None:
     total_DD = move_to_host({field: random(2, 5, 5, seed=0)})[field]
     assert torch.equal(total_DD, total_DD.mT)
     assert torch.equal(total_DD.triu(), random(2, 5, 5, seed=0).triu())
@@ -88,7 +88,7 @@ def signs_of_zero_differ(x_FF: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("change", [last_bit_differs, signs_of_zero_differ])
-def test_a_sum_that_is_not_symmetric_to_the_bit_stays_whole(change: Callable[[Tensor], Tensor], tmp_path: Path) -> None:
+def test_asymmetric_sum_is_stored_whole(change: Callable[[Tensor], Tensor], tmp_path: Path) -> None:
     site = replace(mlp(), gram_FF=change(mlp().gram_FF))
     save_moments(replace(moments(), sites={"blocks.0.mlp": site}), tmp_path / "m.safetensors")
     got = load_moments(tmp_path / "m.safetensors").sites["blocks.0.mlp"]
@@ -127,7 +127,7 @@ MLP_GRAM = "blocks.0.mlp/gram_FF:upper"
         ),
     ],
 )
-def test_triangles_of_no_matrix_are_refused(
+def test_malformed_triangles_are_refused(
     saved: Path, change: Callable[[dict[str, Tensor]], object], message: str
 ) -> None:
     rewritten(saved, change)
@@ -135,7 +135,7 @@ def test_triangles_of_no_matrix_are_refused(
         load_moments(saved).sites["blocks.0.mlp"]
 
 
-def test_sites_are_read_when_asked_for(saved: Path) -> None:
+def test_sites_are_read_lazily(saved: Path) -> None:
     """Damage in one site's bytes is found when that site is read, and only then."""
     damaged(saved, "blocks.0.mlp/gram_FF:upper")
     got = load_moments(saved)
@@ -208,7 +208,7 @@ def test_merge_unites_data_lineage() -> None:
         ),
     ],
 )
-def test_merge_refuses(other: Moments, message: str) -> None:
+def test_merge_refuses_incompatible_moments(other: Moments, message: str) -> None:
     rejects(message, merge_moments, moments(), other)
 
 

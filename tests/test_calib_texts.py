@@ -45,7 +45,7 @@ def documents_of(texts: Texts) -> list[str]:
     return given
 
 
-def test_documents_come_in_the_order_of_their_lines(path: Path) -> None:
+def test_documents_keep_the_order_of_their_lines(path: Path) -> None:
     texts = opened(path)
     assert documents_of(texts) == list(DOCUMENTS)
     batches = list(texts.read(4))
@@ -58,7 +58,7 @@ def test_documents_come_in_the_order_of_their_lines(path: Path) -> None:
 
 
 @pytest.mark.parametrize("line_end", ["\n", "\r\n"])
-def test_blank_lines_ends_and_byte_order_marks_are_no_text(tmp_path: Path, path: Path, line_end: str) -> None:
+def test_blank_lines_line_ends_and_byte_order_marks_are_skipped(tmp_path: Path, path: Path, line_end: str) -> None:
     other = tmp_path / "other.txt"
     lines = [DOCUMENTS[0], "", *DOCUMENTS[1:3], " \t", "\u00a0", *DOCUMENTS[3:]]
     other.write_bytes(b"\xef\xbb\xbf" + line_end.join(lines).encode())
@@ -91,7 +91,7 @@ def test_samples_are_seeded_and_sorted(tmp_path: Path) -> None:
         (b"x" * 33 + b"\r\n", "line 1 is longer than 32 bytes"),
     ],
 )
-def test_files_that_are_no_documents(
+def test_malformed_document_files_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, message: str
 ) -> None:
     monkeypatch.setattr(texts_module, "MOST_LINE_BYTES", 32)
@@ -102,20 +102,20 @@ def test_files_that_are_no_documents(
 
 
 @pytest.mark.parametrize("line_end", [b"\n", b"\r\n", b""])
-def test_the_longest_line_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line_end: bytes) -> None:
+def test_longest_allowed_line_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line_end: bytes) -> None:
     monkeypatch.setattr(texts_module, "MOST_LINE_BYTES", 32)
     (tmp_path / "long.txt").write_bytes(b"x" * 32 + line_end)
     assert documents_of(opened(tmp_path / "long.txt")) == ["x" * 32]
 
 
-def test_what_is_no_regular_file_is_refused(tmp_path: Path) -> None:
+def test_non_regular_files_are_refused(tmp_path: Path) -> None:
     rejects(r"documents\.txt: no such file, expected UTF-8 text", opened, tmp_path / "documents.txt")
     rejects("a directory, expected a regular file", opened, tmp_path)
     os.mkfifo(tmp_path / "pipe")
     rejects("a pipe, socket or device, expected a regular file", opened, tmp_path / "pipe")
 
 
-def test_a_file_that_changes_while_it_is_read_is_refused(path: Path) -> None:
+def test_file_that_changes_during_reading_is_refused(path: Path) -> None:
     texts = opened(path)
     written(path, ["One sheep", *DOCUMENTS[1:]])
     with pytest.raises(BadInput, match="changed since it was opened"):
@@ -138,7 +138,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(path: Path) -> None:
         (lambda documents: {"ids": torch.zeros(1, 4)}, r"ids torch.float32 \[1, 4\], expected ids .*\[2, 4\]"),
     ],
 )
-def test_encoders_that_are_refused(
+def test_unsuitable_encoders_are_refused(
     path: Path, encode: Callable[[Sequence[str]], Mapping[str, Tensor]], message: str
 ) -> None:
     with pytest.raises(BadInput, match=message):

@@ -161,7 +161,7 @@ def test_every_statistic_equals_float64_loops(weights: TokenWeights | None) -> N
 
 
 @pytest.mark.parametrize("weights", [None, sizes_of])
-def test_the_system_of_kept_dims_equals_float64_loops(weights: TokenWeights | None) -> None:
+def test_restricted_system_equals_float64_loops(weights: TokenWeights | None) -> None:
     inputs, kept = ids_and_masks(1), torch.tensor([[0, 2, 5], [1, 3, 4]])
     attention = collected(inputs, weights, attn=kept).sites["attn"]
     assert isinstance(attention, HeadMoments)
@@ -176,7 +176,7 @@ def moments_equal(a: Moments, b: Moments, limit: float) -> None:
         require_equal(site, {f: np.asarray(getattr(other, f)) for f in type(other).__slots__}, limit)
 
 
-def test_weights_of_one_are_no_weights() -> None:
+def test_weights_of_one_change_nothing() -> None:
     inputs = ids_and_masks()
     without = collected(inputs, None)
     for ones in (torch.ones(COUNT, LENGTH), torch.ones(COUNT, LENGTH, dtype=torch.bool)):
@@ -213,7 +213,7 @@ def of_tokens(x_BN4: Tensor, weight_BN: Tensor) -> Moments:
 
 
 @pytest.mark.parametrize("garbage", [1e30, float("inf"), float("nan")])
-def test_a_token_without_weight_leaves_no_trace(garbage: float) -> None:
+def test_zero_weight_token_has_no_effect(garbage: float) -> None:
     x_BN4 = torch.randn(9, 6, 4, generator=torch.Generator().manual_seed(0))
     weight_BN = torch.ones(9, 6)
     weight_BN[::2, 4:] = 0.0
@@ -222,7 +222,7 @@ def test_a_token_without_weight_leaves_no_trace(garbage: float) -> None:
     moments_equal(of_tokens(spoilt_BN4, weight_BN), clean, 0.0)
 
 
-def test_one_token_has_no_keys_but_their_mean() -> None:
+def test_single_token_has_zero_centred_keys() -> None:
     """The singular case: what is centred is zero, although keys are large; all else is of rank one for each input."""
     x_BN4 = 1000.0 + torch.randn(5, 6, 4, generator=torch.Generator().manual_seed(0))
     weight_BN = torch.zeros(5, 6)
@@ -236,7 +236,7 @@ def test_one_token_has_no_keys_but_their_mean() -> None:
     assert torch.allclose(attention.kk_HDD[0], weight * one_B4.T @ one_B4, rtol=1e-6)
 
 
-def test_an_input_without_weight_adds_nothing() -> None:
+def test_zero_weight_input_adds_nothing() -> None:
     x_BN4 = torch.randn(4, 6, 4, generator=torch.Generator().manual_seed(0))
     weight_BN = torch.ones(4, 6)
     weight_BN[1] = 0.0
@@ -256,11 +256,11 @@ def test_an_input_without_weight_adds_nothing() -> None:
         (torch.full((3, 6), float("inf")), "expected finite ones"),
     ],
 )
-def test_weights_that_are_refused(weight_BN: Tensor, message: str) -> None:
+def test_malformed_weights_are_refused(weight_BN: Tensor, message: str) -> None:
     rejects(message, of_tokens, torch.zeros(3, 6, 4), weight_BN)
 
 
-def test_weighted_moments_are_kept_and_gone_on_with(tmp_path: Path) -> None:
+def test_weighted_moments_round_trip_and_continue(tmp_path: Path) -> None:
     (tmp_path / "documents.txt").write_text("\n".join(f"number {number}" * (number % 3 + 1) for number in range(9)))
     encoder, state = tiny_text.model(), ResumeFile(path=tmp_path / "state.safetensors", every=4)
     options = Options(attention_system=True, token_weights=sizes_of)

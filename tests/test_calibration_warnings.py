@@ -24,7 +24,7 @@ def moments_of(ids: list[int], *, width: int = 192, rows: int = 17) -> Moments:
 
 
 @pytest.mark.parametrize("ids", [[1], [1] * 50, [1, 2, 3] * 10, list(range(11))])
-def test_few_different_images_are_told_however_often_they_repeat(ids: list[int]) -> None:
+def test_few_distinct_images_are_warned_of_despite_repetition(ids: list[int]) -> None:
     said = few_inputs(moments_of(ids), "images")
     copies = f" ({len(ids)} with copies)" if len(set(ids)) < len(ids) else ""
     own = "image" if len(set(ids)) == 1 else "images"
@@ -33,13 +33,13 @@ def test_few_different_images_are_told_however_often_they_repeat(ids: list[int])
     )
 
 
-def test_enough_different_images_are_not_told() -> None:
+def test_enough_distinct_images_give_no_warning() -> None:
     assert few_inputs(moments_of(list(range(12))), "images") == ""
     assert few_inputs(moments_of(list(range(8)), width=4), "images") == ""
     assert "needs at least 8" in few_inputs(moments_of(list(range(7)), width=4), "images")
 
 
-def test_an_image_of_many_tokens_counts_for_few_rows_and_a_text_for_all() -> None:
+def test_image_tokens_count_for_few_rows_and_text_tokens_for_all() -> None:
     many = moments_of(list(range(20)), width=1024, rows=10_000)
     assert "1024 wide, needs at least 32" in few_inputs(many, "images")
     assert few_inputs(many, "sequences") == ""
@@ -64,12 +64,12 @@ def test_rows_and_widths_of_a_file_are_those_in_memory(tmp_path: Path) -> None:
         (0.0, 0.0, ""),
     ],
 )  # fmt: skip
-def test_values_far_from_the_preprocessing_are_told(low: float, high: float, said: str) -> None:
+def test_values_far_from_the_preprocessing_are_warned_of(low: float, high: float, said: str) -> None:
     found = far_range(low, high, image_spec(tiny.checkpoint().model))
     assert (said in found) if said else not found
 
 
-def test_pixels_as_floats_are_told_and_as_bytes_are_not(tmp_path: Path) -> None:
+def test_float_pixels_are_warned_of_and_byte_pixels_are_not(tmp_path: Path) -> None:
     model, pixels = tiny.checkpoint().model, np.random.default_rng(0).integers(0, 256, (4, 3, 32, 32)).astype(np.uint8)
     assert "like pixels" in range_warning(model, tiny.opened(tmp_path / "f.npy", pixels.astype(np.float32)))
     assert "scaled to 0 to 1" in range_warning(
@@ -78,7 +78,7 @@ def test_pixels_as_floats_are_told_and_as_bytes_are_not(tmp_path: Path) -> None:
     assert not range_warning(model, tiny.opened(tmp_path / "u.npy", pixels))  # type: ignore[arg-type]
 
 
-def test_calibrate_and_reduce_of_copies_tell_and_record_it(tmp_path: Path) -> None:
+def test_calibrate_and_reduce_warn_of_repeated_images_and_record_it(tmp_path: Path) -> None:
     save_model(tiny.checkpoint(), tmp_path / "dense")
     copies = np.repeat(tiny.images(1), 16, 0)
     said = "the moments are of 1 different image"

@@ -44,18 +44,18 @@ V1 = "4:memory:/docker/a\n3:cpu,cpuacct:/docker/a\n2:cpuset:/\n1:name=systemd:/\
         ("0::/\n", {"cpu.max": "\n"}, None),
     ],
 )  # fmt: skip
-def test_the_tightest_limit_of_a_group_and_its_parents_is_the_quota(
+def test_quota_is_the_tightest_limit_of_a_cgroup_and_its_parents(
     groups: str, limits: Mapping[str, str], expected: float | None, tmp_path: Path
 ) -> None:
     assert cpu_quota(*machine(tmp_path, groups, limits)) == expected
 
 
-def test_a_missing_proc_has_no_quota(tmp_path: Path) -> None:
+def test_missing_proc_has_no_quota(tmp_path: Path) -> None:
     assert cpu_quota(tmp_path / "absent", tmp_path) is None
 
 
 @pytest.mark.parametrize(("quota", "granted"), [(None, 8), (0.25, 1), (1.0, 1), (1.5, 2), (8.0, 8), (64.0, 8)])
-def test_a_quota_is_rounded_up_to_whole_threads(quota: float | None, granted: int) -> None:
+def test_quota_is_rounded_up_to_whole_threads(quota: float | None, granted: int) -> None:
     assert granted_cpus(8, quota) == granted
 
 
@@ -67,7 +67,7 @@ def test_only_a_quota_below_the_affinity_sets_a_limit(monkeypatch: pytest.Monkey
         assert usable_cpus() == (limit or 4)
 
 
-def test_the_policy_is_passive_unless_the_user_has_set_one() -> None:
+def test_wait_policy_is_passive_unless_the_user_set_one() -> None:
     environment = dict[str, str]()
     set_thread_policy_(environment, None)
     assert environment == {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
@@ -80,7 +80,7 @@ def test_the_policy_is_passive_unless_the_user_has_set_one() -> None:
     assert wait_policy({}) is None
 
 
-def test_a_limit_of_threads_yields_to_the_users_own() -> None:
+def test_users_thread_limit_takes_precedence() -> None:
     environment = {"OMP_WAIT_POLICY": "PASSIVE"}
     set_thread_policy_(environment, 2)
     assert environment["OMP_NUM_THREADS"] == "2"
@@ -89,7 +89,7 @@ def test_a_limit_of_threads_yields_to_the_users_own() -> None:
     assert environment["OMP_NUM_THREADS"] == "7"
 
 
-def test_the_command_sets_the_policy_before_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_sets_the_wait_policy_before_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = dict[str, str]()
     monkeypatch.setattr(os, "environ", {"PATH": os.environ["PATH"]})
     monkeypatch.setattr(command, "thread_limit", lambda: 3)

@@ -97,7 +97,7 @@ def out_of_memory_from(limit: int, ms: float) -> Callable[[int], float]:
     return call_ms
 
 
-def test_the_sweep_measures_each_batch_against_each_other_and_the_first_against_itself() -> None:
+def test_sweep_measures_reduced_beside_dense_and_dense_against_itself() -> None:
     record = measured(lambda batch: 2.0 * batch, lambda batch: 1.6 * batch)
     assert [row.batch for row in record.rows] == [1, 8]
     assert {block.subject for block in record.rows[0].noise_blocks} == {"dense", "dense again"}
@@ -111,7 +111,7 @@ def test_the_sweep_measures_each_batch_against_each_other_and_the_first_against_
     assert read.end_to_end_rows == ()
 
 
-def test_end_to_end_is_told_apart_from_compute() -> None:
+def test_end_to_end_and_compute_times_are_separate() -> None:
     read = summarise(measured(lambda batch: 4.0, lambda batch: 2.0, copies_ms=1.0))
     assert some(some(read.row(8)).speedup).value == 2.0
     assert some(some(read.row(8, "end_to_end")).speedup).value == pytest.approx(5 / 3)
@@ -125,11 +125,11 @@ def test_streams_report_throughput_only() -> None:
     assert read.rows[0].speedup is not None
 
 
-def test_no_throughput_is_told_while_the_l2_cache_is_flushed() -> None:
+def test_flushing_the_l2_cache_omits_throughput() -> None:
     assert summarise(measured(lambda b: 4.0, lambda b: 2.0, flush_l2=True)).rows[0].sides["dense"].throughput is None
 
 
-def test_a_batch_that_runs_out_of_memory_stays_in_the_table_and_the_other_is_still_measured() -> None:
+def test_batch_out_of_memory_stays_in_the_table_and_other_subject_is_measured() -> None:
     record = measured(out_of_memory_from(8, 1.0), lambda batch: 1.0 * batch, (1, 8, 16))
     assert [row.trials["dense"].status for row in record.rows] == ["ok", "oom", "oom"]
     assert record.rows[1].stop == "one subject only"
@@ -140,7 +140,7 @@ def test_a_batch_that_runs_out_of_memory_stays_in_the_table_and_the_other_is_sti
 
 
 @pytest.mark.slow("measurement")
-def test_a_failing_batch_stays_with_its_message() -> None:
+def test_failed_batch_keeps_its_message() -> None:
     def broken(batch: int) -> float:
         raise ValueError("invalid shape")
 
@@ -157,7 +157,7 @@ def test_a_failing_batch_stays_with_its_message() -> None:
         measured(lambda batch: 1.0, broken)
 
 
-def test_a_measurement_without_a_time_is_none() -> None:
+def test_bench_without_any_time_raises() -> None:
     """Out of memory at every batch size; of one that has no memory for the dense model alone, the other is known."""
     with pytest.raises(Missing, match=r"nothing could be measured.*ask for smaller --batch"):
         measured(out_of_memory_from(1, 1.0), out_of_memory_from(1, 1.0))
@@ -165,7 +165,7 @@ def test_a_measurement_without_a_time_is_none() -> None:
     assert {row.stop for row in record.rows} == {"one subject only"}
 
 
-def test_a_lack_of_the_machine_ends_the_sweep() -> None:
+def test_missing_package_ends_the_sweep() -> None:
     def lacking(batch: int) -> float:
         raise Missing("no GPU")
 
@@ -185,7 +185,7 @@ CALLS_MS = st.sampled_from([0.3, 2.0, 30.0, 200.0, 1500.0, 9000.0])
 @pytest.mark.slow("measurement")
 @settings(max_examples=20, deadline=None)
 @given(CALLS_MS, CALLS_MS, st.sampled_from([0.2, 3.0, 20.0]), st.booleans(), st.sampled_from([1, 3]), st.data())
-def test_all_that_batch_sizes_cost_is_within_their_time_limit(
+def test_time_limit_covers_opening_warm_up_and_a_a_run(
     dense_ms: float, reduced_ms: float, limit_s: float, audit: bool, streams: int, data: st.DataObject
 ) -> None:
     """Opening, first calls that are slow, warm-up, A/A run, audit: but for a call that was under way."""
@@ -203,7 +203,7 @@ def test_all_that_batch_sizes_cost_is_within_their_time_limit(
     assert bool(record.warnings) or row.stop != "out of time"
 
 
-def test_a_batch_size_without_time_is_reported_and_the_others_are_measured_as_alone() -> None:
+def test_batch_size_without_time_is_reported_and_others_are_unaffected() -> None:
     clock, log = FakeClock(), list[int]()
     plan = replace(PLAN, time_limit_s=3.0)
     dense, reduced = (lambda batch: 10.0 * batch), (lambda batch: 8.0 * batch)
@@ -227,7 +227,7 @@ def test_a_batch_size_without_time_is_reported_and_the_others_are_measured_as_al
 
 
 @pytest.mark.slow("measurement")
-def test_the_time_that_is_advised_is_enough() -> None:
+def test_advised_time_limit_suffices() -> None:
     def asked(limit_s: float) -> Bench:
         plan = replace(ENDLESS, time_limit_s=limit_s)
         return measured(lambda batch: 100.0, lambda batch: 80.0, (8,), plan=plan, opening_ms=100.0, uneven=wandering)
@@ -243,7 +243,7 @@ def test_the_time_that_is_advised_is_enough() -> None:
     assert not any("A/A" in warning for warning in again.warnings)
 
 
-def test_an_audit_or_an_a_a_run_without_time_is_left_out_with_a_warning() -> None:
+def test_missing_time_skips_audit_and_a_a_run_with_a_warning() -> None:
     plan = replace(ENDLESS, time_limit_s=5.0, audit_rounds=8)
     record = measured(lambda batch: 100.0, lambda batch: 80.0, (8,), plan=plan, uneven=wandering)
     row = summarise(record).rows[0]
@@ -254,19 +254,19 @@ def test_an_audit_or_an_a_a_run_without_time_is_left_out_with_a_warning() -> Non
     assert "batch 8, reduced: no time to try it on varied batches" in warnings
 
 
-def test_a_slow_first_call_is_no_reason_not_to_measure() -> None:
+def test_slow_first_call_does_not_prevent_the_measurement() -> None:
     record = measured(lambda b: 5.0, lambda b: 4.0, (8,), uneven=lambda call: 200.0 if call == 0 else 1.0)
     assert record.rows[0].stop == "narrow"
 
 
-def test_a_first_call_that_takes_all_the_time_is_reported_without_a_guess() -> None:
+def test_first_call_that_takes_all_the_time_is_reported_without_an_estimate() -> None:
     record = measured(lambda b: 5.0, lambda b: 4.0, uneven=lambda call: 2000.0 if call == 0 else 1.0)
     assert [row.stop for row in record.rows] == ["out of time"] * 2  # the larger batch size is tried for itself
     assert "binding it and its first call took 10 s of 5; give a longer --time-limit" in record.warnings[0]
 
 
 @pytest.mark.slow("measurement")
-def test_opening_is_part_of_the_time_in_equal_shares() -> None:
+def test_opening_time_is_shared_equally_by_batch_sizes() -> None:
     def limited(opening_ms: float, made_s: float = 0.0) -> tuple[float, Bench]:
         clock, plan = FakeClock(), replace(ENDLESS, time_limit_s=4.0, noise_rounds=0)
         record = measured(
@@ -284,7 +284,7 @@ def test_opening_is_part_of_the_time_in_equal_shares() -> None:
     assert record.warnings[0].startswith("exporting and loading took 18 s, and --time-limit 4 allows 8 s for all")
 
 
-def test_one_subject_alone_is_held_to_the_limit_too() -> None:
+def test_single_subject_obeys_the_time_limit() -> None:
     def reduced(batch: int) -> float:
         return 2000.0 if batch == 64 else 200.0
 
@@ -302,16 +302,16 @@ def test_one_subject_alone_is_held_to_the_limit_too() -> None:
     ("batches", "streams", "message"),
     [((), 1, "at least one"), ((0,), 1, "positive"), ((2, 2), 1, "each once"), ((1,), 0, "streams")],
 )
-def test_an_impossible_sweep_is_refused(batches: tuple[int, ...], streams: int, message: str) -> None:
+def test_impossible_plan_is_refused(batches: tuple[int, ...], streams: int, message: str) -> None:
     rejects(message, measured, lambda batch: 1.0, lambda batch: 1.0, batches, streams=streams)
 
 
-def test_two_subjects_of_one_name_are_refused() -> None:
+def test_subjects_with_equal_names_are_refused() -> None:
     same = BenchSubject(name="dense", open=lambda: FakeRunner(FakeClock(), lambda batch: 1.0))
     rejects("different names", bench_subjects, (same, same), FEEDS, [1], PLAN)
 
 
-def test_progress_only_rises_and_ends_below_one() -> None:
+def test_progress_rises_monotonically_below_one() -> None:
     clock, shares = FakeClock(), list[float]()
     subjects = [BenchSubject(name=name, open=lambda: FakeRunner(clock, lambda batch: 2.0)) for name in ("a", "b")]
     bench_subjects(
@@ -322,7 +322,7 @@ def test_progress_only_rises_and_ends_below_one() -> None:
     assert 0.5 < shares[-1] <= 1.0
 
 
-def test_the_record_survives_the_file(tmp_path: Path) -> None:
+def test_bench_record_round_trips(tmp_path: Path) -> None:
     record = measured(out_of_memory_from(8, 1.0), lambda batch: 1.0 * batch, copies_ms=0.5)
     save_bench(record, tmp_path / "bench.json")
     assert load_bench(tmp_path / "bench.json") == record
@@ -330,7 +330,7 @@ def test_the_record_survives_the_file(tmp_path: Path) -> None:
     assert (document["kind"], document["version"]) == ("bench", 1)
 
 
-def test_records_of_other_machines_or_precisions_are_not_comparable() -> None:
+def test_records_of_different_machines_or_precisions_are_not_comparable() -> None:
     record = measured(lambda batch: 2.0, lambda batch: 1.0)
     assert differing_keys(record, record) == {}
     moved = replace(record, environment={**record.environment, "cpu": "another cpu", "load_average": 3.0})
@@ -339,7 +339,7 @@ def test_records_of_other_machines_or_precisions_are_not_comparable() -> None:
     assert differing_keys(record, halved)["reduced.precision"] == ("fp32", "fp16")
 
 
-def test_the_knee_is_where_doubling_stops_paying() -> None:
+def test_knee_is_the_batch_where_doubling_stops_paying() -> None:
     assert some(find_knee({1: 100.0, 2: 190.0, 4: 340.0, 8: 360.0, 16: 365.0})).batch == 4
     rising = some(find_knee({1: 100.0, 2: 200.0, 4: 400.0}))
     assert (rising.batch, "still rises" in rising.reason) == (4, True)
@@ -347,7 +347,7 @@ def test_the_knee_is_where_doubling_stops_paying() -> None:
     assert find_knee({1: 100.0}) is None
 
 
-def test_a_runner_is_booked_with_what_it_holds_and_its_last_peak() -> None:
+def test_runner_memory_is_its_held_bytes_plus_its_last_peak() -> None:
     """Opens 100 -> 150, then a phase that peaks 70 above its start and leaves 20 behind; another's 500 don't count."""
     readings, peaks = iter([100, 150, 650, 670]), iter([160, 720])
     ledger = Ledger(MemoryGauge("fake", lambda: None, lambda: next(readings), lambda: next(peaks)))
@@ -415,7 +415,7 @@ def test_the_environment_is_flat_and_its_fingerprint_ignores_the_load_of_the_mom
     assert fingerprint(told) != fingerprint({**told, "cpu": "another"})
 
 
-def test_images_that_no_memory_holds_are_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_beyond_memory_are_reported_as_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def gathered(feeds: Feeds, batch: int) -> Feeds:
         if batch == 8:
             raise MemoryError("Unable to allocate 38.6 GiB")
@@ -426,7 +426,7 @@ def test_images_that_no_memory_holds_are_a_finding(monkeypatch: pytest.MonkeyPat
     assert [row.trials["dense"].status for row in record.rows] == ["ok", "oom"]
 
 
-def test_a_machine_that_slows_down_leaves_a_value_without_an_interval() -> None:
+def test_drifting_machine_gives_a_value_without_an_interval() -> None:
     clock, plan = FakeClock(), replace(PLAN, noise_rounds=0)
 
     def uneven(call: int) -> float:

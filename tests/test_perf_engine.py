@@ -181,7 +181,7 @@ def plan(tmp_path: Path) -> Path:
     return path
 
 
-def test_it_runs_on_its_own_stream_with_fixed_addresses(engine: FakeEngine, plan: Path) -> None:
+def test_engine_runs_on_its_own_stream_with_fixed_addresses(engine: FakeEngine, plan: Path) -> None:
     with EngineRunner(plan, precision="fp16", cuda_graph=False) as runner:
         np.testing.assert_allclose(runner(FEEDS)["logits"], IMAGES.reshape(2, -1).sum(axis=1, keepdims=True))
         bound = runner.bind(FEEDS)
@@ -193,7 +193,9 @@ def test_it_runs_on_its_own_stream_with_fixed_addresses(engine: FakeEngine, plan
     assert (told["backend"], told["precision"], told["device"]) == ("tensorrt", "fp16", "cuda")
 
 
-def test_a_graph_is_captured_once_and_replayed(engine: FakeEngine, plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_graph_is_captured_once_and_replayed(
+    engine: FakeEngine, plan: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     replays = count()
     monkeypatch.setattr(engine_runner, "capture_graph", lambda stream, launch: lambda: next(replays))
     with EngineRunner(plan) as runner:
@@ -226,15 +228,15 @@ def loaded(engine: FakeEngine | None, plan: Path) -> EngineRunner:
     return runner
 
 
-def test_a_plan_that_does_not_load_says_what_tensorrt_said(plan: Path) -> None:
+def test_plan_that_does_not_load_reports_tensorrts_message(plan: Path) -> None:
     rejects(r"\(b\) for another GPU.*said: version tag does not match", loaded, None, plan)
 
 
-def test_half_borders_are_refused(plan: Path) -> None:
+def test_fp16_inputs_and_outputs_are_refused(plan: Path) -> None:
     rejects("images: float16", loaded, FakeEngine({}, dtype="float16"), plan)
 
 
-def test_a_plan_of_several_tensors_is_fed_and_read_by_name(engine: FakeEngine, plan: Path) -> None:
+def test_plan_with_several_tensors_is_fed_and_read_by_name(engine: FakeEngine, plan: Path) -> None:
     engine.tensors = ("images", "ids", "logits", "features")
     with EngineRunner(plan, cuda_graph=False) as runner:
         assert runner.inputs == (Port(name="images", shape=(3, 2, 2)), Port(name="ids", shape=(2,), dtype="int64"))
@@ -251,18 +253,18 @@ def test_a_plan_of_several_tensors_is_fed_and_read_by_name(engine: FakeEngine, p
             runner({"images": IMAGES, "ids": IDS[:1].astype(np.float32)})
 
 
-def test_no_memory_for_a_context_is_running_out_of_memory(plan: Path) -> None:
+def test_failed_context_allocation_is_out_of_memory(plan: Path) -> None:
     with pytest.raises(MemoryError):
         loaded(FakeEngine({}, out_of_memory=True), plan)(FEEDS)
 
 
-def test_an_address_that_is_refused_is_no_measurement(engine: FakeEngine, plan: Path) -> None:
+def test_refused_tensor_address_fails_the_measurement(engine: FakeEngine, plan: Path) -> None:
     engine.takes_addresses = False
     with EngineRunner(plan) as runner, pytest.raises(RuntimeError, match="refused the address of images"):
         runner.bind(FEEDS)
 
 
-def test_an_enqueue_that_fails_is_not_timed(engine: FakeEngine, plan: Path) -> None:
+def test_failed_enqueue_is_not_timed(engine: FakeEngine, plan: Path) -> None:
     with EngineRunner(plan, cuda_graph=False) as runner:
         bound = runner.bind(FEEDS)
         engine.contexts[0].enqueues = False
@@ -270,9 +272,7 @@ def test_an_enqueue_that_fails_is_not_timed(engine: FakeEngine, plan: Path) -> N
             bound.laps(1, lambda: 0)
 
 
-def test_without_the_package_a_gpu_or_a_plan_it_says_what_is_missing(
-    plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_package_gpu_or_plan_is_named(plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rejects("no such plan", EngineRunner(tmp_path / "none.plan").__enter__)
     monkeypatch.setitem(__import__("sys").modules, "tensorrt", None)
     with pytest.raises(Missing, match="extra `gpu`"):

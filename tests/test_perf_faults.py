@@ -241,7 +241,7 @@ def watch_the_bright_patch(model: TinyViT, block: int, size: float) -> TinyViT:
     return watching
 
 
-def test_the_sound_model_passes_every_link(vit: TinyViT) -> None:
+def test_correct_model_passes_every_link(vit: TinyViT) -> None:
     images = photographs()
     graph = onnx_from_vit(vit)
     exact = exact_link(torch_logits(vit, images), onnx_logits(graph, images))
@@ -251,7 +251,7 @@ def test_the_sound_model_passes_every_link(vit: TinyViT) -> None:
     assert located_in_half(vit, onnx_from_vit(vit, half=True)).site is None
 
 
-def test_attention_logits_over_float16(vit: TinyViT, tmp_path: Path) -> None:
+def test_attention_logits_beyond_float16_range_fail(vit: TinyViT, tmp_path: Path) -> None:
     watching = watch_the_bright_patch(vit, block=1, size=6e4)
     single, half = onnx_from_vit(watching), onnx_from_vit(watching, half=True)
     assert passes_a_random_check(onnx_logits(single, noise_images()), onnx_logits(half, noise_images()))
@@ -281,7 +281,7 @@ def bright_residual(model: TinyViT, size: float) -> TinyViT:
     return loud
 
 
-def test_a_norm_in_float16_over_a_huge_activation(vit: TinyViT) -> None:
+def test_float16_norm_over_a_huge_activation_fails(vit: TinyViT) -> None:
     loud = bright_residual(vit, 500)
     single, half = onnx_from_vit(loud), onnx_from_vit(loud, half=True)
     assert passes_a_random_check(onnx_logits(single, noise_images()), onnx_logits(half, noise_images()))
@@ -291,7 +291,7 @@ def test_a_norm_in_float16_over_a_huge_activation(vit: TinyViT) -> None:
     assert located.largest_activation > located.half_limit
 
 
-def test_a_softmax_scale_of_the_reduced_width(vit: TinyViT) -> None:
+def test_softmax_scale_of_the_reduced_width_fails(vit: TinyViT) -> None:
     graph = onnx_from_vit(vit, scale=1 / math.sqrt(D // HEADS / 2))
     assert exact_link(torch_logits(vit, photographs()), onnx_logits(graph, photographs())).status == "FAIL"
     assert located_exactly(vit, graph).site == "blocks.0.attn"
@@ -327,7 +327,9 @@ def another_epoch(model: TinyViT) -> None:
     ("fault", "site", "hidden"),
     [(drop_bias, "blocks.2.mlp", False), (swap_channels, "blocks.1.mlp", False), (another_epoch, "patch_embed", True)],
 )
-def test_a_graph_of_other_weights(vit: TinyViT, fault: Callable[[TinyViT], None], site: str, hidden: bool) -> None:
+def test_graph_with_other_weights_fails(
+    vit: TinyViT, fault: Callable[[TinyViT], None], site: str, hidden: bool
+) -> None:
     graph = onnx_from_vit(changed(vit, fault))
     noise, images = noise_images(), photographs()
     assert exact_link(torch_logits(vit, images), onnx_logits(graph, images)).status == "FAIL"
@@ -335,7 +337,7 @@ def test_a_graph_of_other_weights(vit: TinyViT, fault: Callable[[TinyViT], None]
     assert passes_a_random_check(torch_logits(vit, noise), onnx_logits(graph, noise)) == hidden
 
 
-def test_constant_outputs_behind_a_large_bias(vit: TinyViT) -> None:
+def test_constant_outputs_hidden_by_a_large_bias_fail(vit: TinyViT) -> None:
     """The head's bias outweighs everything, so a relative error sees nothing of a head that lost its weights."""
     biased = changed(vit, lambda m: m.head.bias.add_(torch.linspace(900, 1000, CLASSES)))
     dead = onnx_from_vit(changed(biased, lambda m: m.head.weight.zero_()))
@@ -351,7 +353,7 @@ def test_constant_outputs_behind_a_large_bias(vit: TinyViT) -> None:
     ]
 
 
-def test_the_cpu_alone_would_not_have_seen_it(vit: TinyViT) -> None:
+def test_onnxruntime_on_the_cpu_misses_the_float16_overflow(vit: TinyViT) -> None:
     """ONNX Runtime carries float16 values on in float32: the reason for the rounded graph."""
     watching = watch_the_bright_patch(vit, block=1, size=6e4)
     plain = plain_logits(onnx_from_vit(watching, half=True), photographs())
@@ -359,7 +361,7 @@ def test_the_cpu_alone_would_not_have_seen_it(vit: TinyViT) -> None:
 
 
 @pytest.mark.slow("models")
-def test_mixed_precision_keeps_just_the_guilty_blocks(vit: TinyViT) -> None:
+def test_mixed_precision_keeps_only_the_faulty_blocks_in_float32(vit: TinyViT) -> None:
     sick = watch_the_bright_patch(bright_residual(vit, 500), block=1, size=9e4)
 
     def attempt(kept: tuple[str, ...]) -> FaultLocation | None:

@@ -142,7 +142,7 @@ def test_large_figures_are_written_without_an_exponent() -> None:
     assert "12,346" in one("p50@b8 > 1", plain(dense_ms=20000.0, reduced_ms=12345.6, spread=1e-6)).message
 
 
-def test_a_bound_inside_the_interval_is_inconclusive_and_says_how_many_more_blocks() -> None:
+def test_bound_inside_the_interval_is_inconclusive_and_estimates_more_blocks() -> None:
     """Width shrinks with the root of the rounds: recompute what is told from the interval itself."""
     judged = one("speedup@b8 < 1.255", plain(spread=0.1))
     assert judged.verdict == "INCONCLUSIVE"
@@ -163,7 +163,7 @@ def of_agreement(share: float, images: int, **limits_of_link: Any) -> Parity:
 @pytest.mark.parametrize("confidence", [0.0, 0.8, 0.99])
 @pytest.mark.parametrize(("hits", "images"), [(64, 64), (49, 50), (60, 64), (493, 500)])
 @pytest.mark.parametrize("least", [0.9, 0.98, 1.0])
-def test_a_link_and_a_rule_of_one_limit_have_one_verdict_and_one_reason(
+def test_link_and_rule_with_equal_limits_give_equal_verdicts_and_reasons(
     hits: int, images: int, least: float, confidence: float
 ) -> None:
     proof = of_agreement(hits / images, images, min_agreement=least, confidence=confidence)
@@ -173,7 +173,7 @@ def test_a_link_and_a_rule_of_one_limit_have_one_verdict_and_one_reason(
     assert f"top-1 agreement {rule.message}" in proof.links[0].reason
 
 
-def test_the_number_of_images_that_would_decide_is_the_least_that_does() -> None:
+def test_estimated_number_of_images_is_the_smallest_that_decides() -> None:
     """63 of 64 on a limit of 98 %: as a share, the smallest number whose interval is off it, and no other."""
     message = one("top1_agreement < 0.98", parity=of_agreement(63 / 64, 64)).message
     assert message == (
@@ -185,7 +185,7 @@ def test_the_number_of_images_that_would_decide_is_the_least_that_does() -> None
     assert "about 189 images would decide" in one("top1_agreement < 0.98", parity=of_agreement(1.0, 64)).message
 
 
-def test_a_share_on_its_limit_is_decided_by_no_number_of_images() -> None:
+def test_share_equal_to_its_limit_is_never_decided() -> None:
     words = "the share lies on it, so that more images don't decide; at confidence 0 the point does"
     for share, images in ((49 / 50, 50), (1.0, 64)):
         text = f"top1_agreement < {share}"
@@ -195,7 +195,7 @@ def test_a_share_on_its_limit_is_decided_by_no_number_of_images() -> None:
         assert judge([rule_from_text(text)], Evidence(parity=proof, confidence=0.0)).verdict == "PASS"
 
 
-def test_an_agreement_against_the_baselines_says_how_many_images_both_would_take() -> None:
+def test_inconclusive_baseline_rule_estimates_images_for_both_records() -> None:
     older, newer = of_agreement(0.992, 1000), of_agreement(0.988, 1000)
     rule = rule_from_text("top1_agreement < baseline - 0.002")
 
@@ -211,7 +211,7 @@ def test_an_agreement_against_the_baselines_says_how_many_images_both_would_take
 
 
 @pytest.mark.parametrize(("confidence", "verdict"), [(0.0, "PASS"), (0.5, "PASS"), (0.95, "INCONCLUSIVE")])
-def test_times_are_judged_at_the_confidence_too(confidence: float, verdict: str) -> None:
+def test_timing_rules_use_the_confidence(confidence: float, verdict: str) -> None:
     rule = rule_from_text("speedup@b8 < 1.22")
     gate = judge([rule], Evidence(bench=plain(spread=0.1), confidence=confidence))
     assert (gate.verdict, gate.confidence) == (verdict, confidence)
@@ -222,7 +222,7 @@ def test_times_are_judged_at_the_confidence_too(confidence: float, verdict: str)
     assert judge([rule], Evidence(bench=plain(rounds=7))).verdict == "PASS"
 
 
-def test_a_figure_on_the_bound_is_not_promised_a_decision() -> None:
+def test_figure_equal_to_the_bound_promises_no_decision() -> None:
     judged = one("speedup@b8 < 1.0", bench_of(row_of(8, {name: noisy(5.0, seed=3) for name in ("dense", "reduced")})))
     assert judged.verdict == "PASS"  # both alike to the last digit: the interval is a point, and not below 1
     wide = plain(10.0, 10.0, spread=0.2)
@@ -230,7 +230,7 @@ def test_a_figure_on_the_bound_is_not_promised_a_decision() -> None:
     assert "many more would not decide" in one(f"speedup@b8 < {value:.15f}", wide).message
 
 
-def test_too_few_samples_or_rounds_decide_nothing() -> None:
+def test_too_few_samples_or_rounds_are_inconclusive() -> None:
     assert one("p99@b8 > 9", plain(rounds=40)).verdict == "PASS"
     few = one("p99@b8 > 1", plain(rounds=10))
     assert (few.verdict, few.value) == ("INCONCLUSIVE", None)
@@ -238,7 +238,7 @@ def test_too_few_samples_or_rounds_decide_nothing() -> None:
     assert "only 4 rounds were kept" in one("speedup@b8 < 1.2", plain(rounds=4)).message
 
 
-def test_a_busy_machine_decides_nothing() -> None:
+def test_busy_machine_is_inconclusive() -> None:
     times = {"dense": noisy(10.0, seed=1), "reduced": noisy(8.0, seed=2)}
     judged = one("speedup@b8 < 1.2", bench_of(row_of(8, times, lost_rel=0.4)))
     assert judged.verdict == "INCONCLUSIVE"
@@ -251,7 +251,7 @@ def with_trial(bench: Bench, name: str, trial: BenchTrial) -> Bench:
     return replace(bench, rows=(replace(row, trials={**row.trials, name: trial}, blocks=blocks),))
 
 
-def test_a_candidate_that_ran_out_of_memory_fails_and_a_reference_that_did_decides_nothing() -> None:
+def test_out_of_memory_fails_for_the_candidate_and_is_inconclusive_for_the_reference() -> None:
     oom = BenchTrial(status="oom", message="CUDA out of memory")
     failed = one("speedup@b8 < 1.2", with_trial(plain(), "reduced", oom))
     assert failed.verdict == "FAIL"
@@ -260,7 +260,7 @@ def test_a_candidate_that_ran_out_of_memory_fails_and_a_reference_that_did_decid
     assert one("p50@b8 > 9", with_trial(plain(), "dense", oom)).verdict == "PASS"
 
 
-def test_a_batch_size_without_time_decides_nothing_and_says_why() -> None:
+def test_batch_size_without_time_is_inconclusive_with_a_reason() -> None:
     why = "it takes about 14 s, the limit is 3 s; give --time-limit 14"
     unmeasured = replace(
         row_of(8, {}), trials=dict.fromkeys(("dense", "reduced"), BenchTrial(status=OUT_OF_TIME, message=why)),
@@ -280,7 +280,7 @@ def test_a_batch_size_without_time_decides_nothing_and_says_why() -> None:
     assert "| 8 | reduced | 8 | out of time | - | unknown |" in markdown_from_comparison(compare_records(plain(), late))
 
 
-def test_baseline_rules() -> None:
+def test_rules_against_a_baseline() -> None:
     before = plain()
     assert one("p50@b8 > baseline * 1.03", plain(), before).verdict == "PASS"
     assert one("p50@b8 > baseline * 1.03", plain(reduced_ms=8.8), before).verdict == "FAIL"
@@ -288,7 +288,7 @@ def test_baseline_rules() -> None:
     assert one("size_bytes > baseline + 1", plain(reduced_bytes=601), before).verdict == "PASS"
 
 
-def test_records_of_different_machines_are_not_comparable_in_time_but_in_size() -> None:
+def test_different_machines_are_comparable_in_size_but_not_in_time() -> None:
     before = plain(gpu="Another Card")
     judged = one("p50@b8 > baseline * 1.03", plain(), before)
     assert judged.verdict == "NOT-COMPARABLE"
@@ -296,7 +296,7 @@ def test_records_of_different_machines_are_not_comparable_in_time_but_in_size() 
     assert one("size_bytes > baseline", plain(), before).verdict == "PASS"
 
 
-def test_a_slowdown_that_the_reference_shows_as_well_is_the_machines() -> None:
+def test_slowdown_of_candidate_and_reference_is_attributed_to_the_machine() -> None:
     before = plain(dense_sha="sha256:1")
     slower_machine = plain(dense_ms=10.8, reduced_ms=8.64, dense_sha="sha256:1")
     judged = one("p50@b8 > baseline * 1.03", slower_machine, before)
@@ -338,17 +338,17 @@ def test_a_slowdown_that_the_reference_shows_as_well_is_the_machines() -> None:
         ("plan_bytes > 9 XB", "is no bound"),
     ],
 )
-def test_a_rule_that_is_none_or_of_something_the_records_lack_is_an_error(text: str, message: str) -> None:
+def test_malformed_rules_and_absent_figures_are_errors(text: str, message: str) -> None:
     rejects(message, one, text)
 
 
-def test_records_that_are_not_given_are_missed() -> None:
+def test_rule_without_its_record_is_refused() -> None:
     rejects("has no parity record", one, "relative_error > 1", parity=None)
     rejects("needs a bench record", judge, [rule_from_text("p50@b8 > 1")], Evidence(parity=PARITY))
     rejects("at least one rule", judge, [], Evidence())
 
 
-def test_rules_are_read_with_or_without_spaces() -> None:
+def test_spaces_in_rules_are_optional() -> None:
     tight, loose = rule_from_text("p50@b1>baseline*1.03"), rule_from_text("  p50@b1  >  baseline * 1.03 ")
     assert replace(tight, text="") == replace(loose, text="")
     assert (loose.metric, loose.batch, loose.name, loose.scale, loose.offset) == ("p50", 1, "baseline", 1.03, 0.0)
@@ -361,21 +361,21 @@ def gate() -> Gate:
     return judge([rule_from_text(text) for text in rules], Evidence(bench=plain(), parity=PARITY))
 
 
-def test_the_gravest_verdict_is_the_gates() -> None:
+def test_gate_takes_the_worst_verdict() -> None:
     assert (gate().verdict, gate().exit_code) == ("FAIL", 1)
     assert EXIT_CODES == {"PASS": 0, "UNJUDGED": 0, "FAIL": 1, "INCONCLUSIVE": 3, "NOT-COMPARABLE": 5}
     assert Gate(rules=gate().rules[2:]).exit_code == 3
     assert Gate(rules=gate().rules[:1]).exit_code == 0
 
 
-def test_a_proof_that_judged_nothing_is_no_pass_alone() -> None:
+def test_unjudged_proof_alone_does_not_pass() -> None:
     proof = JudgedRule(rule="parity", verdict="UNJUDGED", message="no limit", metric=PROOF)
     assert (Gate(rules=(proof,)).verdict, Gate(rules=(proof,)).exit_code) == ("UNJUDGED", 3)
     first = judge([rule_from_text("p50@b8 > baseline * 1.03")], Evidence(bench=plain()), starting=True)
     assert Gate(rules=(proof, *first.rules)).exit_code == 0
 
 
-def test_a_first_record_is_judged_by_what_needs_no_older_one() -> None:
+def test_first_record_is_judged_by_rules_without_a_baseline() -> None:
     rules = [rule_from_text(text) for text in ("p50@b8 > baseline * 1.03", "size_bytes > 500")]
     first = judge(rules, Evidence(bench=plain()), starting=True)
     assert [row.verdict for row in first.rules] == ["UNJUDGED", "FAIL"]
@@ -387,7 +387,7 @@ def test_a_first_record_is_judged_by_what_needs_no_older_one() -> None:
     assert skipped[0].find("skipped") is not None
 
 
-def test_a_record_without_the_figure_can_not_start_a_baseline() -> None:
+def test_record_without_the_figure_cannot_start_a_baseline() -> None:
     rules = [rule_from_text("p50@b8 > baseline * 1.03")]
     broken = with_trial(plain(), "reduced", BenchTrial(status="oom", message="no memory"))
     assert judge(rules, Evidence(bench=broken), starting=True).verdict == "FAIL"
@@ -398,7 +398,7 @@ def test_a_record_without_the_figure_can_not_start_a_baseline() -> None:
     assert "only 4 rounds were kept" in few.rules[0].message
 
 
-def test_an_older_record_is_compared_with_although_one_may_be_started() -> None:
+def test_existing_baseline_is_compared_even_if_starting_one_is_allowed() -> None:
     rules, now = [rule_from_text("size_bytes > baseline")], Evidence(bench=plain(reduced_bytes=601))
     assert judge(rules, now, Evidence(bench=plain()), starting=True).verdict == "FAIL"
 
@@ -423,7 +423,7 @@ def test_markdown_and_json(tmp_path: Path) -> None:
     assert document["rules"][1]["value"] == 600
 
 
-def test_tracked_figures_are_split_by_what_is_better() -> None:
+def test_tracked_figures_are_split_by_direction() -> None:
     smaller = json.loads(tracked_from_summary(summarise(plain()), "smaller"))
     bigger = json.loads(tracked_from_summary(summarise(plain()), "bigger"))
     assert {figure["unit"] for figure in smaller} == {"ms", "bytes"}
@@ -433,7 +433,7 @@ def test_tracked_figures_are_split_by_what_is_better() -> None:
     assert "to" in p50["range"]
 
 
-def test_comparing_puts_differences_first_and_says_what_is_not_significant() -> None:
+def test_comparison_lists_differences_first_and_marks_insignificant_ones() -> None:
     before, after = plain(), plain(reduced_ms=8.8, gpu="Another Card")
     compared = compare_records(before, after)
     assert not compared.comparable
@@ -446,7 +446,7 @@ def test_comparing_puts_differences_first_and_says_what_is_not_significant() -> 
     assert markdown_from_comparison(same).startswith("Environment: no difference.")
 
 
-def test_a_batch_measured_once_only_is_shown_as_such() -> None:
+def test_batch_in_only_one_record_is_marked() -> None:
     before = plain()
     after = replace(before, rows=(replace(before.rows[0], batch=16),))
     text = markdown_from_comparison(compare_records(before, after))
@@ -454,7 +454,7 @@ def test_a_batch_measured_once_only_is_shown_as_such() -> None:
     assert re.search(r"\| 16 \| dense \| not measured \| [\d.]+ \| - \| unknown \|", text)
 
 
-def test_quotients_of_figures_measured_apart() -> None:
+def test_quotient_of_independent_figures_combines_their_uncertainty() -> None:
     """10 % and 10 % uncertain: 14 % together."""
     ratio = ratio_of_independent(Interval(value=10, low=9, high=11), Interval(value=5, low=4.5, high=5.5))
     assert ratio.value == 2
@@ -474,7 +474,7 @@ def of_two_outputs(inputs: int, *roles: Role) -> Parity:
     return Parity(images=ImageSet(count=inputs, digest=""), links=tuple(links))
 
 
-def test_of_several_outputs_the_one_that_tells_the_figure_is_meant() -> None:
+def test_rule_without_output_uses_the_only_output_with_that_figure() -> None:
     proof = of_two_outputs(8, "logits", "embedding")
     assert one("top1_agreement < 0.5", parity=proof).verdict == "PASS"
     assert one("neighbour_agreement < 0.3", parity=proof).verdict == "PASS"
@@ -485,18 +485,18 @@ def test_of_several_outputs_the_one_that_tells_the_figure_is_meant() -> None:
     rejects("no figure is called 'token_agreement'", one, "token_agreement < 0.9", parity=proof)
 
 
-def test_neighbours_that_could_not_be_told_are_no_verdict() -> None:
+def test_undefined_neighbour_agreement_is_not_judged() -> None:
     found = one("neighbour_agreement < 0.9", parity=of_two_outputs(2, "embedding"))
     assert found.verdict == "INCONCLUSIVE"
     assert "nearest neighbours need 3 inputs, got 2" in found.message
 
 
 @pytest.mark.parametrize("ms", [0.0, -1.0, 1e-308, 1e12, math.nan])
-def test_times_that_no_clock_gives_are_refused(ms: float) -> None:
+def test_impossible_times_are_refused(ms: float) -> None:
     with pytest.raises(BadInput, match="a block needs calls and positive times"):
         TimedBlock(round=0, subject="dense", at_s=0.0, calls=1, wall_ms=1.0, compute_ms=(ms,))
 
 
-def test_device_memory_is_of_profiles() -> None:
+def test_device_memory_is_judged_per_profile() -> None:
     with pytest.raises(BadInput, match="device memory of 'all', expected profiles such as 1:8:64"):
         SubjectRecord(name="a", describe={}, device_memory={"all": 1})

@@ -57,7 +57,7 @@ def record(tmp_path: Path) -> Path:
     return tmp_path / "bench.json"
 
 
-def test_a_record_is_kept_once_under_its_time_and_digest(tmp_path: Path) -> None:
+def test_record_is_stored_once_under_its_time_and_digest(tmp_path: Path) -> None:
     history = tmp_path / "made" / "history"
     record, other = tmp_path / "bench.json", tmp_path / "other.json"
     save_bench(bench_of_release(1, 2.5), record)
@@ -71,7 +71,7 @@ def test_a_record_is_kept_once_under_its_time_and_digest(tmp_path: Path) -> None
     assert loaded.left_out == ()
 
 
-def test_a_kept_record_is_never_overwritten(tmp_path: Path, record: Path) -> None:
+def test_stored_record_is_never_overwritten(tmp_path: Path, record: Path) -> None:
     history = tmp_path / "history"
     add_release(history, record)
     kept = next(history.iterdir())
@@ -80,7 +80,7 @@ def test_a_kept_record_is_never_overwritten(tmp_path: Path, record: Path) -> Non
     assert kept.read_text() == "{}"
 
 
-def test_the_same_record_written_in_another_way_is_one_release(tmp_path: Path, record: Path) -> None:
+def test_reformatted_record_counts_as_the_same_release(tmp_path: Path, record: Path) -> None:
     again, history = tmp_path / "again.json", tmp_path / "history"
     again.write_text(json.dumps(json.loads(record.read_text())))
     add_release(history, record)
@@ -89,7 +89,7 @@ def test_the_same_record_written_in_another_way_is_one_release(tmp_path: Path, r
     assert build_trend(load_history(history), newest).releases == (newest.name,)
 
 
-def test_what_is_no_record_is_named_and_left_alone(tmp_path: Path, record: Path) -> None:
+def test_foreign_files_are_named_and_left_alone(tmp_path: Path, record: Path) -> None:
     history = tmp_path / "history"
     add_release(history, record)
     kept = next(history.iterdir())
@@ -108,7 +108,7 @@ def test_what_is_no_record_is_named_and_left_alone(tmp_path: Path, record: Path)
     assert "expected a bench record" in reasons["other."]
 
 
-def test_a_record_without_a_time_and_a_file_for_a_directory_are_refused(tmp_path: Path, record: Path) -> None:
+def test_record_without_time_and_file_as_directory_are_refused(tmp_path: Path, record: Path) -> None:
     values = json.loads(record.read_text())
     (tmp_path / "timeless.json").write_text(json.dumps({**values, "created": "soon"}))
     rejects("created 'soon'; expected a time", release_of_file, tmp_path / "timeless.json")
@@ -116,7 +116,7 @@ def test_a_record_without_a_time_and_a_file_for_a_directory_are_refused(tmp_path
         rejects("a file, expected the directory", add_release, directory, record)
 
 
-def test_records_of_another_machine_and_later_ones_are_left_out_by_name() -> None:
+def test_records_of_other_machines_and_later_records_are_skipped_by_name() -> None:
     here, there = {"cpu": "one", "gpu": None}, {"cpu": "two", "gpu": None}
     days = [bench_of_release(day, 2.5, environment=there if day == 1 else here) for day in range(5)]
     history = History(releases=tuple(release(bench) for bench in days))
@@ -127,7 +127,7 @@ def test_records_of_another_machine_and_later_ones_are_left_out_by_name() -> Non
     assert "measured after" in reasons["2026-03-05"]
 
 
-def test_a_rise_fails_while_it_stands_and_not_when_mended() -> None:
+def test_rise_fails_until_it_is_fixed() -> None:
     (risen,) = judge_history(steps(*[2.5] * 7, 2.575, machine=0.05))
     assert risen.verdict == "FAIL"
     assert risen.value == pytest.approx(1.03, abs=0.006)
@@ -143,7 +143,7 @@ def exactly(*levels: float) -> tuple[Interval, ...]:
     return tuple(Interval(value=level, low=level, high=level) for level in levels)
 
 
-def test_a_rise_stands_while_the_newest_is_nearer_to_it_than_to_the_level_just_before() -> None:
+def test_rise_stands_while_the_newest_record_is_nearer_to_it_than_to_the_previous_level() -> None:
     def stands(newest: float) -> bool:
         rises = ((6, 1.04), (10, 1.02))
         changes = tuple(ChangePoint(first=at, found=at, ratio=exactly(ratio)[0], score=9.0) for at, ratio in rises)
@@ -155,7 +155,7 @@ def test_a_rise_stands_while_the_newest_is_nearer_to_it_than_to_the_level_just_b
     assert not stands(1.04)
 
 
-def test_more_batch_sizes_ask_more_of_a_change_so_that_the_bound_is_on_all_of_them() -> None:
+def test_significance_is_corrected_for_the_number_of_batch_sizes() -> None:
     def critical(*batches: int) -> float:
         found = trend(*(bench_of_release(day, 2.5, batches=batches) for day in range(2)))
         return float(found.test.split("a score from ")[1].split()[0])
@@ -166,7 +166,7 @@ def test_more_batch_sizes_ask_more_of_a_change_so_that_the_bound_is_on_all_of_th
     assert three > one
 
 
-def test_figures_that_are_not_known_well_are_not_told_apart() -> None:
+def test_uncertain_figures_are_not_separated() -> None:
     def alike(spread: float) -> Trend:
         levels = [2.5] * 8 + [2.54] * 3
         benches = (bench_of_release(day, level, spread=spread, seed=1) for day, level in enumerate(levels))
@@ -176,7 +176,7 @@ def test_figures_that_are_not_known_well_are_not_told_apart() -> None:
     assert not alike(0.1).batches[0].judged.changes, "the same rounds again, and each could be anywhere in 2 %"
 
 
-def test_where_calls_overlap_only_the_ratio_is_told() -> None:
+def test_overlapping_calls_report_only_the_ratio() -> None:
     def overlapping(bench: Bench) -> Bench:
         rows = (
             replace(row, blocks=tuple(replace(block, compute_ms=(), lost_ms=None) for block in row.blocks))
@@ -191,7 +191,7 @@ def test_where_calls_overlap_only_the_ratio_is_told() -> None:
     assert ratio.values[0].value == pytest.approx(2.0, rel=0.01)
 
 
-def test_a_fall_a_small_rise_and_no_change_pass() -> None:
+def test_fall_small_rise_and_no_change_pass() -> None:
     assert judge_history(steps(*[2.5] * 7, 2.4, 2.4))[0].verdict == "PASS"
     small = steps(*[2.5] * 12, *[2.5 * 1.007] * 4)
     assert standing_rise(small.batches[0].judged) is None
@@ -199,7 +199,7 @@ def test_a_fall_a_small_rise_and_no_change_pass() -> None:
     assert "no change in 8 releases" in judge_history(steps(*[2.5] * 8))[0].message
 
 
-def test_what_the_reference_shows_too_is_the_machines() -> None:
+def test_change_of_the_reference_too_is_attributed_to_the_machine() -> None:
     machine = trend(*(bench_of_release(day, 2.5, machine=1.1 if day >= 8 else 1.0) for day in range(11)))
     assert machine.batches[0].judged.name == "speed-up"
     assert judge_history(machine)[0].verdict == "PASS"
@@ -208,7 +208,7 @@ def test_what_the_reference_shows_too_is_the_machines() -> None:
     assert judge_history(unknown)[0].verdict == "FAIL"
 
 
-def test_few_releases_are_not_judged_and_a_disturbed_one_decides_nothing() -> None:
+def test_few_releases_are_not_judged_and_a_disturbed_release_is_inconclusive() -> None:
     assert judge_history(steps(2.5, 2.6))[0].verdict == "UNJUDGED"
     days = [bench_of_release(day, 2.5, lost=0.5 if day in (3, 7) else 0.0) for day in range(8)]
     assert judge_history(trend(*days))[0].verdict == "INCONCLUSIVE"
@@ -218,7 +218,7 @@ def test_few_releases_are_not_judged_and_a_disturbed_one_decides_nothing() -> No
     assert judge_history(earlier)[0].verdict == "PASS"
 
 
-def test_a_trend_survives_its_file_and_is_drawn(tmp_path: Path) -> None:
+def test_trend_round_trips_and_is_drawn(tmp_path: Path) -> None:
     found = steps(*[2.5] * 7, 2.575, machine=0.03)
     save_trend(found, tmp_path / "history.json")
     assert load_trend(tmp_path / "history.json") == found
@@ -238,7 +238,7 @@ def test_a_trend_survives_its_file_and_is_drawn(tmp_path: Path) -> None:
 stats: Any = pytest.importorskip("scipy.stats")
 
 
-def test_after_a_change_the_spread_is_pooled_over_all_levels() -> None:
+def test_spread_after_a_change_is_pooled_over_all_levels() -> None:
     rng = np.random.default_rng(3)
     logs = 0.01 * rng.standard_normal(16) + np.repeat([0.0, 0.2, 0.0], [8, 6, 2])
     points = change_points(np.exp(logs), 4.0)
@@ -278,7 +278,7 @@ def by_hand(values: np.ndarray, critical: float, noise: float) -> list[tuple[int
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_every_change_of_a_long_series_is_the_one_by_hand(seed: int) -> None:
+def test_change_points_of_a_long_series_equal_an_explicit_computation(seed: int) -> None:
     rng = np.random.default_rng(seed)
     levels = np.cumsum(rng.choice([0.0, -0.012, 0.012], size=4))
     values = np.exp(0.006 * rng.standard_normal(72) + np.repeat(levels, [36, 12, 14, 10]))
@@ -291,12 +291,12 @@ def test_every_change_of_a_long_series_is_the_one_by_hand(seed: int) -> None:
 
 @pytest.mark.parametrize("freedom", [3, 8, 28])
 @pytest.mark.parametrize("t", [1.0, 3.0, 6.0, -4.0])
-def test_a_score_is_the_normal_deviate_as_rare_as_the_t(t: float, freedom: int) -> None:
+def test_score_is_the_normal_deviate_with_the_p_value_of_t(t: float, freedom: int) -> None:
     exact = math.copysign(float(stats.norm.isf(stats.t.sf(abs(t), freedom))), t)
     assert normal_from_t(t, freedom) == pytest.approx(exact, rel=0.02)
 
 
-def test_equal_values_and_few_values_have_no_change() -> None:
+def test_constant_and_short_series_have_no_change() -> None:
     assert change_points([2.0] * 40, 4.0) == ()
     assert change_points([], 4.0) == ()
     assert change_points([1.0, 1.0, 9.0, 9.0], 4.0) == ()
@@ -305,7 +305,7 @@ def test_equal_values_and_few_values_have_no_change() -> None:
     assert [point.first for point in change_points(tiny, 4.0, noise=1e-5)] == [10]
 
 
-def test_the_critical_score_is_reached_by_that_share_of_other_histories() -> None:
+def test_critical_score_has_the_stated_false_alarm_rate() -> None:
     critical = critical_score(0.04)
     assert critical < critical_score(0.02) < critical_score(0.01)
     rng = np.random.default_rng(77)
@@ -315,7 +315,7 @@ def test_the_critical_score_is_reached_by_that_share_of_other_histories() -> Non
     assert low <= alarms <= high
 
 
-def test_a_rise_of_three_percent_is_found_within_two_releases_and_few_histories_cry_wolf() -> None:
+def test_rise_of_three_percent_is_found_within_two_releases_with_few_false_alarms() -> None:
     """Noise of the ratio to the reference."""
     rng, critical = np.random.default_rng(2), critical_score()
     false_alarms, found = 0, 0
@@ -329,7 +329,7 @@ def test_a_rise_of_three_percent_is_found_within_two_releases_and_few_histories_
     assert found == 60
 
 
-def test_processes_that_add_at_once_lose_nothing(tmp_path: Path) -> None:
+def test_concurrent_processes_lose_no_record(tmp_path: Path) -> None:
     records = [tmp_path / f"{day}.json" for day in range(12)]
     for day, record in enumerate(records):
         save_bench(bench_of_release(day, 2.5), record)

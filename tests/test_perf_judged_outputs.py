@@ -48,7 +48,7 @@ def proof(*links: Link, **more: Any) -> Parity:
     return Parity(images=ImageSet(count=60, digest="sha256:00"), links=links, **more)
 
 
-def test_one_logit_agrees_where_it_stays_on_its_side_of_the_threshold() -> None:
+def test_single_logit_agrees_on_the_same_side_of_its_threshold() -> None:
     moved = LOGIT + 0.4
     found = measure_logits(LOGIT, moved, margin_noise=0.0)
     same = sum((before > 0) == (after > 0) for before, after in zip(LOGIT[:, 0], moved[:, 0], strict=True))
@@ -75,11 +75,11 @@ def test_one_logit_agrees_where_it_stays_on_its_side_of_the_threshold() -> None:
         (LOGIT[:, 0], None, 0.0),
     ],
 )
-def test_the_threshold_of_a_single_logit(answers: Floats, given: float | None, threshold: float | None) -> None:
+def test_threshold_of_a_single_logit(answers: Floats, given: float | None, threshold: float | None) -> None:
     assert threshold_of(answers, given) == threshold
 
 
-def test_one_logit_on_one_side_everywhere_gives_no_agreement() -> None:
+def test_single_logit_always_on_one_side_has_no_agreement() -> None:
     ages = 20 + 60 * RNG.random((50, 1))
     found = measure_logits(ages, ages + 1, margin_noise=0.0)
     assert found.top1_agreement is None
@@ -90,12 +90,12 @@ def test_one_logit_on_one_side_everywhere_gives_no_agreement() -> None:
     assert judge_measures(found, user_tolerance(max_error=0.1))[0] == "PASS"
 
 
-def test_one_number_for_each_image_is_one_logit() -> None:
+def test_one_number_per_image_is_a_single_logit() -> None:
     both = [measure_logits(side, side + 0.4, margin_noise=0.0) for side in (LOGIT, LOGIT[:, 0])]
     assert both[0] == both[1]
 
 
-def test_accuracy_of_one_logit_counts_labels_0_and_1() -> None:
+def test_accuracy_of_a_single_logit_uses_labels_0_and_1() -> None:
     labels = (LOGIT[:, 0] > 0.3).astype(np.int64)
     right = sum(int(value > 0) == label for value, label in zip(LOGIT[:, 0], labels, strict=True))
     assert accuracy_on_labels("b", LOGIT, labels).correct == right
@@ -103,7 +103,7 @@ def test_accuracy_of_one_logit_counts_labels_0_and_1() -> None:
     rejects("got classes 0 to 2, expected 0 to 1", accuracy_on_labels, "b", LOGIT, np.arange(60) % 3)
 
 
-def test_chance_is_what_labels_in_another_order_would_give() -> None:
+def test_chance_agreement_equals_that_of_permuted_labels() -> None:
     rows, labels = np.eye(5)[np.arange(500) % 5], np.arange(500) % 5
     assert accuracy_on_labels("b", rows, labels).chance == pytest.approx(0.2)
     shuffled = np.random.default_rng(0).permutation(labels)
@@ -130,7 +130,7 @@ def test_chance_is_what_labels_in_another_order_would_give() -> None:
         ((linked("class", WITHIN, by=0.5), linked("boxes", FREE)), "FAIL", ("boxes",)),
     ],
 )
-def test_a_proof_passes_only_if_limits_judged_every_output(
+def test_proof_passes_only_if_limits_judge_every_output(
     links: tuple[Link, ...], verdict: str, unjudged: tuple[str, ...]
 ) -> None:
     found = proof(*(replace(each, name=f"{place}") for place, each in enumerate(links)))
@@ -157,7 +157,7 @@ def gated(home: Path, found: Parity, *rules: str) -> Gate:
         (("relative_error@boxes > 0.005",), "FAIL"),
     ],
 )
-def test_a_gate_passes_only_if_limits_or_rules_judged_every_output(
+def test_gate_passes_only_if_limits_or_rules_judge_every_output(
     tmp_path: Path, rules: tuple[str, ...], verdict: str
 ) -> None:
     found = gated(tmp_path, proof(linked("class", FREE), linked("boxes", FREE)), *rules)
@@ -165,7 +165,7 @@ def test_a_gate_passes_only_if_limits_or_rules_judged_every_output(
     assert (found.exit_code == 0) == (verdict == "PASS")
 
 
-def test_a_gate_names_the_outputs_that_nothing_judged(tmp_path: Path) -> None:
+def test_gate_names_unjudged_outputs(tmp_path: Path) -> None:
     row = gated(tmp_path, proof(linked("class", WITHIN), linked("boxes", FREE))).rules[0]
     assert row.verdict == "INCONCLUSIVE"
     assert "neither a limit of verify nor a rule judges boxes" in row.message
@@ -189,7 +189,7 @@ def one(found: Parity, rule: str) -> JudgedRule:
     return judge([rule_from_text(rule)], Evidence(parity=found)).rules[0]
 
 
-def test_accuracy_is_judged_by_the_change_on_the_same_images() -> None:
+def test_accuracy_rule_uses_the_paired_difference() -> None:
     """On 1,000 images each accuracy is known to 2.5 points, and the paired difference to half a point."""
     assert one(labelled(4, 4), "accuracy < dense - 0.01").verdict == "PASS"
     assert one(labelled(40, 5), "accuracy < dense - 0.01").verdict == "FAIL"
@@ -203,7 +203,7 @@ def test_accuracy_is_judged_by_the_change_on_the_same_images() -> None:
     assert find_judged_outputs(rule_from_text("accuracy < 0.7"), labelled(1, 1)) == ["class"]
 
 
-def test_accuracy_without_labels_is_an_error_that_names_them() -> None:
+def test_accuracy_rule_without_labels_is_an_error() -> None:
     rejects("made without labels; verify again with --labels", one, proof(linked("a", WITHIN)), "accuracy < 0.9")
     rejects("known of 'dense' and of candidates", one, labelled(1, 1), "teacher.accuracy < 0.9")
 
@@ -225,7 +225,7 @@ def score_at(gained: int, lost: int, count: int, difference: float) -> float:
 
 
 @pytest.mark.parametrize(("gained", "lost", "count"), [(9, 5, 32), (3, 0, 40), (20, 20, 200), (2, 7, 1000), (0, 0, 20)])
-def test_the_paired_interval_ends_where_the_score_test_rejects(gained: int, lost: int, count: int) -> None:
+def test_paired_interval_ends_where_the_score_test_rejects(gained: int, lost: int, count: int) -> None:
     low, high = paired_interval(gained, lost, count)
     assert low <= (gained - lost) / count <= high
     assert score_at(gained, lost, count, low) == pytest.approx(1.959964, abs=1e-3)
@@ -237,7 +237,7 @@ def own(model: str, value: float, **errors: Any) -> OwnMetric:
     return OwnMetric(name="score", model=model, value=value, command="c {outputs}", sha256="0" * 64, **errors)
 
 
-def test_a_measure_without_values_for_images_is_judged_by_the_point_and_says_so() -> None:
+def test_metric_without_values_per_image_is_judged_by_its_point() -> None:
     links = (linked("a", WITHIN),)
     point = proof(*links, metrics=(own("dense", 0.8), own("reduced", 0.79)))
     row = one(point, "metric.score < dense - 0.005")
@@ -252,7 +252,7 @@ def test_a_measure_without_values_for_images_is_judged_by_the_point_and_says_so(
     assert "point only" not in one(paired, "metric.score < dense - 0.05").message
 
 
-def test_the_paired_interval_covers_the_true_change() -> None:
+def test_paired_interval_covers_the_true_change() -> None:
     """95 % of 2,000 draws, whatever the shares are; the normal interval covers 80 % of the last of these."""
     rng = np.random.default_rng(0)
     for gains, losses in ((0.1, 0.05), (0.02, 0.04), (0.01, 0.005)):

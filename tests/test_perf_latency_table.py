@@ -64,7 +64,7 @@ def table() -> LatencyTable:
     return measure_table(grid(clock), PLAN, described=MACHINE, clock=clock)
 
 
-def test_grid_points_are_what_was_measured_and_between_them_it_is_linear() -> None:
+def test_table_returns_measured_points_and_interpolates_linearly() -> None:
     measured = table()
     for width in (64, 100, 128, 200, 256):
         for batch in (1, 3, 8):
@@ -76,11 +76,11 @@ def test_grid_points_are_what_was_measured_and_between_them_it_is_linear() -> No
 @pytest.mark.parametrize(
     ("width", "batch", "message"), [(32, 1, "width 32"), (300, 1, "64 to 256"), (64, 16, "batch 16")]
 )
-def test_nothing_is_extrapolated(width: int, batch: int, message: str) -> None:
+def test_extrapolation_is_refused(width: int, batch: int, message: str) -> None:
     rejects(message, table().latency_ms, width, batch)
 
 
-def test_the_cache_is_of_this_machine_grid_and_runner(tmp_path: Path) -> None:
+def test_cache_key_is_machine_grid_and_runner(tmp_path: Path) -> None:
     clock, opened = FakeClock(), list[int]()
     first, cached = cached_table(grid(clock, opened.append), PLAN, tmp_path / "c", described=MACHINE, clock=clock)
     assert not cached
@@ -100,7 +100,7 @@ def test_the_cache_is_of_this_machine_grid_and_runner(tmp_path: Path) -> None:
     assert len(list((tmp_path / "c").iterdir())) == 6
 
 
-def test_a_batch_that_cannot_be_measured_leaves_no_table(tmp_path: Path) -> None:
+def test_unmeasurable_batch_writes_no_table(tmp_path: Path) -> None:
     class Full(FakeBlock):
         def bind(self, feeds: Feeds) -> Bound:
             if len(feeds["tokens"]) == 8:
@@ -114,7 +114,7 @@ def test_a_batch_that_cannot_be_measured_leaves_no_table(tmp_path: Path) -> None
     assert not (tmp_path / "c").exists()
 
 
-def test_a_damaged_table_is_refused(tmp_path: Path) -> None:
+def test_damaged_table_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     save_table(table(), path)
     assert load_table(path) == table()
@@ -124,5 +124,5 @@ def test_a_damaged_table_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("widths", [(), (-1, 8), (8, 8), (16, 8)])
-def test_a_grid_that_is_none_is_refused(widths: tuple[int, ...]) -> None:
+def test_malformed_grid_is_refused(widths: tuple[int, ...]) -> None:
     rejects("must rise from 0 or more", replace, grid(FakeClock()), widths=widths)

@@ -16,7 +16,7 @@ from tests.refusals import rejects
 ONES = np.ones((4, 3))
 
 
-def test_the_first_block_over_its_noise_is_named() -> None:
+def test_first_block_above_its_noise_is_named() -> None:
     reference = {"a": ONES, "b": ONES, "c": ONES}
     candidate = {"a": ONES * 1.003, "b": ONES * 1.01, "c": ONES * 1.5}
     noise = {"a": 0.001, "b": 0.002, "c": 0.01}
@@ -29,7 +29,7 @@ def test_the_first_block_over_its_noise_is_named() -> None:
     assert "within float16's 65,504" in found.reason
 
 
-def test_error_that_grows_with_the_noise_names_nobody() -> None:
+def test_error_that_grows_with_the_noise_names_no_block() -> None:
     blocks = compare_blocks(
         {"a": ONES, "b": ONES}, {"a": ONES * 1.001, "b": ONES * 1.01}, noise={"a": 0.001, "b": 0.005}
     )
@@ -39,7 +39,7 @@ def test_error_that_grows_with_the_noise_names_nobody() -> None:
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_nan_is_over_any_noise(bad: float) -> None:
+def test_nan_exceeds_any_noise(bad: float) -> None:
     spoilt = ONES.copy()
     spoilt[1, 1] = bad
     found = locate_fault("fp16", compare_blocks({"a:0": ONES}, {"a:0": spoilt}), activations={"a": 7e4})
@@ -47,12 +47,12 @@ def test_nan_is_over_any_noise(bad: float) -> None:
     assert "over float16's 65,504" in found.reason
 
 
-def test_a_dense_model_that_breaks_in_half_widens_no_bound() -> None:
+def test_dense_model_that_breaks_in_fp16_widens_no_bound() -> None:
     found = locate_fault("fp16", compare_blocks({"a": ONES}, {"a": ONES * 2}, noise={"a": math.inf}), activations={})
     assert found.site == "a"
 
 
-def test_sides_that_do_not_fit_are_refused() -> None:
+def test_mismatched_sides_are_refused() -> None:
     rejects("share no block", compare_blocks, {"a": ONES}, {"b": ONES})
     rejects(r"block a: got \(3, 3\), expected \(4, 3\)", compare_blocks, {"a": ONES}, {"a": ONES[:3]})
 
@@ -62,7 +62,7 @@ def located(site: str | None) -> FaultLocation:
                    half_limit=65504.0, reason="", command="")  # fmt: skip
 
 
-def test_sites_are_kept_one_by_one_until_it_passes() -> None:
+def test_sites_are_kept_in_fp32_one_by_one_until_parity_passes() -> None:
     sick = ["blocks.1.attn", "blocks.4.attn"]
 
     def attempt(kept: tuple[str, ...]) -> FaultLocation | None:
@@ -72,7 +72,7 @@ def test_sites_are_kept_one_by_one_until_it_passes() -> None:
     assert keep_until_it_passes(attempt) == (tuple(sick), None)
 
 
-def test_keeping_ends_when_it_does_not_help() -> None:
+def test_keeping_sites_ends_without_improvement() -> None:
     kept, left = keep_until_it_passes(lambda _: located("blocks.1.attn"))
     assert kept == ("blocks.1.attn",)
     assert left is not None
@@ -93,7 +93,7 @@ def test_keeping_ends_when_it_does_not_help() -> None:
         ("Concat", ""),
     ],
 )
-def test_the_site_of_a_node(name: str, site: str) -> None:
+def test_node_maps_to_its_site(name: str, site: str) -> None:
     assert block_outputs.site_of(name) == site
 
 
@@ -125,20 +125,20 @@ def test_cut_values_equal_float16_arithmetic() -> None:
     np.testing.assert_array_equal(found["head"], ((y + y) * np.float16(0.001)).astype(np.float32))
 
 
-def test_float16_ends_where_it_ends() -> None:
+def test_float16_region_ends_at_its_cast() -> None:
     found = block_outputs.outputs_of_graph(half_graph(5000.0), FEEDS)
     assert np.isfinite(found["blocks.0.mlp"]).all()
     assert np.isinf(found["blocks.0"][IMAGES > 7]).all()
 
 
-def test_a_graph_of_fixed_batch_takes_any_number_of_images() -> None:
+def test_fixed_batch_graph_takes_any_number_of_images() -> None:
     fixed = block_outputs.outputs_of_graph(half_graph(3.0, batch=2), FEEDS)
     free = block_outputs.outputs_of_graph(half_graph(3.0), FEEDS)
     assert fixed["head"].shape == (5, 2)
     np.testing.assert_array_equal(fixed["head"], free["head"])
 
 
-def test_largest_activations_by_site() -> None:
+def test_largest_activation_is_reported_per_site() -> None:
     model = half_graph(3.0)
     by_value = block_outputs.largest_activations(model, FEEDS, batch=2)
     top = float(np.float16(IMAGES.max()) * np.float16(3))
@@ -147,7 +147,7 @@ def test_largest_activations_by_site() -> None:
     assert block_outputs.find_fp16_values(model) == {"x", "y", "y2", "z", "u"}
 
 
-def test_graphs_without_paths_or_with_a_half_border_are_refused() -> None:
+def test_graphs_without_paths_or_with_fp16_inputs_are_refused() -> None:
     model = half_graph(3.0)
     for node in model.graph.node:
         node.name = node.name.replace("/", "_")
@@ -157,7 +157,7 @@ def test_graphs_without_paths_or_with_a_half_border_are_refused() -> None:
     rejects("logits: this border is float16", rounded_graph, model)
 
 
-def test_torch_hooks_see_sites_and_leave_nothing_behind() -> None:
+def test_torch_hooks_record_sites_and_are_removed() -> None:
     model = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU()), torch.nn.Linear(2, 2))
     found = block_outputs.outputs_of_module(model, FEEDS, batch=2)
     assert list(found) == ["0.0", "0.1", "0", "1"]

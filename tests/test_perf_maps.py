@@ -59,7 +59,7 @@ def answers(one: Maps, threshold: float) -> list[object]:
 
 
 @pytest.mark.parametrize(("shape", "threshold"), [((4, 5, 6), 0.5), ((4, 5, 6), 0.9), ((3, 4, 5, 6), 0.5)])
-def test_maps_are_measured_pixel_by_pixel(shape: tuple[int, ...], threshold: float) -> None:
+def test_maps_are_compared_pixel_by_pixel(shape: tuple[int, ...], threshold: float) -> None:
     reference, candidate = pair(*shape)
     classes: list[object] = [True] if len(shape) == 3 else list(range(shape[1]))
     errors = measured(reference, candidate, threshold)
@@ -87,13 +87,13 @@ def test_maps_are_measured_pixel_by_pixel(shape: tuple[int, ...], threshold: flo
     np.testing.assert_allclose(measure_relative_errors(reference, candidate, role="score map"), off, rtol=1e-6)
 
 
-def test_one_class_by_itself_is_a_map_of_scores() -> None:
+def test_single_class_map_is_a_map_of_scores() -> None:
     reference, candidate = pair(4, 5, 6)
     alone = measured(reference[:, None], candidate[:, None])
     assert asdict(alone) == asdict(measured(reference, candidate))
 
 
-def test_nothing_on_either_side_overlaps_wholly_and_nan_overlaps_nowhere() -> None:
+def test_empty_masks_overlap_fully_and_nan_never() -> None:
     reference, candidate = pair(3, 4, 4)
     assert measured(reference * 0.1, candidate * 0.1, threshold=5.0).iou == 1.0
     candidate[1, 0, 0] = np.nan
@@ -105,7 +105,7 @@ def test_nothing_on_either_side_overlaps_wholly_and_nan_overlaps_nowhere() -> No
 
 
 @pytest.mark.parametrize(("one", "other"), [((4, 5), (4, 5)), ((4, 5, 6), (4, 5, 7)), ((2, 3, 4, 5, 6),) * 2])
-def test_what_is_no_map_is_refused(one: tuple[int, ...], other: tuple[int, ...]) -> None:
+def test_outputs_that_are_not_maps_are_refused(one: tuple[int, ...], other: tuple[int, ...]) -> None:
     with pytest.raises(BadInput, match=r"^score map: got .*expected (the same )?\[inputs, height, width\] or \[inputs"):
         measured(RNG.random(one, dtype=np.float32), RNG.random(other, dtype=np.float32))
     with pytest.raises(BadInput, match="the reference gives NaN or Inf on 1 of 2 inputs"):
@@ -120,7 +120,7 @@ def linked(reference: Maps, candidate: Maps, **limits: Any) -> Link:
     )  # fmt: skip
 
 
-def test_a_link_of_maps_is_judged_by_error_overlap_and_pixels() -> None:
+def test_map_link_is_judged_by_error_overlap_and_pixels() -> None:
     reference, candidate = pair(8, 6, 6)
     errors = measured(reference, candidate)
     limits = {
@@ -140,7 +140,7 @@ def test_a_link_of_maps_is_judged_by_error_overlap_and_pixels() -> None:
     rejects(r"min IoU: got 1.5, expected a share in \[0, 1\]", tolerance.user_tolerance, min_iou=1.5)
 
 
-def test_a_record_of_maps_reads_back_and_is_shown(tmp_path: Path) -> None:
+def test_map_record_round_trips_and_is_shown(tmp_path: Path) -> None:
     reference, candidate = pair(8, 6, 6)
     head = SeparateHead(file="saliency.onnx", sha256="0" * 64, reads=("patches",), maps=("saliency",))
     parity = Parity(
@@ -158,7 +158,7 @@ def test_a_record_of_maps_reads_back_and_is_shown(tmp_path: Path) -> None:
     assert "saliency.onnx reads patches" in shown.note
 
 
-def test_a_head_that_magnifies_errors_widens_the_bound_of_float32() -> None:
+def test_error_amplifying_head_widens_the_float32_bound() -> None:
     plain, wide = (tolerance.exact_tolerance(products=3, largest_logit=0.0, magnified=by) for by in (1.0, 2.5))
     assert wide.max_relative_error == pytest.approx(2.5 * some(plain.max_relative_error))
     assert "magnifies" in wide.rule

@@ -58,7 +58,7 @@ def test_equal_logits_have_no_error_in_any_dtype() -> None:
         assert found.cosine_min == pytest.approx(1)
 
 
-def test_a_decisive_flip_is_one_beyond_the_noise() -> None:
+def test_decisive_flip_exceeds_the_noise() -> None:
     ref = np.array([[1.0, 0.99, 0.0], [5.0, 1.0, 0.0], [3.0, 0.0, 0.0]])
     cand = np.array([[0.99, 1.0, 0.0], [1.0, 5.0, 0.0], [3.0, 0.0, 0.0]])
     found = measure_outputs(ref, cand, margin_noise=0.1)
@@ -67,7 +67,7 @@ def test_a_decisive_flip_is_one_beyond_the_noise() -> None:
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_one_bad_logit_spoils_its_image_and_the_total_only(bad: float) -> None:
+def test_nonfinite_logit_affects_only_its_image_and_the_total(bad: float) -> None:
     cand = logits()
     cand[3, 2] = bad
     found, errors_N = measure_outputs(logits(), cand), measure_relative_errors(logits(), cand)
@@ -76,12 +76,12 @@ def test_one_bad_logit_spoils_its_image_and_the_total_only(bad: float) -> None:
     assert np.isfinite(errors_N).tolist() == [place != 3 for place in range(12)]
 
 
-def test_constant_outputs_have_no_spread() -> None:
+def test_constant_outputs_are_detected() -> None:
     cand = np.broadcast_to(logits()[0], (12, 7))
     assert measure_outputs(logits(), cand).spread_ratio == pytest.approx(0, abs=1e-12)
 
 
-def test_a_reference_of_zeros_and_a_single_class_are_no_crash() -> None:
+def test_zero_reference_and_single_class_do_not_crash() -> None:
     assert measure_outputs(np.zeros((2, 3)), np.zeros((2, 3))).relative_error == 0
     assert measure_outputs(np.zeros((2, 3)), np.ones((2, 3))).relative_error == math.inf
     assert measure_outputs(np.ones((4, 1)), 2 * np.ones((4, 1))).flips == 0
@@ -97,11 +97,11 @@ def test_a_reference_of_zeros_and_a_single_class_are_no_crash() -> None:
         (np.full((2, 3), np.nan), np.zeros((2, 3)), "reference gives NaN or Inf on 2 of 2"),
     ],
 )
-def test_what_cannot_be_compared_is_refused(reference: Floats, candidate: Floats, words: str) -> None:
+def test_incomparable_outputs_are_refused(reference: Floats, candidate: Floats, words: str) -> None:
     rejects(words, measure_outputs, reference, candidate)
 
 
-def test_accuracy_counts_spoilt_images_as_wrong() -> None:
+def test_accuracy_counts_nonfinite_images_as_wrong() -> None:
     scores = np.eye(4)
     scores[0] = np.nan
     found = accuracy_on_labels("m", scores, np.array([0, 1, 2, 0]))
@@ -111,7 +111,7 @@ def test_accuracy_counts_spoilt_images_as_wrong() -> None:
 @pytest.mark.parametrize(
     ("labels", "words"), [(np.zeros(3, dtype=np.int64), "one label per image"), (np.full(4, 4), "expected 0 to 3")]
 )
-def test_labels_that_do_not_fit_are_refused(labels: NDArray[np.int64], words: str) -> None:
+def test_mismatched_labels_are_refused(labels: NDArray[np.int64], words: str) -> None:
     rejects(words, accuracy_on_labels, "m", np.eye(4), labels)
 
 
@@ -122,14 +122,14 @@ def noise(error: float, max_abs: float = 0.1) -> LogitMeasures:
     return found
 
 
-def test_the_exact_bound_grows_with_the_products_in_a_row() -> None:
+def test_exact_bound_grows_with_the_depth_of_matrix_products() -> None:
     found = exact_tolerance(products=74, largest_logit=10)
     assert found.max_relative_error == 10 * 2**-24 * 74
     assert found.margin_noise == pytest.approx(20 * 10 * 2**-24 * 74)
     assert found.rule == "float32: 10 x 2^-24 x 74 products in a row"
 
 
-def test_the_half_bound_is_calibrated_floored_and_capped() -> None:
+def test_fp16_bound_is_calibrated_floored_and_capped() -> None:
     assert half_tolerance(noise(0.002), factor=4).max_relative_error == pytest.approx(0.008)
     assert half_tolerance(noise(0.002), factor=4).margin_noise == pytest.approx(2 * 4 * 0.02)
     assert half_tolerance(noise(0.00001)).max_relative_error == 2**-11
@@ -141,7 +141,7 @@ def test_the_half_bound_is_calibrated_floored_and_capped() -> None:
     assert half_tolerance(measure_outputs(ref, ref)).max_relative_error == 2**-11
 
 
-def test_limits_are_the_users_and_checked() -> None:
+def test_user_limits_are_applied_and_checked() -> None:
     assert not user_tolerance().bounds
     assert user_tolerance(min_agreement=0.99, noise=noise(0.002)).margin_noise == pytest.approx(0.04)
     rejects("got 1\\.5, expected", user_tolerance, min_agreement=1.5)
@@ -163,14 +163,14 @@ def hsic(first: Floats, second: Floats) -> float:
 
 
 @pytest.mark.parametrize("shift", [0.0, 100.0])
-def test_cka_is_that_of_all_quadruples(shift: float) -> None:
+def test_unbiased_cka_equals_a_sum_over_quadruples(shift: float) -> None:
     first = RNG.standard_normal((7, 5)) + shift
     second = first[:, :3] + 0.5 * RNG.standard_normal((7, 3))
     expected = hsic(first, second) / np.sqrt(hsic(first, first) * hsic(second, second))
     assert linear_cka(first, second) == pytest.approx(expected, rel=1e-6)
 
 
-def test_cka_knows_no_rotation_and_no_scale_and_isnt_fooled_by_many_features() -> None:
+def test_cka_ignores_rotation_and_scale_and_is_unbiased_for_many_features() -> None:
     first = RNG.standard_normal((30, 40))
     rotation, _ = np.linalg.qr(RNG.standard_normal((40, 40)))
     assert linear_cka(first, 3.0 * first @ rotation + 5.0) == pytest.approx(1.0)
@@ -180,7 +180,7 @@ def test_cka_knows_no_rotation_and_no_scale_and_isnt_fooled_by_many_features() -
     assert linear_cka(np.ones((8, 3)), np.ones((8, 3))) is None
 
 
-def test_embeddings_are_compared_as_by_loops() -> None:
+def test_embedding_measures_match_explicit_loops() -> None:
     """An answer that is not finite has no neighbour and is nobody's."""
     noise = np.random.default_rng(6)
     reference = noise.standard_normal((12, 4))
@@ -218,7 +218,7 @@ def as_map(tokens: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 @pytest.mark.parametrize("maps", [False, True])
-def test_tokens_are_told_one_by_one(maps: bool) -> None:
+def test_tokens_are_compared_one_by_one(maps: bool) -> None:
     reference = RNG.standard_normal((5, 6, 4))
     candidate = reference + 0.3 * RNG.standard_normal((5, 6, 4))
     candidate[3, 2, 1] = np.nan
@@ -240,7 +240,7 @@ def test_tokens_are_told_one_by_one(maps: bool) -> None:
     assert whole.linear_cka == pytest.approx(linear_cka(rows[0][:18], rows[1][:18]))
 
 
-def test_more_tokens_than_a_table_holds_are_drawn_alike_each_time() -> None:
+def test_excess_tokens_are_sampled_deterministically() -> None:
     drawn = draw_rows(5000)
     assert len(drawn) == MOST_DRAWN == len(set(drawn.tolist()))
     assert np.array_equal(drawn, draw_rows(5000))

@@ -35,7 +35,7 @@ def computes_halves() -> bool:
 
 
 @pytest.mark.usefixtures("openvino")
-def test_a_graph_is_computed_in_fp32_whatever_the_cpu_likes(tmp_path: Path) -> None:
+def test_fp32_graph_is_computed_in_fp32_on_every_cpu(tmp_path: Path) -> None:
     with OpenVinoRunner(onnx_file(tmp_path / "m.onnx"), threads=1) as runner:
         assert away(runner(FEEDS)["logits"]) < 1e-6
         told = runner.describe()
@@ -47,14 +47,14 @@ def test_a_graph_is_computed_in_fp32_whatever_the_cpu_likes(tmp_path: Path) -> N
 
 
 @pytest.mark.usefixtures("openvino")
-def test_half_weights_are_computed_in_fp32_and_told_so(tmp_path: Path) -> None:
+def test_fp16_weights_are_computed_in_fp32_and_reported(tmp_path: Path) -> None:
     with OpenVinoRunner(onnx_file(tmp_path / "m.onnx", held=TensorProto.FLOAT16), arithmetic="fp32") as runner:
         told = runner.describe()
         assert (told["precision"], told["computed_in"]) == ("fp16", "fp32")
         assert 1e-6 < away(runner(FEEDS)["logits"]) < 2e-3
 
 
-def test_bf16_is_computed_in_bf16_where_the_cpu_has_it_and_refused_elsewhere(openvino: Any, tmp_path: Path) -> None:
+def test_bf16_runs_in_bf16_or_is_refused_without_cpu_support(openvino: Any, tmp_path: Path) -> None:
     runner = OpenVinoRunner(onnx_file(tmp_path / "m.onnx"), arithmetic="bf16")
     if not computes_halves():
         with pytest.raises(Missing, match="asked OpenVINO for bf16"):
@@ -65,7 +65,7 @@ def test_bf16_is_computed_in_bf16_where_the_cpu_has_it_and_refused_elsewhere(ope
         assert 1e-4 < away(runner(FEEDS)["logits"]) < 2e-2
 
 
-def test_the_types_of_a_bf16_graph_are_not_taken_for_fp32(openvino: Any, tmp_path: Path) -> None:
+def test_bf16_graph_is_not_reported_as_fp32(openvino: Any, tmp_path: Path) -> None:
     """OpenVINO answers f32 to whoever asks for its hint and computes such layers in BF16 none the less."""
     if not computes_halves():
         pytest.skip("this CPU has no BF16")
@@ -79,7 +79,7 @@ def test_the_types_of_a_bf16_graph_are_not_taken_for_fp32(openvino: Any, tmp_pat
         OpenVinoRunner(path, arithmetic="fp32").__enter__()
 
 
-def test_fp16_is_refused_by_a_cpu_that_would_compute_bf16(openvino: Any, tmp_path: Path) -> None:
+def test_fp16_is_refused_on_a_cpu_that_would_compute_bf16(openvino: Any, tmp_path: Path) -> None:
     if "FP16" in shared_core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
         pytest.skip("this CPU has FP16")
     with pytest.raises(Missing, match="asked OpenVINO for fp16 and got"):
@@ -99,7 +99,7 @@ def stack_of_signals() -> int:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is told in /proc by Linux alone")
 @pytest.mark.usefixtures("openvino")
-def test_two_graphs_leave_signals_the_memory_that_they_are_handled_in(tmp_path: Path) -> None:
+def test_two_graphs_leave_the_signal_stack_intact(tmp_path: Path) -> None:
     path = onnx_file(tmp_path / "m.onnx")
     first, second = OpenVinoRunner(path), OpenVinoRunner(path)
     first.__enter__(), second.__enter__()
@@ -118,7 +118,7 @@ def test_threads_beyond_the_cores_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("openvino")
-def test_what_it_cannot_run_is_refused(tmp_path: Path) -> None:
+def test_unsupported_graphs_are_refused(tmp_path: Path) -> None:
     rejects("no such ONNX file", OpenVinoRunner(tmp_path / "none.onnx").__enter__)
     (tmp_path / "broken.onnx").write_bytes(b"not onnx")
     rejects(r"broken\.onnx: a text, .* expected an ONNX graph", OpenVinoRunner(tmp_path / "broken.onnx").__enter__)
@@ -130,7 +130,7 @@ def test_what_it_cannot_run_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("openvino")
-def test_a_graph_that_is_not_valid_never_reaches_it(tmp_path: Path) -> None:
+def test_invalid_graph_never_reaches_openvino(tmp_path: Path) -> None:
     """Of a convolution that reads nothing it ends the process."""
     broken = onnx.load(str(onnx_file(tmp_path / "m.onnx")))
     broken.graph.node.append(helper.make_node("Conv", [], ["z"], "c"))
@@ -140,14 +140,14 @@ def test_a_graph_that_is_not_valid_never_reaches_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("openvino")
-def test_a_fixed_batch_is_the_only_one_it_takes(tmp_path: Path) -> None:
+def test_fixed_batch_graph_refuses_other_batches(tmp_path: Path) -> None:
     with OpenVinoRunner(onnx_file(tmp_path / "m.onnx", batch=3)) as runner:
         assert runner.fixed_batch == 3
         assert away(runner(FEEDS)["logits"]) < 1e-6
         rejects("batch", runner, {"images": IMAGES[:2]})
 
 
-def test_a_machine_without_it_is_told_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_openvino_names_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "openvino", None)
     with pytest.raises(Missing, match=r"openvino is not installed; pip install 'corp-deploy\[openvino\]'"):
         OpenVinoRunner(onnx_file(tmp_path / "m.onnx")).__enter__()
@@ -172,7 +172,7 @@ TOLD = CompiledSettings(products=("fp32",), hint="fp32", execution_mode="ACCURAC
         ({"execution_mode": "PERFORMANCE"}, "fp32", None, "execution mode ACCURACY and got PERFORMANCE"),
     ],
 )
-def test_what_is_told_otherwise_than_asked_is_missing(
+def test_runtime_precision_that_differs_from_the_request_is_an_error(
     changes: dict[str, Any], arithmetic: Any, threads: int | None, said: str
 ) -> None:
     if not said:
@@ -182,7 +182,7 @@ def test_what_is_told_otherwise_than_asked_is_missing(
         replace(TOLD, **changes).require(arithmetic, threads)
 
 
-def test_memory_that_gives_out_is_no_fault_of_the_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_is_not_blamed_on_the_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise RuntimeError("std::bad_alloc: out of memory")
 

@@ -37,14 +37,14 @@ def parity(*links: Link, **more: Any) -> Parity:
     return Parity(images=ImageSet(count=40, digest="sha256:00"), links=links, **more)
 
 
-def test_within_and_over_the_bound() -> None:
+def test_link_passes_within_and_fails_beyond_the_bound() -> None:
     good, bad = linked(REF * 1.009), linked(REF * 1.011)
     assert (good.status, bad.status) == ("PASS", "FAIL")
     assert "0.009 within 0.01" in good.reason
     assert "0.011 over 0.01" in bad.reason
 
 
-def test_the_worst_batch_is_the_one_reported() -> None:
+def test_worst_batch_is_reported() -> None:
     found = linked(REF, REF * 1.02, REF * 1.001)
     assert (found.batch, found.status) == (7, "FAIL")
     assert "(at batch 7)" in found.reason
@@ -52,7 +52,7 @@ def test_the_worst_batch_is_the_one_reported() -> None:
     assert found.measures.relative_error == pytest.approx(0.02)
 
 
-def test_agreement_is_judged_at_every_batch_not_at_the_largest_error_only() -> None:
+def test_agreement_is_judged_at_every_batch() -> None:
     def found(flips: int) -> Link:
         flipped = REF.copy()
         flipped[:flips] *= -1
@@ -66,7 +66,7 @@ def test_agreement_is_judged_at_every_batch_not_at_the_largest_error_only() -> N
     assert "97.50 % (87.12 % to 99.56 % at 95 % confidence), limit 99 %: the interval" in undecided.reason
 
 
-def test_decisive_flips_fail_an_exact_link_that_meets_its_bound() -> None:
+def test_decisive_flips_fail_an_exact_link_within_its_bound() -> None:
     ref = np.array([[1.0, 1.0 - 1e-9], [1000.0, 0.0]])
     tolerance = Tolerance(rule="r", max_relative_error=1.0, max_decisive_flips=0, margin_noise=1e-6)
     tie, flip = ref[:, ::-1][:1], ref[1:, ::-1]
@@ -80,7 +80,7 @@ def test_decisive_flips_fail_an_exact_link_that_meets_its_bound() -> None:
     assert "1 top-1 flips" in status(np.concatenate([ref[:1], [[499.0, 501.0]]]))
 
 
-def test_nan_and_constant_outputs_fail_even_where_no_limit_was_set() -> None:
+def test_nan_and_constant_outputs_fail_without_limits() -> None:
     spoilt = REF.copy()
     spoilt[5, 5] = np.nan
     assert linked(spoilt, tolerance=user_tolerance()).reason == "NaN or Inf on 1 of 40 images"
@@ -90,7 +90,7 @@ def test_nan_and_constant_outputs_fail_even_where_no_limit_was_set() -> None:
     assert linked(REF * 1.5, tolerance=user_tolerance()).status == "UNJUDGED"
 
 
-def test_the_verdict_follows_from_the_parts() -> None:
+def test_verdict_follows_from_the_links() -> None:
     good, free = linked(REF, name="good"), linked(REF, tolerance=user_tolerance(), name="free")
     assert parity(good).verdict == "PASS"
     assert parity(good).line == "PASS (1 link judged) on 40 images"
@@ -107,7 +107,7 @@ def test_the_verdict_follows_from_the_parts() -> None:
     assert "finite of b: NaN or Inf on 40 of 40 images" in failed.reason
 
 
-def test_random_inputs_are_said_to_be_random() -> None:
+def test_random_inputs_are_reported_as_random() -> None:
     record = Parity(images=ImageSet(count=40, digest="", kind="random"), links=(linked(REF),))
     assert "on 40 random inputs" in record.reason
 
@@ -129,7 +129,7 @@ def full() -> Parity:
     )  # fmt: skip
 
 
-def test_the_record_survives_json() -> None:
+def test_parity_record_round_trips() -> None:
     raw = json.loads(json.dumps(full().to_json(), allow_nan=False))
     assert (raw["kind"], raw["version"], raw["verdict"], raw["batches"]) == ("parity", 1, "FAIL", [1, 7])
     assert raw["links"][1]["measures"]["relative_error"] is None
@@ -156,18 +156,18 @@ def test_damaged_records_are_refused(path: tuple[str | int, ...], value: object,
     rejects(words, parity_from_value, raw, where="parity.json")
 
 
-def test_answers_of_other_sizes_are_refused_with_who_gave_them() -> None:
+def test_outputs_of_unexpected_size_are_refused_with_their_model() -> None:
     rejects(r"b: gives logits \[40, 3\] where a gives \[40, 10\], expected the same sizes", linked, REF[:, :3])
 
 
-def test_the_side_file_has_one_figure_per_image() -> None:
+def test_side_file_has_one_figure_per_image() -> None:
     arrays = figures_by_input(REF, {"reduced": REF * 1.5, "fp16": REF})
     assert arrays["reduced.relative_error"] == pytest.approx(np.full(40, 0.5))
     assert arrays["fp16.agrees"].all()
     assert {array.shape for array in arrays.values()} == {(40,)}
 
 
-def test_other_batch_sizes_may_run_some_images_and_answer_for_rounding_alone() -> None:
+def test_extra_batch_sizes_may_run_fewer_images_and_are_judged_on_rounding_only() -> None:
     some = REF[:8] * 1.02
     by_batch = {1: some, 32: REF * 1.001}
 
@@ -217,11 +217,11 @@ def shifted(every: Sequence[Stats], calibrated: Stats = CALIBRATED, site: str = 
     return site_shift(site, calibrated, scattered(every))
 
 
-def test_other_images_of_the_same_kind_pass_over_many_repetitions() -> None:
+def test_images_of_the_same_distribution_pass_in_many_repetitions() -> None:
     assert [shifted(parts(seed)).status for seed in range(1, 60)] == ["PASS"] * 59
 
 
-def test_the_noise_is_what_repetition_shows() -> None:
+def test_noise_equals_the_spread_of_repetitions() -> None:
     found = [shifted(parts(seed), stats(400, 5000 + seed)) for seed in range(1, 60)]
     for distance, noise in (("mean_distance", "mean_noise"), ("covariance_distance", "covariance_noise")):
         seen = np.sqrt(np.mean([getattr(s, distance) ** 2 for s in found]))
@@ -230,7 +230,7 @@ def test_the_noise_is_what_repetition_shows() -> None:
 
 
 @pytest.mark.parametrize(("offset", "scale"), [(1.5, 1.0), (0.0, 1.6), (0.0, 0.5)])
-def test_shifted_images_are_noted_and_the_site_named(offset: float, scale: float) -> None:
+def test_shifted_images_are_reported_with_the_site(offset: float, scale: float) -> None:
     moved = shifted(parts(3, offset=offset, scale=scale), site="blocks.1.mlp")
     found = shift_of_sites([shifted(parts(4), site="blocks.0.mlp"), moved], images=200)
     assert [s.status for s in found.sites] == ["PASS", "NOTED"]
@@ -239,17 +239,17 @@ def test_shifted_images_are_noted_and_the_site_named(offset: float, scale: float
     assert "blocks.1.mlp" in found.reason
 
 
-def test_few_images_are_not_called_shifted() -> None:
+def test_few_images_are_not_reported_as_shifted() -> None:
     assert {shifted(parts(seed, each=2)).status for seed in range(1, 40)} == {"PASS"}
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_mismatched_moments_are_refused() -> None:
     rejects("expected 2 or more", shifted, parts(1)[:1])
     narrow = Stats(images=3, mean_F=np.zeros(2), covariance_FF=np.eye(2))
     rejects("got width 2, expected the calibrated 6", scattered, [narrow])
 
 
-def test_parts_added_one_by_one_are_what_all_of_them_are_together() -> None:
+def test_incremental_parity_equals_parity_of_all_parts() -> None:
     every = parts(11)
     centre = CALIBRATED.mean_F
     found = scattered(every)

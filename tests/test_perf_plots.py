@@ -30,7 +30,7 @@ from perf.report.svg import (
 from perf.stats.stats import Interval
 
 
-def test_linear_and_logarithmic_places() -> None:
+def test_linear_and_logarithmic_axes_place_values() -> None:
     scale = Scale(low=0, high=10, start=100, end=200)
     assert [scale.at(v) for v in (0, 5, 10, 99, -3)] == [100, 150, 200, 200, 100]
     log = Scale(low=1e-4, high=1, start=0, end=400, log=True)
@@ -39,7 +39,7 @@ def test_linear_and_logarithmic_places() -> None:
 
 @settings(deadline=None, derandomize=True)
 @given(st.lists(st.floats(1e-9, 1e9), min_size=1, max_size=8))
-def test_any_values_get_a_scale_with_ticks_inside(values: list[float]) -> None:
+def test_every_range_gets_ticks_inside_it(values: list[float]) -> None:
     for scale in (linear_scale(values, start=0, end=100), linear_scale(values, start=0, end=100, zero=False),
                   logarithmic_scale(values, start=0, end=100)):  # fmt: skip
         assert scale.low <= min(values) * (1 + 1e-12)
@@ -53,7 +53,7 @@ def test_any_values_get_a_scale_with_ticks_inside(values: list[float]) -> None:
     ("value", "words"),
     [(0, "0"), (0.001, "0.001"), (2500, "2500"), (25000, "25k"), (1e-6, "1e-6"), (2e9, "2G"), (1_200_000, "1.2M")],
 )
-def test_short_labels(value: float, words: str) -> None:
+def test_labels_are_short(value: float, words: str) -> None:
     assert tick_label(value) == words
 
 
@@ -91,7 +91,7 @@ DRAWN: list[Callable[[], Drawing]] = [
 
 
 @pytest.mark.parametrize("draw", DRAWN)
-def test_plots_are_xml_inside_their_frame(draw: Callable[[], Drawing]) -> None:
+def test_plots_are_valid_xml_within_their_frame(draw: Callable[[], Drawing]) -> None:
     svg = draw().inline
     ElementTree.fromstring(svg)
     assert "nan" not in svg
@@ -131,7 +131,7 @@ def extents(drawing: Drawing) -> list[tuple[float, float, float, str]]:
 
 
 @pytest.mark.parametrize("draw", [*DRAWN, *WIDE])
-def test_labels_stay_in_the_frame_and_beside_each_other(draw: Callable[[], Drawing]) -> None:
+def test_labels_stay_in_the_frame_and_do_not_overlap(draw: Callable[[], Drawing]) -> None:
     texts = sorted(extents(draw()))
     for _, left, right, words in texts:
         assert left >= -1, words
@@ -140,7 +140,7 @@ def test_labels_stay_in_the_frame_and_beside_each_other(draw: Callable[[], Drawi
         assert y != below or end <= start + 1, (one, other)
 
 
-def test_a_label_that_is_cut_keeps_both_its_ends_and_is_whole_in_its_tip() -> None:
+def test_shortened_label_keeps_both_ends_and_its_full_tooltip() -> None:
     svg = WIDE[0]().inline
     assert ">blocks.10.attn.qk</text>" in svg
     assert re.search(r">encoder\.[\w.]*…[\w.]*long\.name</text>", svg)
@@ -156,11 +156,11 @@ def test_a_label_that_is_cut_keeps_both_its_ends_and_is_whole_in_its_tip() -> No
         ("模型模型", 44.0, "模…型"),
     ],
 )
-def test_a_label_is_cut_in_the_middle(label: str, width: float, shown: str) -> None:
+def test_long_label_is_shortened_in_the_middle(label: str, width: float, shown: str) -> None:
     assert cut_in_middle(label, width) == shown
 
 
-def test_a_failed_row_and_its_reason_stay_visible() -> None:
+def test_failed_row_and_its_reason_stay_visible() -> None:
     svg = DRAWN[2]().inline
     assert "batch 8" in svg
     assert "no run" in svg
@@ -174,7 +174,7 @@ def test_one_interrupted_call_does_not_flatten_a_distribution() -> None:
 
 
 @pytest.mark.parametrize("draw", DRAWN)
-def test_a_plot_as_a_file_brings_its_colours_and_no_other_element(draw: Callable[[], Drawing]) -> None:
+def test_standalone_plot_contains_its_colours(draw: Callable[[], Drawing]) -> None:
     drawing = draw()
     root = ElementTree.fromstring(drawing.standalone.split("?>", 1)[1])
     tags = [each.tag.split("}")[1] for each in root.iter()]
@@ -187,14 +187,14 @@ def test_a_plot_as_a_file_brings_its_colours_and_no_other_element(draw: Callable
     assert {word for tone in tones for word in tone.split()} <= {*re.findall(r"\.([a-z0-9]+)", str(style.text)), "name"}
 
 
-def test_there_is_a_class_for_every_hue() -> None:
+def test_every_hue_has_a_css_class() -> None:
     clouds = {str(i): [Spot(x=0.1 * i, value=0.1, filled=True, tip="")] for i in range(HUES + 1)}
     drawing = plots.draw_scatter(clouds, title="t", unit="error", x_label="x", least=1e-6)
     assert len(set(re.findall(r'class="(hue\d+)"', drawing.inline))) == HUES
     assert all(f".hue{place} " in drawing.standalone for place in range(HUES))
 
 
-def test_an_element_escapes_what_it_holds() -> None:
+def test_elements_escape_text_and_attributes() -> None:
     """Attributes and text alike; a number has one decimal, an underscore is a hyphen."""
     drawn = element("text", HOSTILE, class_=HOSTILE, text_anchor="end", x=1)
     root = ElementTree.fromstring(drawn)

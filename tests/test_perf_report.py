@@ -116,7 +116,7 @@ def record(**changes: Any) -> dict[str, Any]:
     return whole | changes
 
 
-def test_the_headline_is_from_the_records() -> None:
+def test_headline_comes_from_the_records() -> None:
     page = html_from_record(record())
     assert "Reduced is 1.60 times as fast as dense at batch 8" in page
     assert "a &lt;fast&gt; one · onnxruntime fp32 · 50 images · 2026-01-01" in page
@@ -126,7 +126,7 @@ def test_the_headline_is_from_the_records() -> None:
     assert "about 12 more blocks are needed" in page
 
 
-def test_a_link_without_a_limit_is_measured_and_not_passed() -> None:
+def test_link_without_a_limit_is_measured_but_not_passed() -> None:
     (judged,) = parity().links
     free = replace(judged, name="free", status="UNJUDGED", reason="no limit was set")
     proof = replace(parity(), links=(judged, free)).to_json()
@@ -145,7 +145,7 @@ def test_a_link_without_a_limit_is_measured_and_not_passed() -> None:
     assert "Parity UNJUDGED (0 links judged, 1 measured without a limit)" in html_from_record(record(parity=alone))
 
 
-def test_every_table_and_plot_is_there() -> None:
+def test_report_contains_every_table_and_plot() -> None:
     page = html_from_record(record())
     titles = (
         "Dense beside reduced", "Latency by batch", "Throughput by batch", "Speed-up beside noise and promise",
@@ -173,7 +173,7 @@ def accuracies(*shares: tuple[str, float]) -> tuple[Accuracy, ...]:
         (accuracies(("dense", 0.988)), ""),
     ],
 )
-def test_accuracy_of_the_dense_model_and_of_what_ships_has_a_tile(known: tuple[Accuracy, ...], shown: str) -> None:
+def test_report_has_a_tile_for_dense_and_shipped_accuracy(known: tuple[Accuracy, ...], shown: str) -> None:
     proof = replace(parity(), accuracy=known).to_json()
     large = {words: value for value, words in build_tiles(content_from_record(record(parity=proof)))}
     found = [value for words, value in large.items() if words.startswith("accuracy")]
@@ -186,7 +186,7 @@ def test_a_failed_batch_stays_in_the_table() -> None:
     assert ["latency", "dense", "64", "compute", "status", "oom", "", ""] in rows_of_csv()
 
 
-def test_the_latency_table_by_hand() -> None:
+def test_latency_table_equals_a_computation_by_hand() -> None:
     """Medians 40 and 25 ms; 1.6 times as fast saves 37.5 % of the time, of 50 % of the multiply-adds: 75 %."""
     line = next(line for line in markdown_from_record(record()).splitlines() if line.startswith("| 8 |"))
     cells = [cell.strip() for cell in line.strip("|").split("|")]
@@ -198,7 +198,7 @@ def test_the_latency_table_by_hand() -> None:
     assert "A p99 needs 662 samples" in markdown_from_record(record())
 
 
-def test_change_and_rounding() -> None:
+def test_changes_are_rounded() -> None:
     text = markdown_from_record(record())
     assert "| Parameters | 1 k | 600 | −40.0 % |" in text
     assert "| Accuracy | 98.00 % | 97.00 % | −1.00 points |" in text
@@ -235,7 +235,7 @@ def test_change_and_rounding() -> None:
         (format_number(123.456, 4), "123.5"),
     ],
 )
-def test_numbers_as_people_write_them(made: str, words: str) -> None:
+def test_numbers_are_formatted_for_people(made: str, words: str) -> None:
     assert made == words
 
 
@@ -243,7 +243,7 @@ def rows_of_csv(**changes: Any) -> list[list[str]]:
     return list(csv.reader(io.StringIO(csv_from_record(record(**changes)))))
 
 
-def test_csv_has_every_number_once_and_unrounded() -> None:
+def test_csv_has_every_number_once_without_rounding() -> None:
     rows = rows_of_csv()
     assert rows[0] == ["section", "subject", "batch", "measure", "name", "value", "low", "high"]
     assert ["sites", "blocks.0.mlp", "", "", "error_uncompensated", "0.5", "", ""] in rows
@@ -256,7 +256,7 @@ def test_csv_has_every_number_once_and_unrounded() -> None:
     assert value == pytest.approx(1.6)
 
 
-def test_junit_tells_failures_from_what_could_not_be_judged() -> None:
+def test_junit_separates_failures_from_unjudged_links() -> None:
     suites = ElementTree.fromstring(junit_from_record(record(parity=parity(broken=True).to_json())))
     parity_suite, gate_suite = suites.findall("testsuite")
     assert (parity_suite.get("failures"), gate_suite.get("errors"), gate_suite.get("skipped")) == ("1", "1", "0")
@@ -264,7 +264,7 @@ def test_junit_tells_failures_from_what_could_not_be_judged() -> None:
     assert "relative error 0.01 over 0.001" in str(failure.get("message"))
 
 
-def test_what_fails_has_its_own_line_and_what_passes_shares_one() -> None:
+def test_each_failure_has_a_line_and_passes_share_one() -> None:
     text = markdown_from_record(record(parity=broken_parity().to_json()))
     assert "| finite · onnx fp32 | FAIL | NaN or Inf on 6 of 6 images |" in text
     assert "| onnx fp16 | PASS | finite, constant, batch-size |" in text
@@ -272,7 +272,7 @@ def test_what_fails_has_its_own_line_and_what_passes_shares_one() -> None:
     assert "**Parity FAIL (1 link judged)** on 50 images: finite of onnx fp32: NaN or Inf on 6 of 6 images" in text
 
 
-def test_a_bare_record_is_a_report_too() -> None:
+def test_single_record_makes_a_report() -> None:
     page = html_from_record({"title": "Nothing yet"})
     assert "No verdict: nothing was verified" in page
     assert "<svg" not in page
@@ -292,11 +292,11 @@ def test_a_bare_record_is_a_report_too() -> None:
         ({"gate": {"verdict": "PASS", "rules": ["x"]}}, r"gate: rules\[0\]: got 'x', expected a JSON object"),
     ],
 )
-def test_foreign_parts_are_refused(changes: dict[str, Any], words: str) -> None:
+def test_records_of_different_models_are_refused(changes: dict[str, Any], words: str) -> None:
     rejects(words, html_from_record, record(**changes))
 
 
-def test_sites_show_what_was_judged_and_no_empty_columns() -> None:
+def test_site_table_omits_empty_columns() -> None:
     text = markdown_from_record(record())
     assert "| Error, compensated | Held out |" in text
     assert "Stream lacks" not in text
@@ -316,7 +316,7 @@ def of_role(role: Role) -> dict[str, Any]:
     return Parity(images=ImageSet(count=5, digest="", kind="documents"), links=(single,)).to_json()
 
 
-def test_an_embedding_is_told_by_its_neighbours() -> None:
+def test_embedding_is_reported_by_neighbour_agreement() -> None:
     text = markdown_from_record(record(parity=of_role("embedding")))
     assert "the nearest neighbour is the same on 100 % of 5 inputs" in text
     assert "Errors of the embedding on 5 real documents" in text
@@ -327,7 +327,7 @@ def test_an_embedding_is_told_by_its_neighbours() -> None:
     assert ["parity", "reduced", "1", "", "neighbour_agreement"] in [row[:5] for row in rows]
 
 
-def test_a_feature_map_is_told_by_its_error_alone() -> None:
+def test_feature_map_is_reported_by_relative_error() -> None:
     text = markdown_from_record(record(parity=of_role("feature map")))
     assert "relative error, 5 inputs" in html_from_record(record(parity=of_role("feature map")))
     assert "is the same on" not in text
@@ -335,7 +335,7 @@ def test_a_feature_map_is_told_by_its_error_alone() -> None:
     assert [cell.strip() for cell in line.strip("|").split("|")][4:7] == ["–", "–", "–"]
 
 
-def test_what_it_took_is_added_up_where_all_is_known() -> None:
+def test_total_effort_is_shown_if_all_parts_are_known() -> None:
     one = {"step": "select", "seconds": 2.5, "peak_bytes": 3_000_000, "device_peak_bytes": None, "machine": "a CPU"}
     two = one | {"step": "build", "seconds": 1234.5, "peak_bytes": None, "device_peak_bytes": 8_000_000}
     table = tables.build_tables(content_from_record({"title": "t", "effort": [one, two]}))["effort"]
@@ -356,12 +356,12 @@ def test_what_it_took_is_added_up_where_all_is_known() -> None:
     assert "effort" not in tables.build_tables(content_from_record({"title": "t"}))
 
 
-def test_the_memory_of_engines_is_shown() -> None:
+def test_engine_memory_is_shown() -> None:
     lines = (ModelLine(name="dense", device_memory_bytes=80_000_000), ModelLine(name="reduced"))
     assert [row[:2] for row in tables.models_table(lines).rows] == [("Device memory", "80 MB")]
 
 
-def test_a_proof_that_leaves_a_limit_open_is_shown_as_that() -> None:
+def test_inconclusive_proof_is_shown_as_inconclusive() -> None:
     rows = np.random.default_rng(0).standard_normal((50, 10))
     undecided = measure_link(name="whole", kind="whole", reference="dense", candidate="reduced", reference_rows=rows,
                      candidate_by_batch={4: rows}, tolerance=user_tolerance(min_agreement=0.98))  # fmt: skip

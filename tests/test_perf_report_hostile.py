@@ -101,7 +101,7 @@ def elements(page: str) -> Elements:
     return parser
 
 
-def test_no_text_of_a_record_adds_an_element_to_the_page() -> None:
+def test_record_text_adds_no_html_element() -> None:
     page = html_from_record(hostile_record())
     plain, hostile = elements(html_from_record(whole_record())), elements(page)
     assert hostile.seen == plain.seen
@@ -110,12 +110,12 @@ def test_no_text_of_a_record_adds_an_element_to_the_page() -> None:
     page.encode("utf-8")
 
 
-def test_nothing_in_the_commands_ends_their_block() -> None:
+def test_command_text_cannot_end_its_code_block() -> None:
     _, fence, commands = re.split(r"^(`{3,})$", markdown_from_record(hostile_record()), maxsplit=1, flags=re.MULTILINE)
     assert fence not in commands[: commands.rindex(fence)]
 
 
-def test_the_page_loads_nothing() -> None:
+def test_report_loads_no_external_resource() -> None:
     page = html_from_record(record())
     loading = {"src", "href", "xlink:href", "data", "action"}
     assert not [tag for tag, attributes in elements(page).seen if tag == "script" or attributes & loading]
@@ -131,7 +131,7 @@ def cells(line: str) -> int:
 
 
 @pytest.mark.parametrize("words", ["a\nb", "a\r\nb"])
-def test_a_line_break_in_a_name_breaks_no_line_of_markdown(words: str) -> None:
+def test_line_break_in_a_name_does_not_break_markdown(words: str) -> None:
     models = [{"name": words, "params": 1}, {"name": "other", "params": 2}]
     plain = [{"name": "a", "params": 1}, {"name": "other", "params": 2}]
     text = markdown_from_record({"title": words, "models": models})
@@ -162,7 +162,7 @@ def directory_of(whole: Mapping[str, Any], word: str, folder: Path) -> Path:
     return folder
 
 
-def test_files_of_a_directory_are_as_harmless(tmp_path: Path) -> None:
+def test_directory_reports_escape_hostile_text(tmp_path: Path) -> None:
     plain = html_from_record(record_of_directory(directory_of(whole_record(), "", tmp_path / "plain"), title="A title"))
     folder = directory_of(hostile_record(), HOSTILE, tmp_path / "hostile")
     hostile = html_from_record(record_of_directory(folder, title=HOSTILE))
@@ -171,6 +171,6 @@ def test_files_of_a_directory_are_as_harmless(tmp_path: Path) -> None:
         assert printable(HOSTILE.replace("\ud800", "?")) + word in "".join(elements(hostile).text), word
 
 
-def test_printable_writes_controls_out_and_leaves_the_rest() -> None:
+def test_printable_escapes_control_characters() -> None:
     assert printable("a\x1b\x7f\x9b\r\ud800\ufffe") == "a\\x1b\\x7f\\x9b\\x0d\\ud800\\ufffe"
     assert printable("a\tb\nç 名 \U0001f600") == "a\tb\nç 名 \U0001f600"

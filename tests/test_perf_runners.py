@@ -64,7 +64,7 @@ def expected() -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
     ("held", "precision", "rtol", "atol"),
     [(TensorProto.FLOAT, "fp32", 1e-4, 1e-5), (TensorProto.FLOAT16, "fp16", 0.02, 0.05)],
 )
-def test_onnx_runner_computes_the_graph_and_says_where(
+def test_onnx_runner_computes_the_graph_and_reports_its_device(
     tmp_path: Path, held: int, precision: str, rtol: float, atol: float
 ) -> None:
     """Half weights on the CPU are said to be computed in FP32."""
@@ -78,7 +78,7 @@ def test_onnx_runner_computes_the_graph_and_says_where(
     assert (told["threads"], laps.compute_ms, laps.wall_ms) == (1, (1.0, 1.0, 1.0), 5.0)
 
 
-def test_precision_is_mixed_when_no_type_holds_almost_all_weights(tmp_path: Path) -> None:
+def test_precision_is_mixed_without_a_dominant_weight_type(tmp_path: Path) -> None:
     path = onnx_file(tmp_path / "m.onnx", held=TensorProto.FLOAT16)
     proto = onnx.load(str(path))
     proto.graph.initializer.append(numpy_helper.from_array(WEIGHT, "other"))
@@ -125,7 +125,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, session: Callable[..., object]) ->
 
 
 @pytest.mark.parametrize("provider", ["cuda", "tensorrt"])
-def test_a_session_on_another_provider_is_missing_and_none_is_tried_in_its_place(
+def test_unavailable_provider_is_missing_without_a_fallback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, provider: str
 ) -> None:
     class OnCpu(Session):
@@ -139,9 +139,7 @@ def test_a_session_on_another_provider_is_missing_and_none_is_tried_in_its_place
     assert [name for name, _ in asked] == [{"cuda": "CUDA", "tensorrt": "Tensorrt"}[provider] + "ExecutionProvider"]
 
 
-def test_nodes_that_a_provider_leaves_to_the_cpu_are_missing_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nodes_left_to_the_cpu_are_reported_as_unsupported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(_: str, options: SimpleNamespace, **asked: object) -> None:
         assert ("session.disable_cpu_ep_fallback", "1") in options.settings
         raise RuntimeError(
@@ -154,7 +152,7 @@ def test_nodes_that_a_provider_leaves_to_the_cpu_are_missing_there(
         OnnxRunner(onnx_file(tmp_path / "m.onnx"), provider="cuda").__enter__()
 
 
-def test_words_of_nodes_left_to_the_cpu_are_those_of_onnx_runtime() -> None:
+def test_onnxruntimes_message_for_cpu_fallback_is_recognised() -> None:
     """Where they are changed, such a graph would pass for one that can't be loaded."""
     import onnxruntime
 
@@ -162,7 +160,7 @@ def test_words_of_nodes_left_to_the_cpu_are_those_of_onnx_runtime() -> None:
     assert onnx_session.LEFT_TO_CPU.encode() in library.read_bytes()
 
 
-def test_onnx_runner_refuses_what_it_cannot_run(tmp_path: Path) -> None:
+def test_onnx_runner_refuses_unsupported_graphs(tmp_path: Path) -> None:
     rejects("no such ONNX file", OnnxRunner(tmp_path / "none.onnx").__enter__)
     (tmp_path / "broken.onnx").write_bytes(b"not onnx")
     rejects("expected an ONNX graph", OnnxRunner(tmp_path / "broken.onnx").__enter__)
@@ -173,7 +171,7 @@ def test_onnx_runner_refuses_what_it_cannot_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("precision", "rtol"), [("fp32", 1e-5), ("bf16", 0.1), ("fp16", 0.02)])
-def test_module_runner_computes_the_module_and_leaves_it_alone(precision: str, rtol: float) -> None:
+def test_module_runner_computes_the_module_without_changing_it(precision: str, rtol: float) -> None:
     mine = module()
     with ModuleRunner(mine, precision=precision) as runner:  # type: ignore[arg-type]
         logits = runner(FEEDS)["logits"]
@@ -201,7 +199,7 @@ def test_module_runner_never_falls_back_to_the_cpu(monkeypatch: pytest.MonkeyPat
     rejects("need device cuda", ModuleRunner, module(), mode="cuda_graph")
 
 
-def test_host_bound_reads_the_clock_around_each_call_and_asks_for_lost_time_outside() -> None:
+def test_host_timer_excludes_the_reading_of_lost_time() -> None:
     """Ticks of 1 ms: clock 2 a call, the call itself 1, asking for lost time 10 that no time must contain."""
     now = [0]
 
@@ -247,7 +245,7 @@ class Mark:
 
 
 @pytest.mark.parametrize("flushed", [False, True])
-def test_device_times_are_spans_between_events_and_leave_the_flush_out(flushed: bool) -> None:
+def test_device_times_are_event_spans_without_the_flush(flushed: bool) -> None:
     tape, host = Tape(), count(0, 1_000_000)
     bound = DeviceBound(
         copy_in=lambda: tape.stage(2.0), launch=lambda: tape.stage(5.0), copy_out=lambda: tape.stage(0.5),
@@ -269,7 +267,7 @@ def session_on_a_gpu(classes: int | str) -> Mock:
     return session
 
 
-def test_on_a_gpu_addresses_are_bound_once_and_the_first_runs_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_runner_binds_addresses_once_and_skips_first_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     tape = Tape()
 
     def address(shape: tuple[int, ...], at: int) -> SimpleNamespace:

@@ -39,13 +39,13 @@ from tests.refusals import rejects
 times = st.lists(st.floats(0.1, 1e3), min_size=1, max_size=200)
 
 
-def test_a_tail_of_too_few_samples_is_withheld_and_tells_how_many_it_needs() -> None:
+def test_tail_with_too_few_samples_is_withheld_with_the_number_needed() -> None:
     p99 = tail(list(range(1, 662)), 99)
     assert (p99.value, p99.needed) == (None, 662)
     assert tail(list(range(1, 663)), 99).value == 656
 
 
-def test_p90_is_always_told_but_bounded_only_with_enough_samples() -> None:
+def test_p90_is_always_reported_but_bounded_only_with_enough_samples() -> None:
     few = tail([1.0, 2.0, 3.0], 90, always=True)
     assert (few.value, few.upper) == (3.0, None)
     assert tail(list(range(64)), 90, always=True).upper == 62
@@ -65,11 +65,11 @@ def test_interval_refuses_a_value_outside() -> None:
     rejects("low <= value <= high", Interval, value=1.0, low=1.1, high=1.2)
 
 
-def test_one_value_has_no_trend_and_does_not_vary() -> None:
+def test_single_value_has_no_trend_and_no_variation() -> None:
     assert (trend([1.0]), coefficient_of_variation([4.0])) == (0.0, 0.0)
 
 
-def test_an_interval_is_told_with_its_bounds_or_without() -> None:
+def test_interval_prints_with_and_without_bounds() -> None:
     known = Interval(value=1.25, low=1.2, high=1.3111)
     assert known.describe() == "1.25 (1.20 to 1.31)"
     assert known.describe(".3f", bounds=" [{}, {}]") == "1.250 [1.200, 1.311]"
@@ -94,13 +94,13 @@ def rounds_of(seed: int, count: int, most: int) -> list[Floats]:
 
 @UNHURRIED
 @given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=150), st.sampled_from(PERCENTS))
-def test_a_percentile_is_scipys_inverted_cdf(samples: list[float], percent: float) -> None:
+def test_percentile_equals_scipys_inverted_cdf(samples: list[float], percent: float) -> None:
     assert percentile(samples, percent) == stats.quantile(samples, percent / 100, method="inverted_cdf")
 
 
 @pytest.mark.parametrize("percent", PERCENTS)
 @pytest.mark.parametrize("confidence", [0.9, 0.95, 0.99])
-def test_the_upper_rank_is_a_quantile_of_the_binomial(percent: float, confidence: float) -> None:
+def test_upper_rank_is_a_binomial_quantile(percent: float, confidence: float) -> None:
     for samples in (1, 2, 5, 10, 44, 45, 64, 100, 299, 458, 459, 662, 2000):
         rank = int(stats.binom.ppf(confidence, samples, percent / 100)) + 1
         assert upper_rank(samples, percent, confidence) == (rank if rank <= samples else None), samples
@@ -108,7 +108,7 @@ def test_the_upper_rank_is_a_quantile_of_the_binomial(percent: float, confidence
 
 @pytest.mark.parametrize("percent", [80.0, 90.0, 95.0, 99.0, 99.9])
 @pytest.mark.parametrize("confidence", [0.9, 0.99])
-def test_needed_samples_are_the_fewest_whose_second_largest_is_above(percent: float, confidence: float) -> None:
+def test_needed_samples_is_the_smallest_sufficient_number(percent: float, confidence: float) -> None:
     def covered(samples: int) -> float:
         return float(stats.binom.cdf(samples - 2, samples, percent / 100))
 
@@ -134,7 +134,7 @@ def require_same(ours: Interval, theirs: Interval) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("confidence", [0.8, 0.95])
-def test_the_ratio_of_medians_is_scipys_bootstrap(seed: int, confidence: float) -> None:
+def test_ratio_of_medians_equals_scipys_bootstrap(seed: int, confidence: float) -> None:
     above, below = rounds_of(seed, 9 + 4 * seed, 7), rounds_of(seed + 10, 9 + 4 * seed, 5)
     ratios = np.asarray([np.median(a) / np.median(b) for a, b in zip(above, below, strict=True)])
     theirs = bootstrapped((ratios,), np.median, float(np.median(ratios)), confidence)
@@ -143,7 +143,7 @@ def test_the_ratio_of_medians_is_scipys_bootstrap(seed: int, confidence: float) 
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("percent", [50.0, 90.0])
-def test_the_interval_of_a_percentile_is_scipys_bootstrap_over_rounds(seed: int, percent: float) -> None:
+def test_percentile_interval_equals_scipys_bootstrap_over_rounds(seed: int, percent: float) -> None:
     rounds = rounds_of(seed, 8 + 5 * seed, 9)
 
     def pooled(drawn: NDArray[np.int64]) -> float:
@@ -159,7 +159,7 @@ def test_the_interval_of_a_percentile_is_scipys_bootstrap_over_rounds(seed: int,
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_rate_is_scipys_paired_bootstrap(seed: int) -> None:
+def test_rate_equals_scipys_paired_bootstrap(seed: int) -> None:
     rng = np.random.default_rng(seed)
     work, seconds = rng.integers(1, 9, 15).astype(np.float64), rng.lognormal(size=15)
     theirs = bootstrapped((work, seconds), lambda w, s: w.sum() / s.sum(), float(work.sum() / seconds.sum()), 0.95)
@@ -171,7 +171,7 @@ def test_a_rate_is_scipys_paired_bootstrap(seed: int) -> None:
 
 @UNHURRIED
 @given(st.lists(st.floats(0.1, 1e3), min_size=2, max_size=60))
-def test_a_trend_is_the_theil_sen_slope(series: list[float]) -> None:
+def test_trend_is_the_theil_sen_slope(series: list[float]) -> None:
     slope = stats.theilslopes(series, np.arange(len(series))).slope
     expected = slope * (len(series) - 1) / np.median(series)
     assert trend(series) == pytest.approx(expected, rel=1e-9, abs=1e-12)
@@ -179,7 +179,7 @@ def test_a_trend_is_the_theil_sen_slope(series: list[float]) -> None:
 
 @UNHURRIED
 @given(st.lists(st.floats(0.1, 1e3), min_size=3, max_size=60, unique=True))
-def test_a_trend_score_is_kendalls_with_the_step_to_continuity(series: list[float]) -> None:
+def test_trend_score_is_kendalls_with_continuity_correction(series: list[float]) -> None:
     """Kendall's tau against time, tau times the number of pairs being Mann and Kendall's S; scipy's z has no step."""
     count = len(series)
     kendall = stats.kendalltau(np.arange(count), series, method="asymptotic")
@@ -198,7 +198,7 @@ def test_a_trend_score_is_kendalls_with_the_step_to_continuity(series: list[floa
 
 @pytest.mark.parametrize("confidence", [0.5, 0.95, 0.999])
 @pytest.mark.parametrize("images", [1, 2, 7, 50, 500, 10_000])
-def test_wilson_is_scipys(images: int, confidence: float) -> None:
+def test_wilson_interval_equals_scipys(images: int, confidence: float) -> None:
     for hits in {0, 1, images // 3, images // 2, images - 1, images}:
         theirs = stats.binomtest(hits, images).proportion_ci(confidence_level=confidence, method="wilson")
         assert wilson(hits, images, confidence) == pytest.approx((theirs.low, theirs.high), rel=1e-12, abs=1e-15)
@@ -206,7 +206,7 @@ def test_wilson_is_scipys(images: int, confidence: float) -> None:
 
 @pytest.mark.parametrize("confidence", [0.5, 0.95, 0.99])
 @pytest.mark.parametrize(("share", "limit"), [(63 / 64, 0.98), (1.0, 0.98), (0.97, 0.98), (0.5, 0.9), (0.0, 0.1)])
-def test_the_fewest_that_decide_are_those_of_the_score_test(share: float, limit: float, confidence: float) -> None:
+def test_smallest_deciding_sample_follows_from_the_score_test(share: float, limit: float, confidence: float) -> None:
     """A limit lies within Wilson's interval where the score test doesn't reject it: n (p - l)**2 = z**2 l (1 - l)."""
     z = float(stats.norm.ppf((1 + confidence) / 2))
     least = z**2 * limit * (1 - limit) / (share - limit) ** 2
@@ -227,7 +227,7 @@ def test_the_fewest_that_decide_are_those_of_the_score_test(share: float, limit:
     ("only_a", "only_b"),
     [*itertools.product((0, 1, 2, 5, 17), repeat=2), (300, 340), (0, 900), (3000, 3000), (3000, 0)],
 )
-def test_mcnemar_is_the_exact_binomial_test(only_a: int, only_b: int) -> None:
+def test_mcnemar_equals_the_exact_binomial_test(only_a: int, only_b: int) -> None:
     """Two classes: each image is right for one of the models alone, and one more for both."""
     images = only_a + only_b + 1
     right_a = np.arange(images) < only_a
@@ -253,7 +253,7 @@ def timed(call_ms: Callable[[int, int], float], *, rounds: int = 20, **every_blo
     return row(8, (block(at, name, [call_ms(at, call) for call in range(10)], **every_block) for at, name in turns))
 
 
-def test_a_steady_measurement_is_not_commented() -> None:
+def test_steady_measurement_has_no_warning() -> None:
     assert find_warnings([timed(lambda index, call: 5.0 + 0.01 * ((7 * index + call) % 5))]) == []
 
 
@@ -271,25 +271,25 @@ def test_a_steady_measurement_is_not_commented() -> None:
         ),
     ],
 )
-def test_each_kind_of_shakiness_is_named(shaky: Row, words: str) -> None:
+def test_each_kind_of_instability_is_named(shaky: Row, words: str) -> None:
     assert any(words in text for text in find_warnings([shaky])), find_warnings([shaky])
 
 
-def test_a_device_clock_is_held_to_less_variation_than_the_hosts() -> None:
+def test_device_times_have_a_tighter_variation_limit() -> None:
     varying = timed(lambda index, call: 5.0 + 0.4 * (call % 2))  # 4 %
     assert find_warnings([varying]) == []
     on_device = timed(lambda index, call: 5.0 + 0.4 * (call % 2), enqueue_ms=1.0)
     assert any("above 2.5 % is unstable" in text for text in find_warnings([on_device]))
 
 
-def test_dropped_rounds_are_counted_with_the_reason() -> None:
+def test_dropped_rounds_are_counted_by_reason() -> None:
     steady = timed(lambda index, call: 5.0)
     hot = replace(steady.blocks[5], dropped="throttled: hw_slowdown")
     spoilt = replace(steady, blocks=(*steady.blocks[:5], hot, *steady.blocks[6:]))
     assert find_warnings([spoilt]) == ["batch 8, 1 of 20 rounds left out: throttled: hw_slowdown"]
 
 
-def test_a_warm_up_that_was_cut_short_and_a_subject_that_failed_are_told() -> None:
+def test_short_warm_up_and_failed_subject_are_reported() -> None:
     steady = timed(lambda index, call: 5.0)
     trials = {"dense": BenchTrial(status="ok"), "reduced": BenchTrial(status="failed", message="ValueError: no")}
     told = find_warnings([replace(steady, trials=trials)])
@@ -297,7 +297,7 @@ def test_a_warm_up_that_was_cut_short_and_a_subject_that_failed_are_told() -> No
     assert "batch 8, reduced: failed: ValueError: no" in told
 
 
-def test_streams_call_at_once_and_tell_wall_time_only() -> None:
+def test_streams_run_concurrently_and_report_wall_time_only() -> None:
     """Each of two calls waits for the other, so that one after the other would never end."""
     together = threading.Barrier(2, timeout=20)
     bound = HostBound(lambda: together.wait())
@@ -310,5 +310,5 @@ def test_streams_call_at_once_and_tell_wall_time_only() -> None:
 
 @UNHURRIED
 @given(st.lists(st.floats(0.1, 1e3), min_size=2, max_size=60))
-def test_the_coefficient_of_variation_is_scipys(samples: list[float]) -> None:
+def test_coefficient_of_variation_equals_scipys(samples: list[float]) -> None:
     assert coefficient_of_variation(samples) == pytest.approx(stats.variation(samples, ddof=1), abs=1e-15)

@@ -54,7 +54,7 @@ def in_batches(answer: Callable[[Array], Array], batch: int) -> Outputs:
     return {"logits": np.concatenate(rows)}
 
 
-def test_batch_slot_names_the_slots() -> None:
+def test_batch_slot_dependence_names_the_slots() -> None:
     found = structure.check_batch_slots("r", named(one_slot_off), ONE, batch=8, bound=1e-5)
     assert (found.status, found.test) == ("FAIL", "batch-slot")
     assert "slots 2, 6 differ" in found.reason
@@ -62,13 +62,13 @@ def test_batch_slot_names_the_slots() -> None:
     assert structure.check_batch_slots("r", named(sound), ONE, batch=8, bound=1e-5).status == "PASS"
 
 
-def test_a_stale_slot_needs_the_permutation_test() -> None:
+def test_permutation_test_finds_a_stale_slot() -> None:
     assert structure.check_batch_slots("r", named(stale_slot), ONE, batch=8, bound=1e-5).status == "PASS"
     assert structure.check_permutation("r", named(stale_slot), FEEDS, bound=1e-5).status == "FAIL"
     assert structure.check_permutation("r", named(sound), FEEDS, bound=1e-5).status == "PASS"
 
 
-def test_batch_one_against_others() -> None:
+def test_batch_one_is_compared_with_larger_batches() -> None:
     def at(answer: Callable[[Array], Array]) -> list[StructuralTest]:
         return structure.check_batch_sizes("r", {b: in_batches(answer, b) for b in (1, 3, 8)}, bound=1e-5)
 
@@ -80,7 +80,7 @@ def test_batch_one_against_others() -> None:
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_outputs_that_are_not_finite(bad: float) -> None:
+def test_nonfinite_outputs_are_found(bad: float) -> None:
     logits = sound(IMAGES)
     logits[1, 2] = bad
     finite, constant = structure.check_outputs("r", {"logits": logits})
@@ -88,14 +88,14 @@ def test_outputs_that_are_not_finite(bad: float) -> None:
     assert "on 1 of 8 images" in finite.reason
 
 
-def test_outputs_that_are_constant() -> None:
+def test_constant_outputs_are_found() -> None:
     alike = np.tile(sound(IMAGES)[:1], (8, 1))
     for rows, status in ((alike, "FAIL"), (np.zeros((8, 5)), "FAIL"), (sound(IMAGES), "PASS")):
         assert [f.status for f in structure.check_outputs("r", {"logits": rows})] == ["PASS", status]
     assert [f.test for f in structure.check_outputs("r", {"logits": sound(IMAGES[:1])})] == ["finite"]
 
 
-def test_answers_taken_inside_the_timed_run() -> None:
+def test_outputs_of_the_timed_run_are_checked() -> None:
     rows = sound(IMAGES)
     verified = {"logits": rows}
     assert structure.check_timed_run("r", verified, verified, bound=1e-6).status == "PASS"
@@ -103,20 +103,20 @@ def test_answers_taken_inside_the_timed_run() -> None:
     assert structure.check_timed_run("r", {"logits": rows * np.float32(np.nan)}, verified, bound=1e-6).value == np.inf
 
 
-def test_images_outside_the_calibrated_range_are_noted() -> None:
+def test_images_outside_the_calibrated_range_are_reported() -> None:
     found = structure.check_calibrated_range("r", IMAGES, low=-1.0, high=1.0)
     assert (found.status, found.value) == ("NOTED", 1.0)
     assert structure.check_calibrated_range("r", IMAGES, low=-9.0, high=9.0).status == "PASS"
 
 
-def test_inputs_far_outside_still_give_finite_answers() -> None:
+def test_extreme_inputs_give_finite_outputs() -> None:
     assert [each.status for each in structure.check_extremes("r", named(sound), FEEDS)] == ["PASS"]
     (found,) = structure.check_extremes("r", named(nan_when_large), FEEDS)
     assert found.status == "FAIL"
     assert "8 of 8 images with all values times 4" in found.reason
 
 
-def test_a_batch_size_that_ran_some_images_is_held_against_those() -> None:
+def test_batch_size_with_fewer_images_is_compared_on_those() -> None:
     rows = {8: in_batches(sound, 8), 1: select_rows(in_batches(sound, 1), slice(3))}
     (same,) = structure.check_batch_sizes("r", rows, bound=1e-5)
     assert same.status == "PASS"
@@ -140,7 +140,7 @@ TEXTS = {
 }
 
 
-def test_whole_numbers_and_several_outputs_go_through_every_test() -> None:
+def test_structural_tests_accept_integers_and_several_outputs() -> None:
     one = select_rows(TEXTS, slice(1))
     tests = [
         structure.check_batch_slots("r", two_outputs, one, batch=4, bound=1e-6),
@@ -153,7 +153,7 @@ def test_whole_numbers_and_several_outputs_go_through_every_test() -> None:
     assert structure.check_extremes("r", two_outputs, TEXTS) == []
 
 
-def test_of_several_outputs_the_worst_is_named() -> None:
+def test_worst_of_several_outputs_is_named() -> None:
     def stale(feeds: Feeds) -> Outputs:
         answers = {name: rows.copy() for name, rows in two_outputs(feeds).items()}
         answers["tokens"][-1] = answers["tokens"][0]
@@ -168,7 +168,7 @@ def test_of_several_outputs_the_worst_is_named() -> None:
     assert finite[2].reason == "tokens: NaN or Inf on 6 of 6 inputs"
 
 
-def test_answers_of_other_sizes_in_another_batch_are_refused() -> None:
+def test_outputs_of_unexpected_size_in_a_batch_are_refused() -> None:
     """Such as every input against every other one."""
 
     def against_each_other(images: Array) -> Array:

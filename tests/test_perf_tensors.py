@@ -107,7 +107,7 @@ def reference() -> Array:
         return single_array(runner(FEEDS))
 
 
-def test_a_module_is_called_in_port_order_whatever_the_order_of_the_feeds(reference: Array) -> None:
+def test_module_is_called_in_port_order(reference: Array) -> None:
     tokens = np.tanh(TABLE[FEEDS["ids"]].astype(np.float64) @ WEIGHT) * FEEDS["mask"][:, :, None]
     np.testing.assert_allclose(reference, tokens.sum(axis=1) / LENGTHS[:, None], rtol=1e-4, atol=1e-6)
     ticks = count(0, 1_000_000)
@@ -117,7 +117,7 @@ def test_a_module_is_called_in_port_order_whatever_the_order_of_the_feeds(refere
         assert runner.bind(FEEDS).laps(2, lambda: next(ticks)).compute_ms == (1.0, 1.0)
 
 
-def test_a_module_of_several_outputs_gives_them_by_name_and_no_other_number(reference: Array) -> None:
+def test_module_outputs_are_named_and_counted(reference: Array) -> None:
     ports = (EMBEDDING, OutputPort(name="scores", role="token logits"))
     with ModuleRunner(Both(), inputs=(IDS, MASK), outputs=ports) as runner:
         answers = runner(FEEDS)
@@ -131,12 +131,12 @@ def test_a_module_of_several_outputs_gives_them_by_name_and_no_other_number(refe
         runner(FEEDS)
 
 
-def test_whole_numbers_are_not_cast_with_the_module() -> None:
+def test_integer_inputs_are_not_cast() -> None:
     with ModuleRunner(Encoder(), precision="bf16", inputs=(IDS, MASK), outputs=(EMBEDDING,)) as runner:
         assert single_array(runner(FEEDS)).dtype == np.float32
 
 
-def test_a_graph_tells_its_ports_and_runs_like_the_module(tmp_path: Path, reference: Array) -> None:
+def test_graph_reports_its_ports_and_equals_the_module(tmp_path: Path, reference: Array) -> None:
     with OnnxRunner(encoder_graph(tmp_path / "m.onnx")) as runner:
         assert (runner.inputs, runner.outputs) == ((IDS, MASK), (EMBEDDING,))
         np.testing.assert_allclose(single_array(runner(FEEDS)), reference, rtol=1e-4, atol=1e-6)
@@ -145,7 +145,7 @@ def test_a_graph_tells_its_ports_and_runs_like_the_module(tmp_path: Path, refere
         OnnxRunner(encoder_graph(tmp_path / "m.onnx", role="vibes")).__enter__()
 
 
-def test_every_mismatch_is_named_at_once() -> None:
+def test_all_mismatches_are_named_in_one_message() -> None:
     wrong = {"ids": FEEDS["ids"].astype(np.float32)[:, :5], "words": FEEDS["mask"]}
     with pytest.raises(BadInput) as caught:
         checked_feeds(wrong, (IDS, MASK), where="encoder")
@@ -161,7 +161,7 @@ def test_every_mismatch_is_named_at_once() -> None:
     assert list(checked_feeds(FEEDS, (MASK, free), where="encoder")) == ["mask", "ids"]
 
 
-def test_feeds_are_made_of_an_array_only_where_there_is_one_input() -> None:
+def test_array_feeds_only_models_with_one_input() -> None:
     array = FEEDS["ids"]
     assert list(feeds_from_array(array, (IDS,))) == ["ids"]
     assert list(feeds_of_ports({"tokens": array}, (IDS,))) == ["ids"]
@@ -170,13 +170,13 @@ def test_feeds_are_made_of_an_array_only_where_there_is_one_input() -> None:
     rejects("expected one array, got 2: ids, mask", single_array, FEEDS)
 
 
-def test_a_batch_larger_than_the_feeds_begins_again() -> None:
+def test_batch_larger_than_the_feeds_wraps_around() -> None:
     batch = fill_batch(FEEDS, TEXTS + 2)
     np.testing.assert_array_equal(batch["mask"][TEXTS:], FEEDS["mask"][:2])
     rejects("at least 1", fill_batch, FEEDS, 0)
 
 
-def test_noise_is_normal_for_floats_and_one_for_whole_numbers() -> None:
+def test_noise_is_normal_for_floats_and_one_for_integers() -> None:
     images = Port(name="images", shape=(3, 4, 4))
     noise = random_feeds((images, MASK), 5, seed=0)
     assert (noise["images"].dtype.name, noise["images"].shape) == ("float32", (5, 3, 4, 4))
@@ -196,7 +196,7 @@ def exact_link(reference: Array, candidate: Array) -> Link:
     return linked(reference, candidate, tolerance.exact_tolerance(products=2, largest_logit=0.0), kind="exact")
 
 
-def test_a_mask_that_is_not_looked_at_moves_the_neighbours(tmp_path: Path, reference: Array) -> None:
+def test_ignored_mask_changes_the_neighbours(tmp_path: Path, reference: Array) -> None:
     with OnnxRunner(encoder_graph(tmp_path / "m.onnx", ignores_mask=True)) as runner:
         faulty = single_array(runner(FEEDS))
     assert exact_link(reference, faulty).status == "FAIL"
@@ -205,7 +205,7 @@ def test_a_mask_that_is_not_looked_at_moves_the_neighbours(tmp_path: Path, refer
     assert "inputs have another nearest neighbour" in found.reason
 
 
-def test_copies_of_an_input_are_one_neighbour() -> None:
+def test_equal_inputs_count_as_one_neighbour() -> None:
     """Of two equal inputs rounding decides which comes first; neither is wrong."""
     reference = np.eye(4)[[0, 1, 2, 2]] + 0.3
     candidate = reference.copy()
@@ -223,7 +223,7 @@ def test_fewer_than_three_inputs_have_no_nearest_neighbour() -> None:
     rejects("embedding is an embedding, whose nearest neighbours need 3 inputs, got 2", linked, rows, rows, wanted)
 
 
-def test_token_logits_agree_token_by_token() -> None:
+def test_token_logits_are_compared_token_by_token() -> None:
     reference = RNG.standard_normal((5, 4, 3))
     candidate = reference.copy()
     candidate[1, 2] = -candidate[1, 2]
@@ -244,7 +244,7 @@ def test_token_logits_agree_token_by_token() -> None:
         ((4, 18), "cosine 1.000000: there is no agreement to hold to the limit, 50 %"),
     ],
 )
-def test_a_feature_map_agrees_where_its_tokens_neighbours_stay(shape: tuple[int, ...], words: str) -> None:
+def test_feature_map_agreement_uses_neighbours_of_tokens(shape: tuple[int, ...], words: str) -> None:
     reference = RNG.standard_normal(shape)
     candidate = reference * 1.02
     found = measure_outputs(reference, candidate, role="feature map")
@@ -264,7 +264,7 @@ def test_a_feature_map_agrees_where_its_tokens_neighbours_stay(shape: tuple[int,
         ("feature map", (), r"feature map: got .* expected the same \[inputs, ...\]"),
     ],
 )
-def test_a_shape_that_is_not_the_roles_is_refused(role: Role, shape: tuple[int, ...], words: str) -> None:
+def test_shape_that_contradicts_the_role_is_refused(role: Role, shape: tuple[int, ...], words: str) -> None:
     rows = np.ones(shape)
     rejects(words, measure_outputs, rows, rows, role=role)
 
@@ -279,7 +279,7 @@ def of_two_outputs(faulty: bool) -> Parity:
     return Parity(images=ImageSet(count=6, digest="", kind="inputs"), links=tuple(links))
 
 
-def test_every_output_is_judged_and_its_link_is_named_by_it() -> None:
+def test_every_output_has_a_link_named_after_it() -> None:
     assert of_two_outputs(faulty=False).verdict == "PASS"
     record = of_two_outputs(faulty=True)
     statuses = {each.name: each.status for each in record.links}
@@ -288,7 +288,7 @@ def test_every_output_is_judged_and_its_link_is_named_by_it() -> None:
     assert record.reason.startswith("on 6 inputs: reduced embedding: relative error 0.5")
 
 
-def test_a_record_tells_role_and_output_only_where_they_are_more_than_logits() -> None:
+def test_record_stores_role_and_output_only_beyond_logits() -> None:
     raw = of_two_outputs(faulty=False).to_json()
     logits, vectors = raw["links"]
     assert (logits["output"], "role" in logits) == ("logits", False)
@@ -302,14 +302,14 @@ def test_a_record_tells_role_and_output_only_where_they_are_more_than_logits() -
         parity_from_value(raw, where="parity.json")
 
 
-def test_a_single_output_of_another_role_keeps_its_links_name() -> None:
+def test_single_output_of_another_role_keeps_the_link_name() -> None:
     rows = RNG.standard_normal((6, 4))
     single = exact_link(rows, rows)
     raw = Parity(images=ImageSet(count=6, digest=""), links=(single,)).to_json()["links"][0]
     assert (raw["name"], raw["role"], "output" in raw) == ("exact", "embedding", False)
 
 
-def test_figures_of_a_role_are_those_that_it_has() -> None:
+def test_role_reports_only_its_own_figures() -> None:
     rows = RNG.standard_normal((5, 4))
     names = {"relative_error", "max_abs", "cosine"}
     by_role: dict[Role, set[str]] = {"embedding": names | {"agrees"}, "feature map": names}
@@ -338,7 +338,7 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     return SimpleNamespace(synchronize=lambda: None)
 
 
-def test_whole_numbers_are_staged_as_they_are_and_answers_come_back_by_name(pretended_gpu: Any) -> None:
+def test_integers_are_staged_unchanged_and_outputs_return_by_name(pretended_gpu: Any) -> None:
     staging = Staging.hold(pretended_gpu, FEEDS, {"sum": (TEXTS,), "both": (TEXTS, 2)})
     assert {name: tensor.dtype for name, tensor in staging.device_in.items()} == dict.fromkeys(FEEDS, torch.int64)
     addresses = {name: tensor.data_ptr() for name, tensor in {**staging.device_in, **staging.device_out}.items()}
@@ -357,7 +357,7 @@ def test_whole_numbers_are_staged_as_they_are_and_answers_come_back_by_name(pret
     }
 
 
-def test_a_module_on_a_gpu_reads_and_writes_every_staged_tensor(
+def test_gpu_module_uses_every_staged_tensor(
     pretended_gpu: Any, monkeypatch: pytest.MonkeyPatch, reference: Array
 ) -> None:
     held: list[Staging] = []

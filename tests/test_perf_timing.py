@@ -85,7 +85,7 @@ def test_warm_up_that_never_turns_flat_says_so_at_its_limit() -> None:
     assert clock.now_ns / 1e9 == pytest.approx(3.0, abs=0.2)
 
 
-def test_warm_up_in_less_time_goes_on_from_calls_already_made() -> None:
+def test_repeated_warm_up_continues_from_earlier_calls() -> None:
     clock = FakeClock()
     begun = warm_up(steady(clock, 100.0), PLAN, clock, limit_s=0.0)
     assert (len(begun.samples_ms), begun.flat) == (1, False)  # one call at least
@@ -103,16 +103,16 @@ def test_rounds_are_abba_then_baab_with_a_settling_call_each() -> None:
     assert log == [word for name in "abba" + "baab" for word in (f"{name}1", f"{name}5")]
 
 
-def test_long_calls_are_not_settled() -> None:
+def test_long_calls_skip_the_settling_call() -> None:
     assert [settle_calls(calls) for calls in (1, 3, 4, 20)] == [0, 0, 1, 1]
 
 
 @pytest.mark.parametrize(("call_ms", "calls"), [(5.0, 10), (0.01, 200), (60.0, 1), (24.0, 3)])
-def test_a_block_lasts_about_its_time(call_ms: float, calls: int) -> None:
+def test_block_lasts_about_its_target_time(call_ms: float, calls: int) -> None:
     assert calls_per_block(call_ms, 50.0) == calls
 
 
-def test_a_steady_machine_stops_as_soon_as_it_may() -> None:
+def test_steady_machine_stops_at_the_minimum() -> None:
     clock = FakeClock()
     bounds = {"dense": steady(clock, 6.0), "reduced": steady(clock, 4.0)}
     blocks, stop = measure_pair(bounds, PLAN, calls=5, clock=clock)
@@ -121,7 +121,7 @@ def test_a_steady_machine_stops_as_soon_as_it_may() -> None:
     assert (ratio.value, ratio.low, ratio.high) == (1.5, 1.5, 1.5)
 
 
-def test_a_noisy_machine_is_measured_longer_and_stops_at_the_time_or_round_limit() -> None:
+def test_noisy_machine_runs_to_the_time_or_round_limit() -> None:
     clock = FakeClock()
     bounds = {"a": replay(clock, cycle([5.0, 9.0, 5.5, 7.0, 6.0])), "b": replay(clock, cycle([6.0, 5.0, 8.0]))}
     plan = Plan(min_rounds=6, time_limit_s=2.0, half_width_rel=1e-6)
@@ -133,7 +133,7 @@ def test_a_noisy_machine_is_measured_longer_and_stops_at_the_time_or_round_limit
     assert (stop, len(blocks)) == ("round limit", 4 * 9)
 
 
-def test_no_round_is_begun_that_would_end_behind_the_limit() -> None:
+def test_no_round_starts_that_would_exceed_the_limit() -> None:
     clock = FakeClock()
     bounds = {"a": steady(clock, 1000.0), "b": steady(clock, 900.0)}
     blocks, stop = measure_pair(bounds, Plan(time_limit_s=15.0), calls=1, clock=clock)
@@ -142,7 +142,7 @@ def test_no_round_is_begun_that_would_end_behind_the_limit() -> None:
     assert len(measure_rounds(bounds, 8, calls=1, clock=clock, limit_s=10.0)) == 4 * 2
 
 
-def test_a_round_that_the_limit_cuts_short_is_kept_and_not_compared() -> None:
+def test_round_cut_by_the_limit_is_kept_but_not_compared() -> None:
     clock = FakeClock()
     slower = iter([1000.0] * 4 + [7000.0] * 9)
     bounds = {"a": replay(clock, slower), "b": steady(clock, 1000.0)}
@@ -153,7 +153,7 @@ def test_a_round_that_the_limit_cuts_short_is_kept_and_not_compared() -> None:
     assert [len(times) for times in samples(blocks, "a")] == [2, 2]
 
 
-def test_a_machine_that_slows_down_steadily_does_not_bias_the_ratio() -> None:
+def test_steady_slowdown_does_not_bias_the_ratio() -> None:
     """From 5 to 7.4 ms over the measurement; measured one after the other the second would look slower."""
     clock = FakeClock()
 
@@ -166,7 +166,7 @@ def test_a_machine_that_slows_down_steadily_does_not_bias_the_ratio() -> None:
     assert drift(blocks, "dense") == pytest.approx(0.36, abs=0.05)
 
 
-def test_throttled_blocks_are_dropped_with_their_round() -> None:
+def test_throttled_block_drops_its_round() -> None:
     clock, asked = FakeClock(), count()
 
     def watch() -> GpuState:
@@ -188,7 +188,7 @@ def interrupted(clock: FakeClock, busy: Callable[[float], bool]) -> Calls:
     return Calls(clock, lambda _: 10.0, lambda now_ms: 15.0 if busy(now_ms) else 0.05)
 
 
-def test_calls_that_others_interrupted_are_left_out() -> None:
+def test_interrupted_calls_are_excluded() -> None:
     clock = FakeClock()
     bounds = {name: interrupted(clock, lambda now_ms: int(now_ms / 130) % 3 != 0) for name in "ab"}
     blocks = measure_rounds(bounds, 20, calls=5, clock=clock)
@@ -208,7 +208,7 @@ def lost(*rounds: str) -> tuple[TimedBlock, ...]:
     )
 
 
-def test_rounds_are_taken_together_until_both_have_clean_calls() -> None:
+def test_rounds_are_pooled_until_both_subjects_have_clean_calls() -> None:
     blocks = lost("../..", "x./..", "xx/x.", "x./xx", "../..", "x./..")
     assert quiet_spans(blocks) == [(0,), (1, 2, 3), (4,)]
     assert interrupted_share(blocks) == pytest.approx(8 / 24)
@@ -216,7 +216,7 @@ def test_rounds_are_taken_together_until_both_have_clean_calls() -> None:
     assert [times.tolist() for times in samples(calm, "a")][2:5] == [[12.0, 12.0], [13.0, 15.0], [16.0, 16.0]]
 
 
-def test_a_machine_that_is_never_quiet_is_measured_to_the_limit_and_called_disturbed() -> None:
+def test_never_quiet_machine_is_measured_to_the_limit_and_marked_disturbed() -> None:
     clock = FakeClock()
     bounds = {name: interrupted(clock, lambda now_ms: True) for name in "ab"}
     blocks, stop = measure_pair(bounds, Plan(time_limit_s=2.0), calls=5, clock=clock)
@@ -242,14 +242,14 @@ def test_lost_time_is_read_from_the_threads_only_after_a_switch(tmp_path: Path) 
         assert lost_ns() == 0
 
 
-def test_lost_time_of_this_process_and_of_a_system_that_does_not_tell(tmp_path: Path) -> None:
+def test_lost_time_is_read_or_absent_on_other_systems(tmp_path: Path) -> None:
     with lost_time() as lost_ns:
         assert some(lost_ns)() >= 0
     with lost_time(str(tmp_path / "none")) as lost_ns:
         assert lost_ns is None
 
 
-def test_many_subjects_go_forth_and_back() -> None:
+def test_many_subjects_alternate_in_order() -> None:
     clock = FakeClock()
     blocks = measure_rounds({name: steady(clock, 60.0) for name in "abc"}, 2, calls=1, clock=clock)
     assert "".join(block.subject for block in blocks) == "abccba" + "cbaabc"
@@ -269,7 +269,7 @@ def test_many_subjects_go_forth_and_back() -> None:
         {"confidence": 1.0},
     ],
 )
-def test_an_impossible_plan_is_refused(wrong: dict[str, float]) -> None:
+def test_impossible_timing_plan_is_refused(wrong: dict[str, float]) -> None:
     rejects("got", Plan, **wrong)  # type: ignore[arg-type]
 
 
@@ -283,7 +283,7 @@ def test_an_impossible_plan_is_refused(wrong: dict[str, float]) -> None:
         ("", None),
     ],
 )
-def test_vnni_is_one_of_the_flags(tmp_path: Path, text: str, expected: bool | None) -> None:
+def test_vnni_is_detected_in_the_cpu_flags(tmp_path: Path, text: str, expected: bool | None) -> None:
     (tmp_path / "cpuinfo").write_text(text, encoding="utf-8")
     assert has_vnni(tmp_path / "cpuinfo") is expected
     assert has_vnni(tmp_path / "absent") is None

@@ -58,7 +58,7 @@ def loads(monkeypatch: pytest.MonkeyPatch, batch: int | None = None) -> list[str
     return loaded
 
 
-def test_a_package_is_run_and_told(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_package_runs_and_reports_itself(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loads(monkeypatch)
     before = torch.get_num_threads()
     with PackageRunner(package, (image_port((3, 4, 4)),), threads=1) as runner:
@@ -72,7 +72,7 @@ def test_a_package_is_run_and_told(package: Path, monkeypatch: pytest.MonkeyPatc
     assert torch.get_num_threads() == before
 
 
-def test_a_batch_that_it_was_not_compiled_for_is_refused(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uncompiled_batch_is_refused(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import os
 
     loads(monkeypatch, batch=2)
@@ -83,14 +83,14 @@ def test_a_batch_that_it_was_not_compiled_for_is_refused(package: Path, monkeypa
         rejects(r"doesn't run on \[3, 3, 4, 4\].*compiled for another batch", runner, {"images": IMAGES})
 
 
-def test_what_is_no_package_is_refused(package: Path) -> None:
+def test_other_files_are_refused(package: Path) -> None:
     rejects(r"m\.pt2: torch .* cannot load this package", PackageRunner(package, (image_port((3, 4, 4)),)).__enter__)
     rejects("no such package", PackageRunner(package.with_name("none.pt2"), ()).__enter__)
     rejects("threads", PackageRunner, package, (), threads=0)
 
 
 @pytest.mark.slow("models")
-def test_a_package_that_is_handed_over_is_code(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_package_counts_as_code_that_needs_trust(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = loads(monkeypatch)
     np.save(package.parent / "images.npy", IMAGES)
     quick = ["--batch", "2", "--time-limit", "0.5", "--half-width", "0.9", "--min-rounds", "6", "--block-ms", "2"]
@@ -108,7 +108,7 @@ def test_a_package_that_is_handed_over_is_code(package: Path, monkeypatch: pytes
     assert BENCH.variants["aotinductor"].supports("dtype", "bf16")
 
 
-def test_inputs_of_a_package_are_those_of_an_array(tmp_path: Path) -> None:
+def test_package_takes_an_array_of_inputs(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", IMAGES)
     assert port_of_images(tmp_path / "x.npy", tmp_path / "m.pt2") == image_port((3, 4, 4))
     (tmp_path / "bad.npy").write_bytes(b"no array")
@@ -116,7 +116,7 @@ def test_inputs_of_a_package_are_those_of_an_array(tmp_path: Path) -> None:
     rejects(r"expected --images FILE\.npy .* got none", port_of_images, None, tmp_path / "m.pt2")
 
 
-def test_without_a_compiler_nothing_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_compiler_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
     save(tiny.checkpoint(), tmp_path / "dense")
     words = ["bench", tmp_path / "dense", tmp_path / "dense", "--backend", "aotinductor", "--batch", 1]
@@ -135,14 +135,14 @@ class Small(nn.Module):
         return out
 
 
-def test_a_single_input_is_measured_by_itself(tmp_path: Path) -> None:
+def test_batch_one_is_compiled_separately(tmp_path: Path) -> None:
     save(tiny.checkpoint(), tmp_path / "dense")
     words = ["bench", tmp_path / "dense", tmp_path / "dense", "--backend", "aotinductor", "--batch", "1,8,32"]
     refuses("measure --batch 1 by itself, and --batch 8,32 in another run", *words, "-o", tmp_path / "b.json")
     assert not (tmp_path / "b.json").exists()
 
 
-def test_a_model_is_compiled_for_any_batch_in_its_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_is_compiled_for_any_batch_in_its_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The program that is handed to the compiler, which takes a minute of its own: run as it stands."""
     programs: list[Any] = []
     monkeypatch.setattr(

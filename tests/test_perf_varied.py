@@ -90,13 +90,13 @@ def test_batches_differ_and_hold_the_same_numbers(rows: int) -> None:
         assert set(each["images"].ravel().tolist()) <= set(IMAGES.ravel().tolist())
 
 
-def test_inputs_of_one_batch_move_together() -> None:
+def test_inputs_of_one_batch_vary_together() -> None:
     tokens = np.arange(12).reshape(3, 4)
     for each in varied_batches({"ids": tokens, "mask": 100 + tokens}, 3):
         assert np.array_equal(each["mask"], each["ids"] + 100)
 
 
-def test_what_computes_takes_as_long_on_either(tmp_path: Path) -> None:
+def test_honest_model_takes_equal_time_on_varied_inputs(tmp_path: Path) -> None:
     record = measured(again_ms={"dense": 2.0, "reduced": 2.0})
     save_bench(record, tmp_path / "bench.json")
     assert load_bench(tmp_path / "bench.json") == record
@@ -109,7 +109,7 @@ def test_what_computes_takes_as_long_on_either(tmp_path: Path) -> None:
     )
 
 
-def test_what_remembers_its_input_wins_nothing() -> None:
+def test_caching_model_is_found_by_varied_inputs() -> None:
     record = measured(again_ms={"dense": 2.0, "reduced": 0.5})
     gains = summarise(record).rows[0].repeats
     # On one batch it always knows its input, on varied ones never: 2.0 / 0.5.
@@ -124,12 +124,12 @@ def test_what_remembers_its_input_wins_nothing() -> None:
     )
 
 
-def test_a_few_percent_of_warm_caches_pass() -> None:
+def test_few_percent_from_warm_caches_pass() -> None:
     record = measured(again_ms={"dense": 1.9, "reduced": 1.9})
     assert not any("cache" in warning for warning in record.warnings)
 
 
-def test_without_memory_for_it_the_measurement_stays() -> None:
+def test_missing_memory_skips_varied_inputs() -> None:
     record = measured(again_ms={"dense": 2.0, "reduced": 2.0}, binds=1)
     assert record.rows[0].blocks
     assert record.rows[0].repeat_blocks == {"dense": (), "reduced": ()}
@@ -154,7 +154,7 @@ def opened(runner: ModuleRunner) -> OpenedSubject:
 
 
 @pytest.mark.parametrize(("honest", "status"), [(10**6, "PASS"), (3, "FAIL")])
-def test_timed_outputs_are_held_against_plain_ones(honest: int, status: str) -> None:
+def test_timed_outputs_are_compared_with_untimed_ones(honest: int, status: str) -> None:
     images = np.random.default_rng(0).standard_normal((4, 3, 2, 2)).astype(np.float32)
     with ModuleRunner(Forgetful(honest)) as runner:
         subject = opened(runner)
@@ -172,14 +172,14 @@ class Scalar(nn.Module):
         return images.amax()
 
 
-def test_what_answers_no_input_is_no_model() -> None:
+def test_model_that_ignores_its_input_is_refused() -> None:
     with ModuleRunner(Scalar(), label="m") as runner:
         subject = opened(runner)
         subject.bind({"images": np.zeros((4, 3, 2, 2), np.float32)}).laps(2, perf_counter_ns)
         rejects(r"reduced \(m\): gives logits \[\] to a batch of 4, expected a row for each", subject.tests)
 
 
-def test_it_costs_nothing_where_it_is_not_asked() -> None:
+def test_varied_inputs_cost_nothing_when_off() -> None:
     record = measured(again_ms={"dense": 2.0, "reduced": 0.5}, plan=replace(PLAN, audit_rounds=0))
     assert record.rows[0].repeat_blocks == {}
     assert summarise(record).rows[0].repeats == {}
@@ -189,7 +189,7 @@ def test_too_few_rounds_for_an_interval_are_refused() -> None:
     rejects("the audit needs 6 rounds or 0 for none, got 3", Plan, audit_rounds=3)
 
 
-def test_what_was_bound_and_not_timed_says_nothing() -> None:
+def test_bound_but_untimed_inputs_are_ignored() -> None:
     with ModuleRunner(Forgetful(9)) as runner:
         subject = opened(runner)
         subject.bind({"images": np.zeros((4, 3, 2, 2), np.float32)})
