@@ -1,4 +1,4 @@
-"""The records of a GPU run as Markdown tables and one page. Reads the records alone."""
+"""Markdown tables and a page of the records of a GPU run."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -16,7 +16,10 @@ PARTS = ("latency", "variants", "engines", "real")
 
 
 def latency(record: Record, sparsity: float | None = None) -> str:
-    """Speed-ups by geometry (of CUDA graphs at one sparsity, or of every row), then which attention kernel ran."""
+    """Return the tables of speed-ups, attention kernels and memory by head geometry.
+
+    With a sparsity, the table of speed-ups has only CUDA graphs at this sparsity.
+    """
     chosen = {} if sparsity is None else {"sparsity": sparsity, "mode": "graph"}
     measured = done(record["rows"], row="latency", **chosen)
     measured.sort(key=lambda row: (row["model"], row["mode"], row["sparsity"], row["batch"]))
@@ -47,7 +50,7 @@ def latency(record: Record, sparsity: float | None = None) -> str:
         if any(row.get("memory", {}).values())
     ]
     if memory:
-        text += "\n\nMemory of the weights and, at its most, of what one call takes beside them, MB:\n\n"
+        text += "\n\nMemory of the weights, and peak memory of one call in addition, in MB:\n\n"
         text += table(["model", "batch", "dense", *GEOMETRIES], memory)
     return text
 
@@ -68,7 +71,7 @@ def _kernel(found: Row) -> str:
 
 
 def engines(record: Record) -> str:
-    """Each engine beside the dense one of its model, with the fused attention that its build counted."""
+    """Return the table of engines against the dense engine, with the fused attention of each build."""
     rows = []
     for row in done(record["rows"], row="engine"):
         for each in row["rows"]:
@@ -87,7 +90,7 @@ def engines(record: Record) -> str:
         "p50 ms",
         "speed-up",
     ]
-    text = f"TensorRT-RTX engines in FP16, built on another machine and carried over, {machine(record)}:"
+    text = f"TensorRT-RTX engines in FP16, built on another machine and copied, {machine(record)}:"
     return f"{text}\n\n{table(names, rows)}"
 
 
@@ -100,25 +103,25 @@ TABLES: dict[str, Callable[[Record], str]] = {
 
 
 def unmeasured(record: Record) -> list[str]:
-    """Rows that ended otherwise than done, and what was skipped."""
+    """Return the rows that failed or were skipped, with the reasons."""
     lines = [f"* {row['key']}: {row['status']} ({row['reason']})" for row in record["rows"] if row["status"] != "done"]
     return lines + [f"* {each['key']}: skipped ({each['reason']})" for each in record["skipped"]]
 
 
 def counts(record: Record) -> bool:
-    """Whether the record says something about a GPU: tiny models and CPUs show that the scripts run, no more."""
+    """Return whether the record is of a GPU and of models in full size."""
     return record["environment"]["gpu"] is not None and not record["settings"]["small"]
 
 
 def gpu_records(results: Path) -> dict[str, Record]:
-    """Those of a GPU in this folder, by part."""
+    """Return the GPU records of a folder, by part."""
     paths = {part: results / f"gpu_{part}.json" for part in PARTS}
     found = {part: json.loads(path.read_text(encoding="utf-8")) for part, path in paths.items() if path.is_file()}
     return {part: record for part, record in found.items() if counts(record)}
 
 
 def goals(records: Mapping[str, Record]) -> str:
-    """Every goal with its verdict."""
+    """Return the table of goals with their verdicts."""
     rows = {part: each["rows"] if counts(each) else [] for part, each in records.items()}
     found = judged(rows.get("latency", []))
     cells = [[goal.wanted, goal.found, goal.verdict] for goal in found]
@@ -126,7 +129,7 @@ def goals(records: Mapping[str, Record]) -> str:
 
 
 def page(records: Mapping[str, Record]) -> str:
-    """Goals first, then every part's tables and what it did not measure."""
+    """Return a page with the goals, then the tables and the failed rows of each part."""
     lines = ["# Measurements on a GPU", "", "Written by `python -m benchmarks.gpu.run`; the records stand beside it."]
     lines += ["", "## Goals", "", goals(records)]
     for part in PARTS:

@@ -38,8 +38,8 @@ def variants(record: Record) -> str:
         "speed-up",
     ]
     text = (
-        f"BF16, merged tokens, products in eight bits and convolutional networks, {machine(record)}. Products in eight "
-        "bits are torch's own on the tensor cores, one scale a tensor, blocks compiled; no engine is part of it:"
+        f"BF16, merged tokens, 8-bit matrix products and convolutional networks, {machine(record)}. 8-bit products are "
+        "torch's own on the tensor cores, with one scale per tensor and compiled blocks, without an engine:"
     )
     return f"{text}\n\n{table(names, rows)}"
 

@@ -22,7 +22,7 @@ SPARSITIES = (0.3, 0.5, 0.7, 0.875)
 
 
 def _errors(record: dict[str, Any], kind: str, methods: Sequence[str]) -> str:
-    """One row a model and method that the record has: mean error and accuracy over the calibration seeds."""
+    """Return a table with a row for each model and method: mean error and accuracy over the calibration seeds."""
     rows = []
     for model in record["models"]:
         for method in methods:
@@ -40,20 +40,20 @@ def _errors(record: dict[str, Any], kind: str, methods: Sequence[str]) -> str:
 
 
 def methods(record: dict[str, Any]) -> str:
-    """Relative logit error of joint reductions, and of the presets that are about MLPs on those alone."""
+    """Return the logit errors of joint reductions, and of reductions of MLPs alone."""
     text = "Relative logit error (and accuracy) on held-out images at equal widths, joint MLP and Q/K sparsity, "
     text += f"{record['calibration_images']} calibration images, mean of the calibration seeds:"
     parts = [
         text,
         _errors(record, "joint", METHODS),
-        "The same for MLPs alone, with the presets that reduce nothing else:",
+        "The same for MLPs alone, including presets that reduce only MLPs:",
     ]
     parts.append(_errors(record, "mlp", MLP_METHODS))
     return "\n\n".join([*parts, *record.get("remarks", [])])
 
 
 def hard_vit(record: dict[str, Any]) -> str:
-    """A model trained so that nothing is to spare: error, accuracy and its change by each method."""
+    """Return the table of a model trained without redundancy: error, accuracy and its change by each method."""
     sparsities = sorted({row["sparsity"] for row in record["rows"]})
     cells: dict[str, dict[float, list[str]]] = {}
     for row in record["rows"]:
@@ -66,18 +66,18 @@ def hard_vit(record: dict[str, Any]) -> str:
     head = [name for each in sparsities for name in (f"MACs at {each:.0%}", "error (accuracy)", "points (95 %)")]
     low, high = record["dense_accuracy_interval"]
     text = (
-        f"A ViT trained to be hard to prune ({record['model']['depth']} blocks, {record['model']['embed_dim']} wide; "
-        "hidden channels, queries and keys held equally strong and uncorrelated in training) on "
-        f"{record['classes']} classes of the procedural images, dense {record['dense_accuracy']:.1%} ({low:.1%} to "
-        f"{high:.1%}) of {record['held_out_images']:,} held-out images. Reduced from {record['calibration_images']} "
-        "images; labels are used only to judge; `by site` keeps the MACs of uniform widths. Relative "
-        "logit error, accuracy and its change in points with a paired interval:"
+        f"A ViT trained to be hard to prune ({record['model']['depth']} blocks, width {record['model']['embed_dim']}; "
+        "training keeps hidden channels, queries and keys equally strong and uncorrelated) on "
+        f"{record['classes']} classes of the procedural images. The dense accuracy is {record['dense_accuracy']:.1%} "
+        f"({low:.1%} to {high:.1%}) on {record['held_out_images']:,} held-out images. Calibrated on "
+        f"{record['calibration_images']} images; labels serve only to judge; `by site` has the MACs of uniform widths. "
+        "Relative logit error, accuracy and its change in points with a paired interval:"
     )
     return "\n\n".join([text, table(["method", *head], lines), *record.get("remarks", [])])
 
 
 def text_encoder(record: dict[str, Any]) -> str:
-    """A model with little redundancy: errors as shares of preset corp's, mean over the seeds."""
+    """Return the table of a model with little redundancy: mean errors as shares of preset corp's error."""
     found: dict[tuple[str, float, int], dict[str, list[dict[str, Any]]]] = {}
     for row in record["rows"]:
         case = row["kind"], row["sparsity"], row["calibration_tokens"]
@@ -91,8 +91,9 @@ def text_encoder(record: dict[str, Any]) -> str:
         corp = f"{mean(row['error'] for row in by_method['corp']):.3f}"
         lines.append([kind, f"{sparsity:.0%}", f"{tokens:,}", corp, *cells])
     text = (
-        "A pretrained 6-layer text encoder, where little is redundant: relative error of the pooled output on held-out "
+        "A pretrained 6-layer text encoder with little redundancy: relative error of the pooled output on held-out "
+        "text with preset corp, and the errors of the other methods as shares of it (uniform widths unless `by site`; "
+        "means over the seeds):"
     )
-    text += "text by preset corp, and the others' as shares of it (uniform widths but by site; means of the seeds):"
     whole = table(["removed from", "share", "calibration tokens", "corp", *names], lines)
     return "\n\n".join([text, whole, *record.get("remarks", [])])

@@ -1,4 +1,4 @@
-"""The table of what sixteen bits cost."""
+"""The table of errors and engines in FP16 and BF16."""
 
 from typing import Any
 
@@ -6,11 +6,11 @@ from benchmarks.pages.markdown import table
 
 
 def bf16(record: dict[str, Any]) -> str:
-    """Errors, plan sizes and fused attention by precision."""
+    """Return the table of errors, plan sizes and fused attention by precision."""
     text = (
-        "Sixteen bits: relative error of the outputs of each graph, computed as it is typed, against the model in "
-        f"float32, and TensorRT-RTX's plan of it for SM{record['target']}; mixed graphs keep the last "
-        f"{record['kept_blocks']} blocks in FP32 (DeiT-S sees noise, the others held-out images):"
+        "Relative error of the outputs of each graph, computed in the graph's types, against the model in float32, and "
+        f"TensorRT-RTX's plan of the graph for SM{record['target']}. Mixed graphs keep the last "
+        f"{record['kept_blocks']} blocks in FP32. Inputs are held-out images, for DeiT-S noise:"
     )
     rows = [
         [

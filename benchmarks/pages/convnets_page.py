@@ -18,7 +18,7 @@ def _ratio(rows: Sequence[Mapping[str, Any]], ours: str, theirs: str) -> str:
 
 
 def methods(record: Mapping[str, Any]) -> str:
-    """What methods lose on the digits' ResNet."""
+    """Return the table of errors by method on the digits' ResNet."""
     rows = record["rows"]
     removed = {row["asked"]: row["removed_of_model"] for row in rows}
     lines = []
@@ -31,18 +31,18 @@ def methods(record: Mapping[str, Any]) -> str:
         lines.append(cells)
     seeds = len({row["seed"] for row in rows})
     text = (
-        f"The digits' ResNet, {record['calibration_images']} images to calibrate on, uniform widths, the same for "
-        "every method: relative logit error, top-1 agreement and accuracy on held-out images by the share of the "
-        f"MACs removed (means of {seeds} choices of images). At half, preset best errs "
-        f"{_ratio(rows, 'best', 'grail')} times less than grail, with its closed loop "
-        f"{_ratio(rows, 'best, closed loop', 'grail, symmetric closed loop')} times less than grail with the "
-        "symmetric one:"
+        f"The digits' ResNet, {record['calibration_images']} calibration images, uniform widths, equal for every "
+        "method: relative logit error, top-1 agreement and accuracy on held-out images by the removed share of the "
+        f"MACs (means over {seeds} choices of images). With half of the MACs, the error of preset best is "
+        f"{_ratio(rows, 'best', 'grail')} times smaller than grail's, and with the closed loop "
+        f"{_ratio(rows, 'best, closed loop', 'grail, symmetric closed loop')} times smaller than grail's with the "
+        "symmetric closed loop:"
     )
     return text + "\n\n" + table(["method", *(f"{share:.1%} removed" for share in removed.values())], lines)
 
 
 def _interval(value: Sequence[float | None] | None) -> str:
-    """Middle, low and high; too few rounds give no interval."""
+    """Return the estimate and its interval, which too few rounds don't give."""
     if value is None or value[0] is None:
         return "-"
     middle, low, high = value
@@ -50,7 +50,7 @@ def _interval(value: Sequence[float | None] | None) -> str:
 
 
 def latency(record: Mapping[str, Any]) -> str:
-    """How much faster shapes of half the MACs are."""
+    """Return the table of speed-ups at half of the MACs."""
     lines = []
     for each in record.get("latency", []):
         for row in each["rows"]:
@@ -62,13 +62,13 @@ def latency(record: Mapping[str, Any]) -> str:
         return ""
     names = ["model", "MACs", "batch", "dense p50 ms", "reduced p50 ms", "speed-up", "A/A noise"]
     text = (
-        "ONNX Runtime on 2 CPU cores, FP32, random weights at uniform widths, interleaved in one process, few rounds "
-        "on a shared machine (the intervals and the dense model against itself show how much noise that adds):"
+        "ONNX Runtime on 2 CPU cores, FP32, random weights at uniform widths, interleaved in one process, with few "
+        "rounds on a shared machine. The intervals and the A/A run show the noise:"
     )
     return text + "\n\n" + table(names, lines)
 
 
 def convnets(record: Mapping[str, Any]) -> str:
-    """Both tables, the second under a heading of its own."""
+    """Return both tables, the second under its own heading."""
     faster = latency(record)
-    return "\n\n".join([methods(record), *(["## How much faster", faster] if faster else [])])
+    return "\n\n".join([methods(record), *(["## Speed-up", faster] if faster else [])])

@@ -1,4 +1,4 @@
-"""What calibrating, reducing and proving cost, by their records."""
+"""Tables of the cost of calibration, reduction and verification."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from benchmarks.pages.markdown import table
 
 
 def passes(record: dict[str, Any]) -> str:
-    """What a command costs beside a forward pass over the same images, which is the faster of the two bare ones."""
+    """Return the table of the commands' costs in bare forward passes; the faster of two passes counts."""
     kwargs = "".join(f", {name} {value}" for name, value in record["model_kwargs"].items())
     text = (
         f"CPU time in bare forward passes over the same images: {record['model']}{kwargs}, {record['images']} images, "
@@ -24,11 +24,12 @@ def passes(record: dict[str, Any]) -> str:
 
 
 def proof_cost(record: dict[str, Any]) -> str:
-    """What a proof costs beside the passes that it can't do without."""
+    """Return the cost of `verify` against that of the passes that it needs."""
     verify = record["verify"]
     return (
-        f"Verifying {record['model']}, its half and the half's FP32 and FP16 graphs on {record['images']} images at "
-        f"batches {', '.join(map(str, record['batches']))}, {record['threads']} threads, {record['cpu']}: "
-        f"{verify['cpu_s']:.0f} CPU seconds, {record['ratio']:.2f} times the passes that it needs in any "
-        f"case (one of each of the four, and one of the dense model in FP16), and {verify['peak_mb'] / 1e3:.1f} GB."
+        f"`verify` of {record['model']}, the model with half of its widths, and its FP32 and FP16 graphs, on "
+        f"{record['images']} images at batch sizes {', '.join(map(str, record['batches']))}, {record['threads']} "
+        f"threads, {record['cpu']}: {verify['cpu_s']:.0f} CPU seconds and {verify['peak_mb'] / 1e3:.1f} GB. This is "
+        f"{record['ratio']:.2f} times the cost of the necessary passes (one of each of the four, and one of the dense "
+        "model in FP16)."
     )

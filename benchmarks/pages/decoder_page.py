@@ -7,7 +7,7 @@ from benchmarks.pages.markdown import table
 
 
 def trained_decoder(record: Mapping[str, Any]) -> str:
-    """What methods leave of a small decoder's perplexity."""
+    """Return the table of a small decoder's perplexity by method."""
     dense, *others = record["rows"]
     cells: dict[tuple[str, str], dict[str, str]] = {}
     for row in others:
@@ -16,9 +16,9 @@ def trained_decoder(record: Mapping[str, Any]) -> str:
     methods = list(dict.fromkeys(method for own in cells.values() for method in own))
     whole = dense["perplexity"]["value"]
     text = (
-        f"A Llama of three blocks, two heads to a key and value, trained for {record['training_s']:.0f} s on the text "
-        f"of Python's own help, letter by letter (perplexity {whole:.2f}): perplexity on text that "
-        "nobody saw, as a multiple of the dense one's, by what is removed and how it is repaired:"
+        f"A Llama with three blocks and two query heads per key/value head, trained for {record['training_s']:.0f} s "
+        f"on the text of Python's help, letter by letter (perplexity {whole:.2f}). The table shows the perplexity on "
+        "held-out text as a multiple of the dense model's perplexity, by removed part and method:"
     )
     rows = [[part, sparsity, *(own.get(each, "-") for each in methods)] for (part, sparsity), own in cells.items()]
     return text + "\n\n" + table(["removed", "share", *methods], rows)

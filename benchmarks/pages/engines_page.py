@@ -1,4 +1,4 @@
-"""What the page on engines says of plans, of fusion breaks and of plans for several GPUs."""
+"""Tables of engines: head geometries, fusion breaks and plans for several GPUs."""
 
 from typing import Any
 
@@ -6,16 +6,16 @@ from benchmarks.pages.markdown import table
 
 
 def break_fusion(record: dict[str, Any]) -> str:
-    """Plans with and without breaks, and what more targets cost."""
+    """Return the table of plans with and without fusion breaks, and the cost of several targets."""
     by_site: dict[str, list[dict[str, Any]]] = {}
     for row in record["rows"]:
         by_site.setdefault(row["break"], []).append(row)
     targets = ", ".join(dict.fromkeys(row["target"] for row in record["rows"]))
     text = (
-        f"The effect of `export --break-fusion SITE`: {record['depth']} blocks of a ViT-S, FP16, as TensorRT-RTX "
+        f"`export --break-fusion SITE` for {record['depth']} blocks of a ViT-S, FP16, as TensorRT-RTX "
         f"{record['library_version']} plans of batches 1:8:64 for SM {targets} (equal except for their bytes), built "
-        "without a GPU; memory is weights and activations as the builder reports them. A break at a module's output "
-        "keeps the module out of the next kernel; a break at a softmax splits the fused attention kernel:"
+        "without a GPU. Memory is that of weights and activations as the builder reports it. A break at a module's "
+        "output keeps the module out of the next kernel; a break at a softmax splits the fused attention kernel:"
     )
     head = ["fusion broken at", "kernels", "fused attention", "plan MB", "device memory MB"]
     return f"{text}\n\n{table(head, [_row(site, rows) for site, rows in by_site.items()])}\n\n{_price(record)}"
@@ -40,17 +40,17 @@ def _price(record: dict[str, Any]) -> str:
     portable = record["compatibility"]["portable"]
     same = all(plan["kernels"] == portable["own"]["kernels"] for plan in portable["plans"])
     return (
-        f"`build --compatibility targets` for SM 75, 86 and 89 in one plan costs "
+        f"One plan for SM 75, 86 and 89 (`build --compatibility targets`) needs "
         f"{100 * (own['plan_bytes'] / alone['plan_bytes'] - 1):.1f} % more bytes and "
-        f"{100 * (own['device_memory_bytes'] / alone['device_memory_bytes'] - 1):.0f} % more memory than SM 86 alone "
-        f"({own['kernels']} kernels for {alone['kernels']}); `portable`, which begins at SM 80, "
-        f"{'has as many kernels as' if same else 'has other kernels than'} a plan for each of its targets. Their times "
-        "were not measured: this needs a GPU, and `build` prints the commands."
+        f"{100 * (own['device_memory_bytes'] / alone['device_memory_bytes'] - 1):.0f} % more memory than a plan for SM "
+        f"86 alone ({own['kernels']} kernels for {alone['kernels']}). A `portable` plan, for SM 80 and newer, "
+        f"{'has as many kernels as' if same else 'has other kernels than'} a plan for each of its targets. The times "
+        "were not measured, which needs a GPU; `build` prints the commands."
     )
 
 
 def engines(record: dict[str, Any]) -> str:
-    """Fused attention, kernels and plan sizes."""
+    """Return the table of fused attention, kernels and plan sizes."""
     rows = [
         [
             row["model"],

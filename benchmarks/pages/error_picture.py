@@ -1,4 +1,4 @@
-"""The picture of what methods lose on a real encoder: error against the share of the multiply-adds."""
+"""The picture of errors on a real encoder, by the share of the multiply-adds."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,18 +13,18 @@ NAMES = (
     {"none": "no repair", "corp": "corp", "best": "best", "best, closed loop": "closed loop"},
     {"best, by site": "by site", "merging, growing": "merged tokens"},
 )
-"""What the record calls a method, and what a line of the legend does."""
+"""Names of methods in the record and in the legend, by lines of the legend."""
 TONES = ("hue6", "hue1", "hue0", "hue3", "hue2", "hue5", "hue4")
 
 
 def _points(rows: Sequence[Mapping[str, Any]], method: str) -> list[tuple[str, Interval]]:
-    """Its errors, the largest share first."""
+    """Return the errors of a method, the largest share first."""
     own = sorted((row for row in rows if row["method"] == method), key=lambda row: -row["share"])
     return [(f"{row['share']:.0%}", exact_interval(row["class_error"])) for row in own]
 
 
 def real_encoder(record: Mapping[str, Any]) -> Drawing:
-    """A line a method, through the shares at which it was measured; a dot where that is one alone."""
+    """Draw a line for each method through its measured shares, or a dot for a single share."""
     left, right, top, bottom = 46, WIDTH - 14, 50, 276
     shares = sorted({row["share"] for row in record["rows"] if row["method"] == "none"}, reverse=True)
     rows = [row for row in record["rows"] if row["share"] in shares]

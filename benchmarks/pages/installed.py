@@ -1,4 +1,4 @@
-"""Which versions were installed together and passed the tests, as a table: of the record of release/installs.py."""
+"""The table of versions that were installed together and tested, from the record of release/installs.py."""
 
 import json
 from collections.abc import Mapping
@@ -10,13 +10,13 @@ from corp_deploy.machine import FLOORS
 
 
 def _tests(part: Mapping[str, Any]) -> str:
-    """How many passed there; those that were left out wanted a GPU, or what isn't installed."""
+    """Return the counts of the tests; skipped ones need a GPU or a package that isn't installed."""
     ran = part.get("tests")
-    return "not run" if ran is None else f"{ran['passed']:,} passed, {ran['failed']} failed, {ran['skipped']} left out"
+    return "not run" if ran is None else f"{ran['passed']:,} passed, {ran['failed']} failed, {ran['skipped']} skipped"
 
 
 def installed() -> str:
-    """The table of versions: Python, the machine, each package that has a floor, and the tests."""
+    """Return the table of versions: Python, each package that has a floor, and the tests."""
     parts = [json.loads(RECORD.read_text(encoding="utf-8"))["environments"][name] for name in ("lowest", "highest")]
     packages = sorted(name for name in FLOORS if all(name in part["packages"] for part in parts))
     rows = [("Python", *(part["python"] for part in parts))]

@@ -1,4 +1,4 @@
-"""Dense against reduced in ONNX Runtime on the CPU, by its record."""
+"""The table of latencies in ONNX Runtime on the CPU."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from benchmarks.pages.markdown import interval, table
 
 
 def cpu_latency(record: dict[str, Any]) -> str:
-    """ONNX Runtime on the CPU, dense against reduced."""
+    """Return the table of latencies, dense against reduced."""
     rows = []
     for each in record["rows"]:
         for line in each["rows"]:

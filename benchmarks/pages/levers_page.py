@@ -1,4 +1,4 @@
-"""The table of levers and kinds of sites."""
+"""The table of options by kind of site."""
 
 import re
 from typing import Any
@@ -9,19 +9,22 @@ _REMEDY = re.compile(r"; (leave it (?:away|out)|it is honoured by .*|give .*|red
 
 
 def levers(record: dict[str, Any]) -> str:
-    """A line a lever, a column a kind; what did nothing has the number of its reason."""
+    """Return a table with a row for each option and a column for each kind of site.
+
+    An option that does nothing has the number of its reason.
+    """
     cells = {(row["lever"], row["kind"]): row for row in record["rows"]}
     kinds, every = (list(dict.fromkeys(row[of] for row in record["rows"])) for of in ("kind", "lever"))
     reasons = list(dict.fromkeys(_reason(row) for row in record["rows"] if "reason" in row))
     lines = [[lever, *(_cell(cells[lever, kind], reasons) for kind in kinds)] for lever in every]
     text = (
-        "Every lever on every kind of site, each on a small model with random weights of some structure, half of the "
-        "sites of that kind removed (budgets: a fifth of the whole model, of latency a tenth, of this kind among "
-        "others): the error of the outputs on other inputs, of a precision that of its graph beside the reduced model. "
-        "A number in brackets is the tool's reason why a lever does nothing there:"
+        "Each option on each kind of site, on a small model with structured random weights. Half of the sites of that "
+        "kind are removed; budgets remove a fifth of the whole model, `--latency` a tenth. The table shows the error "
+        "of the outputs on other inputs; for a precision, the error of its graph against the reduced model. A number "
+        "in brackets refers to the message that refuses the option, listed below the table:"
     )
-    said = "\n".join(f"{number}. {reason}" for number, reason in enumerate(reasons, 1))
-    return "\n\n".join([text, table(["", *kinds], lines), said])
+    listed = "\n".join(f"{number}. {reason}" for number, reason in enumerate(reasons, 1))
+    return "\n\n".join([text, table(["option", *kinds], lines), listed])
 
 
 def _reason(row: dict[str, Any]) -> str:

@@ -1,7 +1,7 @@
 """Tables of records for the pages of docs/measured and docs/support.md, between marker lines.
 
 python -m benchmarks.pages.measured            writes the pages
-python -m benchmarks.pages.measured --check    fails when one is not what the records say
+python -m benchmarks.pages.measured --check    fails if a page differs from the records
 """
 
 import json
@@ -42,31 +42,31 @@ ON_GPUS, SUPPORT = "docs/measured/gpu.md", "docs/support.md"
 PAGES: Mapping[str, Mapping[str, tuple[str, Table]]] = {
     SUPPORT: {
         "coverage.json": ("Encoders and convolutional networks", coverage),
-        "levers.json": ("Levers and kinds of sites", levers_page.levers),
-        "coverage_names.json": ("Timm's names", names),
+        "levers.json": ("Options by kind of site", levers_page.levers),
+        "coverage_names.json": ("Names of timm", names),
         "coverage_classes.json": ("Classes without a family", classes),
     },
     "docs/measured/real-models.md": {
         "real_vit.json": ("DINOv2 on photographs", real_page.real_vit),
-        "efforts.json": ("Efforts on three models", real_page.efforts),
-        "real_vit_engines.json": ("Its speed and its engines", real_page.real_vit_engines),
+        "efforts.json": ("`--effort` on three models", real_page.efforts),
+        "real_vit_engines.json": ("Speed and engines of DINOv2", real_page.real_vit_engines),
         "real_convnet.json": ("EfficientNet-Lite0 on photographs", real_page.real_convnet),
     },
     "docs/measured/methods.md": {
-        "methods.json": ("Two ViTs with much to spare", accuracy_page.methods),
-        "hard_vit.json": ("A ViT with nothing to spare", accuracy_page.hard_vit),
+        "methods.json": ("Two redundant ViTs", accuracy_page.methods),
+        "hard_vit.json": ("A ViT without redundancy", accuracy_page.hard_vit),
         "text_encoder.json": ("A text encoder", accuracy_page.text_encoder),
     },
-    "docs/measured/convnets.md": {"convnets.json": ("What methods lose", convnets_page.convnets)},
+    "docs/measured/convnets.md": {"convnets.json": ("Loss by method", convnets_page.convnets)},
     "docs/measured/sparsity.md": {
-        "sparsity.json": ("What it loses", sparsity_page.sparsity),
+        "sparsity.json": ("Loss of 2:4 sparsity", sparsity_page.sparsity),
     },
     "docs/measured/engines.md": {
         "engines.json": ("Head geometry", engines_page.engines),
-        "break_fusion.json": ("Fusion broken on purpose, and more targets", engines_page.break_fusion),
+        "break_fusion.json": ("Fusion breaks, and several targets", engines_page.break_fusion),
     },
     "docs/measured/precision.md": {
-        "bf16.json": ("Sixteen bits", bf16_page.bf16),
+        "bf16.json": ("FP16 and BF16", bf16_page.bf16),
         "quantised.json": ("INT8 and FP8", quantised_page.quantised),
     },
     "docs/measured/latency.md": {
@@ -79,15 +79,15 @@ PAGES: Mapping[str, Mapping[str, tuple[str, Table]]] = {
     },
     "docs/measured/costs.md": {
         "passes.json": ("Each command in forward passes", cost_page.passes),
-        "proof_cost.json": ("Proving", cost_page.proof_cost),
+        "proof_cost.json": ("Cost of `verify`", cost_page.proof_cost),
     },
     "docs/measured/startup.md": {"startup.json": ("Each command", startup_page.startup)},
     "docs/measured/measurement.md": {
         "gate_alarms.json": ("False alarms", measurement_page.gate_alarms),
-        "harness_overhead.json": ("What timing adds", measurement_page.harness_overhead),
+        "harness_overhead.json": ("Overhead of the timing code", measurement_page.harness_overhead),
     },
 }
-"""By page, its records in the order in which they stand there, each with its heading and what makes its table."""
+"""The records of each page in order, each with its heading and the function that makes its table."""
 
 
 def _record(path: Path) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def _record(path: Path) -> dict[str, Any]:
 
 
 def tables(of: Mapping[str, tuple[str, Table]], results: Path = RESULTS) -> str:
-    """Those whose record is there and says something, each under its heading."""
+    """Return the tables of the records that exist, each under its heading."""
     parts = []
     for name, (heading, table) in of.items():
         path = results / name
@@ -106,7 +106,7 @@ def tables(of: Mapping[str, tuple[str, Table]], results: Path = RESULTS) -> str:
 
 
 def on_gpus(results: Path = RESULTS) -> list[str]:
-    """Goals and tables of the records that were measured on a GPU; nothing where there are none."""
+    """Return goals and tables of the records that were measured on a GPU, if there are any."""
     records = gpu_page.gpu_records(results)
     made = [
         gpu_page.latency(record, 0.5) if part == "latency" else gpu_page.TABLES[part](record)
@@ -116,19 +116,19 @@ def on_gpus(results: Path = RESULTS) -> list[str]:
 
 
 NO_GPU = (
-    "There is no such record yet. On a machine with a GPU `python -m benchmarks.gpu.run --output out --only "
-    "latency,variants` and the same with `--only engines,real` make them in nine minutes each, resumably; "
-    "once they are committed, this page has their tables."
+    "There is no GPU record yet. On a machine with a GPU, run `python -m benchmarks.gpu.run --output out --only "
+    "latency,variants` and the same with `--only engines,real`; each takes nine minutes and can be resumed. Commit the "
+    "records to get their tables on this page."
 )
 
 
 def of_gpus(results: Path = RESULTS) -> str:
-    """The page of what was measured on GPUs, or that nothing was."""
+    """Return the tables of GPU records, or a note that there are none."""
     return "\n\n".join(on_gpus(results)) or NO_GPU
 
 
 def contents() -> dict[str, str]:
-    """Return what stands between the markers of each page."""
+    """Return the text between the markers of each page."""
     return {page: tables(of) for page, of in PAGES.items()} | {
         "docs/reference/compatibility.md": installed(),
         ON_GPUS: of_gpus(),
@@ -136,7 +136,7 @@ def contents() -> dict[str, str]:
 
 
 def with_records(text: str, content: str) -> str:
-    """A page with what stands between its markers made anew."""
+    """Return a page with new text between its markers."""
     before, rest = text.split(BEGIN)
     _, after = rest.split(END)
     return f"{before}{BEGIN}\n\n{content}\n\n{END}{after}"
@@ -145,7 +145,7 @@ def with_records(text: str, content: str) -> str:
 @click.command()
 @click.option("--check", is_flag=True, help="Write nothing; fail when a page differs.")
 def main(check: bool) -> None:
-    """Bring the pages up to the records."""
+    """Update the pages from the records."""
     for name, content in contents().items():
         path = ROOT / name
         text = path.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""How often the measurement itself is wrong: gates on a model beside itself, and what timing adds to what is timed."""
+"""Error rates of the gate, and the overhead of the timing code."""
 
 import math
 from collections.abc import Mapping
@@ -10,14 +10,15 @@ Record = Mapping[str, Any]
 
 
 def gate_alarms(record: Record) -> str:
-    """A model against itself beside other programs: a line a number of them."""
+    """Return the table of gates on a model against itself, by the number of other programs."""
     every, plan = record["all"], record["plan"]
     below = math.ceil(1e4 * every["false_alarms_below"]) / 100  # a bound is rounded up
     text = (
-        "A model compared with itself on two shared cores, while none to four other processes compute, sweep memory or "
-        f"write files, all the time or in turns; rule `{record['rule']}`, at most {plan['time_limit_s']:g} seconds "
-        f"each. Every FAIL would be a false alarm: there are {every['FAIL']} in {every['comparisons']}, so their rate "
-        f"is below {below:.2f} % at 95 %. The naive comparison takes the mean of 20 calls of one, then of the other:"
+        "A model is compared with itself on two shared cores while none to four other processes compute, sweep memory "
+        f"or write files, all the time or in turns. The rule is `{record['rule']}`, with at most "
+        f"{plan['time_limit_s']:g} seconds for each comparison. Every FAIL is a false alarm: there are {every['FAIL']} "
+        f"in {every['comparisons']} comparisons, so their rate is below {below:.2f} % at 95 % confidence. The naive "
+        "comparison uses the means of 20 calls of one copy, then of the other:"
     )
     lines = [
         [
@@ -29,8 +30,8 @@ def gate_alarms(record: Record) -> str:
         ]
         for count, row in [*record["by_processes"].items(), ("all", every)]
     ]
-    head = ["processes beside", "comparisons", "PASS", "INCONCLUSIVE", "FAIL", "naive alarms", "95 % interval holds 1",
-            "median half-width", "median s"]  # fmt: skip
+    head = ["other processes", "comparisons", "PASS", "INCONCLUSIVE", "FAIL", "naive alarms",
+            "95 % interval contains 1", "median half-width", "median s"]  # fmt: skip
     share = every["intervals_that_hold_one"] / every["intervals"]
     after = (
         f"The interval contains the true ratio in {100 * share:.0f} % instead of 95 % of the comparisons: a load that "
@@ -40,7 +41,7 @@ def gate_alarms(record: Record) -> str:
 
 
 def harness_overhead(record: Record) -> str:
-    """What timing adds."""
+    """Return the overhead of the timing code in words."""
     share = (record["inside_us"] + record["around_us"]) / (1e3 * record["call_ms"])
     return (
         f"The timing code takes {record['inside_us']:.2f} µs inside the timed section and {record['around_us']:.1f} µs "

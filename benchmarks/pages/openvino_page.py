@@ -1,4 +1,4 @@
-"""The table of graphs in OpenVINO beside ONNX Runtime."""
+"""The table of graphs in OpenVINO and ONNX Runtime."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,10 +15,10 @@ def _agreement(record: Mapping[str, Any]) -> str:
     missed = [row["name"] for row in rows if row["openvino_of_onnxruntime"] > record["bound"]]
     largest = max(row["onnxruntime_of_torch"] for row in rows)
     return (
-        f"OpenVINO reads the graphs as they are. FP32 graphs of {len(rows)} architectures with random weights "
+        f"OpenVINO reads the same graphs. For FP32 graphs of {len(rows)} architectures with random weights "
         f"({len(families)} families of the "
-        f"[supported models](../support.md), {len(missed)} models beyond {record['bound']:g}): outputs in "
-        f"OpenVINO, held to float32, differ from ONNX Runtime's by at most {worst['openvino_of_onnxruntime']:.1e} of "
+        f"[supported models](../support.md), {len(missed)} models beyond {record['bound']:g}), the outputs of "
+        f"OpenVINO in float32 differ from ONNX Runtime's by at most {worst['openvino_of_onnxruntime']:.1e} of "
         f"their norm ({worst['name']}), and ONNX Runtime's from torch's by at most {largest:.1e}."
     )
 
@@ -34,13 +34,13 @@ def _latency(record: Mapping[str, Any]) -> str:
 
 
 def openvino(record: Mapping[str, Any]) -> str:
-    """Agreement in words, latencies as a table."""
+    """Return the agreement in words and the latencies as a table."""
     first = record["latency"][0]
     loads = ", ".join(f"{each['load_before']:.1f}" for each in record["latency"])
     text = (
-        f"{first['model']} in both, weights random, dense against 50 % joint sparsity with square heads "
-        f"({first['macs_share']:.2f} of the MACs), on 2 threads of {first['cpu']} that others used, too (load average "
-        f"before each measurement {loads}); dense and reduced interleaved in one process, each runtime in a "
-        "measurement of its own, so that rows of two runtimes are less sure than the speed-up within one:"
+        f"{first['model']} with random weights in both runtimes, dense against 50 % joint sparsity with square heads "
+        f"({first['macs_share']:.2f} of the MACs), on 2 threads of a shared {first['cpu']} (load average before each "
+        f"measurement {loads}). Dense and reduced are interleaved in one process. Each runtime has a separate "
+        "measurement, so a comparison of two runtimes is less certain than the speed-up within one:"
     )
     return "\n\n".join([_agreement(record), text, _latency(record), *record.get("remarks", [])])

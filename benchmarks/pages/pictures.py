@@ -1,4 +1,4 @@
-"""The pictures of docs/: drawn from the records, as files of SVG, light and dark.
+"""Pictures of docs/, drawn from the records as SVG files for light and dark pages.
 
 python -m benchmarks.pages.pictures            writes docs/pictures
 """
@@ -26,7 +26,7 @@ def _record(name: str) -> dict[str, Any]:
 
 
 def cpu_latency() -> Drawing:
-    """Speed-ups with their intervals, a row a model and batch, and the dense model against itself."""
+    """Draw the speed-ups with their intervals and the A/A run, a row for each model and batch."""
     rows = [
         (f"{record['model']} {record['heads']}, {record['macs_share']:.0%} of the MACs, batch {each['batch']}", each)
         for record in _record("cpu_latency")["rows"]
@@ -63,7 +63,7 @@ def _interval(value: list[float | None], at: Callable[[float], float], y: float,
 
 
 def fused_attention() -> Drawing:
-    """Blocks whose attention is one kernel, and kernels in all, by head geometry."""
+    """Draw the number of fused attention kernels and of all kernels by head geometry."""
     rows = [row for row in _record("engines")["rows"] if row["model"] == "DeiT-S"]
     left, right, top = 78, WIDTH - 14, 34
     most = max(row["kernels"] for row in rows)
@@ -93,7 +93,7 @@ DRAWINGS: Mapping[str, Callable[[], Drawing]] = {
 
 @click.command()
 def main() -> None:
-    """Write every picture."""
+    """Write all pictures."""
     PICTURES.mkdir(exist_ok=True)
     for name, drawn in DRAWINGS.items():
         (PICTURES / name).write_text(drawn().standalone, encoding="utf-8")

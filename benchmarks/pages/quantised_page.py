@@ -9,17 +9,17 @@ WAYS = ("plain", "balanced", "mse", "entropy", "auto")
 
 
 def quantised(record: dict[str, Any]) -> str:
-    """What it changes, what engines make of it, and how fast a CPU runs it, as far as the record tells."""
+    """Return the tables of the record: errors, engines and speed on a CPU."""
     parts = {"quality": _quality, "plans": _plans, "cpu": _cpu}
     return "\n\n".join(made(record[name]) for name, made in parts.items() if name in record)
 
 
 def _quality(rows: Sequence[dict[str, Any]]) -> str:
     text = (
-        "INT8 and FP8 by Q/DQ: relative error of each graph's outputs against the FP32 graph on held-out images (and "
-        "accuracy), everything else in FP32. `plain` ends each range at the largest value, `balanced` first moves "
-        "outliers of norms into the next weights, `mse` and `entropy` also clip the ranges, and `auto`, the default, "
-        "uses the one of these with the smallest error on the images that the ranges come from:"
+        "Relative error of the outputs of each INT8 and FP8 graph against the FP32 graph on held-out images (and "
+        "accuracy); all other operations are in FP32. `plain` ends each range at the largest value, `balanced` first "
+        "moves outliers of norms into the next layer's weights, `mse` and `entropy` also clip the ranges, and `auto`, "
+        "the default, uses the rule with the smallest error on the images that the ranges come from:"
     )
     at = {(row["model"], row["precision"], row["way"]): row for row in rows}
     models = dict.fromkeys(row["model"] for row in rows)
@@ -34,7 +34,7 @@ def _quality(rows: Sequence[dict[str, Any]]) -> str:
         else f"{model} {_cell(at[model, 'fp16', ''])}"
         for model in models
     )
-    return f"{text}\n\n{table(['model', 'format', *WAYS], lines)}\n\nFP16 beside them: {beside}."
+    return f"{text}\n\n{table(['model', 'format', *WAYS], lines)}\n\nFP16 for comparison: {beside}."
 
 
 def _cell(row: dict[str, Any] | None) -> str:
@@ -46,8 +46,8 @@ def _cell(row: dict[str, Any] | None) -> str:
 
 def _plans(rows: Sequence[dict[str, Any]]) -> str:
     text = (
-        "TensorRT-RTX's plans of DeiT-S (random weights) for SM89, dense and at half its widths with square heads, all "
-        "that isn't quantised in FP16:"
+        "TensorRT-RTX's plans of DeiT-S (random weights) for SM89, dense and at half its widths with square heads; "
+        "layers that aren't quantised are in FP16:"
     )
     lines = [
         [

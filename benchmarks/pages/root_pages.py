@@ -1,4 +1,4 @@
-"""Pages that stand outside docs/ as pages of the site, and links that lead out of docs/ led anew."""
+"""Pages outside docs/ as pages of the site, and links between them."""
 
 import posixpath
 import re
@@ -14,14 +14,18 @@ ROOT_PAGES = {
     "benchmarks/results/reproduce_digits.md": "measured/papers-digits.md",
     "benchmarks/results/reproduce_procedural.md": "measured/papers-procedural.md",
 }
-"""Where each of them stands on the site."""
+"""The path of each page on the site."""
 
 _LINK = re.compile(r"\[([^\]\n]+(?:\n[^\]\n]+)?)\]\((?!https?://|#|mailto:)([^)#\s]+)(#[^)\s]*)?\)")
 
 
 def led_anew(markdown: str, source: str, page: str) -> str:
-    """The text of `source`, by its path in the repository, as the site's page `page`: links to pages lead there, those
-    to other files of the repository are their words. Raises FileNotFoundError for a link to a file that isn't there.
+    """Return the text of the file `source` of the repository with links rewritten for the site's page `page`.
+
+    A link to a file that is no page of the site becomes plain text.
+
+    Raises:
+        FileNotFoundError: A link leads to a file that doesn't exist.
     """
     here = posixpath.dirname(page) or "."
 
@@ -39,5 +43,5 @@ def led_anew(markdown: str, source: str, page: str) -> str:
 
 
 def page_of_root(name: str) -> str:
-    """One of them as the site has it."""
+    """Return the site's text of a page outside docs/."""
     return led_anew((ROOT / name).read_text(encoding="utf-8"), name, ROOT_PAGES[name])

@@ -1,4 +1,4 @@
-"""Show functions whose parameters a record declares with the signatures that they are called with."""
+"""A griffe extension that shows the call signatures of functions whose parameters a record declares."""
 
 import inspect
 import re
@@ -17,7 +17,7 @@ _MODULES = re.compile(r"\b(?:[a-z_]\w*\.)+")
 
 
 class Signatures(griffe.Extension):
-    """A griffe extension, named in mkdocs.yml."""
+    """Replaces the parameters of the public functions."""
 
     def on_function(self, *, func: griffe.Function, **_: Any) -> None:
         called = getattr(corp_deploy, func.name, None) if func.name in corp_deploy.__all__ else None

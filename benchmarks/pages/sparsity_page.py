@@ -1,4 +1,4 @@
-"""The page of 2:4 weights: beside widths at equal multiply-adds, and what TensorRT-RTX makes of them."""
+"""The table of 2:4 sparsity against narrower layers at equal multiply-adds."""
 
 from typing import Any
 
@@ -6,19 +6,19 @@ from benchmarks.pages.markdown import table
 
 
 def sparsity(record: dict[str, Any]) -> str:
-    """Error and nominal share of the MACs, a column a model."""
+    """Return a table of errors and nominal shares of the MACs with a column for each model."""
     rows = {(row["model"], row["method"]): row for row in record["rows"]}
     models = list(dict.fromkeys(model for model, _ in rows))
     methods = list(dict.fromkeys(method for _, method in rows))
     lines = [[method, *(_cell(rows.get((model, method))) for model in models)] for method in methods]
     sizes = ", ".join(_size(record, model) for model in models)
     text = (
-        "Weights made 2:4 sparse (`reduce --sparse 2:4`) beside narrower layers (`best`): error of the outputs on "
-        "held-out inputs, relative to the dense ones about their mean, and the share of the dense MACs, of 2:4 "
-        f"counted as if every zero were skipped; `2:4` is the default, patterns by exact cost, refitted. Fitted to and "
-        f"judged by: {sizes}."
+        "2:4 sparsity (`reduce --sparse 2:4`) against narrower layers (`best`): error of the outputs on held-out "
+        "inputs, relative to the centred dense outputs, and the share of the dense MACs, counted as if every zero were "
+        f"skipped. `2:4` is the default: the exact cost chooses the weights, and a refit follows. Calibration and "
+        f"held-out inputs: {sizes}."
     )
-    return "\n\n".join([text, table(["", *models], lines)])
+    return "\n\n".join([text, table(["method", *models], lines)])
 
 
 def _cell(row: dict[str, Any] | None) -> str:

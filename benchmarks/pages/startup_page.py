@@ -1,4 +1,4 @@
-"""The time that commands take to start, next to importing torch."""
+"""The table of the commands' start-up times."""
 
 from collections.abc import Mapping
 from statistics import median
@@ -15,7 +15,7 @@ def rows_by_command(record: Mapping[str, Any], *, bytecode: bool) -> dict[str, A
 
 
 def startup(record: Mapping[str, Any]) -> str:
-    """A row for each command on its small input, one for the help of all, the baselines first."""
+    """Return a table with the baselines, a row for each command on a small input, and one for `--help`."""
     compiled, bare = (rows_by_command(record, bytecode=each) for each in (True, False))
     rows = [_row(f"`{name}`", [compiled[name]], [bare[name]]) for name in compiled if not name.endswith(HELP)]
     helped = [name for name in compiled if name.endswith(HELP)]
@@ -25,7 +25,7 @@ def startup(record: Mapping[str, Any]) -> str:
     text = (
         f"CPU seconds of whole processes, {record['threads']} thread{'s'[: record['threads'] > 1]}, "
         f"{record['environment']['cpu']}; the digits example, {record['images']} images. A ratio is the median over "
-        f"{record['rounds']['with']} rounds, in which all runs took turns. The load of the machine was "
+        f"{record['rounds']['with']} rounds of interleaved runs. The load average was "
         f"{record['environment']['load_average']:.1f} at the end:"
     )
     head = ["process", "CPU s", "wall s", f"of `{TORCH}`", f"of `{WITH_TIMM}`", "CPU s without bytecode"]
@@ -33,7 +33,7 @@ def startup(record: Mapping[str, Any]) -> str:
 
 
 def _row(name: str, compiled: list[Any], bare: list[Any]) -> list[str]:
-    """Return the medians over several runs."""
+    """Return a row with the medians over several runs."""
     ratios = [median(row["ratio"][each]["cpu_s"] for row in compiled) for each in (TORCH, WITH_TIMM)]
     cpu_s, wall_s = (median(row[clock] for row in compiled) for clock in ("cpu_s", "wall_s"))
     without = median(row["cpu_s"] for row in bare)

@@ -22,7 +22,7 @@ FIGURES: Mapping[str, tuple[str, Callable[[float], str]]] = {
 
 
 def _by_share(rows: Sequence[Row]) -> str:
-    """The class token's error, a method a line."""
+    """Return a table of the class token's errors with a row for each method."""
     shares = sorted({row["share"] for row in rows}, reverse=True)
     errors = {(row["method"], row["share"]): f"{row['class_error']:.3f}" for row in rows}
     methods = dict.fromkeys(row["method"] for row in rows)
@@ -31,7 +31,7 @@ def _by_share(rows: Sequence[Row]) -> str:
 
 
 def _figures(rows: Sequence[Row]) -> str:
-    """Every figure of the rows at one share."""
+    """Return a table of all figures of the rows at one share."""
     lines = [
         [row["method"], *("-" if row[name] is None else words(row[name]) for name, (_, words) in FIGURES.items())]
         for row in rows
@@ -41,7 +41,7 @@ def _figures(rows: Sequence[Row]) -> str:
 
 
 def _photographs(rows: Sequence[Row]) -> str:
-    """What fewer photographs do: the error on the crops that a method was fitted to, and on the held-out ones."""
+    """Return a table of errors on the calibration crops and on held-out crops, by the number of photographs."""
     counts = sorted({row["photographs"] for row in rows})
     cells = {
         (row["method"], row["photographs"]): f"{row['fitted_class_error']:.3f} / {row['class_error']:.3f}"
@@ -58,37 +58,36 @@ def _threads(record: Mapping[str, Any]) -> str:
 
 
 def real_vit(record: Mapping[str, Any]) -> str:
-    """What all methods do to real weights."""
+    """Return the tables of all methods on real weights."""
     calibration, held_out = record["calibration"], record["held_out"]
     rows = record["rows"]
     text = (
-        f"**A real {record['model']}** (`make real`), fitted to {calibration['crops']} crops of "
+        f"**A real {record['model']}** (`make real`), calibrated on {calibration['crops']} crops of "
         f"{calibration['photographs']} photographs, judged on {held_out['crops']} crops of {held_out['photographs']} "
-        "others: relative error of the class token, ‖reduced − dense‖ / ‖dense‖, by the share of the dense MACs that "
-        "may stay. Presets take the least uniform sparsity that leaves at most that share, of MLPs and Q/K alike; `by "
-        "site` is `--macs`:"
+        "others: relative error of the class token, ‖reduced − dense‖ / ‖dense‖, by the share of the dense MACs. "
+        "Presets use the smallest uniform sparsity of MLPs and Q/K that leaves at most that share; `by site` is "
+        "`--macs`:"
     )
     parts = [text, _by_share(rows)]
     if any(row["share"] == SHOWN_SHARE for row in rows):
         more = (
-            "All figures: errors of class and patch tokens, cosine of patch tokens (mean, and what 1 % fall below), "
-            "error and overlap of the untouched saliency head's maps, images whose nearest neighbour stays, CPU "
-            f"seconds of `reduce` with {_threads(record)}, and the same in bare forward passes over the "
-            "calibration crops:"
+            "All figures: errors of class and patch tokens, cosine of patch tokens (mean and 1 % quantile), error and "
+            "overlap of the maps of an unchanged saliency head, images with the same nearest neighbour, CPU seconds of "
+            f"`reduce` with {_threads(record)}, and the same cost in bare forward passes over the calibration crops:"
         )
         parts += [more, _figures(rows)]
     if record.get("photographs"):
         (share,) = {row["share"] for row in record["photographs"]}
         parts.append(
-            f"Over-fitting: the class token's error at {share:g} of the MACs, uniform widths, on the very crops that "
-            "were fitted to / on the held-out ones, by the number of photographs:"
+            f"Over-fitting: the class token's error at {share:g} of the MACs, uniform widths, on the calibration crops "
+            "/ on held-out crops, by the number of photographs:"
         )
         parts.append(_photographs(record["photographs"]))
     return "\n\n".join([*parts, *record.get("remarks", [])])
 
 
 def real_vit_engines(record: Mapping[str, Any]) -> str:
-    """What engines make of it."""
+    """Return the tables of latencies and engines."""
     lines = []
     engines = [("dense", record["dense_engine"]), *((row["name"], row["engine"]) for row in record["rows"])]
     for row in record["rows"]:
@@ -98,8 +97,8 @@ def real_vit_engines(record: Mapping[str, Any]) -> str:
             rates = [interval(line["images_per_s"][side], 1) for side in ("dense", "reduced")]
             lines.append([*head, str(line["batch"]), *p50, *rates, interval(line["speedup"], 2)])
     text = (
-        f"What engines make of it: ONNX Runtime, FP32, {_threads(record)} of an {record['cpu']}, each model "
-        "interleaved with the dense one in one process (95 % intervals in brackets):"
+        f"ONNX Runtime, FP32, {_threads(record)} of an {record['cpu']}, each model interleaved with the dense model in "
+        "one process (95 % intervals in brackets):"
     )
     names = [
         "model",
@@ -128,10 +127,10 @@ def _engine(named: tuple[str, Mapping[str, Any]]) -> list[str]:
 def efforts(record: Mapping[str, Any]) -> str:
     """Return the error on held-out inputs and the cost of each effort."""
     text = (
-        f"`reduce --effort` with preset `best`, fitted to {record['crops']} crops (MiniLM: 312 texts) and judged on "
-        f"{record['held_out']} others: relative error of the outputs, of all and of the median one, and on the very "
-        "inputs of the fit, the errors by which `standard` chose, on inputs that it set apart from its own, and CPU "
-        "seconds in bare forward passes over what is fitted to:"
+        f"`reduce --effort` with preset `best`, calibrated on {record['crops']} crops (MiniLM: 312 texts) and judged "
+        f"on {record['held_out']} others. The table has the relative error of the outputs over all inputs, of the "
+        "median input and on the calibration inputs; the errors by which `standard` chose, on inputs that it held out; "
+        "and the cost in bare forward passes over the calibration inputs:"
     )
     rows = [{"median_error": None, "fitted_error": None, **row, "said": _stages(row)} for row in record["rows"]]
     columns: dict[str, Column] = {
@@ -140,7 +139,7 @@ def efforts(record: Mapping[str, Any]) -> str:
         "effort": "{effort}",
         "error": "{error:.3f}",
         "median": "{median_error:.3f}",
-        "on the fit's own": "{fitted_error:.3f}",
+        "on calibration inputs": "{fitted_error:.3f}",
         "stages": "{said}",
         "passes": "{passes:.1f}",
     }
@@ -152,7 +151,7 @@ def _stages(row: Row) -> str | None:
 
 
 def real_convnet(record: Mapping[str, Any]) -> str:
-    """A line a method, a column a share of the MACs."""
+    """Return a table with a row for each method and a column for each share of the MACs."""
     rows = record["rows"]
     shares = sorted({row["share"] for row in rows}, reverse=True)
     by_key = {(row["method"], row["share"]): row for row in rows}
@@ -168,9 +167,9 @@ def real_convnet(record: Mapping[str, Any]) -> str:
     methods = list(dict.fromkeys(row["method"] for row in rows))
     lines = [[method, *(cell(method, share) for share in shares), cost(method)] for method in methods]
     text = (
-        f"A convolutional network, {record['model']}: ImageNet weights, {record['crops']} crops to fit and "
-        f"{record['held_out']} of other photographs to judge. Relative error of the logits and agreement of the top "
-        f"class with the dense model, by the share of the MACs that stays; CPU seconds of `reduce` at {shares[0]:g} on "
+        f"A convolutional network, {record['model']}, with ImageNet weights, calibrated on {record['crops']} crops and "
+        f"judged on {record['held_out']} crops of other photographs. Relative error of the logits and agreement of the "
+        f"top class with the dense model, by the share of the MACs; CPU seconds of `reduce` at {shares[0]:g} on "
         f"{record['cpu']}, {record['threads']} thread(s):"
     )
     head = ("method", *(f"{share:g} of the MACs" for share in shares), "CPU s")
