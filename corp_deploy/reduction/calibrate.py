@@ -1,7 +1,7 @@
-"""Calibrate a checkpoint: calib's one pass at the sites of a vision transformer, by one process or under torchrun; and
-which dimensions of q and k a restricted per-image system (eq. 15) is taken for: those that reduce will keep.
+"""Calibration of a checkpoint: calib's pass over the sites of a traced model, by one process or under torchrun.
 
-A system of T^2 entries a head shrinks with the fourth power of the share kept; a first pass without it ranks.
+A restricted per-image system (eq. 15) covers only the dimensions of q and k that `reduce` will keep: its T^2 entries
+per head shrink with the fourth power of the kept share. A first pass without it ranks the dimensions.
 """
 
 import math
@@ -54,9 +54,10 @@ from .steady_inputs import require_steady_on
 
 
 def _places(model: nn.Module) -> Iterator[tuple[PatchTaps, Tensor]]:
-    """Convolutions of which channels may go without patches, each of whose groups is to keep as many: one reads all of
-    a site, channel by channel, and nothing beside it. With how strong the channels of its groups are [G,C] by the
-    weights that read and write them.
+    """Yield convolutions whose channels can do without patches, with the strength of the channels of each group [G,C].
+
+    Each is the only layer that reads a site, channel by channel, and each of its groups keeps equally many channels.
+    The strength comes from the weights that read and write a channel.
     """
     for site in (each for each in sites_of(model).every if isinstance(each, TracedConvolutions)):
         every = [each for each in site.readings if not each.is_squeeze]
@@ -72,8 +73,10 @@ def _places(model: nn.Module) -> Iterator[tuple[PatchTaps, Tensor]]:
 
 
 def _within_memory(model: nn.Module, taps: Sequence[Site], bytes_of_sums: int) -> list[Site]:
-    """The same sites, convolutions with patches of fewer channels where all sums would take more than that. Raises
-    BadInput where even the fewest take more.
+    """Return the same sites, convolutions with patches of fewer channels where all sums would take more memory.
+
+    Raises:
+        BadInput: even the fewest channels take more.
     """
     places = {taps.name: (taps, strength_GC) for taps, strength_GC in _places(model)}
     shapes = shapes_of_sites(hooked_model(model), taps, example=example_of(model), device=device_of(model))
@@ -88,7 +91,7 @@ PIXEL_RANGE = "pixel_range"
 
 
 def _watched_range(model: nn.Module, ranges: list[tuple[float, float]]) -> AbstractContextManager[object]:
-    """The least and largest input value of every forward pass while the context is open are added to these."""
+    """Append the least and largest input value of every forward pass to `ranges` while the context is open."""
 
     def look(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         low, high = inputs[0].aminmax()
@@ -99,12 +102,12 @@ def _watched_range(model: nn.Module, ranges: list[tuple[float, float]]) -> Abstr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statistics:
-    """Which statistics to take: sites by glob pattern, attention or MLPs alone, CORP's per-image system.
+    """The statistics to take: sites by glob pattern, attention or MLPs alone, CORP's per-image system.
 
-    `kept` restricts that system to these dims per head, at these sites; see `kept_dims`. `patch_bytes`: of all sums,
-    kept to by summing the patches of fewer channels where convolutions are largest; what reads streams is left out
-    then, unless `residual`. `active_eps`: the magnitude above which an entry counts as active. `like`: the sites of
-    these moments, of convolutions the same channels.
+    `kept` restricts that system to these dimensions per head, at these sites; see `kept_dims`. `patch_bytes` limits all
+    sums: the largest convolutions sum the patches of fewer channels, and sites that only streams need are left out
+    unless `residual`. `active_eps`: the magnitude above which an entry counts as active. `like`: moments whose sites
+    are taken, of convolutions the same channels.
     """
 
     patterns: tuple[str, ...] = ()
@@ -119,7 +122,7 @@ class Statistics:
 
 
 def as_taken(moments: Moments) -> Statistics:
-    """Those whose sums can be taken off these moments."""
+    """Return statistics whose sums can be subtracted from these moments."""
     counted = (each.eps for each in moments.sites.values() if isinstance(each, ChannelMoments | PatchMoments))
     precision = cast(Precision, moments.lineage.get("dtype", "float32"))
     return Statistics(like=moments, active_eps=next(counted, ACTIVE_EPS), precision=precision)
@@ -131,7 +134,11 @@ def _like(tap: Site, moments: SiteMoments) -> Site:
 
 
 def chosen_sites(checkpoint: Checkpoint, statistics: Statistics) -> list[Site]:
-    """The model's sites that the statistics name. Raises BadInput where nothing is left, with the reason."""
+    """Return the model's sites that the statistics name.
+
+    Raises:
+        BadInput: no site is left, with the reason.
+    """
     restricts = statistics.attention_system or statistics.kept is not None
     refuse_idle_options(checkpoint.model, HEADS, {"--attention-system": restricts})
     sites = sites_of(checkpoint.model)
@@ -156,7 +163,7 @@ def chosen_sites(checkpoint: Checkpoint, statistics: Statistics) -> list[Site]:
         return [_like(each, taken[each.name]) for each in named if each.name in set(taken)]
     if statistics.patch_bytes is None:
         return named
-    if not statistics.residual:  # what streams alone are read by goes: all its channels need patches
+    if not statistics.residual:  # layers that only read streams are left out: they need patches of all channels
         own = [site for site in sites.every if not isinstance(site, TracedStream)]
         heard = {tap.name for site in own for tap in site.listening()}
         named = [tap for tap in named if tap.name in heard]
@@ -166,7 +173,7 @@ def chosen_sites(checkpoint: Checkpoint, statistics: Statistics) -> list[Site]:
 def memory_needed(
     checkpoint: Checkpoint, sites: Sequence[Site], statistics: Statistics, widths: Mapping[str, int] | None = None
 ) -> dict[str, int]:
-    """Bytes that the sums of each site will take, known before the run; `widths` as the restricted system will have."""
+    """Return the bytes that the sums of each site will take; `widths` as the restricted system will have."""
     model = checkpoint.model
     shapes = shapes_of_sites(hooked_model(model), sites, example=example_of(model), device=device_of(model))
     return bytes_needed(shapes, attention_system=statistics.attention_system and not widths, kept=widths)
@@ -180,9 +187,12 @@ def _queries(model: nn.Module) -> dict[str, TracedPairs]:
 def kept_widths(
     model: nn.Module, sites: Sequence[Site], sparsities: Sequence[float], align_head: int | None
 ) -> dict[str, int]:
-    """The widest head that `reduce` will ask of each of these sites at any of the sparsities.
+    """Return the widest head that `reduce` will ask of each of these sites at any of the sparsities.
 
-    Ranks don't change, so narrower kept sets lie inside the widest one. Raises BadInput where no site may lose Q/K.
+    Ranks don't change, so narrower kept sets lie inside the widest one.
+
+    Raises:
+        BadInput: no site may lose query and key dimensions.
     """
     names, queries = {site.name for site in sites}, _queries(model)
     methods = [method_from_preset("corp", attention_sparsity=share, align_head=align_head) for share in sparsities]
@@ -190,7 +200,7 @@ def kept_widths(
     widths: dict[str, int] = {}
     for name, width in (pair for widths in everywhere for pair in widths.items()):
         if name in queries and name in names:
-            # Dimensions of a head, of what widths count.
+            # A width counts groups of all heads; this is the dimensions of one head.
             widths[name] = max(width // len(queries[name].groups_HP) * queries[name].both.joined, widths.get(name, 0))
     if not widths:
         raise BadInput("a system of kept dimensions: none of the sites to calibrate may lose query and key dimensions")
@@ -198,7 +208,11 @@ def kept_widths(
 
 
 def kept_dims(model: nn.Module, first: Moments, widths: Mapping[str, int]) -> dict[str, Tensor]:
-    """The dimensions of most logit energy in a first pass, per site and head. Raises BadInput for another model's."""
+    """Return the dimensions of most logit energy in a first pass, per site and head.
+
+    Raises:
+        BadInput: the moments are of another model.
+    """
     require_same_model(model, first)
     queries, where, kept = _queries(model), device_of(model), {}
     for name, width in widths.items():
@@ -213,7 +227,7 @@ def kept_dims(model: nn.Module, first: Moments, widths: Mapping[str, int]) -> di
 
 
 def narrower(model: nn.Module, sites: Sequence[Site], align_head: int) -> Iterator[tuple[float, dict[str, int]]]:
-    """Sparsities that a restricted system can be taken for, the least first, with the widths of every site."""
+    """Yield the sparsities that a restricted system can be taken for, ascending, with the widths of every site."""
     sizes = {(each.dims, math.lcm(align_head, each.both.joined)) for each in _queries(model).values()}
     shares = {1.0 - width / size for size, step in sizes for width in aligned_widths(size, step)[:-1]}
     for share in sorted(shares):
@@ -223,7 +237,7 @@ def narrower(model: nn.Module, sites: Sequence[Site], align_head: int) -> Iterat
 def sparsity_that_fits(
     checkpoint: Checkpoint, sites: Sequence[Site], statistics: Statistics, align_head: int, available: int
 ) -> float | None:
-    """The least sparsity for which the system, restricted to what it keeps, fits into so many bytes."""
+    """Return the least sparsity whose restricted system fits into the available bytes."""
     for sparsity, widths in narrower(checkpoint.model, sites, align_head):
         if sum(memory_needed(checkpoint, sites, statistics, widths).values()) <= available:
             return sparsity
@@ -242,11 +256,13 @@ def calibrate(
     snapshots: Snapshots | None = None,
     on_progress: Callable[[int], None] | None = None,
 ) -> Moments:
-    """The moments of the chosen sites, with the lineage that ties them to this model and these images.
+    """Return the moments of the chosen sites, with the lineage that ties them to this model and these images.
 
-    `saved` makes an interrupted run go on where it was; `snapshots` are given moments of the first images with their
-    lineage. The checkpoint's model stays where it is; on another device a
-    copy of it is run. Raises BadInput where there is no site, too little memory, or a model that isn't deterministic.
+    With `saved` an interrupted run continues; `snapshots` receive moments of the first images with their lineage. The
+    checkpoint's model stays on its device; another device runs a copy.
+
+    Raises:
+        BadInput: there is no site or too little memory, or the model isn't deterministic.
     """
     statistics = statistics or Statistics()
     there = on_device(checkpoint, device)
@@ -266,7 +282,7 @@ def calibrate(
     def of_first(count: int, moments: Moments) -> Moments:
         return _with_range(moments, ranges, images=images.subset(range(count)).digest)
 
-    # A resumed run sees a part of the images and a GPU would be made to wait; the range is told where it is whole.
+    # A resumed run sees a part of the images, and a GPU would have to wait: only a complete range is recorded.
     is_watched = saved is None and device == "cpu" and traced_model.input_spec(there.model).medium == "images"
     with _watched_range(hooked_modules, ranges) if is_watched else nullcontext():
         moments = calib_calibrate.calibrate_sites(
@@ -293,5 +309,5 @@ def _with_range(moments: Moments, ranges: Sequence[tuple[float, float]], **linea
 
 
 def ranks_of_this_run(device: str, *, timeout_s: float = 1800.0) -> AbstractContextManager[Ranks]:
-    """The processes of torchrun when it started this one, else this process alone."""
+    """Join the processes of torchrun if it started this one, else return this process alone."""
     return join_ranks(device, timeout_s=timeout_s) if under_torchrun() else nullcontext(calib_calibrate.ALONE)

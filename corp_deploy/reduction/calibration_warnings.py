@@ -1,9 +1,9 @@
-"""Warnings of calibration inputs that make the figures of a reduction too good, or statistics those of other images.
+"""Warnings about calibration inputs that make a reduction's figures too good, or have other statistics than real ones.
 
-A fit of K weights to fewer independent rows than K repairs these rows exactly, and then says that nothing is lost. Rows
-(tokens, places of a map) of one image are alike, so an image counts for ROWS_OF_IMAGE of them at most, and copies of an
-image count once. Of texts every token counts. A layer behind pooling, with one row an image, is not looked at where
-others have more: it would ask for as many images as it is wide.
+A fit of K weights to fewer independent rows than K repairs these rows exactly, and then reports that nothing is lost.
+Rows (tokens, places of a map) of one image are alike, so an image counts for ROWS_OF_IMAGE of them at most, and copies
+of an image count once. Of texts every token counts. A layer behind pooling, with one row per image, is skipped where
+other layers have more: it would ask for as many images as it is wide.
 """
 
 import math
@@ -27,11 +27,11 @@ ROWS_OF_IMAGE = 32
 LEAST_INPUTS = 8
 LOOKED_AT = 32  # images, evenly spaced
 FAR = 8.0
-"""Times the largest value that the preprocessing gives."""
+"""The limit of values, as a multiple of the largest one that the preprocessing gives."""
 
 
 def few_inputs(moments: Moments, noun: str) -> str:
-    """Return what to say of moments of too few different inputs, empty where they are enough."""
+    """Return a warning if the moments are of too few different inputs, else an empty text."""
     distinct = len(moments.image_ids.unique()) or moments.images
     most = ROWS_OF_IMAGE if noun == Images.noun else math.inf
     sizes = {name: (rows / moments.images, width) for name, (rows, width) in rows_and_widths(moments).items()}
@@ -53,7 +53,7 @@ def few_inputs(moments: Moments, noun: str) -> str:
 
 
 def far_range(low: float, high: float, spec: ImageSpec) -> str:
-    """Return what to say of images with values that the model's mean and std hardly give, empty where they may."""
+    """Return a warning if the images have values that the model's mean and std hardly produce, else an empty text."""
     if spec.normalisation_refusal:
         return ""
     ends = spec.normalisation.images(np.array([0, 255], np.uint8)[:, None, None, None])
@@ -74,7 +74,7 @@ def far_range(low: float, high: float, spec: ImageSpec) -> str:
 
 
 def range_warning(model: nn.Module, images: InputSet) -> str:
-    """Return far_range of some images of an array that is taken as it is; others are in range as they are made."""
+    """Return far_range of some images of a raw array; images from files are in range by construction."""
     if not isinstance(images, Images) or not isinstance(images.source, Array) or images.source.pixels is not None:
         return ""
     rows = images.source.images_N3HW[list(images.places[:: -(-images.count // LOOKED_AT)])]
@@ -83,12 +83,12 @@ def range_warning(model: nn.Module, images: InputSet) -> str:
 
 
 def warnings_of_moments(model: nn.Module, moments: Moments) -> list[str]:
-    """Return what to say of the inputs that moments were taken of, as far as the moments tell."""
+    """Return warnings about the calibration inputs, as far as the moments record them."""
     takes_images = traced_model.input_spec(model).medium == Images.noun
     found = [few_inputs(moments, Images.noun if takes_images else "inputs")]
     ranges = moments.lineage.get(PIXEL_RANGE)
     if takes_images and ranges is not None:
-        with suppress(ValueError):  # of no numbers, which verify refuses
+        with suppress(ValueError):  # the text holds no numbers; verify refuses it
             ends = [float(end) for pair in ranges.split("+") for end in pair.split(":")]
             found.append(far_range(min(ends), max(ends), image_spec(model)))
     return list(filter(None, found))

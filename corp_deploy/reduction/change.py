@@ -1,4 +1,4 @@
-"""What becomes of a traced model where a site is reduced: layers that read it change, rows that write it are mixed.
+"""The change of a traced model that reduces a site: layers that read it change, rows that write it are mixed.
 
 Legend: C groups, M inputs of each, K groups kept, H heads, D rows of one, R rows of it that are left, O outputs, U
 columns of a layer.
@@ -33,7 +33,7 @@ def site_report(
     held_out: HeldOut | None,
     ridge: RidgeChoice | None = None,
 ) -> SiteReport:
-    """`widths`: the dense one, that asked for and that left; `ridge`: chosen by halves of the images."""
+    """Report a recovery with its dense, requested and resulting `widths`; `ridge` if halves of the images chose it."""
     if isinstance(recovery, QkRecovery):
         before, after = float(recovery.residual_uncompensated_H.sum()), float(recovery.residual_H.sum())
     else:
@@ -58,7 +58,7 @@ def site_report(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """What a layer that reads a site becomes: its weight's columns [K M] and by how much its bias differs."""
+    """A changed layer that reads a site: its weight's columns [K M] and its bias."""
 
     read: ReaderStats
     recovery: ChannelRecovery
@@ -66,8 +66,9 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mapped:
-    """Rows of a tensor that become mixtures of themselves, head by head, by map_HRD: those numbered `kept_HR`, None for
-    the first ones of `rows_HD`; with `added_HR`.
+    """Rows of a tensor, mixed head by head by map_HRD.
+
+    The results replace the rows `kept_HR`, or the first ones of `rows_HD` if None; `added_HR` is added to them.
     """
 
     name: str
@@ -81,7 +82,7 @@ class Mapped:
 def mapped_layer(
     program: Program, rows: CalledLayer | Side, of_both: Mapping[str, Tensor], added_HR: Tensor | None = None
 ) -> tuple[Mapped, Mapped]:
-    """The weight and the bias of a layer, whose rows are mixed alike; `added_HR`: to the biases."""
+    """Return the weight and the bias of a layer, whose rows are mixed alike; `added_HR` is added to the bias."""
     weight, bias = (program.tensor(name).detach().double() for name in (rows.weight, rows.bias))
     of_bias = Mapped(name=rows.bias, dense=bias, added_HR=added_HR, **of_both)
     return Mapped(name=rows.weight, dense=weight, **of_both), of_bias
@@ -89,9 +90,10 @@ def mapped_layer(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedReduced:
-    """A site of which the groups `kept_K` stay, with what to report: layers that read them change, and rows that write
-    them are mixed. `selected`: groups go where nothing changes but that. `beside`: by name the groups of other sites
-    that are left with whole heads gone.
+    """A reduced site with its reports: the groups `kept_K` stay, layers that read or write them change.
+
+    `changes` are those of readers, `mapped` the mixed rows of writers. `selected`: groups are removed and nothing else
+    changes. `beside`: by name the groups that other sites keep because whole heads are removed.
     """
 
     reports: list[SiteReport]
@@ -107,8 +109,9 @@ class TracedReduced:
 
 
 def changed_tensors(new: Mapping[str, TracedReduced]) -> dict[str, Tensor]:
-    """The weights and biases that all these sites change, by their names, of dense sizes: what changes of a layer that
-    reads several sites is added up.
+    """Return the weights and biases that all these sites change, by name, in dense sizes.
+
+    Changes of a layer that reads several sites are added up.
     """
     tensors: dict[str, Tensor] = {}
     for kept_K, change in ((reduced.kept_K, change) for reduced in new.values() for change in reduced.changes):
@@ -119,7 +122,7 @@ def changed_tensors(new: Mapping[str, TracedReduced]) -> dict[str, Tensor]:
 
 
 def _map(tensors: dict[str, Tensor], mapped: Mapped) -> None:
-    """On what the layer is by now; rows that go are 0, as a narrower program has them."""
+    """Mix rows of the layer as changed so far; removed rows become 0, as in a narrower program."""
     now = tensors.get(mapped.name, mapped.dense).clone()
     rows_HDI = now.flatten(1)[mapped.rows_HD] if now.dim() > 1 else now[mapped.rows_HD][..., None]
     mixed_HRI = mapped.map_HRD @ rows_HDI
@@ -147,7 +150,7 @@ def _add(tensors: dict[str, Tensor], change: Change, kept_K: Tensor) -> None:
 
 
 def groups_left(narrower: Mapping[str, TracedReduced]) -> dict[str, Index]:
-    """The groups that every site leaves of itself, and of others."""
+    """Return the groups that every site keeps, given its own reduction and those of other sites."""
     left = {name: each.kept_K.cpu().numpy() for name, each in narrower.items()}
     for name, groups in (item for each in narrower.values() for item in each.beside.items()):
         left[name] = np.intersect1d(left.get(name, groups), groups)

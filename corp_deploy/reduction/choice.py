@@ -1,4 +1,4 @@
-"""Which groups of a traced site stay, by the layers that read it; what those become, and how far from what they were.
+"""The choice of the groups of a traced site that stay, and the repair and error of the layers that read them.
 
 Legend: as in reader_stats.
 """
@@ -36,8 +36,9 @@ _SCORES: Mapping[str, Callable[["ReaderStats"], Tensor]] = {
 
 
 def _stacked(reads: Sequence[ReaderStats]) -> list[ReaderStats]:
-    """Layers that read the very same tensor as one, whose rows are theirs in turn; squeezes have no say. Rows are in
-    units of the model's output where that is known.
+    """Stack layers that read the very same tensor into one, without squeezes.
+
+    Rows are in units of the model's output where those are known.
     """
     stacked: dict[Any, list[ReaderStats]] = {}
     for read in of_places(reads):
@@ -49,8 +50,9 @@ def _stacked(reads: Sequence[ReaderStats]) -> list[ReaderStats]:
 
 
 def eliminate_groups(reads: Sequence[ReaderStats], part_C: Tensor | None, *, ridge_rel: float) -> Elimination:
-    """The whole order of backward elimination over all layers, as many of each part at a time. Groups without patches
-    go first.
+    """Order all groups by backward elimination over all layers, as many of each part at a time.
+
+    Groups without patches go first.
     """
     stacked, groups = _stacked(reads), len(reads[0].reading.columns_GM)
     if any(read.target is not None for read in stacked):
@@ -68,7 +70,7 @@ def eliminate_groups(reads: Sequence[ReaderStats], part_C: Tensor | None, *, rid
 
 
 def _among_chosen(stacked: Sequence[ReaderStats], part_C: Tensor | None, ridge_rel: float) -> Elimination:
-    """Of columns refitted to all that the layer gave."""
+    """Order groups with patches by columns refitted to the layer's whole output."""
     every = [(read, read.target) for read in stacked if read.target is not None]
     refits = [refit_toward(read.weight_OU, target, strength=ridge_rel) for read, target in every]
     among = [replace(read, weight_OU=refit.weight_OK) for (read, _), refit in zip(every, refits, strict=True)]
@@ -77,7 +79,7 @@ def _among_chosen(stacked: Sequence[ReaderStats], part_C: Tensor | None, ridge_r
 
 
 def _by_portions(stacked: Sequence[ReaderStats], part_C: Tensor | None, ridge_rel: float) -> Elimination:
-    """Of a convolution in groups, each of which reads groups of the site that no other does."""
+    """Order the groups of a site that a grouped convolution reads, no two of the convolution's groups the same one."""
     orders = []
     for read in stacked:
         own_C = None if part_C is None else torch.unique(part_C[read.groups_C], return_inverse=True)[1]
@@ -91,8 +93,9 @@ def _by_portions(stacked: Sequence[ReaderStats], part_C: Tensor | None, ridge_re
 
 
 def _as_one(portions: Sequence[ReaderStats]) -> tuple[Tensor, Tensor, int]:
-    """Covariance [F,F] and weights [X,F] of all inputs of a layer, none between its groups, and how many inputs a group
-    of the site has.
+    """Return covariance [F,F] and weights [X,F] of all inputs of a layer, and the number of inputs per group.
+
+    The covariance is zero between the groups of a convolution.
     """
     joined = portions[0].joined
     count = len(portions[0].reading.columns_GM) * joined
@@ -107,7 +110,7 @@ def _as_one(portions: Sequence[ReaderStats]) -> tuple[Tensor, Tensor, int]:
 
 
 def swap_groups(reads: Sequence[ReaderStats], kept_K: Tensor, *, ridge_rel: float) -> Tensor:
-    """The kept groups after exchanges that lose less, where one layer reads one element of each."""
+    """Exchange kept groups while that lowers the loss, where one layer reads one element of each."""
     stacked = _stacked(reads)
     if len(stacked) > 1 or stacked[0].columns > 1:
         return kept_K
@@ -117,7 +120,10 @@ def swap_groups(reads: Sequence[ReaderStats], kept_K: Tensor, *, ridge_rel: floa
 def rank_groups(
     reads: Sequence[ReaderStats], selection: str, writing_CX: Tensor, part_C: Tensor | None, width: int
 ) -> Tensor:
-    """The groups of the highest scores, ascending, as many of each part; over several layers of the sum of shares."""
+    """Return the groups of the highest scores, ascending, as many of each part.
+
+    Scores over several layers are sums of each layer's shares.
+    """
     if selection in ("producer-l1", "producer-l2"):
         score_C = scores.producer(writing_CX, 1 if selection == "producer-l1" else 2)
     else:
@@ -139,7 +145,11 @@ def rank_groups(
 
 
 def repair_layer(read: ReaderStats, *, recovery: str, kept_K: Tensor, ridge_rel: float) -> Change:
-    """Return what one layer becomes on the groups that stay. Raises BadInput for those that have no patches."""
+    """Repair one layer on the groups that stay.
+
+    Raises:
+        BadInput: there are no patches of those groups.
+    """
     if read.target is not None:
         return Change(read=read, recovery=_fitted(read, recovery, kept_K, ridge_rel))
     stats, kept_k, layer = read.stats, read.kept_k(kept_K), (read.weight_OU, read.bias_O)
@@ -152,7 +162,7 @@ def repair_layer(read: ReaderStats, *, recovery: str, kept_K: Tensor, ridge_rel:
 
 
 def without_patches(chosen: int, every: int, width: int, recovery: str) -> BadInput:
-    """Why so many channels can't be kept by this repair."""
+    """Return the error that explains why this repair can't keep so many channels."""
     return BadInput(
         f"the moments have patches of {chosen} of {every} channels (calibrate --patch-memory), of which preset best "
         f"can keep {chosen} at most, or all; got {width} by recovery {recovery}; calibrate with more memory, or remove "
@@ -161,7 +171,7 @@ def without_patches(chosen: int, every: int, width: int, recovery: str) -> BadIn
 
 
 def _fitted(read: ReaderStats, recovery: str, kept_K: Tensor, ridge_rel: float) -> ChannelRecovery:
-    """Columns of channels with patches to what the layer gave, toward themselves."""
+    """Fit columns of channels with patches to the layer's dense output, by a ridge toward the columns themselves."""
     assert read.target is not None, read.reading.name
     kept_U, parts = columns(read.kept_k(kept_K), read.stats.taps), len(read.reading.portions)
     if read.has_all_patches(kept_K):
@@ -182,15 +192,17 @@ def _fitted(read: ReaderStats, recovery: str, kept_K: Tensor, ridge_rel: float) 
 
 
 def mean_of_kept(read: ReaderStats, kept_K: Tensor) -> ChannelRecovery:
-    """Of a mean over all groups that they are divided by, told of those that stay alone."""
+    """Repair a mean over all groups that is used as a divisor, so that it is computed from the kept groups alone."""
     weight_K = mean_from_kept(read.stats.second_UU, read.weight_OU[0], read.kept_k(kept_K))
     plain = repair_layer(read, recovery="none", kept_K=kept_K, ridge_rel=0.0).recovery
     return replace(plain, weight_OK=weight_K[None], bias_O=read.bias_O)
 
 
 def error_of(recovery: ChannelRecovery, kept_K: Tensor, other: ReaderStats) -> float:
-    """E||y - y'||^2 of a recovered layer on other statistics of what it read. Raises BadInput where those have no
-    patches of what is kept.
+    """Return E||y - y'||^2 of a repaired layer on other statistics of its input.
+
+    Raises:
+        BadInput: those have no patches of the kept channels.
     """
     if other.target is not None and other.has_all_patches(kept_K):
         return 0.0

@@ -1,8 +1,8 @@
-"""Closed loops of traced models: site by site in the order of the program, each on the model as reduced so far.
+"""Closed loops of traced models: site by site in program order, each on the model as reduced so far.
 
-The symmetric one (GRAIL, section 3.2) keeps the dense weights for its target. The other fits layers: those that write
-a site to what they give in the dense model, those that read it to what the stream behind them lacks of the dense one,
-where their output is added to one, else to what they give in the dense one (asymmetric calibration, arXiv 2504.02692).
+The symmetric loop (GRAIL, section 3.2) keeps the dense weights as its target. The asymmetric one fits layers: those
+that write a site to their dense outputs, those that read it to the stream's difference from the dense stream if their
+output is added to one, else to their dense outputs (asymmetric calibration, arXiv 2504.02692).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -60,11 +60,13 @@ def reduce_traced(
     metrics: Mapping[str, Tensor] | None = None,
     on_progress: Done = None,
 ) -> Reduction:
-    """A new model with the widths asked for; without `loop` as the symmetric one has it. Other arguments as in
-    `reduce`; `metrics`: see Moments. Between two cuts of the program each layer that is fitted takes a run of
-    both models.
+    """Return a new model with the widths asked for, by the symmetric loop unless `loop` is given.
 
-    Raises BadInput for too few images and for what has no meaning for a traced model.
+    Other arguments as in `reduce`; `metrics`: see Moments. Between two cuts of the program each fitted layer takes a
+    run of both models.
+
+    Raises:
+        BadInput: too few images, or an option that has no meaning for a traced model.
     """
     if method.rescales and loop is not None:
         raise BadInput(RESCALED)
@@ -84,7 +86,7 @@ def reduce_traced(
         images, device_of(model), batch_size, weights=weights, half_ids=half_ids, held_out_every=every_one
     )
     read = {} if loop is None or counts_all(model, loop.reads) else places_read(dense, device_of(model))
-    making = _Making(
+    state = _ClosedLoop(
         student=student,
         method=method,
         widths=target_widths,
@@ -96,20 +98,20 @@ def reduce_traced(
     )
     with evaluating(model):
         for segment in segments_of(dense, student):
-            making.pass_(segment, on_progress)
+            state.run_(segment, on_progress)
     if method.rescales:
         rescale_(dense, student, images, batch_size=batch_size)
     way = "each to its dense weights" if loop is None else "fitted to the dense model's streams and layers"
     partly = [layer.name for layer in layers(dense.program) if layer.node in read]
     kept_stays = tuple(f"{name} kept as it is: {reason}" for name, reason in irreducible.items())
     return Reduction(
-        model=making.narrowed(model, dense),
+        model=state.narrowed(model, dense),
         method=method,
-        sites=tuple(making.reports if widths is None else as_allocated(making.reports)),
+        sites=tuple(state.reports if widths is None else as_allocated(state.reports)),
         coverage=coverage(sites, method, target_widths, by_site=widths is not None),
         notes=(*notes_on(sites, method, target_widths), *kept_stays),
         decisions=(
-            f"closed loop over {len(making.new)} sites in the order in which they run, {way}",
+            f"closed loop over {len(state.new)} sites in the order in which they run, {way}",
             *((f"only places that outputs read count in the fits of {', '.join(partly)}",) if partly else ()),
             *((RESCALING_NOTE,) if method.rescales else ()),
         ),
@@ -117,7 +119,7 @@ def reduce_traced(
 
 
 def _half_ids(images: InputSet, loop: Loop | None) -> Tensor | None:
-    """Those of one of two halves, where some images are in either."""
+    """Return the ids of one of two halves, if there are images in both."""
     if loop is None or loop.half_ids is None:
         return None
     inside_B = torch.isin(images.ids, loop.half_ids)
@@ -125,9 +127,11 @@ def _half_ids(images: InputSet, loop: Loop | None) -> Tensor | None:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Making:
-    """A student on its way through the program. `read`: of layers the places that outputs read alone. `both_ways`:
-    pieces that are held out are a half of all.
+class _ClosedLoop:
+    """The state of a closed loop on its way through the program.
+
+    `read`: by layer the places that outputs read, where those aren't all. `both_ways`: the held-out pieces are one
+    half.
     """
 
     student: Student
@@ -150,7 +154,7 @@ class _Making:
         program = self.student.program
         for layer in layers(program, in_groups=True):
             self.called.setdefault(layer.weight, []).append(layer)
-        # What is divided by a mean must stay far from zero: those are told of what is kept alone, and never fitted.
+        # A mean used as a divisor must stay far from zero: it is computed from kept groups and never fitted.
         self.finished |= {
             layer.node for weight, every in self.called.items() if is_mean_weight(weight) for layer in every
         }
@@ -158,8 +162,8 @@ class _Making:
         self.order = {node.name: place for place, node in enumerate(program.nodes)}
         self.steps = steps_of(self.student.tracing, traced_sites(self.student.tracing), self.widths, self.method)
 
-    def pass_(self, segment: Segment, on_progress: Done) -> None:
-        """Through a segment: its sites are reduced, the streams are behind it then."""
+    def run_(self, segment: Segment, on_progress: Done) -> None:
+        """Reduce the sites of a segment and advance the streams behind it."""
         end = float("inf") if segment.after is None else self.order[segment.after.name]
         while self.steps and self.steps[0].place <= end:
             step = self.steps.pop(0)
@@ -170,14 +174,14 @@ class _Making:
         segment.advance_(self.pieces, with_dense=self.loop is not None)
 
     def _readers(self, site: Site) -> list[CalledLayer]:
-        """Layers that are fitted behind a site, in order of the program."""
+        """Return the layers that are fitted behind a site, in program order."""
         if isinstance(site, TracedPairs):
             return [layer for every in self.called.values() for layer in every if layer.node.name == site.behind]
         every = [layer for each in site.readings for layer in self.called[each.weight]]
         return sorted(dict.fromkeys(every), key=lambda layer: self.order[layer.node.name])
 
     def _reduce(self, segment: Segment, step: Step, later: set[fx.Node]) -> None:
-        """`later`: layers that are fitted when further sites are reduced."""
+        """Reduce the site of a step; layers in `later` are fitted with further sites."""
         loop, site, readers = self.loop, step.site, self._readers(step.site)
         alignment = self._align(segment, (site, *step.beside)) if loop is not None and loop.align_inputs else None
         targets: dict[CalledLayer, Target | None] = dict.fromkeys(readers)
@@ -188,7 +192,7 @@ class _Making:
         before = {layer: grouped(self.student.program, layer) for layer in readers}
         new = self._reduced(segment, step, sums)
         self.student.set_(changed_tensors({site.name: new}))
-        # With heads gone already, dimensions of those left go.
+        # Whole heads were removed before; now dimensions of those left are.
         self.new[site.name] = replace(new, beside=self.new[site.name].beside) if site.name in self.new else new
         keys = sites_by_name(self.student.tracing)
         self.student.keep_({keys[name].key: groups for name, groups in groups_left(self.new).items()})
@@ -196,7 +200,7 @@ class _Making:
         for layer in readers if loop is not None else ():
             if layer.node in later or is_mean_weight(layer.weight):
                 continue
-            if not sums or len(readers) > 1 or new.mapped:  # what it reads is other than when it was summed
+            if not sums or len(readers) > 1 or new.mapped:  # its input has changed since the sums were taken
                 fits.append(self._fit(layer, sum_layers(segment, self.pieces, {layer: targets[layer]})[layer]))
             else:
                 fits.append(self._fit(layer, sums[layer], before[layer]))
@@ -228,7 +232,7 @@ class _Making:
             if self.both_ways:
                 apart = tuple(at({name: halves[half] for name, halves in by_name.items()}) for half in (0, 1))
             return kind.reduced(site, whole, step.method, step.width, splits=apart)
-        # Fitted and judged on the student's stream.
+        # Merged units are fitted and judged on the student's stream.
         assert self.student.fewer is None, site.name
         fold = fold_site(site, whole, step.method, step.width)
         nodes = segment.up_to(fold.units.region.around)
@@ -238,7 +242,7 @@ class _Making:
         return fold.reduced(self.method, None)
 
     def _align(self, segment: Segment, sites: Sequence[Site]) -> LoopFit | None:
-        """Layers that write the sites are made to give on the student's stream what they gave on the dense one."""
+        """Fit layers that write the sites, on the student's stream, to their outputs on the dense one."""
         spans = (span for site in sites for span in site.groups.writers)
         writers = [layer for span in spans for layer in self.called.get(span.name, ())]
         fits = []
@@ -246,7 +250,7 @@ class _Making:
             if self.student.is_changed and layer.node not in self.finished and len(self.called[layer.weight]) == 1:
                 target = Target(layer=layer.node, read_P=self._read(segment, layer))
                 fits.append(self._fit(layer, sum_layers(segment, self.pieces, {layer: target})[layer]))
-            # A further site of the same layer finds rows of it reduced that its own output would undo.
+            # For a further site of the same layer, a fit to its own output would undo these rows.
             self.finished.add(layer.node)
         return fits[0] if fits else None
 
@@ -255,7 +259,11 @@ class _Making:
         return correct_layer_(self.student, layer, sums, self.loop.strengths, was, both_ways=self.both_ways)
 
     def narrowed(self, model: nn.Module, dense: Tracing) -> nn.Module:
-        """Raises BadInput for a site that differs from the dense program's when it is narrowed."""
+        """Return the narrowed model.
+
+        Raises:
+            BadInput: a site differs from the dense program's when it is narrowed.
+        """
         kept, unreduced = prove_kept(
             model, groups_left({name: new for name, new in self.new.items() if new.is_narrower})
         )

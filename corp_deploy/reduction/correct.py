@@ -1,4 +1,4 @@
-"""Correct a linear layer by what its output still lacks, as far as held-out images bear it out.
+"""Corrections of a linear layer toward a target, as strong as held-out images justify.
 
 Legend: K inputs and C outputs of the layer, G groups of a convolution, P outputs of a group.
 """
@@ -18,16 +18,17 @@ from .layer_sums import LayerSums
 from .report import LoopFit
 from .stream_walk import Student
 
-STRENGTHS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0, 1e6)  # the last one moves the bias only
-_SILENT_REL = 1e-3  # of the root mean square layer scale: rows below it can't be fitted through it, and stay
+STRENGTHS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0, 1e6)  # the last one changes the bias only
+_SILENT_REL = 1e-3  # of the root mean square layer scale: rows with a smaller one can't be fitted through it and stay
 
 
 _Ways = Sequence[tuple[Regression, Regression]]
 
 
 def _tried(groups: Sequence[_Ways], strength: float | None) -> tuple[float, float]:
-    """Errors of a strength, None for no correction, on what it was fitted to and on what was held out: the means of all
-    ways round, of all groups together.
+    """Return the errors of a strength, None for no correction, on the fitted and on the held-out images.
+
+    They are means of all ways round, summed over the groups.
     """
     fitted = held_out = 0.0
     for ways in groups:
@@ -48,10 +49,11 @@ def fit_corrections(
     *,
     both_ways: bool = False,
 ) -> tuple[list[tuple[Tensor, Tensor]], LoopFit]:
-    """Weight and bias from the inputs of each group to what is lacking of its outputs, all of one strength.
+    """Fit weight and bias from the inputs of each group to the residual of its outputs, all of one strength.
 
-    A group has its sums of the fit and those held out. The strength is that which errs least on what is held out, none
-    where no correction does; with `both_ways` either half is fitted and judges the other. `energy`: of the target.
+    Each group has its sums of the fit and those held out. The strength is the one of least error on held-out images,
+    none if no correction lowers it; with `both_ways` either half is fitted and judges the other. `energy`: of the
+    target.
     """
     each_way: list[_Ways] = []
     for fit, held_out in groups:
@@ -78,7 +80,7 @@ def fit_corrections(
 
 
 def divided_by_scale(rows: Tensor, scale_C: Tensor) -> Tensor:
-    """Rows [C,...] of a layer in front of the layer scale from those behind it; 0 where it all but silences them."""
+    """Divide rows [C,...] by the layer scale behind the layer; 0 where the scale is almost 0."""
     scale = scale_C.double().view(-1, *[1] * (rows.ndim - 1))
     silent = scale.abs() <= _SILENT_REL * scale.square().mean().sqrt()
     return torch.where(silent, 0.0, rows / torch.where(silent, 1.0, scale))
@@ -89,7 +91,7 @@ Grouped: TypeAlias = tuple[Tensor, Tensor]
 
 
 def grouped(program: Program, layer: CalledLayer) -> Grouped:
-    """Those of a layer, copied."""
+    """Return copies of a layer's weight and bias by groups."""
     weight, bias = program.tensor(layer.weight).double(), program.tensor(layer.bias).double()
     groups = group_count(layer.node)
     return weight.reshape(groups, len(weight) // groups, -1).clone(), bias.reshape(groups, -1).clone()
@@ -114,8 +116,9 @@ def correct_layer_(
     *,
     both_ways: bool,
 ) -> LoopFit:
-    """What is lacking still is added to the layer. `was`: its weights when the sums were taken, None for now.
-    `both_ways`: what is held out is a half of all.
+    """Add a correction of what the layer's output lacks to the layer.
+
+    `was`: its weights when the sums were taken, None if unchanged since. `both_ways`: the held-out inputs are one half.
     """
     weight_GPK, bias_GP = grouped(student.program, layer)
     gain_GP = torch.ones_like(bias_GP) if sums.gain_O is None else sums.gain_O.double().view_as(bias_GP)

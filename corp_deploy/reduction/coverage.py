@@ -1,4 +1,4 @@
-"""How many of the sites that a reduction was to make smaller it does, and what stands in the way of the others."""
+"""The share of the requested sites that a reduction made smaller, and the reasons against the others."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -15,7 +15,7 @@ from .method import Method
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coverage:
-    """Sites by name: made smaller, refused with the reason, and left whole by the method, the alignment or a budget."""
+    """Sites by name: made smaller, refused with the reason, or left whole by the method, the alignment or a budget."""
 
     reduced: tuple[str, ...]
     refused: Mapping[str, str]
@@ -30,7 +30,7 @@ class Coverage:
         return f"{len(self.reduced)} of {self.sites} sites reduced"
 
     def as_json(self) -> dict[str, Any]:
-        """The verdict and what it rests on, as plain JSON values."""
+        """Return the verdict and its basis as plain JSON values."""
         return {
             "verdict": self.verdict,
             "reduced": len(self.reduced),
@@ -41,8 +41,9 @@ class Coverage:
 
 
 def coverage(sites: Sites, method: Method, widths: Widths, *, by_site: bool) -> Coverage:
-    """What these widths do to the sites that were to shrink: all of them by a
-    budget (`by_site`), else those that a sparsity asks for, or where none does, all.
+    """Sort the sites that were to shrink by the effect of these widths.
+
+    With a budget (`by_site`) all sites were to shrink; else those with a sparsity, or all if none has one.
     """
 
     def counts(kind: Kind) -> bool:
@@ -62,7 +63,7 @@ def coverage(sites: Sites, method: Method, widths: Widths, *, by_site: bool) -> 
 
 
 def by_reason(reasons: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Reasons by name turned round: each with the first names that it is of, and how many more."""
+    """Group names by reason: yield each reason with its first names and the number of further ones."""
     names = defaultdict[str, list[str]](list)
     for name, reason in reasons.items():
         names[reason].append(name)
@@ -71,7 +72,7 @@ def by_reason(reasons: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 
 
 def require_as_asked(covered: Coverage, method: Method) -> None:
-    """Raise BadInput where sparsities would remove less than asked because sites are refused, or nothing at all."""
+    """Raise BadInput if refused sites make a reduction smaller than the sparsities ask, or nothing is removed."""
     if covered.refused and method.asks_to_remove:
         refused = "\n".join(f"  {names}: {reason}" for reason, names in by_reason(covered.refused))
         raise BadInput(

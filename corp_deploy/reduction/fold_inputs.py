@@ -1,5 +1,6 @@
-"""All sites of a traced model with merged channels or heads: the program is run, from cut to cut, with the rows' means
-between the rows that write them and the layers that read them.
+"""Runs of a traced model with merged channels or heads, for all sites at once.
+
+The program runs from cut to cut, with the rows' means between the rows that write merged units and their readers.
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -30,7 +31,7 @@ BATCH_SIZE = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShownInputs:
-    """Images, and by their content which were calibrated on and which are held out; the others are left out."""
+    """Images with the content ids of the calibration set and the held-out set; images in neither are ignored."""
 
     images: InputSet
     fit_ids: Tensor
@@ -38,7 +39,11 @@ class ShownInputs:
 
     @classmethod
     def of(cls, images: InputSet, moments: Moments, held_out: Moments | None) -> "ShownInputs":
-        """Raises BadInput unless some are of each kind that is there."""
+        """Sort images by the moments that they belong to.
+
+        Raises:
+            BadInput: none of the images is a calibration image, or none is a held-out one.
+        """
         held_out_ids = images.ids[:0] if held_out is None else held_out.image_ids
         fit_ids = moments.image_ids if len(moments.image_ids) else images.ids[~torch.isin(images.ids, held_out_ids)]
         shown = cls(images=images, fit_ids=fit_ids, held_out_ids=held_out_ids)
@@ -56,11 +61,11 @@ class ShownInputs:
 
     @property
     def fitted(self) -> int:
-        """How many of the images are calibration images."""
+        """The number of calibration images among these."""
         return int(torch.isin(self.images.ids, self.fit_ids).sum())
 
     def batches(self) -> Iterator[tuple[Inputs, bool]]:
-        """Inputs of one kind, and whether they are held out."""
+        """Yield inputs of one set, and whether they are held out."""
         for batch in self.images.read(BATCH_SIZE):
             for ids, is_held in ((self.fit_ids, False), (self.held_out_ids, True)):
                 chosen_B = torch.isin(batch.ids, ids)
@@ -69,11 +74,11 @@ class ShownInputs:
 
 
 _Stretch = tuple[list[fx.Node], fx.Node | None, list[TracedFold]]
-"""What has to run of a program from one cut to the next, that cut, and for which sites."""
+"""The nodes to run from one cut to the next, that cut, and the folded sites between."""
 
 
 def _stretches(own: Tracing, every: Iterable[TracedFold]) -> Iterator[_Stretch]:
-    """As far as there are sites."""
+    """Split the program by its cuts, up to the last site."""
     order, left = {node: place for place, node in enumerate(own.program.nodes)}, list(every)
     for before, after in pairwise([None, *(cut.node for cut in find_cuts(own.analysis)), None]):
         folds = [
@@ -94,7 +99,7 @@ def _stretches(own: Tracing, every: Iterable[TracedFold]) -> Iterator[_Stretch]:
 
 @torch.inference_mode()
 def _show(model: nn.Module, shown: ShownInputs, own: Tracing, every: Collection[TracedFold]) -> None:
-    """Each input through the dense program, from cut to cut."""
+    """Run each input through the dense program, from cut to cut."""
     stretches, inputs = tuple(_stretches(own, every)), [node for node in own.program.nodes if node.op == "placeholder"]
     for batch, is_held in shown.batches():
         here = to_device(batch, device_of(model))
@@ -116,7 +121,7 @@ def merged_sites(
     held_out: Moments | None,
     watch: Stopwatch | None = None,
 ) -> tuple[dict[str, TracedReduced], tuple[str, ...]]:
-    """The sites, by name, where channels or heads are merged, and what is to be said of the images."""
+    """Return the sites, by name, whose channels or heads are merged, and notes on the images."""
     if not method.merges and not method.folds_heads:
         return {}, ()
     if images is None:

@@ -1,9 +1,8 @@
-"""A site of a traced model with merged channels or heads: rows that write a cluster become their mean, and what is
-lacking behind it is fitted once more.
+"""Sites of traced models with merged channels or heads: rows of a cluster become their mean, and readers are refitted.
 
-A mean row's activation is not the mean of its members' activations, and no moment of the dense model tells what it is.
-So the last layer's inputs are summed up as the merged ones in front of it give them, with what is lacking of the dense
-outputs; one regression tells of any weight what it loses.
+The activation of a mean row is not the mean of its members' activations, and no moment of the dense model tells it. So
+the readers' inputs are summed up as the merged rows produce them, with the residual of the dense outputs; one
+regression gives the error of any weight.
 
 Legend: U units (channels or heads), K units kept, V groups of a unit, F columns of a layer, O its outputs.
 """
@@ -43,9 +42,11 @@ from .values_kind import TracedValuesKind, beside_heads
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoldedRead:
-    """A layer behind merged units: its columns by unit, and of which those of the units kept. `refits`: whether it is
-    fitted to what the merged ones give, and not as the dense statistics foretell; `foretold`: as they have it. `fit`
-    and `held_out`: what plain folding lacks of the dense output beside the merged activations, of what was seen.
+    """A layer that reads merged units: its columns by unit, and the kept units.
+
+    `refits`: the layer is fitted to the merged units' outputs; otherwise it is `foretold`, the projection by the dense
+    statistics. `fit` and `held_out`: sums of the merged activations and of the residual of plain folding, over the
+    inputs shown so far.
     """
 
     read: ReaderStats
@@ -58,7 +59,7 @@ class FoldedRead:
     held_out: RegressionSums
 
     def see(self, dense: Tensor, merged: Tensor, there: Callable[[Tensor], Tensor], *, is_held_out: bool) -> None:
-        """What enters the layer of some images; `there`: of tokens those that are."""
+        """Add the layer's dense and merged inputs for some images; `there` selects the tokens that are no padding."""
         at_F = torch.from_numpy(self.read.portion.columns_CM).flatten().to(dense.device)
         by_place = (x.movedim(1, -1) if self.read.is_of_maps else x for x in (dense, merged))
         z, z_merged = (there(x)[..., at_F] for x in by_place)
@@ -68,8 +69,10 @@ class FoldedRead:
         sums.add(z_merged.flatten(0, -2)[None], (y - plain).flatten(0, -2)[None])
 
     def judged(self, ridge_rel: float) -> tuple[Change, float | None]:
-        """The layer as published (`gram`) or fitted to what the merged ones give (`refit`: a ridge toward plain
-        folding, the bias free), its columns kept in their order; and what it loses on held-out images.
+        """Return the repaired layer, its columns kept in their order, and its error on held-out images.
+
+        It is as published (`gram`), or fitted to the merged units (`refit`: a ridge toward plain folding, the bias
+        free).
         """
         last = self.foretold
         if self.refits:
@@ -94,7 +97,7 @@ class FoldedRead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedFold:
-    """A site with merged units; `program` is its own with the means."""
+    """A site with merged units; `program` is the site's own with the means."""
 
     site: Site
     units: Units
@@ -111,7 +114,7 @@ class TracedFold:
         is_held_out: bool,
         masks: Mapping[fx.Node, Sequence[Mask]] | None = None,
     ) -> None:
-        """What the layers read that are behind the site, by the `values` of the program as it is; see `run_nodes`."""
+        """Add the inputs of all layers that read the site, given the `values` of the dense program; see `run_nodes`."""
         if weights_BN is not None and isinstance(self.site, TracedValues):
             raise BadInput(
                 f"{self.site.name}: folded heads are judged on whole images, and these inputs have padding; rank "
@@ -131,7 +134,7 @@ class TracedFold:
             each.see(values[end], merged[end], there, is_held_out=is_held_out)
 
     def reduced(self, method: Method, held_out: tuple[ReaderStats, ...] | None) -> TracedReduced:
-        """Once all images were shown."""
+        """Return the reduced site, after all images were shown."""
         changes, lost = zip(*(each.judged(method.ridge_rel) for each in self.reads), strict=True)
         errors = [each for each in lost if each is not None]
         elsewhere = None
@@ -157,7 +160,7 @@ class TracedFold:
 
 
 def merges(site: Site, method: Method) -> bool:
-    """Whether the method merges units of the site."""
+    """Return whether the method merges units of the site."""
     kind = kind_of(site)
     if isinstance(site, TracedValues) and isinstance(kind, TracedValuesKind):
         return method.folds_heads and kind.heads_left(site, method) < len(site.groups_HV)
@@ -165,12 +168,12 @@ def merges(site: Site, method: Method) -> bool:
 
 
 def fold_site(site: Site, reads: tuple[ReaderStats, ...], method: Method, width: Width) -> TracedFold:
-    """The site at one width."""
+    """Merge the site's units at one width."""
     is_of_heads = isinstance(site, TracedValues)
     units = site.units() if isinstance(site, TracedValues | TracedChannels) else ""
     assert isinstance(units, Units), (site.name, units)
     count = width // units.groups_UV.shape[1]
-    # As published channels are clustered by their weights alone.
+    # As published, channels are clustered by their weights alone.
     written = units.written(site.program) if is_of_heads else site.writing_GX()
     map_KU = averages(cluster_rows(written, count, seed=0), count)
     kept_K = (map_KU > 0.0).double().argmax(1)

@@ -1,6 +1,6 @@
-"""From the attention moments and the method to the maps of queries, keys and values at one site. Knows no model.
+"""The maps of queries, keys and values at one site, from attention moments and the method. Knows no model.
 
-Of rotary queries and keys (RoPE) whole rotary planes are kept. Whole heads go before head widths are asked for.
+Of rotary queries and keys (RoPE) whole rotary planes are kept. Whole heads are removed before dimensions of heads.
 
 Legend: H heads, D dense head width, R reduced head width, K planes kept of D / 2, X dimensions or planes, V dimensions
 of values, C = H V, O outputs of the projection, M heads left.
@@ -38,8 +38,9 @@ def ridge_by_halves(
     fit: Callable[[Statistics, float], Fit],
     judged: Callable[[Fit, Statistics], HeldOut],
 ) -> tuple[float, RidgeChoice | None]:
-    """Return the ridge of a fit to all images: with `splits` of them the one whose fits to either half lose least on
-    the other, with how it was chosen; else `ridge_rel`.
+    """Return the ridge of a fit to all images, and how it was chosen.
+
+    With `splits` of the images it is the ridge whose fits to either half lose least on the other, else `ridge_rel`.
     """
     if splits is None:
         return ridge_rel, None
@@ -48,7 +49,7 @@ def ridge_by_halves(
 
 
 def kept_planes(scores_HD: Tensor, width: int) -> Tensor:
-    """The planes [H,K] whose two dimensions score most together, of heads of so many dimensions."""
+    """Return the planes [H,K] whose two dimensions score most together, for heads of `width` dimensions."""
     return kept_from_scores(planes.plane_scores(scores_HD), width // 2)
 
 
@@ -63,10 +64,13 @@ def recover_qk(
     in_planes: bool = False,
     grouped: int = 1,
 ) -> tuple[QkRecovery, RidgeChoice | None]:
-    """The chosen recovery at one head width, of dimensions that `scores_HD` rank. `splits` of the images choose the
-    ridge that pulls CORP's maps (`logit`) toward the dimensions as they are; `in_planes`: they go by whole planes,
-    alike in `grouped` heads in turn that share keys and have scores alike. Raises BadInput when the moments lack what
-    it needs.
+    """Recover queries and keys at one head width, from dimensions that `scores_HD` rank.
+
+    `splits` of the images choose the ridge that pulls CORP's maps (`logit`) toward the unchanged dimensions.
+    `in_planes`: whole planes are removed, alike in `grouped` consecutive heads that share keys and have equal scores.
+
+    Raises:
+        BadInput: the moments lack what the recovery needs.
     """
     assert in_planes or grouped == 1, site
     assert not in_planes or width % 2 == 0, (site, width)
@@ -84,7 +88,7 @@ def recover_qk(
 
 
 def judge_qk(site: str, recovery: QkRecovery, moments: HeadMoments, method: Method) -> HeldOut:
-    """What is lost of the logits of any moments."""
+    """Return the error of the logits on any moments."""
     error_H = logit_error(site, moments, method, recovery.q_map_HRD, recovery.k_map_HRD)
     return HeldOut(energy=float(logit_scale(site, moments, method).sum()), error=float(error_H.sum()))
 
@@ -92,7 +96,7 @@ def judge_qk(site: str, recovery: QkRecovery, moments: HeadMoments, method: Meth
 def _recovered(
     site: str, moments: HeadMoments, method: Method, scores_HD: Tensor, width: int, *, in_planes: bool, grouped: int
 ) -> QkRecovery:
-    """`lowrank`, which would mix planes, keeps those of least loss instead."""
+    """Recover at a fixed ridge; `lowrank`, which would mix planes, keeps those of least loss instead."""
     seconds, ridge_rel = (moments.q_second_HDD, moments.k_centred_HDD), method.ridge_rel
     places, scores_HX = (width // 2, planes.plane_scores(scores_HD)) if in_planes else (width, scores_HD)
     if method.qk_recovery == "lowrank":
@@ -104,7 +108,7 @@ def _recovered(
     kept_HX = kept_from_scores(scores_HX, places)
     if method.qk_recovery == "logit":
         system = system_of(site, moments)
-        # Nothing is missing at full width, whatever the system leaves out.
+        # At full width nothing is missing, whatever the system leaves out.
         if not system.covered_HS.shape[1] < width == system.head_dim:
             refuse_uncovered(site, system, width, method.align_head)
             covered_HX = planes.covered_planes(system) if in_planes else system.covered_HS
@@ -123,8 +127,10 @@ def _recovered(
 
 
 def _inside(site: str, method: Method, covered_HX: Tensor, scores_HX: Tensor, kept_HX: Tensor) -> Tensor:
-    """As many of the best as are kept among those that the system in the moments covers. Raises BadInput where another
-    score than those were taken by would keep others.
+    """Return as many of the best as are kept among those that the moments' system covers.
+
+    Raises:
+        BadInput: another score than the one of the system would keep others.
     """
     best_HX = kept_from_scores(scores_HX.gather(1, covered_HX), kept_HX.shape[1])
     inside_HX = covered_HX.gather(1, best_HX)
@@ -138,7 +144,7 @@ def _inside(site: str, method: Method, covered_HX: Tensor, scores_HX: Tensor, ke
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadOutputs:
-    """What all heads give, side by side, with the projection that reads it."""
+    """The moments of all heads' outputs, side by side, with the projection that reads them."""
 
     z_mean_C: Tensor
     z_second_CC: Tensor
@@ -151,16 +157,16 @@ class HeadOutputs:
 
     @property
     def energy(self) -> float:
-        """Variance of the dense projection's output: tr(W C W')."""
+        """The variance of the dense projection's output: tr(W C W')."""
         return variance(self.weight_OC, self.z_covariance_CC)
 
     def judged(self, weight_OC: Tensor, bias_O: Tensor) -> HeldOut:
-        """E||y - y'||^2 of another projection, beside the output's variance."""
+        """Return E||y - y'||^2 of another projection, with the output's variance."""
         change_OC, change_O = self.weight_OC - weight_OC, self.bias_O - bias_O
         return HeldOut(energy=self.energy, error=output_error(self.z_mean_C, self.z_second_CC, change_OC, change_O))
 
     def at(self, kept_K: Tensor, recovery: ChannelRecovery) -> "HeadOutputs":
-        """Of these columns, which the projection reads as recovered."""
+        """Return these columns only, with the recovered projection that reads them."""
         return HeadOutputs(
             z_mean_C=self.z_mean_C[kept_K],
             z_second_CC=self.z_second_CC[kept_K[:, None], kept_K],
@@ -172,8 +178,10 @@ class HeadOutputs:
 def recover_values(
     own: HeadOutputs, method: Method, heads: int, width: int, splits: tuple[HeadOutputs, HeadOutputs] | None = None
 ) -> tuple[ValueRecovery, RidgeChoice | None]:
-    """The values and the output projection at one width per head. `splits` of the images choose the ridge of the joint
-    refit, which pulls toward the best projection of each head alone.
+    """Recover values and output projection at one width per head.
+
+    `splits` of the images choose the ridge of the joint refit, which pulls toward the best projection of each head
+    alone.
     """
     if width == own.weight_OC.shape[1] // heads:
         return values.keep_values(own.weight_OC, own.bias_O, heads), None
@@ -191,7 +199,7 @@ def recover_values(
 
 
 def kept_groups(own: HeadOutputs, method: Method, groups: int, count: int) -> Tensor:
-    """Of so many groups of as many neighbours those that stay."""
+    """Return which of `groups` equal runs of consecutive heads stay."""
     if method.heads_selection == "obs":
         covariance_CC = own.z_covariance_CC
         order_G = whole_heads.eliminate_heads(covariance_CC, own.weight_OC, groups, ridge_rel=method.ridge_rel).order_F
@@ -211,8 +219,9 @@ def recover_heads(
     held_out: HeadOutputs | None = None,
     splits: tuple[HeadOutputs, HeadOutputs] | None = None,
 ) -> tuple[ChannelRecovery, SiteReport]:
-    """The projection with these heads in front of it, and what to report. `splits` of the images
-    choose the ridge whose projections of either half lose least on the other.
+    """Return the projection that reads these heads only, with its report.
+
+    `splits` of the images choose the ridge whose projections of either half lose least on the other.
     """
     how = method.heads_recovery
     assert how != "keep", method
@@ -242,7 +251,7 @@ def qk_report(
     held_out: HeadMoments | None,
     ridge: RidgeChoice | None = None,
 ) -> SiteReport:
-    """What happened to queries and keys that had the width `dense` per head."""
+    """Report the recovery of queries and keys that had the width `dense` per head."""
     widths = dense, dense * method.attention_kept, recovery.q_map_HRD.shape[1]
     energy = float(logit_scale(site, moments, method).sum())
     elsewhere = None if held_out is None else judge_qk(site, recovery, held_out, method)

@@ -1,5 +1,6 @@
-"""What a kind of site has to offer, and which kind a site is of: the one place where that is decided. A reduction is
-(site, moments, method, width) -> TracedReduced; a further kind is a file like these and a line here.
+"""The kinds of sites: what can be done to each, and the only place that decides which kind a site is of.
+
+A reduction is (site, moments, method, width) -> TracedReduced; a new kind is a file like these and a line here.
 """
 
 from collections.abc import Mapping
@@ -21,38 +22,39 @@ from .values_kind import TracedValuesKind
 
 
 class Kind(Protocol):
-    """What can be done to sites of one kind; every function is given such a site alone."""
+    """The operations on sites of one kind; every function takes a site of that kind only."""
 
     eliminates: ClassVar[bool]
-    """Whether there is an order of removal that serves every width."""
+    """True if an order of removal serves every width."""
 
     def moments_at(self, site: Any, moments: Moments, device: torch.device) -> Any:
-        """The statistics of one site, on the device. Raises BadInput when the moments were taken without it."""
+        """Return the statistics of one site, on the device. Raises BadInput for moments without them."""
 
     def rest_of(self, own: Any, half: Any) -> Any:
-        """Statistics of a site's own images without those that `half`, of some of the same ones, is of."""
+        """Subtract the statistics `half`, of some of a site's images, from those of all its images."""
 
     def sparsity(self, method: Method) -> float | None:
-        """The share that uniform sparsities remove here."""
+        """Return the share that uniform sparsities remove here."""
 
     def uniform(self, site: Any, method: Method) -> Width | None:
-        """The width for the method's own sparsity, aligned; None where the method leaves the site alone."""
+        """Return the width for the method's own sparsity, aligned; None where the method leaves the site alone."""
 
     def widths(self, site: Any, method: Method) -> tuple[Width, ...]:
-        """Every width that one number may stand for, narrowest first."""
+        """Return every width that a single number can describe, narrowest first."""
 
     def offers(self, site: Any, method: Method) -> tuple[Width, ...]:
-        """Every width that a budget may choose, narrowest first, the site's own last."""
+        """Return every width that a budget may choose, narrowest first, the site's own last."""
 
     def refusal(self, site: Any, method: Method) -> str:
-        """Why the method can't do here what it does elsewhere, or nothing."""
+        """Return why the method can't reduce this site, an empty text if it can."""
 
     def note(self, site: Any, method: Method, width: Any) -> str | None:
-        """What stays as it is although something was asked of it."""
+        """Return what stays unchanged here although a reduction was asked."""
 
     def chosen(self, site: Any, moments: Any, method: Method, width: Any, cached: Any = None) -> Tensor | None:
-        """The channels that stay of the site at one width, ascending, for `reduced` to take as `cached`; None where it
-        chooses otherwise. `cached` spares `obs` its elimination.
+        """Return the channels of the site that stay at one width, ascending, for `reduced` to take as `cached`.
+
+        None where `reduced` chooses in another way. `cached`, an elimination, spares `obs` its work.
         """
 
     def reduced(
@@ -66,16 +68,17 @@ class Kind(Protocol):
         held_out: Any = None,
         splits: Any = None,
     ) -> TracedReduced:
-        """The site at one width, repaired by its moments. `cached`, an order of removal or what was chosen, spares
-        work; `held_out`, moments of other inputs, judges it again; `splits`, the moments of either half of the images,
-        choose how strong ridges are.
+        """Reduce the site to one width, repaired by its moments.
+
+        `cached`, an order of removal or a choice, spares work; `held_out`, moments of other inputs, judges the site
+        again; `splits`, the moments of either half of the images, choose the strength of ridges.
         """
 
     def elimination(self, site: Any, moments: Any, method: Method) -> Elimination | None:
-        """The whole order of removal, which serves every width; None where the kind has none."""
+        """Return the whole order of removal, which serves every width; None where the kind has none."""
 
     def errors(self, site: Any, moments: Any, method: Method, cached: Any) -> tuple[float, ...]:
-        """What the site loses at each width that `offers` has, in a unit of its own."""
+        """Return the site's loss at each width of `offers`, in a unit of its own."""
 
 
 KINDS: Mapping[str, Kind] = {
@@ -88,5 +91,4 @@ KINDS: Mapping[str, Kind] = {
 
 
 def kind_of(site: Site) -> Kind:
-    """What can be done to this site."""
     return KINDS[site.kind]

@@ -1,5 +1,4 @@
-"""What a closed loop of a traced model sums at a layer: moments of what it reads in the model as reduced so far, and
-what its target has beyond what it gives.
+"""Sums at a layer for a closed loop: moments of its input in the model as reduced so far, and its residual.
 
 Legend: G groups of a convolution, K columns of a layer, O its outputs, X places.
 """
@@ -31,12 +30,12 @@ SplitStatistics = list[SiteMoments]
 
 
 def combine_halves(name: str, halves: SplitStatistics) -> SiteMoments:
-    """Over all inputs."""
+    """Return the statistics over all inputs."""
     return halves[0] if len(halves) == 1 else add_statistics(name, *halves)
 
 
 def _both(one_X: Tensor | None, other_X: Tensor | None) -> Tensor | None:
-    """Places that both have, None for all; weights of both, None for 1."""
+    """Return the places that both masks have, None for all; or the product of weights, None for 1."""
     return other_X if one_X is None else one_X if other_X is None else one_X * other_X
 
 
@@ -45,7 +44,7 @@ def _at(x_XK: Tensor, places_X: Tensor | None) -> Tensor:
 
 
 class _OfRows:
-    """Of a linear layer; places that no output reads count among what it reads, and in no fit."""
+    """Sums of a linear layer; places that no output reads count in the input's moments only, not in fits."""
 
     def __init__(self, layer: nn.Linear) -> None:
         inputs, outputs = layer.in_features, layer.out_features
@@ -88,7 +87,7 @@ class _OfRows:
 
 
 class _OfPatches:
-    """Of a convolution, whose maps have no padding among their tokens."""
+    """Sums of a convolution, whose maps have no padding among their tokens."""
 
     def __init__(self, layer: nn.Conv2d, name: str, *, is_fitted: bool) -> None:
         channels_GR = torch.arange(layer.in_channels // layer.groups).repeat(layer.groups, 1) if is_fitted else None
@@ -109,7 +108,7 @@ class _OfPatches:
         return replace(self._all(), channels_GR=None, cross_GPU=None)
 
     def regressions(self) -> list[RegressionSums]:
-        """Of what is lacking on patches, for each group."""
+        """Return the sums of the residual on patches, for each group."""
         moments = self._all()
         assert moments.cross_GPU is not None, moments.taps
         groups = len(moments.sum_GU)
@@ -130,7 +129,7 @@ class _OfPatches:
 
 @dataclass(slots=True, kw_only=True)
 class LayerSums:
-    """Of one layer; `gain_O`: by which its output enters what is lacking, None for 1."""
+    """Sums of one layer; `gain_O`: the factor of its output in the residual, None for 1."""
 
     fit: _OfRows | _OfPatches
     held_out: _OfRows | _OfPatches
@@ -166,21 +165,21 @@ class LayerSums:
                 self.weights.append(lacking.weights if lacking.counts is None else lacking.weights[lacking.counts])
 
     def variance(self) -> float:
-        """Of what is wanted, in the unit of what is summed: by the mean weight of a place."""
+        """Return the variance of the target in the unit of the sums, which are weighted by place."""
         return self.energy.variance() / (float(torch.cat(self.weights).double().mean()) if self.weights else 1.0)
 
     def moments(self) -> SplitStatistics:
         return [each.moments() for each in (self.fit, self.held_out) if not each.is_empty]
 
     def groups(self) -> Iterator[tuple[RegressionSums, RegressionSums]]:
-        """What is lacking on all columns, for the fit and held out, group by group."""
+        """Return the sums of the residual on all columns, for the fit and held out, group by group."""
         return zip(self.fit.regressions(), self.held_out.regressions(), strict=True)
 
 
 def sum_layers(
     segment: Segment, pieces: Sequence[Piece], targets: Mapping[CalledLayer, Target | None]
 ) -> dict[CalledLayer, LayerSums]:
-    """Of several layers at once, by one run of the student and, where there are targets, one of the dense model."""
+    """Sum several layers at once, by one run of the student and, where there are targets, one of the dense model."""
     program = segment.student.program
     sums = {
         layer: LayerSums.of(layer_as_module(program, layer), layer.name, is_fitted=target is not None)
@@ -201,14 +200,14 @@ def sum_layers(
             sums[layer].add(layer, student[reading[layer]], lacking, weights_BN, held_out=piece.held_out)
     for layer, own in sums.items():
         for half in own.moments():
-            # What a NaN stays in.
+            # A NaN in the input stays in these sums.
             assert not isinstance(half, HeadMoments), layer.name
             refuse_nonfinite(layer.name, half.sum_F if isinstance(half, ChannelMoments) else half.sum_GU)
     return sums
 
 
 def sum_heads(segment: Segment, site: TracedPairs, pieces: Sequence[Piece], *, system: bool) -> SplitStatistics:
-    """Of an attention's queries and keys in the student."""
+    """Sum an attention's queries and keys in the student."""
     tracing, (taps,) = segment.student.tracing, site.listening()
     nodes = segment.up_to([tracing.by_node[name] for name in site.sources])
     sums = dict[bool, SiteSums]()

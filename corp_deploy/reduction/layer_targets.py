@@ -1,5 +1,4 @@
-"""What a layer of a traced model is fitted to: what a stream lacks that its output is added to, or else its own output
-in the dense model.
+"""Targets of a traced model's layers: the dense stream that a layer's output is added to, or its own dense output.
 
 Legend: O outputs of the layer.
 """
@@ -21,14 +20,16 @@ _SUMS = frozenset(("add", "add_"))
 _EITHER, _FIRST = _SUMS | {"mul", "mul_"}, frozenset(("div", "batch_norm"))
 _EVEN_REL = 1e-4
 _NORM_ARGS = (None, None, 1e-5)
-"""What a layer norm's weight, bias and eps are where a program leaves them out."""
+"""The defaults of a layer norm's weight, bias and eps, where a program leaves them out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetResidual:
-    """What is lacking of `target`, as the layer's output has it, in the stream's unit: `gain_O` times the layer's own,
-    None for the same. `counts`: which places come to the stream at all [places], `read`: which the outputs read; None
-    for all. `weights`: by how much each counts, None for all alike.
+    """The residual to a target, both in the stream's unit, laid out like the layer's output.
+
+    `gain_O` times the layer's output is what the stream receives, None for 1. `counts`: the places that reach the
+    stream at all [places]; `read`: those that the outputs read; None for all. `weights`: of each place, None for all
+    alike.
     """
 
     residual: Tensor
@@ -41,8 +42,9 @@ class TargetResidual:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Passed:
-    """What ops that only move and scale make of a tensor; `gain`: by how much they scale each element, 0 where it is
-    left out.
+    """The result of ops that only move and scale a tensor's elements.
+
+    `gain`: the scale of each element, 0 where it is left out; `pulled` is the ops' vector-Jacobian product.
     """
 
     output: Tensor
@@ -50,7 +52,7 @@ class _Passed:
     pulled: Callable[[Tensor], tuple[Tensor, ...]]
 
     def back(self, x: Tensor) -> Tensor:
-        """Moves alone undone: by what is pulled back is scaled once more."""
+        """Undo the moves alone: the gain of the vector-Jacobian product is divided out."""
         return torch.where(self.gain == 0.0, 0.0, self.pulled(x)[0] / torch.where(self.gain == 0.0, 1.0, self.gain))
 
 
@@ -62,13 +64,13 @@ def _passed(first: fx.Node, own: Tensor, way: Sequence[fx.Node], values: Values)
         output: Tensor = here[way[-1]] if way else own
         return output
 
-    # torch says that there may be a third, which is asked for by has_aux alone.
+    # torch's types have a third result, which only has_aux asks for.
     output, pulled = torch.func.vjp(through, own)  # type: ignore[misc]
     return _Passed(output=output, gain=pulled(torch.ones_like(output))[0], pulled=pulled)
 
 
 def _gain(rows_XO: Tensor) -> tuple[Tensor, Tensor] | None:
-    """That of each channel, and which places count; None where no place does, or not all of them alike."""
+    """Return the gain of each channel, and the places that count; None if there are none or they differ."""
     counts_X = (rows_XO != 0.0).any(1)
     if not bool(counts_X.any()):
         return None
@@ -79,9 +81,11 @@ def _gain(rows_XO: Tensor) -> tuple[Tensor, Tensor] | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """`way`: ops that only move the layer's output and scale it, up to the sum `at` with what `other` gives; without
+    """A layer's target: the sum `at` that its output is added to, or the layer's own dense output.
+
+    `way`: ops that only move and scale the layer's output, up to the sum `at` with the output of `other`. Without
     these, or where one channel is scaled in different ways, the layer is fitted to its own dense output. `norm`: a
-    layer norm on the way, with the ops in `front` of it. `read_P`: which places of each input the outputs read, None
+    layer norm on the way, with the ops in `front` of it. `read_P`: the places of each input that the outputs read, None
     for all.
     """
 
@@ -95,18 +99,19 @@ class Target:
 
     @property
     def dense_ends(self) -> list[fx.Node]:
-        """What the dense program has to be run up to."""
+        """The nodes that the dense program has to compute."""
         before = None if self.norm is None else self.norm.all_input_nodes[0]
         return [each for each in (self.layer, self.at, before) if each is not None]
 
     @property
     def student_ends(self) -> list[fx.Node]:
+        """The nodes that the student has to compute."""
         passed = [*self.front, *(() if self.norm is None else (self.norm,)), *self.way]
         beside = [each for node in passed for each in node.all_input_nodes if each not in {self.layer, *passed}]
         return [self.layer, *beside, *([] if self.other is None else [self.other])]
 
     def residual(self, dense: Values, student: Values) -> TargetResidual:
-        """Of a few inputs, by the values of both programs."""
+        """Return the residual of a few inputs, from the values of both programs."""
         found = None
         if self.at is not None and self.other is not None:
             dense_sum, beside = dense[self.at], student[self.other]
@@ -133,7 +138,7 @@ class Target:
     def _before_norm(
         self, norm_node: fx.Node, source: Tensor, dense_sum: Tensor, beside: Tensor, student: Values
     ) -> TargetResidual | None:
-        """In front of the norm, where the dense layer's output is (see algebra/norm_behind.py), of this `source`."""
+        """Return the residual in front of the norm, whose dense input is `source` (see algebra/norm_behind.py)."""
         norm_args = (*norm_node.args[2:5], *_NORM_ARGS[len(norm_node.args) - 2 :])
         weight, eps = norm_args[0], norm_args[2]
         assert isinstance(eps, float), self
@@ -160,12 +165,12 @@ class Target:
 
 
 def output_rows(x: Tensor, layer: fx.Node) -> Tensor:
-    """What a layer gives, or something of its shape, by channel [places, O]."""
+    """Return a layer's output, or a tensor of its shape, by channel [places, O]."""
     return (x if layer.target is LINEAR else x.movedim(1, -1)).flatten(0, -2)
 
 
 def find_target(layer: fx.Node, constants: Collection[fx.Node]) -> Target:
-    """`constants`: nodes that no input's value reaches."""
+    """Find the target of a layer; `constants`: nodes that no input's value reaches."""
     at, target = layer, Target(layer=layer)
     while True:
         users = [user for user in at.users if user not in constants]
@@ -185,13 +190,13 @@ def find_target(layer: fx.Node, constants: Collection[fx.Node]) -> Target:
 
 
 def _is_norm(user: fx.Node, at: fx.Node) -> bool:
-    """Over the channels of each token."""
+    """Return whether an op is a layer norm over the channels of each token."""
     is_one = operation(user) == "layer_norm" and user.args[0] is at and not user.kwargs
     return is_one and isinstance(shape := user.args[1], list | tuple) and len(shape) == 1
 
 
 def _is_passed(user: fx.Node, at: fx.Node) -> bool:
-    """Whether it does nothing but move elements, and scale and shift them by constants."""
+    """Return whether an op only moves elements, and scales and shifts them by constants."""
     op, is_first = operation(user), user.args[0] is at
     is_alone = sum(each is at for each in user.args) == 1
     return is_alone and (op in _EITHER or (is_first and op in RUN | SAME | SHAPED | _FIRST))

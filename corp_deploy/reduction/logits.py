@@ -1,4 +1,4 @@
-"""What queries and keys are judged by: the logits' error under maps.
+"""The error of the logits under maps of queries and keys, which judges them.
 
 Legend: H heads, D dense head width, R reduced head width, S dimensions that a per-image system covers.
 """
@@ -16,7 +16,11 @@ from .method import Method
 
 
 def system_of(site: str, moments: HeadMoments) -> ImageSystem:
-    """CORP's per-image system in the moments. Raises BadInput where they have none."""
+    """Return CORP's per-image system in the moments.
+
+    Raises:
+        BadInput: the moments have none.
+    """
     if moments.system_HTT is None:
         raise BadInput(
             f"{site}: recovery 'logit' needs CORP's per-image system (eq. 15), which these moments were taken without; "
@@ -37,9 +41,10 @@ def system_of(site: str, moments: HeadMoments) -> ImageSystem:
 
 
 def logit_error(site: str, moments: HeadMoments, method: Method, q_map_HRD: Tensor, k_map_HRD: Tensor) -> Tensor:
-    """What any maps lose of each head's logits [H], on the objective of the chosen recovery and on any moments.
+    """Return the loss of each head's logits [H] by any maps, on the objective of the chosen recovery and any moments.
 
-    Raises BadInput when the moments lack what the objective needs.
+    Raises:
+        BadInput: the moments lack what the objective needs.
     """
     if method.qk_recovery == "logit":
         system = system_of(site, moments)
@@ -51,19 +56,19 @@ def logit_error(site: str, moments: HeadMoments, method: Method, q_map_HRD: Tens
         return queries_keys.residual_per_image(system, q_map_HRD, k_map_HRD)
     if method.qk_recovery == "lowrank" and moments.plane_gram_HXX is not None:
         return planes.residual_exact(moments.plane_gram_HXX, q_map_HRD, k_map_HRD)
-    # The first version's equation as published takes both second moments as they are, nothing centred.
+    # As published, the first version's equation takes both second moments without centring.
     k_HDD = moments.k_second_HDD if method.qk_recovery == "logit-v1" else moments.k_centred_HDD
     return queries_keys.residual_aggregated(moments.q_second_HDD, k_HDD, q_map_HRD, k_map_HRD)
 
 
 def logit_scale(site: str, moments: HeadMoments, method: Method) -> Tensor:
-    """Each head's dense logit energy [H], in the unit of `logit_error`."""
+    """Return each head's dense logit energy [H], in the unit of `logit_error`."""
     nothing_HRD = torch.zeros_like(moments.energy_HD).unsqueeze(1)
     return logit_error(site, moments, method, nothing_HRD, nothing_HRD)
 
 
 def refuse_uncovered(site: str, system: ImageSystem, width: int, align: int) -> None:
-    """Raise BadInput for a head width that the system in the moments was not taken for."""
+    """Raise BadInput for a head width that the moments' system does not cover."""
     covered = system.covered_HS.shape[1]
     if width > covered:
         there = [each for each in aligned_widths(system.head_dim, align) if each <= covered]

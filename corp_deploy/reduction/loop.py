@@ -1,4 +1,4 @@
-"""How a closed loop fits."""
+"""The settings of a closed loop."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,11 +11,11 @@ from .read_tokens import Reads
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loop:
-    """How a closed loop fits: the ridges it may choose among, which images choose, whether first layers are aligned,
-    and which tokens behind the last block count (see tokens_to_fit).
+    """The settings of a closed loop.
 
-    `half_ids`: content ids of the images in one of two halves that split no group (moments' own half); without them
-    each `held_out_every`-th image chooses.
+    `strengths`: the ridges to choose among; `align_inputs`: whether layers that write a site are fitted first; `reads`:
+    the tokens behind the last block that count (see tokens_to_fit). `half_ids`: content ids of the images in one of two
+    halves that split no group (moments' own half), which choose; without them every `held_out_every`-th image chooses.
     """
 
     strengths: Sequence[float] = STRENGTHS

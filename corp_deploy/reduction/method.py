@@ -1,6 +1,6 @@
-"""What to remove and how to repair it: methods, sparsities, alignment, and the published presets. PURE.
+"""Methods: what to remove and how to repair it, sparsities, alignment, and the published presets. PURE.
 
-A width is rounded to its alignment and the result is reported beside what was asked.
+A width is rounded to its alignment and the result is reported beside the width asked for.
 """
 
 from collections.abc import Mapping
@@ -45,13 +45,15 @@ RESCALED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """One way to reduce a model. Sparsities are shares removed, in [0, 1); 0 takes such sites through the method at
-    full width, None leaves them alone. Alignments are in channels or dimensions; unless `aligned`, some kinds of model
-    have larger ones of their own. `mlp_swaps`: exchanges follow an
-    elimination (see swap.py). `empties`: whether a budget may leave a constant of a site. `rescales`: convolutions get
-    the dense ones' means and variances afterwards (see rescaling.py). `rotates`: reduced heads are given in a basis
-    whose channels have even ranges (see rotation.py), at no cost and with the same results. `heads_sparsity`: of whole
-    heads, which go before any dimension of those left does; `heads_recovery` keep: a preset that takes none away.
+    """One way to reduce a model.
+
+    Sparsities are shares removed, in [0, 1); 0 takes such sites through the method at full width, None leaves them
+    alone. Alignments are in channels or dimensions; unless `aligned`, some kinds of model have larger ones of their
+    own. `mlp_swaps`: exchanges follow an elimination (see swap.py). `empties`: whether a budget may replace a site by a
+    constant. `rescales`: convolutions get the dense ones' means and variances afterwards (see rescaling.py). `rotates`:
+    reduced heads are given in a basis whose channels have even ranges (see rotation.py), at no cost and with the same
+    results. `heads_sparsity`: of whole heads, which are removed before dimensions of the others; `heads_recovery` keep:
+    a preset that removes none.
 
     With geometry `square` the values are reduced to the width of the queries and keys, by `value_recovery`; the other
     geometries leave values alone.
@@ -122,48 +124,48 @@ class Method:
 
     @property
     def attention_kept(self) -> float:
-        """Share of the head dimensions that stay."""
+        """The share of the head dimensions that stay."""
         return 1.0 - (self.attention_sparsity or 0.0)
 
     @property
     def heads_kept(self) -> float:
-        """Share of the heads that stay."""
+        """The share of the heads that stay."""
         return 1.0 - (self.heads_sparsity or 0.0)
 
     def heads_left(self, heads: int) -> int:
-        """How many of so many heads stay: the nearest whole number, one at least."""
+        """Return how many of `heads` stay: the nearest whole number, at least one."""
         return max(int(heads * self.heads_kept + 0.5), 1)
 
     @property
     def asks_to_remove(self) -> bool:
-        """Whether a sparsity of more than nothing is asked for."""
+        """True if any sparsity is more than 0."""
         of_linear = self.mlp_sparsity or self.attention_sparsity or self.heads_sparsity
         return bool(of_linear or self.conv_sparsity or self.residual_sparsity)
 
     @property
     def reduces_attention(self) -> bool:
-        """Whether attention sites go through the method at all."""
+        """True if attention sites go through the method at all."""
         return self.attention_sparsity is not None and self.qk_recovery != "keep"
 
     @property
     def has_curves(self) -> bool:
-        """Whether it tells what any width of a site loses, which a budget follows: the elimination's own repairs."""
+        """True if the method gives a site's loss at any width, for a budget: the elimination's own repairs."""
         exact = self.mlp_recovery == "affine" and self.conv_recovery in ("keep", "im2col")
         return self.mlp_selection == "obs" and exact and self.qk_recovery == "lowrank"
 
     @property
     def merges(self) -> bool:
-        """Whether channels are merged, which only real images can fit and judge."""
+        """True if channels are merged, which only real images can fit and judge."""
         return self.mlp_selection == "fold"
 
     @property
     def folds_heads(self) -> bool:
-        """Whether heads are merged, likewise."""
+        """True if heads are merged, likewise."""
         return self.heads_selection == "fold" and self.heads_sparsity is not None
 
     @property
     def needs_attention_system(self) -> bool:
-        """Whether CORP's per-image system (eq. 15) is used, which calibration takes only when asked."""
+        """True if CORP's per-image system (eq. 15) is used, which calibration takes only on request."""
         return self.qk_recovery == "logit" and self.reduces_attention
 
 
@@ -173,7 +175,7 @@ def _preset(
     conv: tuple[MlpRanking, ConvRecoveryName] = ("obs", "keep"),
     heads: tuple[HeadsRanking, HeadsRecoveryName] = ("grail", "keep"),
 ) -> Method:
-    """Selection and recovery of channels of MLPs, queries and keys, channels of convolutions, and whole heads."""
+    """Return a method by selection and recovery of MLPs, queries and keys, convolutions, and whole heads."""
     return Method(
         mlp_selection=mlp[0],
         mlp_recovery=mlp[1],
@@ -199,12 +201,12 @@ PRESETS: Mapping[str, Method] = {
 
 
 def loop_from(value: "bool | LoopName | Literal['none'] | None") -> LoopName | None:
-    """Which closed loop: true is the one that is fitted to the dense stream; false, none and None are no loop."""
+    """Return the name of a closed loop: True is the asymmetric one; False, none and None are no loop."""
     if value is True:
         return "asymmetric"
     return value if value and value != "none" else None
 
 
 def method_from_preset(preset: str, **changes: Any) -> Method:
-    """The preset with the given fields set; a field given as None keeps the preset's value."""
+    """Return the preset with the given fields set; None keeps the preset's value."""
     return replace(PRESETS[preset], **{name: value for name, value in changes.items() if value is not None})

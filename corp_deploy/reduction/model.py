@@ -1,6 +1,6 @@
-"""Reduce: (model, moments, method) -> a new, smaller, ordinary model and what was lost at every site.
+"""Reduce: (model, moments, method) -> a new, smaller, ordinary model and the loss at every site.
 
-Selections and recoveries say what to do; here it is done, once, on a new program. The model given is never edited.
+Selections and recoveries return what to do; this file does it, once, on a new program. The argument is never edited.
 """
 
 from collections.abc import Callable, Mapping
@@ -36,12 +36,11 @@ from .sparse_places import SparsityReport
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduction:
-    """A reduced model with the report of every site that the method went through, how many of those it was asked for
-    became smaller, and the notes on those that did not.
+    """A reduced model with the report of every site, the coverage of the requested sites, and notes on the others.
 
-    `decisions`: a sentence on each thing that was decided on the way. `polish`: what a further fit did to the model,
-    as plain JSON values; None without any. `sparsity`: which weights were set to zero after that. `gap`:
-    what sites lose on images that they are not fitted to, where groups of images tell it.
+    `decisions`: a sentence on each decision on the way. `polish`: a report of a further fit to the model, as plain JSON
+    values; None without one. `sparsity`: the weights that were set to zero after that. `gap`: the loss of sites on
+    images that they are not fitted to, where groups of images tell it.
     """
 
     model: nn.Module
@@ -55,7 +54,7 @@ class Reduction:
     gap: Overfitting | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """Choices, sites, coverage and notes as plain JSON values."""
+        """Return choices, sites, coverage and notes as plain JSON values."""
         return {
             "choices": asdict(self.method),
             "coverage": self.coverage.as_json(),
@@ -68,13 +67,13 @@ class Reduction:
 
 
 def uniform_widths(model: nn.Module, method: Method) -> dict[str, Width]:
-    """Every site that the method reduces, with the same share kept everywhere, aligned."""
+    """Return the width of every site that the method reduces, with the same share kept everywhere, aligned."""
     widths = {site.name: kind_of(site).uniform(site, method) for site in sites_of(model).every}
     return {name: width for name, width in widths.items() if width is not None}
 
 
 def notes_on(sites: Sites, method: Method, widths: Widths) -> tuple[str, ...]:
-    """What stays as it is although something was asked of it, and why."""
+    """Return what stays unchanged although a reduction was asked, and why."""
     notes = [f"{refusal.name} kept as it is: {refusal.reason}" for refusal in sites.refused]
     own = (kind_of(site).note(site, method, widths.get(site.name)) for site in sites.every)
     notes += [note for note in own if note is not None]
@@ -93,7 +92,7 @@ def reduce_site(
     chosen: Mapping[str, Elimination | Tensor | None],
     held_out: Moments | None = None,
 ) -> TracedReduced:
-    """Reduce one site to its width. `chosen`, eliminations of sites or what stays of them, are not made again."""
+    """Reduce one site to its width; eliminations or choices of sites in `chosen` are not made again."""
     width, cached = widths[site.name], chosen.get(site.name)
     own = site_moments(site, moments, where)
     others = None if held_out is None else site_moments(site, held_out, where)
@@ -104,8 +103,9 @@ def reduce_site(
 def _carried_out(
     model: nn.Module, new: Mapping[str, TracedReduced], images: InputSet | None
 ) -> tuple[nn.Module, dict[str, str]]:
-    """The narrower model, and sites that had to be kept as they are, with the reason. `images`: where convolutions are
-    rescaled on them.
+    """Return the narrower model, and by name why sites were left unchanged.
+
+    `images`: those that convolutions are rescaled on, None without rescaling.
     """
     if not new:
         return replace_submodules(model, {}).eval().requires_grad_(False), {}
@@ -130,15 +130,25 @@ def reduce(
     on_progress: Callable[[int, int], None] | None = None,
     watch: Stopwatch | None = None,
 ) -> Reduction:
-    """A new model with the widths asked for and the loss repaired in closed form.
+    """Return a new model with the widths asked for and the loss repaired in closed form.
 
-    `widths` by site replaces the uniform ones of the method; a site not named stays dense. `eliminations` by site
-    spares the `obs` selection its work at a second width. `held_out`, moments of other images, judges every site again.
-    `images` are looked at where channels are merged, the calibration images and those held out, told apart by their
-    content, and where convolutions are rescaled, those not held out. `on_progress` is told how many sites of how many
-    are finished. `watch` takes the time of selecting as a part of its own. All runs where the model is. Raises BadInput
-    for moments of another model or without what the method needs, and for held-out images that are calibration images
-    too.
+    All runs on the model's device.
+
+    Args:
+        model: the dense model, which is not changed.
+        moments: its calibration.
+        method: what to remove and how to repair it.
+        widths: by site, in place of the method's uniform ones; a site that is not named stays dense.
+        eliminations: by site, spare the `obs` selection its work at a second width.
+        held_out: moments of other images, which judge every site again.
+        images: needed to merge channels (the calibration images and the held-out ones, told apart by their content) and
+            to rescale convolutions (those not held out).
+        on_progress: called with the number of finished sites and of all sites.
+        watch: records the time of selecting as a part of its own.
+
+    Raises:
+        BadInput: the moments are of another model or lack what the method needs, or held-out images are calibration
+            images too.
     """
     require_same_model(model, moments)
     if held_out is not None:

@@ -1,4 +1,4 @@
-"""The statistics of one site out of a moments file, whether the file is of this model, and what it holds."""
+"""Moments files as reductions read them: the statistics of one site, checks against a model, summaries."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,12 +21,16 @@ OfSite = TypeVar("OfSite")
 
 
 def site_moments(site: Site, moments: Moments, device: torch.device) -> Any:
-    """The statistics of one site, on the device. Raises BadInput when the moments were taken without it."""
+    """Return the statistics of one site, on the device.
+
+    Raises:
+        BadInput: the moments lack the site.
+    """
     return kind_of(site).moments_at(site, moments, device)
 
 
 def splits_at(site: Site, moments: Moments, own: OfSite, device: torch.device) -> tuple[OfSite, OfSite] | None:
-    """The site's statistics `own` by halves of the images that split no group; None where there are no groups."""
+    """Split the site's statistics `own` by halves of the images that split no group; None without groups."""
     if moments.half is None:
         return None
     half: OfSite = site_moments(site, moments.half, device)
@@ -35,7 +39,7 @@ def splits_at(site: Site, moments: Moments, own: OfSite, device: torch.device) -
 
 
 def require_apart(moments: Moments, held_out: Moments) -> None:
-    """Raise BadInput unless no image is in both; else a site would judge itself."""
+    """Raise BadInput if any image is in both; a site would judge itself."""
     common = int(torch.isin(held_out.image_ids, moments.image_ids).sum())
     if common:
         raise BadInput(
@@ -45,7 +49,11 @@ def require_apart(moments: Moments, held_out: Moments) -> None:
 
 
 def without_held_out(images: InputSet | None, held_out: Moments | None) -> InputSet | None:
-    """The images that may be fitted to: those of the held-out moments judge. Raises BadInput where none is left."""
+    """Return the images that may be fitted to, without those of the held-out moments.
+
+    Raises:
+        BadInput: none is left.
+    """
     if images is None or held_out is None or not len(held_out.image_ids):
         return images
     stay = (~torch.isin(images.ids, held_out.image_ids)).nonzero().squeeze(1).tolist()
@@ -58,7 +66,7 @@ def without_held_out(images: InputSet | None, held_out: Moments | None) -> Input
 
 
 def merging_note(model: nn.Module, moments: Moments) -> str:
-    """What is to be said where tokens are merged otherwise than they were when the moments were taken, or nothing."""
+    """Return a note if tokens are merged in another way than when the moments were taken, else an empty text."""
     here, there = merging_text(model), moments.lineage.get(MERGING, "")
     if here == there:
         return ""
@@ -67,7 +75,7 @@ def merging_note(model: nn.Module, moments: Moments) -> str:
 
 
 def require_same_model(model: nn.Module, moments: Moments) -> None:
-    """Raise BadInput unless the moments were taken on exactly these weights, of images prepared as this model asks."""
+    """Raise BadInput unless the moments are of exactly these weights, and of images prepared as this model asks."""
     digest, moments_digest = model_digest(model), moments.lineage.get("model", "none")
     if digest != moments_digest:
         raise BadInput(
@@ -83,7 +91,7 @@ def require_same_model(model: nn.Module, moments: Moments) -> None:
 
 
 def summary_of_moments(moments: Moments, path: Path) -> dict[str, Any]:
-    """What a moments file holds, for people and machines."""
+    """Summarise a moments file for people and machines."""
     kinds, widths, chosen = [], set[int](), dict[str, list[int]]()
     for name, site in moments.sites.items():  # each is read from the file when it is asked for
         kinds.append(site.kind)
@@ -105,5 +113,5 @@ def summary_of_moments(moments: Moments, path: Path) -> dict[str, Any]:
 
 
 def reference_of_summary(summary: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The record that tells which moments a result rests on, under the name that they go by."""
+    """Return the record that names the moments that a result rests on."""
     return {"kind": "corp-deploy/moments-reference", "version": 1, **summary, "moments": name}

@@ -1,5 +1,6 @@
-"""Files of moments: calibrate as a command or a release asks for it, pass by pass, and write what each part of the
-images gives, held-out ones in a file of their own.
+"""Files of moments: calibration as a command or a release asks for it, pass by pass.
+
+The moments of each part of the images are written, held-out ones in a file of their own.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -44,14 +45,15 @@ Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 
 
 def held_out_path(moments: Path) -> Path:
-    """Where the moments of held-out images stand: beside those of the rest."""
+    """Return the path of the moments of held-out images: beside those of the rest."""
     return moments.with_name(f"{moments.stem}.held-out{moments.suffix}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restriction:
-    """CORP's per-image system for what `reduce` keeps at these sparsities alone. The moments in `first` rank; without
-    them a pass before does.
+    """A limit of CORP's per-image system to the dimensions that `reduce` keeps at these sparsities.
+
+    The moments in `first` rank the dimensions; without them a pass before does.
     """
 
     sparsities: tuple[float, ...]
@@ -61,9 +63,10 @@ class Restriction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationRequest:
-    """What to take and how. Of the images `hold_out`, drawn by `seed`, have their moments apart. `groups` says which
-    belong together (see calib.groups): the moments are then kept of two halves that split none, and held-out images
-    are whole groups.
+    """The statistics to take and the images to take them of.
+
+    The moments of `hold_out` images, drawn by `seed`, are kept apart. `groups` says which images belong together (see
+    calib.groups): moments are then kept of two halves that split no group, and held-out images are whole groups.
     """
 
     statistics: Statistics
@@ -77,12 +80,12 @@ class CalibrationRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationRun:
-    """By which processes, and who hears what.
+    """The processes of a calibration, its unfinished states, and its callbacks.
 
     States are saved every `save_every` images (None: never), in files whose names begin with the stem of `unfinished`.
-    The moments of the first `snapshots` images, ascending, are written beside those of all. `on_bytes_needed` hears the
-    bytes that the sums will take; `fitting` words the least sparsity that fits where all does not; `smaller` hears of
-    each batch size that is taken instead, where memory ran out in a larger one.
+    The moments of the first `snapshots` images, ascending, are written beside those of all. `on_bytes_needed` receives
+    the bytes that the sums will take; `fitting` words the least sparsity that fits where all does not; `smaller`
+    receives each smaller batch size that is tried after memory ran out.
     """
 
     ranks: Ranks = ALONE
@@ -95,7 +98,7 @@ class CalibrationRun:
     smaller: Callable[[int], None] = lambda size: None
 
     def state(self, part: str = "") -> ResumeFile | None:
-        """Of the pass over all, or of the one that ranks, or of the one over a half."""
+        """Return the file of a pass over all images, or of the part `FIRST` or one of `HALVES`."""
         if self.save_every is None:
             return None
         name = f"{self.unfinished.stem}{part}.partial.safetensors"
@@ -107,28 +110,28 @@ class CalibrationRun:
 
     @property
     def goes_on(self) -> bool:
-        """Whether an interrupted run left a state."""
+        """True if an interrupted run left a state."""
         return any(state.path.exists() for state in self._states)
 
     def clear(self) -> None:
-        """Remove the states, once what was made from them is safe."""
+        """Remove the states, once their results are safe."""
         for state in self._states:
             state.clear()
         self.files(self.unfinished).clear()
 
     def files(self, output: Path) -> SnapshotFiles:
-        """Of the snapshots."""
+        """Return the files of the snapshots."""
         return SnapshotFiles(output=output, counts=self.snapshots)
 
     def copies(self, request: CalibrationRequest, images: InputSet) -> int:
-        """How many times what one pass sums is held at once."""
+        """Return how many times the sums of one pass are held at once."""
         inside = any(count % request.batch_size and count < images.count for count in self.snapshots)
         return (SUMS_HELD if request.groups is not None and request.device == "cpu" else 1) + inside
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Passes:
-    """What a request takes of a model."""
+    """The passes that a request takes of a model."""
 
     checkpoint: Checkpoint
     request: CalibrationRequest
@@ -136,8 +139,11 @@ class _Passes:
     output: Path
 
     def refuse_too_large(self, images: InputSet, widths: Mapping[str, int]) -> None:
-        """Raise BadInput when the sums won't fit, with a restriction whose sums do where there is one, and Missing when
-        the disk is too full for them.
+        """Raise BadInput if the sums won't fit, and name a restriction whose sums do if there is one.
+
+        Raises:
+            BadInput: memory is too small.
+            Missing: the disk is too full.
         """
         checkpoint, request, run, statistics = self.checkpoint, self.request, self.run, self.request.statistics
         sites, available = chosen_sites(checkpoint, statistics), memory.bytes_available(request.device)
@@ -145,7 +151,7 @@ class _Passes:
         bytes_needed = {name: copies * size for name, size in needed.items()}
         run.on_bytes_needed(sum(bytes_needed.values()))
         files = 1 + len(run.snapshots) + (request.hold_out is not None)
-        stored = sum(needed.values()) / 2 * (2 if request.groups else 1)  # of symmetric sums one half is stored
+        stored = sum(needed.values()) / 2 * (2 if request.groups else 1)  # one half of symmetric sums is stored
         require_space(self.output, stored * files, what="the moments take")
         try:
             memory.refuse_too_large(bytes_needed, available)
@@ -169,8 +175,10 @@ class _Passes:
         saved: ResumeFile | None = None,
         snapshots: Snapshots | None = None,
     ) -> Moments:
-        """One pass; begun anew with batches of half the size where memory ran out and nothing was saved yet. That saves
-        no states, which are of the size that was asked for: the same command could not go on from them.
+        """Take one pass; begin again with batches of half the size if memory ran out before anything was saved.
+
+        Smaller batches save no states: those are of the size that was asked for, and the same command could not
+        continue from them.
         """
         run, size = self.run, self.request.batch_size
         while True:
@@ -190,11 +198,11 @@ class _Passes:
             except Exception as error:
                 if not is_out_of_memory(error) or size == 1 or run.ranks.size > 1 or run.goes_on:
                     raise
-            size //= 2  # not while the error holds what the large one took
+            size //= 2  # outside of the handler, whose error holds the large batch's memory
             run.smaller(size)
 
     def restricted(self, images: InputSet, restriction: Restriction, widths: Mapping[str, int]) -> Statistics:
-        """What is wanted, with the dimensions that a first pass ranks highest."""
+        """Return the requested statistics, restricted to the dimensions that a first pass ranks highest."""
         statistics = self.request.statistics
         if restriction.first is not None:
             first = load_moments(restriction.first)
@@ -204,8 +212,9 @@ class _Passes:
         return replace(statistics, kept=kept_dims(self.checkpoint.model, first, widths))
 
     def fitted(self, images: InputSet, groups_B: Tensor | None, statistics: Statistics) -> Moments:
-        """The moments of the images that are fitted to, of groups by a pass over either half of these; snapshots of the
-        first ones are written on the way.
+        """Return the moments of the images that are fitted to; with groups by a pass over either half of them.
+
+        Snapshots of the first images are written on the way.
         """
         name, files = self.output.stem, self.run.files(self.output)
         if groups_B is None:
@@ -220,7 +229,7 @@ class _Passes:
 
 
 def _written(moments: Moments, path: Path, ranks: Ranks, *, gone: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """What the file holds, by the rank that writes it; files beside it called `gone` go as it comes."""
+    """Write the moments on the first rank and summarise the file; remove the files beside it named in `gone`."""
     if ranks.rank != 0:
         return []
     with replacing_files(path.parent, (path.name,), removed=gone) as (temporary,):
@@ -233,8 +242,13 @@ def write_moments(
 ) -> list[dict[str, Any]]:
     """Write the moments to `output`, and those of held-out images beside it.
 
-    Returns what each file holds, to the first rank alone. The states stay until `run.clear()`. Raises BadInput
-    where there is no site or too little memory.
+    The states stay until `run.clear()`.
+
+    Returns:
+        The summary of each file, on the first rank only.
+
+    Raises:
+        BadInput: there is no site or too little memory.
     """
     parts = split_inputs(images, hold_out=request.hold_out, groups=request.groups, seed=request.seed)
     refuse_snapshots(run.snapshots, parts.fitted, run.ranks)
@@ -247,7 +261,7 @@ def write_moments(
     if restriction is not None:
         statistics = passes.restricted(parts.fitted, restriction, widths)
     moments = passes.fitted(parts.fitted, parts.groups_B, statistics)
-    # What an older run held out may be among the images of these.
+    # The held-out images of an older run may be among the images of these.
     gone = () if parts.held_out is None else (held_out_path(output).name,)
     summaries = _written(moments, output, run.ranks, gone=gone)
     if summaries and run.snapshots:
@@ -258,7 +272,7 @@ def write_moments(
     if summaries and (gap := overfitting(checkpoint.model, moments)) is not None:
         summaries[0]["overfitting"] = gap.as_json()
     if parts.held_out is not None:
-        # Held-out images are few: the passes over all the others are the ones worth going on with.
+        # Held-out images are few: only the passes over all the others are worth continuing.
         path = held_out_path(output)
         summaries += _written(passes.take(parts.held_out, statistics, path.stem), path, run.ranks)
     return summaries

@@ -1,5 +1,6 @@
-"""What a closed loop of a traced model reduces, in order of the program: of an attention whole heads, then dimensions
-of those left.
+"""The order in which a closed loop of a traced model reduces sites.
+
+In an attention whole heads are removed first, then dimensions of the others.
 """
 
 from collections import Counter
@@ -27,8 +28,10 @@ from .values_kind import TracedValuesKind, beside_heads
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """A site reduced to a width by a method. `beside`: sites of which the same heads go. `place`: where the groups of
-    any of these are summed over first.
+    """A site to reduce to a width by a method.
+
+    `beside`: sites that lose the same heads. `place`: the first place in the program that sums over groups of any of
+    these.
     """
 
     site: Site
@@ -39,7 +42,7 @@ class Step:
 
 
 def steps_of(tracing: Tracing, sites: Sites, widths: Widths, method: Method) -> list[Step]:
-    """Of all sites asked for."""
+    """Return the steps of all sites in `widths`, in program order."""
     order = {node.name: place for place, node in enumerate(tracing.program.nodes)}
     every = list(sites.every)
     steps = [step for site in every if site.name in widths for step in _steps(site, every, widths, method, order)]
@@ -68,7 +71,7 @@ def _heads_left(site: Site, method: Method) -> int:
 
 
 def irreducible_sites(dense: Tracing, sites: Sites, widths: Widths, method: Method) -> dict[str, str]:
-    """Sites that no program can be written without groups of, with the reason, seen on the first ones of each part."""
+    """Return the sites that no program can be narrowed at, with the reason, tested on the first groups of each part."""
     named, first = sites_by_name(dense), dict[str, TracedReduced]()
     for name, width in widths.items():
         site = sites.by_name[name]

@@ -1,8 +1,9 @@
-"""Whether more images would pay: what a fit to half of them loses on its own images, and on the other half.
-Before a reduction some MLPs are cut to half for that; a reduction tells it of its own sites.
+"""An estimate of whether more images would pay: the loss of fits to half of them on their own half and on the other.
 
-A fit of K weights an output to n independent tokens errs by J (1 - K/n) on those and by J (1 + K/n) on others, where J
-is the error of endless images. Tokens of one photograph are alike, so n is not their number: the gap itself tells it,
+Before a reduction some MLPs are cut to half for it; a reduction estimates it from its own sites.
+
+A fit of K weights per output to n independent tokens errs by J (1 - K/n) on those and by J (1 + K/n) on others, where J
+is the error with endless images. Tokens of one photograph are alike, so n is not their number: the gap itself gives it,
 and falls with the number of photographs.
 """
 
@@ -31,9 +32,10 @@ _METHOD = Method(mlp_selection="combined", mlp_recovery="affine", qk_recovery="k
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overfitting:
-    """Of sites on average: the share of the output lost on the images of the fit and on others, as fits to all images
-    would have it; independent tokens that the images are worth; and how many more groups bring the latter share within
-    a tenth of the former, None where the gap says nothing.
+    """The mean share of the sites' output that is lost on the images of the fit and on others, for fits to all images.
+
+    `tokens_effective`: the independent tokens that the images are worth. `more_groups`: the number of further groups
+    that brings the latter share within a tenth of the former, None where the gap says nothing.
     """
 
     groups: int
@@ -46,7 +48,7 @@ class Overfitting:
         return asdict(self)
 
     def sentence(self, lead: str) -> str:
-        """What `lead` loses, and whether more images would help."""
+        """Return a sentence with the loss of `lead`, and whether more images would help."""
         lost = (
             f"{lead} {self.share_fitted:.1%} of their output on these {self.groups} groups of images and "
             f"{self.share_held_out:.1%} on others"
@@ -59,7 +61,7 @@ class Overfitting:
 
 
 def from_splits(fitted: float, held_out: float, *, groups: int, weights: float) -> Overfitting:
-    """From what fits to half of the groups lose, of so many weights an output."""
+    """Estimate from the losses of fits to half of the groups, with `weights` per output."""
     limit, gap = 0.5 * (fitted + held_out), held_out - fitted
     is_bounded = gap > 0.0 and limit > 0.0
     # gap(M) = gap * (groups / 2) / M, to be at most WITHIN * (limit - gap(M) / 2)
@@ -74,10 +76,10 @@ def from_splits(fitted: float, held_out: float, *, groups: int, weights: float) 
 
 
 def overfitting(model: nn.Module, moments: Moments) -> Overfitting | None:
-    """Judged at some MLPs; None for moments that know no groups, or hold no MLPs."""
+    """Estimate on some MLPs; None for moments without groups or MLPs."""
     mlps = (site for site in sites_of(model).every if kind_of(site).sparsity(_METHOD))
     held = [site for site in mlps if all(each.name in moments.sites for each in site.listening())]
-    # About half of their channels.
+    # The method keeps about half of their channels.
     every = [(site, width) for site in held if (width := kind_of(site).uniform(site, _METHOD))]
     if moments.half is None or not every:
         return None
@@ -87,7 +89,7 @@ def overfitting(model: nn.Module, moments: Moments) -> Overfitting | None:
 
 
 def data_gap(reports: Iterable[SiteReport], moments: Moments) -> Overfitting | None:
-    """Of the sites of a reduction, at their widths, whose ridges halves of the images chose; None without any."""
+    """Estimate from the sites of a reduction whose ridges halves of the images chose; None without any."""
     fits = [(report.ridge_fit, report.width) for report in reports if report.ridge_fit is not None]
     if not fits:
         return None

@@ -1,7 +1,7 @@
-"""Queries and keys of traced models: the algebra of heads on the rows that make them.
+"""The kind of queries and keys of traced models: the algebra of heads on the rows that produce them.
 
-Legend: H heads, T heads that share their keys, D dimensions of a head, P places that go by themselves of it, K of them
-kept, R dimensions kept, I inputs of the layers.
+Legend: H heads, T heads that share their keys, D dimensions of a head, P places of it that are removed one by one, K of
+them kept, R dimensions kept, I inputs of the layers.
 """
 
 import math
@@ -25,7 +25,7 @@ from .reader_stats import lacking
 
 
 class TracedPairsKind:
-    """See Kind."""
+    """Queries and keys, as a Kind."""
 
     eliminates: ClassVar[bool] = False
 
@@ -54,7 +54,7 @@ class TracedPairsKind:
         return (site.width,) if stays else self.widths(site, method)
 
     def refusal(self, site: TracedPairs, method: Method) -> str:
-        """Of dimensions that can't be mixed nothing makes up for those that go: only who names a width loses any."""
+        """Refuse dimensions that can't be mixed, so that nothing compensates for them, unless a width is named."""
         if not method.reduces_attention or method.qk_recovery == "select" or site.repair.mixing != "none":
             return ""
         return f"{site.repair.reason}, so that no dimension makes up for another"
@@ -68,7 +68,7 @@ class TracedPairsKind:
     def chosen(
         self, site: TracedPairs, moments: HeadMoments, method: Method, width: int, cached: object = None
     ) -> None:
-        """Recoveries choose themselves."""
+        """Return None: recoveries choose themselves."""
 
     def reduced(
         self,
@@ -84,7 +84,7 @@ class TracedPairsKind:
         places, narrower, repair = width // len(site.groups_HP), width < site.width, site.repair
         dims, scores_HD = places * site.both.joined, _scores(site, moments, method)
         if repair.mixing == "none":
-            # The places of most score, as they are.
+            # The places of the highest scores stay unchanged.
             method = replace(method, qk_recovery="select")
             kept_HK = scores.kept_from_scores(scores_HD.unflatten(1, (site.both.joined, -1)).sum(1), places)
             seconds = {"q_second_HDD": moments.q_second_HDD, "k_second_HDD": moments.k_centred_HDD}
@@ -97,11 +97,11 @@ class TracedPairsKind:
         )
         report = qk_report(site.name, site.dims, recovery, moments, method, held_out, ridge)
         maps = recovery.q_map_HRD, recovery.k_map_HRD
-        if method.rotates and narrower and repair.mixing == "free":  # the same logits, of more even ranges
+        if method.rotates and narrower and repair.mixing == "free":  # the same logits, with more even ranges
             maps = rotated_maps(maps[0]), rotated_maps(maps[1])
         if recovery.planes_HK is not None:
             kept_HK = recovery.planes_HK
-        else:  # mixtures stand at the places of the largest scales, the first ones of equals
+        else:  # mixtures take the places of the largest scales, the first ones among equals
             least = [side.scale_HTD.abs().amin(1) for side in repair.sides]
             kept_HK = scores.kept_from_scores(torch.minimum(*least), places)
         kept_HR = _dims_at(site, kept_HK)
@@ -110,10 +110,10 @@ class TracedPairsKind:
         return TracedReduced(reports=[report], kept_K=_kept(site, kept_HK), mapped=mapped if narrower else ())
 
     def elimination(self, site: TracedPairs, moments: HeadMoments, method: Method) -> None:
-        """There is none."""
+        """Return None: there is no elimination."""
 
     def errors(self, site: TracedPairs, moments: HeadMoments, method: Method, cached: object) -> tuple[float, ...]:
-        """What each width loses of the logits."""
+        """Return the loss of the logits at each width."""
         narrower = self.offers(site, method)[:-1]
         return *(self.reduced(site, moments, method, width).reports[0].error for width in narrower), 0.0
 
@@ -123,17 +123,17 @@ def _step(site: TracedPairs, method: Method) -> int:
 
 
 def _groups(site: TracedPairs, dims: int) -> int:
-    """Of all heads, that have so many dimensions each."""
+    """Return the groups of all heads with `dims` dimensions each."""
     return len(site.groups_HP) * (dims // site.both.joined)
 
 
 def _kept(site: TracedPairs, kept_HK: Tensor) -> Tensor:
-    """The site's groups at these places of heads."""
+    """Return the site's groups at these places of heads."""
     return site.groups_HP.to(kept_HK.device).gather(1, kept_HK[:: site.both.shared]).flatten().sort().values
 
 
 def _dims_at(site: TracedPairs, kept_HK: Tensor) -> Tensor:
-    """All dimensions [H,R] of these places."""
+    """Return all dimensions [H,R] of these places."""
     first_J = site.groups_HP.shape[1] * torch.arange(site.both.joined, device=kept_HK.device)
     return (kept_HK[:, None] + first_J[:, None]).flatten(1)
 
@@ -142,7 +142,7 @@ def _scores(site: TracedPairs, moments: HeadMoments, method: Method) -> Tensor:
     if method.qk_selection == "energy":
         own_HD = scores.logit_energy(moments.energy_HD, moments.images)
     elif site.repair.sides:
-        # [H,D,I], of heads that share their keys one behind the other.
+        # [H,D,I], with heads that share their keys one behind the other.
         rows = (
             site.program.tensor(side.weight).detach().double().flatten(1)[side.rows_HTD].transpose(1, 2).flatten(2)
             for side in site.repair.sides

@@ -1,4 +1,4 @@
-"""Work on many sites side by side, a site a worker, with the threads shared out among the workers.
+"""Work on many sites in parallel, one site per worker, with the threads shared among the workers.
 
 A site's solve is thousands of small products: threads inside them mostly wait for each other, and on a busy machine
 they wait several times longer than the products take. Sites don't wait for each other.
@@ -20,7 +20,7 @@ MAX_WORKERS = 8  # each holds a handful of its site's matrices
 
 
 class _Map(Protocol):
-    """`map`, by some workers."""
+    """`map`, by several workers."""
 
     def __call__(self, work: Callable[[Item], Result], items: Iterable[Item], /) -> Iterator[Result]: ...
 
@@ -33,9 +33,9 @@ def _alike(work: Callable[[Item], Result], grad: bool, inference: bool, item: It
 
 @contextmanager
 def mapping(count: int, device: torch.device) -> Iterator[_Map]:
-    """Open a `map` over so many items, in order; on a CPU as many at a time as there are threads, up to MAX_WORKERS.
+    """Open a `map` over `count` items, in order; on a CPU one worker per thread, up to MAX_WORKERS.
 
-    A GPU is given one item at a time. The first error that an item raises is raised in its turn.
+    A GPU gets one item at a time. The first error of an item is raised in its turn.
     """
     threads = torch.get_num_threads()
     workers = min(threads, MAX_WORKERS, count) if device.type == "cpu" else 1

@@ -1,5 +1,6 @@
-"""Which tokens of the last residual stream a model's outputs read, and which places of what its linear layers give:
-those that a closed loop fits to.
+"""The tokens of the last residual stream, and the places of linear layers' outputs, that a model's outputs read.
+
+A closed loop fits to those.
 
 Legend: B random streams, N tokens of a stream, C channels, P places behind the batch.
 """
@@ -28,7 +29,7 @@ _MOST_STREAMS = 64
 
 
 def random_stream(like_1NC: Tensor) -> Tensor:
-    """Several [B,N,C], whose gradient can be asked."""
+    """Draw several streams [B,N,C] that require gradients."""
     tokens, channels = like_1NC.shape[1:]
     count = min(math.ceil(_DRAWS * tokens / channels), _MOST_STREAMS)
     generator = torch.Generator(device="cpu").manual_seed(0)
@@ -37,13 +38,13 @@ def random_stream(like_1NC: Tensor) -> Tensor:
 
 
 def drawn(output: Tensor) -> Tensor:
-    """A random sum of an output's numbers."""
+    """Return a random sum of an output's numbers."""
     generator = torch.Generator(device="cpu").manual_seed(1)
     return (output * torch.randn(output.shape, generator=generator, device="cpu").to(output)).sum()
 
 
 def _is_read(model: nn.Module) -> Tensor:
-    """Of each token of the last stream: whether the outputs' gradient by random last streams is not zero there."""
+    """Return of each token of the last stream whether the outputs' gradient is not zero there for random streams."""
     with torch.inference_mode(False), evaluating(model):
         example = example_of(model)
         with torch.no_grad():
@@ -53,7 +54,7 @@ def _is_read(model: nn.Module) -> Tensor:
         with torch.enable_grad():
             stream_BNC = random_stream(walk.tokens.x)
             last = walk.tokens._replace(x=stream_BNC)
-            # At the outlets behind the last step too.
+            # The outlets behind the last step read the random stream too.
             kept = tuple((name, last if tokens is walk.tokens else tokens) for name, tokens in walk.kept)
             outputs = outputs_of_walk(model, StreamState(tokens=last, kept=kept), example)
             total = torch.stack([drawn(output) for output in outputs]).sum()
@@ -62,15 +63,15 @@ def _is_read(model: nn.Module) -> Tensor:
 
 
 def counts_all(model: nn.Module, reads: Reads | None) -> bool:
-    """Whether all tokens count, read or not, see tokens_to_fit."""
+    """Return whether all tokens count, read or not; see tokens_to_fit."""
     return reads == "all" or (reads is None and gives_patches(model))
 
 
 def tokens_to_fit(model: nn.Module, reads: Reads | None = None) -> Tensor | None:
-    """The tokens behind the last block whose error counts, None for all.
+    """Return the tokens behind the last block whose error counts, None for all.
 
-    `pooled`: those that the outputs read. Without a choice likewise, but all of a model without a classifier and
-    outputs by name, whose users read its patch tokens too. A model whose outputs nothing moves is fitted to all.
+    `pooled`: those that the outputs read. None is the same, except for a model without a classifier and without named
+    outputs: users read its patch tokens too, so all count. A model whose outputs depend on no token is fitted to all.
     """
     if counts_all(model, reads):
         return None
@@ -80,7 +81,7 @@ def tokens_to_fit(model: nn.Module, reads: Reads | None = None) -> Tensor | None
 
 
 def places_read(dense: Tracing, where: torch.device) -> dict[fx.Node, Tensor]:
-    """Of linear layers of which some places [P] alone are read, which; those behind the first cut are looked at."""
+    """Return the places [P] that are read of linear layers with unread ones, among layers behind the first cut."""
     program, read = dense.program, dict[fx.Node, Tensor]()
     linear = [
         each.node for each in layers(program) if each.node.target is LINEAR and batch_axis_of(each.node) == IN_FRONT
@@ -105,7 +106,7 @@ def places_read(dense: Tracing, where: torch.device) -> dict[fx.Node, Tensor]:
 def _gradients(
     program: Program, cut: fx.Node, stream_BNC: Tensor, x: Tensor, nodes: list[fx.Node]
 ) -> list[Tensor | None]:
-    """Of the outputs by a stream, which is `x` at a cut, and by what each of these nodes gives."""
+    """Return the gradients of the outputs by a stream, which is `x` at a cut, and by the outputs of these nodes."""
     outputs = outputs_after(program, cut)
     values = run_nodes(
         program, required_nodes(program, cut, outputs), {cut: x, **build_full_masks(program, len(x), x.device)}

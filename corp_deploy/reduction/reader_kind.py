@@ -1,4 +1,4 @@
-"""Sites of traced models: which widths, what each loses, and the reduction, by statistics of the layers that read them.
+"""The kinds of sites that layers read: their widths, losses and reduction, by statistics of those layers.
 
 Legend: C groups, K kept, P parts.
 """
@@ -29,11 +29,11 @@ OfSite = TypeVar("OfSite", bound=Site)
 Reads = tuple[ReaderStats, ...]
 Part = Literal["channels", "convolutions", "values", "streams"]
 _LEAST_SQUARES = {"channels": "affine", "values": "affine", "convolutions": "im2col", "streams": "im2col"}
-"""The repair whose ridge halves of the images choose; the others stay as published."""
+"""The repair of each part whose ridge halves of the images choose; other repairs stay as published."""
 
 
 class TracedKind(Generic[OfSite]):
-    """See Kind; one for each part of models, which has sparsities, selections and repairs of its own."""
+    """A Kind for one part of models, which has sparsities, selections and repairs of its own."""
 
     eliminates: ClassVar[bool] = True
 
@@ -41,7 +41,7 @@ class TracedKind(Generic[OfSite]):
         self.part = part
 
     def _choices(self, method: Method) -> tuple[float | None, int, str, str]:
-        """Sparsity, alignment, selection and repair."""
+        """Return sparsity, alignment, selection and repair."""
         if self.part == "convolutions":
             return method.conv_sparsity, method.align_conv, method.conv_selection, method.conv_recovery
         if self.part == "streams":
@@ -153,7 +153,7 @@ class TracedKind(Generic[OfSite]):
     def report(
         self, site: OfSite, method: Method, changes: tuple[Change, ...], width: int, judged: HeldOut | None
     ) -> SiteReport:
-        """The layers that read the site as one."""
+        """Report all layers that read the site as one."""
         every = [change.recovery for change in changes]
         before, after = sum(each.residual_uncompensated for each in every), sum(each.residual for each in every)
         lost = sum((1.0 - each.r2) * each.residual_uncompensated for each in every)

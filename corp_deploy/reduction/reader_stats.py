@@ -1,10 +1,10 @@
-"""Groups of a traced site as the layers that read them see them: which stay, and what those layers become.
+"""Statistics of a traced site's groups, as the layers that read them see them.
 
-A group is M inputs of every such layer, each of them at T places of its kernel. A convolution in groups is as many
-layers of fewer inputs.
+A group is M inputs of every such layer, each of them at T places of its kernel. A grouped convolution is several layers
+of fewer inputs.
 
 Legend: C groups, M inputs of each, F = C M, T places, U = F T columns, O outputs of a layer, X = O T, K groups kept,
-k inputs kept, P parts that keep as many each.
+k inputs kept, P parts that keep equally many each.
 """
 
 from collections.abc import Sequence
@@ -28,15 +28,16 @@ from ground.errors import BadInput
 
 Moment = ChannelMoments | PatchMoments
 _ROUNDING, _ROUNDING_REL = 4.0, 0.25
-"""Of second moments, in units of float32's, and the share of the mean variance from which nothing else is known."""
+"""The rounding of second moments, in units of float32's, and the share of the mean variance that it must exceed."""
 
 
-@dataclass(frozen=True, kw_only=True)  # without slots, so that its energy can be kept
+@dataclass(frozen=True, kw_only=True)  # without slots, which cached properties need
 class ReaderStats:
-    """A layer's own columns of a site, group by group, with their statistics, float64, of so many tokens. A batch norm
-    right behind it is one with its weight and bias, but for what it adds. `target`: what the layer gave, where patches
-    were summed of some channels alone: its columns are theirs then. `metric_OO`: what a change d of the layer's output
-    does to the model's, d' M d, where a plan has learned it.
+    """A layer's own columns of a site, group by group, with their statistics over `tokens` tokens, float64.
+
+    A batch norm right behind the layer is merged into weight and bias, except for the constant it adds. `target`: the
+    layer's dense output, where patches were summed of some channels only: the columns are then those of these channels.
+    `metric_OO`: a change d of the layer's output costs d' M d at the model's output, where a plan has learned it.
     """
 
     reading: SiteReader
@@ -60,35 +61,35 @@ class ReaderStats:
 
     @property
     def columns(self) -> int:
-        """Of a group, side by side."""
+        """The number of columns of a group, side by side."""
         return self.stats.taps * self.joined
 
     @property
     def groups_C(self) -> Tensor:
-        """Those of the site that it reads, ascending."""
+        """The groups of the site that the layer reads, ascending."""
         return torch.from_numpy(self.portion.groups_C).to(self.weight_OU.device)
 
     @property
     def sees(self) -> tuple[str, int, bool]:
-        """What makes layers see the same inputs."""
+        """The key of layers with the same input."""
         return self.reading.source, self.stats.taps, self.is_of_maps
 
     def kept_k(self, kept_K: Tensor) -> Tensor:
-        """Its inputs of groups that stay."""
+        """Return the layer's inputs of groups that stay."""
         return columns(torch.isin(self.groups_C, kept_K).nonzero()[:, 0], self.joined)
 
     @cached_property
     def energy(self) -> float:
-        """Variance of what the layer makes of the site."""
+        """The variance of the site's part of the layer's output."""
         return self.target.spread if self.target is not None else variance(self.weight_OU, self.stats.covariance_UU)
 
     def has_all_patches(self, kept_K: Tensor) -> bool:
-        """Whether all groups of the site stay."""
+        """Return whether all groups of the site stay."""
         return len(kept_K) == len(self.reading.columns_GM)
 
     @cached_property
     def weighed_OU(self) -> Tensor:
-        """The weight in units of the model's output: its columns' squares are what a change of them does there."""
+        """The weight in units of the model's output: the squares of a change's columns are its effect there."""
         if self.metric_OO is None or self.target is not None:
             return self.weight_OU
         root_OO: Tensor = torch.linalg.cholesky(self.metric_OO).T
@@ -99,26 +100,28 @@ class ReaderStats:
         return self.reading.layer.weight.dim() > 2
 
     def undone(self, change_O: Tensor) -> Tensor:
-        """A change [O,...] of weight or bias as it is ahead of that norm; none of an output that it makes 0."""
+        """Return a change [O,...] of weight or bias in front of that norm; 0 for outputs that the norm makes 0."""
         if self.reading.gain_O is None:
             return change_O
         gain = self.reading.gain_O[self.portion.rows].to(change_O.device).view(-1, *[1] * (change_O.dim() - 1))
         return torch.where(gain == 0.0, 0.0, change_O / gain)
 
     def as_dense_OU(self, recovery: ChannelRecovery, kept_K: Tensor) -> Tensor:
-        """A recovered layer on all groups, 0 on those that go."""
+        """Return a recovered layer's weight on all groups, 0 on removed ones."""
         kept_U = columns(self.kept_k(kept_K), self.stats.taps)
         return torch.zeros_like(self.weight_OU).index_copy_(1, kept_U, recovery.weight_OK)
 
 
 def lacking(site: str, of: str = "this site") -> BadInput:
-    """What is raised where moments were taken without what a site needs of them."""
+    """Return the error for moments that were taken without statistics that a site needs."""
     return BadInput(f"{site}: the moments hold no statistics of {of}; calibrate again without leaving it out")
 
 
 def reads_of(site: Site, moments: Moments, where: torch.device) -> tuple[ReaderStats, ...]:
-    """Of every layer that reads the site, all its uses as one, each group of a convolution by itself. Raises BadInput
-    where the moments were taken without one.
+    """Return the statistics of every layer that reads the site, all its uses as one, each group of a convolution apart.
+
+    Raises:
+        BadInput: the moments were taken without one of the layers.
     """
     first, moments_of = dict[str, SiteReader](), dict[str, Moment]()
     for reading in site.readings:
@@ -139,8 +142,9 @@ def reads_of(site: Site, moments: Moments, where: torch.device) -> tuple[ReaderS
 def _target_of(
     moments: PatchMoments, portion: Portion, places_F: Tensor, gain_P: Tensor, stats: PatchStatistics
 ) -> Regression:
-    """What a group of the layer gave, times what a norm behind it multiplies by, with channels at these places among
-    those that have patches.
+    """Return the regression on the output of a group of the layer, scaled by the norm behind it.
+
+    `places_F`: the channels' places among those that have patches.
     """
     assert moments.cross_GPU is not None, "there are patches of all channels"
     index_U = columns(places_F, moments.taps)
@@ -154,7 +158,7 @@ def _target_of(
 
 
 def _read(reading: SiteReader, portion: Portion, moments: Moment, metric_OO: Tensor | None) -> ReaderStats:
-    """The columns of a group stand side by side."""
+    """Return the statistics of one portion of a layer, with the columns of a group side by side."""
     layer, where = reading.layer, reading.layer.weight.device
     if reading.is_biasless and isinstance(moments, ChannelMoments):
         moments = replace(moments, sum_F=torch.zeros_like(moments.sum_F))  # see RegressionSums.uncentred
@@ -185,7 +189,10 @@ def _read(reading: SiteReader, portion: Portion, moments: Moment, metric_OO: Ten
 
 
 def _statistics(moments: Moment, number: int, index_F: Tensor, places_F: Tensor) -> tuple[PatchStatistics, Tensor]:
-    """Of these channels of a group, and how often each is active; `places_F`: among those that have patches."""
+    """Return the moments of these channels of a group, and how often each is active.
+
+    `places_F`: the channels' places among those that have patches.
+    """
     if isinstance(moments, ChannelMoments):
         second_UU, mean_U, taps = moments.second_FF[index_F[:, None], index_F], moments.mean_F[index_F], 1
         second_FF, mean_F, active_F = second_UU, mean_U, moments.active_share_F[index_F]
@@ -205,8 +212,9 @@ def _statistics(moments: Moment, number: int, index_F: Tensor, places_F: Tensor)
 
 
 def _above_rounding(second_UU: Tensor, mean_U: Tensor) -> Tensor:
-    """Second moments of what is all but constant, whose covariance is the rounding of float32 products: with as much of
-    it on the diagonal as makes it a covariance again.
+    """Raise the diagonal of second moments whose covariance is only the rounding of float32 products.
+
+    Such inputs are almost constant; the shift is large enough to make it a covariance again.
     """
     second_U = second_UU.diagonal()
     rounding = _ROUNDING * torch.finfo(torch.float32).eps * float(second_U.sum())
@@ -216,7 +224,7 @@ def _above_rounding(second_UU: Tensor, mean_U: Tensor) -> Tensor:
 
 
 def rest_of(own: ReaderStats, half: ReaderStats) -> ReaderStats:
-    """Without the images of `half`, some of its own."""
+    """Subtract the statistics of the images of `half`, some of its own."""
     tokens = own.tokens - half.tokens
 
     def left(full: Tensor, part: Tensor) -> Tensor:
@@ -232,5 +240,5 @@ def rest_of(own: ReaderStats, half: ReaderStats) -> ReaderStats:
 
 
 def of_places(reads: Sequence[ReaderStats]) -> tuple[ReaderStats, ...]:
-    """Without squeezes, which follow what the others choose."""
+    """Return all layers except squeezes, which follow the others' choice."""
     return tuple(read for read in reads if not read.reading.is_squeeze)

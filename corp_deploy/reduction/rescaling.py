@@ -1,8 +1,8 @@
-"""Convolutions of a reduced model that give the dense ones' means and variances again: REPAIR (Jordan et al. 2022,
-arXiv 2211.08403), which GRAIL calls re-estimating its BatchNorms.
+"""Convolutions of a reduced model rescaled to the dense ones' means and variances.
 
-One convolution after the other in the order of the program, so that each meets what those in front of it give by then.
-No label is looked at and nothing is solved; weights and biases take the scale, so that it costs nothing at run time.
+This is REPAIR (Jordan et al. 2022, arXiv 2211.08403), which GRAIL calls re-estimating its BatchNorms. One convolution
+after the other in program order, so that each meets the rescaled outputs in front of it. No label is used and nothing
+is solved; weights and biases take the scale, so that it costs nothing at run time.
 
 Legend: B images of a piece, C channels, O outputs of a convolution, U columns of its weight, X places.
 """
@@ -31,7 +31,7 @@ RESCALING_NOTE = "every convolution rescaled to the dense one's means and varian
 
 
 class OutputSums:
-    """Of what a convolution gives, over all places of all images, in float64."""
+    """Sums of a convolution's outputs, over all places of all images, in float64."""
 
     def __init__(self, outputs: int, device: torch.device) -> None:
         self._count = 0
@@ -53,14 +53,18 @@ class OutputSums:
 
 
 def rescalable_convolutions(program: Program) -> Iterator[CalledLayer]:
-    """In order of the program, but for those that are called several times."""
+    """Return the convolutions that are called once, in program order."""
     every = [layer for layer in every_layer(program) if layer.node.target is CONV2D]
     calls = Counter(name for layer in every for name in (layer.weight, layer.bias))
     return (layer for layer in every if calls[layer.weight] == calls[layer.bias] == 1)
 
 
 def require_rescalable(model: nn.Module, images: InputSet | None) -> InputSet:
-    """The images. Raises BadInput without any, and for a model of whose convolutions none can be reduced."""
+    """Return the images.
+
+    Raises:
+        BadInput: there are no images, or the model has no convolution that can be rescaled.
+    """
     if CONVOLUTIONS not in kinds_of(model) or next(rescalable_convolutions(tracing(model).program), None) is None:
         raise BadInput(f"--rescale: {type(model).__name__} has no convolutions that can be rescaled; leave it out")
     if images is None:
@@ -71,8 +75,9 @@ def require_rescalable(model: nn.Module, images: InputSet | None) -> InputSet:
 def rescaled_tensors(
     model: nn.Module, kept: Mapping[str, Index], tensors: Mapping[str, Tensor], images: InputSet
 ) -> dict[str, Tensor]:
-    """The weights and biases that change, of dense sizes, where these groups of sites are kept and `tensors` change
-    already.
+    """Return the weights and biases that change, in dense sizes.
+
+    These groups of sites are kept, and `tensors` have changed already.
     """
     dense = tracing(model)
     student, names = Student.of(dense), sites_by_name(dense)
@@ -84,9 +89,10 @@ def rescaled_tensors(
 
 @torch.no_grad()
 def rescale_(dense: Tracing, student: Student, images: InputSet, *, batch_size: int = 16) -> None:
-    """What a student gives by its convolutions on these images becomes like what the dense model gives. Each
-    convolution takes a run from the cut in front of it, the dense model one of the whole. Of rows that are gone nobody
-    hears what they become.
+    """Rescale a student's convolutions to the dense model's means and variances on these images.
+
+    Each convolution takes a run from the cut in front of it, the dense model one of the whole. The new values of
+    removed rows have no effect.
     """
     where = device_of(dense.program.graph)
     pieces = list(pieces_of(images, where, batch_size, weights=lambda _: None, half_ids=None, held_out_every=None))
@@ -107,7 +113,7 @@ def _sums(
     pieces: Sequence[Piece],
     run: Callable[[Piece, list[fx.Node]], Values],
 ) -> dict[CalledLayer, OutputSums]:
-    """`run`: of the dense model or of the student."""
+    """Sum the layers' outputs in one model; `run` runs the dense model or the student."""
     weights = {layer: segment.dense.program.tensor(layer.weight) for layer in layers}
     sums = {layer: OutputSums(len(weight), weight.device) for layer, weight in weights.items()}
     nodes = segment.up_to([each.node for each in layers])
@@ -119,7 +125,7 @@ def _sums(
 
 
 def _rescale_(student: Student, layer: CalledLayer, own: OutputSums, dense: OutputSums) -> None:
-    """To a mean and variance of each output, where it doesn't have them."""
+    """Rescale a layer to the mean and variance of each dense output, unless it has them."""
     found, wanted = ((sums.mean_O, sums.variance_O) for sums in (own, dense))
     if not all(map(torch.equal, found, wanted)):
         weight, bias = (student.program.tensor(name) for name in (layer.weight, layer.bias))

@@ -1,7 +1,7 @@
-"""Calibrate a decoder block by block: one block's weights and sums are held, and the residual stream of all sequences.
+"""Calibration of a decoder block by block: only one block's weights and sums are held, and all residual streams.
 
-The statistics of a block are written before the next one is read, in a file of their own; a run that is interrupted
-goes on where it was. In the end all are joined into one file of moments, the same as of one pass over the whole model.
+The statistics of a block are written before the next one is read, in a file of their own; an interrupted run continues
+there. In the end all are joined into one file of moments, the same as of one pass over the whole model.
 
 Legend: B sequences of a batch, N tokens, C channels.
 """
@@ -39,8 +39,9 @@ Stream = list[Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequentialRun:
-    """How sequences are run, and who hears what: `on_bytes_needed` the bytes that a block will take with all streams,
-    `on_progress` how many blocks are finished.
+    """The settings of the run, and its callbacks.
+
+    `on_bytes_needed` receives the bytes of a block with all streams, `on_progress` the number of finished blocks.
     """
 
     statistics: Statistics
@@ -52,8 +53,9 @@ class SequentialRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """Some sequences, whose moments become one file: its parts by block, and what tells moments of what they are.
-    `kept`: a digest of what statistics are of.
+    """Some sequences, whose moments become one file: their parts by block, and the lineage that identifies the moments.
+
+    `kept`: a digest of the statistics' settings.
     """
 
     output: Path
@@ -63,16 +65,16 @@ class _Part:
     kept: str
 
     def of_block(self, index: int) -> Path:
-        """Of this block by the same statistics."""
+        """Return the file of this block with the same settings."""
         return self.output.with_name(f"{self.output.stem}.{self.kept}.block{index}.partial.safetensors")
 
     def remove_all(self) -> None:
-        """Of other statistics too, which an earlier run was interrupted in."""
+        """Remove the files of all blocks, those of interrupted runs with other settings too."""
         for path in self.output.parent.glob(f"{glob.escape(self.output.stem)}.*.block*.partial.safetensors"):
             path.unlink(missing_ok=True)
 
     def is_done(self, index: int) -> bool:
-        """Whether an earlier run left this block's moments, of this model and these sequences."""
+        """Return whether an earlier run left this block's moments, of this model and these sequences."""
         try:
             return self.of_block(index).exists() and load_moments(self.of_block(index)).lineage == self.lineage
         except BadInput:
@@ -87,7 +89,7 @@ def _block(
 
 
 def _run_block(block: nn.Module, sites: list[Site], part: _Part, index: int, run: SequentialRun) -> None:
-    """Takes the streams through the block, and writes its moments where they are wanted and not there yet."""
+    """Take the streams through the block, and write its moments if they are wanted and not there yet."""
     if not sites or part.is_done(index):
         with torch.inference_mode():
             for number, x_BNC in enumerate(part.streams):
@@ -124,7 +126,7 @@ def _parts(
 
 
 def _refuse_memory(layers: DecoderLayers, parts: list[_Part], site_names: Collection[str], run: SequentialRun) -> None:
-    """By the first block: all are alike."""
+    """Raise BadInput if the first block's sums don't fit: all blocks are alike."""
     own = {name for name in site_names if name.startswith("blocks.0.")}
     block, sites = _block(layers, 0, run.device, own or {f"blocks.0.{name.split('.', 2)[2]}" for name in site_names})
     shapes = shapes_of_sites(hooked_model(block), sites, example=parts[0].streams[0][:1], device=run.device)
@@ -137,9 +139,12 @@ def _refuse_memory(layers: DecoderLayers, parts: list[_Part], site_names: Collec
 def write_moments_by_block(
     layers: DecoderLayers, inputs: InputSet, run: SequentialRun, output: Path, *, hold_out: int | None, seed: int
 ) -> list[dict[str, Any]]:
-    """Write the moments of a decoder's blocks to `output`, those of held-out sequences beside it, and tell what each
-    file holds. Parts of blocks that are finished stay beside it until both files are written, so that the same call
-    goes on. Raises BadInput where there is no site or too little memory.
+    """Write the moments of a decoder's blocks to `output`, those of held-out sequences beside it; summarise each file.
+
+    Files of finished blocks stay beside it until both files are written, so that the same call continues.
+
+    Raises:
+        BadInput: there is no site or too little memory.
     """
     site_names = {site.name for site in chosen_sites(layers.checkpoint, run.statistics)}
     parts = list(_parts(layers, inputs, run, output, hold_out=hold_out, seed=seed))

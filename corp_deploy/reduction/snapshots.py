@@ -1,5 +1,7 @@
-"""Moments of parts of the images: of a two-fold split by groups, so that a fit to either half is judged on the other;
-and files of those of the first images, at several numbers of them, written by the pass over all.
+"""Moments of parts of the images: of a two-fold split by groups, and of the first images.
+
+A fit to either half of the split is judged on the other. Moments of the first images, at several numbers of them, are
+written by the pass over all.
 """
 
 import re
@@ -26,7 +28,7 @@ SUMS_HELD = 3  # times what one pass takes: both halves, and their sum
 
 
 def of_splits(images: InputSet, groups_B: Tensor, first: Moments, second: Moments) -> Moments:
-    """The moments of all images, from those of both halves of them."""
+    """Return the moments of all images, given those of both halves."""
     merged = merge_moments(first, second)
     group_of = dict(zip(images.ids.tolist(), groups_B.tolist(), strict=True))
     groups = torch.tensor([group_of[each] for each in merged.image_ids.tolist()], dtype=torch.int64)
@@ -34,9 +36,10 @@ def of_splits(images: InputSet, groups_B: Tensor, first: Moments, second: Moment
 
 
 def in_splits(images: InputSet, groups_B: Tensor, take: Callable[[InputSet, int], Moments], *, seed: int) -> Moments:
-    """The moments of all images with those of one half beside them; `take` is given a half and its number, 0 or 1.
+    """Return the moments of all images with those of one half; `take` receives a half and its number, 0 or 1.
 
-    Raises BadInput where all images are of one group.
+    Raises:
+        BadInput: all images are of one group.
     """
     second_B = second_half_mask(groups_B, seed=seed, noun=images.noun)
     first, second = (take(half, number) for number, half in enumerate(split_by_mask(images, second_B)))
@@ -44,8 +47,9 @@ def in_splits(images: InputSet, groups_B: Tensor, take: Callable[[InputSet, int]
 
 
 def refuse_snapshots(counts: tuple[int, ...], images: InputSet, ranks: Ranks) -> None:
-    """Raise BadInput for numbers that don't ascend, for more than the images that are fitted to, and for several
-    processes, whose shares are no prefixes.
+    """Raise BadInput for counts that don't ascend or exceed the fitted images, and for several processes.
+
+    The shares of several processes are no prefixes of the images.
     """
     if not counts:
         return
@@ -63,7 +67,7 @@ def refuse_snapshots(counts: tuple[int, ...], images: InputSet, ranks: Ranks) ->
 
 
 def _written(counts: Sequence[int], path: Callable[[int], Path]) -> Snapshots:
-    """Of so many images each, in a file of its own."""
+    """Return snapshots of these counts of images, each in a file of its own."""
     return Snapshots(
         counts=tuple(counts),
         write=lambda count, moments: save_moments(moments, path(count)),
@@ -73,7 +77,7 @@ def _written(counts: Sequence[int], path: Callable[[int], Path]) -> Snapshots:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotFiles:
-    """The files beside `output` of the moments of the first images, `counts` of them, ascending."""
+    """The files beside `output` with the moments of the first images, `counts` of them, ascending."""
 
     output: Path
     counts: tuple[int, ...]
@@ -82,17 +86,20 @@ class SnapshotFiles:
         return self.output.with_name(f"{self.output.stem}.{count}{self.output.suffix}")
 
     def _unfinished(self, count: int) -> Path:
-        """The first half's part of a snapshot, of so many of its images."""
+        """Return the path of the first half's part of a snapshot, by the count of its images."""
         return self.output.with_name(f"{self.output.stem}.{count}.half1.partial.safetensors")
 
     def of_pass(self) -> Snapshots | None:
-        """Written by one pass over all images."""
+        """Return the snapshots that one pass over all images writes."""
         return _written(self.counts, self._path) if self.counts else None
 
     def of_splits(self, images: InputSet, groups_B: Tensor, seed: int) -> tuple[Snapshots | None, Snapshots | None]:
-        """Written by a pass over either half, dealt as all images are: the first leaves its part for the second.
+        """Return the snapshots that a pass over either half writes: the first leaves its part for the second.
 
-        Raises BadInput where the first images are all of one half.
+        The images are dealt to the halves as all images are.
+
+        Raises:
+            BadInput: the first images are all of one half.
         """
         if not self.counts:
             return None, None
@@ -122,12 +129,12 @@ class SnapshotFiles:
         return Snapshots(counts=tuple(sorted(set(parts.values()))), write=write, written=written)
 
     def summaries(self) -> list[dict[str, Any]]:
-        """What each file holds."""
+        """Summarise each file."""
         paths = [self._path(count) for count in self.counts]
         return [summary_of_moments(load_moments(path), path) for path in paths]
 
     def clear(self) -> None:
-        """Remove what the first half left."""
+        """Remove the files that the first half left."""
         ours = re.compile(re.escape(self.output.stem) + r"\.\d+\.half1\.partial\.safetensors")
         for path in self.output.parent.iterdir() if self.counts else ():
             if ours.fullmatch(path.name):

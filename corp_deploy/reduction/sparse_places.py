@@ -1,5 +1,4 @@
-"""The layers of a model whose weights can be made k:n sparse, their weights as rows whose neighbours make groups, and
-what became of each, in numbers and in words.
+"""The layers of a model that can be k:n sparse, their weights as rows of groups, and the report on each.
 
 The groups of a linear layer run along its inputs, those of a convolution along the input channels at each place of the
 kernel, as TensorRT counts them (developer guide, Structured Sparsity).
@@ -30,14 +29,15 @@ _OF_SITES: Mapping[SparseKind, frozenset[Kind]] = {
     "mlp": frozenset({"channels", "gated channels"}),
     "conv": frozenset({"convolution channels", "stream"}),
 }
-"""Of a traced model; a layer of several is of the first."""
+"""The kinds of sites by option; a layer of several kinds belongs to the first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparsePlace:
-    """A layer by its name in the model and its `path` in what is run, where its weight is used so often. `site`: what
-    it reads, where nothing else does, so that this may be put in another order; inputs change places within
-    neighbouring `block`s of so many alone.
+    """A layer by its name in the model and its `path` in the program that runs, with the `uses` of its weight.
+
+    `site`: the site that only this layer reads, so that its channels may be reordered; inputs change places only within
+    neighbouring blocks of `block` inputs.
     """
 
     name: str
@@ -54,12 +54,12 @@ class SparsePlace:
 
     @property
     def summed(self) -> int:
-        """Neighbours that a group of weights may be taken of: inputs of a linear layer, channels of a convolution."""
+        """The number of neighbours to group: inputs of a linear layer, channels of a convolution."""
         layer = self.layer
         return layer.in_features if isinstance(layer, nn.Linear) else layer.in_channels // layer.groups
 
     def reason(self, sparsity: Sparsity) -> str:
-        """Why the layer stays as it is, or nothing."""
+        """Return why the layer can't be sparse, or an empty text."""
         layer = self.layer
         if not layer.weight.numel():
             return "nothing is left of it"
@@ -75,12 +75,12 @@ class SparsePlace:
         return ""
 
     def weight_rows(self) -> Tensor:
-        """Float64 [G,O,K], neighbours side by side."""
+        """Return the weight in float64 [G,O,K], neighbours side by side."""
         rows_OK = rows_of_weight(self.layer.weight).flatten(1).double()
         return rows_OK.view(self.groups, -1, rows_OK.shape[1])
 
     def entering(self, x: Tensor) -> Tensor:
-        """What the rows multiply with [G,N,K], of what enters the layer."""
+        """Return the inputs of the rows [G,N,K], given the layer's input."""
         layer = self.layer
         if isinstance(layer, nn.Linear):
             return x.reshape(1, -1, layer.in_features)
@@ -89,7 +89,7 @@ class SparsePlace:
         return u_GXU.reshape(self.groups, -1, self.summed, layer.weight[0, 0].numel()).transpose(2, 3).flatten(2)
 
     def leaving(self, y: Tensor) -> Tensor:
-        """What the layer gives, by the rows that give it [G,N,O]."""
+        """Return the outputs of the rows [G,N,O], given the layer's output."""
         layer = self.layer
         if isinstance(layer, nn.Linear):
             return y.reshape(1, -1, layer.out_features)
@@ -98,7 +98,7 @@ class SparsePlace:
 
     @torch.no_grad()
     def fill_(self, weight_GOK: Tensor, bias_GO: Tensor) -> None:
-        """Set the layer: where float64 results become the model's type; a zero stays one."""
+        """Set the layer from float64 results, rounded to the model's type; a zero stays one."""
         weight_OK = weight_GOK.flatten(0, 1)
         if isinstance(self.layer, nn.Conv2d):
             weight_OK = weight_OK.view(len(weight_OK), -1, self.summed).transpose(1, 2).flatten(1)
@@ -113,7 +113,7 @@ def sparse_places_of_program(
     layers: Iterable[ProgramLayer],
     kinds: Mapping[SparseKind, Sparsity],
 ) -> Iterator[SparsePlace]:
-    """Linear layers and convolutions that write or read sites of these kinds."""
+    """Yield linear layers and convolutions that write or read sites of these kinds."""
     for each in layers:
         layer = program.get_submodule(each.path)
         assert isinstance(layer, nn.Linear | nn.Conv2d), each
@@ -130,8 +130,8 @@ def sparse_places_of_program(
 class LayerSparsity:
     """A layer of the model by its path: its pattern such as 2:4, or none and the `reason`.
 
-    Errors are mean squares per token on the calibration inputs of what the layer gives against its target: of its
-    weights as they were (`error_dense`), of those of them that stay (`error_masked`), and as refitted; `energy` is the
+    Errors are mean squares per token on the calibration inputs between the layer's output and its target: with the
+    unchanged weights (`error_dense`), with the kept ones of them (`error_masked`), and after the refit; `energy` is the
     target's own. `macs`: multiply-adds of one input, zeros counted.
     """
 
@@ -150,7 +150,7 @@ class LayerSparsity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparsityReport:
-    """Every layer of the kinds that were asked for, in the order they run."""
+    """Every layer of the requested kinds, in the order they run."""
 
     rule: str
     permute: str
@@ -159,27 +159,27 @@ class SparsityReport:
 
     @property
     def patterns(self) -> dict[str, str]:
-        """By layer, of those that have one."""
+        """The pattern of each layer that has one."""
         return {each.layer: each.pattern for each in self.layers if each.pattern}
 
     @property
     def macs(self) -> int:
-        """Multiply-adds of the sparse layers, zeros counted."""
+        """The multiply-adds of the sparse layers, zeros counted."""
         return sum(each.macs for each in self.layers if each.pattern)
 
     @property
     def macs_of_zeros(self) -> int:
-        """Those that a kernel for the pattern may leave away; engines pick one where it is faster."""
+        """The multiply-adds that a sparse kernel may skip; engines pick one where it is faster."""
         return sum(each.macs_of_zeros for each in self.layers)
 
     def as_json(self) -> dict[str, Any]:
-        """As plain JSON values; MACs stand apart from the model's own, of which zeros take nothing off."""
+        """Return plain JSON values; sparse MACs stand apart from the model's own, which zeros don't reduce."""
         layers = [asdict(each) for each in self.layers]
         own = {"rule": self.rule, "permute": self.permute, "target": self.target}
         return own | {"sparse_macs": self.macs, "macs_of_zeros": self.macs_of_zeros, "layers": layers}
 
     def sentences(self) -> Iterator[str]:
-        """For people."""
+        """Yield the report in sentences."""
         sparse = [each for each in self.layers if each.pattern]
         patterns = ", ".join(dict.fromkeys(each.pattern for each in sparse))
         lost = fmean(each.error / (each.energy or 1.0) for each in sparse)

@@ -1,8 +1,8 @@
-"""A model whose layers are k:n sparse: patterns chosen and weights refitted one layer after the other, in the order
-they run, each on what enters it in the model as sparse by then.
+"""Models with k:n sparse layers: patterns are chosen and weights refitted layer by layer, in the order they run.
 
-A layer is fitted to what it gives in the model without zeros, on that one's own stream (asymmetric calibration,
-arXiv 2504.02692), so that it makes up for zeros in front of it too. No label is looked at.
+Each layer is fitted on its input in the model as sparse so far, to its output in the model without zeros on that
+model's own stream (asymmetric calibration, arXiv 2504.02692), so that it compensates for zeros in front of it too. No
+label is used.
 
 Legend: B inputs, N tokens, G groups of a convolution (1 of a linear layer), O rows, K inputs of a row.
 """
@@ -49,20 +49,20 @@ from .sparse_places import LayerSparsity, SparsePlace, SparsityReport, sparse_pl
 from .streams import refuse_nonfinite
 
 State = tuple[Any, ...]
-"""What enters a part of a model, in order."""
+"""The inputs of a part of a model, in order."""
 
 
 class _Reached(Exception):
-    """Ends a run whose rest would compute nothing that is asked for."""
+    """A signal that ends a run once the wanted layer has run."""
 
 
 def onward(part: nn.Module, entering: State) -> State:
-    """What enters the part behind this one."""
+    """Return the input of the next part."""
     return (part(*entering), *entering[1:])
 
 
 def inputs_and_outputs(part: nn.Module, state: State, layer: nn.Module) -> tuple[Tensor, Tensor]:
-    """What enters and leaves a layer in a run of a part, which ends there."""
+    """Return the input and output of a layer in a run of a part, which ends there."""
     found: list[tuple[Tensor, Tensor]] = []
 
     def hear(_: nn.Module, inputs: tuple[Tensor, ...], y: Tensor) -> None:
@@ -79,7 +79,7 @@ def inputs_and_outputs(part: nn.Module, state: State, layer: nn.Module) -> tuple
 
 
 def called_layers(part: nn.Module, state: State, layers: Mapping[str, nn.Module]) -> tuple[list[str], State]:
-    """Which of these layers a part calls, in order, and what enters the one behind it."""
+    """Return which of these layers a part calls, in order, and the input of the next part."""
     came: list[str] = []
     handles = [layer.register_forward_hook(lambda *_, name=name: came.append(name)) for name, layer in layers.items()]
     try:
@@ -91,7 +91,7 @@ def called_layers(part: nn.Module, state: State, layers: Mapping[str, nn.Module]
 
 @dataclass(slots=True)
 class Pair:
-    """The stream of a few inputs before a step, without zeros and as sparse by then."""
+    """The stream of a few inputs before a step, in the reduced model and in the sparse one."""
 
     reduced: State
     sparse: State
@@ -99,7 +99,7 @@ class Pair:
     weights_BN: Tensor | None = None
 
     def weights(self, x: Tensor) -> Tensor | None:
-        """Of what enters a layer, None where all counts alike: not all layers are of tokens."""
+        """Return the weights of a layer's input, None where all count alike: not all layers are of tokens."""
         tokens = self.sparse[0]
         weights_BN = tokens.sizes if isinstance(tokens, Tokens) else self.weights_BN
         return None if weights_BN is None or x.shape[:-1] != weights_BN.shape else weights_BN
@@ -108,7 +108,7 @@ class Pair:
 def read_pairs(
     model: nn.Module, inputs: InputSet, batch_size: int, weights: Callable[[Inputs], Tensor | None]
 ) -> Iterator[Pair]:
-    """`weights` of tokens."""
+    """Yield the inputs in batches; `weights` returns those of their tokens."""
     for batch in inputs.batches(batch_size):
         here = to_device(batch, device_of(model))
         entering = tuple(tensors_by_name(here).values())
@@ -117,8 +117,9 @@ def read_pairs(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sparsifying:
-    """Patterns by kind of site, how they are chosen, whether inputs are brought into another order first. Without
-    `refits` weights that stay keep their values, which is there to compare with.
+    """The patterns by kind of site, the rule that chooses, and whether inputs are reordered first.
+
+    Without `refits` the kept weights keep their values, for comparison.
     """
 
     kinds: Mapping[SparseKind, Sparsity]
@@ -132,8 +133,10 @@ class Sparsifying:
 def _sums(
     place: SparsePlace, before: nn.Module | None, parts: tuple[nn.Module, nn.Module], pairs: Sequence[Pair]
 ) -> list[RegressionSums]:
-    """Of what enters the layer in the sparse model, and its target: what the layer `before` gives in the reduced model,
-    None for what it gives itself. `parts`: in which they run, of the reduced model and of the sparse one.
+    """Sum the layer's input in the sparse model, and its target.
+
+    The target is the output of the layer `before` in the reduced model, or the layer's own if None. `parts`: the parts
+    of the reduced and of the sparse model in which they run.
     """
     weight_GOK = place.weight_rows()
     sums = [
@@ -155,8 +158,9 @@ def _sums(
 def _made_sparse_(
     place: SparsePlace, sums: Sequence[RegressionSums], how: Sparsifying, inputs: int
 ) -> tuple[LayerSparsity, Tensor | None]:
-    """Set the layer to its new weights, by sums over so many inputs; the order that what it reads is to be put into,
-    None for that it has.
+    """Set the layer to its new weights, by sums over `inputs` inputs.
+
+    Return its report and the new order of its inputs, None if that is unchanged.
     """
     sparsity, weight_GOK = how.kinds[place.kind], place.weight_rows()
     bias_GO = weight_GOK.new_zeros(weight_GOK.shape[:2])
@@ -197,7 +201,7 @@ def _made_sparse_(
 def _chosen(
     every: list[SparsePlace], how: Sparsifying, state: State, model: nn.Sequential
 ) -> tuple[list[SparsePlace], dict[str, str]]:
-    """The places in the order they run, and by name why some are none."""
+    """Return the places in the order they run, and by name why some are left out."""
     came: list[str] = []
     layers = {place.name: place.layer for place in every}
     for part in model:
@@ -235,11 +239,14 @@ def sparsified(
     batch_size: int = 32,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> tuple[nn.Module, SparsityReport]:
-    """A copy of the model with k:n sparse layers, refitted on these inputs, and what became of each layer.
+    """Return a copy of the model with k:n sparse layers, refitted on these inputs, and the report of each layer.
 
-    Where tokens are merged the targets are of the sparse stream itself, whose tokens are others than the reduced one's.
-    Memory: two residual streams of all inputs in float32. `on_progress` is told how many layers of how many are
-    finished. Raises BadInput where no layer can be sparse, and for activations that are not finite.
+    Where tokens are merged the targets are of the sparse stream itself, whose tokens differ from the reduced model's.
+    Memory: two residual streams of all inputs in float32. `on_progress` receives the number of finished layers and of
+    all.
+
+    Raises:
+        BadInput: no layer can be sparse, or activations are not finite.
     """
     if how.permute == "stream":
         reduced = _streams_reordered(reduced, how.kinds)

@@ -1,4 +1,4 @@
-"""Check a model on the first of the user's own inputs, before a long pass over all of them."""
+"""A check of a model on the first of the user's own inputs, before a long pass over all of them."""
 
 from torch import nn
 
@@ -10,11 +10,11 @@ AT_ONCE, BATCHES = 2, 2
 
 
 def require_steady_on(model: nn.Module, inputs: InputSet) -> None:
-    """Run the first two batches twice. Raise BadInput, naming the operation, where outputs differ or are not finite."""
+    """Run the first two batches twice; raise BadInput, naming the operation, if outputs differ or are not finite."""
     if not isinstance(model, TracedModule):
         return
     first = inputs.subset(range(min(inputs.count, AT_ONCE * BATCHES)))
     for batch in first.batches(AT_ONCE):
         tensors = list(tensors_by_name(to_device(batch, device_of(model))).values())
-        if all(bool(each.isfinite().all()) for each in tensors):  # others are named with their file as they are read
+        if all(bool(each.isfinite().all()) for each in tensors):  # reading the others names their file
             require_steady_model(model, tensors, called=f"the first {inputs.noun}")

@@ -1,7 +1,7 @@
-"""A traced model and the one that is being made of it, run side by side from cut to cut.
+"""A traced model and its student, the model that is being reduced, run side by side from cut to cut.
 
-Nothing is narrowed on the way: what is removed is 0 wherever it would be summed over, as the proof of a narrowing has
-it, and weights change in place in the student's own copies of them.
+Nothing is narrowed on the way: removed channels are 0 wherever they would be summed over, as in the proof of a
+narrowing, and weights change in place in the student's own copies of them.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -36,7 +36,7 @@ def run_nodes(
     *,
     masks: Mapping[fx.Node, Sequence[Mask]] | None = None,
 ) -> Values:
-    """What these nodes give. `masks`: by reader which elements of what it hears are 0."""
+    """Return the values of these nodes; `masks`: by reader the elements of its inputs that are 0."""
     values: Values = dict(entering)
     batch = len(next(iter(entering.values())))
     for node in nodes:
@@ -56,7 +56,7 @@ def run_nodes(
 
 
 def call_node(node: fx.Node, values: Values, module: nn.Module | None = None) -> Any:
-    """What a node, or the module that it calls, gives for what enters it, which stays as it is."""
+    """Return the output of a node, or of the module that it calls; its inputs stay unchanged."""
     entering: Any = fx.map_arg((node.args, node.kwargs), lambda each: values[each])
     args, kwargs = entering
     if module is not None:
@@ -75,7 +75,7 @@ def _masked(values: Values, masks: Sequence[Mask]) -> Values:
 
 
 def _behind(program: Program, entering: Collection[fx.Node], ends: Sequence[fx.Node]) -> list[fx.Node]:
-    """What has to run for these ends, in order, where some nodes are known; for sizes nothing has to."""
+    """Return the nodes that have to run for these ends, in order, if some are known; sizes need none."""
     found, front = set(ends), list(ends)
     while front:
         node = front.pop()
@@ -87,10 +87,11 @@ def _behind(program: Program, entering: Collection[fx.Node], ends: Sequence[fx.N
 
 @dataclass(slots=True, kw_only=True)
 class Piece:
-    """What a few inputs are at a cut, in the dense program and in the student. Those `held_out` choose how far to trust
-    a fit to the others. `weights_BN`: 0 for tokens that are padding, None where all count. `merged`: the sizes and
-    sources of the student's tokens, by the nodes that gave them. `ahead`: what the dense program gives at the next cut,
-    where that was run.
+    """The values of a few inputs at a cut, in the dense program and in the student.
+
+    Those `held_out` choose how far to trust a fit to the others. `weights_BN`: 0 for tokens that are padding, None
+    where all count. `merged`: the sizes and sources of the student's tokens, by the nodes that gave them. `ahead`: the
+    dense program's value at the next cut, if that was run.
     """
 
     dense: tuple[Tensor, ...]
@@ -110,8 +111,10 @@ def pieces_of(
     half_ids: Tensor | None,
     held_out_every: int | None,
 ) -> Iterator[Piece]:
-    """All inputs, those with `half_ids` or each `held_out_every`-th held out; `weights` of their tokens. Raises
-    BadInput for too few.
+    """Yield all inputs; those with `half_ids`, or each `held_out_every`-th one, are held out.
+
+    Raises:
+        BadInput: there are too few inputs.
     """
     start, every = 0, held_out_every or inputs.count + 1
     for batch in inputs.read(batch_size):
@@ -137,14 +140,16 @@ def pieces_of(
 
 
 def input_tensors(inputs: Inputs) -> tuple[Tensor, ...]:
-    """In the order of the model's ports."""
+    """Return the inputs in the order of the model's ports."""
     return (inputs,) if isinstance(inputs, Tensor) else tuple(tensors_by_name(inputs).values())
 
 
 @dataclass(slots=True, kw_only=True)
 class Student:
-    """`tracing`: the dense program with weights and biases of its own in its layers, `owned`. `gone` [labels]: what is
-    removed by now. `fewer`: what runs where tokens are merged, which are followed.
+    """The model that is being reduced.
+
+    `tracing`: the dense program with copies of its layers' weights and biases, whose names are `owned`. `gone`
+    [labels]: the removed channels so far. `fewer`: the program that runs where tokens are merged.
     """
 
     tracing: Tracing
@@ -156,7 +161,7 @@ class Student:
 
     @classmethod
     def of(cls, dense: Tracing) -> Self:
-        """The dense model itself, as yet."""
+        """Return a student equal to the dense model."""
         owned = frozenset(name for layer in every_layer(dense.program) for name in (layer.weight, layer.bias))
         program = replace_tensors(dense.program, {name: dense.program.tensor(name).detach().clone() for name in owned})
         tracing = replace(dense, program=program)
@@ -176,7 +181,7 @@ class Student:
         return next(self.program.tensor(name).device for name in self.owned)
 
     def set_(self, tensors: Mapping[str, Tensor]) -> None:
-        """Weights and biases of layers."""
+        """Set weights and biases of layers."""
         foreign = sorted(set(tensors) - self.owned)
         assert not foreign, foreign
         for name, tensor in tensors.items():
@@ -184,14 +189,14 @@ class Student:
         self.is_changed = True
 
     def keep_(self, kept: Kept) -> None:
-        """These groups of sites alone."""
+        """Remove all but these groups of sites."""
         found = self.tracing.analysis
         self.gone |= removed_labels(found, kept)
         self.is_changed = True
         self.masks = removal_masks(found, self.gone)
 
     def changed(self, dense: Program) -> dict[str, Tensor]:
-        """Its tensors that differ from the dense ones."""
+        """Return the tensors that differ from the dense ones."""
         tensors = {name: self.program.tensor(name) for name in sorted(self.owned)}
         return {name: tensor for name, tensor in tensors.items() if not torch.equal(tensor, dense.tensor(name))}
 
@@ -207,7 +212,7 @@ class Segment:
     beside: tuple[fx.Node, ...]
 
     def up_to(self, ends: Collection[fx.Node]) -> list[fx.Node]:
-        """What has to run for these nodes."""
+        """Return the nodes that have to run for these ends."""
         return required_nodes(self.dense.program, self.before, ends)
 
     def _entering(self, tensors: tuple[Tensor, ...]) -> dict[fx.Node, Tensor]:
@@ -222,7 +227,7 @@ class Segment:
         return values
 
     def run_student(self, piece: Piece, nodes: Sequence[fx.Node]) -> Values:
-        """Where tokens are merged, what stands there for each of the nodes, and all that the merges gave."""
+        """Run the student; where tokens are merged, return the merged values of the nodes, and all merges' results."""
         student, fewer = self.student, self.student.fewer
         entering = self._entering(piece.student)
         if fewer is None:
@@ -244,17 +249,13 @@ class Segment:
         return values | {node: values[stands[node.name]] for node in (*nodes, *entering)}
 
     def weights_at(self, piece: Piece, values: Values, node: fx.Node) -> Tensor | None:
-        """How many tokens stand in each of those that the student's node gives, or which of them count [B,N]; None for
-        all alike.
-        """
+        """Return the sizes of tokens that the student's node gives, or the padding mask [B,N]; None for all alike."""
         fewer = self.student.fewer
         is_merged = fewer is not None and node.name in fewer.sizes_at
         return values[fewer.sizes_at[node.name]] if fewer is not None and is_merged else piece.weights_BN
 
     def as_merged(self, dense: Values, student: Values, node: fx.Node, ends: Sequence[fx.Node]) -> Values:
-        """Values of the dense model at these ends with the mean of those tokens that stand in one of the student's
-        where this node is.
-        """
+        """Return dense values at these ends, averaged over the tokens that are merged in the student at this node."""
         fewer = self.student.fewer
         if fewer is None or node.name not in fewer.sources_at:
             return dense
@@ -262,14 +263,14 @@ class Segment:
         return dense | {end: mean_of_sources(dense[end], sources_BM, count) for end in ends}
 
     def read_of(self, node: fx.Node, read_P: Tensor | None) -> Tensor | None:
-        """Places that outputs read of what a node gives where tokens are merged: all where any of those may be."""
+        """Return the places of a node's output that outputs read, in the program with merged tokens."""
         fewer = self.student.fewer
         if fewer is None or node.name not in fewer.merge_at:
             return read_P
         return fewer.read_of(fewer.stands[node.name], read_P)
 
     def advance_(self, pieces: Sequence[Piece], *, with_dense: bool) -> None:
-        """To the cut behind it; as long as the student has not changed both are one."""
+        """Move the pieces to the cut behind the segment; before the student changes both streams are one."""
         if self.after is None:
             return
         nodes = self.up_to([self.after])
@@ -289,7 +290,7 @@ class Segment:
 
 
 def segments_of(dense: Tracing, student: Student) -> Iterator[Segment]:
-    """From the inputs to the outputs, cut by cut."""
+    """Yield the segments from the inputs to the outputs, cut by cut."""
     beside = side_inputs(dense.program)
     for before, after in pairwise([None, *(cut.node for cut in find_cuts(dense.analysis, beside_outputs=True)), None]):
         yield Segment(dense=dense, student=student, before=before, after=after, beside=beside)

@@ -1,4 +1,4 @@
-"""Sums over a stream: its energy, whether it is finite, and what it is where tokens are merged.
+"""Sums over a stream: its energy, a check for NaN and Inf, and its means where tokens are merged.
 
 Legend: B images of a piece, N tokens, M source tokens where some are merged, C channels of the stream.
 """
@@ -18,7 +18,7 @@ def refuse_nonfinite(site: str, sums: Tensor) -> None:
 
 
 class StreamEnergy:
-    """Variance of a stream over some tokens of every image, summed over the channels."""
+    """The variance of a stream over some tokens of every image, summed over the channels."""
 
     def __init__(self) -> None:
         self._count, self._sums, self._squares = 0.0, list[Tensor](), list[Tensor]()
@@ -36,6 +36,6 @@ class StreamEnergy:
 
 
 def mean_of_sources(x_BMC: Tensor, sources_BM: Tensor, count: int) -> Tensor:
-    """For each of `count` tokens the mean of those of x whose source it is; sources below 0 are of none."""
+    """Return for each of `count` tokens the mean of the tokens of x whose source it is; sources below 0 are of none."""
     is_in_BMN = (sources_BM.unsqueeze(-1) == torch.arange(count, device=x_BMC.device)).to(x_BMC.dtype)
     return (is_in_BMN.transpose(1, 2) @ x_BMC) / is_in_BMN.sum(dim=1).unsqueeze(-1)

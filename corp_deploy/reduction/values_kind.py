@@ -1,6 +1,6 @@
-"""Values of traced models: the algebra of heads on the rows that make them and the layer that reads what heads give.
+"""The kind of values of traced models: the algebra of heads on the rows and the layer around them.
 
-Legend: H heads, V dimensions of a head, R kept, C = H V, O outputs of that layer.
+Legend: H heads, V dimensions of a head, R kept, C = H V, O outputs of the layer that reads them.
 """
 
 from dataclasses import dataclass, replace
@@ -31,8 +31,9 @@ from .report import SiteReport
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Heads:
-    """Heads of a site: their groups, the rows that make them, and what the layer behind them is given, on held-out
-    inputs and halves of the inputs too.
+    """Heads of a site: their groups, the rows that produce them, and moments of the input of the layer that reads them.
+
+    The moments are of the fit, of held-out inputs and of halves of the inputs.
     """
 
     groups_HV: Tensor
@@ -44,11 +45,11 @@ class _Heads:
 
     @property
     def taps(self) -> int:
-        """Columns of a group."""
+        """The number of columns of a group."""
         return self.own.weight_OC.shape[1] // self.groups_HV.numel()
 
     def fewer(self, kept_M: Tensor, recovery: ChannelRecovery) -> "_Heads":
-        """These heads alone, with the layer that reads them recovered."""
+        """Return these heads alone, with the recovered layer that reads them."""
         number_HX = torch.arange(self.own.weight_OC.shape[1], device=kept_M.device).view(len(self.groups_HV), -1)
         kept_K, splits = number_HX[kept_M].flatten(), self.splits
         return replace(
@@ -61,11 +62,11 @@ class _Heads:
         )
 
     def kept_K(self, each: int) -> Tensor:
-        """The first groups of every head."""
+        """Return the first groups of every head."""
         return self.groups_HV[:, :each].flatten().sort().values.to(self.own.weight_OC.device)
 
     def chosen(self, method: Method, each: int) -> Tensor:
-        """As many groups of every head by backward elimination."""
+        """Return equally many groups of every head, by backward elimination."""
         heads, dense = self.groups_HV.shape
         part_C = torch.arange(heads, device=self.own.weight_OC.device).repeat_interleave(dense)
         order = eliminate_blocks(
@@ -77,7 +78,7 @@ class _Heads:
     def reduced(
         self, recovery: ChannelRecovery, reports: list[SiteReport], mapped: tuple[Mapped, ...] = ()
     ) -> TracedReduced:
-        """With the layer behind them as recovered on the first groups of every head, head by head."""
+        """Return the reduced site; the layer behind it is recovered on the first groups of each head, head by head."""
         each = recovery.weight_OK.shape[1] // (len(self.groups_HV) * self.taps)
         order_K = columns(self.groups_HV[:, :each].flatten().argsort(), self.taps).to(recovery.weight_OK.device)
         change = Change(read=self.read, recovery=replace(recovery, weight_OK=recovery.weight_OK[:, order_K]))
@@ -85,7 +86,7 @@ class _Heads:
 
 
 class TracedValuesKind(TracedKind[TracedValues]):
-    """See Kind; where dimensions can't be mixed, some are chosen."""
+    """Values, as a Kind; where dimensions can't be mixed, some are chosen."""
 
     def __init__(self) -> None:
         super().__init__("values")
@@ -94,7 +95,7 @@ class TracedValuesKind(TracedKind[TracedValues]):
         return method.heads_sparsity or method.attention_sparsity
 
     def refusal(self, site: TracedValues, method: Method) -> str:
-        """Where queries and keys are no site, who asks to narrow them is told of it here."""
+        """Refuse to narrow values; where queries and keys are no site, their reason is given here."""
         if reason := self._keeps_heads(site, method):
             return reason
         is_narrowed = method.geometry == "square" or method.heads_sparsity or site.beside
@@ -104,7 +105,7 @@ class TracedValuesKind(TracedKind[TracedValues]):
         return f"queries and keys stay{why}; --heads square reduces its values"
 
     def _keeps_heads(self, site: TracedValues, method: Method) -> str:
-        """Why no head goes whole where some are to, or nothing."""
+        """Return why no head can be removed though some should be, or an empty text."""
         if not method.heads_sparsity or site.groups.part_G is None:
             return ""
         if sum(len(each.portions) for each in site.readings) > 1:
@@ -117,12 +118,12 @@ class TracedValuesKind(TracedKind[TracedValues]):
         return f"{site.name} kept as it is: {reason}" if reason else None
 
     def heads_left(self, site: TracedValues, method: Method) -> int:
-        """How many stay whole, before dimensions of them go."""
+        """Return how many heads stay, before dimensions of them are removed."""
         heads = len(site.groups_HV)
         return heads if self._keeps_heads(site, method) else method.heads_left(heads)
 
     def uniform(self, site: TracedValues, method: Method) -> int | None:
-        """Of all heads that are left; of square heads as wide as the queries, where those can be narrowed."""
+        """Return the width of all heads left; square heads are as wide as the queries, if those can be narrowed."""
         heads, dense = site.groups_HV.shape
         left = self.heads_left(site, method)
         if method.geometry != "square" or not method.reduces_attention:
@@ -130,7 +131,7 @@ class TracedValuesKind(TracedKind[TracedValues]):
         return left * _square(site, aligned_width(_head(site), method.attention_kept, method.align_head)) // heads
 
     def widths(self, site: TracedValues, method: Method) -> tuple[int, ...]:
-        """As many as queries have, where heads are square."""
+        """Return the queries' widths if heads are square, else every aligned one."""
         if method.geometry != "square":
             return super().widths(site, method)
         return tuple(_square(site, size) for size in aligned_widths(_head(site), method.align_head))
@@ -201,18 +202,18 @@ class TracedValuesKind(TracedKind[TracedValues]):
 
 
 def _head(site: TracedValues) -> int:
-    """What is as wide as a head's values are to be, where heads are square."""
+    """Return the width that square heads follow: the queries', or the values' own."""
     return site.queries or site.groups_HV.shape[1]
 
 
 def _square(site: TracedValues, size: int) -> int:
-    """All of them, beside queries of this size; whole where those are."""
+    """Return the width of all heads beside queries of this size; whole where the queries are."""
     heads, dense = site.groups_HV.shape
     return heads * (dense if size == _head(site) else min(size, dense))
 
 
 def beside_heads(site: Site, kept_M: Tensor) -> dict[str, Index]:
-    """The groups of other sites that are of these heads."""
+    """Return the groups of other sites that belong to these heads."""
     assert isinstance(site, TracedValues), site.name
     others = site.with_heads()
     assert not isinstance(others, str), (site.name, others)
@@ -231,7 +232,7 @@ def _head_stats(site: TracedValues, reads: Reads) -> HeadOutputs:
 
 
 def _mixed(site: TracedValues, heads: _Heads, method: Method, each: int) -> TracedReduced:
-    """So many dimensions of each of these heads."""
+    """Mix the values to `each` dimensions per head."""
     own, (count, dense) = heads.own, heads.groups_HV.shape
     recovery, ridge = recover_values(own, method, count, each, heads.splits)
     elsewhere = None if heads.held_out is None else heads.held_out.judged(recovery.as_dense_OC, recovery.bias_O)
@@ -239,7 +240,7 @@ def _mixed(site: TracedValues, heads: _Heads, method: Method, each: int) -> Trac
     report = site_report(site.name, "v", widths, recovery, energy=own.energy, held_out=elsewhere, ridge=ridge)
     if each == dense:
         return TracedReduced(reports=[report], kept_K=heads.kept_K(each))
-    if method.rotates:  # the same outputs, by channels of more even ranges
+    if method.rotates:  # the same outputs, from channels with more even ranges
         weight_OK, v_map_HRV = rotated_back(recovery.weight_OK, count), rotated_maps(recovery.v_map_HRV)
         recovery = replace(recovery, weight_OK=weight_OK, v_map_HRV=v_map_HRV)
     of_both = {"rows_HD": heads.rows_HV.to(recovery.v_map_HRV.device), "map_HRD": recovery.v_map_HRV}
