@@ -56,7 +56,7 @@ def vit() -> onnx.ModelProto:
 
 
 @pytest.mark.slow("graph")
-def test_a_vit_is_bfloat16_but_for_its_ports_norms_and_softmax(vit: onnx.ModelProto) -> None:
+def test_vit_is_bfloat16_except_ports_norms_and_softmax(vit: onnx.ModelProto) -> None:
     assert vit.opset_import[0].version == 22
     assert weight_shares(vit) == {"bfloat16": 1.0}
     assert check_onnx(vit, precision="bf16") == []
@@ -66,20 +66,20 @@ def test_a_vit_is_bfloat16_but_for_its_ports_norms_and_softmax(vit: onnx.ModelPr
 
 
 @pytest.mark.slow("graph")
-def test_an_operator_set_in_which_conv_is_none_of_bfloat16_is_refused_by_its_name() -> None:
+def test_opset_without_bfloat16_conv_is_refused_by_name() -> None:
     rejects(r"Conv takes no bfloat16 before opset 22 \(first at patch/Conv\)", export, Vit(depth=1), "bf16", opset=20)
     assert export(Vit(depth=1), "bf16", opset=23).opset_import[0].version == 23
 
 
 @pytest.mark.slow("graph")
-def test_without_a_convolution_the_first_operator_set_does() -> None:
+def test_lowest_opset_suffices_without_a_convolution() -> None:
     proto = export(Words().eval(), "bf16", Port(name="tokens", shape=(7,), dtype="int64"))
     assert (proto.opset_import[0].version, weight_shares(proto)) == (20, {"bfloat16": 1.0})
 
 
 @pytest.mark.slow("graph")
 @pytest.mark.parametrize("norm", [lambda dim: nn.GroupNorm(4, dim), lambda dim: nn.InstanceNorm2d(dim, affine=True)])
-def test_a_convolutional_network_is_typed_throughout(norm: Callable[[int], nn.Module]) -> None:
+def test_convolutional_network_is_bfloat16_throughout(norm: Callable[[int], nn.Module]) -> None:
     model = Convolutions(norm).eval()
     with torch.no_grad():
         model.bn.weight.uniform_(0.5, 2.0)
@@ -91,7 +91,7 @@ def test_a_convolutional_network_is_typed_throughout(norm: Callable[[int], nn.Mo
 
 
 @pytest.mark.slow("graph")
-def test_mixed_keeps_what_it_is_told_and_bfloat16_holds_what_float16_does_not() -> None:
+def test_mixed_keeps_chosen_modules_and_bfloat16_does_not_overflow() -> None:
     model = Vit(depth=2)
     with torch.no_grad():
         model.get_parameter("blocks.0.mlp.fc1.weight")[0, 0] = 1e6
@@ -106,14 +106,14 @@ def test_mixed_keeps_what_it_is_told_and_bfloat16_holds_what_float16_does_not() 
     ]
 
 
-def test_a_graph_called_otherwise_than_it_is_typed_will_not_do(vit: onnx.ModelProto) -> None:
+def test_graph_typed_unlike_its_name_is_refused(vit: onnx.ModelProto) -> None:
     assert check_onnx(vit, precision="fp16") == [
         "called fp16 but none of its 6 weight matrices is float16; call it bf16"
     ]
     assert "weight matrices are bfloat16" in check_onnx(vit, precision="fp32")[0]
 
 
-def test_an_operator_that_never_takes_bfloat16_is_named() -> None:
+def test_operator_without_bfloat16_is_named() -> None:
     proto = graph_of(
         """(float[batch,4] images) => (float[batch,4] logits) {
             x = Cast<to=16>(images)
@@ -128,7 +128,7 @@ def test_an_operator_that_never_takes_bfloat16_is_named() -> None:
     assert unsupported_nodes(wide) == []
 
 
-def test_words_follow_the_types_of_the_matrices() -> None:
+def test_precision_names_follow_the_types_of_the_matrices() -> None:
     for shares, word in (({}, "fp32"), ({"float32": 1.0}, "fp32"), ({"float16": 1.0}, "fp16"),
                          ({"bfloat16": 1.0}, "bf16"), ({"bfloat16": 0.5, "float32": 0.5}, "mixed-bf16"),
                          ({"float16": 0.5, "float32": 0.5}, "mixed")):  # fmt: skip
@@ -138,14 +138,14 @@ def test_words_follow_the_types_of_the_matrices() -> None:
 
 
 @pytest.mark.parametrize("float_type", [FLOAT32, FLOAT16, BFLOAT16])
-def test_the_types_are_what_torch_says_of_them(float_type: FloatType) -> None:
+def test_operator_types_equal_those_of_torch(float_type: FloatType) -> None:
     told = torch.finfo(getattr(torch, float_type.name))
     assert (float_type.unit_roundoff, float_type.largest) == (told.eps / 2, told.max)
     assert float_type.onnx == getattr(TensorProto, float_type.name.upper().removesuffix("32"))
 
 
 @pytest.mark.slow("graph")
-def test_its_weights_are_torchs_own_bfloat16(vit: onnx.ModelProto) -> None:
+def test_weights_equal_torchs_bfloat16(vit: onnx.ModelProto) -> None:
     stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in vit.graph.initializer}
     rounded = Vit(depth=1).patch.weight.detach().bfloat16()
     assert np.array_equal(stored["patch.weight"].view(np.int16), rounded.view(torch.int16).numpy())

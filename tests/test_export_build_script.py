@@ -51,7 +51,7 @@ def script_of(word: str, **changes: Any) -> str:
     return build_script(**arguments | changes)
 
 
-def test_a_shell_parses_it(tmp_path: Path) -> None:
+def test_shell_parses_the_build_script(tmp_path: Path) -> None:
     for word in HOSTILE:
         for changes in ({"cc_filenames": {}, "pending": False}, {"profiles": ()}):
             (tmp_path / "script").write_text(script_of(word, **changes), encoding="utf-8")
@@ -60,7 +60,7 @@ def test_a_shell_parses_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("word", HOSTILE)
-def test_every_word_arrives_as_it_was(word: str, tmp_path: Path) -> None:
+def test_every_argument_arrives_unchanged(word: str, tmp_path: Path) -> None:
     folder = tmp_path / "models" / "graph" / "3"
     folder.mkdir(parents=True)
     (folder / "model.onnx").write_bytes(GRAPH)
@@ -82,7 +82,7 @@ def test_every_word_arrives_as_it_was(word: str, tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("stolen"))
 
 
-def test_a_plain_name_needs_no_quotes() -> None:
+def test_plain_names_are_not_quoted() -> None:
     """Whoever reads the script sees the commands as they would write them."""
     text = script_of("", profiles=(BatchProfile(smallest=1, tuned=4, largest=8),))
     assert "'" not in text.replace("server's", "").replace("'%s  %s\\n'", "")
@@ -91,7 +91,7 @@ def test_a_plain_name_needs_no_quotes() -> None:
     assert "\n    12.0) plan=p.plan ;;\n" in text
 
 
-def test_a_word_that_the_template_is_not_given_is_an_error() -> None:
+def test_missing_template_variable_is_an_error() -> None:
     template = _environment().from_string("{{ absent | sh }}")
     with pytest.raises(UndefinedError, match="absent"):
         template.render()

@@ -48,7 +48,7 @@ def attention_graph(qk: int, v: int, dtype: int) -> ModelProto:
     return graph_of(text, opset=23, ir=11, **ends, **{name: np.array(value) for name, value in small.items()})
 
 
-def test_a_good_graph_has_no_reason(fp32: ModelProto, fp16: ModelProto) -> None:
+def test_valid_graph_has_no_fault(fp32: ModelProto, fp16: ModelProto) -> None:
     for backend in ("tensorrt", "tensorrt-rtx", "onnxruntime"):
         assert check_onnx(fp32, precision="fp32", backend=backend) == []
         assert check_onnx(fp16, precision="fp16", backend=backend) == []
@@ -101,7 +101,7 @@ def test_each_fault_is_named(fp32: ModelProto, change: Callable[[ModelProto], ob
     assert [bool(re.search(says, reason)) for reason in reasons] == [True], reasons
 
 
-def test_wrong_precision_is_named_both_ways(fp32: ModelProto, fp16: ModelProto) -> None:
+def test_wrong_precision_names_both_types(fp32: ModelProto, fp16: ModelProto) -> None:
     assert "called fp16 but none" in check_onnx(fp32, precision="fp16")[0]
     assert "called mixed but none" in check_onnx(fp32, precision="mixed")[0]
     assert "called fp32 but 6 of 6" in check_onnx(fp16, precision="fp32")[0]
@@ -130,9 +130,7 @@ def test_wrong_precision_is_named_both_ways(fp32: ModelProto, fp16: ModelProto) 
         (32, 32, TensorProto.FLOAT, "no kernel computes the Attention operator in float32"),
     ],
 )
-def test_attention_operator_is_refused_where_tensorrt_can_not_take_it(
-    qk: int, v: int, dtype: int, says: str | None
-) -> None:
+def test_attention_operator_tensorrt_cannot_parse_is_refused(qk: int, v: int, dtype: int, says: str | None) -> None:
     proto = attention_graph(qk, v, dtype)
     onnx.checker.check_model(proto)
     reasons = check_onnx(proto, backend="tensorrt-rtx")
@@ -140,7 +138,7 @@ def test_attention_operator_is_refused_where_tensorrt_can_not_take_it(
     assert check_onnx(proto, backend="onnxruntime") == []
 
 
-def test_files_that_are_no_model_are_refused(fp32: ModelProto, tmp_path: Path) -> None:
+def test_files_that_are_not_models_are_refused(fp32: ModelProto, tmp_path: Path) -> None:
     whole = onnx_bytes(fp32)
     for name, content in (("cut", whole[: len(whole) // 2]), ("empty", b""), ("text", b"not one\n"), ("zip", b"PK")):
         (tmp_path / f"{name}.onnx").write_bytes(content)
@@ -156,7 +154,7 @@ def test_weights_are_counted_by_element(fp16: ModelProto) -> None:
     assert sum(math.prod(tensor.dims) for *_, tensor in read_matrices(fp16)) == by_hand
 
 
-def test_two_of_four_is_counted_along_the_summed_axis(fp32: ModelProto) -> None:
+def test_two_to_four_sparsity_is_counted_along_the_input_axis(fp32: ModelProto) -> None:
     linear = [node.name for node, *_ in read_matrices(fp32) if node.name.endswith("MatMul")]
     classifier = {"head/Gemm": False}  # sums over channels too; the patch embedding over three colours has no groups
     assert sparse_matrices(fp32) == dict.fromkeys(linear, False) | classifier

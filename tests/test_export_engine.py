@@ -91,7 +91,7 @@ def graphs(tmp_path_factory: pytest.TempPathFactory) -> Graphs:
 
 @pytest.mark.slow("graph", "engine")
 @pytest.mark.parametrize(("kind", "fused"), [("dense", 3), ("square", 3), ("padded", 3), ("ragged", 0)])
-def test_equal_and_padded_heads_stay_fused_ragged_ones_do_not(graphs: Graphs, kind: str, fused: int) -> None:
+def test_equal_and_padded_heads_stay_fused_and_ragged_ones_do_not(graphs: Graphs, kind: str, fused: int) -> None:
     record = graphs.engine(kind).record
     assert (record.attention_sites, record.fused_attention_sites) == (SMALL_SITES, SMALL_SITES[:fused])
     assert (record.precision, record.half_weight_share, record.half_kernel_share) == ("fp16", 1.0, 1.0)
@@ -100,14 +100,14 @@ def test_equal_and_padded_heads_stay_fused_ragged_ones_do_not(graphs: Graphs, ki
 
 
 @pytest.mark.slow("engine")
-def test_two_builds_of_one_graph_give_the_same_plan(graphs: Graphs) -> None:
+def test_repeated_builds_give_equal_plans(graphs: Graphs) -> None:
     again = build(graphs.path("padded"))
     assert again.plan == graphs.engine("padded").plan
     assert again.record.plan_sha256 == sha256_of(again.plan)
 
 
 @pytest.mark.slow("graph", "engine")
-def test_mixed_loses_the_fused_kernel_only_where_attention_is_kept(graphs: Graphs) -> None:
+def test_mixed_loses_the_fused_kernel_only_in_kept_attention(graphs: Graphs) -> None:
     mlp = graphs.engine("tiny", "mixed", "blocks.1.mlp").record
     attention = graphs.engine("tiny", "mixed", "blocks.1.attn").record
     assert mlp.fused_attention_sites == ("blocks.0.attn", "blocks.1.attn")
@@ -118,7 +118,7 @@ def test_mixed_loses_the_fused_kernel_only_where_attention_is_kept(graphs: Graph
 
 
 @pytest.mark.slow("graph", "engine")
-def test_static_batch_needs_no_profile_and_refuses_another(graphs: Graphs) -> None:
+def test_static_batch_needs_no_profile_and_refuses_other_batches(graphs: Graphs) -> None:
     path = graphs.path("tiny", "fp16", "", 4)
     record = build(path, profiles=()).record
     assert (record.fused_attention, record.profiles, record.inputs[0].shape) == (2, (), (4, 3, 32, 32))
@@ -137,7 +137,7 @@ def test_every_target_builds(graphs: Graphs, sms: tuple[str, ...]) -> None:
     assert record.options["workspace_bytes"] == 1 << 30
 
 
-def test_the_record_says_what_was_built_and_reads_back(graphs: Graphs, tmp_path: Path) -> None:
+def test_engine_record_describes_the_build_and_round_trips(graphs: Graphs, tmp_path: Path) -> None:
     path = graphs.path("tiny")
     engine = build(path, command="build tiny.onnx")
     write_engine(engine, tmp_path / "tiny.plan")
@@ -158,7 +158,7 @@ def test_the_record_says_what_was_built_and_reads_back(graphs: Graphs, tmp_path:
 
 
 @pytest.mark.slow("engine")
-def test_audit_names_the_blocks_that_lost_their_kernel(graphs: Graphs) -> None:
+def test_audit_names_blocks_that_lost_their_kernel(graphs: Graphs) -> None:
     dense = graphs.path("dense")
     (failed,) = audit_fusion(dense, graphs.path("ragged"), batch=BATCHES[0])
     assert (failed.lost, failed.passed) == (SMALL_SITES, False)
@@ -186,7 +186,7 @@ class SdpaAttention(Attention):
 
 @pytest.mark.slow("graph", "engine")
 @pytest.mark.parametrize(("qk", "v"), [(32, 32), (16, 32)])
-def test_the_attention_operator_builds_with_equal_widths_only(qk: int, v: int, tmp_path: Path) -> None:
+def test_attention_operator_builds_only_with_equal_widths(qk: int, v: int, tmp_path: Path) -> None:
     model = Vit(depth=1)
     model.blocks[0].attn = SdpaAttention(64, 2, qk, v, padded=False)
     proto = export(model, "fp16", opset=23)
@@ -217,7 +217,7 @@ def test_builder_errors_name_the_site(graphs: Graphs) -> None:
     rejects(said, build, graphs.path("tiny", "fp32"), sms=("75",))
 
 
-def test_files_that_will_not_do_are_refused_before_the_builder(graphs: Graphs, tmp_path: Path) -> None:
+def test_invalid_files_are_refused_before_the_build(graphs: Graphs, tmp_path: Path) -> None:
     whole = graphs.path("tiny").read_bytes()
     (tmp_path / "cut.onnx").write_bytes(whole[: len(whole) // 2])
     (tmp_path / "foreign.onnx").write_bytes(b"not an ONNX file at all\n")
@@ -230,7 +230,7 @@ def test_files_that_will_not_do_are_refused_before_the_builder(graphs: Graphs, t
 
 
 @pytest.mark.slow("engine")
-def test_progress_is_told_and_ctrl_c_stops_the_builder(graphs: Graphs) -> None:
+def test_build_reports_progress_and_stops_on_ctrl_c(graphs: Graphs) -> None:
     steps: list[tuple[str, int, int]] = []
     choices = BuildOptions(backend="tensorrt-rtx", profiles=BATCHES, sms=("86",))
     build_engine(graphs.path("tiny"), choices, progress=lambda *step: steps.append(step))
@@ -274,17 +274,17 @@ def test_progress_is_told_and_ctrl_c_stops_the_builder(graphs: Graphs) -> None:
         ({"backend": "tvm"}, "'tvm' is unknown"),
     ],
 )
-def test_choices_that_mean_nothing_are_refused(options: dict[str, object], says: str) -> None:
+def test_meaningless_options_are_refused(options: dict[str, object], says: str) -> None:
     rejects(says, BuildOptions, **{"backend": "tensorrt-rtx", **options})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("text", ["", "1:2", "8:4:16", "0:1:2", "a:b:c", "1:8:64:2", "-1"])
-def test_odd_batches_are_refused(text: str) -> None:
+def test_invalid_batches_are_refused(text: str) -> None:
     rejects("batch", BatchProfile.from_text, text)
 
 
 @pytest.mark.slow("engine")
-def test_memory_is_told_without_a_gpu_profile_by_profile(graphs: Graphs) -> None:
+def test_memory_is_reported_per_profile_without_a_gpu(graphs: Graphs) -> None:
     """Weights in FP16 are two bytes each; a larger batch takes more, and a wider profile as much as its largest."""
     path = graphs.path("tiny")
     several = build(path, profiles=tuple(map(BatchProfile.from_text, ("1", "8", "64")))).record
@@ -301,7 +301,7 @@ def test_memory_is_told_without_a_gpu_profile_by_profile(graphs: Graphs) -> None
 
 
 @pytest.mark.slow("engine")
-def test_more_targets_have_a_price_and_portable_ones_none(graphs: Graphs, tmp_path: Path) -> None:
+def test_additional_targets_enlarge_the_plan_and_portable_ones_do_not(graphs: Graphs, tmp_path: Path) -> None:
     """SM75 has kernels of its own, which a plan for it carries; those from SM80 on share theirs."""
     path, asked = graphs.path("tiny"), {"backend": "tensorrt-rtx", "profiles": BATCHES}
     several = BuildOptions(**asked, sms=("75", "86"), compatibility="targets")  # type: ignore[arg-type]

@@ -68,14 +68,14 @@ def module_output(model: nn.Module, name: str, images: np.ndarray) -> np.ndarray
 
 @pytest.mark.slow("graph")
 @pytest.mark.parametrize("site", ["blocks.0", "blocks.1", "blocks.0.attn", "blocks.1.mlp", "blocks.0.mlp.fc1", "norm"])
-def test_a_break_is_what_the_module_gives(checkpoint: Checkpoint, tmp_path: Path, site: str) -> None:
+def test_fusion_break_outputs_equal_the_modules(checkpoint: Checkpoint, tmp_path: Path, site: str) -> None:
     export_checkpoint(checkpoint, tmp_path / "g.onnx", precision="fp32", breaks=[site])
     (given,) = session_of(tmp_path / "g.onnx").run([FUSION_BREAK + site], {"images": IMAGES})
     np.testing.assert_allclose(given, module_output(checkpoint.model, site, IMAGES), atol=1e-4)
     assert facts_of_onnx(tmp_path / "g.onnx").fusion_breaks == (site,)
 
 
-def test_the_graph_stays_what_it_was_to_everybody_else(graph: onnx.ModelProto, tmp_path: Path) -> None:
+def test_fusion_breaks_leave_the_graph_unchanged_for_other_readers(graph: onnx.ModelProto, tmp_path: Path) -> None:
     broken = with_fusion_breaks(graph, ["blocks.*.attn", "blocks.1.attn/Softmax"])
     assert check_onnx(broken) == []
     assert [port.name for port in ports_of_graph(broken)[1]] == ["logits"]
@@ -96,7 +96,7 @@ def test_the_graph_stays_what_it_was_to_everybody_else(graph: onnx.ModelProto, t
 
 
 @pytest.mark.slow("graph")
-def test_an_attention_is_broken_whose_shapes_the_graph_computes(checkpoint: Checkpoint) -> None:
+def test_attention_with_computed_shapes_can_be_broken(checkpoint: Checkpoint) -> None:
     """Of a reduced one keys are turned by shapes that are read of them."""
     exported = traced_model.exportable(at_widths(checkpoint.model, {"blocks.1.attn.qk": 16, "blocks.1.mlp": 64}))
     broken = with_fusion_breaks(export(exported, "fp16"), ["*.attn/Softmax"])
@@ -112,11 +112,11 @@ def test_an_attention_is_broken_whose_shapes_the_graph_computes(checkpoint: Chec
         ("blocks.0.attn/MatMul_9", r"or a node, such as blocks.0.attn/Softmax"),
     ],
 )
-def test_what_is_no_break_is_refused(graph: onnx.ModelProto, pattern: str, reason: str) -> None:
+def test_invalid_breaks_are_refused(graph: onnx.ModelProto, pattern: str, reason: str) -> None:
     rejects(reason, with_fusion_breaks, export(Vit()) if pattern == "head" else graph, [pattern])
 
 
-def test_a_server_is_told_of_them_for_plans_alone(graph: onnx.ModelProto, tmp_path: Path) -> None:
+def test_repository_declares_breaks_only_for_plans(graph: onnx.ModelProto, tmp_path: Path) -> None:
     onnx.save(with_fusion_breaks(graph, ["blocks.0.attn"]), tmp_path / "g.onnx")
     signature = signature_from_onnx(tmp_path / "g.onnx")
     texts = {
@@ -140,7 +140,7 @@ def record_of(graph: onnx.ModelProto, path: Path, target: str) -> EngineRecord:
 @pytest.mark.slow("engine")
 @needs_rtx
 @pytest.mark.parametrize("target", ["86", "89"])
-def test_a_real_builder_stops_fusing_there(graph: onnx.ModelProto, tmp_path: Path, target: str) -> None:
+def test_builder_does_not_fuse_across_a_break(graph: onnx.ModelProto, tmp_path: Path, target: str) -> None:
     plain = record_of(graph, tmp_path / "plain.onnx", target)
     inside = record_of(with_fusion_breaks(graph, ["blocks.0.attn/Softmax"]), tmp_path / "inside.onnx", target)
     behind = record_of(with_fusion_breaks(graph, ["blocks.0.attn"]), tmp_path / "behind.onnx", target)
@@ -153,7 +153,7 @@ def test_a_real_builder_stops_fusing_there(graph: onnx.ModelProto, tmp_path: Pat
     assert some(inside.memory.activations_bytes)[0] > some(plain.memory.activations_bytes)[0]
 
 
-def test_the_fewest_are_found_whatever_is_needed() -> None:
+def test_search_finds_the_fewest_breaks() -> None:
     sites = [f"s{index}" for index in range(7)]
     for needed in itertools.chain.from_iterable(itertools.combinations(sites, count) for count in range(4)):
         tried: list[int] = []
@@ -198,7 +198,7 @@ class WrongKernels:
         (WrongKernels((), beyond=("blocks.1.mlp",)), (), ("blocks.1.mlp",)),
     ],
 )
-def test_breaks_come_before_fp32(
+def test_breaks_are_tried_before_fp32(
     checkpoint: Checkpoint, engines: WrongKernels, breaks: tuple[str, ...], kept: tuple[str, ...]
 ) -> None:
     found = sites_to_keep(checkpoint, checkpoint, {"images": IMAGES}, engines=engines, opset=None)
@@ -208,13 +208,13 @@ def test_breaks_come_before_fp32(
 
 
 @pytest.mark.slow("engine")
-def test_an_engine_that_nothing_mends_is_refused(checkpoint: Checkpoint) -> None:
+def test_engine_that_no_break_repairs_is_refused(checkpoint: Checkpoint) -> None:
     engines = WrongKernels((), beyond=("patch_embed",))
     with pytest.raises(BadInput, match="no set of blocks in more bits, repairs this engine"):
         sites_to_keep(checkpoint, checkpoint, {"images": IMAGES}, engines=engines, opset=None)
 
 
-def test_breaks_are_offered_in_the_order_of_the_graph(graph: onnx.ModelProto) -> None:
+def test_candidates_follow_the_order_of_the_graph(graph: onnx.ModelProto) -> None:
     sites = find_break_places(graph)
     assert sites.index("blocks.0.attn/Softmax") < sites.index("blocks.0.attn") < sites.index("blocks.0.mlp")
     assert sites.index("blocks.0.mlp") < sites.index("blocks.1.attn/Softmax")
@@ -223,7 +223,7 @@ def test_breaks_are_offered_in_the_order_of_the_graph(graph: onnx.ModelProto) ->
 
 @pytest.mark.slow("graph")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here, which would build engines")
-def test_engines_are_judged_where_a_gpu_is(checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_engines_are_judged_on_a_machine_with_a_gpu(checkpoint: Checkpoint, tmp_path: Path) -> None:
     save(checkpoint, tmp_path / "m")
     np.save(tmp_path / "images.npy", IMAGES)
     words = ["--model", tmp_path / "m", "-o", tmp_path / "g.onnx", "--images", tmp_path / "images.npy", "--auto"]
@@ -235,7 +235,7 @@ def test_engines_are_judged_where_a_gpu_is(checkpoint: Checkpoint, tmp_path: Pat
 
 
 @pytest.mark.slow("graph")
-def test_by_command(checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_build_command_adds_breaks(checkpoint: Checkpoint, tmp_path: Path) -> None:
     save(checkpoint, tmp_path / "m")
     words = ["export", "--model", str(tmp_path / "m"), "-o", str(tmp_path / "g.onnx"), "--precision", "fp32,fp16"]
     result = invoked(*words, "--break-fusion", "blocks.0.attn, blocks.1", "--json")
@@ -314,11 +314,11 @@ def kernel(site: str, name: str = "_gemm_mha_v2_1", kind: str = "kgen", tactic: 
         ("blocks.0.multi_head_attention/MatMul_myl0_1", "gemm", "sm80_xmma", False),
     ],
 )
-def test_what_counts_as_fused_attention(name: str, kind: str, tactic: str, fused: bool) -> None:
+def test_kernel_names_that_count_as_fused_attention(name: str, kind: str, tactic: str, fused: bool) -> None:
     assert kernel("b", name, kind, tactic).is_fused_attention == fused
 
 
-def test_every_profile_has_to_be_fused() -> None:
+def test_every_profile_must_be_fused() -> None:
     kernels = (kernel("b.0"), kernel("b.0"), kernel("b.1"))
     assert fusion_fields(kernels, ("b.0", "b.1"), profiles=2)["fused_attention_sites"] == ("b.0",)
 
@@ -338,7 +338,7 @@ def audited(fused: list[str], sites: list[str]) -> EngineRecord:
         ([], [], ["b.0", "b.1"], ()),
     ],
 )
-def test_an_audit_fails_for_blocks_that_lost_what_they_had(
+def test_audit_fails_for_blocks_that_lost_their_kernel(
     dense: list[str], reduced: list[str], left: list[str], lost: tuple[str, ...]
 ) -> None:
     audit = Audit(target="86", dense=audited(dense, ["b.0", "b.1"]), reduced=audited(reduced, left))
@@ -346,5 +346,5 @@ def test_an_audit_fails_for_blocks_that_lost_what_they_had(
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"Layers": ["name"]}'])
-def test_an_inspector_answer_without_layers_is_refused(text: str) -> None:
+def test_inspector_output_without_layers_is_refused(text: str) -> None:
     rejects(r"inspector|names only", kernels_from_inspector, text)

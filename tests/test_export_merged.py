@@ -54,7 +54,7 @@ def graph_of(model: nn.Module, precision: str = "fp32") -> onnx.ModelProto:
 @pytest.mark.parametrize(
     ("way", "precision", "bound"), [*((way, "fp32", 1e-5) for way in WAYS), ("merged", "fp16", 5e-3)]
 )
-def test_a_graph_gives_torchs_outputs_at_any_batch(way: str, precision: str, bound: float) -> None:
+def test_merged_graph_equals_torch_at_any_batch(way: str, precision: str, bound: float) -> None:
     proto = graph(way, precision)
     assert not {node.op_type for node in proto.graph.node} & {"ScatterElements", "ScatterND", "NonZero", "If", "Loop"}
 
@@ -66,7 +66,7 @@ def test_a_graph_gives_torchs_outputs_at_any_batch(way: str, precision: str, bou
 
 
 @pytest.mark.slow("graph")
-def test_of_equal_tokens_graph_and_torch_take_the_same() -> None:
+def test_graph_and_torch_break_ties_of_equal_tokens_alike() -> None:
     """Images of one colour: all patches but their positions are alike, most similarities tie or nearly do."""
     model = traced_model.with_merging(checkpoint(pos_embed="none").model, Merging(schedule=(3, 4)))
     pixels = np.full((2, 3, 32, 32), 0.3, np.float32)
@@ -77,7 +77,7 @@ def test_of_equal_tokens_graph_and_torch_take_the_same() -> None:
 @pytest.mark.slow("graph", "engine")
 @needs_rtx
 @pytest.mark.parametrize("way", ["merged", "dropped"])
-def test_an_engine_keeps_every_fused_attention(tmp_path: Path, way: str) -> None:
+def test_merged_engine_keeps_every_fused_attention(tmp_path: Path, way: str) -> None:
     path = tmp_path / "merged.onnx"
     save_onnx(graph(way, "fp16"), path)
     record = built(path, "1:8:16")
@@ -86,7 +86,7 @@ def test_an_engine_keeps_every_fused_attention(tmp_path: Path, way: str) -> None
 
 @pytest.mark.skipif(lack() is not None, reason=str(lack()))
 @pytest.mark.slow("graph", "server")
-def test_merged_and_dropped_tokens_are_served_as_torch_answers(tmp_path: Path) -> None:
+def test_served_merged_and_dropped_tokens_equal_torch(tmp_path: Path) -> None:
     """By their graphs alone, packaged, loaded and asked over HTTP."""
     repository, ways = tmp_path / "models", ("merged", "dropped")
     for way in ways:

@@ -25,7 +25,7 @@ def parameters(config: Message) -> dict[str, str]:
     return {each.text("key"): each.inner("value").text("string_value") for each in config.messages("parameters")}
 
 
-def test_the_config_is_one_that_the_backend_reads(tmp_path: Path) -> None:
+def test_openvino_backend_reads_the_config(tmp_path: Path) -> None:
     repository, warnings = packaged(tmp_path, cpu_threads=3, instances=2)
     config = config_of(repository / "vit_cpu")
     assert (config.text("backend"), config.text("platform")) == ("openvino", "")
@@ -43,7 +43,7 @@ def test_the_config_is_one_that_the_backend_reads(tmp_path: Path) -> None:
     assert lint_repository(repository) == ()
 
 
-def test_bf16_is_asked_for_by_its_key(tmp_path: Path) -> None:
+def test_config_requests_bf16_by_its_key(tmp_path: Path) -> None:
     repository, warnings = packaged(tmp_path, cpu_bf16=True)
     assert parameters(config_of(repository / "vit_cpu"))["HINT_BF16"] == "YES"
     assert warnings == ()
@@ -51,7 +51,7 @@ def test_bf16_is_asked_for_by_its_key(tmp_path: Path) -> None:
     rejects("BF16 on the CPU needs the CPU backend openvino, got python", Serving, cpu_bf16=True)
 
 
-def test_a_fixed_batch_is_served_as_it_is(tmp_path: Path) -> None:
+def test_fixed_batch_is_served_without_batching(tmp_path: Path) -> None:
     repository, warnings = packaged(tmp_path, batch=2)
     assert config_of(repository / "vit_cpu").messages("input")[0].numbers("dims") == (2, 3, 4, 4)
     assert "takes batches of 2 only" in warnings[0]
@@ -70,7 +70,7 @@ def test_a_fixed_batch_is_served_as_it_is(tmp_path: Path) -> None:
         ("[-1, 3, 4, 4]", "[-1, 3, 4, 5]", "error", "has dims [-1, 3, 4, 4]"),
     ],
 )
-def test_lint_knows_what_the_backend_refuses_or_ignores(
+def test_lint_reports_what_the_backend_refuses_or_ignores(
     tmp_path: Path, old: str, new: str, severity: str, said: str
 ) -> None:
     repository, _ = packaged(tmp_path, instances=2)
@@ -86,7 +86,7 @@ def test_lint_knows_what_the_backend_refuses_or_ignores(
         ("NO", "error", "requests of fewer than 8 fail"),
     ],
 )
-def test_lint_knows_that_the_backend_fixes_the_batch(tmp_path: Path, padding: str, severity: str, said: str) -> None:
+def test_lint_reports_that_the_backend_fixes_the_batch(tmp_path: Path, padding: str, severity: str, said: str) -> None:
     repository, _ = packaged(tmp_path)
     path = repository / "vit_cpu/config.pbtxt"
     text = path.read_text().replace("max_batch_size: 0", "max_batch_size: 8").replace("[-1, ", "[").replace("[1, ", "[")
@@ -98,7 +98,7 @@ def test_lint_knows_that_the_backend_fixes_the_batch(tmp_path: Path, padding: st
     assert [each.severity for each in found] == [severity]
 
 
-def test_weights_of_an_intermediate_representation_have_to_stand_beside_it(tmp_path: Path) -> None:
+def test_openvino_ir_needs_its_weights_beside_it(tmp_path: Path) -> None:
     repository, _ = packaged(tmp_path)
     replaced(repository / "vit_cpu/config.pbtxt", "model.onnx", "model.xml")
     (repository / "vit_cpu/1/model.xml").write_text("<net/>")

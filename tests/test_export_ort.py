@@ -24,7 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_artefact_gives_the_graphs_logits_and_is_smaller_in_nodes(folder: Path, tmp_path: Path) -> None:
+def test_optimised_graph_gives_equal_logits_with_fewer_nodes(folder: Path, tmp_path: Path) -> None:
     source = folder / "fp32.onnx"
     engine = build_ort_artifact(source, command="build fp32.onnx")
     write_engine(engine, tmp_path / "model.ort.onnx")
@@ -40,7 +40,7 @@ def test_the_artefact_gives_the_graphs_logits_and_is_smaller_in_nodes(folder: Pa
     assert (record.attention_sites, record.fused_attention) == (("blocks.0.attn",), 0)
 
 
-def test_half_graphs_for_the_cpu_are_refused_and_cuda_is_missing(folder: Path) -> None:
+def test_fp16_graphs_for_the_cpu_are_refused_and_cuda_is_missing(folder: Path) -> None:
     rejects("CPU kernels compute in float32 and this graph is fp16", build_ort_artifact, folder / "fp16.onnx")
     rejects("'tpu' is unknown", build_ort_artifact, folder / "fp32.onnx", device="tpu")
     if "CUDAExecutionProvider" not in ort.get_available_providers():

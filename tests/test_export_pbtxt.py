@@ -110,7 +110,7 @@ def configs(folder: Path) -> list[str]:
     return [path.read_text(encoding="utf-8") for path in sorted((folder / "repo").rglob("*.pbtxt"))]
 
 
-def test_written_configs_are_what_protobuf_reads(tmp_path: Path) -> None:
+def test_protobuf_reads_written_configs(tmp_path: Path) -> None:
     texts = configs(tmp_path)
     assert len(texts) > 10
     for text in texts:
@@ -118,7 +118,7 @@ def test_written_configs_are_what_protobuf_reads(tmp_path: Path) -> None:
         assert list(misused_fields(parse(text))) == []
 
 
-def test_protobufs_own_writing_of_a_config_is_read_back(tmp_path: Path) -> None:
+def test_configs_written_by_protobuf_are_read(tmp_path: Path) -> None:
     """With its octal escapes, its colons, and each value of a list on a line of its own."""
     for text in configs(tmp_path):
         message = text_format.Parse(text, CONFIG())
@@ -157,20 +157,20 @@ kind: TYPE_FP32 inner: { deep < number: [] > } inner [{ number: 1 }, < text: '"'
 """
 
 
-def test_every_spelling_is_what_protobuf_reads() -> None:
+def test_every_spelling_is_read_as_protobuf_reads_it() -> None:
     assert values_of_ours(parse(SPELT)) == theirs(SPELT)
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(TEXTS)
-def test_texts_made_up_are_what_protobuf_reads(text: str) -> None:
+def test_generated_texts_are_read_as_protobuf_reads_them(text: str) -> None:
     assert values_of_ours(parse(text)) == theirs(text)
 
 
 @pytest.mark.slow("models")
 @settings(max_examples=400, deadline=None, derandomize=True)
 @given(TEXTS | st.just(SPELT), st.data())
-def test_what_protobuf_reads_of_a_damaged_text_is_read_alike(text: str, data: st.DataObject) -> None:
+def test_damaged_texts_are_read_as_protobuf_reads_them(text: str, data: st.DataObject) -> None:
     """A character is dropped, doubled or replaced."""
     assume(text)
     place = data.draw(st.integers(0, len(text) - 1))
@@ -191,7 +191,7 @@ def test_what_protobuf_reads_of_a_damaged_text_is_read_alike(text: str, data: st
 
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(VALUES["text"], st.lists(VALUES["number"], min_size=1, max_size=4), VALUES["flag"], VALUES["kind"])
-def test_what_is_written_is_what_protobuf_reads(text: str, numbers: list[int], flag: bool, word: str) -> None:
+def test_protobuf_reads_written_values(text: str, numbers: list[int], flag: bool, word: str) -> None:
     fields: dict[str, Plain] = {
         "text": [text, text[::-1]],
         "number": numbers,
@@ -214,7 +214,7 @@ REFUSED = (
 
 
 @pytest.mark.parametrize("text", REFUSED)
-def test_both_refuse_what_is_no_text_form(text: str) -> None:
+def test_invalid_texts_are_refused_by_both_readers(text: str) -> None:
     with pytest.raises(text_format.ParseError):
         theirs(text)
     with pytest.raises(ParseError):
@@ -222,13 +222,13 @@ def test_both_refuse_what_is_no_text_form(text: str) -> None:
 
 
 @pytest.mark.parametrize("escape", ["\\q", "\\777", "\\x", "\\u12"])
-def test_an_escape_that_nobody_knows_is_refused_as_the_server_does(escape: str) -> None:
+def test_unknown_escapes_are_refused_as_by_the_server(escape: str) -> None:
     """Python's protobuf keeps some of them as they stand; that of the server, in C++, refuses."""
     with pytest.raises(ParseError, match="escape"):
         parse(f'a: "{escape}"')
 
 
-def test_a_truth_may_be_a_number_and_a_number_no_truth() -> None:
+def test_bool_fields_accept_0_and_1_and_int_fields_refuse_true() -> None:
     config = "response_cache { enable: 1 } input { optional: True }"
     assert list(misused_fields(parse(config))) == []
     assert [line for line, _ in misused_fields(parse("response_cache { enable: 2 }"))] == [1]

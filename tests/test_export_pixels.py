@@ -77,7 +77,7 @@ def read_first(proto: onnx.ModelProto) -> list[str]:
 
 @pytest.mark.slow("graph")
 @pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-5), ("fp16", 1.05), ("bf16", 1.05)])
-def test_photographs_as_pixels_give_what_normalised_ones_give(tmp_path: Path, precision: str, bound: float) -> None:
+def test_pixel_inputs_equal_normalised_inputs(tmp_path: Path, precision: str, bound: float) -> None:
     """In float32 to 1e-5; in sixteen bits as far from float32 as the graph of normalised images is."""
     checkpoint = tiny.checkpoint(depth=1)
     pixels = photographs()
@@ -98,7 +98,7 @@ def test_photographs_as_pixels_give_what_normalised_ones_give(tmp_path: Path, pr
     assert ("Sub" in kinds) == (precision != "fp32")
 
 
-def test_the_first_convolution_is_folded_by_the_formula() -> None:
+def test_normalisation_is_folded_into_the_first_convolution() -> None:
     model = tiny.checkpoint(depth=1).model
     spec = image_spec(model)
     made, _ = accept_pixels(model, spec.shape, spec.normalisation)
@@ -115,7 +115,7 @@ def test_the_first_convolution_is_folded_by_the_formula() -> None:
 
 
 @pytest.mark.parametrize("pre_norm", [False, True])  # of which the convolution has no bias
-def test_a_reduced_model_is_folded_in_its_program(pre_norm: bool) -> None:
+def test_reduced_model_is_folded_in_its_program(pre_norm: bool) -> None:
     checkpoint = tiny.checkpoint(depth=1, pre_norm=pre_norm)
     model = at_widths(checkpoint.model, {"blocks.0.attn.qk": 24, "blocks.0.mlp": 64})
     spec = image_spec(model)
@@ -184,7 +184,7 @@ class Stem(nn.Module):
         ("in place", {}, False),
     ],
 )
-def test_only_a_plain_convolution_that_alone_reads_images_is_folded(
+def test_only_a_plain_convolution_that_alone_reads_the_images_is_folded(
     way: str, convolution: dict[str, Any], folded: bool
 ) -> None:
     torch.manual_seed(0)
@@ -208,7 +208,7 @@ def test_only_a_plain_convolution_that_alone_reads_images_is_folded(
         (small_models.small, "convnext_atto", "stem.0"),
     ],
 )
-def test_a_padded_stem_sees_the_mean_around_and_not_black(
+def test_padded_stem_pads_with_the_mean_and_not_with_black(
     tmp_path: Path, make: Callable[[str], Checkpoint], name: str, place: str
 ) -> None:
     """ResNet's stem pads: zeros of normalised images. A fold would put pixels of 0 there. ConvNeXt's doesn't."""
@@ -225,7 +225,7 @@ def test_a_padded_stem_sees_the_mean_around_and_not_black(
 
 @pytest.mark.slow("graph")
 @pytest.mark.parametrize("rest", ["fp32", "fp16"])
-def test_an_int8_graph_of_pixels_is_the_one_of_images(tmp_path: Path, rest: str) -> None:
+def test_int8_graph_of_pixels_equals_that_of_images(tmp_path: Path, rest: str) -> None:
     checkpoint = tiny.checkpoint(depth=1)
     pixels = photographs()
     images = by_hand(checkpoint.model, pixels)
@@ -243,7 +243,7 @@ def test_an_int8_graph_of_pixels_is_the_one_of_images(tmp_path: Path, rest: str)
     assert facts_of_onnx(tmp_path / "uint8.onnx").normalised == AHEAD
 
 
-def test_normalising_and_back_is_to_the_bit() -> None:
+def test_normalisation_round_trips_bit_for_bit() -> None:
     every = np.arange(256, dtype=np.uint8).reshape(1, 1, 16, 16).repeat(3, 1)
     normalisation = Normalisation(**IMAGENET)
     images = normalisation.images(every)
@@ -258,7 +258,7 @@ def test_normalising_and_back_is_to_the_bit() -> None:
     rejects("give image files, or uint8 arrays", normalisation.require_pixels, odd, where="here")
 
 
-def test_arrays_of_pixels_are_what_their_files_are(tmp_path: Path) -> None:
+def test_pixel_arrays_equal_their_image_files(tmp_path: Path) -> None:
     """uint8 arrays, and PNG files of the model's size, give the same images."""
     model = tiny.checkpoint(img_size=SIZE).model
     folder = tmp_path / "photographs"
@@ -287,7 +287,7 @@ def home(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow("graph")
-def test_a_graph_of_pixels_by_command_proven_and_timed(home: Path) -> None:
+def test_pixel_graph_is_exported_verified_and_timed_by_command(home: Path) -> None:
     for subject in ("dense", "reduced"):
         graph = home / subject / "model.onnx"
         asked = ("--precision", "fp32,fp16", "--input", "uint8", "--json")
@@ -303,7 +303,7 @@ def test_a_graph_of_pixels_by_command_proven_and_timed(home: Path) -> None:
     refuses("uint8", "bench", home / "dense", reduced, "-o", home / "other.json", "--batch", "1")
 
 
-def test_images_that_no_pixels_make_are_refused(home: Path) -> None:
+def test_images_outside_the_pixel_range_are_refused(home: Path) -> None:
     graph = home / "dense" / "model.onnx"
     invoked("export", "--model", home / "dense", "-o", graph, "--input", "uint8")
     words = ("verify", home / "dense", graph, "--images", home / "images.npy", "-o", home / "parity.json")
@@ -313,7 +313,7 @@ def test_images_that_no_pixels_make_are_refused(home: Path) -> None:
     invoked("verify", graph, graph, "--images", home / "images.npy", "-o", home / "same.json", code=2)
 
 
-def test_a_text_encoder_takes_no_pixels(tmp_path: Path) -> None:
+def test_text_encoder_refuses_pixel_inputs(tmp_path: Path) -> None:
     from tests.encoders import write_encoder
 
     write_encoder(tmp_path / "bert")
@@ -324,7 +324,7 @@ def test_a_text_encoder_takes_no_pixels(tmp_path: Path) -> None:
 @needs_rtx
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.slow("engine")
-def test_an_engine_takes_pixels(tmp_path: Path, precision: str) -> None:
+def test_engine_accepts_pixels(tmp_path: Path, precision: str) -> None:
     path = tmp_path / "model.onnx"
     export_checkpoint(tiny.checkpoint(depth=1), path, precision=precision, graph_input="uint8")
     invoked("build", path, "-o", tmp_path / "model.plan", "--backend", "tensorrt-rtx", "--sm", "86", "--batch", "1:4:8")

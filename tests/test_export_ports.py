@@ -57,7 +57,7 @@ def graphs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.slow("graph")
 @pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-5), ("fp16", 5e-3)])
-def test_the_graph_says_what_torch_says_at_every_batch(graphs: dict[str, Path], precision: str, bound: float) -> None:
+def test_graph_equals_torch_at_every_batch(graphs: dict[str, Path], precision: str, bound: float) -> None:
     session = session_of(graphs[precision])
     assert [(each.name, each.type, each.shape) for each in session.get_inputs()] == [
         (name, "tensor(int64)", ["batch", TOKENS]) for name in NAMES
@@ -69,7 +69,7 @@ def test_the_graph_says_what_torch_says_at_every_batch(graphs: dict[str, Path], 
         assert np.linalg.norm(embedding - exact) < bound * np.linalg.norm(exact)
 
 
-def test_the_notes_tell_the_ports_and_images_have_none(text: ModelProto) -> None:
+def test_metadata_describes_ports_except_for_plain_images(text: ModelProto) -> None:
     assert (noted_inputs(text), noted_outputs(text)) == ([*INPUTS], [EMBEDDING])
     assert roles_of_graph(text) == {"embedding": "embedding"}
     assert json.loads(notes_of(text)["export.outputs"]) == [{"name": "embedding", "role": "embedding"}]
@@ -96,7 +96,7 @@ class Scaled(nn.Module):
 
 
 @pytest.mark.slow("graph")
-def test_inputs_of_every_type_keep_it_in_half_and_outputs_come_in_order() -> None:
+def test_fp16_keeps_input_types_and_output_order() -> None:
     inputs = [
         Port(name="x", shape=(4,)),
         Port(name="counts", shape=(2,), dtype="int32"),
@@ -175,15 +175,13 @@ def note_other_role(proto: ModelProto, role: str = "token logits") -> None:
         ),
     ],
 )
-def test_each_fault_of_a_border_is_named(
-    text: ModelProto, change: Callable[[ModelProto], None], says: list[str]
-) -> None:
+def test_each_fault_of_a_port_is_named(text: ModelProto, change: Callable[[ModelProto], None], says: list[str]) -> None:
     broken = deepcopy(text)
     change(broken)
     assert check_onnx(broken, backend="tensorrt-rtx") == says
 
 
-def test_a_note_that_can_not_be_read_is_named(text: ModelProto) -> None:
+def test_unreadable_metadata_is_named(text: ModelProto) -> None:
     broken = deepcopy(text)
     note_other_role(broken, "poem")
     (reason,) = check_onnx(broken)
@@ -214,13 +212,13 @@ class Unpooled(nn.Module):
         (Unpooled(), INPUTS, [EMBEDDING], "embedding must have rank 2 .*export a model whose output is pooled"),
     ],
 )
-def test_odd_ports_are_refused_with_the_reason(
+def test_invalid_ports_are_refused_with_the_reason(
     model: nn.Module, inputs: list[Port], outputs: list[OutputPort], says: str
 ) -> None:
     rejects(says, onnx_from_model, model, inputs, outputs, precision="fp32", metadata={})
 
 
-def test_onnx_runtimes_artefact_keeps_ports_and_notes(graphs: dict[str, Path], tmp_path: Path) -> None:
+def test_optimised_graph_keeps_ports_and_metadata(graphs: dict[str, Path], tmp_path: Path) -> None:
     write_engine(build_ort_artifact(graphs["fp32"]), tmp_path / "model.onnx")
     record = record_of_plan(tmp_path / "model.onnx")
     assert [port.name for port in record.inputs] == NAMES
@@ -229,7 +227,7 @@ def test_onnx_runtimes_artefact_keeps_ports_and_notes(graphs: dict[str, Path], t
 
 
 @needs_rtx
-def test_a_plan_takes_every_input_in_its_profile(graphs: dict[str, Path], tmp_path: Path) -> None:
+def test_plan_has_every_input_in_its_profile(graphs: dict[str, Path], tmp_path: Path) -> None:
     options = BuildOptions(backend="tensorrt-rtx", profiles=(BatchProfile.from_text("1:4:16"),), sms=("86",))
     engine = build_engine(graphs["fp16"], options)
     write_engine(engine, tmp_path / "text.plan")
@@ -240,7 +238,7 @@ def test_a_plan_takes_every_input_in_its_profile(graphs: dict[str, Path], tmp_pa
     assert (record.roles, record.profiles, record.precision) == ({"embedding": "embedding"}, ("1:4:16",), "fp16")
 
 
-def test_the_repository_names_every_input_with_its_type(graphs: dict[str, Path], tmp_path: Path) -> None:
+def test_repository_config_names_every_input_with_its_type(graphs: dict[str, Path], tmp_path: Path) -> None:
     serving = Serving(preferred_batches=(4,), max_batch=16)
     package = Package(name="text", onnx=graphs["fp16"], cpu_onnx=graphs["fp32"], serving=serving)
     write_repository(package, tmp_path / "repo")
@@ -272,7 +270,7 @@ def sizes(message: Message) -> list[object]:
         ('key: "attention_mask"', 'key: "mask"', "does not fill 'attention_mask'"),
     ],
 )
-def test_a_config_that_contradicts_one_input_is_found(
+def test_config_that_contradicts_an_input_is_found(
     graphs: dict[str, Path], tmp_path: Path, old: str, new: str, says: str
 ) -> None:
     write_repository(Package(name="text", cpu_onnx=graphs["fp32"]), tmp_path / "repo")
@@ -280,7 +278,7 @@ def test_a_config_that_contradicts_one_input_is_found(
     assert any(says in each.what for each in lint_repository(tmp_path / "repo")), lint_repository(tmp_path / "repo")
 
 
-def test_what_can_not_be_served_together_is_refused(graphs: dict[str, Path], tmp_path: Path) -> None:
+def test_incompatible_models_in_one_repository_are_refused(graphs: dict[str, Path], tmp_path: Path) -> None:
     labels = tuple(map(str, range(CHANNELS)))
     labelled = Package(name="text", cpu_onnx=graphs["fp32"], labels=labels)
     said = r"labels name classes, and its outputs are embedding \(embedding\)"

@@ -69,7 +69,7 @@ def by_hand(model: Vit, ends: Mapping[str, float], batch: Array) -> Array:
         return cast(Array, model(torch.from_numpy(batch)).numpy())
 
 
-def test_int8_is_rounding_in_front_of_every_layer() -> None:
+def test_int8_graph_rounds_the_input_of_every_layer() -> None:
     own = made(Vit(), rest_precision="fp32", balance=False)
     proto = own.graph("int8", scales="max")
     ends = {layer.module: own.histograms[layer.activation].largest for layer in weighted_layers(own.fp32_graph)}
@@ -84,7 +84,7 @@ def test_int8_is_rounding_in_front_of_every_layer() -> None:
 @pytest.mark.slow("graph")
 @pytest.mark.parametrize(("precision", "most"), [("int8", 0.06), ("fp8", 0.15)])
 @pytest.mark.parametrize("rest_precision", ["fp32", "fp16"])
-def test_each_form_is_near_the_model(precision: str, most: float, rest_precision: str) -> None:
+def test_each_quantised_form_is_near_the_model(precision: str, most: float, rest_precision: str) -> None:
     own = made(Vit(), rest_precision=rest_precision)
     proto = own.graph(precision)
     batch = images(8, seed=7)
@@ -108,7 +108,7 @@ def stored_weights(proto: onnx.ModelProto) -> dict[str, tuple[NDArray[np.int8], 
 
 @pytest.mark.slow("graph")
 @pytest.mark.parametrize("rest_precision", ["fp32", "fp16", "bf16"])
-def test_weights_of_seven_bits_end_at_63(rest_precision: str) -> None:
+def test_seven_bit_weights_end_at_63(rest_precision: str) -> None:
     own = made(Vit(), rest_precision=rest_precision)
     eight, seven = (stored_weights(own.graph("int8", scales="max", weight_bits=bits)) for bits in (8, 7))
     assert (eight.keys(), len(seven)) == (seven.keys(), 10)
@@ -122,7 +122,7 @@ def test_weights_of_seven_bits_end_at_63(rest_precision: str) -> None:
 
 
 @pytest.mark.slow("graph")
-def test_seven_bits_are_of_weights_of_int8_alone() -> None:
+def test_seven_bits_apply_only_to_int8_weights() -> None:
     own = made(Vit(), rest_precision="fp32")
     eight, seven = (own.graph("int8", scales="max", weight_bits=bits) for bits in (8, 7))
     activations = [
@@ -144,7 +144,7 @@ def test_seven_bits_are_of_weights_of_int8_alone() -> None:
 
 
 @pytest.mark.parametrize("bits", [8, 7])
-def test_no_sum_of_seven_bits_saturates(bits: int) -> None:
+def test_sums_of_seven_bit_products_do_not_saturate(bits: int) -> None:
     """The largest inputs and the largest weights, of both signs: the exact sums are 64 and -64."""
     if bits == 8 and has_vnni() is not False:
         pytest.skip("this CPU adds up INT8 products in 32 bits, or doesn't tell")
@@ -163,7 +163,7 @@ def test_no_sum_of_seven_bits_saturates(bits: int) -> None:
 
 
 @pytest.mark.slow("graph")
-def test_kept_modules_stay_as_they_were() -> None:
+def test_kept_modules_are_not_quantised() -> None:
     own = made(Vit(), rest_precision="fp32")
     some = own.graph("int8", keep=["blocks.1", "*.attn.proj"])
     assert {layer.module for layer in quantised_layers(own.fp32_graph, ["blocks.1", "*.attn.proj"])} == {
@@ -177,7 +177,7 @@ def test_kept_modules_stay_as_they_were() -> None:
     rejects("none of the 10 layers would be quantised", own.graph, "int8", keep=["*"])
 
 
-def test_layers_that_read_the_same_share_one_pair() -> None:
+def test_layers_with_the_same_input_share_a_qdq_pair() -> None:
     text = '["a/MatMul"] ya = MatMul(x, a) ["b/MatMul"] yb = MatMul(x, b) y = Add(ya, yb)'
     proto = graph_of(
         f"(float[batch,8] x) => (float[batch,8] y) {{ {text} }}", a=np.eye(8, dtype="f"), b=np.eye(8, dtype="f")
@@ -187,7 +187,7 @@ def test_layers_that_read_the_same_share_one_pair() -> None:
     assert (kinds.count("QuantizeLinear"), kinds.count("DequantizeLinear")) == (1, 3)
 
 
-def test_a_histogram_is_the_same_for_any_cut() -> None:
+def test_histogram_does_not_depend_on_the_batching() -> None:
     values = np.random.default_rng(0).standard_normal(5000).astype(np.float32) * np.float32(3)
     values[17] = 41.0
     whole, parts = Histogram(), Histogram()
@@ -202,7 +202,7 @@ def test_a_histogram_is_the_same_for_any_cut() -> None:
 
 
 @pytest.mark.parametrize("precision", ["int8", "fp8"])
-def test_the_chosen_end_has_the_least_square_error(precision: str) -> None:
+def test_calibrated_range_has_the_least_square_error(precision: str) -> None:
     rng = np.random.default_rng(1)
     values = np.concatenate([rng.standard_normal(20_000), [30.0]]).astype(np.float32)
     seen = Histogram()
@@ -226,7 +226,7 @@ def test_the_chosen_end_has_the_least_square_error(precision: str) -> None:
 
 
 @pytest.mark.slow("graph")
-def test_balancing_changes_ranges_and_nothing_else() -> None:
+def test_balancing_changes_only_ranges() -> None:
     model = Vit()
     with torch.no_grad():
         model.blocks[0].norm1.weight[3] = 40.0  # type: ignore[union-attr, operator]
@@ -247,7 +247,7 @@ def test_balancing_changes_ranges_and_nothing_else() -> None:
     assert spread[1] < 0.4 * spread[0]
 
 
-def test_strengths_are_the_papers() -> None:
+def test_balancing_strengths_equal_those_of_the_paper() -> None:
     largest = torch.tensor([1.0, 100.0, 0.0, 4.0])
     weights = [torch.tensor([[0.5, -0.25, 3.0, 0.0]]), torch.tensor([[-1.0, 0.04, 1.0, 0.0]])]
     scale = strengths(largest, weights)
@@ -256,7 +256,7 @@ def test_strengths_are_the_papers() -> None:
     assert scale[2] == scale[3] == 1.0
 
 
-def test_a_layer_that_gives_one_number_stays_as_it_is() -> None:
+def test_layer_with_one_output_is_not_quantised() -> None:
     text = '["one/MatMul"] y = MatMul(x, one) ["several/MatMul"] z = MatMul(x, several)'
     one, several = (np.ones((6, width), np.float32) for width in (1, 4))
     proto = graph_of(f"(float[2,6] x) => (float y, float z) {{ {text} }}", one=one, several=several)
@@ -264,7 +264,7 @@ def test_a_layer_that_gives_one_number_stays_as_it_is() -> None:
 
 
 @pytest.mark.slow("graph")
-def test_balanced_outliers_cost_less() -> None:
+def test_balancing_reduces_the_error_of_outliers() -> None:
     def spoilt() -> Vit:
         model = Vit()
         with torch.no_grad():

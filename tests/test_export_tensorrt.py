@@ -222,7 +222,7 @@ def public(thing: object) -> set[str]:
     return {name for name in dir(thing) if not name.startswith("_")}
 
 
-def test_the_stand_in_has_no_name_that_tensorrt_has_not() -> None:
+def test_stand_in_has_only_names_of_tensorrt() -> None:
     world = Tensorrt()
     builder = world.Builder(None)
     stand_ins: dict[str, object] = {
@@ -240,7 +240,7 @@ def test_the_stand_in_has_no_name_that_tensorrt_has_not() -> None:
         assert set(vars(Tensorrt)[name].__members__) <= set(vars(rtx)[name].__members__)
 
 
-def test_the_network_is_strongly_typed_and_no_precision_flag_is_set(graph: Path) -> None:
+def test_network_is_strongly_typed_without_precision_flags(graph: Path) -> None:
     world = Tensorrt()
     build(graph, world, workspace_bytes=1 << 30, optimization_level=4)
     assert world.asked["network flags"] == 1 << world.NetworkDefinitionCreationFlag["STRONGLY_TYPED"]
@@ -253,7 +253,7 @@ def test_the_network_is_strongly_typed_and_no_precision_flag_is_set(graph: Path)
     assert world.asked["host code"] is False
 
 
-def test_every_input_stands_in_every_profile(tmp_path: Path) -> None:
+def test_every_profile_contains_every_input(tmp_path: Path) -> None:
     world, batches = Tensorrt(), (BatchProfile.from_text("1:8:64"), BatchProfile.from_text("2"))
     world.inputs = [Tensor(port.name, (-1, *port.shape)) for port in INPUTS]
     record = build(write_text_onnx(tmp_path / "text.onnx"), world, profiles=batches).record
@@ -282,7 +282,7 @@ def test_version_compatible_plans_allow_host_code(graph: Path) -> None:
 
 
 @pytest.mark.parametrize("level", ["ampere-plus", "same-compute-capability"])
-def test_compatibility_is_set_and_priced_against_a_plan_without(graph: Path, tmp_path: Path, level: str) -> None:
+def test_compatibility_is_set_and_its_size_compared_with_an_exact_plan(graph: Path, tmp_path: Path, level: str) -> None:
     """The stand-in's plans are as many bytes as it is told to give; the exact one is built without either flag."""
     levels: list[str] = []
 
@@ -318,7 +318,7 @@ def test_compatibility_is_set_and_priced_against_a_plan_without(graph: Path, tmp
     ]
 
 
-def test_what_a_builder_would_leave_out_is_refused(graph: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_a_builder_would_ignore_are_refused(graph: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     world = Tensorrt()
     monkeypatch.setattr(engine_build, "_gpu", lambda: ("An Old Card", "75"))
     old = r"ampere-plus: needs a GPU of Ampere \(SM80\) or newer to build, this one is a An Old Card"
@@ -335,7 +335,7 @@ def test_what_a_builder_would_leave_out_is_refused(graph: Path, monkeypatch: pyt
         rejects(reason, BuildOptions, **options)
 
 
-def test_timing_cache_is_started_reused_and_refused(graph: Path, tmp_path: Path) -> None:
+def test_timing_cache_is_created_reused_and_refused(graph: Path, tmp_path: Path) -> None:
     cache = tmp_path / "timing.cache"
     first = build(graph, Tensorrt(), timing_cache=cache)
     assert (first.record.options["timing_cache"], cache.read_bytes()) == ("new", b"+tactics")
@@ -360,7 +360,7 @@ def write_sparse(graph: Path, path: Path, sites: tuple[str, ...]) -> Path:
 
 
 @pytest.mark.parametrize(("sites", "share"), [(("blocks.0.mlp.fc1",), 0.2), (("blocks.",), 0.8)])
-def test_sparse_is_set_where_some_weights_are_two_of_four(
+def test_sparse_flag_is_set_for_two_to_four_weights(
     graph: Path, tmp_path: Path, sites: tuple[str, ...], share: float
 ) -> None:
     rejects("and none of its 5 matrices has them; leave --sparse out", build, graph, Tensorrt(), sparse=True)
@@ -393,7 +393,7 @@ TEN = (
         ("", None, None, "the builder doesn't say which kernels it took"),
     ],
 )
-def test_the_builders_own_lines_on_sparse_kernels_are_recorded(
+def test_builder_messages_on_sparse_kernels_are_recorded(
     graph: Path, tmp_path: Path, says: str, eligible: int | None, picked: int | None, shown: str
 ) -> None:
     sparse = write_sparse(graph, tmp_path / "sparse.onnx", ("blocks.0.mlp.fc1/",))
@@ -405,7 +405,7 @@ def test_the_builders_own_lines_on_sparse_kernels_are_recorded(
     assert any(shown in str(cell) for cell in engine_table(record).columns[1].cells)
 
 
-def test_memory_is_the_engines_own_by_profile_and_the_weights_as_the_builder_says(graph: Path) -> None:
+def test_memory_is_reported_per_profile_with_the_builders_weights(graph: Path) -> None:
     two = (BatchProfile.from_text("1:8:64"), BatchProfile.from_text("2"))
     record = build(graph, Tensorrt(says="Total Weights Memory: 4096 bytes"), profiles=two).record
     assert (record.memory.weights_bytes, record.memory.activations_bytes) == (4096, (1000, 2000))
@@ -416,14 +416,14 @@ def test_memory_is_the_engines_own_by_profile_and_the_weights_as_the_builder_say
     assert "activations 0.0 MB up to batch 64" in str([*engine_table(silent).columns[1].cells])
 
 
-def test_memory_of_other_profiles_is_refused(graph: Path, tmp_path: Path) -> None:
+def test_memory_of_unknown_profiles_is_refused(graph: Path, tmp_path: Path) -> None:
     content = json.loads(build(graph, Tensorrt()).record.to_json())
     content["memory"] = {"weights_bytes": 1, "activations_bytes": [1, 2], "reason": None}
     (tmp_path / "m.plan.json").write_text(json.dumps(content))
     rejects("memory of 2 profiles, expected 1", record_of_plan, tmp_path / "m.plan")
 
 
-def test_parser_and_builder_errors_are_told_once_with_their_site(graph: Path) -> None:
+def test_parser_and_builder_errors_are_reported_once_with_their_site(graph: Path) -> None:
     world = Tensorrt()
     world.parses = False
     rejects(r"take this graph:\n  blocks.0.attn/Softmax \(Softmax\): Assertion failed: no$", build, graph, world)
@@ -431,7 +431,7 @@ def test_parser_and_builder_errors_are_told_once_with_their_site(graph: Path) ->
     rejects(r"could not build this graph:\n  blocks.0.mlp.fc1: Could not find any", build, graph, failing)
 
 
-def test_no_gpu_is_missing_not_a_crash(graph: Path) -> None:
+def test_absent_gpu_is_reported_as_missing(graph: Path) -> None:
     world = Tensorrt()
     world.has_gpu = False
     with pytest.raises(Missing) as missing:
@@ -442,11 +442,11 @@ def test_no_gpu_is_missing_not_a_crash(graph: Path) -> None:
         build(graph, Tensorrt(plan=None, says="cudaError 35: CUDA driver version is insufficient"))
 
 
-def test_an_engine_that_lists_names_only_is_refused(graph: Path) -> None:
+def test_engine_without_layer_details_is_refused(graph: Path) -> None:
     rejects("layer names only", build, graph, Tensorrt(inspected={"Layers": ["a", "b"]}))
 
 
-def test_old_and_absent_tensorrt_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_and_absent_tensorrt_are_reported_as_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     world = Tensorrt()
     monkeypatch.setattr(importlib, "import_module", lambda name: world)
     assert open_library("tensorrt").module is world

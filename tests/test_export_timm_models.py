@@ -81,7 +81,7 @@ def reduced(form: str) -> Checkpoint:
 
 @pytest.mark.slow("graph")
 @pytest.mark.parametrize("form", in_turn(GRAPHS))
-def test_graphs_give_what_torch_gives(form: str, tmp_path: Path) -> None:
+def test_graphs_equal_torch(form: str, tmp_path: Path) -> None:
     """Angles are constants of the graph."""
     model = reduced(form).model
 
@@ -122,7 +122,7 @@ def test_attention_stays_fused(form: str, tmp_path: Path) -> None:
 @pytest.mark.slow("graph", "engine")
 @needs_rtx
 @pytest.mark.parametrize("form", ["windows", "tables", "hiera"])
-def test_attention_is_fused_in_the_dense_and_in_the_reduced_engine(form: str, tmp_path: Path) -> None:
+def test_attention_is_fused_in_dense_and_reduced_engines(form: str, tmp_path: Path) -> None:
     """In mask units, of pooled queries, and of all tokens."""
     for name, each in (("dense", dense(form)), ("half", reduced(form))):
         export_checkpoint(each, tmp_path / f"{name}.onnx", precision="fp16")
@@ -138,7 +138,7 @@ def test_attention_is_fused_in_the_dense_and_in_the_reduced_engine(form: str, tm
 
 
 @pytest.mark.slow("graph")
-def test_a_convnext_keeps_the_layers_that_it_has_in_timm(tmp_path: Path) -> None:
+def test_convnext_keeps_the_layer_names_of_timm(tmp_path: Path) -> None:
     def count(name: str, kind: str) -> int:
         export_checkpoint(reduced(name), tmp_path / f"{name}.onnx", precision="fp32")
         return sum(node.op_type == kind for node in onnx.load(str(tmp_path / f"{name}.onnx")).graph.node)

@@ -75,14 +75,14 @@ def test_fp32_agrees_with_float64_at_every_batch(model: Vit, opset: int) -> None
 
 
 @pytest.mark.slow("graph")
-def test_fp16_is_close_and_really_half(model: Vit, fp16: onnx.ModelProto) -> None:
+def test_fp16_graph_is_close_and_stores_float16(model: Vit, fp16: onnx.ModelProto) -> None:
     for runner in (run, run_in_real_half):
         assert 1e-6 < relative_error(runner(fp16, images(4)), exact(model, images(4))) < 5e-3
     assert weight_shares(fp16) == {"float16": 1.0}
     assert [fp16.graph.input[0].type.tensor_type.elem_type, fp16.graph.output[0].type.tensor_type.elem_type] == [1, 1]
 
 
-def test_softmax_and_layernorm_of_a_half_graph_are_computed_in_float32(fp16: onnx.ModelProto) -> None:
+def test_softmax_and_layernorm_of_an_fp16_graph_compute_in_float32(fp16: onnx.ModelProto) -> None:
     assert input_types(fp16, "Softmax", "LayerNormalization") == {TensorProto.FLOAT}
     assert input_types(fp16, "MatMul") == {TensorProto.FLOAT16}
     assert sum(node.op_type == "LayerNormalization" for node in fp16.graph.node) == 5
@@ -104,7 +104,7 @@ def test_mixed_keeps_a_block_that_overflows_float16() -> None:
 
 
 @pytest.mark.slow("graph")
-def test_keeping_all_children_keeps_the_module_and_its_residual() -> None:
+def test_keeping_all_children_keeps_the_module_with_its_residual() -> None:
     kept = kept_modules(Vit(depth=2), ["blocks.1.*"])
     assert {"blocks.1", "blocks.1.attn.qkv"} <= kept
     assert not any(name.startswith("blocks.0") for name in kept)
@@ -115,14 +115,14 @@ def test_keeping_all_children_keeps_the_module_and_its_residual() -> None:
     assert added["blocks.0/Add_1"] == TensorProto.FLOAT16
 
 
-def test_a_site_keeps_itself_and_what_is_below_it_and_no_other_whose_name_begins_alike() -> None:
+def test_kept_site_includes_its_children_but_no_site_with_the_same_prefix() -> None:
     kept = kept_modules(Vit(depth=12), ["blocks.1"])
     assert {"blocks.1", "blocks.1.attn.qkv", "blocks.1.mlp.fc2"} <= kept
     assert {name for name in kept if not (name == "blocks.1" or name.startswith("blocks.1."))} == set()
     assert "blocks.10.mlp" in kept_modules(Vit(depth=12), ["blocks.1*"])
 
 
-def test_names_are_unique_carry_the_site_and_leak_nothing(fp16: onnx.ModelProto) -> None:
+def test_node_names_are_unique_and_carry_the_site(fp16: onnx.ModelProto) -> None:
     names = [node.name for node in fp16.graph.node]
     assert len(set(names)) == len(names)
     for name in ("blocks.0.attn/MatMul", "blocks.1.attn/MatMul_1", "blocks.1.attn.qkv/MatMul", "blocks.0.mlp.act/Gelu"):
@@ -141,21 +141,21 @@ def test_each_weight_is_stored_once_and_parameters_keep_their_names(fp16: onnx.M
     assert {"patch.weight", "head.bias", "blocks.0.attn.qkv.bias", "blocks.0.attn.qkv/MatMul.1"} <= names
 
 
-def test_metadata_is_given_and_own_sorted(fp16: onnx.ModelProto) -> None:
+def test_metadata_is_sorted_and_includes_the_users(fp16: onnx.ModelProto) -> None:
     entries = notes_of(fp16)
     assert list(entries) == sorted(entries)
     assert (entries["widths"], entries["export.precision"], entries["export.opset"]) == ("qk 16", "fp16", "20")
     assert entries["export.torch"].startswith(torch.__version__.partition("+")[0])
 
 
-def test_batch_is_symbolic_or_the_asked_number(fp16: onnx.ModelProto) -> None:
+def test_batch_is_symbolic_or_fixed(fp16: onnx.ModelProto) -> None:
     assert fp16.graph.input[0].type.tensor_type.shape.dim[0].dim_param == "batch"
     static = export(Vit(depth=1), batch=4)
     assert static.graph.input[0].type.tensor_type.shape.dim[0].dim_value == 4
     assert run(static, images(4)).shape == (4, 10)
 
 
-def test_the_callers_model_is_untouched() -> None:
+def test_export_leaves_the_model_unchanged() -> None:
     model = Vit(depth=1).train()
     before = copy.deepcopy(model.state_dict())
     export(model, "fp16")
@@ -166,7 +166,7 @@ def test_the_callers_model_is_untouched() -> None:
 
 
 @pytest.mark.slow("process")
-def test_equal_inputs_give_equal_bytes_in_another_process(fp16: onnx.ModelProto, tmp_path: Path) -> None:
+def test_export_is_byte_identical_across_processes(fp16: onnx.ModelProto, tmp_path: Path) -> None:
     save_onnx(fp16, tmp_path / "here.onnx")
     program = (
         "import sys; from pathlib import Path; from tests.export_vit import *; from export.graph.to_onnx import save\n"
@@ -229,7 +229,7 @@ def with_norms(norm: Callable[[int], nn.Module]) -> Vit:
 
 @pytest.mark.slow("graph")
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
-def test_root_mean_square_norms_stay_one_operator_in_float32(precision: str) -> None:
+def test_rms_norm_stays_one_float32_operator(precision: str) -> None:
     model = with_norms(nn.RMSNorm)
     proto = export(model, precision)
     assert proto.opset_import[0].version == 23
@@ -243,7 +243,7 @@ def test_root_mean_square_norms_stay_one_operator_in_float32(precision: str) -> 
 
 
 @pytest.mark.slow("graph")
-def test_the_opset_is_the_one_that_the_graph_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_opset_is_the_lowest_sufficient_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where norms come out in float16 at 20, the default goes on to 23, and an explicit 20 is refused naming 23."""
     trace, spelled = to_onnx._trace, typed_copy(with_norms(SpelledOut), "fp16")
     traced: dict[tuple[int, type[nn.Module]], onnx.ModelProto] = {}
@@ -287,11 +287,11 @@ def test_the_opset_is_the_one_that_the_graph_needs(monkeypatch: pytest.MonkeyPat
         (Pair(), {}, "expected one output named 'logits', found"),
     ],
 )
-def test_bad_requests_are_refused_with_the_reason(model: nn.Module, options: dict[str, object], says: str) -> None:
+def test_invalid_requests_are_refused_with_the_reason(model: nn.Module, options: dict[str, object], says: str) -> None:
     rejects(says, export, model, **options)  # type: ignore[arg-type]
 
 
-def test_a_bound_that_clips_nothing_is_no_broken_weight() -> None:
+def test_float32_bound_that_clips_nothing_is_not_a_fault() -> None:
     model = nn.Linear(2, 2)
     model.register_buffer("most", torch.tensor(float("inf")))
     assert typed_copy(model, "fp16").get_buffer("most").isinf()
@@ -324,7 +324,7 @@ class Attended(nn.Module):
     ("front", "mask"),
     [((), (6, 6)), ((), (1, 6, 6)), ((2, 2), (2, 6, 6)), ((2, 2), (1, 2, 1, 6, 6)), ((2, 1, 2), (1, 2, 6, 6))],
 )
-def test_attention_has_any_axes_in_front(front: tuple[int, ...], mask: tuple[int, ...], opset: int | None) -> None:
+def test_attention_accepts_any_leading_axes(front: tuple[int, ...], mask: tuple[int, ...], opset: int | None) -> None:
     torch.manual_seed(0)
     model, batch = Attended(front, mask).eval(), images(3)
     assert relative_error(run(export(model, opset=opset), batch), exact(model, batch)) < 1e-6
@@ -357,7 +357,7 @@ def test_boolean_mask_has_no_guard_behind_the_softmax(precision: str) -> None:
 
 @pytest.mark.slow("graph")
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_zeros_around_what_is_pooled_are_no_border_of_the_pool(precision: str) -> None:
+def test_zero_padding_before_a_pool_stays_a_separate_pad(precision: str) -> None:
     """ONNX Runtime would make them one, which every number is above."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ConstantPad2d(1, 0.0), nn.MaxPool2d(3, 2), nn.Flatten()).eval()
@@ -368,7 +368,7 @@ def test_zeros_around_what_is_pooled_are_no_border_of_the_pool(precision: str) -
     assert error < (1e-6 if precision == "fp32" else 2e-3)
 
 
-def test_a_graph_that_is_too_large_for_one_file_is_refused() -> None:
+def test_graph_too_large_for_one_file_is_refused() -> None:
     def refuses(**_: object) -> bytes:
         raise EncodeError("Failed to serialize proto")
 
@@ -376,7 +376,7 @@ def test_a_graph_that_is_too_large_for_one_file_is_refused() -> None:
     rejects("more bytes than a single ONNX file may", onnx_bytes, proto)  # type: ignore[arg-type]
 
 
-def test_weights_beyond_one_file_are_refused_before_tracing_with_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_beyond_one_file_are_refused_before_tracing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(to_onnx, "MAX_BYTES", 4 * 12 * 8 - 1)
     tied = nn.Sequential(nn.Linear(12, 8, bias=False), nn.Linear(12, 8, bias=False))
     tied[1].weight = tied[0].weight
@@ -389,7 +389,7 @@ def test_weights_beyond_one_file_are_refused_before_tracing_with_what_fits(monke
     rejects("take a smaller model", to_onnx.require_size, tied, "fp16")
 
 
-def test_typed_copy_casts_at_the_border() -> None:
+def test_typed_copy_casts_inputs_and_outputs() -> None:
     typed = typed_copy(Vit(), "fp16")
     assert typed(torch.zeros(1, *SHAPE)).dtype == torch.float32
     halves = {name for name, tensor in typed.state_dict().items() if tensor.dtype == torch.float16}

@@ -46,7 +46,7 @@ def numbers(message: Message, name: str) -> list[int]:
     return [*message.numbers(name)]
 
 
-def test_the_plan_model_says_what_its_record_and_the_measurements_say(tmp_path: Path) -> None:
+def test_plan_config_follows_its_record_and_measurements(tmp_path: Path) -> None:
     write_repository(full(tmp_path), tmp_path / "repo")
     config = config_of(tmp_path / "repo/vit")
     assert (config.text("name"), config.text("platform")) == ("vit", "tensorrt_plan")
@@ -66,7 +66,7 @@ def test_the_plan_model_says_what_its_record_and_the_measurements_say(tmp_path: 
     assert (tmp_path / "repo/vit/1/model.plan").read_bytes() == (tmp_path / "model.plan").read_bytes()
 
 
-def test_each_variant_is_one_model_with_its_own_backend_and_place(tmp_path: Path) -> None:
+def test_each_variant_is_a_model_with_its_own_backend(tmp_path: Path) -> None:
     written = write_repository(full(tmp_path), tmp_path / "repo")
     assert written == AddedVersion(models=("vit", "vit_onnx", "vit_cpu"), warnings=())
     backends = {name: config_of(tmp_path / "repo" / name).text("backend") for name in written.models}
@@ -96,7 +96,7 @@ def test_plans_for_several_gpus_are_chosen_by_compute_capability(tmp_path: Path)
     assert (tmp_path / "repo/vit/config.pbtxt").read_bytes() == config
 
 
-def test_a_fixed_batch_is_served_without_batching_and_said(tmp_path: Path) -> None:
+def test_fixed_batch_is_served_without_batching_and_reported(tmp_path: Path) -> None:
     graph = write_onnx(tmp_path / "fixed.onnx", batch=2)
     plan = write_plan(tmp_path / "fixed.plan", graph, profiles=(), batch=2)
     package = full(tmp_path, plans=(plan,), onnx=graph, cpu_onnx=graph, serving=Serving(preferred_batches=(4,)))
@@ -113,7 +113,7 @@ def test_a_fixed_batch_is_served_without_batching_and_said(tmp_path: Path) -> No
     assert lint_repository(tmp_path / "repo") == ()
 
 
-def test_figures_and_the_clients_command_lines_stand_in_expected_json(tmp_path: Path) -> None:
+def test_expected_json_contains_figures_and_client_commands(tmp_path: Path) -> None:
     write_repository(full(tmp_path), tmp_path / "repo")
     models = json.loads((tmp_path / "repo/expected.json").read_text())["models"]
     entry = models["vit"]["1"]
@@ -124,7 +124,7 @@ def test_figures_and_the_clients_command_lines_stand_in_expected_json(tmp_path: 
     assert models["vit_cpu"]["1"]["latencies"] is None
 
 
-def test_versions_stand_side_by_side_and_the_way_back_is_whole(tmp_path: Path) -> None:
+def test_versions_coexist_and_older_ones_stay_complete(tmp_path: Path) -> None:
     repository = tmp_path / "repo"
     write_repository(full(tmp_path), repository)
     bigger = write_plan(tmp_path / "bigger.plan", tmp_path / "model.onnx", profiles=("1:8:32",))
@@ -144,7 +144,7 @@ def test_versions_stand_side_by_side_and_the_way_back_is_whole(tmp_path: Path) -
     rejects("there is no model 'cat'", switch_version, repository, "cat", 1)
 
 
-def test_a_version_that_only_some_variants_have(tmp_path: Path) -> None:
+def test_version_in_only_some_variants_is_handled(tmp_path: Path) -> None:
     repository = tmp_path / "repo"
     write_repository(full(tmp_path, plans=(), onnx=None), repository)
     assert write_repository(full(tmp_path, version=2), repository).models == ("vit", "vit_onnx", "vit_cpu")
@@ -153,13 +153,13 @@ def test_a_version_that_only_some_variants_have(tmp_path: Path) -> None:
     assert config_path(repository / "vit_cpu", 2).exists()
 
 
-def test_an_older_version_added_later_is_not_the_one_served(tmp_path: Path) -> None:
+def test_older_version_added_later_is_not_served(tmp_path: Path) -> None:
     write_repository(full(tmp_path, version=5, plans=(), onnx=None), tmp_path / "repo")
     written = write_repository(full(tmp_path, version=3, plans=(), onnx=None), tmp_path / "repo")
     assert written.warnings == ("vit_cpu: the server takes version 5, the newest, and not 3",)
 
 
-def test_the_build_script_makes_the_plan_of_a_model_that_has_none(tmp_path: Path) -> None:
+def test_build_script_builds_a_missing_plan(tmp_path: Path) -> None:
     repository = tmp_path / "repo"
     write_repository(full(tmp_path, plans=(), server="25.12"), repository)
     assert not (repository / "vit").exists(), "a model without a plan would keep the server from starting"
@@ -176,7 +176,7 @@ def test_the_build_script_makes_the_plan_of_a_model_that_has_none(tmp_path: Path
     assert switch_version(repository, "vit", 1).models == ("vit", "vit_onnx", "vit_cpu")
 
 
-def test_the_build_script_takes_the_profiles_of_a_package_without_a_plan(tmp_path: Path) -> None:
+def test_build_script_uses_the_profiles_of_a_package_without_a_plan(tmp_path: Path) -> None:
     repository = tmp_path / "repo"
     serving = Serving(graph_batches=(64,))
     write_repository(full(tmp_path, plans=(), profiles=PROFILES, serving=serving), repository)
@@ -193,7 +193,7 @@ def test_the_build_script_takes_the_profiles_of_a_package_without_a_plan(tmp_pat
     rejects(said, write_repository, package, repository)
 
 
-def test_the_build_script_leaves_the_plan_when_the_build_fails_or_the_graph_changed(tmp_path: Path) -> None:
+def test_build_script_keeps_the_plan_if_the_build_fails_or_the_graph_changed(tmp_path: Path) -> None:
     repository = tmp_path / "repo"
     write_repository(full(tmp_path), repository)
     script, plan = repository / "vit_onnx/1/build_plan.sh", repository / "vit/1/model.plan"
@@ -221,14 +221,14 @@ def test_the_build_script_leaves_the_plan_when_the_build_fails_or_the_graph_chan
         ({"server": "19.01"}, "'19.01' is not in the table"),
     ],
 )
-def test_what_contradicts_itself_is_refused_and_nothing_is_written(
+def test_contradictory_inputs_are_refused_and_nothing_is_written(
     tmp_path: Path, changes: dict[str, object], told: str
 ) -> None:
     rejects(told, lambda: write_repository(full(tmp_path, **changes), tmp_path / "repo"))
     assert not (tmp_path / "repo").exists()
 
 
-def test_plans_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+def test_mismatched_plans_are_refused(tmp_path: Path) -> None:
     graph = write_onnx(tmp_path / "model.onnx")
 
     def refused(said: str, *plans: Path) -> None:
@@ -248,7 +248,7 @@ def test_plans_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "repo").exists()
 
 
-def test_a_version_is_never_overwritten(tmp_path: Path) -> None:
+def test_version_is_never_overwritten(tmp_path: Path) -> None:
     write_repository(full(tmp_path), tmp_path / "repo")
     rejects(r"version 1 is already there .* --model-version 2", write_repository, full(tmp_path), tmp_path / "repo")
     (tmp_path / "file").write_text("")
@@ -261,7 +261,7 @@ def tree(folder: Path) -> dict[str, bytes | None]:
 
 
 @pytest.mark.parametrize("place", ["vit_cpu/configs/2.pbtxt", "vit_onnx/config.pbtxt", "vit_cpu/2", "expected.json"])
-def test_a_version_with_something_in_its_way_leaves_the_repository_as_it_was(tmp_path: Path, place: str) -> None:
+def test_blocked_version_leaves_the_repository_unchanged(tmp_path: Path, place: str) -> None:
     repository = tmp_path / "repo"
     write_repository(full(tmp_path), repository)
     (repository / place).unlink(missing_ok=True)
@@ -277,7 +277,7 @@ def test_a_version_with_something_in_its_way_leaves_the_repository_as_it_was(tmp
 
 @pytest.mark.parametrize("at", range(6))
 @pytest.mark.parametrize("version", [1, 2])
-def test_an_interrupted_package_leaves_the_repository_as_it_was(
+def test_interrupted_package_leaves_the_repository_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int, version: int
 ) -> None:
     if version == 2:
@@ -295,7 +295,7 @@ def test_an_interrupted_package_leaves_the_repository_as_it_was(
     assert tree(tmp_path) == before
 
 
-def test_serving_another_version_switches_every_variant_or_none(tmp_path: Path) -> None:
+def test_switching_the_version_changes_every_variant_or_none(tmp_path: Path) -> None:
     repository = tmp_path / "repo"
     for version in (1, 2):
         write_repository(full(tmp_path, version=version), repository)
@@ -307,12 +307,12 @@ def test_serving_another_version_switches_every_variant_or_none(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", ["../r/vit", "", "a/b", ".vit", "vit" * 10_000])
-def test_a_model_name_is_no_path(tmp_path: Path, name: str) -> None:
+def test_model_name_cannot_be_a_path(tmp_path: Path, name: str) -> None:
     write_repository(full(tmp_path), tmp_path / "r")
     rejects("model name", switch_version, tmp_path / "r", name, 1)
 
 
-def test_a_named_server_with_other_versions_is_warned_about(tmp_path: Path) -> None:
+def test_server_release_with_other_versions_gives_a_warning(tmp_path: Path) -> None:
     graph = write_onnx(tmp_path / "new.onnx", opset=23, ir=11)
     package = full(tmp_path, onnx=graph, server="25.10-trtllm-python-py3")
     told = write_repository(package, tmp_path / "repo").warnings
@@ -325,7 +325,7 @@ def test_a_named_server_with_other_versions_is_warned_about(tmp_path: Path) -> N
     assert not any("opset" in text for text in told), "ONNX Runtime 1.23 reads opset 23"
 
 
-def test_server_releases_and_what_they_warn_about() -> None:
+def test_server_releases_give_their_warnings() -> None:
     release = server_release("25.12-trtllm-python-py3")
     assert (release.tensorrt, release.onnxruntime, release.server) == ("10.13.3.9", "1.23.2", "2.64.0")
     assert plan_warnings(release, "10.13.3.9") == []
@@ -341,7 +341,7 @@ def test_server_releases_and_what_they_warn_about() -> None:
     rejects(r"known are 26\.07", server_release, "26.07-sdk")
 
 
-def test_bad_figures_and_bad_choices_are_refused() -> None:
+def test_invalid_figures_and_options_are_refused() -> None:
     rejects("low <= p50 <= high", Latency, batch=1, measure="compute", p50_ms=1.0, low_ms=1.1, high_ms=1.2)
     rejects("compute or end_to_end", Latency, batch=1, measure="wall", p50_ms=1.0, low_ms=1.0, high_ms=1.2)
     rejects(r"share in \[0, 1\]", Agreement, share=1.2, images=3)

@@ -40,11 +40,11 @@ def repository(packaged: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(packaged, tmp_path / "repo"))
 
 
-def test_what_was_packaged_is_clean(repository: Path) -> None:
+def test_packaged_repository_is_clean(repository: Path) -> None:
     assert lint_repository(repository) == ()
 
 
-def test_what_a_killed_process_replaced_half_is_told(repository: Path) -> None:
+def test_half_replaced_version_is_reported(repository: Path) -> None:
     (repository / ".former").mkdir()
     (told,) = lint_repository(repository)
     assert (told.severity, told.path) == ("error", repository)
@@ -107,7 +107,7 @@ WARNINGS = ("below the profile", "warm-up cold")
 
 
 @pytest.mark.parametrize("kind", FAULTS)
-def test_a_planted_fault_is_found_on_its_line(repository: Path, kind: str) -> None:
+def test_planted_fault_is_found_on_its_line(repository: Path, kind: str) -> None:
     old, new, line, told, remedy = FAULTS[kind]
     path = repository / ("vit_onnx" if kind == "no batching" else "vit") / "config.pbtxt"
     replaced(path, old, new)
@@ -153,14 +153,14 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str, str]] = {
 
 
 @pytest.mark.parametrize(("damage", "path", "told"), DAMAGES.values(), ids=DAMAGES.keys())
-def test_a_damaged_file_is_found(repository: Path, damage: Callable[[Path], object], path: str, told: str) -> None:
+def test_damaged_file_is_found(repository: Path, damage: Callable[[Path], object], path: str, told: str) -> None:
     damage(repository)
     found = [each for each in lint_repository(repository) if told in each.what]
     assert [each.path for each in found] == [repository / path], lint_repository(repository)
     assert found[0].remedy
 
 
-def test_graphs_that_the_config_does_not_fit(repository: Path) -> None:
+def test_graphs_that_contradict_the_config_are_found(repository: Path) -> None:
     write_onnx(repository / "vit_onnx/1/model.onnx", batch=2)
     write_onnx(repository / "vit_cpu/1/model.onnx", batch=2)
     found = [each for each in lint_repository(repository) if "takes batches of 2 only" in each.what]
@@ -168,7 +168,7 @@ def test_graphs_that_the_config_does_not_fit(repository: Path) -> None:
     assert all("max_batch_size: 0" in each.remedy for each in found)
 
 
-def test_a_profile_that_begins_above_one_image(tmp_path: Path) -> None:
+def test_profile_with_minimum_above_one_is_found(tmp_path: Path) -> None:
     graph = write_onnx(tmp_path / "model.onnx")
     plan = write_plan(tmp_path / "model.plan", graph, profiles=("2:4:16",))
     written = write_repository(Package(name="vit", plans=(plan,)), tmp_path / "repo")
@@ -176,7 +176,7 @@ def test_a_profile_that_begins_above_one_image(tmp_path: Path) -> None:
     assert any("a request of one is refused" in each.what for each in lint_repository(tmp_path / "repo"))
 
 
-def test_versions_against_a_named_server(tmp_path: Path) -> None:
+def test_versions_are_checked_against_a_server_release(tmp_path: Path) -> None:
     graph = write_onnx(tmp_path / "model.onnx", opset=23, ir=11)
     plan = write_plan(tmp_path / "model.plan", graph, version="11.4.0.106")
     write_repository(Package(name="vit", plans=(plan,), onnx=graph, cpu_onnx=graph), tmp_path / "repo")
@@ -191,7 +191,7 @@ def test_versions_against_a_named_server(tmp_path: Path) -> None:
     assert not any("vit_cpu" in str(each) for each in found), "the Python backend brings its own ONNX Runtime"
 
 
-def test_only_served_versions_are_held_against_the_config(repository: Path, tmp_path: Path) -> None:
+def test_only_served_versions_are_checked_against_the_config(repository: Path, tmp_path: Path) -> None:
     bigger = write_onnx(tmp_path / "other.onnx", seed=1)
     write_repository(Package(name="vit", version=2, onnx=bigger, serving=Serving(max_batch=64)), repository)
     (repository / "vit_onnx/1/model.onnx").unlink()
@@ -200,7 +200,7 @@ def test_only_served_versions_are_held_against_the_config(repository: Path, tmp_
     assert ["model.onnx is missing" in each.what for each in lint_repository(repository)] == [True]
 
 
-def test_configs_written_by_others(tmp_path: Path) -> None:
+def test_configs_of_other_tools_are_read(tmp_path: Path) -> None:
     """Platform alone, no version policy, comments, the older bracket styles; dims that are open."""
     model = tmp_path / "repo/net"
     (model / "1").mkdir(parents=True)
@@ -216,12 +216,12 @@ def test_configs_written_by_others(tmp_path: Path) -> None:
     assert record_path(model / "1/model.plan").name == "model.plan.json"
 
 
-def test_what_is_no_repository_is_refused(tmp_path: Path) -> None:
+def test_other_directories_are_refused(tmp_path: Path) -> None:
     rejects("no such directory", lint_repository, tmp_path / "absent")
     rejects("no model directory", lint_repository, tmp_path)
 
 
-def test_a_finding_reads_like_a_compilers() -> None:
+def test_finding_is_printed_like_a_compiler_message() -> None:
     finding = LintFinding(severity="error", path=Path("a/config.pbtxt"), line=3, what="it is wrong", remedy="mend it")
     assert str(finding) == "a/config.pbtxt:3: error: it is wrong; mend it"
 
@@ -239,7 +239,7 @@ def test_a_finding_reads_like_a_compilers() -> None:
         ("a:", 1, "got 'the end of the file'"),
     ],
 )
-def test_text_that_breaks_the_grammar_names_its_line(text: str, line: int, told: str) -> None:
+def test_syntax_error_names_its_line(text: str, line: int, told: str) -> None:
     with pytest.raises(ParseError) as caught:
         parse(text)
     assert caught.value.line == line

@@ -139,7 +139,7 @@ def test_rolling_forward_and_back_under_load_loses_no_request(served: Served) ->
 
 @pytest.mark.slow("server")
 @real
-def test_a_version_that_answers_wrong_or_does_not_load_is_never_served(served: Served) -> None:
+def test_wrong_or_unloadable_version_is_never_served(served: Served) -> None:
     good, wrong = loaded(served), 2 if loaded(served) == (1,) else 1
     config = (served.repository / "vit_cpu/config.pbtxt").read_text()
     with Load(served) as load:
@@ -161,7 +161,7 @@ def test_a_version_that_answers_wrong_or_does_not_load_is_never_served(served: S
 
 @pytest.mark.slow("server")
 @real
-def test_a_model_that_is_not_loaded_is_refused(served: Served, tmp_path: Path) -> None:
+def test_unloaded_model_is_refused(served: Served, tmp_path: Path) -> None:
     write_repository(Package(name="cat", cpu_onnx=served.graphs[1], serving=SERVING), tmp_path / "models")
     rejects("none of cat_cpu is loaded there", roll, tmp_path / "models", "cat", 1, served.client)
     rejects("has no version 7", roll, served.repository, "vit", 7, served.client)
@@ -186,7 +186,7 @@ class _Answers(BaseHTTPRequestHandler):
         """Says nothing."""
 
 
-def test_another_address_is_never_asked_and_a_refusal_is_told() -> None:
+def test_other_addresses_are_never_contacted_and_refusals_are_reported() -> None:
     with HTTPServer(("127.0.0.1", 0), _Answers) as http:
         thread = threading.Thread(target=http.serve_forever)
         thread.start()
@@ -200,7 +200,7 @@ def test_another_address_is_never_asked_and_a_refusal_is_told() -> None:
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:8000", "file:///etc/passwd", "http://", "http://a/v2", ""])
-def test_what_is_no_address_is_refused(address: str) -> None:
+def test_invalid_addresses_are_refused(address: str) -> None:
     rejects("expected an address such as", TritonServer, address=address)
 
 
@@ -257,7 +257,7 @@ def configs(repository: Path) -> list[str]:
     return [(repository / model / "config.pbtxt").read_text() for model in ("vit_onnx", "vit_cpu")]
 
 
-def test_a_version_is_staged_then_added_then_alone(packaged: Path) -> None:
+def test_version_is_staged_then_added_then_served_alone(packaged: Path) -> None:
     server = feigned(packaged)
     assert roll(packaged, "vit", 2, server).failure is None
     each = ("load {0}_staged (2,)", "unload {0}_staged (2,)", "load {0} (1, 2)", "load {0} (2,)")
@@ -267,7 +267,7 @@ def test_a_version_is_staged_then_added_then_alone(packaged: Path) -> None:
 
 
 @pytest.mark.parametrize(("fails", "done"), [(0, 0), (2, 0), (3, 0), (4, 1), (7, 1)])
-def test_what_was_served_is_served_again_whichever_step_fails(packaged: Path, fails: int, done: int) -> None:
+def test_failure_of_any_step_restores_the_served_version(packaged: Path, fails: int, done: int) -> None:
     before, server = configs(packaged), feigned(packaged, fails=fails)
     rolled = roll(packaged, "vit", 2, server)
     assert some(rolled.failure).endswith(": refused; version 1 is still served")
@@ -277,7 +277,7 @@ def test_what_was_served_is_served_again_whichever_step_fails(packaged: Path, fa
     assert not list(packaged.glob(f"*{STAGED}"))
 
 
-def test_what_would_stop_a_roll_half_way_is_refused_before_anything_changes(packaged: Path) -> None:
+def test_obstacles_are_refused_before_anything_changes(packaged: Path) -> None:
     before, server = configs(packaged), feigned(packaged)
     (packaged / f"vit_cpu{STAGED}").mkdir()
     rejects(r"vit_cpu_staged: left by a killed roll-over", roll, packaged, "vit", 2, server)
@@ -291,7 +291,7 @@ def test_what_would_stop_a_roll_half_way_is_refused_before_anything_changes(pack
     assert configs(packaged) == before
 
 
-def test_a_repository_on_a_disk_of_its_own_is_staged_inside(packaged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repository_on_its_own_disk_is_staged_inside(packaged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with staging_folder(packaged) as folder:
         assert folder.parent == packaged.parent
     monkeypatch.setattr(versions, "_is_one_disk", lambda *_: False)
@@ -304,7 +304,7 @@ def test_a_repository_on_a_disk_of_its_own_is_staged_inside(packaged: Path, monk
 
 
 @pytest.mark.slow("server")
-def test_serve_version_says_what_stays_and_refuses_a_bound_for_no_samples(packaged: Path) -> None:
+def test_serve_version_reports_kept_versions_and_refuses_a_bound_without_samples(packaged: Path) -> None:
     for path in (packaged / "vit_onnx/2", packaged / "vit_onnx/configs/2.pbtxt"):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     words = ["package", "serve", str(packaged), "--model-version", "2"]

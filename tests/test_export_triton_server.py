@@ -88,7 +88,7 @@ def infer(server: Server, model: str, **feed: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow("graph")
-def test_it_warms_up_batches_and_answers_many_clients_as_onnx_runtime_does(served: Served, tmp_path: Path) -> None:
+def test_server_warms_up_batches_and_answers_like_onnxruntime(served: Served, tmp_path: Path) -> None:
     server = served.server
     assert lint_repository(served.repository) == ()
     assert server.load("vit_cpu") is None
@@ -115,7 +115,7 @@ def test_it_warms_up_batches_and_answers_many_clients_as_onnx_runtime_does(serve
     assert max(entry["batch_size"] for entry in after["batch_stats"]) <= SERVING.max_batch
 
 
-def test_a_request_that_does_not_fit_is_refused_and_the_next_one_served(served: Served) -> None:
+def test_malformed_request_is_refused_and_the_next_one_served(served: Served) -> None:
     server = served.server
     assert server.load("vit_cpu") is None
     for wrong, told in ((images(9), "batch-size must be <= 8"), (images(1)[..., 1:], "unexpected shape")):
@@ -127,7 +127,7 @@ def test_a_request_that_does_not_fit_is_refused_and_the_next_one_served(served: 
     )
 
 
-def test_versions_go_forward_and_back_in_the_running_server(served: Served, tmp_path: Path) -> None:
+def test_versions_roll_forward_and_back_in_a_running_server(served: Served, tmp_path: Path) -> None:
     server, batch = served.server, images(2)
     newer = write_onnx(tmp_path / "newer.onnx", shape=(3, SIZE, SIZE), classes=CLASSES)
     write_repository(Package(name="vit", version=2, cpu_onnx=newer, labels=LABELS, serving=SERVING), served.repository)
@@ -140,7 +140,7 @@ def test_versions_go_forward_and_back_in_the_running_server(served: Served, tmp_
 
 
 @pytest.mark.slow("graph")
-def test_several_inputs_are_served_together_as_torch_answers(served: Served, tmp_path: Path) -> None:
+def test_several_inputs_are_served_like_torch(served: Served, tmp_path: Path) -> None:
     server, graph = served.server, write_text_onnx(tmp_path / "text.onnx")
     write_repository(Package(name="text", cpu_onnx=graph, serving=SERVING), served.repository)
     assert server.load("text_cpu") is None
@@ -173,7 +173,7 @@ class Gated(nn.Module):
 
 
 @pytest.mark.slow("graph")
-def test_every_type_of_input_and_several_outputs_are_served(served: Served, tmp_path: Path) -> None:
+def test_every_input_type_and_several_outputs_are_served(served: Served, tmp_path: Path) -> None:
     inputs = [
         Port(name="x", shape=(6, 4)),
         Port(name="keep", shape=(6, 4), dtype="bool"),
@@ -192,7 +192,7 @@ def test_every_type_of_input_and_several_outputs_are_served(served: Served, tmp_
     np.testing.assert_allclose(answers["logits"], (x * keep).sum(1) * counts, rtol=0, atol=1e-4)
 
 
-def test_a_graph_with_a_fixed_batch_is_served_at_that_batch(served: Served, tmp_path: Path) -> None:
+def test_fixed_batch_graph_is_served_at_that_batch(served: Served, tmp_path: Path) -> None:
     graph = write_onnx(tmp_path / "fixed.onnx", batch=2)
     write_repository(Package(name="fixed", cpu_onnx=graph), served.repository)
     assert served.server.load("fixed_cpu") is None
@@ -204,7 +204,7 @@ def test_a_graph_with_a_fixed_batch_is_served_at_that_batch(served: Served, tmp_
     assert (status, "unexpected shape" in answer["error"]) == (400, True)
 
 
-def test_the_plans_config_is_taken_up_to_the_backend_that_is_not_here(served: Served, tmp_path: Path) -> None:
+def test_plan_config_is_accepted_up_to_the_absent_backend(served: Served, tmp_path: Path) -> None:
     graph = write_onnx(tmp_path / "model.onnx")
     plans = tuple(write_plan(tmp_path / f"{sm}.plan", graph, target=sm) for sm in ("86", "89"))
     serving = Serving(preferred_batches=(4, 8), graph_batches=(1, 4), policy="specific")
@@ -225,7 +225,7 @@ def test_the_plans_config_is_taken_up_to_the_backend_that_is_not_here(served: Se
         assert wrong in told + served.server.log.read_text()
 
 
-def test_a_server_without_onnx_runtime_says_what_to_install(served: Served, tmp_path: Path) -> None:
+def test_server_without_onnxruntime_names_the_package(served: Served, tmp_path: Path) -> None:
     repository = served.repository
     graph = write_onnx(tmp_path / "model.onnx")
     write_repository(Package(name="lost", cpu_onnx=graph), repository)

@@ -119,7 +119,7 @@ def product_of(program: Program) -> fx.Node:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_programs_say_which_pairs_see_each_other(form: str) -> None:
+def test_program_reports_which_token_pairs_attend(form: str) -> None:
     program = trace(Shifted(form), (torch.randn(2, TOKENS, D),))
     product = product_of(program)
     whole = find_attention_output(product)
@@ -160,7 +160,7 @@ def counted_pairs(q: Tensor, k: Tensor, form: str) -> Iterator[tuple[Tensor, Ten
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_pairs_count_that_see_each_other(form: str, tmp_path: Path) -> None:
+def test_only_attending_pairs_are_counted(form: str, tmp_path: Path) -> None:
     """Second moments and energies, beside loops over images, windows and their parts."""
     model = model_of(form)
     (site,) = (each for each in sites_of(model).every if isinstance(each, TracedPairs))
@@ -192,7 +192,7 @@ def test_pairs_count_that_see_each_other(form: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["spelled", "five axes"])
-def test_narrower_queries_and_keys_are_padded_whatever_stands_before_the_softmax(form: str) -> None:
+def test_narrow_queries_and_keys_are_padded_before_any_softmax(form: str) -> None:
     program = trace(Shifted(form), (torch.randn(2, TOKENS, D),))
     wider, x = pad_uneven_heads(program), torch.randn(3, TOKENS, D)
     added = [
@@ -220,7 +220,7 @@ def loaded(home: Path, length: int) -> tuple[Checkpoint, InputSet]:
     return checkpoint, texts_for_model(checkpoint.model, home / "texts.txt")
 
 
-def test_segments_with_the_mask_are_the_program(tmp_path: Path) -> None:
+def test_segments_with_a_mask_equal_the_program(tmp_path: Path) -> None:
     checkpoint, texts = loaded(tmp_path, SHORT)
     model, (tokens, *_) = checkpoint.model, texts.batches(5)
     own = tracing(model)
@@ -254,7 +254,7 @@ def folded(dense: Checkpoint, texts: InputSet) -> nn.Module:
 
 @pytest.mark.slow("models")
 @pytest.mark.parametrize("lever", [looped, made_sparse, folded])
-def test_more_padding_changes_no_fit(lever: Callable[[Checkpoint, InputSet], nn.Module], tmp_path: Path) -> None:
+def test_padding_does_not_change_the_fit(lever: Callable[[Checkpoint, InputSet], nn.Module], tmp_path: Path) -> None:
     """The same answers where the texts are padded to more tokens."""
     answers = list[Tensor]()
     for length in (SHORT, LONG):
@@ -270,7 +270,7 @@ def test_more_padding_changes_no_fit(lever: Callable[[Checkpoint, InputSet], nn.
 
 
 @torch.no_grad()
-def test_tokens_that_are_not_there_weigh_nothing(tmp_path: Path) -> None:
+def test_padded_tokens_have_no_weight(tmp_path: Path) -> None:
     """What layers lack is weighted by the mask."""
     checkpoint, _ = loaded(tmp_path, SHORT)
     model = checkpoint.model

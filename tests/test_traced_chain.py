@@ -98,7 +98,7 @@ def with_repeated_heads(model: nn.Module, shared: int) -> nn.Module:
 
 @pytest.mark.slow("graph")
 @pytest.mark.parametrize("name", ["own", "densenet"])
-def test_a_model_is_its_steps_and_a_narrower_one_has_the_same(name: str, tmp_path: Path) -> None:
+def test_steps_compose_to_the_model_and_survive_narrowing(name: str, tmp_path: Path) -> None:
     dense = checkpoint_named(name)
     reduced = reduce(dense.model, calibrated(dense, tmp_path), method_from_preset("none", **HALF)).model
     pixels = torch.from_numpy(images(3, seed=3))
@@ -114,7 +114,7 @@ def test_a_model_is_its_steps_and_a_narrower_one_has_the_same(name: str, tmp_pat
 
 @pytest.mark.slow("graph")
 @pytest.mark.parametrize("name", ["own", "densenet"])
-def test_convolutions_of_several_places_are_no_model_to_polish(name: str, tmp_path: Path) -> None:
+def test_convolutional_models_are_not_polished(name: str, tmp_path: Path) -> None:
     dense = checkpoint_named(name)
     start = reduce(dense.model, calibrated(dense, tmp_path), method_from_preset("none", **HALF)).model
     reason = reason_against(dense.model, start)
@@ -123,7 +123,7 @@ def test_convolutions_of_several_places_are_no_model_to_polish(name: str, tmp_pa
 
 
 @pytest.mark.slow("graph")
-def test_a_graph_of_a_narrowed_program_is_named_by_modules_and_its_bad_block_found(tmp_path: Path) -> None:
+def test_narrowed_graph_is_named_by_modules_and_its_bad_block_found(tmp_path: Path) -> None:
     dense = own_checkpoint()
     reduced = reduce(dense.model, calibrated(dense, tmp_path), method_from_preset("none", **HALF)).model
     model, pixels = traced_model.exportable(reduced), images(4, seed=3)
@@ -178,7 +178,7 @@ EDITED: Mapping[str, tuple[tuple[str, str], Any, str]] = {
 
 
 @pytest.mark.slow("graph")
-def test_what_is_not_there_and_an_edited_directory_are_refused(home: Path) -> None:
+def test_absent_sites_and_edited_directories_are_refused(home: Path) -> None:
     invoked("calibrate", "--model", *DENSE, "--images", "calibration.npy", "-o", "m.safetensors", "-q")
     invoked(
         "reduce", "--model", *DENSE, "--moments", "m.safetensors", "--mlp", 0.5, "--align", "mlp=4", "-o", "reduced"
@@ -211,7 +211,7 @@ LEVERS: Mapping[str, tuple[tuple[object, ...], str]] = {
 
 
 @pytest.mark.slow("graph", "measurement")
-def test_levers_go_together(home: Path) -> None:
+def test_levers_combine(home: Path) -> None:
     parted = ("--images", "calibration.npy", "--hold-out", 16, "--groups", "image")
     invoked("calibrate", "--model", *DENSE, *parted, "-o", "m.safetensors", "-q")
     given = ("--model", *DENSE, "--moments", "m.safetensors", "--align", "mlp=4,head=4", "-q")
@@ -230,7 +230,7 @@ def test_levers_go_together(home: Path) -> None:
         invoked("export", "--model", "all at once", "--precision", precision, *more, "-o", f"{precision}.onnx", "-q")
 
 
-def test_every_site_saves_what_is_counted() -> None:
+def test_every_site_saves_its_counted_macs() -> None:
     """Queries and keys one of an attention's two products, values the other."""
     model = dense_from_architecture(PVT)
     found, costs = sites_of(model).every, site_costs(model, "macs")

@@ -44,9 +44,7 @@ def chained(program: Program, found: FoundSites, inputs: torch.Tensor) -> torch.
         (own.Gated, (own.D,), 0),
     ],
 )
-def test_segments_one_behind_the_other_are_the_program(
-    build: type[nn.Module], shape: tuple[int, ...], count: int
-) -> None:
+def test_consecutive_segments_equal_the_program(build: type[nn.Module], shape: tuple[int, ...], count: int) -> None:
     torch.manual_seed(0)
     model = build()
     found, inputs = found_of(model, shape), torch.randn(3, *shape)
@@ -55,7 +53,7 @@ def test_segments_one_behind_the_other_are_the_program(
         assert torch.allclose(chained(found.program, found, inputs), model(inputs), atol=1e-5)
 
 
-def test_a_program_is_narrowed_on_meta_to_the_sizes_that_it_has_with_numbers() -> None:
+def test_narrowing_on_meta_gives_the_sizes_of_narrowing_with_weights() -> None:
     dense = Patched().eval()
     one, other = (found_of(each, IMAGES) for each in (dense, Patched().to("meta")))
     kept = {site.key: range(1, site.size, 2) for site in one.sites if site.part_G is None}
@@ -65,7 +63,7 @@ def test_a_program_is_narrowed_on_meta_to_the_sizes_that_it_has_with_numbers() -
     assert any(each.shape != dense.get_parameter(name).shape for name, each in numbers.items() if "bias" not in name)
 
 
-def test_sizes_are_those_of_what_a_program_gives() -> None:
+def test_inferred_sizes_equal_those_of_the_outputs() -> None:
     """Equal calls are made once, others not."""
     graph = found_of(Patched(depth=3), IMAGES).program.graph
     told = {node.name: node.meta.pop("sizes") for node in graph.graph.nodes if node.op != "output"}
@@ -85,7 +83,7 @@ def test_sizes_are_those_of_what_a_program_gives() -> None:
         ((8,), (3, 4, 6), 1),
     ],
 )
-def test_a_stream_is_rows_of_its_channels(sizes: tuple[int, ...], image: tuple[int, ...], axis: int) -> None:
+def test_stream_is_read_as_rows_of_channels(sizes: tuple[int, ...], image: tuple[int, ...], axis: int) -> None:
     tensor = torch.randn(2, *sizes)
     node = fx.Graph().placeholder("x")
     set_sizes(node, tensor, tensor)
@@ -96,11 +94,11 @@ def test_a_stream_is_rows_of_its_channels(sizes: tuple[int, ...], image: tuple[i
     assert torch.equal(layout.tensor(rows_BNC), tensor)
 
 
-def test_no_cut_stands_before_the_last_use_of_a_second_input() -> None:
+def test_cuts_follow_the_last_use_of_a_second_input() -> None:
     assert find_cuts(found_of(own.TwoInputs(), (4,), (5,))) == ()
 
 
-def test_a_narrowed_program_has_the_same_cuts() -> None:
+def test_narrowed_program_has_the_same_cuts() -> None:
     torch.manual_seed(0)
     dense = found_of(Patched(), IMAGES)
     narrower = narrow(dense, {site.key: range(site.size // 2) for site in dense.sites if site.part_G is None})

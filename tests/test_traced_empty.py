@@ -91,7 +91,7 @@ def given_by(model: nn.Module, name: str, inputs: object) -> Tensor:
     return given[0]
 
 
-def test_the_mean_of_what_the_dense_layers_give_stays() -> None:
+def test_removed_site_leaves_the_mean_of_its_dense_output() -> None:
     """Of all images and places, counted one by one in float64."""
     state = emptied().model.state_dict()
     for name, layer in GIVEN.items():
@@ -103,7 +103,7 @@ def test_the_mean_of_what_the_dense_layers_give_stays() -> None:
     assert all(each.width == 0 and each.error == pytest.approx(each.energy, rel=1e-9) for each in emptied().sites)
 
 
-def test_costs_that_go_are_those_told() -> None:
+def test_removed_costs_equal_the_reported_ones() -> None:
     costs, sites = site_costs(dense().model, "macs"), sites_of(dense().model).by_name
     saved = costs.saved(sites.values(), EMPTIED)
     assert macs(emptied().model) <= macs(dense().model) - saved
@@ -118,7 +118,7 @@ def graph_of(model: nn.Module, precision: str = "fp32") -> onnx.ModelProto:
 
 
 @pytest.mark.slow("graph")
-def test_saved_loaded_exported_and_reduced_again_it_is_the_same(tmp_path: Path) -> None:
+def test_model_with_removed_sites_round_trips_and_exports(tmp_path: Path) -> None:
     model = emptied().model
     save(replace(dense(), model=model), tmp_path / "reduced")
     loaded = load_checkpoint(tmp_path / "reduced").model
@@ -139,7 +139,7 @@ def test_saved_loaded_exported_and_reduced_again_it_is_the_same(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("loop", [Loop(), None])
-def test_loops_leave_constants_too(loop: Loop | None) -> None:
+def test_closed_loops_leave_constants_too(loop: Loop | None) -> None:
     rest = {site.name: site.width // 2 for site in sites_of(dense().model).every if site.name.endswith("mlp")}
     widths = {**rest, **EMPTIED}
     looped = reduce_traced(dense().model, opened(), method(), widths=widths, loop=loop).model
@@ -154,13 +154,13 @@ def test_loops_leave_constants_too(loop: Loop | None) -> None:
         assert errors[0] < errors[1], "later sites make up for what is gone"
 
 
-def test_a_polish_passes_by_what_is_gone() -> None:
+def test_polish_skips_removed_sites() -> None:
     options = PolishOptions(steps=2)
     assert outputs(polished(dense().model, emptied().model, opened(), options).model).isfinite().all()
 
 
 @torch.no_grad()
-def test_a_budget_leaves_a_constant_of_what_does_nothing() -> None:
+def test_budget_removes_sites_without_effect_first() -> None:
     """An MLP and an attention whose last layers give nearly nothing are the first to go, whole."""
     planted = checkpoint_of(PVT)
     tiny.enliven(planted.model, 0)  # so that no width but all costs little
@@ -181,7 +181,7 @@ def test_a_budget_leaves_a_constant_of_what_does_nothing() -> None:
 
 
 @pytest.mark.parametrize("name", ["stages.0.blocks.0.attn.v", "stages.1.blocks.0.attn.qk"])
-def test_what_cannot_go_whole_is_refused(name: str, tmp_path: Path) -> None:
+def test_sites_that_cannot_be_removed_whole_are_refused(name: str, tmp_path: Path) -> None:
     """Values that a convolution's keys go beside, queries and keys whose values stay: as widths, and in a file."""
     rejects(f"{name}: it keeps nothing, but can't be removed completely", at_widths, dense().model, {name: 0})
     save(replace(dense(), model=emptied().model), tmp_path / "edited")
@@ -210,7 +210,7 @@ def vit() -> Reduction:
     return reduce(dense.model, fitted, method(align_hidden=32), widths=OF_VIT, held_out=judges)
 
 
-def test_other_inputs_judge_the_constant() -> None:
+def test_constants_are_judged_on_other_inputs() -> None:
     for report in vit().sites:
         given_BNC = given_by(tiny.checkpoint().model, GIVEN_OF_VIT[report.site], torch.from_numpy(tiny.images(8, 5)))
         constant_C = vit().model.get_parameter(f"{GIVEN_OF_VIT[report.site]}.bias").double()
@@ -220,7 +220,7 @@ def test_other_inputs_judge_the_constant() -> None:
 
 
 @pytest.mark.parametrize("metric", ["stream", "keys"])
-def test_tokens_are_merged_all_the_same(metric: str) -> None:
+def test_token_merging_works_with_removed_sites(metric: str) -> None:
     """Where attention is gone there are no keys to tell them apart by, and no place to merge at."""
     model = vit().model
     merged = traced_model.with_merging(model, Merging(schedule=(2,), metric=metric))  # type: ignore[arg-type]
@@ -230,14 +230,14 @@ def test_tokens_are_merged_all_the_same(metric: str) -> None:
 
 @pytest.mark.slow("graph", "engine")
 @needs_rtx
-def test_an_engine_is_built_of_it(tmp_path: Path) -> None:
+def test_engine_is_built_with_removed_sites(tmp_path: Path) -> None:
     save_graph(graph_of(vit().model, "fp16"), tmp_path / "model.onnx")
     record = built(tmp_path / "model.onnx", "1:8:16")
     assert record.attention_sites == record.fused_attention_sites == ("blocks.0.attn",)
 
 
 @pytest.mark.slow("graph")
-def test_a_text_encoder_keeps_constants_of_the_tokens_that_are_there(tmp_path: Path) -> None:
+def test_text_encoder_averages_constants_over_real_tokens(tmp_path: Path) -> None:
     encoders.write_encoder(tmp_path / "hub")
     checkpoint = load_transformers(tmp_path / "hub", {"normalize": False})
     (tmp_path / "t.txt").write_text("\n".join(encoders.texts(20)), encoding="utf-8")
@@ -258,7 +258,7 @@ def test_a_text_encoder_keeps_constants_of_the_tokens_that_are_there(tmp_path: P
     np.testing.assert_allclose(got, expected.numpy(), rtol=1e-4, atol=1e-5)
 
 
-def test_what_can_go_whole_is_told() -> None:
+def test_removable_sites_are_reported() -> None:
     sites = sites_of(dense().model).every
     whole = {site.name for site in sites if site.whole_removal is not None}
     assert {MLP, VALUES} <= whole

@@ -135,7 +135,7 @@ def patches(x: Tensor, layer: nn.Module) -> Tensor:
 
 
 @pytest.mark.parametrize(("name", "align", "width"), [("groups", 8, 6), ("uses", 4, 8), ("stream", 8, 7)])
-def test_channels_are_aligned_over_all_groups_of_a_layer(name: str, align: int, width: int) -> None:
+def test_channels_are_aligned_across_all_groups_of_a_layer(name: str, align: int, width: int) -> None:
     """To a multiple of the groups; finer where that would leave no choice."""
     model = trace_model(MODELS[name]().eval(), Architecture(name=name, family="module"))
     asked: Any = {"conv_sparsity": 0.4, "residual_sparsity": 0.4, "align_conv": align}
@@ -144,7 +144,7 @@ def test_channels_are_aligned_over_all_groups_of_a_layer(name: str, align: int, 
 
 @pytest.mark.slow("graph")
 @pytest.mark.parametrize("name", MODELS)
-def test_half_of_the_channels_go(name: str, tmp_path: Path) -> None:
+def test_half_of_the_channels_are_removed(name: str, tmp_path: Path) -> None:
     checkpoint = written_by("tests.test_traced_groups.make", name=name)
     dense = checkpoint.model
     moments = calibrate(checkpoint, tiny.opened(tmp_path / "images.npy", images(19, seed=1), dense), batch_size=8)
@@ -218,7 +218,7 @@ class Shuffled(nn.Module):
 
 
 @pytest.mark.slow("graph")
-def test_shuffled_channels_are_removed_wherever_they_land(tmp_path: Path) -> None:
+def test_shuffled_channels_are_removed_consistently(tmp_path: Path) -> None:
     """Reduced, saved and loaded; every site loses channels, and with `best` less is lost than without."""
     checkpoint = written_by("tests.test_traced_groups.Shuffled")
     with trusting_code(True):
@@ -276,7 +276,7 @@ def responding(last: bool, inputs: Tensor, folder: Path) -> tuple[Responding, Ch
 
 
 @pytest.mark.parametrize("last", [True, False])
-def test_redundant_channels_go_at_no_loss(last: bool, tmp_path: Path) -> None:
+def test_redundant_channels_are_removed_without_loss(last: bool, tmp_path: Path) -> None:
     inputs = torch.randn(40, TOKENS, D, generator=torch.Generator().manual_seed(7))
     plain, checkpoint, opened = responding(last, inputs, tmp_path)
     model = checkpoint.model
@@ -295,7 +295,7 @@ def test_redundant_channels_go_at_no_loss(last: bool, tmp_path: Path) -> None:
     assert errors["best"] < 1e-4 < 1e-2 < errors["none"], errors
 
 
-def test_loops_leave_the_mean_to_the_channels_that_stay(tmp_path: Path) -> None:
+def test_closed_loops_keep_the_mean_of_kept_channels(tmp_path: Path) -> None:
     """So few images would tell weights below zero of a mean that is divided by."""
     inputs = torch.randn(10, TOKENS, D, generator=torch.Generator().manual_seed(1))
     _, checkpoint, opened = responding(True, inputs, tmp_path)
@@ -308,7 +308,7 @@ def test_loops_leave_the_mean_to_the_channels_that_stay(tmp_path: Path) -> None:
     assert not [name for name in looped.model.state_dict() if "mean_weight_0_bias" in name]
 
 
-def test_a_mean_that_nothing_is_divided_by_stays_one() -> None:
+def test_mean_without_a_division_stays_a_mean() -> None:
     class Centred(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x - x.mean(-1, keepdim=True)

@@ -202,7 +202,7 @@ def goes_the_whole_way(model: tuple[str, ...], inputs: str, asked: tuple[object,
 
 @pytest.mark.slow("graph")
 @pytest.mark.parametrize("name", CHAIN)
-def test_any_inputs_and_outputs_go_the_whole_way(name: str, home: Path) -> None:
+def test_any_inputs_and_outputs_pass_the_whole_chain(name: str, home: Path) -> None:
     asked, outputs = CHAIN[name]
     goes_the_whole_way(written(name, home), "--arrays", asked)
     assert_graph_says_the_same(home / "reduced/model.onnx", arrays(name, 3, 3), outputs)
@@ -210,7 +210,7 @@ def test_any_inputs_and_outputs_go_the_whole_way(name: str, home: Path) -> None:
 
 @pytest.mark.slow("graph")
 @pytest.mark.parametrize("name", LIBRARIES)
-def test_encoders_of_transformers_without_a_family_go_the_whole_way(name: str, home: Path) -> None:
+def test_transformers_encoders_pass_the_whole_chain(name: str, home: Path) -> None:
     values, asked, kwargs = LIBRARIES[name]
     kind = getattr(transformers, name)
     sizes = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64}
@@ -244,7 +244,7 @@ def traced_module(name: str) -> Checkpoint:
     return Checkpoint(model=trace_model(MODULES[name](), architecture), architecture=architecture, lineage={})
 
 
-def test_padding_is_no_part_of_the_statistics(tmp_path: Path) -> None:
+def test_padding_is_excluded_from_the_statistics(tmp_path: Path) -> None:
     given = arrays("Encoder", 20, 1)
     save_arrays(given, tmp_path / "arrays.safetensors")
     dense = traced_module("Encoder")
@@ -261,7 +261,7 @@ def test_padding_is_no_part_of_the_statistics(tmp_path: Path) -> None:
     np.testing.assert_allclose(statistics.gram_FF.numpy(), expected_FF, rtol=1e-4, atol=1e-3)
 
 
-def test_heads_are_not_merged_of_inputs_with_padding(tmp_path: Path) -> None:
+def test_token_merging_is_refused_for_padded_inputs(tmp_path: Path) -> None:
     save_arrays(arrays("Encoder", 20, 1), tmp_path / "arrays.safetensors")
     dense = traced_module("Encoder")
     inputs = arrays_for_model(dense.model, tmp_path / "arrays.safetensors")
@@ -278,7 +278,7 @@ def test_heads_are_not_merged_of_inputs_with_padding(tmp_path: Path) -> None:
         ({"more": np.zeros(4)}, "takes no more, only ids, attention_mask"),
     ],
 )
-def test_arrays_are_held_against_the_inputs(
+def test_arrays_are_checked_against_the_inputs(
     changed: Mapping[str, NDArray[Any] | None], reason: str, tmp_path: Path
 ) -> None:
     every = {name: each for name, each in {**arrays("Encoder", 4, 1), **changed}.items() if each is not None}
@@ -315,7 +315,7 @@ class _Named(nn.Module):
         return {"a": self.layer(a), "apart": self.layer(a) - self.layer(b)}
 
 
-def test_inputs_go_in_by_name_and_outputs_have_names_of_their_own() -> None:
+def test_inputs_are_passed_by_name_and_outputs_are_named() -> None:
     model = trace_model(_Named().eval(), Architecture(name="named", family="module"))
     a, b = torch.randn(2, 3, 5).unbind()
     with torch.no_grad():
@@ -346,10 +346,10 @@ REFUSED: list[tuple[nn.Module, str]] = [
 
 
 @pytest.mark.parametrize(("model", "reason"), REFUSED)
-def test_what_can_not_be_told_is_refused_with_what_to_say(model: nn.Module, reason: str) -> None:
+def test_undeclared_inputs_are_refused_with_the_declaration_to_add(model: nn.Module, reason: str) -> None:
     rejects(re.escape(reason), facts_of_module, model, Preprocessing())
 
 
-def test_a_list_of_something_else_says_no_outputs() -> None:
+def test_list_of_other_objects_declares_no_outputs() -> None:
     facts = facts_of_module(_Odd("x", inputs=PAIR, outputs=[{}]), Preprocessing())
     assert [port.name for port in facts.outputs] == ["logits"]

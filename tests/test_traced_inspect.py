@@ -45,7 +45,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sequence[str]:
     return ("--model", "module:own.py:make", "--trust-code")
 
 
-def test_a_module_that_declares_nothing_has_its_sites(own: Sequence[str]) -> None:
+def test_module_without_declarations_has_sites(own: Sequence[str]) -> None:
     record = inspected(*own)
     sites = {row["site"]: row for row in record["sites"]}  # type: ignore[attr-defined]
     blocks = [f"h.{block}{site}" for block in range(2) for site in (".attn.qk", ".attn.v", "")]
@@ -66,7 +66,7 @@ def test_a_module_that_declares_nothing_has_its_sites(own: Sequence[str]) -> Non
     assert "stem.3" in reasons["layer_norm in h.0.ln_1 (LayerNorm) mixes it"]
 
 
-def test_a_name_needs_no_weights_to_be_looked_at() -> None:
+def test_timm_name_is_inspected_without_weights() -> None:
     record = inspected("--model", PVT.name, "--model-kwargs", json.dumps(dict(PVT.kwargs)))
     widths = [row["width"] for row in record["sites"]]  # type: ignore[attr-defined]
     assert widths[:3] == ["queries and keys 16", "values 16", "channels 64"]
@@ -74,7 +74,7 @@ def test_a_name_needs_no_weights_to_be_looked_at() -> None:
 
 
 @pytest.mark.parametrize("kind", ["vit", "bert", "llama", pytest.param("convnext", marks=pytest.mark.slow("models"))])
-def test_a_configuration_of_transformers_needs_no_weights(kind: str, tmp_path: Path) -> None:
+def test_transformers_configuration_is_inspected_without_weights(kind: str, tmp_path: Path) -> None:
     small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
     configs: dict[str, dict[str, object]] = {
         "vit": {**small, "model_type": "vit", "image_size": 32, "patch_size": 8, "architectures": ["ViTModel"]},
@@ -90,11 +90,11 @@ def test_a_configuration_of_transformers_needs_no_weights(kind: str, tmp_path: P
 
 
 @pytest.mark.slow("models")
-def test_a_name_of_torchvisions_needs_no_weights() -> None:
+def test_torchvision_name_is_inspected_without_weights() -> None:
     assert inspected("--model", "torchvision:squeezenet1_1")["plan"]["sites"] > 0  # type: ignore[index]
 
 
-def test_the_plan_says_what_a_budget_takes_and_what_stays() -> None:
+def test_plan_shows_what_a_budget_removes_and_keeps() -> None:
     """Of a ViT: attention and MLPs lose as much as the budget asks, by formulas; patches and classifier stay."""
     patches, tokens, width, hidden, classes = 196, 197, 192, 768, 1000
     embedding, head = patches * 768 * width, width * classes
@@ -129,7 +129,7 @@ class Halves(nn.Module):
         return out
 
 
-def test_shares_of_a_layer_that_can_go_in_part_add_up() -> None:
+def test_shares_of_partly_removable_layers_add_up() -> None:
     """Whose inputs and outputs can both go is shared out, what one alone can go with is its; no more is told to stay
     than what is not offered.
     """
@@ -140,7 +140,7 @@ def test_shares_of_a_layer_that_can_go_in_part_add_up() -> None:
     assert plan.offered + sum(share for _, share, _ in plan.stays) == pytest.approx(1.0)
 
 
-def test_a_budget_that_goes_too_far_is_refused_before_any_work() -> None:
+def test_unreachable_budget_is_refused_before_any_work() -> None:
     model = dense_from_architecture(STEM)
     method = ReduceOptions(macs=0.6).method_asked
     share = round(1.0 - 0.95 * first_plan(model, method, 0.9, 0.85).offered, 2)
@@ -158,9 +158,7 @@ def test_a_budget_that_goes_too_far_is_refused_before_any_work() -> None:
     rejects(r"evenly, where 0\.85", refuse_far, model, method, "macs", plan.least - 0.01, 0.85)
 
 
-def test_a_module_of_a_size_that_can_not_be_told_says_what_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_module_of_unknown_input_size_says_what_to_declare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own.py").write_text("from torch import nn\n\ndef make():\n    return nn.Linear(5, 3)\n")
     monkeypatch.chdir(tmp_path)
     result = invoked("inspect", "--model", "module:own.py:make", "--trust-code", code=2)
@@ -168,11 +166,11 @@ def test_a_module_of_a_size_that_can_not_be_told_says_what_to_do(
     assert "input_size = (3, height, width)" in result.output
 
 
-def test_a_family_of_no_name_is_refused() -> None:
+def test_unknown_family_is_refused() -> None:
     rejects("is built by no family of this name", dense_from_architecture, Architecture(name="any", family="traced"))
 
 
-def test_a_module_that_can_not_be_traced_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_untraceable_module_reports_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own.py").write_text(
         "from torch import nn\n\nclass Odd(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
         "        self.layer = nn.Linear(8, 8)\n\n    def forward(self, x):\n"

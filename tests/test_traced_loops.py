@@ -65,7 +65,7 @@ def layer_of(model: nn.Module, weight: str) -> fx.Node:
 
 @pytest.mark.slow("graph")
 @pytest.mark.parametrize("name", ["own", "pvt", "densenet"])
-def test_loops_reduce_every_site_and_are_saved(name: str, tmp_path: Path) -> None:
+def test_closed_loops_reduce_every_site_and_are_saved(name: str, tmp_path: Path) -> None:
     dense = checkpoint_named(name)
     opened_images = opened(dense, tmp_path)
     method = SQUARE if name == "own" else method_from_preset("best", **HALF)
@@ -87,7 +87,7 @@ def test_loops_reduce_every_site_and_are_saved(name: str, tmp_path: Path) -> Non
 @pytest.mark.slow("graph")
 @pytest.mark.parametrize("how", ["open", "closed", "symmetric"])
 @pytest.mark.parametrize("shared", [1, 2])
-def test_copies_of_heads_go_for_nothing_with_their_queries_and_keys(shared: int, how: str, tmp_path: Path) -> None:
+def test_duplicate_heads_are_removed_without_loss(shared: int, how: str, tmp_path: Path) -> None:
     """All heads that share keys and values at once."""
     dense = own_checkpoint(heads=4, shared=shared)
     with_repeated_heads(dense.model, shared)
@@ -113,7 +113,7 @@ def test_copies_of_heads_go_for_nothing_with_their_queries_and_keys(shared: int,
 
 @pytest.mark.slow("graph")
 @pytest.mark.parametrize("loop", [Loop(), None])
-def test_a_head_that_nothing_reads_goes_before_dimensions_do(loop: Loop | None, tmp_path: Path) -> None:
+def test_unread_head_is_removed_before_dimensions(loop: Loop | None, tmp_path: Path) -> None:
     """Its dimensions would cost nothing either; but so many are kept of each head that is left."""
     dense = own_checkpoint()
     with torch.no_grad():
@@ -137,7 +137,7 @@ def test_a_head_that_nothing_reads_goes_before_dimensions_do(loop: Loop | None, 
 
 
 @pytest.mark.slow("graph")
-def test_what_a_loop_lacks_is_said(tmp_path: Path) -> None:
+def test_missing_inputs_of_a_loop_are_named(tmp_path: Path) -> None:
     dense = own_checkpoint()
     lacking = opened(dense, tmp_path, 3)
     rejects("got 3 images, expected at least 4", reduce_traced, dense.model, lacking, MLPS, loop=Loop())
@@ -159,7 +159,7 @@ def moves_the_outputs(model: nn.Module, layer: str, place: int, pixels: Tensor) 
 
 @pytest.mark.slow("graph")
 @pytest.mark.parametrize("read", [0, 2])
-def test_places_that_are_read_are_those_that_move_the_outputs(read: int) -> None:
+def test_read_positions_are_those_that_change_the_outputs(read: int) -> None:
     model, pixels = own_checkpoint(read=read).model, torch.from_numpy(images(2, seed=1))
     own = tracing(model)
     found = places_read(own, torch.device("cpu"))
@@ -189,7 +189,7 @@ class Scaled(nn.Module):
 
 
 @pytest.mark.parametrize("weight", ["scaled.weight", "cut.weight"])
-def test_what_is_lacking_is_brought_back_to_the_layer(weight: str) -> None:
+def test_residual_error_is_propagated_back_to_the_layer(weight: str) -> None:
     """The layer's output changed by what is lacking, in the layer's own unit, gives the stream that is wanted."""
     torch.manual_seed(0)
     model = Scaled().eval()
@@ -231,7 +231,7 @@ class Normed(nn.Module):
         return self.last(x + self.gamma * self.norm(given))
 
 
-def test_what_is_lacking_behind_a_norm_is_brought_in_front_of_it() -> None:
+def test_residual_error_is_propagated_back_through_a_norm() -> None:
     """Token by token as by hand, in float64; places that are cut off count nothing."""
     torch.manual_seed(0)
     model = Normed().eval().double()
@@ -283,7 +283,7 @@ def wanted_by_hand(gain_C: Tensor, offset_C: Tensor, added_C: Tensor, given_C: T
 
 
 @pytest.mark.parametrize("case", ["random", "silent channels", "one large channel", "constant"])
-def test_what_a_layer_should_give_is_the_damped_least_squares_answer(case: str) -> None:
+def test_layer_targets_are_the_damped_least_squares_solution(case: str) -> None:
     generator = torch.Generator().manual_seed(0)
 
     def drawn(*shape: int) -> Tensor:

@@ -75,7 +75,7 @@ def half(site: SiteGroups, seed: int = 0) -> list[int]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_sites_are_those_that_the_module_has(name: str) -> None:
+def test_sites_match_the_module(name: str) -> None:
     _, found = found_of(name)
     assert [(site.kind, site.size, site.parts) for site in found.sites] == MODELS[name][2]
     assert len({site.key for site in found.sites}) == len(found.sites)
@@ -83,7 +83,7 @@ def test_the_sites_are_those_that_the_module_has(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_narrowed_it_is_the_dense_one_with_zeros(name: str) -> None:
+def test_narrowed_model_equals_the_dense_one_with_zeros(name: str) -> None:
     model, found = found_of(name)
     shapes = MODELS[name][1]
     given = prove(found, {site.key: half(site, place) for place, site in enumerate(found.sites)}, inputs(shapes, 3))
@@ -116,7 +116,7 @@ def test_queries_become_narrower_than_values() -> None:
         assert given.difference < 1e-5
 
 
-def test_whole_heads_go_with_their_queries_keys_and_values() -> None:
+def test_whole_heads_are_removed_with_queries_keys_and_values() -> None:
     for name in ("relative", "einsum", "grouped queries"):
         _, found = found_of(name)
         queries, values = found.sites
@@ -134,7 +134,7 @@ def test_whole_heads_go_with_their_queries_keys_and_values() -> None:
         rejects("all of a head", narrow, found, {key: groups for key, groups in kept.items() if "values" in key})
 
 
-def test_weights_that_are_tied_stay_with_a_reason() -> None:
+def test_tied_weights_are_kept_with_a_reason() -> None:
     torch.manual_seed(0)
     model, x = own.Nano().eval(), torch.randint(0, 20, (2, own.TOKENS))
     found = find_sites(trace(model, (x,)))
@@ -145,7 +145,7 @@ def test_weights_that_are_tied_stay_with_a_reason() -> None:
     assert given.unreduced == {}
 
 
-def test_what_a_site_costs_and_where_it_is_heard() -> None:
+def test_site_reports_its_cost_and_its_hooks() -> None:
     _, found = found_of("gated")
     (site,) = found.sites
     assert (site.name, site.key) == ("gate", "gate gated channels")
@@ -162,7 +162,7 @@ def test_what_a_site_costs_and_where_it_is_heard() -> None:
     assert sum(found.costs.values()) == 24 * 3 * own.TOKENS * own.D
 
 
-def test_a_choice_that_cannot_be_is_refused() -> None:
+def test_impossible_widths_are_refused() -> None:
     _, found = found_of("einsum")
     first = found.sites[0].key
     for kept, words in (
@@ -184,13 +184,13 @@ class _Kernel(nn.Module):
         return self.last(nn.functional.conv2d(x, self.kernel).relu().mean((2, 3)))
 
 
-def test_a_weight_of_another_name_has_its_bias_beside_it() -> None:
+def test_renamed_weight_finds_its_bias() -> None:
     program = trace(_Kernel(), inputs([MAP], 2))
     assert add_zero_biases_(program) == ("kernel_bias",)
     torch.testing.assert_close(program.tensor("kernel_bias"), torch.zeros(8))
 
 
-def test_a_model_on_meta_has_the_same_sites() -> None:
+def test_model_on_meta_has_the_same_sites() -> None:
     _, found = found_of("rotary")
     with torch.device("meta"):
         program = trace(own.Rotary(), inputs([TOKENS], 2))

@@ -33,7 +33,7 @@ def outputs(model: nn.Module) -> Tensor:
 
 
 @pytest.mark.parametrize("name", ["class token", "registers", "layer scale", "packed gate", "norms inside", "swin"])
-def test_a_stream_in_another_order_gives_what_it_gave(name: str) -> None:
+def test_permuted_stream_gives_equal_outputs(name: str) -> None:
     model = model_of(name)
     new, found = model, find_streams(model)
     assert len(found) == (2 if name == "swin" else 1)
@@ -47,7 +47,7 @@ def test_a_stream_in_another_order_gives_what_it_gave(name: str) -> None:
     assert float((outputs(new) - outputs(model)).norm() / outputs(model).norm()) < 2e-6
 
 
-def test_groups_inside_sites_change_places() -> None:
+def test_groups_inside_sites_are_permuted() -> None:
     model = model_of("pvt")
     new = model
     for site in tracing(model).analysis.sites:
@@ -60,7 +60,7 @@ def test_groups_inside_sites_change_places() -> None:
     assert float((outputs(new) - outputs(model)).norm() / outputs(model).norm()) < 2e-6
 
 
-def test_scores_are_what_readers_take_behind_norms() -> None:
+def test_stream_scores_are_sums_over_reading_layers_behind_norms() -> None:
     """By loops over the layers of a plain ViT, of its head too."""
     model = model_of("class token")
     state, by_hand = dict(model.named_parameters()), torch.zeros(48, dtype=torch.float64)
@@ -73,5 +73,5 @@ def test_scores_are_what_readers_take_behind_norms() -> None:
     torch.testing.assert_close(stream_scores(model, stream), by_hand)
 
 
-def test_what_a_model_gives_keeps_its_order() -> None:
+def test_outputs_keep_their_order() -> None:
     rejects("no residual stream of which all that writes and reads it is known", find_streams, model_of("no classes"))

@@ -111,7 +111,7 @@ def reduced(groups: int, taken: Moments, width: int, **more: Any) -> Reduction:
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-def test_the_largest_keeps_the_strongest_and_all_sums_fit(groups: int) -> None:
+def test_largest_site_keeps_its_strongest_channels_within_memory(groups: int) -> None:
     """By a norm's factor on either side of the channels, over every place of the kernel."""
     own, taken = pair(groups).model, moments(groups)
     limit = limit_of(pair(groups), 0.4).patch_bytes
@@ -134,7 +134,7 @@ def test_the_largest_keeps_the_strongest_and_all_sums_fit(groups: int) -> None:
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-def test_it_is_least_squares_toward_the_dense_outputs(groups: int) -> None:
+def test_recovery_is_least_squares_toward_the_dense_outputs(groups: int) -> None:
     """Held against lstsq over every patch of every image, of what all channels gave in front of the norm."""
     own, taken = pair(groups).model, moments(groups)
     reduction = reduced(groups, taken, 8)
@@ -165,7 +165,7 @@ def test_it_is_least_squares_toward_the_dense_outputs(groups: int) -> None:
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-def test_the_error_curve_ends_where_the_choice_begins(groups: int) -> None:
+def test_error_curve_ends_at_the_restricted_choice(groups: int) -> None:
     """What is lost by all channels without patches is the least that a choice among the others loses."""
     taken, own = moments(groups), pair(groups)
     order = eliminations(own.model, taken, BEST)[site_of(own).name]
@@ -182,7 +182,7 @@ def test_the_error_curve_ends_where_the_choice_begins(groups: int) -> None:
     assert set(order.kept(8).tolist()) <= set((chosen_GR + first_G1).flatten().tolist())
 
 
-def test_halves_choose_the_ridge_and_held_out_images_judge_it() -> None:
+def test_ridge_is_chosen_on_halves_and_judged_on_held_out_images() -> None:
     (report,) = reduced(2, moments(2, halved=True), 16, held_out=moments(2, seed=2)).sites
     assert report.ridge_fit is not None
     assert report.held_out is not None
@@ -194,7 +194,7 @@ def test_halves_choose_the_ridge_and_held_out_images_judge_it() -> None:
 
 
 @pytest.mark.parametrize(("preset", "kept"), [("best", 40), ("grail", 8)])
-def test_what_needs_other_patches_is_refused(preset: str, kept: int) -> None:
+def test_options_that_need_other_patches_are_refused(preset: str, kept: int) -> None:
     asked = method_from_preset(preset, conv_sparsity=0.5, align_conv=8)
     own = pair(2)
     with pytest.raises(BadInput, match=r"patches of \d+ of 48 channels .*--patch-memory.*remove more there"):
@@ -207,7 +207,7 @@ def whole_bytes(own: Checkpoint) -> int:
     return sum(memory_needed(own, chosen_sites(own, statistics), statistics).values())
 
 
-def test_streams_are_summed_where_they_are_asked_for_alone() -> None:
+def test_streams_are_summed_only_on_request() -> None:
     """With a limit; they can't be narrowed without statistics of all that reads them."""
     own, source = checkpoint("resnet18"), images_of("resnet18", 16)
     limit = Statistics(patch_bytes=whole_bytes(own) // 2)
@@ -224,7 +224,7 @@ def test_streams_are_summed_where_they_are_asked_for_alone() -> None:
         chosen_sites(tiny.checkpoint(), Statistics(patch_bytes=1000))
 
 
-def test_a_budget_takes_the_same_patches_off_that_were_taken(tmp_path: Path) -> None:
+def test_budget_uses_the_collected_patches(tmp_path: Path) -> None:
     own, whole = pair(2), moments(2)
     images = tiny.opened(tmp_path / "images.npy", noise(COUNT, 1).numpy(), own.model)
     apart = set_apart(own, whole, images)
@@ -241,7 +241,7 @@ def test_a_budget_takes_the_same_patches_off_that_were_taken(tmp_path: Path) -> 
 
 
 @pytest.mark.slow("models")
-def test_where_the_sums_do_not_fit_the_option_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_insufficient_memory_names_the_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = checkpoint("resnet18")
     monkeypatch.setattr(memory, "bytes_available", lambda device: whole_bytes(own) // 2)
     save(own, tmp_path / "dense")
@@ -253,12 +253,12 @@ def test_where_the_sums_do_not_fit_the_option_is_named(tmp_path: Path, monkeypat
     assert re.search(r"patches of layer\S+: ", invoked(*words, "--patch-memory", named[1]).output)
 
 
-def test_a_site_left_whole_stays_as_it_is() -> None:
+def test_unreduced_site_stays_unchanged() -> None:
     own = pair(2).model
     reduction = reduce(own, moments(2), replace(BEST, conv_sparsity=0.0))
     for name, weight in reduction.model.state_dict().items():
         assert torch.equal(own.state_dict()[name], weight)
 
 
-def test_too_little_memory_is_said() -> None:
+def test_too_little_memory_is_refused() -> None:
     rejects("need more than --patch-memory", moments, 1, 0.01)

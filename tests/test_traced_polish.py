@@ -161,7 +161,7 @@ def moved(
     ],
 )
 @torch.no_grad()
-def test_a_segment_is_linearised_as_it_is(
+def test_segment_linearisation_equals_finite_differences(
     build: Callable[[], nn.Module], layers: list[int], first: list[int] | None
 ) -> None:
     """By its own outputs a little ahead and a little behind, on tokens that the first one's classes come of:
@@ -216,7 +216,7 @@ def planted(*, in_place: bool = False) -> tuple[nn.Module, nn.Module, InputSet]:
     return dense, model, images
 
 
-def test_planted_layers_come_back() -> None:
+def test_planted_layers_are_recovered() -> None:
     dense, disturbed, _ = planted()
     model = replace_submodules(disturbed, {})
     with torch.no_grad():
@@ -238,7 +238,7 @@ class Stopped(Exception):
     """What an interruption raises here."""
 
 
-def test_an_interrupted_polish_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
+def test_resumed_polish_gives_equal_bytes(tmp_path: Path) -> None:
     whole, heard, state = own_polished(), list[PolishProgress](), tmp_path / "state.safetensors"
     assert whole.report.error < 0.7 * whole.report.error_before
 
@@ -258,14 +258,14 @@ def test_an_interrupted_polish_goes_on_to_the_same_bytes(tmp_path: Path) -> None
     assert f"in 2 layers by least squares, without labels: {whole.report.steps} sweeps" in whole.report.line
 
 
-def test_what_changes_in_place_is_polished_alike() -> None:
+def test_in_place_updates_are_polished_alike() -> None:
     """Streams that are added to where they stand are run through again and again."""
     plain, in_place = own_polished(), own_polished(in_place=True)
     assert in_place.report.error == plain.report.error < plain.report.error_before
 
 
 @torch.no_grad()
-def test_a_segment_of_merged_tokens_is_linearised_as_it_is() -> None:
+def test_merged_segment_linearisation_equals_finite_differences() -> None:
     """By its own outputs a little ahead and a little behind; a token counts as those that it stands for."""
     dense = tiny.checkpoint(init_values=0.3).model
     model = traced_model.with_merging(halved(dense, shown(dense, 24)), Merging(schedule=(3, 2)))
@@ -302,5 +302,5 @@ def test_a_segment_of_merged_tokens_is_linearised_as_it_is() -> None:
     assert max(heaviest) > 1.0
 
 
-def test_no_time_left_is_the_end_of_the_way() -> None:
+def test_polish_stops_when_the_time_is_over() -> None:
     assert SweepBudget(sweeps=None, seconds=0.0).spent(0, 0.0) == 1.0

@@ -79,7 +79,7 @@ TOLD: dict[str, Forward] = {
 
 
 @pytest.mark.parametrize("name", TOLD)
-def test_it_is_the_model_at_any_batch(name: str) -> None:
+def test_recorded_program_equals_the_model_at_any_batch(name: str) -> None:
     model = Does(TOLD[name]).eval()
     graph = record_graph(model, (torch.randn(2, 4),), {})
     for batch in (1, 3, 7):
@@ -90,7 +90,7 @@ def test_it_is_the_model_at_any_batch(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["meta", "graph", "code"])
-def test_a_part_may_be_called_as_what_a_graph_has_itself(name: str) -> None:
+def test_module_may_have_the_name_of_a_graph_attribute(name: str) -> None:
     model = Does(lambda m, x: getattr(m, name)(m.layer(x))).eval()
     model.add_module(name, nn.Linear(4, 4))
     x = torch.randn(3, 4)
@@ -98,7 +98,7 @@ def test_a_part_may_be_called_as_what_a_graph_has_itself(name: str) -> None:
         torch.testing.assert_close(record_graph(model, (torch.randn(2, 4),), {})(x), model(x))
 
 
-def test_two_parts_are_never_one() -> None:
+def test_distinct_modules_are_never_joined() -> None:
     model = Does(lambda m, x: m.meta(x) + m.meta_(x)).eval()
     model.add_module("meta", nn.Linear(4, 4))
     model.add_module("meta_", nn.Linear(4, 4))
@@ -121,7 +121,7 @@ def cached_parts(model: Any, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("forward", [cached, cached_parts])
-def test_a_model_is_not_changed(forward: Forward) -> None:
+def test_tracing_leaves_the_model_unchanged(forward: Forward) -> None:
     """Recorded or exported."""
     model, x = Does(forward).eval(), torch.randn(3, 4)
     program = trace(model, [torch.randn(2, 4)])
@@ -142,18 +142,18 @@ NOT_TOLD: dict[str, tuple[Forward, str]] = {
 
 
 @pytest.mark.parametrize("name", NOT_TOLD)
-def test_what_is_another_program_at_another_batch_is_not_told(name: str) -> None:
+def test_batch_dependent_program_is_refused(name: str) -> None:
     forward, reason = NOT_TOLD[name]
     with pytest.raises(BatchDependentProgram, match=reason):
         record_graph(Does(forward).eval(), (torch.randn(2, 4),), {})
 
 
-def test_one_that_looks_at_numbers_says_so() -> None:
+def test_data_dependent_model_is_reported() -> None:
     with pytest.raises(RuntimeError, match="meta"):
         record_graph(Does(lambda m, x: x if bool(x.sum() > 0) else -x).eval(), (torch.randn(2, 4),), {})
 
 
-def test_what_torch_alone_can_write_down_is_exported() -> None:
+def test_models_that_recording_refuses_are_exported_by_torch() -> None:
     model = Does(seen_through_another).eval()
     program = trace(model, [torch.randn(2, 4)])
     x = torch.randn(3, 4)
@@ -161,7 +161,7 @@ def test_what_torch_alone_can_write_down_is_exported() -> None:
     torch.testing.assert_close(program.graph(x.clone()), model(x))
 
 
-def test_sizes_tell_what_the_batch_counts() -> None:
+def test_sizes_record_the_batch_dimension() -> None:
     graph = record_graph(Does(in_windows).eval(), (torch.randn(2, 4),), {})
     sizes = {node.name: node.meta["sizes"] for node in graph.graph.nodes if node.op != "output"}
     assert (sizes["x"], sizes["reshape"], sizes["cat"]) == (
@@ -173,7 +173,7 @@ def test_sizes_tell_what_the_batch_counts() -> None:
     assert size_from_batches(8, 8) == 8
 
 
-def test_calls_tell_the_module_that_made_them() -> None:
+def test_calls_record_their_module() -> None:
     torch.manual_seed(0)
     program: Program = trace(own.Nano(), (torch.randint(0, 20, (2, own.TOKENS)),))
     stacks = [list(node.meta["nn_module_stack"].values()) for node in program.nodes if node.name == "linear_1"]
@@ -181,7 +181,7 @@ def test_calls_tell_the_module_that_made_them() -> None:
     assert stacks[0][-1][1] == "torch.nn.modules.linear.Linear"
 
 
-def test_one_weight_of_two_names_is_one() -> None:
+def test_shared_weight_is_recorded_once() -> None:
     model = own.Nano().eval()
     graph = record_graph(model, (torch.randint(0, 20, (2, own.TOKENS)),), {})
     names = [str(node.target) for node in graph.graph.nodes if node.op == "get_attr"]
@@ -194,7 +194,7 @@ class Lifted(nn.Linear):
         return super().forward(x).unsqueeze_(1)
 
 
-def test_a_model_that_changes_a_shape_in_place_leaves_others_as_they_are() -> None:
+def test_model_that_changes_shapes_in_place_does_not_affect_others() -> None:
     """What equal calls give is known for all models of a process."""
     for model, dims in ((Lifted(4, 4), 3), (nn.Linear(4, 4), 2), (Lifted(4, 4), 3)):
         given = trace(model, [torch.zeros(2, 4)]).output.all_input_nodes[0]

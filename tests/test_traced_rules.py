@@ -203,22 +203,22 @@ def _is_unary(op: Any) -> bool:
 
 
 @pytest.mark.parametrize("name", MOVES)
-def test_moves_take_every_label_along(name: str) -> None:
+def test_moves_propagate_every_label(name: str) -> None:
     assert all(held(name, MOVES[name]))
 
 
-def test_what_works_element_by_element_keeps_labels() -> None:
+def test_elementwise_operations_keep_labels() -> None:
     assert len(unary()) > 70
     assert [name for name in unary() if not all(held(name, lambda r, x: (x,)))] == []
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_labels_that_meet_or_are_mixed_go_together(name: str) -> None:
+def test_meeting_and_mixed_labels_are_joined(name: str) -> None:
     held(name, OTHERS[name])
 
 
 @pytest.mark.parametrize("op", [aten.softmax.int, aten.cumsum.default, aten.argmax.default])
-def test_one_lump_of_all_stays(op: Any) -> None:
+def test_fully_joined_channels_are_kept(op: Any) -> None:
     program = program_of(op, (torch.randn(1, 6), 1))
     (source, node, _), flow = program.nodes, Flow(program=program)
     flow.values[source] = label_tensor(flow.fresh((1, 6)))
@@ -226,7 +226,7 @@ def test_one_lump_of_all_stays(op: Any) -> None:
     assert bool(find_stuck(flow).all())
 
 
-def test_every_rule_is_held_to_something() -> None:
+def test_every_rule_has_a_test() -> None:
     named = {name.partition(".")[0] for name in (*MOVES, *OTHERS)} & set(RULES)
     assert sorted(set(RULES) - named - NARROWED) == sorted(SHARED.split())
     assert {RULES[op] for op in SHARED.split()} <= {RULES[op] for op in named}

@@ -71,7 +71,7 @@ def test_models_of_positive_inputs_are_reduced(name: str, tmp_path: Path) -> Non
     assert bool(reduced.model(torch.from_numpy(IMAGES[:2])).isfinite().all())
 
 
-def test_nan_on_the_users_own_images_is_refused_before_calibration(tmp_path: Path) -> None:
+def test_nan_on_the_users_images_is_refused_before_calibration(tmp_path: Path) -> None:
     model = Net(first=lambda _, x: torch.log(x - 2.0))
     rejects("log in forward gives NaN or infinity on the first images",
             corp_deploy.calibrate, model, IMAGES, tmp_path / "m.safetensors")  # fmt: skip
@@ -85,13 +85,13 @@ def test_nan_on_any_input_is_named() -> None:
         require_steady(program, [torch.randn(2, *Net.input_size)])
 
 
-def test_infinities_that_masks_add_are_no_fault() -> None:
+def test_infinities_from_masks_are_accepted() -> None:
     model = Net(second=lambda _, x: torch.where(x > 1e9, torch.full_like(x, -torch.inf), x))
     program = trace(model, [torch.zeros(2, *Net.input_size)])
     require_steady(program, [torch.randn(2, *Net.input_size)])
 
 
-def test_two_batches_of_the_users_images_are_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_batches_of_the_users_images_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tried = list[Tensor]()
     monkeypatch.setattr(
         "corp_deploy.reduction.steady_inputs.require_steady_model", lambda model, each, called: tried.extend(each)
@@ -103,7 +103,7 @@ def test_two_batches_of_the_users_images_are_tried(tmp_path: Path, monkeypatch: 
     assert [len(each) for each in tried] == [2, 2]
 
 
-def test_rounding_in_another_order_is_no_fault() -> None:
+def test_rounding_differences_are_accepted() -> None:
     one = _Summary(sums=((1.0, 10.0),), is_number=True, is_finite=True)
     for change, alike in ((0.0, True), (1e-6, True), (1e-3, False)):
         other = _Summary(sums=((1.0 + change, 10.0),), is_number=True, is_finite=True)

@@ -22,7 +22,7 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def test_one_thread_is_used_within_and_as_many_as_before_behind() -> None:
+def test_one_thread_is_used_within_and_the_count_restored_after() -> None:
     with one_thread(), one_thread():
         assert torch.get_num_threads() == 1
     with pytest.raises(ValueError, match="inside"), one_thread():
@@ -30,7 +30,7 @@ def test_one_thread_is_used_within_and_as_many_as_before_behind() -> None:
     assert torch.get_num_threads() == 2
 
 
-def test_sites_are_found_and_programs_narrowed_in_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tracing_and_narrowing_use_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     threads = list[int]()
 
     def watched(work: Any) -> Any:

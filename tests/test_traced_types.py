@@ -47,7 +47,7 @@ class Masked(nn.Module):
 
 @pytest.mark.slow("graph")
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_what_a_program_makes_itself_has_the_type_of_its_weights(precision: str, tmp_path: Path) -> None:
+def test_constants_of_a_program_have_the_type_of_its_weights(precision: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     architecture = Architecture(name="masked", family="module")
     model = trace_model(Masked().eval(), architecture)
@@ -60,13 +60,13 @@ def test_what_a_program_makes_itself_has_the_type_of_its_weights(precision: str,
     assert np.abs(given - expected).max() < (1e-5 if precision == "fp32" else 5e-3) * np.abs(expected).max()
 
 
-def test_norms_that_are_called_again_are_norms_of_their_own() -> None:
+def test_norm_called_twice_counts_as_two_norms() -> None:
     model = traced_model.exportable(trace_model(Masked().eval(), Architecture(name="masked", family="module")))
     names = [name for name, module in model.named_modules() if type(module).__name__ == "Norm"]
     assert names == ["layer.norm", "layer_norm__again_2"]
 
 
-def test_a_program_rounds_as_the_modules_that_it_was_traced_of() -> None:
+def test_program_rounds_like_its_modules() -> None:
     """Plain INT8, by which graphs are judged: calls of a program are layers as modules are."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 36, 12), nn.GELU(), nn.Linear(12, 4)).eval()
@@ -80,7 +80,7 @@ def test_a_program_rounds_as_the_modules_that_it_was_traced_of() -> None:
     assert 1e-4 < error < 0.1, error
 
 
-def test_a_clamp_to_the_end_of_float32_stays_one_of_float32() -> None:
+def test_clamp_to_the_float32_limit_stays_in_float32() -> None:
     """Where other such numbers, as in masks, become those of half precision."""
     least = torch.finfo(torch.float32).min
 
