@@ -49,7 +49,7 @@ def check(sites: list[SiteOptions], budget: float, got: Selection) -> None:
 
 @given(sites=problems(), where=st.floats(0.0, 1.0))
 @settings(max_examples=300, deadline=None)
-def test_no_combination_within_the_budget_is_better(sites: list[SiteOptions], where: float) -> None:
+def test_allocation_is_optimal_within_the_budget(sites: list[SiteOptions], where: float) -> None:
     least, most = sum(min(s.costs) for s in sites), sum(max(s.costs) for s in sites)
     budget = least + where * (most - least)
     got = solve_knapsack(sites, budget)
@@ -58,7 +58,7 @@ def test_no_combination_within_the_budget_is_better(sites: list[SiteOptions], wh
     assert got.error == pytest.approx(error, rel=1e-12, abs=1e-12)
 
 
-def test_all_fits_and_ties_take_the_cheaper() -> None:
+def test_ample_budget_keeps_all_and_ties_take_the_cheaper() -> None:
     sites = [
         SiteOptions(site="a", widths=(8, 16, 24), costs=(1.0, 2.0, 3.0), errors=(5.0, 1.0, 1.0)),
         SiteOptions(site="b", widths=(8, 16), costs=(1.0, 2.0), errors=(2.0, 0.0)),
@@ -67,12 +67,12 @@ def test_all_fits_and_ties_take_the_cheaper() -> None:
     assert solve_knapsack(sites, 2.0).widths == {"a": 8, "b": 8}
 
 
-def test_an_impossible_budget_is_refused_with_both_numbers() -> None:
+def test_impossible_budget_is_refused_with_both_numbers() -> None:
     sites = [SiteOptions(site="a", widths=(8,), costs=(5.0,), errors=(0.0,))]
     rejects(r"budget 4 .* 5 ", solve_knapsack, sites, 4.0)
 
 
-def test_choices_refuse_what_cannot_be() -> None:
+def test_invalid_choices_are_refused() -> None:
     for errors in ((1.0,), (1.0, float("nan")), (1.0, -1.0)):
         with pytest.raises(AssertionError):
             SiteOptions(site="a", widths=(8, 16), costs=(1.0, 2.0), errors=errors)
@@ -80,7 +80,7 @@ def test_choices_refuse_what_cannot_be() -> None:
         solve_knapsack([site_of(0, [1], [1]), site_of(0, [2], [2])], 10.0)
 
 
-def test_a_deep_model_is_no_trouble() -> None:
+def test_deep_model_is_allocated_in_bounded_memory() -> None:
     """36 sites and real-valued costs, of which no two sums agree; the bound keeps it small."""
     sites = [
         SiteOptions(
@@ -134,7 +134,7 @@ def falling_sites(seed: int, sites: int, widths: int) -> list[SiteOptions]:
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.7, 1.0])
-def test_an_integer_program_finds_nothing_better(seed: int, share: float) -> None:
+def test_allocation_equals_an_integer_program(seed: int, share: float) -> None:
     sites = random_sites(seed, 8, 6, 50) if seed % 2 else falling_sites(seed, 14, 10)
     least, most = (sum(end(site.costs) for site in sites) for end in (min, max))
     budget = float(round(least + share * (most - least)))
@@ -153,7 +153,7 @@ DEGENERATE = {
 
 
 @pytest.mark.parametrize("sites", DEGENERATE.values(), ids=DEGENERATE.keys())
-def test_degenerate_problems_have_the_integer_programs_optimum(sites: list[SiteOptions]) -> None:
+def test_degenerate_problems_equal_the_integer_program(sites: list[SiteOptions]) -> None:
     """At every budget between the least and the most, or at many of them."""
     least, most = (int(sum(end(site.costs) for site in sites)) for end in (min, max))
     for budget in sorted({*np.linspace(least, most, 15).astype(int).tolist(), least, most}):

@@ -20,7 +20,7 @@ def words(tmp_path: Path) -> tuple[object, ...]:
     ("rule", "verdict", "code"),
     [("p50@b1 > 0", "FAIL", 1), ("peak_memory_bytes@b1 > baseline", "INCONCLUSIVE", 3)],
 )
-def test_a_baseline_that_is_not_written_is_told_with_the_reason(
+def test_unwritten_baseline_is_reported_with_the_reason(
     words: tuple[object, ...], rule: str, verdict: str, code: int, tmp_path: Path
 ) -> None:
     done = invoked(*words, "--fail-if", rule, "--quiet", code=code)
@@ -30,7 +30,7 @@ def test_a_baseline_that_is_not_written_is_told_with_the_reason(
     assert not (tmp_path / "base.json").exists()
 
 
-def test_a_baseline_that_is_written_is_told(words: tuple[object, ...], tmp_path: Path) -> None:
+def test_written_baseline_is_reported(words: tuple[object, ...], tmp_path: Path) -> None:
     done = invoked(*words, "--fail-if", "p50@b1 > baseline")
     assert "is the baseline now" in done.stderr
     assert "not written" not in done.stderr
@@ -38,5 +38,5 @@ def test_a_baseline_that_is_written_is_told(words: tuple[object, ...], tmp_path:
     assert "not written" not in invoked(*words, "--fail-if", "p50@b1 > baseline").stderr
 
 
-def test_nothing_is_told_without_the_option(words: tuple[object, ...]) -> None:
+def test_nothing_is_reported_without_the_option(words: tuple[object, ...]) -> None:
     assert "not written" not in invoked(*words[:2], "--fail-if", "p50@b1 > 0", code=1).stderr

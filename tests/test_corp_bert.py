@@ -33,7 +33,7 @@ pytest.importorskip("transformers", reason="transformers is not installed, so th
 
 
 @pytest.mark.parametrize("kind", SENTENCE_KINDS)
-def test_embeddings_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
+def test_embeddings_equal_those_of_transformers(kind: str, tmp_path: Path) -> None:
     theirs = encoders.write_encoder(tmp_path, kind)
     for pooling, normalize in (("mean", True), ("first", False)):
         ours = load_transformers(tmp_path, {"pooling": pooling, "normalize": normalize}).model
@@ -44,7 +44,7 @@ def test_embeddings_are_those_of_transformers(kind: str, tmp_path: Path) -> None
         torch.testing.assert_close(run_model(ours, tokens), expected_BC, rtol=1e-5, atol=1e-5)
 
 
-def test_padding_changes_nothing_and_half_precision_says_the_same(tmp_path: Path) -> None:
+def test_padding_changes_nothing_in_fp32_and_fp16(tmp_path: Path) -> None:
     encoders.write_encoder(tmp_path, hidden_act="mish")
     model = load_transformers(tmp_path).model
     ids, mask = text_spec(model).encoder()(encoders.texts(6)).values()
@@ -57,7 +57,7 @@ def test_padding_changes_nothing_and_half_precision_says_the_same(tmp_path: Path
     torch.testing.assert_close(fp16, expected, rtol=0.0, atol=0.01)
 
 
-def test_classifier_of_texts_gives_its_logits_and_is_pooled_where_asked_for(tmp_path: Path) -> None:
+def test_text_classifier_gives_logits_or_pooled_embeddings(tmp_path: Path) -> None:
     import transformers
 
     torch.manual_seed(0)
@@ -73,7 +73,7 @@ def test_classifier_of_texts_gives_its_logits_and_is_pooled_where_asked_for(tmp_
     torch.testing.assert_close(run_model(pooled, tokens), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_without_transformers_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_transformers_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     encoders.write_encoder(tmp_path)
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(Missing, match=r"pip install 'corp-deploy\[hf\]'"):
@@ -86,7 +86,7 @@ def _spec(directory: Path, length: int = 10, vocabulary: int = encoders.VOCABULA
     return TextSpec(tokenization=tokenization, tokenizer_json=content, vocabulary=vocabulary)
 
 
-def test_texts_become_ids_of_one_length_with_their_mask(tmp_path: Path) -> None:
+def test_texts_become_ids_of_equal_length_with_a_mask(tmp_path: Path) -> None:
     encoders.write_tokenizer(tmp_path / "tokenizer.json")
     tokens = _spec(tmp_path).encoder()(["a list", "", " ".join(encoders.TEXTS)])
     assert list(tokens) == ["input_ids", "attention_mask"]
@@ -100,7 +100,7 @@ def test_texts_become_ids_of_one_length_with_their_mask(tmp_path: Path) -> None:
     assert bool((ids[mask == 0] == encoders.PAD).all())
 
 
-def test_texts_are_lower_cased_where_the_encoder_was_trained_so(tmp_path: Path) -> None:
+def test_texts_are_lower_cased_for_uncased_encoders(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     encoders.write_tokenizer(path)
     content = json.loads(path.read_text())
@@ -111,7 +111,7 @@ def test_texts_are_lower_cased_where_the_encoder_was_trained_so(tmp_path: Path) 
     assert not torch.equal(cased(["A LIST"])["input_ids"], cased(["a list"])["input_ids"])
 
 
-def test_a_tokenizer_that_does_not_belong_is_refused(tmp_path: Path) -> None:
+def test_foreign_tokenizer_is_refused(tmp_path: Path) -> None:
     rejects("no such file", content_of_tokenizer, tmp_path)
     encoders.write_tokenizer(tmp_path / "tokenizer.json")
     rejects(r"sha256 .*, expected 0000", content_of_tokenizer, tmp_path, sha256="0" * 64)
@@ -121,7 +121,7 @@ def test_a_tokenizer_that_does_not_belong_is_refused(tmp_path: Path) -> None:
     rejects("not a tokenizer", _spec(tmp_path).encoder)
 
 
-def test_pooling_and_length_are_read_of_what_stands_beside(tmp_path: Path) -> None:
+def test_pooling_and_length_are_read_from_sentence_transformers_files(tmp_path: Path) -> None:
     assert pooled_by(tmp_path) is None
     assert text_length(tmp_path, 32) == TextLength(tokens=32, lower_case=False)
     encoders.write_sentence_files(tmp_path)
@@ -137,7 +137,7 @@ def test_pooling_and_length_are_read_of_what_stands_beside(tmp_path: Path) -> No
     assert text_length(tmp_path, 32).tokens == 16
 
 
-def test_modules_that_are_not_built_are_refused(tmp_path: Path) -> None:
+def test_unsupported_sentence_transformers_modules_are_refused(tmp_path: Path) -> None:
     encoders.write_sentence_files(tmp_path, "max_tokens")
     rejects("pooling by max_tokens; expected the mean", pooled_by, tmp_path)
     encoders.write_sentence_files(tmp_path, kinds=("Transformer", "Pooling", "Dense"))
@@ -174,7 +174,7 @@ def padded_texts(count: int) -> dict[str, NDArray[np.int64]]:
 
 @pytest.mark.slow("graph")
 @pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-5), ("fp16", 5e-3)])
-def test_embeddings_are_torchs_whatever_stands_in_the_padding(tmp_path: Path, precision: str, bound: float) -> None:
+def test_embeddings_equal_torch_for_any_padding_ids(tmp_path: Path, precision: str, bound: float) -> None:
     model = encoder(tmp_path, normalize=precision == "fp32", qk=32)
     path = tmp_path / "encoder.onnx"
     save_onnx(onnx_from_model(model, INPUTS, OUTPUTS, precision=precision, metadata={}), path)
@@ -192,7 +192,7 @@ def test_embeddings_are_torchs_whatever_stands_in_the_padding(tmp_path: Path, pr
 @pytest.mark.slow("graph", "engine")
 @needs_rtx
 @pytest.mark.parametrize("qk", [64, 32])
-def test_attention_stays_one_kernel_under_its_mask(qk: int, tmp_path: Path) -> None:
+def test_masked_attention_stays_one_kernel(qk: int, tmp_path: Path) -> None:
     path = tmp_path / "encoder.onnx"
     save_onnx(onnx_from_model(encoder(tmp_path, qk=qk), INPUTS, OUTPUTS, precision="fp16", metadata={}), path)
     record = built(path, "1:8:16")

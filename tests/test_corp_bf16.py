@@ -68,7 +68,7 @@ def to_nearest_even(values: NDArray[np.floating]) -> Array:
 
 
 @pytest.mark.parametrize("kind", ["Add", "Mul", "MatMul"])
-def test_one_operator_is_rounded_bit_for_bit(kind: str, tmp_path: Path) -> None:
+def test_single_operator_is_rounded_bit_for_bit(kind: str, tmp_path: Path) -> None:
     rng = np.random.default_rng(2)
     images = (rng.standard_normal((64, 32)) * 10.0 ** rng.integers(-3, 4, (64, 32))).astype(np.float32)
     weight = WEIGHT if kind == "MatMul" else WEIGHT[:, 0]
@@ -81,7 +81,7 @@ def test_one_operator_is_rounded_bit_for_bit(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow("graph")
-def test_the_rounded_graph_is_what_torch_computes_in_bfloat16(home: Path) -> None:
+def test_rounded_graph_equals_torch_in_bfloat16(home: Path) -> None:
     model = load_checkpoint(home / "dense").model
     exportable, images = traced_model.exportable(model), tiny.images(16)
     with torch.inference_mode():
@@ -97,7 +97,7 @@ def test_the_rounded_graph_is_what_torch_computes_in_bfloat16(home: Path) -> Non
 
 
 @pytest.mark.slow("graph")
-def test_onnx_runtime_on_a_cpu_is_not_asked_for_bfloat16(home: Path) -> None:
+def test_onnxruntime_on_a_cpu_never_runs_bfloat16(home: Path) -> None:
     with pytest.raises(BadInput, match=r"CPU kernels have no arithmetic in bfloat16.*verify rounds"):
         OnnxRunner(home / "dense" / "model.bf16.onnx").__enter__()
     graphs = home / "dense" / "model.onnx", home / "dense" / "model.bf16.onnx"
@@ -109,7 +109,7 @@ def test_onnx_runtime_on_a_cpu_is_not_asked_for_bfloat16(home: Path) -> None:
 
 
 @pytest.mark.slow("graph")
-def test_verify_rounds_it_as_typed_and_says_so(home: Path) -> None:
+def test_verify_rounds_the_graph_as_typed_and_reports_it(home: Path) -> None:
     steps = [home / "dense", home / "dense" / "model.onnx", home / "dense" / "model.bf16.onnx"]
     invoked("verify", home / "dense", *steps, "--images", home / "images.npy", "--max-error", "0.05",
                "--batch", "1,4", "-o", home / "parity.json")  # fmt: skip
@@ -122,7 +122,7 @@ def test_verify_rounds_it_as_typed_and_says_so(home: Path) -> None:
 
 
 @pytest.mark.slow("graph")
-def test_mixed_finds_the_block_that_breaks(home: Path, tmp_path: Path) -> None:
+def test_mixed_precision_finds_the_faulty_block(home: Path, tmp_path: Path) -> None:
     broken = load_checkpoint(home / "dense")
     with torch.no_grad():  # two weights that differ by less than bfloat16 tells, times what is nearly the same
         first = broken.model.get_submodule("blocks.1.mlp.fc1")
@@ -151,7 +151,7 @@ def test_mixed_finds_the_block_that_breaks(home: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow("graph")
 @needs_rtx
-def test_an_engine_of_it_says_what_it_is_and_old_gpus_are_refused_before(home: Path, tmp_path: Path) -> None:
+def test_engine_reports_bf16_and_old_gpus_are_refused(home: Path, tmp_path: Path) -> None:
     graph, plan = home / "dense" / "model.bf16.onnx", tmp_path / "m.plan"
     invoked(
         "build", graph, "--backend", "tensorrt-rtx", "--sm", "86", "--batch", "1:2:4", "--precision", "bf16", "-o", plan
@@ -168,7 +168,7 @@ def test_an_engine_of_it_says_what_it_is_and_old_gpus_are_refused_before(home: P
 
 
 @pytest.mark.slow("graph")
-def test_a_release_carries_it_and_replays_its_samples(home: Path) -> None:
+def test_release_contains_bf16_and_replays_its_samples(home: Path) -> None:
     np.savez(home / "held-out.npz", images=tiny.images(9, seed=1))
     np.save(home / "calibration.npy", tiny.images(12))
     (home / "recipe.toml").write_text(RECIPE)

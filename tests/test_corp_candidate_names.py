@@ -39,49 +39,49 @@ def labels(*candidates: Candidate) -> list[str]:
     return [each.label for each in with_distinct_names(candidates)]
 
 
-def test_candidates_that_differ_keep_their_names() -> None:
+def test_distinct_candidates_keep_their_names() -> None:
     every = [directory("reduced"), graph("out/a.onnx"), graph("out/b.onnx", "fp16")]
     assert with_distinct_names(every) == every
     assert with_distinct_names([]) == []
 
 
-def test_graphs_of_one_folder_are_called_by_their_files() -> None:
+def test_graphs_in_one_folder_are_named_by_file() -> None:
     pair = graph("out/a.onnx"), graph("out/b.v2.onnx")
     assert names(*pair) == ["a-onnx-fp32", "b.v2-onnx-fp32"]
     assert labels(*pair) == ["a.onnx ONNX fp32", "b.v2.onnx ONNX fp32"]
     assert in_runtime(with_distinct_names(pair)[0], "openvino-bf16").name == "a-openvino-bf16-fp32"
 
 
-def test_graphs_right_here_are_called_by_their_files() -> None:
+def test_graphs_in_the_working_directory_are_named_by_file() -> None:
     assert names(graph("a.onnx"), graph("b.onnx")) == ["a-onnx-fp32", "b-onnx-fp32"]
 
 
-def test_files_of_one_name_are_called_by_the_folders_that_differ() -> None:
+def test_equal_file_names_are_distinguished_by_folder() -> None:
     pair = graph("one/out/a.onnx"), graph("two/out/a.onnx")
     assert names(*pair) == ["one-out-a-onnx-fp32", "two-out-a-onnx-fp32"]
     assert labels(*pair) == ["one/out/a.onnx ONNX fp32", "two/out/a.onnx ONNX fp32"]
     assert names(directory("one/reduced"), directory("two/reduced")) == ["one-reduced", "two-reduced"]
 
 
-def test_a_file_that_would_take_another_name_takes_more_of_its_path() -> None:
+def test_clashing_file_name_takes_more_of_its_path() -> None:
     assert len(set(names(graph("out/a.onnx"), graph("out/b.onnx"), graph("a/model.onnx")))) == 3
 
 
-def test_a_directory_is_not_called_as_the_reference_or_the_whole_chain() -> None:
+def test_candidate_is_not_named_like_the_reference_or_the_chain() -> None:
     assert labels(directory("x/dense")) == ["candidate dense torch fp32"]
     assert names(directory("x/whole")) == ["candidate whole"]
 
 
-def test_names_tell_no_more_of_a_path_than_was_typed() -> None:
+def test_names_reveal_only_the_typed_path() -> None:
     assert names(directory("reduced"), directory("other/reduced")) == ["reduced", "other-reduced"]
 
 
-def test_one_path_given_twice_is_refused() -> None:
+def test_duplicate_path_is_refused() -> None:
     with pytest.raises(BadInput, match=r"a\.onnx: given twice as a candidate; give each candidate once"):
         with_distinct_names([graph("out/a.onnx"), graph("out/../out/a.onnx")])
 
 
-def test_verify_refuses_one_path_given_twice_before_the_model_is_loaded(tmp_path: Path) -> None:
+def test_verify_refuses_a_duplicate_path_before_loading(tmp_path: Path) -> None:
     path = write_onnx(tmp_path / "model.onnx")
     refuses("given twice as a candidate", "verify", "absent", path, path,
             "--images", "x.npy", "-o", tmp_path / "p.json")  # fmt: skip

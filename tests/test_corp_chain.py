@@ -73,7 +73,7 @@ def given(home: Path, dense: Checkpoint) -> ProofInputs:
 
 
 @pytest.mark.slow("graph")
-def test_a_proof_runs_at_most_twice_the_images_it_judges(
+def test_proof_runs_at_most_twice_the_judged_images(
     home: Path, dense: Checkpoint, given: ProofInputs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs: list[int] = []
@@ -95,7 +95,7 @@ def test_a_proof_runs_at_most_twice_the_images_it_judges(
 
 
 @pytest.mark.slow("graph")
-def test_one_candidate_is_open_at_a_time(
+def test_only_one_candidate_is_open_at_a_time(
     home: Path, dense: Checkpoint, given: ProofInputs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[int] = []
@@ -116,13 +116,13 @@ def test_one_candidate_is_open_at_a_time(
     assert opened == [0, -1, 0, -1]
 
 
-def test_images_are_held_in_a_file(home: Path, dense: Checkpoint, given: ProofInputs) -> None:
+def test_images_are_kept_in_a_file(home: Path, dense: Checkpoint, given: ProofInputs) -> None:
     source = images_for_model(dense.model, home / "images.npy")
     assert isinstance(given.feeds["images"], np.memmap)
     np.testing.assert_array_equal(given.feeds["images"], np.concatenate([batch.numpy() for batch in source.batches(5)]))
 
 
-def test_blocks_are_looked_at_only_when_a_link_fails(
+def test_blocks_are_compared_only_if_a_link_fails(
     home: Path, dense: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
@@ -135,7 +135,7 @@ def test_blocks_are_looked_at_only_when_a_link_fails(
     assert asked == ["reduced"]
 
 
-def test_a_module_that_runs_as_it_is_is_not_copied() -> None:
+def test_module_that_runs_unchanged_is_not_copied() -> None:
     module = nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 4)).eval()
     feeds = {"images": tiny.images(2)}
     with ModuleRunner(module) as runner:
@@ -166,7 +166,7 @@ def answered(layer: nn.Module, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", LAYERS)
 @torch.no_grad()
-def test_what_comes_out_is_the_exact_product_rounded(name: str) -> None:
+def test_rounded_product_equals_the_exact_product_rounded(name: str) -> None:
     layer, shape = LAYERS[name]
     half, x = layer.half().eval(), torch.randn(shape, generator=torch.Generator().manual_seed(0)).half()
     with HalfProducts():  # type: ignore[no-untyped-call]
@@ -177,7 +177,7 @@ def test_what_comes_out_is_the_exact_product_rounded(name: str) -> None:
 
 
 @torch.no_grad()
-def test_products_are_rounded_once_overflow_as_there_and_other_types_are_left_alone() -> None:
+def test_products_are_rounded_once_overflow_and_keep_other_types() -> None:
     a, b = (torch.randn(9, 9, generator=torch.Generator().manual_seed(seed)).half() for seed in (0, 1))
     x, big = torch.randn(3, 4, dtype=torch.float64), torch.full((2, 64), 200.0).half()
     with HalfProducts():  # type: ignore[no-untyped-call]
@@ -235,7 +235,7 @@ def proof(dense: nn.Module, *steps: Candidate, **limits: Any) -> Proof:
 
 
 @pytest.mark.slow("graph")
-def test_two_inputs_and_two_outputs_go_down_the_whole_chain(encoder: nn.Module, tmp_path: Path) -> None:
+def test_two_inputs_and_outputs_pass_the_whole_chain(encoder: nn.Module, tmp_path: Path) -> None:
     reduced = changed(encoder, "qkv", 1.02)
     graphs = [graph(reduced, tmp_path / f"m.{precision}.onnx", precision) for precision in ("fp32", "fp16")]
     found = proof(encoder, torch_step(reduced), *graphs, max_error=0.2, min_agreement=0.5)
@@ -255,7 +255,7 @@ def test_two_inputs_and_two_outputs_go_down_the_whole_chain(encoder: nn.Module, 
 
 @pytest.mark.slow("graph")
 @pytest.mark.parametrize(("module", "failing"), [("classify", ["words"]), ("qkv", ["embedding", "words"])])
-def test_a_fault_fails_the_outputs_that_it_reaches(
+def test_fault_fails_only_the_outputs_it_reaches(
     encoder: nn.Module, tmp_path: Path, module: str, failing: list[str]
 ) -> None:
     faulty = graph(changed(encoder, module, 1.01), tmp_path / "m.onnx", "fp32")
@@ -263,7 +263,7 @@ def test_a_fault_fails_the_outputs_that_it_reaches(
     assert [each.output for each in links if each.kind == "exact" and each.status == "FAIL"] == failing
 
 
-def test_a_step_of_other_outputs_is_refused(encoder: nn.Module, tmp_path: Path) -> None:
+def test_candidate_with_other_outputs_is_refused(encoder: nn.Module, tmp_path: Path) -> None:
     class Alone(nn.Module):
         def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
             both: tuple[Tensor, Tensor] = encoder(input_ids, attention_mask)
@@ -274,7 +274,7 @@ def test_a_step_of_other_outputs_is_refused(encoder: nn.Module, tmp_path: Path) 
         proof(encoder, candidate_from_path(tmp_path / "m.onnx"))
 
 
-def test_inputs_that_are_missing_or_made_up_are_refused(encoder: nn.Module) -> None:
+def test_missing_and_unknown_inputs_are_refused(encoder: nn.Module) -> None:
     missing = ProofInputs(feeds={"input_ids": texts().feeds["input_ids"]}, digest="")
     with pytest.raises(BadInput, match=r"takes attention_mask \[B, 6\] as int64, which is missing"):
         prove_chain(checkpoint(encoder), [torch_step(encoder)], missing, batches=(4,), limits=ParityLimits())
@@ -283,7 +283,7 @@ def test_inputs_that_are_missing_or_made_up_are_refused(encoder: nn.Module) -> N
 
 
 @pytest.mark.slow("graph")
-def test_a_transformer_without_a_classifier_is_compared_by_angle(tmp_path: Path) -> None:
+def test_model_without_a_classifier_is_compared_by_cosine(tmp_path: Path) -> None:
     dense = tiny.checkpoint(num_classes=0)
     export_checkpoint(dense, tmp_path / "m.onnx", precision="fp32")
     feeds = {"images": tiny.images(8)}
@@ -305,7 +305,7 @@ def test_a_transformer_without_a_classifier_is_compared_by_angle(tmp_path: Path)
         (2, None, 0.9, "nearest neighbours need 3 inputs, got 2"),
     ],
 )
-def test_what_no_embedding_can_be_judged_by_is_refused(
+def test_limits_that_do_not_apply_to_embeddings_are_refused(
     images: int, labels: Any, least: float | None, said: str
 ) -> None:
     dense = tiny.checkpoint(num_classes=0)
@@ -345,7 +345,7 @@ def margin_by_loops(compared_NX: Any, sizes_N: Any, count: int, protected: int, 
 
 @pytest.mark.parametrize("metric", ["ward", "stream"])
 @pytest.mark.parametrize(("tokens", "count", "protected"), [(9, 2, 1), (12, 3, 2), (9, 4, 1), (8, 1, 0)])
-def test_a_margin_is_that_of_all_pairs(tokens: int, count: int, protected: int, metric: Any) -> None:
+def test_merge_margin_is_the_minimum_over_all_pairs(tokens: int, count: int, protected: int, metric: Any) -> None:
     compared = torch.randn(5, tokens, 7, generator=torch.Generator().manual_seed(tokens))
     sizes = torch.randint(1, 5, (5, tokens), generator=torch.Generator().manual_seed(count)).float()
     found = choice_margins(
@@ -356,7 +356,7 @@ def test_a_margin_is_that_of_all_pairs(tokens: int, count: int, protected: int, 
     assert found.tolist() == pytest.approx(expected, abs=2e-6)
 
 
-def test_the_margin_of_a_drop_is_a_share_of_the_attention_there() -> None:
+def test_drop_margin_is_relative_to_the_attention() -> None:
     attention = torch.tensor([[9.0, 0.1, 0.4, 0.2, 0.3], [9.0, 0.4, 0.3, 0.2, 0.2]])
     found = choice_margins(TokenMerge(count=2, protected=1, how="drop"), attention, attention, None)
     assert found.tolist() == pytest.approx([0.5, 0.5])
@@ -367,7 +367,7 @@ def test_the_margin_of_a_drop_is_a_share_of_the_attention_there() -> None:
 @pytest.mark.parametrize(
     ("how", "metric"), [("merge", "ward"), ("merge", "keys"), ("merge", "attended"), ("drop", "stream")]
 )
-def test_the_margin_of_a_model_is_the_least_of_its_merges(how: Any, metric: Any) -> None:
+def test_model_margin_is_the_least_of_its_merges(how: Any, metric: Any) -> None:
     model, images = tiny.checkpoint().model, torch.from_numpy(tiny.images(6))
     assert merge_margins(model, images) is None
     merged = traced_model.with_merging(model, Merging(schedule=SCHEDULE, how=how, metric=metric))
@@ -388,7 +388,7 @@ def test_the_margin_of_a_model_is_the_least_of_its_merges(how: Any, metric: Any)
     assert torch.isfinite(found).all()
 
 
-def test_equal_tokens_have_no_margin() -> None:
+def test_equal_tokens_have_zero_margin() -> None:
     compared = torch.randn(1, 9, 4, generator=torch.Generator().manual_seed(0))
     compared[0, 4] = compared[0, 2] = compared[0, 6]  # three odd places alike: whoever is like them has no one best
     compared[0, 1] = compared[0, 2] + 0.01
@@ -412,7 +412,7 @@ def judged(reference: Any, candidate: Any, margins: Any, limit: float = MOST_APA
     )  # fmt: skip
 
 
-def test_a_tie_that_errs_is_judged_apart_and_one_that_is_none_fails() -> None:
+def test_erring_tied_images_are_judged_apart_and_others_fail() -> None:
     reference, candidate, margins = rows()
     candidate[7] *= 1.01
     assert judged(reference, candidate, margins).status == "FAIL"
@@ -431,7 +431,7 @@ def test_a_tie_that_errs_is_judged_apart_and_one_that_is_none_fails() -> None:
     assert "other tokens were merged on 1 of 40 images (2.5%)" in found.reason
 
 
-def test_too_many_apart_fail_and_what_is_not_finite_is_no_choice() -> None:
+def test_too_many_tied_images_and_nonfinite_outputs_fail() -> None:
     reference, candidate, margins = rows()
     margins[:] = 0.0
     candidate[3:6] *= 1.01
@@ -446,7 +446,7 @@ def test_too_many_apart_fail_and_what_is_not_finite_is_no_choice() -> None:
     assert judged(reference, candidate, margins).status == "FAIL"
 
 
-def test_the_record_and_the_reports_say_it() -> None:
+def test_record_and_reports_show_tied_images() -> None:
     reference, candidate, margins = rows()
     candidate[7] *= 1.01
     margins[7] = 0.0
@@ -494,7 +494,7 @@ def proved(folder: Path, dense: Checkpoint, *others: Candidate) -> Parity:
     return prove_chain(dense, steps, given, batches=(1, 8), limits=ParityLimits(max_error=1.0)).parity
 
 
-def test_a_merged_model_is_proved_to_what_computes_it(tmp_path: Path) -> None:
+def test_merged_model_is_proved_to_its_graph_and_engine(tmp_path: Path) -> None:
     dense, model = merged_directory(tmp_path, tiny.images(24))
     proof = proved(tmp_path, dense, other_runtime(model), other_runtime(model, fp16=True))
     assert proof.verdict == "PASS", proof.line
@@ -506,14 +506,14 @@ def test_a_merged_model_is_proved_to_what_computes_it(tmp_path: Path) -> None:
     assert "the error of FP16 in the dense model: other tokens are merged there" in half.reason
 
 
-def test_another_schedule_is_a_fault_that_no_tie_excuses(tmp_path: Path) -> None:
+def test_different_merge_schedule_fails_despite_ties(tmp_path: Path) -> None:
     dense, _ = merged_directory(tmp_path, tiny.images(24))
     other = traced_model.with_merging(dense.model, Merging(schedule=(3, 3)))
     proof = proved(tmp_path, dense, other_runtime(other))
     assert proof.links[1].status == "FAIL", proof.line
 
 
-def test_images_all_tied_leave_batches_untested_and_say_so(tmp_path: Path) -> None:
+def test_batches_stay_untested_if_all_images_are_tied(tmp_path: Path) -> None:
     pixels = tiny.images(8)
     dense, model = merged_directory(tmp_path, pixels)
     with torch.no_grad():

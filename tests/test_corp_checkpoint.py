@@ -29,7 +29,7 @@ def reduced_checkpoint() -> Checkpoint:
     return replace(dense, model=at_widths(dense.model, NARROW), lineage={"preset": "x"})
 
 
-def test_a_reduced_model_comes_back_with_its_widths_and_outputs(tmp_path: Path) -> None:
+def test_reduced_model_round_trips_with_widths_and_outputs(tmp_path: Path) -> None:
     reduced = reduced_checkpoint()
     save(reduced, tmp_path)
     again = load_checkpoint(tmp_path)
@@ -40,7 +40,7 @@ def test_a_reduced_model_comes_back_with_its_widths_and_outputs(tmp_path: Path) 
     assert not any(parameter.is_meta for parameter in again.model.parameters())
 
 
-def test_a_copy_with_other_modules_leaves_the_given_model_alone() -> None:
+def test_copy_with_other_modules_leaves_the_model_unchanged() -> None:
     model = nn.Sequential(nn.Linear(4, 6), nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 4)))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     new = replace_submodules(model, {"0": nn.Linear(4, 3)})
@@ -50,7 +50,7 @@ def test_a_copy_with_other_modules_leaves_the_given_model_alone() -> None:
 
 
 @pytest.mark.slow("process")
-def test_loading_needs_no_pruning_code(tmp_path: Path) -> None:
+def test_loading_imports_no_pruning_code(tmp_path: Path) -> None:
     save(reduced_checkpoint(), tmp_path)
     program = (
         "import sys, corp_deploy; assert 'torch' not in sys.modules; corp_deploy.load(sys.argv[1]);"
@@ -66,7 +66,7 @@ def _dense(weights: Path) -> Checkpoint:
     return load_dense(tiny.ARCHITECTURE.name, weights=weights, kwargs=tiny.ARCHITECTURE.kwargs)
 
 
-def test_missing_corrupt_and_foreign_weights(tmp_path: Path) -> None:
+def test_missing_corrupt_and_foreign_weights_are_refused(tmp_path: Path) -> None:
     torch.save([1, 2], tmp_path / "list.pt")
     rejects("expected a state_dict", _dense, tmp_path / "list.pt")
     rejects("no such file", _dense, tmp_path / "none.safetensors")
@@ -77,7 +77,7 @@ def test_missing_corrupt_and_foreign_weights(tmp_path: Path) -> None:
     rejects(r"no known kind of weights, expected \.safetensors, \.pth", _dense, tmp_path / "w.npz")
 
 
-def test_weights_that_do_not_fit(tmp_path: Path) -> None:
+def test_mismatched_weights_are_refused(tmp_path: Path) -> None:
     state = tiny.checkpoint().model.state_dict()
     wrong = {**state, "head.weight": torch.zeros(3, 48), "extra": torch.zeros(1)}
     del wrong["norm.bias"]
@@ -92,7 +92,7 @@ def test_weights_that_do_not_fit(tmp_path: Path) -> None:
     rejects(r"NaN or Inf in blocks.0.mlp.fc1.bias", _dense, tmp_path / "nan.safetensors")
 
 
-def test_names_and_directories_are_not_mixed_up(tmp_path: Path) -> None:
+def test_timm_names_and_directories_are_not_confused(tmp_path: Path) -> None:
     save(tiny.checkpoint(), tmp_path)
     rejects("drop --weights", load_dense, str(tmp_path), weights=tmp_path / "model.safetensors", kwargs={})
     rejects("needs --weights", load_dense, "deit_tiny_patch16_224", weights=None, kwargs={})
@@ -100,7 +100,7 @@ def test_names_and_directories_are_not_mixed_up(tmp_path: Path) -> None:
     rejects("no_such_argument", load_dense, "deit_tiny_patch16_224", weights=None, kwargs={"no_such_argument": 1})
 
 
-def test_damaged_directories(tmp_path: Path) -> None:
+def test_damaged_directories_are_refused(tmp_path: Path) -> None:
     rejects("no such file", load_checkpoint, tmp_path)
     save(tiny.checkpoint(), tmp_path)
     weights = tmp_path / "model.safetensors"

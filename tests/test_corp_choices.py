@@ -44,7 +44,7 @@ ROOT = Path(__file__).parents[1]
         ({"mlp": 0.5, "align": {"mlp": 0}}, "expected, each once or left out, mlp= a whole number from 1"),
     ],
 )
-def test_a_reduction_that_contradicts_itself_is_refused(options: dict[str, Any], message: str) -> None:
+def test_contradictory_reduction_options_are_refused(options: dict[str, Any], message: str) -> None:
     rejects(re.escape(message), ReduceOptions.from_options, options)
 
 
@@ -60,12 +60,12 @@ def test_a_reduction_that_contradicts_itself_is_refused(options: dict[str, Any],
         ({"mlp": 0.5, "preset": "fold"}, True, False),
     ],
 )
-def test_what_a_reduction_looks_at_and_touches(options: dict[str, Any], images: bool, attention: bool) -> None:
+def test_reduction_options_name_their_inputs_and_sites(options: dict[str, Any], images: bool, attention: bool) -> None:
     choice = ReduceOptions.from_options(options)
     assert (choice.needs_images, choice.touches_attention) == (images, attention)
 
 
-def test_planning_gets_what_was_asked_for() -> None:
+def test_planning_receives_the_requested_options() -> None:
     request = request_of(
         ReduceOptions(
             heads="auto", align={"mlp": 8, "head": 4}, ridge=1e-3, latency=0.7, latency_tables="tables", batch=8,
@@ -82,7 +82,7 @@ def test_planning_gets_what_was_asked_for() -> None:
     assert (plain.method.mlp_selection, plain.method.mlp_sparsity) == ("wanda", 0.5)
 
 
-def test_the_rules_need_no_torch() -> None:
+def test_option_rules_import_no_torch() -> None:
     program = (
         "import sys; sys.modules['torch'] = sys.modules['numpy'] = None\n"
         "import corp_deploy.invocation.reduction, corp_deploy.invocation.running"
@@ -90,7 +90,7 @@ def test_the_rules_need_no_torch() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
 
 
-def test_options_become_values() -> None:
+def test_options_are_decoded_to_values() -> None:
     """In the order of the parameters; what is a command's own stands among them, and the exit code is returned."""
 
     @command()
@@ -123,7 +123,7 @@ EVERY = [(name, each) for name, record in RECORDS.items() for each in options_of
 
 
 @pytest.mark.parametrize(("name", "option"), EVERY, ids=lambda each: getattr(each, "name", each))
-def test_an_option_is_one_of_the_command_and_of_python(name: str, option: Option) -> None:
+def test_command_and_python_share_every_option(name: str, option: Option) -> None:
     (typed,) = [each for each in main.commands[name].params if each.name == option.name]
     assert isinstance(typed, click.Option)
     assert (spelled(option.typed) in typed.opts, typed.help) == (True, option.help)
@@ -138,7 +138,7 @@ NUMBERS = [(name, each) for name, each in EVERY if isinstance(each.of, Count | R
 
 
 @pytest.mark.parametrize(("name", "option"), NUMBERS, ids=lambda each: getattr(each, "name", each))
-def test_a_number_out_of_its_bounds_is_refused_alike(name: str, option: Option) -> None:
+def test_out_of_range_number_is_refused_alike(name: str, option: Option) -> None:
     """In Python, where a value counts, as on the command line, where a text does."""
     assert isinstance(option.of, Count | Real)
     beyond = option.of.high * 2
@@ -150,7 +150,7 @@ def test_a_number_out_of_its_bounds_is_refused_alike(name: str, option: Option) 
     assert str(refused.value) == f"{spelled(option.typed)}: '{beyond}': expected {option.of}"
 
 
-def test_what_has_to_be_given_has_no_default_and_is_asked_for_by_name() -> None:
+def test_required_option_has_no_default_and_is_named_if_missing() -> None:
     assert CalibrateFiles("moments.safetensors").values == {"output": Path("moments.safetensors")}
     assert CalibrateFiles("moments.safetensors").non_default == {}
     with pytest.raises(BadInput, match=r"^--output: nothing is given, expected a text that is not empty$"):
@@ -159,7 +159,7 @@ def test_what_has_to_be_given_has_no_default_and_is_asked_for_by_name() -> None:
         CalibrateFiles(CalibrateFiles("moments.safetensors"))  # type: ignore[arg-type]
 
 
-def test_a_recipe_has_a_key_for_every_option_and_one_for_each_kind() -> None:
+def test_recipe_has_a_key_for_every_option_and_kind() -> None:
     kinds = {"select": ("", "_mlp", "_head", "_conv", "_heads"), "repair": ("", "_mlp", "_conv", "_heads")}
     kinds |= {"align": ("_mlp", "_head", "_conv")}
     known = [each for each in options_of(ReduceOptions).values() if each.in_recipe]

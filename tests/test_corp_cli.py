@@ -58,7 +58,7 @@ print(json.dumps({{name: [run.exit_code, run.stdout] for name, run in runs.items
 """
 
 
-def test_help_needs_nothing_heavy_and_has_an_example() -> None:
+def test_help_imports_nothing_heavy_and_shows_an_example() -> None:
     calls = {"": [], **{name: name.split() for name in COMMANDS}}
     done = subprocess.run(
         [sys.executable, "-c", HELP_OF_ALL, json.dumps(calls)], capture_output=True, text=True, check=True, cwd=ROOT
@@ -71,7 +71,7 @@ def test_help_needs_nothing_heavy_and_has_an_example() -> None:
         assert not name or "Example: corp-deploy" in text, name
 
 
-def test_a_command_takes_values_not_twenty_parameters() -> None:
+def test_command_functions_take_few_parameters() -> None:
     many = {name for name, command in main.commands.items() if len(signature(command.callback).parameters) > 9}  # type: ignore[arg-type]
     assert not many
 
@@ -104,7 +104,7 @@ def test_from_a_timm_name_to_a_report(home: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow("graph", "measurement")
-def test_a_batch_size_that_takes_too_long_is_reported_as_not_measured(tmp_path: Path) -> None:
+def test_batch_size_beyond_the_time_limit_is_reported_as_not_measured(tmp_path: Path) -> None:
     """The digits example: about a millisecond an image, of which an interval takes 28 times the batch at least."""
     graph, bench = tmp_path / "digits.onnx", tmp_path / "bench.json"
     assert run("export", "--model", ROOT / "examples" / "digits" / "model", "-o", graph).exit_code == 0
@@ -121,7 +121,7 @@ def test_a_batch_size_that_takes_too_long_is_reported_as_not_measured(tmp_path: 
     assert {row["stop"] for row in json.loads(bench.read_text())["rows"]} == {"out of time"}
 
 
-def test_moments_that_will_not_do(home: Path, tmp_path: Path) -> None:
+def test_unsuitable_moments_are_refused(home: Path, tmp_path: Path) -> None:
     whole = (home / "moments.safetensors").read_bytes()
     cut, foreign, absent = (tmp_path / f"{name}.safetensors" for name in ("cut", "foreign", "absent"))
     cut.write_bytes(whole[: len(whole) // 2])
@@ -134,7 +134,7 @@ def test_moments_that_will_not_do(home: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "r").exists()
 
 
-def test_graphs_and_reports_that_will_not_do(home: Path, tmp_path: Path) -> None:
+def test_unsuitable_graphs_and_reports_are_refused(home: Path, tmp_path: Path) -> None:
     (tmp_path / "x.onnx").write_bytes(b"not a graph at all")
     proof = ["--images", home / "images.npy", "-o", tmp_path / "p.json"]
     refused(run("verify", home / "dense", tmp_path / "x.onnx", *proof), "x.onnx")
@@ -145,7 +145,7 @@ def test_graphs_and_reports_that_will_not_do(home: Path, tmp_path: Path) -> None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x.onnx"]
 
 
-def test_a_bug_of_ours_is_told_apart(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_internal_error_exits_with_70(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise KeyError("oops")
 
@@ -173,7 +173,7 @@ def options(command: click.Command) -> list[click.Option]:
     return [each for each in command.params if isinstance(each, click.Option)]
 
 
-def test_the_commands_are_shown_in_groups_of_whole_sentences() -> None:
+def test_commands_are_listed_in_groups_with_full_sentences() -> None:
     text = shown("--help")
     rows = dict(re.findall(r"^  ([a-z][a-z-]+) {2,}(\S.*)$", text, re.MULTILINE))
     assert rows.keys() == {name for name in main.commands if " " not in name}
@@ -183,7 +183,7 @@ def test_the_commands_are_shown_in_groups_of_whole_sentences() -> None:
     assert len(rows) <= 20
 
 
-def test_every_command_is_in_a_group_and_one_of_two_words_in_the_help_of_the_first() -> None:
+def test_every_command_is_listed_in_a_group_or_its_parents_help() -> None:
     assert [each.name for group in GROUPS.values() for each in group] == list(main.commands)
     below = [name for name in main.commands if " " in name]
     assert below
@@ -192,7 +192,7 @@ def test_every_command_is_in_a_group_and_one_of_two_words_in_the_help_of_the_fir
         assert shown(*name.split(), "--help").startswith(f"Usage: main {name} ")
 
 
-def test_a_command_with_many_options_tells_of_ten() -> None:
+def test_short_help_lists_at_most_ten_options() -> None:
     assert {name for name, command in main.commands.items() if len(options(command)) > 12} == LONG.keys()
     assert {"reduce", "calibrate", "export", "verify", "bench", "sweep", "build"} <= LONG.keys()
     for name, command in LONG.items():
@@ -226,7 +226,7 @@ def test_help_all_has_headings() -> None:
     assert len(set(headings)) == len(headings)
 
 
-def test_calibrate_takes_merge_wherever_it_stands(tmp_path: Path) -> None:
+def test_calibrate_accepts_merge_at_any_position(tmp_path: Path) -> None:
     parts = [str(MOMENTS / name) for name in ("vit.safetensors", "vit.held-out.safetensors")]
     for number, words in enumerate([["--merge", *parts], [*parts, "--merge"]]):
         invoked("calibrate", *words, "-o", tmp_path / f"{number}.safetensors")
@@ -234,13 +234,13 @@ def test_calibrate_takes_merge_wherever_it_stands(tmp_path: Path) -> None:
     refuses("one file is nothing to merge", "calibrate", "--merge", parts[0], "-o", tmp_path / "no")
 
 
-def test_a_command_that_is_none_is_told() -> None:
+def test_unknown_command_is_refused() -> None:
     done = CliRunner().invoke(main, ["package", "lint", "--no-such"])
     assert (done.exit_code, "No such option" in done.stderr) == (2, True)
     assert "No such command 'lint'" in CliRunner().invoke(main, ["lint"]).stderr
 
 
-def test_nothing_asked_for_and_unknown_words(home: Path, tmp_path: Path) -> None:
+def test_empty_and_unknown_arguments_are_refused(home: Path, tmp_path: Path) -> None:
     refused(reduce(home, tmp_path / "r"), "nothing asked for: give --mlp, --attn or --conv")
     refused(reduce(home, tmp_path / "r", "--mlp", 0.5, "--align", "width=3"), "mlp= a whole number")
     refused(reduce(home, tmp_path / "r", "--mlp", 0.5, "--preset", "magic"), "magic")

@@ -69,7 +69,7 @@ def ridge_toward(
     ("strength", "kwargs"),
     [(0.1, {}), (0.1, {"global_pool": "avg"}), (1e-3, {"global_pool": "avg", "init_values": 0.5})],
 )
-def test_one_block_is_the_least_squares_answer(strength: float, kwargs: dict[str, Any]) -> None:
+def test_closed_loop_of_one_block_equals_least_squares(strength: float, kwargs: dict[str, Any]) -> None:
     """Attention loses values first, so the MLP has something to make up for that its own removal did not cause."""
     model: Any = tiny.checkpoint(depth=1, **kwargs).model
     images = tiny.images(24).repeat(4, axis=0)  # what is held out is what is fitted, so the fit is always taken
@@ -98,7 +98,7 @@ def test_one_block_is_the_least_squares_answer(strength: float, kwargs: dict[str
 
 @pytest.mark.parametrize("name", ["blocks.1.mlp.fc1", "blocks.1.attn.qkv"])
 @pytest.mark.parametrize("kwargs", [{}, {"qkv_bias": False}])
-def test_a_first_layer_is_aligned_by_least_squares(name: str, kwargs: dict[str, Any], tmp_path: Path) -> None:
+def test_first_layer_is_aligned_by_least_squares(name: str, kwargs: dict[str, Any], tmp_path: Path) -> None:
     """At full width nothing else changes it; a bias that it makes comes back with the saved model."""
     dense, strength = tiny.checkpoint(global_pool="avg", **kwargs), 0.1
     model = dense.model
@@ -122,7 +122,7 @@ def test_a_first_layer_is_aligned_by_least_squares(name: str, kwargs: dict[str, 
     assert torch.equal(tiny.ran(load_checkpoint(tmp_path).model, images), tiny.ran(looped.model, images))
 
 
-def test_without_redundancy_it_gains_more_and_tells_what_it_lost() -> None:
+def test_closed_loop_gains_more_on_random_weights_and_reports_its_loss() -> None:
     """Random weights leave little to explain one channel by others, so much goes missing at every block."""
     checkpoint, held_out = tiny.checkpoint(depth=3), tiny.images(64, seed=9)
     method = best(mlp_sparsity=0.5, attention_sparsity=0.5, geometry="square")
@@ -157,7 +157,7 @@ def planted(seed: int, *, noise: float) -> tuple[Tensor, Tensor]:
     return x, x @ truth.T + 2.0 + noise * torch.randn(6, 9, 3, generator=generator, dtype=torch.float64)
 
 
-def test_sums_are_float64_means_of_the_samples_and_add_up() -> None:
+def test_sums_equal_float64_means_and_add_up() -> None:
     """On a coarse grid, where every float32 product and sum is exact."""
     (x, t), (y, u) = ([(16 * each).round() / 16 for each in planted(seed, noise=1.0)] for seed in (0, 1))
     regression = sums_of(x, t).with_those_of(sums_of(y, u)).regression()
@@ -170,7 +170,7 @@ def test_sums_are_float64_means_of_the_samples_and_add_up() -> None:
     assert regression.second_KK.dtype == torch.float64
 
 
-def test_noise_is_not_fitted_and_a_plain_map_is() -> None:
+def test_noise_is_not_fitted_and_a_linear_map_is() -> None:
     (x, clear), (y, other) = planted(0, noise=1e-6), planted(1, noise=1e-6)
     strengths = (1e-9, 1.0, 1e6)
     ((weight_CK, _),), fit = fit_corrections([(sums_of(x, clear), sums_of(y, other))], 1.0, strengths)
@@ -184,7 +184,7 @@ def test_noise_is_not_fitted_and_a_plain_map_is() -> None:
     assert float(nothing_CK.abs().max()) < 1e-4
 
 
-def test_a_layer_scale_of_zero_does_no_harm() -> None:
+def test_zero_layer_scale_is_handled() -> None:
     model, images = tiny.checkpoint(init_values=0.5).model, tiny.images(16)
     with torch.no_grad():
         model.blocks[0].ls2.gamma.zero_()  # type: ignore[index, union-attr]
@@ -194,7 +194,7 @@ def test_a_layer_scale_of_zero_does_no_harm() -> None:
     assert tiny.relative(tiny.ran(reduction.model, images), tiny.ran(model, images)) < 0.5
 
 
-def test_sites_that_keep_their_width_are_walked_through(tmp_path: Path) -> None:
+def test_unreduced_sites_are_passed_through(tmp_path: Path) -> None:
     checkpoint = tiny.checkpoint(qk_norm=True, proj_bias=False)
     images = tiny.images(16)
     source = opened(checkpoint.model, images)
@@ -207,7 +207,7 @@ def test_sites_that_keep_their_width_are_walked_through(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("preset", "geometry"), [("best", "padded"), ("best", "square"), ("corp", "padded")])
-def test_every_geometry_and_preset_is_carried(preset: str, geometry: Any) -> None:
+def test_every_geometry_and_preset_runs_in_a_closed_loop(preset: str, geometry: Any) -> None:
     model = tiny.checkpoint(qkv_bias=False).model
     half: dict[str, Any] = {"mlp_sparsity": 0.5, "attention_sparsity": 0.5, "align_hidden": 8, "align_head": 8}
     method = method_from_preset(preset, geometry=geometry, **half)
@@ -246,7 +246,7 @@ def hidden(model: nn.Module, name: str) -> Any:
     return caught[0].flatten(0, 1).numpy()
 
 
-def test_it_is_grails_loop(images: Images) -> None:
+def test_grail_preset_equals_the_papers_loop(images: Images) -> None:
     """For each MLP in turn: the Gram on the model so far, structured Wanda, W G_:S (G_SS + ridge I)^-1, and on."""
     by_hand: Any = copy.deepcopy(tiny.checkpoint().model).double().eval()
     for index, block in enumerate(by_hand.blocks):
@@ -276,14 +276,14 @@ def test_it_is_grails_loop(images: Images) -> None:
 
 
 @pytest.mark.parametrize("preset", ["best", "corp-v1", "fold"])
-def test_every_method_walks_in_it(images: Images, preset: str) -> None:
+def test_every_method_runs_in_a_closed_loop(images: Images, preset: str) -> None:
     method = method_from_preset(preset, mlp_sparsity=0.5, attention_sparsity=0.5, align_hidden=8, align_head=8)
     sites = sites_of(reduce_traced(tiny.checkpoint().model, images, method).model).by_name
     pairs = 48 if "fold" in preset else 24
     assert {(sites[f"blocks.{at}.mlp"].width, sites[f"blocks.{at}.attn.qk"].width) for at in (0, 1)} == {(96, pairs)}
 
 
-def test_the_command_takes_both_loops(images: Images, tmp_path: Path) -> None:
+def test_command_accepts_both_loops(images: Images, tmp_path: Path) -> None:
     save(tiny.checkpoint(), tmp_path / "dense")
     np.save(tmp_path / "images.npy", tiny.images(24, seed=4))
     save_moments(calibrate(tiny.checkpoint(), images, batch_size=8), tmp_path / "m.safetensors")
@@ -339,7 +339,7 @@ def moved(model: nn.Module, token: int | None) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_the_tokens_fitted_to_are_those_that_move_the_outputs(kind: str) -> None:
+def test_fit_uses_the_tokens_that_affect_the_outputs(kind: str) -> None:
     """Of a backbone all, unless its outputs alone are to count."""
     name, changes, expected = MODELS[kind]
     model = model_of(name, **changes)
@@ -354,7 +354,7 @@ def test_the_tokens_fitted_to_are_those_that_move_the_outputs(kind: str) -> None
     assert not any(module._forward_hooks for module in model.modules())
 
 
-def test_a_model_whose_outputs_nothing_moves_is_fitted_to_all_tokens() -> None:
+def test_model_with_constant_outputs_is_fitted_to_all_tokens() -> None:
     model = model_of(PLAIN)
     with torch.no_grad():
         model.get_parameter("head.weight").zero_()
@@ -374,7 +374,7 @@ def features(model: nn.Module) -> Tensor:
 HALF = method_from_preset("best", mlp_sparsity=0.5, attention_sparsity=0.5, align_hidden=8, align_head=8)
 
 
-def test_patch_tokens_of_a_backbone_gain_by_being_fitted_to(tmp_path: Path) -> None:
+def test_fitting_patch_tokens_of_a_backbone_reduces_their_error(tmp_path: Path) -> None:
     model = model_of(PLAIN, num_classes=0, reg_tokens=2)
     images, dense, errors = tiny.opened(tmp_path / "images.npy", tiny.images(96), model), features(model), {}
     for reads in ("all", "pooled"):
@@ -386,7 +386,7 @@ def test_patch_tokens_of_a_backbone_gain_by_being_fitted_to(tmp_path: Path) -> N
     assert errors["pooled"][1] < errors["all"][1]
 
 
-def test_the_command_says_which_tokens_and_writes_it_down(tmp_path: Path) -> None:
+def test_command_reports_and_records_the_fitted_tokens(tmp_path: Path) -> None:
     tiny.written(tmp_path, 8)
     where = ["--model", tmp_path / "dense", "--images", tmp_path / "images.npy"]
     invoked("calibrate", *where, "-o", tmp_path / "m.safetensors")

@@ -46,7 +46,7 @@ def on_meta(name: str, **kwargs: Any) -> nn.Module:
         return dense_from_architecture(Architecture(name=name, kwargs=kwargs))
 
 
-def test_half_precision_costs_as_many_multiply_adds() -> None:
+def test_macs_do_not_depend_on_precision() -> None:
     model = tiny.checkpoint().model
     expected = macs(model)
     half = replace_submodules(model, {}).half()
@@ -89,7 +89,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_count_is_torchs_own(family: str) -> None:
+def test_mac_count_equals_torchs(family: str) -> None:
     name, kwargs = FAMILIES[family]
     model = on_meta(name, **kwargs | {"depth": 2})
     found = inspection_of_model(model)
@@ -101,7 +101,7 @@ def test_the_count_is_torchs_own(family: str) -> None:
 
 
 @pytest.mark.parametrize("currency", ["macs", "params"])
-def test_prices_at_another_width_equal_the_count_there(currency: Currency) -> None:
+def test_predicted_macs_equal_the_count_of_the_narrowed_model(currency: Currency) -> None:
     """Every site's price at new widths is what counting finds in a model that has them."""
     model = on_meta("vit_base_patch16_siglip_224", depth=2, embed_dim=192, num_heads=3)
     costs, found = site_costs(model, currency), sites_of(model).every
@@ -119,7 +119,7 @@ def test_prices_at_another_width_equal_the_count_there(currency: Currency) -> No
 
 
 @pytest.mark.parametrize("wrapped", [torch.no_grad, torch.inference_mode])
-def test_counting_leaves_the_model_alone(wrapped: Callable[[], Any]) -> None:
+def test_counting_leaves_the_model_unchanged(wrapped: Callable[[], Any]) -> None:
     model = tiny.checkpoint().model.train()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with wrapped():
@@ -131,7 +131,7 @@ def test_counting_leaves_the_model_alone(wrapped: Callable[[], Any]) -> None:
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-def test_float32s_bound_knows_the_convolutions() -> None:
+def test_float32_bound_accounts_for_convolutions() -> None:
     """Behind fifty convolutions ONNX Runtime was seen 1.8e-5 off, with random normalisations and two blocks."""
     bounds = [
         exact_tolerance(products=count_macs(on_meta(name, depth=2)).chain, largest_logit=0.0).max_relative_error
@@ -142,7 +142,7 @@ def test_float32s_bound_knows_the_convolutions() -> None:
     assert bounds[0] > 1.8e-5
 
 
-def test_the_longest_row_of_products() -> None:
+def test_depth_is_the_longest_chain_of_products() -> None:
     """A block has six in a row: qkv, Q K', A V, proj, fc1, fc2; besides them the patch embedding and the head."""
     assert count_macs(on_meta("vit_tiny_patch16_224", depth=3)).chain == 1 + 3 * 6 + 1
     branches = nn.ModuleList([nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))])
@@ -163,19 +163,19 @@ def test_the_longest_row_of_products() -> None:
 
 
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "resnet18", "swinv2_tiny_window8_256", "maxvit_pico_rw_256"])
-def test_a_model_is_counted_without_memory_as_it_is_built(name: str) -> None:
+def test_model_on_meta_is_counted_like_one_with_weights(name: str) -> None:
     with torch.device("meta"):
         expected = sum(parameter.numel() for parameter in timm.create_model(name).parameters())
     assert timm_library._size(Architecture(name=name)) == expected
 
 
-def test_what_has_memory_is_filled_as_ever() -> None:
+def test_initialisation_outside_meta_is_unchanged() -> None:
     with timm_library._Unfilled():  # type: ignore[no-untyped-call]
         assert torch.empty(3, device="meta").normal_().mul_(5).unsqueeze_(0).shape == (1, 3)
         assert torch.full((3,), 2.0).mul_(5).tolist() == [10.0] * 3
 
 
-def test_an_operator_that_was_seen_gives_the_same_again() -> None:
+def test_cached_operator_shapes_are_correct() -> None:
     """Of the same kinds of inputs alone: other sizes, strides, types or numbers are other kinds."""
     model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Flatten())
     for side in (4, 5, 4):

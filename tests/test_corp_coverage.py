@@ -65,7 +65,7 @@ PARTIAL = [
 
 
 @pytest.mark.parametrize(("family", "words", "verdict", "why"), PARTIAL)
-def test_less_than_was_asked_is_refused(
+def test_smaller_reduction_than_requested_is_refused(
     home: Path, tmp_path: Path, family: str, words: tuple[object, ...], verdict: str, why: str
 ) -> None:
     refused = reduce(home, family, tmp_path / "r", *words, code=2)
@@ -93,7 +93,7 @@ def test_less_than_was_asked_is_refused(
         ("plain", ("--mlp", 0.5, "--attn", 0.5, "--heads", "auto", "--images", "images.npy"), "of 6 sites reduced"),
     ],
 )
-def test_what_was_asked_is_done_and_counted(
+def test_requested_reduction_is_done_and_counted(
     home: Path, tmp_path: Path, family: str, words: tuple[object, ...], verdict: str
 ) -> None:
     given = [home / word if word == "images.npy" else word for word in words]
@@ -102,7 +102,7 @@ def test_what_was_asked_is_done_and_counted(
     assert verdict in " ".join(done.stdout.split())
 
 
-def test_removing_nothing_is_refused(home: Path, tmp_path: Path) -> None:
+def test_reduction_without_effect_is_refused(home: Path, tmp_path: Path) -> None:
     words = ("--attn", 0.3, "--align", "head=16")
     refused = reduce(home, "plain", tmp_path / "r", *words, code=2)
     assert "nothing would be removed, 0 of 4 sites reduced" in refused.stderr
@@ -114,7 +114,7 @@ def test_removing_nothing_is_refused(home: Path, tmp_path: Path) -> None:
         require_as_asked(coverage(found, keeps, {}, by_site=False), keeps)
 
 
-def test_a_place_that_is_refused_counts_where_it_was_asked_for() -> None:
+def test_refused_site_counts_if_requested() -> None:
     plain = sites_of(tiny.checkpoint(depth=1).model)
     lost = {"blocks.1.attn.qk": TracedPairs.kind, "blocks.1.mlp": TracedChannels.kind}
     refused = tuple(Refusal(name=name, reason="block is odd", kind=kind) for name, kind in lost.items())
@@ -128,7 +128,7 @@ def test_a_place_that_is_refused_counts_where_it_was_asked_for() -> None:
     assert coverage(found, method, {"blocks.0.mlp": 96}, by_site=True).left == ("blocks.0.attn.qk", "blocks.0.attn.v")
 
 
-def test_a_sweep_says_what_could_not_be_reduced(home: Path, tmp_path: Path) -> None:
+def test_sweep_reports_sites_that_cannot_be_reduced(home: Path, tmp_path: Path) -> None:
     at = home / "qk norm"
     words = ["sweep", "--model", at, "--moments", at / "m.safetensors", "--images", home / "images.npy"]
     more = ["--sparsity", 0.5, "--preset", "best", "--align", "mlp=8,head=8", "--min-agreement", 0.01]
@@ -155,7 +155,7 @@ ALIGNED, PARTS = ("--align", "mlp=8,head=8"), ("--sparsity", 0.5, "--parts")
         ),
     ],
 )
-def test_what_a_sweep_prints_makes_its_model(
+def test_command_printed_by_sweep_reproduces_its_model(
     family: str, words: tuple[object, ...], looks: bool, home: Path, tmp_path: Path
 ) -> None:
     """It names the images that reduce looks at."""
@@ -170,7 +170,7 @@ def test_what_a_sweep_prints_makes_its_model(
     assert macs(load_checkpoint(tmp_path / "r").model) == trial["macs"]
 
 
-def test_the_report_has_the_verdict(home: Path, tmp_path: Path) -> None:
+def test_report_contains_the_coverage_verdict(home: Path, tmp_path: Path) -> None:
     reduce(home, "q/k norm", tmp_path / "reduced", "--mlp", 0.5, "--attn", 0.5, "--allow-partial")
     reference = np.random.default_rng(0).standard_normal((8, 7))
     link_of = measure_link(

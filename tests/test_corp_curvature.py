@@ -52,7 +52,7 @@ EXACT = replace(METHOD, mlp_swaps=False)
 CPU = torch.device("cpu")
 
 
-def test_a_curve_is_what_was_measured_where_it_was_tried_and_its_own_shape_between() -> None:
+def test_curve_passes_measured_points_and_keeps_its_shape_between() -> None:
     errors = (8.0, 4.0, 2.0, 1.0, 0.5, 0.25, 0.125, 0.0)
     curve = ErrorCurve(errors=errors, widths=tuple(range(1, 9)))
     tried = _probed_positions(curve)
@@ -97,14 +97,14 @@ def _assert_same(one: Moments, other: Moments) -> None:
             torch.testing.assert_close(getattr(left, each), getattr(right, each), rtol=1e-5, atol=1e-4)
 
 
-def test_moments_without_some_images_are_those_of_the_rest(dense: Checkpoint, images: Images) -> None:
+def test_moments_minus_images_equal_moments_of_the_rest(dense: Checkpoint, images: Images) -> None:
     whole, apart = of(dense, images), of(dense, images, range(0, 40, 5))
     _assert_same(moments_without(whole, apart), of(dense, images, (place for place in range(40) if place % 5)))
     rejects("moments to subtract", moments_without, apart, whole)
     rejects("moments to subtract", moments_without, whole, whole)
 
 
-def test_a_budget_looks_at_images_that_its_moments_leave_out(dense: Checkpoint, images: Images) -> None:
+def test_budget_judges_on_images_left_out_of_its_moments(dense: Checkpoint, images: Images) -> None:
     apart = set_apart(dense, of(dense, images), images)
     assert (input_count(apart.inputs), apart.moments.images) == (8, 32)
     again = set_apart(dense, apart.moments, images)
@@ -118,7 +118,7 @@ def test_a_budget_looks_at_images_that_its_moments_leave_out(dense: Checkpoint, 
 
 @pytest.mark.slow("models")
 @pytest.mark.parametrize(("then", "now"), [((), (2, 2)), ((2, 2), ()), ((2, 2), (1, 1))])
-def test_images_are_taken_off_as_tokens_were_merged_when_the_moments_were_taken(
+def test_subtracted_images_use_the_merging_of_the_moments(
     dense: Checkpoint, images: Images, then: tuple[int, ...], now: tuple[int, ...]
 ) -> None:
     """Whatever merges now: sums over other tokens would leave what is no covariance."""
@@ -133,7 +133,9 @@ def test_images_are_taken_off_as_tokens_were_merged_when_the_moments_were_taken(
 
 
 @pytest.mark.parametrize("statistics", [{"patterns": ("blocks.0*",)}, {"attention": False}, {"active_eps": 0.5}])
-def test_what_is_taken_off_is_what_was_taken(dense: Checkpoint, images: Images, statistics: dict[str, Any]) -> None:
+def test_subtracted_sums_equal_the_collected_ones(
+    dense: Checkpoint, images: Images, statistics: dict[str, Any]
+) -> None:
     apart = set_apart(dense, of(dense, images, **statistics), images)
     left = [place for place, image in enumerate(images.ids.tolist()) if image in set(apart.moments.image_ids.tolist())]
     _assert_same(apart.moments, of(dense, images, left, **statistics))
@@ -142,7 +144,7 @@ def test_what_is_taken_off_is_what_was_taken(dense: Checkpoint, images: Images, 
         rejects("the moments hold no statistics", reduce_as_asked, dense, apart.moments, asked, images=images)
 
 
-def test_whole_groups_are_looked_at_where_they_are_known(dense: Checkpoint, images: Images) -> None:
+def test_known_groups_are_left_out_whole(dense: Checkpoint, images: Images) -> None:
     half, other = (of(dense, images, range(start, 40, 2)) for start in (0, 1))
     whole = merge_moments(half, other)
     place_of = {image: place for place, image in enumerate(images.ids.tolist())}
@@ -163,9 +165,7 @@ def test_whole_groups_are_looked_at_where_they_are_known(dense: Checkpoint, imag
     _assert_same(apart.moments.half, of(dense, images, left_half))
 
 
-def test_of_other_images_no_group_is_known_and_a_few_are_set_apart_all_the_same(
-    dense: Checkpoint, images: Images, tmp_path: Path
-) -> None:
+def test_ungrouped_images_are_left_out_one_by_one(dense: Checkpoint, images: Images, tmp_path: Path) -> None:
     half, other = of(dense, images, range(20)), of(dense, images, range(20, 40))
     whole = merge_moments(half, other)
     groups = torch.isin(whole.image_ids, half.image_ids).long() * 5 + torch.arange(40) % 5
@@ -194,7 +194,7 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def test_one_walk_finds_what_whole_models_do(tmp_path: Path) -> None:
+def test_single_walk_equals_evaluating_whole_models(tmp_path: Path) -> None:
     probe = probe_of(tmp_path, "square")
     trials: list[Trial] = [
         ("blocks.0.mlp", 16), ("blocks.0.mlp", 32), ("blocks.1.attn.qk", 24), ("blocks.1.attn.v", 24)
@@ -209,7 +209,7 @@ def test_one_walk_finds_what_whole_models_do(tmp_path: Path) -> None:
         assert change > 1e-9
 
 
-def test_effects_to_first_order_are_found_inside_inference_mode_too(tmp_path: Path) -> None:
+def test_first_order_effects_are_computed_inside_inference_mode(tmp_path: Path) -> None:
     """And are about those of whole models."""
     probe = probe_of(tmp_path, "padded")
     trials: list[Trial] = [("blocks.0.mlp", 176), ("blocks.1.mlp", 176)]
@@ -220,7 +220,7 @@ def test_effects_to_first_order_are_found_inside_inference_mode_too(tmp_path: Pa
 
 
 @pytest.mark.usefixtures("two_threads")
-def test_sites_are_worked_on_side_by_side_and_come_in_order() -> None:
+def test_sites_are_processed_in_parallel_and_returned_in_order() -> None:
     together = threading.Barrier(2, timeout=20.0)
 
     def work(item: int) -> tuple[int, int]:
@@ -233,7 +233,7 @@ def test_sites_are_worked_on_side_by_side_and_come_in_order() -> None:
 
 
 @pytest.mark.usefixtures("two_threads")
-def test_the_pool_keeps_modes_and_raises_the_first_error() -> None:
+def test_worker_pool_keeps_modes_and_raises_the_first_error() -> None:
     with torch.inference_mode(), site_pool.mapping(2, CPU) as each:
         assert list(each(lambda _: torch.is_inference_mode_enabled(), [0, 1])) == [True, True]
     with torch.no_grad(), site_pool.mapping(2, CPU) as each:
@@ -251,7 +251,7 @@ def test_the_pool_keeps_modes_and_raises_the_first_error() -> None:
 
 
 @pytest.mark.usefixtures("two_threads")
-def test_a_reduction_is_the_same_with_one_worker_and_with_two(tmp_path: Path) -> None:
+def test_reduction_does_not_depend_on_the_number_of_workers(tmp_path: Path) -> None:
     probe = probe_of(tmp_path, "padded")
     wanted = replace(probe.method, mlp_sparsity=0.5, attention_sparsity=0.5)
     side_by_side = reduce(probe.model, probe.moments, wanted)
@@ -263,7 +263,7 @@ def test_a_reduction_is_the_same_with_one_worker_and_with_two(tmp_path: Path) ->
 
 
 @pytest.mark.slow("models")
-def test_what_a_closed_loop_will_leave_is_tried_in_a_closed_loop(tmp_path: Path) -> None:
+def test_closed_loop_budget_tries_closed_loops(tmp_path: Path) -> None:
     """With tokens merged, too."""
     plain, schedule = probe_of(tmp_path, "padded"), Merging(schedule=(2, 2))
     others = images_for_model(plain.model, tmp_path / "images.npy").subset(range(6, 12))
@@ -279,7 +279,7 @@ def test_what_a_closed_loop_will_leave_is_tried_in_a_closed_loop(tmp_path: Path)
     assert not torch.allclose(got, in_one_pass, rtol=1e-4)
 
 
-def test_a_budget_of_the_closed_loop_is_settled_by_closed_loops(dense: Checkpoint, images: Images) -> None:
+def test_closed_loop_budget_is_settled_by_closed_loops(dense: Checkpoint, images: Images) -> None:
     request = request_of(ReduceOptions(macs=0.6, closed_loop="asymmetric"), method=METHOD)
     reduction, planned = reduce_as_asked(dense, of(dense, images), request, images=images)
     apart = set_apart(dense, of(dense, images), images)
@@ -316,7 +316,7 @@ def gradients_of_every_output(dense: nn.Module, name: str, pixels: Tensor, dim: 
 
 
 @pytest.mark.parametrize(("name", "weight"), [("vit", WEIGHT), ("resnet18", "layer1.0.conv2.weight")])
-def test_metrics_are_the_mean_square_of_all_outputs_gradients(
+def test_output_metrics_are_mean_squared_gradients(
     dense: Checkpoint, images: Images, monkeypatch: pytest.MonkeyPatch, name: str, weight: str
 ) -> None:
     """Random signs are that on average: here each direction is one output in its turn."""
@@ -348,7 +348,7 @@ def lost_in_outputs(dense: Checkpoint, moments: Moments, metric_OO: Tensor, kept
     return float(((change @ metric_OO) * change).sum())
 
 
-def test_the_channels_that_outputs_miss_least_go_first(images: Images) -> None:
+def test_channels_with_least_effect_on_outputs_are_removed_first(images: Images) -> None:
     dense = tiny.checkpoint(mlp_ratio=0.5)
     moments, generator = of(dense, images, range(24)), torch.Generator().manual_seed(1)
     factor = torch.randn(48, 3, generator=generator, dtype=torch.float64)
@@ -370,7 +370,7 @@ def test_the_channels_that_outputs_miss_least_go_first(images: Images) -> None:
     assert order.order_F[:12].tolist() != plain.order_F[:12].tolist()
 
 
-def test_a_budget_is_carried_out_by_what_was_learned(dense: Checkpoint, images: Images) -> None:
+def test_budget_reduction_uses_the_learned_metrics(dense: Checkpoint, images: Images) -> None:
     """The same widths without it give other channels."""
     moments = of(dense, images)
     request = request_of(ReduceOptions(macs=0.7, align={"mlp": 16, "head": 8}))

@@ -80,7 +80,7 @@ def reduced(home: Path, kind: str, name: str, *options: Any, code: int = 0) -> R
 
 
 @pytest.mark.parametrize("kind", decoders.KINDS)
-def test_a_decoder_gives_the_logits_of_its_class(home: Path, kind: str) -> None:
+def test_decoder_logits_equal_those_of_transformers(home: Path, kind: str) -> None:
     ids = decoders.ids(3, 40)
     expected = logits_of(theirs(home / kind), ids)
     torch.testing.assert_close(logits_of(dense_of(home / kind), ids), expected, rtol=1e-5, atol=1e-5)
@@ -88,7 +88,7 @@ def test_a_decoder_gives_the_logits_of_its_class(home: Path, kind: str) -> None:
 
 @pytest.mark.slow("models")
 @pytest.mark.parametrize("kind", decoders.KINDS)
-def test_a_reduced_decoder_loads_in_transformers_alone(home: Path, kind: str) -> None:
+def test_reduced_decoder_loads_in_transformers(home: Path, kind: str) -> None:
     heads = () if kind in ("opt", "gpt2") else ("--whole-heads", 0.5)
     reduced(home, kind, f"{kind}-hf", "--mlp", 0.5, *heads, "--save-as", "hf")
     ids, saved = decoders.ids(2), home / f"{kind}-hf" / "hf"
@@ -117,7 +117,7 @@ def test_a_reduced_decoder_loads_in_transformers_alone(home: Path, kind: str) ->
         ("llama", ("--params", 0.8), "a budget gives every layer"),
     ],
 )
-def test_what_no_configuration_can_say_is_refused_before_any_work(
+def test_widths_no_configuration_can_express_are_refused_before_any_work(
     home: Path, kind: str, options: tuple[Any, ...], said: str
 ) -> None:
     result = reduced(home, kind, "refused", *options, "--save-as", "hf", code=2)
@@ -125,7 +125,7 @@ def test_what_no_configuration_can_say_is_refused_before_any_work(
     assert not (home / "refused").exists()
 
 
-def test_what_has_fewer_groups_is_reduced_and_saved_again(home: Path, tmp_path: Path) -> None:
+def test_decoder_with_fewer_groups_is_reduced_again(home: Path, tmp_path: Path) -> None:
     reduced(home, "llama", "fewer", "--whole-heads", 0.5)
     moments = tmp_path / "moments.safetensors"
     invoked("calibrate", "--model", home / "fewer", "--text", home / "text.txt", "--samples", 24, "-o", moments)
@@ -136,7 +136,7 @@ def test_what_has_fewer_groups_is_reduced_and_saved_again(home: Path, tmp_path: 
     torch.testing.assert_close(logits_of(model, ids), logits_of(load(tmp_path / "again"), ids), rtol=1e-5, atol=1e-5)
 
 
-def test_redundant_channels_and_groups_come_back(home: Path, tmp_path: Path) -> None:
+def test_redundant_channels_and_groups_are_recovered(home: Path, tmp_path: Path) -> None:
     """Half of the channels are sums of the others' outputs, and the second group of heads is the first again."""
     model: Any = decoders.decoder("llama")
     with torch.no_grad():
@@ -156,7 +156,7 @@ def test_redundant_channels_and_groups_come_back(home: Path, tmp_path: Path) -> 
     assert float((got - expected).norm() / expected.norm()) < 2e-3
 
 
-def test_a_layer_without_a_bias_is_fitted_without_means(home: Path) -> None:
+def test_layer_without_bias_is_fitted_with_uncentred_moments(home: Path) -> None:
     """The last layer of a reduced MLP is the ridge solution on hidden activations as they are, not centred."""
     repair = ("--preset", "grail", "--ridge", "1e-6")
     reduced(home, "llama", "gram", "--mlp", 0.5, *repair)
@@ -190,14 +190,14 @@ def test_a_layer_without_a_bias_is_fitted_without_means(home: Path) -> None:
     ("option", "how"),
     [("--closed-loop", "asymmetric"), ("--closed-loop", "symmetric"), ("--sparse", "2:4"), ("--select", "heads=fold")],
 )
-def test_layers_without_a_bias_get_none(home: Path, option: str, how: str) -> None:
+def test_layers_without_bias_stay_without_bias(home: Path, option: str, how: str) -> None:
     options = ("--mlp", 0.5, "--whole-heads", 0.5, option, how, "--text", home / "text.txt", "--samples", 32)
     reduced(home, "qwen2", f"biasless-{how}", *options, "--save-as", "hf")
     names = [name for name, _ in load(home / f"biasless-{how}").named_parameters() if name.endswith("bias")]
     assert names == [f"blocks.{index}.attn.qkv.bias" for index in range(2)]
 
 
-def test_values_that_heads_share_come_back(tmp_path: Path) -> None:
+def test_redundant_shared_values_are_recovered(tmp_path: Path) -> None:
     """Half of the dimensions of each group's values are the others again."""
     model: Any = decoders.decoder("llama")
     with torch.no_grad():
@@ -214,14 +214,14 @@ def test_values_that_heads_share_come_back(tmp_path: Path) -> None:
     torch.testing.assert_close(logits_of(less, ids), logits_of(dense, ids), rtol=1e-3, atol=1e-3)
 
 
-def test_norms_of_queries_and_keys_are_told_where_these_are_to_go(home: Path) -> None:
+def test_query_and_key_norms_refuse_narrower_queries_and_keys(home: Path) -> None:
     said = " ".join(reduced(home, "qwen3", "refused", "--mlp", 0.5, "--attn", 0.5, code=2).stderr.split())
     assert "blocks.0.attn.v: queries and keys stay: rms_norm in blocks.0.attn.q_norm (RmsNorm) mixes it" in said
     result = reduced(home, "qwen3", "partly", "--mlp", 0.5, "--attn", 0.5, "--allow-partial")
     assert "blocks.1.attn.v kept as it is: queries and keys stay" in " ".join(result.stderr.split())
 
 
-def test_sequences_begin_with_the_marks_of_the_tokenizer(home: Path, tmp_path: Path) -> None:
+def test_sequences_begin_with_the_tokenizers_special_tokens(home: Path, tmp_path: Path) -> None:
     from tokenizers import Tokenizer, processors
 
     decoders.write_decoder(tmp_path / "llama", "llama")
@@ -240,7 +240,7 @@ def test_sequences_begin_with_the_marks_of_the_tokenizer(home: Path, tmp_path: P
     assert ids[:, 1:].flatten().tolist() == letters[: 19 * len(ids)]
 
 
-def test_ids_may_be_given_instead_of_text(home: Path, tmp_path: Path) -> None:
+def test_token_ids_replace_text(home: Path, tmp_path: Path) -> None:
     """As rows or as one stream; the same as the text that they are of."""
     model = dense_of(home / "opt")
     letters = np.array([ord(letter) for letter in decoders.text()], dtype=np.uint16)
@@ -272,12 +272,14 @@ def test_ids_may_be_given_instead_of_text(home: Path, tmp_path: Path) -> None:
         ("llama", {"model_type": "gemma"}, "expected one of opt, gpt2"),
     ],
 )
-def test_other_decoders_are_refused_with_the_reason(home: Path, kind: str, changes: dict[str, Any], said: str) -> None:
+def test_unsupported_decoders_are_refused_with_the_reason(
+    home: Path, kind: str, changes: dict[str, Any], said: str
+) -> None:
     config = json.loads((home / kind / "config.json").read_text()) | changes
     rejects(said, architecture_from_transformers, config, where="config.json")
 
 
-def test_a_token_sees_no_more_than_its_window(home: Path, tmp_path: Path) -> None:
+def test_attention_is_limited_to_the_sliding_window(home: Path, tmp_path: Path) -> None:
     decoders.write_decoder(tmp_path / "mistral", "mistral", sliding_window=24)
     model = dense_of(tmp_path / "mistral")
     spec = sequence_spec(model)
@@ -297,12 +299,12 @@ def test_foreign_tensors_are_refused(home: Path, tmp_path: Path) -> None:
     rejects(r"mlp\.router\.weight.* has no place in a llama decoder", dense_of, tmp_path)
 
 
-def test_positions_stay_exact_in_sixteen_bits(home: Path) -> None:
+def test_positions_are_exact_in_sixteen_bits(home: Path) -> None:
     half = dense_of(home / "llama").half()
     assert half.get_buffer("blocks.0.attn.rotary.freqs_HP").dtype == torch.float32
 
 
-def test_costs_equal_what_counting_finds(home: Path) -> None:
+def test_decoder_costs_equal_the_count(home: Path) -> None:
     """MACs and parameters that go with half of the groups, and with half of what is left of queries and keys."""
     model, tokens, dim = dense_of(home / "llama"), decoders.LENGTH, decoders.WIDTH
     assert traced_model.depth(model) == 2
@@ -337,7 +339,7 @@ def logits_inside(model: nn.Module, ids: Tensor) -> Tensor:
 
 @pytest.mark.slow("models")
 @pytest.mark.parametrize("kind", ["llama", "opt"])
-def test_queries_and_keys_lose_what_the_report_says(home: Path, kind: str) -> None:
+def test_reported_logit_loss_equals_an_independent_computation(home: Path, kind: str) -> None:
     """CORP's maps by its per-image system: the loss of visible logits over all sequences that it was fitted to."""
     moments = home / f"{kind}.system.safetensors"
     where = ("--text", home / "text.txt", "--samples", 24, "--attention-system", "-o", moments)
@@ -356,7 +358,7 @@ def test_queries_and_keys_lose_what_the_report_says(home: Path, kind: str) -> No
 
 
 @pytest.mark.parametrize(("align", "width"), [({}, 256), ({"mlp": 64}, 320), ({"mlp": 8}, 304)])
-def test_widths_are_multiples_of_128_unless_others_are_asked_for(align: dict[str, int], width: int) -> None:
+def test_widths_default_to_multiples_of_128(align: dict[str, int], width: int) -> None:
     config = {**decoders.KINDS["llama"][1], "model_type": "llama", "intermediate_size": 512}
     with torch.device("meta"):
         decoder = TextDecoder(architecture_from_transformers(config, where="here"))
@@ -367,7 +369,7 @@ def test_widths_are_multiples_of_128_unless_others_are_asked_for(align: dict[str
 
 @pytest.mark.slow("graph")
 @pytest.mark.parametrize("kind", ["opt", "gpt2"])
-def test_the_graph_of_a_prompt_gives_the_logits_of_the_reduced_decoder(home: Path, kind: str) -> None:
+def test_prompt_graph_equals_the_reduced_decoder(home: Path, kind: str) -> None:
     reduced(home, kind, f"{kind}-graph", "--mlp", 0.5, "--attn", 0.5)
     graph = home / f"{kind}.onnx"
     invoked("export", "--model", home / f"{kind}-graph", "-o", graph)

@@ -152,7 +152,7 @@ def lost(made: Made, preset: str) -> tuple[float, float, float]:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_what_is_told_of_a_site_is_so_and_everything_is_finite(made: Made, preset: str) -> None:
+def test_degenerate_sites_give_finite_and_true_reports(made: Made, preset: str) -> None:
     case, _, images, by_preset = made
     result = by_preset[preset]
     assert all(bool(torch.isfinite(each).all()) for each in result.model.state_dict().values())
@@ -172,7 +172,7 @@ def test_what_is_told_of_a_site_is_so_and_everything_is_finite(made: Made, prese
             assert site.error <= site.error_uncompensated * (1 + 1e-9) + 1e-9 * site.energy
 
 
-def test_the_ridge_is_never_raised_in_secret(made: Made) -> None:
+def test_ridge_is_never_raised_silently(made: Made) -> None:
     """It is the share that the method names of the mean variance of the channels kept, whatever the covariance is."""
     _, dense, images, by_preset = made
     result = by_preset["corp"]

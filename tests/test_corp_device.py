@@ -43,7 +43,7 @@ CASES = [
 ]
 
 
-def test_sums_are_the_same_ones_where_they_are_already(moments: Moments) -> None:
+def test_sums_already_on_the_device_are_not_copied(moments: Moments) -> None:
     site = moments.sites["blocks.0.attn.qk"]
     assert isinstance(site, HeadMoments)
     moved = moments_on_device(site, "cpu")
@@ -51,7 +51,7 @@ def test_sums_are_the_same_ones_where_they_are_already(moments: Moments) -> None
     assert (moved.images, moved.tokens, moved.kept_HK) == (site.images, site.tokens, None)
 
 
-def test_a_checkpoint_elsewhere_is_a_copy_and_here_it_is_itself() -> None:
+def test_checkpoint_is_copied_only_to_another_device() -> None:
     checkpoint = tiny.checkpoint()
     before = {name: parameter.data_ptr() for name, parameter in checkpoint.model.named_parameters()}
     there = checkpoints.on_device(checkpoint, "meta")
@@ -62,7 +62,7 @@ def test_a_checkpoint_elsewhere_is_a_copy_and_here_it_is_itself() -> None:
 
 
 @needs_gpu
-def test_neither_calibrating_nor_the_loop_on_a_gpu_moves_a_model(images: Images) -> None:
+def test_gpu_calibration_and_loop_leave_the_model_on_its_device(images: Images) -> None:
     checkpoint = tiny.checkpoint()
     calibrate(checkpoint, images, batch_size=8, device="cuda")
     assert not next(checkpoint.model.parameters()).is_cuda
@@ -77,7 +77,7 @@ def relative_error(one: nn.Module, other: nn.Module) -> float:
 
 @needs_gpu
 @pytest.mark.parametrize(("preset", "changes"), CASES)
-def test_a_gpu_solves_the_same(preset: str, changes: Any, moments: Moments, images: Images) -> None:
+def test_gpu_solves_equal_cpu_solves(preset: str, changes: Any, moments: Moments, images: Images) -> None:
     wanted = method(preset, **changes)
     here: Reduction = reduce(tiny.checkpoint().model, moments, wanted, images=images)
     there = reduce(tiny.checkpoint().model.cuda(), moments, wanted, images=images)
@@ -92,7 +92,7 @@ def test_the_closed_loop_runs_on_a_gpu(images: Images) -> None:
 
 
 @needs_gpu
-def test_removals_captured_on_a_gpu_are_those_made_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_removals_equal_single_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(0)
     x_NF = torch.randn(400, 200, generator=generator, dtype=torch.float64)
     covariance_FF, weight_OF = x_NF.T @ x_NF, torch.randn(50, 200, generator=generator, dtype=torch.float64)
@@ -110,7 +110,7 @@ def test_removals_captured_on_a_gpu_are_those_made_one_by_one(monkeypatch: pytes
     assert captured.error_F.equal(plain.error_F)
 
 
-def test_what_is_captured_is_kept_until_the_outermost_is_left() -> None:
+def test_captured_graphs_are_kept_until_the_outermost_context_ends() -> None:
     captured: Any = obs.Captured(lambda tensor, count: (tensor[:count] * 2.0,))
     with captured.keeping():
         captured.graphs["outer"] = None

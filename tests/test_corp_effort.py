@@ -78,9 +78,7 @@ def by_hand(home: Path, way: str, *, every: bool, name: str = "m") -> tuple[torc
 
 @pytest.mark.slow("models")
 @pytest.mark.parametrize("name", ["m", "grouped"])
-def test_both_ways_are_judged_on_images_that_neither_is_fitted_to_and_the_better_one_is_kept(
-    name: str, home: Path
-) -> None:
+def test_candidates_are_judged_on_unfitted_images_and_the_better_one_is_kept(name: str, home: Path) -> None:
     """Halves of groups choose ridges in the trials as they do in what is kept."""
     assert (load_moments(home / name).half is not None) == (name == "grouped")
     reduced(home, f"uniform-{name}", *UNIFORM, moments=name)
@@ -104,7 +102,7 @@ def test_both_ways_are_judged_on_images_that_neither_is_fitted_to_and_the_better
         pytest.param(LOOP, (0.2, 0.1), 0.2, False, marks=pytest.mark.slow("models")),
     ],
 )
-def test_what_wins_is_fitted_to_all_images_but_for_a_loop_over_nearly_all(
+def test_winner_is_refitted_to_all_images(
     way: str, errors: tuple[float, float], most_apart: float, every: bool, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     judged(monkeypatch, *errors)
@@ -118,9 +116,7 @@ def test_what_wins_is_fitted_to_all_images_but_for_a_loop_over_nearly_all(
 
 
 @pytest.mark.slow("models")
-def test_a_budget_with_the_most_effort_is_polished_and_its_widths_are_tried_in_loops(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_thorough_budget_is_polished_and_tries_widths_in_loops(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     judged(monkeypatch, 0.2, 0.1)
     reduced(home, "thorough", "--macs", 0.7, "--effort", "thorough", "--polish-steps", 1, *ALIGN)
     record = record_of(home / "thorough")
@@ -130,7 +126,7 @@ def test_a_budget_with_the_most_effort_is_polished_and_its_widths_are_tried_in_l
     assert asked.polish == PolishOptions(steps=2)
 
 
-def test_few_images_are_reduced_in_one_pass_and_it_is_said(home: Path) -> None:
+def test_few_images_are_reduced_in_one_pass_and_reported(home: Path) -> None:
     reduced(home, "plain", *UNIFORM, "--samples", 12)
     record = record_of(home / "plain")
     assert "stages" not in record
@@ -152,18 +148,18 @@ def test_few_images_are_reduced_in_one_pass_and_it_is_said(home: Path) -> None:
         ({"polish_steps": 3}, "not honoured by a reduction that is not polished"),
     ],
 )
-def test_what_it_settles_itself_or_can_not_judge_is_refused(options: dict[str, Any], message: str) -> None:
+def test_effort_refuses_options_it_chooses_or_cannot_judge(options: dict[str, Any], message: str) -> None:
     with pytest.raises(BadInput, match=message):
         ReduceOptions.from_options({"mlp": 0.5, "effort": "standard"} | options)
 
 
-def test_images_are_needed_and_a_quick_reduction_composes_nothing() -> None:
+def test_effort_needs_images_and_quick_tries_nothing() -> None:
     assert ReduceOptions.from_options({"mlp": 0.5, "effort": "standard"}).needs_images
     quick = ReduceOptions.from_options({"mlp": 0.5})
     assert (quick.effort, quick.composes, quick.needs_images) == ("quick", False, False)
 
 
-def test_images_that_the_moments_may_be_of_judge_nothing(home: Path) -> None:
+def test_images_that_may_be_fitted_do_not_judge(home: Path) -> None:
     dense, moments = load_checkpoint(home / "dense"), load_moments(home / "m")
     images = images_for_model(dense.model, home / "images.npy")
     apart = set_apart(dense, moments, images)
@@ -175,7 +171,7 @@ def test_images_that_the_moments_may_be_of_judge_nothing(home: Path) -> None:
 
 
 @pytest.mark.parametrize("effort", ["standard", "thorough"])
-def test_without_images_it_is_refused(effort: Any, home: Path) -> None:
+def test_effort_without_images_is_refused(effort: Any, home: Path) -> None:
     words = ("--model", home / "dense", "--moments", home / "m", "-o", home / "never", *ALIGN)
     refuses("--effort", "reduce", *words, "--mlp", 0.5, "--effort", effort)
     with pytest.raises(BadInput, match="images"):

@@ -112,7 +112,7 @@ def relative(error: float, home: Path) -> float:
     return float(np.sqrt(10 * error**2) / np.linalg.norm(logits))
 
 
-def test_by_golden_answers_of_another_environment(home: Path, tmp_path: Path) -> None:
+def test_engines_are_compared_by_golden_outputs(home: Path, tmp_path: Path) -> None:
     images = ("--images", home / "images.npy")
     kept = invoked("verify", home / "old/m.plan", *images, "--write-golden", tmp_path / "golden")
     assert "tensorrt 10.16.1 for SM 89" in said(kept)
@@ -131,7 +131,7 @@ def test_by_golden_answers_of_another_environment(home: Path, tmp_path: Path) ->
     invoked("verify", tmp_path / "golden", home / "new/m.plan", "-o", tmp_path / "p.json", code=3)
 
 
-def test_directly_where_both_load(home: Path, tmp_path: Path) -> None:
+def test_engines_are_compared_directly_if_both_load(home: Path, tmp_path: Path) -> None:
     words = ("verify", home / "old/m.plan", home / "same/m.plan", "--random", 9, "-o", tmp_path / "p.json")
     same = invoked(*words, "--max-error", 1e-6, "--batch", "3,8", "--json")
     record = json.loads(same.stdout)
@@ -139,13 +139,13 @@ def test_directly_where_both_load(home: Path, tmp_path: Path) -> None:
     assert (record["images"]["kind"], [row["batch"] for row in record["links"][0]["batches"]]) == ("random", [3, 8])
 
 
-def test_an_engine_against_the_very_graph_that_it_was_built_of(home: Path, tmp_path: Path) -> None:
+def test_engine_is_compared_with_its_own_graph(home: Path, tmp_path: Path) -> None:
     words = ("verify", home / "m.onnx", home / "new/m.plan", "--images", home / "images.npy")
     invoked(*words, "-o", tmp_path / "p.json", "--max-error", 1.0)
     assert [source.backend for source in load_parity(tmp_path / "p.json").sources] == ["onnxruntime", "tensorrt"]
 
 
-def test_folders_are_prepared_as_the_graph_says(home: Path, tmp_path: Path) -> None:
+def test_folders_are_preprocessed_as_the_graph_declares(home: Path, tmp_path: Path) -> None:
     """The same pictures through the model's own transform and through the note that its plan carries."""
     (tmp_path / "photos").mkdir()
     generator = np.random.default_rng(0)
@@ -171,7 +171,7 @@ def test_engines_of_other_graphs_are_not_comparable(home: Path, tmp_path: Path) 
     assert len({source.graph_sha256 for source in load_parity(tmp_path / "p.json").sources}) == 2
 
 
-def test_what_does_not_load_here_says_what_to_type_where(home: Path, tmp_path: Path) -> None:
+def test_unloadable_engine_prints_the_command_for_its_machine(home: Path, tmp_path: Path) -> None:
     words = ("--random", 4, "-o", "p.json")
     two = invoked("verify", home / "old/m.plan", home / "new/m.plan", *words, code=4)
     for part in (
@@ -208,7 +208,7 @@ def test_what_does_not_load_here_says_what_to_type_where(home: Path, tmp_path: P
         (("old/m.plan", "same/m.plan", "--images", "nothing.npy", "-o", "p.json"), "nothing.npy"),
     ],
 )
-def test_calls_that_mean_nothing_are_refused(
+def test_meaningless_calls_are_refused(
     home: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], reason: str
 ) -> None:
     monkeypatch.chdir(home)
@@ -216,7 +216,7 @@ def test_calls_that_mean_nothing_are_refused(
     assert not (home / "p.json").exists()
 
 
-def test_golden_directories_are_held_to_their_digests(home: Path, tmp_path: Path) -> None:
+def test_golden_directories_are_checked_by_digest(home: Path, tmp_path: Path) -> None:
     golden = tmp_path / "golden"
     assert run("verify", home / "old/m.plan", "--random", 4, "--write-golden", golden).exit_code == 0
     words = ("verify", golden, home / "same/m.plan", "-o", tmp_path / "p.json")
@@ -228,7 +228,7 @@ def test_golden_directories_are_held_to_their_digests(home: Path, tmp_path: Path
     assert "missing, a file that golden.json describes" in said(run(*words))
 
 
-def test_a_plan_that_was_changed_is_refused(home: Path, tmp_path: Path) -> None:
+def test_modified_plan_is_refused(home: Path, tmp_path: Path) -> None:
     changed = plan(tmp_path / "m.plan", home / "m.onnx")
     changed.write_text("11.4.0")
     words = ("verify", changed, home / "same/m.plan", "--random", 4, "-o", tmp_path / "p.json")

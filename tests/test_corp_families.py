@@ -76,7 +76,9 @@ def probe(family: str, method: Method) -> Probe:
 @pytest.mark.parametrize(
     ("family", "share", "currency"), [("q/k norm", 0.7, "macs"), ("swiglu", 0.95, "macs"), ("no biases", 0.6, "params")]
 )
-def test_a_budget_holds_for_the_counted_number(family: str, share: float, currency: Literal["macs", "params"]) -> None:
+def test_budget_holds_for_the_counted_macs_and_parameters(
+    family: str, share: float, currency: Literal["macs", "params"]
+) -> None:
     """Biases that repairs add are counted too."""
     own, count = checkpoint(family), macs if currency == "macs" else parameters
     planner = budget_planner(own, moments(family), best(), opened(family), currency=currency)
@@ -88,7 +90,7 @@ def test_a_budget_holds_for_the_counted_number(family: str, share: float, curren
 
 
 @pytest.mark.parametrize("geometry", ["padded", "square", "ragged"])
-def test_values_whose_queries_stay_are_offered(geometry: Any) -> None:
+def test_values_are_offered_while_queries_stay(geometry: Any) -> None:
     asked = probe("q/k norm", best(geometry=geometry))
     found = {offer.site: offer for offer in cost_curves(asked, "macs")}
     offer = found["blocks.1.attn.v"]
@@ -103,7 +105,7 @@ def test_values_whose_queries_stay_are_offered(geometry: Any) -> None:
     assert torch.equal(reduction.model.get_parameter(name)[rows], asked.model.get_parameter(name)[rows])
 
 
-def test_tied_sites_have_the_same_place_among_their_widths() -> None:
+def test_tied_sites_take_the_same_width_index() -> None:
     shared: Any = {"widths": (1, 2, 4), "cost_now": 4, "tied": "attn"}
     queries = CostCurve(site="qk", costs=(1, 2, 4), errors=(9.0, 8.0, 0.0), **shared)
     values = CostCurve(site="v", costs=(1, 2, 4), errors=(3.0, 0.1, 0.0), **shared)
@@ -112,7 +114,7 @@ def test_tied_sites_have_the_same_place_among_their_widths() -> None:
     assert allocate_widths([queries, mlp, values], 16, 0.5).widths == {"qk": 2, "mlp": 8, "v": 2}
 
 
-def test_values_tied_to_queries_may_go_whole() -> None:
+def test_values_tied_to_queries_may_be_removed_whole() -> None:
     """Those can't, and are as narrow as they may be then, which loses nothing more."""
     queries = CostCurve(site="qk", widths=(2, 4), costs=(2, 4), errors=(1.0, 0.0), cost_now=4, tied="attn")
     values = CostCurve(site="v", widths=(0, 2, 4), costs=(0, 2, 4), errors=(3.0, 1.0, 0.0), cost_now=4, tied="attn")
@@ -120,7 +122,7 @@ def test_values_tied_to_queries_may_go_whole() -> None:
     assert allocate_widths([queries, values], 8, 0.5).widths == {"qk": 2, "v": 2}
 
 
-def test_what_is_reported_of_values_is_what_the_stream_loses() -> None:
+def test_reported_value_loss_equals_the_loss_of_the_stream() -> None:
     model = checkpoint("q/k norm").model
     reduction = reduce(model, moments("q/k norm"), best(), widths={"blocks.0.attn.v": 24})
     (report,) = reduction.sites
@@ -147,7 +149,7 @@ def test_uniform_square_heads_reduce_the_values_alone() -> None:
 
 
 @pytest.mark.parametrize("mlp_sparsity", [None, 0.5])
-def test_heads_are_weighed_where_some_keep_q_and_k(mlp_sparsity: float | None) -> None:
+def test_heads_are_weighted_if_some_keep_queries_and_keys(mlp_sparsity: float | None) -> None:
     """Where only values can go, they do."""
     asked = probe("q/k norm", best(mlp_sparsity=mlp_sparsity, attention_sparsity=0.5))
     taken = choose_heads(asked, None)
@@ -160,7 +162,7 @@ def test_heads_are_weighed_where_some_keep_q_and_k(mlp_sparsity: float | None) -
     assert macs(reduced) <= share * dense * (1.0 + 1e-9)
 
 
-def test_a_stem_without_a_projection_is_described() -> None:
+def test_stem_without_a_projection_is_described() -> None:
     kwargs = {"depth": 1, "num_classes": 7}
     model = tiny.timm_model("vit_base_mci_224", **kwargs)
     named = Architecture(name="vit_base_mci_224", kwargs=kwargs)
@@ -170,7 +172,7 @@ def test_a_stem_without_a_projection_is_described() -> None:
 
 
 @pytest.mark.parametrize(("channels", "words"), [(1, "1 channel;"), (4, "4 channels;")])
-def test_a_folder_for_a_model_that_takes_no_rgb_is_refused_once(tmp_path: Path, channels: int, words: str) -> None:
+def test_image_folder_is_refused_for_a_model_without_rgb_input(tmp_path: Path, channels: int, words: str) -> None:
     model = tiny.checkpoint(in_chans=channels).model
     folder = tmp_path / "images"
     folder.mkdir()

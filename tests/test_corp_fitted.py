@@ -67,7 +67,7 @@ def verified(home: Path, output: Path, images: str, *candidates: object, extra: 
     ("images", "expected"),
     [("calibration.npy", (12, 8, 0)), ("mixed.npy", (6, 3, 1)), ("left-out.npy", (4, 0, 0)), ("others.npy", (9, 0, 0))],
 )
-def test_verify_tells_how_many_images_were_fitted_to(
+def test_verify_reports_overlap_with_fitted_images(
     home: Path, tmp_path: Path, images: str, expected: tuple[int, int, int]
 ) -> None:
     done = verified(home, tmp_path / "parity.json", images, home / "reduced")
@@ -80,7 +80,7 @@ def test_verify_tells_how_many_images_were_fitted_to(
 
 
 @pytest.mark.slow("graph")
-def test_a_graph_carries_digests_and_anything_is_known_by_moments(home: Path, tmp_path: Path) -> None:
+def test_graphs_carry_digests_and_moments_identify_models(home: Path, tmp_path: Path) -> None:
     alone = shutil.copy(home / "reduced" / "model.onnx", tmp_path / "model.onnx")
     for extra, expected in (((), (3, 0)), (("--moments", home / "moments.safetensors"), (3, 1))):
         verified(home, tmp_path / "parity.json", "mixed.npy", alone, extra=extra)
@@ -93,7 +93,7 @@ def test_a_graph_carries_digests_and_anything_is_known_by_moments(home: Path, tm
 
 
 @pytest.mark.slow("graph")
-def test_a_graph_with_a_damaged_entry_is_refused(home: Path, tmp_path: Path) -> None:
+def test_graph_with_a_damaged_entry_is_refused(home: Path, tmp_path: Path) -> None:
     graph = onnx.load(home / "reduced" / "model.onnx")
     (entry,) = [each for each in graph.metadata_props if each.key.endswith("lineage")]
     for text, message in (('{"fitted": 3}', "lineage.fitted"), ("[]", "its metadata"), ("{", "its metadata")):
@@ -103,7 +103,7 @@ def test_a_graph_with_a_damaged_entry_is_refused(home: Path, tmp_path: Path) -> 
         refuses(message, *words, "-o", tmp_path / "parity.json")
 
 
-def test_the_gate_fails_unless_a_rule_allows_it(home: Path, tmp_path: Path) -> None:
+def test_gate_fails_on_overlap_unless_a_rule_allows_it(home: Path, tmp_path: Path) -> None:
     parity, gate = tmp_path / "parity.json", tmp_path / "gate.json"
     verified(home, parity, "mixed.npy", home / "reduced")
     assert run("gate", parity, "-o", gate).exit_code == 1
@@ -120,7 +120,7 @@ def test_the_gate_fails_unless_a_rule_allows_it(home: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.slow("measurement")
-def test_bench_tells_it_of_the_images_that_it_feeds(home: Path, tmp_path: Path) -> None:
+def test_bench_reports_overlap_of_its_images(home: Path, tmp_path: Path) -> None:
     graphs = (home / "dense" / "model.onnx", home / "reduced" / "model.onnx")
     quick = ("--time-limit", 1, "--min-rounds", 6, "--block-ms", 1, "--half-width", 0.9, "--threads", 1)
     for images, found in (("mixed.npy", {"same": 3, "alike": 0}), ("left-out.npy", NONE), (None, None)):
@@ -131,7 +131,7 @@ def test_bench_tells_it_of_the_images_that_it_feeds(home: Path, tmp_path: Path) 
         assert any("was fitted to" in each for each in record["warnings"]) == (images == "mixed.npy")
 
 
-def test_a_sweep_tells_it(home: Path, tmp_path: Path) -> None:
+def test_sweep_reports_overlap(home: Path, tmp_path: Path) -> None:
     words = ("sweep", "--model", home / "dense", "--moments", home / "moments.safetensors", "--sparsity", 0.5)
     for images, same in (("mixed.npy", 3), ("left-out.npy", 0)):
         out = tmp_path / images
@@ -142,7 +142,7 @@ def test_a_sweep_tells_it(home: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow("models")
-def test_budgets_of_a_sweep_are_shared_out_by_calibration_images(home: Path, tmp_path: Path) -> None:
+def test_sweep_budgets_are_divided_by_calibration_images(home: Path, tmp_path: Path) -> None:
     words = ("sweep", "--model", home / "dense", "--moments", home / "moments.safetensors", "--sparsity", 0.5)
     judging = ("--images", home / "others.npy", "--macs", 0.7, "--parts", "mlp", "--align", "mlp=8")
     done = run(*words, *judging, "-o", tmp_path / "one")
@@ -154,7 +154,7 @@ def test_budgets_of_a_sweep_are_shared_out_by_calibration_images(home: Path, tmp
 
 
 @pytest.mark.slow("models")
-def test_held_out_images_have_no_part_in_a_budget(home: Path, tmp_path: Path) -> None:
+def test_held_out_images_do_not_influence_a_budget(home: Path, tmp_path: Path) -> None:
     """Those of --held-out judge: neither do they settle widths, nor are they said to have been fitted to."""
     reduce = ("reduce", "--model", home / "dense", "--moments", home / "moments.safetensors", "--align", "mlp=8,head=8")
     budget = ("--macs", 0.7, "--images", home / "calibration.npy")
@@ -171,7 +171,7 @@ def test_held_out_images_have_no_part_in_a_budget(home: Path, tmp_path: Path) ->
     assert not (tmp_path / "none").exists()
 
 
-def test_images_that_chose_a_model_are_no_proof_of_it(home: Path, tmp_path: Path) -> None:
+def test_images_that_chose_a_model_do_not_prove_it(home: Path, tmp_path: Path) -> None:
     """--within is held on images left out of the fit, which settle how small the model becomes."""
     words = ("reduce", "--model", home / "dense", "--moments", home / "moments.safetensors", "--align", "mlp=8,head=8")
     within = ("--within", "error 0.9", "--images", home / "calibration.npy")
@@ -180,7 +180,7 @@ def test_images_that_chose_a_model_are_no_proof_of_it(home: Path, tmp_path: Path
     assert json.loads((tmp_path / "parity.json").read_text())["fitted"]["same"] == 4
 
 
-def test_a_model_that_is_reduced_again_keeps_what_it_was_fitted_to(home: Path, tmp_path: Path) -> None:
+def test_model_reduced_twice_keeps_its_fitted_images(home: Path, tmp_path: Path) -> None:
     model = ("--model", home / "reduced")
     moments = tmp_path / "moments.safetensors"
     assert run("calibrate", *model, "--images", home / "others.npy", "-o", moments).exit_code == 0
@@ -189,7 +189,7 @@ def test_a_model_that_is_reduced_again_keeps_what_it_was_fitted_to(home: Path, t
     assert len(fitted_to(tmp_path / "again")) == 8 + 9
 
 
-def test_a_damaged_entry_is_refused_by_name(home: Path, tmp_path: Path) -> None:
+def test_damaged_entry_is_refused_by_name(home: Path, tmp_path: Path) -> None:
     broken = shutil.copytree(home / "reduced", tmp_path / "broken")
     config = json.loads((broken / "config.json").read_text())
     assert FingerprintsText(**config["lineage"]["fitted"]).fingerprints
@@ -201,7 +201,7 @@ def test_a_damaged_entry_is_refused_by_name(home: Path, tmp_path: Path) -> None:
         assert message in " ".join(done.stderr.split())
 
 
-def test_perplexity_tells_it_of_sequences(tmp_path: Path) -> None:
+def test_perplexity_reports_overlap_of_sequences(tmp_path: Path) -> None:
     decoders.write_decoder(tmp_path / "llama", "llama")
     decoders.write_tokenizer(tmp_path / "llama")
     (tmp_path / "text.txt").write_text(decoders.text(letters=2_000))
@@ -220,7 +220,7 @@ def test_perplexity_tells_it_of_sequences(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow("graph")
-def test_a_release_on_images_that_it_was_fitted_to_fails_its_gate(tmp_path: Path) -> None:
+def test_release_judged_on_fitted_images_fails_its_gate(tmp_path: Path) -> None:
     save(tiny.checkpoint(), tmp_path / "dense")
     images = tiny.images(12)
     np.save(tmp_path / "calibration.npy", images)

@@ -107,7 +107,7 @@ def folded(preset: str, both: tuple[Moments, Moments], images: Images, **asked: 
         ("attn", attention, "none", HALF),
     ],
 )
-def test_the_loss_is_that_of_the_shipped_layer(
+def test_reported_loss_equals_that_of_the_merged_layer(
     both: tuple[Moments, Moments], images: Images, part: str, layer: Layer, preset: str, asked: dict[str, Any]
 ) -> None:
     """Of merged channels and of merged heads."""
@@ -125,7 +125,7 @@ def test_the_loss_is_that_of_the_shipped_layer(
     assert reduction.notes == ()
 
 
-def test_the_refit_is_the_ridge_toward_plain_folding(both: tuple[Moments, Moments], images: Images) -> None:
+def test_refit_is_ridge_regression_toward_plain_folding(both: tuple[Moments, Moments], images: Images) -> None:
     """By lstsq on the merged layer's own float64 activations, the bias free."""
     dense, reduction = tiny.checkpoint().model, folded("fold", both, images, mlp_sparsity=0.5)
     rest = pixels_of(held_out_split(images, 12, seed=0)[0])
@@ -164,7 +164,7 @@ def doubles_of(checkpoint: Checkpoint) -> Checkpoint:
 
 
 @pytest.mark.parametrize(("preset", "ridge_rel"), [("fold", 1e-4), ("grail-fold", 1e-12)])
-def test_planted_doubles_cost_nothing(images: Images, preset: str, ridge_rel: float) -> None:
+def test_planted_duplicates_are_merged_without_loss(images: Images, preset: str, ridge_rel: float) -> None:
     checkpoint = doubles_of(tiny.checkpoint())
     moments = calibrate(checkpoint, images, batch_size=8)
     method = method_from_preset(preset, mlp_sparsity=0.5, align_hidden=8, ridge_rel=ridge_rel)
@@ -174,7 +174,7 @@ def test_planted_doubles_cost_nothing(images: Images, preset: str, ridge_rel: fl
 
 
 @pytest.mark.parametrize("preset", ["grail-fold", "fold"])
-def test_the_closed_loop_judges_on_its_own_stream(images: Images, preset: str) -> None:
+def test_closed_loop_judges_on_its_own_stream(images: Images, preset: str) -> None:
     """Before the first reduced site that stream is the dense one, so the loss is the open loop's."""
     model, moments = tiny.checkpoint().model, calibrate(tiny.checkpoint(), images, batch_size=8)
     method, widths = method_from_preset(preset), {"blocks.0.mlp": 96, "blocks.1.mlp": 96}
@@ -187,7 +187,7 @@ def test_the_closed_loop_judges_on_its_own_stream(images: Images, preset: str) -
     assert all(site.loop is not None and site.loop.error <= site.loop.error_recovered for site in looped)
 
 
-def test_images_that_will_not_do_are_refused(both: tuple[Moments, Moments], images: Images, tmp_path: Path) -> None:
+def test_unsuitable_images_are_refused(both: tuple[Moments, Moments], images: Images, tmp_path: Path) -> None:
     dense, method = tiny.checkpoint().model, method_from_preset("fold", mlp_sparsity=0.5, align_hidden=8)
     rejects("give them: --images", reduce, dense, both[0], method)
     strangers = tiny.opened(tmp_path / "other.npy", tiny.images(9, seed=8))
@@ -196,14 +196,14 @@ def test_images_that_will_not_do_are_refused(both: tuple[Moments, Moments], imag
     rejects("none of these 28 images is a held-out one", reduce, dense, both[0], method, held_out=both[1], images=rest)
 
 
-def test_fewer_images_than_the_moments_are_of_are_told(both: tuple[Moments, Moments], images: Images) -> None:
+def test_fewer_images_than_the_moments_give_a_warning(both: tuple[Moments, Moments], images: Images) -> None:
     few, _ = held_out_split(held_out_split(images, 12, seed=0)[0], 20, seed=0)
     method = method_from_preset("grail-fold", mlp_sparsity=0.5, align_hidden=8)
     (note,) = reduce(tiny.checkpoint().model, both[0], method, images=few).notes
     assert "on 8 of the 28 calibration images" in note
 
 
-def test_the_command_asks_for_images_and_reports_on_both_sets(
+def test_command_needs_images_and_reports_on_both_sets(
     both: tuple[Moments, Moments], images: Images, tmp_path: Path
 ) -> None:
     save(tiny.checkpoint(), tmp_path / "dense")
@@ -217,7 +217,7 @@ def test_the_command_asks_for_images_and_reports_on_both_sets(
     assert "held out" in invoked(*words, "--images", tmp_path / "images.npy").stdout
 
 
-def test_a_recipe_gives_its_calibration_images_to_merge_by(tmp_path: Path) -> None:
+def test_recipe_merges_by_its_calibration_images(tmp_path: Path) -> None:
     recipe = """
 [model]
 model = "deit_small_patch16_224"
@@ -237,7 +237,7 @@ preset = "{preset}"
         assert ("--images" in commands["reduce"]) == looks
 
 
-def test_the_new_rows_are_the_means_of_clusters(both: tuple[Moments, Moments], images: Images) -> None:
+def test_merged_rows_are_cluster_means(both: tuple[Moments, Moments], images: Images) -> None:
     """Spelled out head by head, without a bias that the projection did not have."""
     name = "blocks.0.attn.qkv"
     dense, reduced = tiny.checkpoint().model, folded("fold", both, images, **HALF).model
@@ -251,7 +251,7 @@ def test_the_new_rows_are_the_means_of_clusters(both: tuple[Moments, Moments], i
             torch.testing.assert_close(new[part, own], old[part, members].mean(0))
 
 
-def test_fitted_to_what_it_gives_it_loses_less_than_as_published(both: tuple[Moments, Moments], images: Images) -> None:
+def test_refitted_merging_loses_less_than_the_published_one(both: tuple[Moments, Moments], images: Images) -> None:
     errors = [sum(site.error for site in folded(name, both, images, **HALF).sites) for name in ("fold", "grail-fold")]
     assert errors[0] < errors[1]
     with_mlp = folded("fold", both, images, **HALF, mlp_sparsity=0.5)
@@ -261,7 +261,7 @@ def test_fitted_to_what_it_gives_it_loses_less_than_as_published(both: tuple[Mom
 @pytest.mark.parametrize(
     ("preset", "loop"), [("fold", "open"), ("grail-fold", "open"), ("fold", "asymmetric"), ("grail-fold", "symmetric")]
 )
-def test_copies_are_merged_for_nothing(preset: str, loop: str, tmp_path: Path) -> None:
+def test_copies_are_merged_without_loss(preset: str, loop: str, tmp_path: Path) -> None:
     dense = planted()
     source = tiny.opened(tmp_path / "images.npy", tiny.images(32), dense.model)
     asked = method_from_preset(preset, heads_sparsity=0.5, ridge_rel=1e-9)
@@ -272,7 +272,7 @@ def test_copies_are_merged_for_nothing(preset: str, loop: str, tmp_path: Path) -
     assert error(reduction.model, dense.model, HELD_OUT) < 1e-4
 
 
-def test_what_cannot_be_merged_is_told() -> None:
+def test_unmergeable_sites_are_reported() -> None:
     with pytest.raises(ValueError, match="leave --attn out"):
         method_from_preset("best", heads_selection="fold", heads_sparsity=0.5, attention_sparsity=0.5)
     with pytest.raises(ValueError, match="takes no whole heads away"):
@@ -282,7 +282,7 @@ def test_what_cannot_be_merged_is_told() -> None:
 # Merging channels: the clustering, against loops.
 
 
-def test_planted_clusters_are_found_and_numbered_by_their_lowest_channel() -> None:
+def test_planted_clusters_are_found_and_ordered() -> None:
     generator = torch.Generator().manual_seed(0)
     centres = 10.0 * torch.randn(4, 6, generator=generator, dtype=torch.float64)
     truth = torch.tensor([0, 1, 0, 2, 3, 1, 2, 2, 3, 0])
@@ -293,7 +293,7 @@ def test_planted_clusters_are_found_and_numbered_by_their_lowest_channel() -> No
 
 @given(seed=st.integers(0, 10_000), width=st.integers(1, 12), doubles=st.integers(0, 8))
 @settings(max_examples=50, deadline=None)
-def test_every_row_is_with_its_nearest_centre_and_no_cluster_is_empty(seed: int, width: int, doubles: int) -> None:
+def test_every_row_joins_its_nearest_centre_and_no_cluster_is_empty(seed: int, width: int, doubles: int) -> None:
     rows = torch.randn(12, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     rows[:doubles] = rows[0]
     rows[:, 2] = 1.0  # a column that does not vary

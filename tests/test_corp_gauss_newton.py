@@ -32,7 +32,7 @@ def channels(kind: str, tokens: slice = slice(None)) -> tuple[LayerTangent, Call
 
 @pytest.mark.parametrize("kind", ["random", "ill-conditioned", "singular"])
 @pytest.mark.parametrize("ridge_rel", [1e-3, 1.0])
-def test_the_step_is_the_damped_least_squares_of_the_jacobian(kind: str, ridge_rel: float) -> None:
+def test_step_is_the_damped_least_squares_of_the_jacobian(kind: str, ridge_rel: float) -> None:
     """Tokens weigh differently; some weigh nothing."""
     tangent, outputs, first_RD = channels(kind)
     lacking_XO = normal(len(tangent.entering_XD), OUTPUTS, seed=9)
@@ -59,7 +59,7 @@ def ridge_scale(tangent: LayerTangent, weight_X: Tensor) -> float:
     return float(torch.as_tensor(g_R).mean() * torch.as_tensor(u_D).mean())
 
 
-def test_pieces_add_up_and_a_planted_step_comes_back() -> None:
+def test_pieces_add_up_and_a_planted_step_is_recovered() -> None:
     tangent, _, first_RD = channels("random")
     planted_RD = normal(*first_RD.shape, seed=11)
     lacking_XO = tangent.along(planted_RD)
@@ -72,7 +72,7 @@ def test_pieces_add_up_and_a_planted_step_comes_back() -> None:
     torch.testing.assert_close(step_RD, planted_RD, rtol=1e-6, atol=1e-6)
 
 
-def test_nothing_lacking_is_no_step() -> None:
+def test_zero_residual_gives_no_step() -> None:
     tangent, _, _ = channels("random")
     lacking_XO = torch.zeros(len(tangent.entering_XD), OUTPUTS, dtype=torch.float64)
     assert list(gauss_newton([Residuals(tangent=tangent, residual_XO=lacking_XO)], ridge_rel=0.1, iterations=5)) == []

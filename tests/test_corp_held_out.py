@@ -70,7 +70,7 @@ def heads_of(qkv_BNX: Tensor, heads: int, qk: int, v: int) -> tuple[Tensor, Tens
 
 
 @pytest.mark.parametrize("preset", ["best", "vbp", "none"])
-def test_an_mlp_is_judged_on_held_out_images(both: tuple[Moments, Moments], preset: str) -> None:
+def test_mlp_is_judged_on_held_out_images(both: tuple[Moments, Moments], preset: str) -> None:
     dense = tiny.checkpoint().model
     method = method_from_preset(preset, mlp_sparsity=0.5, align_hidden=8)
     found = reduce(dense, both[0], method, held_out=both[1])
@@ -107,7 +107,7 @@ def test_logits_are_judged_over_all_pairs_of_tokens(both: tuple[Moments, Moments
     assert site.held_out.energy == pytest.approx(float(logits[0].square().sum()) / pairs, rel=1e-5)
 
 
-def test_values_are_judged_at_the_output_of_the_projection(both: tuple[Moments, Moments]) -> None:
+def test_values_are_judged_at_the_projection_output(both: tuple[Moments, Moments]) -> None:
     dense = tiny.checkpoint().model
     method = method_from_preset("best", attention_sparsity=0.5, align_head=8, geometry="square")
     found = reduce(dense, both[0], method, held_out=both[1])
@@ -125,7 +125,7 @@ def test_values_are_judged_at_the_output_of_the_projection(both: tuple[Moments, 
     assert site.held_out.error > site.error  # 40 images of noise fit 144 inputs better than others do
 
 
-def test_held_out_moments_that_will_not_do_are_refused(both: tuple[Moments, Moments]) -> None:
+def test_unsuitable_held_out_moments_are_refused(both: tuple[Moments, Moments]) -> None:
     dense, (fit, held_out) = tiny.checkpoint().model, both
     method = method_from_preset("best", mlp_sparsity=0.5, align_hidden=8)
     rejects("40 of their 40 images are calibration images too", reduce, dense, fit, method, held_out=fit)
@@ -140,7 +140,7 @@ def test_held_out_moments_that_will_not_do_are_refused(both: tuple[Moments, Mome
 # Images held out
 
 
-def test_parts_share_no_image_and_keep_the_order(tmp_path: Path) -> None:
+def test_split_parts_share_no_image_and_keep_the_order(tmp_path: Path) -> None:
     np.save(tmp_path / "images.npy", tiny.images(30))
     images = opened(tmp_path / "images.npy")
     rest, held_out = held_out_split(images, 9, seed=3)
@@ -155,7 +155,7 @@ def test_parts_share_no_image_and_keep_the_order(tmp_path: Path) -> None:
     assert held_out_split(images, 9, seed=4)[1].digest != held_out.digest
 
 
-def test_copies_of_an_image_are_not_parted_from_it(tmp_path: Path) -> None:
+def test_copies_of_an_image_stay_in_one_part(tmp_path: Path) -> None:
     """Else a folder with copies would give moments that judge themselves, and be refused."""
     np.save(tmp_path / "images.npy", tiny.images(10)[np.arange(30) % 10])
     images = opened(tmp_path / "images.npy")
@@ -168,7 +168,7 @@ def test_copies_of_an_image_are_not_parted_from_it(tmp_path: Path) -> None:
         rejects(f"got {count} of 30 images", held_out_split, images, count, seed=0)
 
 
-def test_copies_of_one_image_can_not_be_parted(tmp_path: Path) -> None:
+def test_splitting_copies_of_one_image_is_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "images.npy", tiny.images(1)[np.zeros(9, int)])
     said = "got 1 of 9 images, which are all copies of one: none can be held out; give different images"
     rejects(said, held_out_split, opened(tmp_path / "images.npy"), 1, seed=0)
@@ -184,7 +184,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_the_commands_hold_out_and_judge(home: Path, tmp_path: Path) -> None:
+def test_commands_hold_out_images_and_judge_on_them(home: Path, tmp_path: Path) -> None:
     assert load_moments(home / "m.safetensors").images == 24
     held_out = load_moments(home / "m.held-out.safetensors")
     assert held_out.images == 6
@@ -198,7 +198,7 @@ def test_the_commands_hold_out_and_judge(home: Path, tmp_path: Path) -> None:
     assert "held out" not in run("reduce", *words, "--align", "mlp=8,head=8", "-o", tmp_path / "s").stdout
 
 
-def test_weights_are_made_sparse_without_the_images_that_judge(home: Path, tmp_path: Path) -> None:
+def test_sparsification_excludes_the_judging_images(home: Path, tmp_path: Path) -> None:
     words = ["--model", home / "dense", "--moments", home / "m.safetensors", "--mlp", 0.5, "--align", "mlp=16"]
     words += ["--sparse", "2:4", "--images", home / "images.npy"]
     of_all, judged, without = (
@@ -213,7 +213,7 @@ def test_weights_are_made_sparse_without_the_images_that_judge(home: Path, tmp_p
     assert any(not torch.equal(of_all[name], each) for name, each in judged.items())
 
 
-def test_held_out_moments_that_overlap_or_are_not_there_leave_nothing_behind(home: Path, tmp_path: Path) -> None:
+def test_overlapping_or_absent_held_out_moments_write_nothing(home: Path, tmp_path: Path) -> None:
     words = ["--model", home / "dense", "--moments", home / "m.safetensors", "--mlp", 0.5, "-o", tmp_path / "r"]
     for judge, said in (
         (home / "m.safetensors", "are calibration images too"),
@@ -225,7 +225,7 @@ def test_held_out_moments_that_overlap_or_are_not_there_leave_nothing_behind(hom
     assert not list(tmp_path.iterdir())
 
 
-def test_a_budget_stands_beside_uniform_widths(home: Path, tmp_path: Path) -> None:
+def test_budget_is_compared_with_uniform_widths(home: Path, tmp_path: Path) -> None:
     words = ["--model", home / "dense", "--moments", home / "m.safetensors", "--align", "mlp=16,head=8"]
     result = invoked("reduce", *words, "--macs", 0.7, "--images", home / "images.npy", "-o", tmp_path / "r", "--json")
     by_site, *again, uniform = json.loads(result.stdout)["ways"]

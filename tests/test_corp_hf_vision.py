@@ -37,7 +37,7 @@ def _assert_same(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("name", hf_towers.TOWERS)
-def test_every_class_gives_what_transformers_gives(tmp_path: Path, name: str) -> None:
+def test_every_class_equals_transformers(tmp_path: Path, name: str) -> None:
     theirs = hf_towers.write_tower(tmp_path, name)
     loaded = _load(tmp_path)
     images = _images(channels=theirs.config.num_channels)
@@ -69,7 +69,7 @@ def test_gated_mlps_and_biases_are_read(tmp_path: Path, name: str, changes: dict
     _assert_same(_load(tmp_path).model(_images()), hf_towers.output_of(name, theirs, _images()))
 
 
-def test_dinov3_turns_by_the_sides_of_its_images(tmp_path: Path) -> None:
+def test_dinov3_rotations_follow_the_image_size(tmp_path: Path) -> None:
     theirs = hf_towers.write_tower(tmp_path, "DINOv3ViTModel")
     loaded = _load(tmp_path, img_size=[48, 24])
     _assert_same(loaded.model(_images((48, 24))), theirs(_images((48, 24))).pooler_output)
@@ -104,7 +104,7 @@ def _write_whole(directory: Path, kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["clip", "siglip"])
-def test_a_tower_is_read_out_of_a_model_with_a_text_tower(tmp_path: Path, kind: str) -> None:
+def test_vision_tower_is_read_from_a_two_tower_model(tmp_path: Path, kind: str) -> None:
     theirs = _write_whole(tmp_path, kind)
     loaded = _load(tmp_path)
     pooled = theirs.vision_model(_images()).pooler_output
@@ -112,7 +112,7 @@ def test_a_tower_is_read_out_of_a_model_with_a_text_tower(tmp_path: Path, kind: 
     assert any("not used, no part of it: logit_" in note and "more" in note for note in loaded.notes)
 
 
-def test_a_tower_can_be_had_without_its_head(tmp_path: Path) -> None:
+def test_vision_tower_loads_without_its_head(tmp_path: Path) -> None:
     theirs = hf_towers.write_tower(tmp_path, "Dinov2ForImageClassification")
     _assert_same(_load(tmp_path, num_classes=0).model(_images()), theirs.dinov2(_images()).pooler_output)
     _write_whole(tmp_path / "clip", "clip")
@@ -128,13 +128,13 @@ def test_a_tower_can_be_had_without_its_head(tmp_path: Path) -> None:
         ("SiglipVisionModel", {"interpolate_pos_encoding": True}),
     ],
 )
-def test_positions_for_other_images_are_those_of_transformers(tmp_path: Path, name: str, more: dict[str, Any]) -> None:
+def test_interpolated_positions_equal_those_of_transformers(tmp_path: Path, name: str, more: dict[str, Any]) -> None:
     theirs, sides = hf_towers.write_tower(tmp_path, name), (48, 24)
     loaded = _load(tmp_path, img_size=list(sides))
     _assert_same(loaded.model(_images(sides)), hf_towers.output_of(name, theirs, _images(sides), **more))
 
 
-def test_dinov2_takes_images_as_its_processor_makes_them(tmp_path: Path) -> None:
+def test_dinov2_preprocessing_equals_its_processors(tmp_path: Path) -> None:
     theirs = hf_towers.write_tower(tmp_path, "Dinov2Model")
     processor = {"image_processor_type": "BitImageProcessor", "size": {"shortest_edge": 30}, "crop_size": 24}
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor))
@@ -159,7 +159,7 @@ _PROCESSORS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", _PROCESSORS)
-def test_images_are_prepared_as_transformers_prepares_them(tmp_path: Path, name: str) -> None:
+def test_preprocessing_equals_that_of_transformers(tmp_path: Path, name: str) -> None:
     """A crop of an odd surplus is a row further down: of 43 rows to 32 transformers leaves 5 above, torchvision, which
     timm crops by, 6.
     """
@@ -176,7 +176,7 @@ def test_images_are_prepared_as_transformers_prepares_them(tmp_path: Path, name:
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-def test_preprocessing_of_the_command_goes_before_the_directorys(tmp_path: Path) -> None:
+def test_command_line_preprocessing_overrides_the_directorys(tmp_path: Path) -> None:
     hf_towers.write_tower(tmp_path, "ViTModel")
     asked = Preprocessing(mean=(0.25,), crop_pct=0.5)
     loaded = load_dense(f"hf:{tmp_path}", weights=None, kwargs={}, preprocessing=asked)
@@ -186,7 +186,7 @@ def test_preprocessing_of_the_command_goes_before_the_directorys(tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", ["Dinov2Model", "SiglipVisionModel"])
-def test_a_directory_of_ours_keeps_it_whole(tmp_path: Path, name: str) -> None:
+def test_saved_directory_keeps_the_preprocessing(tmp_path: Path, name: str) -> None:
     theirs = hf_towers.write_tower(tmp_path / "hf", name)
     dense = _load(tmp_path / "hf")
     save(dense, tmp_path / "ours")
@@ -221,11 +221,11 @@ def _config(**changes: Any) -> dict[str, Any]:
         ({"model_type": "own"}, "model_type is 'own', which the installed transformers does not know"),
     ],
 )
-def test_what_would_not_be_the_same_is_refused(changes: dict[str, Any], words: str) -> None:
+def test_models_that_would_differ_are_refused(changes: dict[str, Any], words: str) -> None:
     rejects(words, hf_classes.class_of, _config(**changes), where="config.json")
 
 
-def test_a_siglip_without_a_pooling_head_is_refused(tmp_path: Path) -> None:
+def test_siglip_without_a_pooling_head_is_refused(tmp_path: Path) -> None:
     hf_towers.write_tower(tmp_path, "SiglipVisionModel", vision_use_head=False)
     rejects("it gives no pooler_output", _load, tmp_path)
 
@@ -247,11 +247,11 @@ def test_a_siglip_without_a_pooling_head_is_refused(tmp_path: Path) -> None:
         ({"image_mean": "black"}, "not the preprocessing of a vit"),
     ],
 )
-def test_a_preparation_that_is_not_done_here_is_refused(content: dict[str, Any], words: str) -> None:
+def test_unsupported_preprocessing_is_refused(content: dict[str, Any], words: str) -> None:
     rejects(words, prepared, content, "vit", where="preprocessor_config.json")
 
 
-def test_preparation_of_another_processor_is_named_where_it_is_not_used(tmp_path: Path) -> None:
+def test_unused_processor_file_is_named(tmp_path: Path) -> None:
     config = transformers.ConvNextConfig(hidden_sizes=[8, 8, 8, 8], depths=[1, 1, 1, 1], num_labels=3, image_size=32)
     transformers.ConvNextForImageClassification(config).save_pretrained(tmp_path)
     (tmp_path / "preprocessor_config.json").write_text('{"image_processor_type": "ConvNextImageProcessor"}')
@@ -260,7 +260,7 @@ def test_preparation_of_another_processor_is_named_where_it_is_not_used(tmp_path
     assert "mean" not in image_spec(loaded.model).as_json()
 
 
-def test_tensors_that_are_missing_or_of_other_shapes_are_refused(tmp_path: Path) -> None:
+def test_missing_and_misshapen_tensors_are_refused(tmp_path: Path) -> None:
     hf_towers.write_tower(tmp_path, "ViTForImageClassification")
     path = tmp_path / "model.safetensors"
     state = {name: tensor.clone() for name, tensor in load_file(path).items()}  # the file is written anew below
@@ -273,7 +273,7 @@ def test_tensors_that_are_missing_or_of_other_shapes_are_refused(tmp_path: Path)
         rejects(words, _load, tmp_path)
 
 
-def test_what_goes_with_a_timm_name_is_refused_beside_a_directory(tmp_path: Path) -> None:
+def test_timm_options_are_refused_for_a_directory(tmp_path: Path) -> None:
     hf_towers.write_tower(tmp_path, "ViTModel")
     rejects(r"--model-kwargs: .*depth.*takes img_size", _load, tmp_path, depth=3)
     rejects("drop --weights", load_dense, f"hf:{tmp_path}", weights=tmp_path / "model.safetensors", kwargs={})
@@ -281,12 +281,12 @@ def test_what_goes_with_a_timm_name_is_refused_beside_a_directory(tmp_path: Path
     rejects("any size .NaFlex", _load, tmp_path)
 
 
-def test_shares_come_out_whole_again() -> None:
+def test_crop_shares_give_exact_sizes() -> None:
     """timm divides a crop by its share and rounds down."""
     assert all(int(crop / share_of(crop, size)) == size for size in range(200, 700) for crop in (14, 198, 200))
 
 
-def test_every_class_of_which_one_output_is_taken_is_compared() -> None:
+def test_every_class_with_a_selected_output_is_compared() -> None:
     assert set(OUTPUTS) <= set(hf_towers.TOWERS)
 
 
@@ -299,7 +299,7 @@ def test_every_class_of_which_one_output_is_taken_is_compared() -> None:
         ({"do_normalize": False}, ([0.0], [1.0])),
     ],
 )
-def test_a_mean_of_three_colours_is_not_a_grey_towers(tmp_path: Path, content: Any, expected: Any) -> None:
+def test_three_channel_mean_is_refused_for_a_grey_tower(tmp_path: Path, content: Any, expected: Any) -> None:
     hf_towers.write_tower(tmp_path, "ViTModel", num_channels=1)
     if content is not None:
         (tmp_path / "preprocessor_config.json").write_text(json.dumps({"size": 32, **content}))

@@ -39,7 +39,7 @@ def calibrated(home: Path, name: str, **changes: Any) -> tuple[str, ...]:
         ("SiglipVisionModel", "embedding", ("--macs", 0.8)),
     ],
 )
-def test_a_tower_goes_from_its_directory_to_a_graph(tmp_path: Path, name: str, role: str, options: Any) -> None:
+def test_tower_is_exported_from_its_directory(tmp_path: Path, name: str, role: str, options: Any) -> None:
     reduce = ("reduce", *calibrated(tmp_path, name))
     shown = json.loads(invoked("inspect", "--model", f"hf:{tmp_path / 'hf'}", "--json").stdout)
     assert shown["weights"]["class"] == name
@@ -78,7 +78,7 @@ def _theirs(directory: Path, name: str) -> Any:
         ("SiglipVisionModel", ("--mlp", 0.5), {"intermediate_size": 40}),
     ],
 )
-def test_a_reduced_model_loads_in_transformers_itself(
+def test_reduced_model_loads_in_transformers(
     tmp_path: Path, name: str, options: tuple[Any, ...], said: dict[str, int]
 ) -> None:
     import torch
@@ -125,7 +125,7 @@ def test_a_reduced_model_loads_in_transformers_itself(
         ("Dinov2Model", ("--mlp", 0.25), "layer.0.mlp is 48 wide, and dinov2's mlp_ratio is whole: multiples of 32"),
     ],
 )
-def test_what_a_configuration_cannot_say_is_refused_before_any_work(
+def test_widths_no_configuration_can_express_are_refused_before_any_work(
     tmp_path: Path, name: str, options: tuple[Any, ...], words: str
 ) -> None:
     hf_towers.write_tower(tmp_path / "hf", name)
@@ -161,7 +161,7 @@ SHARES = {"mlp": 0.5, "attn": 0.5, "heads": "square", "align_mlp": 8, "align_hea
 RECIPE = recipe({"model": {"model": "hf:source"}, "calibration": {"images": "images.npy"}, "reduce": SHARES})
 
 
-def test_a_recipe_takes_a_directory_of_transformers_and_writes_one(tmp_path: Path) -> None:
+def test_recipe_reads_and_writes_a_transformers_directory(tmp_path: Path) -> None:
     from corp_deploy.release.recipe_file import load_recipe
     from corp_deploy.release.recipe_toml import text_of_recipe
 
@@ -190,7 +190,7 @@ def _contents(directory: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
-def test_neither_is_a_source_replaced_nor_another_model_left_beside(tmp_path: Path) -> None:
+def test_source_is_not_replaced_and_no_stale_model_remains(tmp_path: Path) -> None:
     reduce, written = ("reduce", *calibrated(tmp_path, "ViTModel", num_channels=3)), tmp_path / "reduced"
     before = _contents(tmp_path)
     for words in (("-o", tmp_path / "hf"), ("--save-as", "hf", "-o", tmp_path)):

@@ -26,7 +26,7 @@ def gated(tmp_path: Path, levels: list[float]) -> Result:
 
 
 @pytest.mark.slow("measurement")
-def test_each_release_is_kept_after_its_gate_and_a_rise_exits_1(tmp_path: Path) -> None:
+def test_every_release_is_stored_after_its_gate_and_a_rise_exits_1(tmp_path: Path) -> None:
     assert gated(tmp_path, [2.5]).exit_code == 0
     result = gated(tmp_path, RISEN)
     assert result.exit_code == 1, result.output
@@ -41,7 +41,7 @@ def test_each_release_is_kept_after_its_gate_and_a_rise_exits_1(tmp_path: Path) 
 
 
 @pytest.mark.slow("measurement")
-def test_the_report_of_the_directory_shows_the_history(tmp_path: Path) -> None:
+def test_directory_report_shows_the_history(tmp_path: Path) -> None:
     gated(tmp_path, RISEN)
     for suffix in (".html", ".md", ".csv"):
         assert run("report", tmp_path, "-o", tmp_path / f"report{suffix}").exit_code == 0
@@ -53,7 +53,7 @@ def test_the_report_of_the_directory_shows_the_history(tmp_path: Path) -> None:
     assert len(figures) == 2 * 3 * len(RISEN)
 
 
-def test_a_broken_history_json_is_named_by_the_report(tmp_path: Path) -> None:
+def test_report_names_a_broken_history_file(tmp_path: Path) -> None:
     gated(tmp_path, RISEN[:2])
     (tmp_path / "history.json").write_text('{"kind": "history", "version": 1, "releases": 3}')
     refuses("history.json", "report", tmp_path, "-o", tmp_path / "report.html")
@@ -79,7 +79,7 @@ def test_bad_calls_are_refused_in_one_message(tmp_path: Path) -> None:
     assert not (tmp_path / "kept").exists()
 
 
-def test_the_directory_keeps_records_alone(tmp_path: Path) -> None:
+def test_history_directory_stores_only_records(tmp_path: Path) -> None:
     save_bench(bench_of_release(0, 2.5), tmp_path / "bench.json")
     kept = tmp_path / "kept"
     result = run("gate", tmp_path / "bench.json", "--history", kept, "-o", kept / "gate.json")
@@ -107,14 +107,14 @@ def compared(folder: Path, path: Change = (), value: object = None, *words: str)
     return CliRunner().invoke(main, ["bench", "compare", *files, *words])
 
 
-def test_what_may_differ_is_shown_and_exits_with_0(tmp_path: Path) -> None:
+def test_comparable_differences_are_shown_and_exit_0(tmp_path: Path) -> None:
     result = compared(tmp_path, ("environment", "load_average"), 3.0)
     assert result.exit_code == 0, result.output
     assert "| load_average | None | 3.0 |" in result.stdout
 
 
 @pytest.mark.parametrize(("path", "key"), [(("environment", "cpu"), "cpu"), (("settings", "streams"), "streams")])
-def test_what_may_not_differ_is_named_and_exits_with_5(tmp_path: Path, path: Change, key: str) -> None:
+def test_incomparable_differences_are_named_and_exit_5(tmp_path: Path, path: Change, key: str) -> None:
     """The figures are shown all the same."""
     result = compared(tmp_path, path, "another")
     assert result.exit_code == 5, result.output

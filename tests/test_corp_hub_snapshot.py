@@ -48,7 +48,7 @@ def load(model: object, **kwargs: Any) -> Any:
     return load_dense(str(model), weights=None, kwargs={}, **kwargs)
 
 
-def test_a_snapshot_is_a_model_with_its_arguments_weights_and_preprocessing(snapshot: Path) -> None:
+def test_snapshot_loads_with_arguments_weights_and_preprocessing(snapshot: Path) -> None:
     for named in (snapshot, f"local-dir:{snapshot}"):
         taken = load(named)
         torch.testing.assert_close(dict(taken.model.state_dict()), dict(tiny.checkpoint().model.state_dict()))
@@ -60,13 +60,13 @@ def test_a_snapshot_is_a_model_with_its_arguments_weights_and_preprocessing(snap
         assert taken.lineage["source"]["preprocessing"] == "snapshot/config.json"
 
 
-def test_names_of_classes_come_with_a_snapshot(snapshot: Path) -> None:
+def test_snapshot_provides_class_names(snapshot: Path) -> None:
     names = [f"digit {index}" for index in range(7)]
     assert load(change(snapshot, CONFIG | {"label_names": names})).lineage["class_names"] == names
     assert "class_names" not in load(change(snapshot, CONFIG | {"label_names": names[:-1]})).lineage
 
 
-def test_timms_own_loader_builds_the_same_model(snapshot: Path) -> None:
+def test_snapshot_equals_timms_loader(snapshot: Path) -> None:
     theirs = timm.create_model(f"local-dir:{snapshot}", pretrained=True).eval()
     ours = load(snapshot)
     torch.testing.assert_close(dict(ours.model.state_dict()), dict(theirs.state_dict()))
@@ -76,7 +76,7 @@ def test_timms_own_loader_builds_the_same_model(snapshot: Path) -> None:
 
 @pytest.mark.slow("graph")
 @pytest.mark.parametrize("backend", ["onnxruntime", "torch"])
-def test_a_snapshot_is_measured_and_verified_like_any_directory(backend: str, snapshot: Path, tmp_path: Path) -> None:
+def test_snapshot_is_benchmarked_and_verified_like_any_directory(backend: str, snapshot: Path, tmp_path: Path) -> None:
     (snapshot / "model.safetensors").unlink()
     torch.save(tiny.checkpoint().model.state_dict(), snapshot / "pytorch_model.bin")
     save(load(snapshot), tmp_path / "ours")
@@ -88,7 +88,7 @@ def test_a_snapshot_is_measured_and_verified_like_any_directory(backend: str, sn
 
 
 @pytest.mark.parametrize("words", [("verify", "ours", "foreign", "--random", 1), ("bench", "ours", "foreign")])
-def test_a_directory_of_another_library_is_named_so_everywhere(words: tuple[object, ...], tmp_path: Path) -> None:
+def test_directory_of_another_library_is_named(words: tuple[object, ...], tmp_path: Path) -> None:
     save(tiny.checkpoint(), tmp_path / "ours")
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "config.json").write_text('{"model_type": "swin"}')
@@ -96,7 +96,7 @@ def test_a_directory_of_another_library_is_named_so_everywhere(words: tuple[obje
     refuses("a swin of Hugging Face transformers; give it as --model hf:", *placed, "-o", tmp_path / "out.json")
 
 
-def test_older_snapshots_have_everything_on_one_level(snapshot: Path) -> None:
+def test_older_flat_snapshots_are_read(snapshot: Path) -> None:
     pixels = torch.from_numpy(tiny.images(2))
     expected = load(snapshot).model(pixels)
     taken = load(change(snapshot, {"architecture": NAME, "model_args": MODEL_ARGS, **PRETRAINED}))
@@ -104,7 +104,7 @@ def test_older_snapshots_have_everything_on_one_level(snapshot: Path) -> None:
     assert tuple(image_spec(taken.model).as_json()["mean"]) == (0.1, 0.2, 0.3)
 
 
-def test_a_snapshot_at_another_size_with_other_weights(snapshot: Path, tmp_path: Path) -> None:
+def test_snapshot_loads_at_another_size_with_other_weights(snapshot: Path, tmp_path: Path) -> None:
     taken = load_dense(str(snapshot), weights=None, kwargs={"img_size": 48})
     assert image_spec(taken.model).shape == (3, 48, 48)
     assert "pos_embed resampled" in taken.notes[0]
@@ -132,18 +132,18 @@ def test_a_snapshot_at_another_size_with_other_weights(snapshot: Path, tmp_path:
         (CONFIG | {"architecture": "vit_tinny_patch16_224"}, "vit_tiny_patch16_224"),
     ],
 )
-def test_a_configuration_that_will_not_do(config: Mapping[str, Any], said: str, snapshot: Path) -> None:
+def test_invalid_configuration_is_refused(config: Mapping[str, Any], said: str, snapshot: Path) -> None:
     rejects(said, load, change(snapshot, config))
 
 
-def test_a_directory_without_configuration_or_weights(snapshot: Path) -> None:
+def test_directory_without_configuration_or_weights_is_refused(snapshot: Path) -> None:
     (snapshot / "model.safetensors").unlink()
     rejects(r"no weights beside config\.json", load, snapshot)
     (snapshot / "config.json").unlink()
     rejects("a snapshot of one of timm's repositories", load, snapshot)
 
 
-def test_a_reduced_model_outlives_the_snapshot(snapshot: Path, tmp_path: Path) -> None:
+def test_reduced_model_does_not_need_the_snapshot(snapshot: Path, tmp_path: Path) -> None:
     np.save(tmp_path / "images.npy", tiny.images(12))
     moments, reduced = tmp_path / "m.safetensors", tmp_path / "reduced"
     model = f"local-dir:{snapshot}"
@@ -159,7 +159,7 @@ def test_a_reduced_model_outlives_the_snapshot(snapshot: Path, tmp_path: Path) -
     assert run("inspect", "--model", reduced).exit_code == 0
 
 
-def test_a_saved_model_keeps_its_preprocessing_whatever_timm_says_later(tmp_path: Path) -> None:
+def test_saved_model_keeps_its_preprocessing(tmp_path: Path) -> None:
     save(tiny.checkpoint(), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     config["input"]["preprocessing"]["crop_pct"] = 0.25
@@ -184,11 +184,11 @@ def test_a_saved_model_keeps_its_preprocessing_whatever_timm_says_later(tmp_path
         ("vit_tiny_patch16_224.nonsense", "timm's tags of vit_tiny_patch16_224: augreg_in21k"),
     ],
 )
-def test_names_that_are_no_model_here_are_refused_at_once(name: str, said: str) -> None:
+def test_unknown_names_are_refused_at_once(name: str, said: str) -> None:
     rejects(re.escape(said), load, name)
 
 
-def test_a_name_in_a_record_never_leads_to_a_network(tmp_path: Path) -> None:
+def test_recorded_names_never_cause_network_access(tmp_path: Path) -> None:
     save(tiny.checkpoint(), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     config["timm"]["name"] = "hf-hub:timm/vit_tiny_patch16_224"
@@ -197,11 +197,11 @@ def test_a_name_in_a_record_never_leads_to_a_network(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["pretrained", "pretrained_cfg", "checkpoint_path", "cache_dir"])
-def test_weights_come_from_nowhere_else(key: str) -> None:
+def test_weights_are_read_only_from_the_snapshot(key: str) -> None:
     rejects(f"{key} is not taken", load_dense, NAME, weights=None, kwargs={key: True})
 
 
-def test_a_tags_size_and_classes_are_spelled_out_in_what_is_saved(tmp_path: Path) -> None:
+def test_saved_model_states_the_size_and_classes_of_its_tag(tmp_path: Path) -> None:
     small: dict[str, Any] = {"embed_dim": 48, "depth": 1, "num_heads": 3}
     torch.save(timm.create_model("vit_tiny_patch16_224.augreg_in21k", **small).state_dict(), tmp_path / "w.pth")
     taken = load_dense("vit_tiny_patch16_224.augreg_in21k", weights=tmp_path / "w.pth", kwargs=small)
@@ -236,14 +236,14 @@ mlp = 0.5
         ("dense", 'weights = "images.npy"', "drop model.weights"),
     ],
 )
-def test_a_release_refuses_before_it_runs(model: str, more: str, said: str, tmp_path: Path) -> None:
+def test_release_refuses_a_bad_snapshot_before_it_runs(model: str, more: str, said: str, tmp_path: Path) -> None:
     tiny.written(tmp_path, 8)
     (tmp_path / "w.pth").touch()
     (tmp_path / "r.toml").write_text(RECIPE.format(model=model, more=more.format()))
     refuses(said, "release", tmp_path / "r.toml", "-o", tmp_path / "out", "--dry-run")
 
 
-def test_a_release_of_a_snapshot_is_started_and_planned(snapshot: Path, tmp_path: Path) -> None:
+def test_release_of_a_snapshot_is_planned(snapshot: Path, tmp_path: Path) -> None:
     np.save(tmp_path / "images.npy", tiny.images(8))
     named = ("--images", tmp_path / "images.npy", "--held-out", tmp_path / "images.npy")
     invoked("release", tmp_path / "r.toml", "--init", f"local-dir:{snapshot}", *named)
@@ -252,7 +252,7 @@ def test_a_release_of_a_snapshot_is_started_and_planned(snapshot: Path, tmp_path
     refuses("deit_small_patch16_224", "release", tmp_path / "other.toml", "--init", "deit_smal_patch16_224")
 
 
-def test_a_network_of_any_size_is_built_for_the_one_of_its_snapshot(tmp_path: Path) -> None:
+def test_size_free_network_uses_the_size_of_its_snapshot(tmp_path: Path) -> None:
     """Its name's own would be 224."""
     args = {key: value for key, value in small_convnets.SMALL["resnet18"].items() if key != "img_size"}
     pretrained = {**PRETRAINED, "input_size": [3, 48, 48], "fixed_input_size": False, "classifier": "fc"}

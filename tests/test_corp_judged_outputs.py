@@ -18,7 +18,7 @@ MASK = OutputPort(name="mask", role="score map")
 BOXES = OutputPort(name="boxes", role="feature map")
 
 
-def test_general_limits_reach_every_role_and_single_ones_take_their_place() -> None:
+def test_general_limits_apply_to_every_output_and_specific_ones_override() -> None:
     limits = ParityLimits(
         max_error=0.1, min_agreement=0.9, max_map_error=0.2, min_iou=0.8, output_limit=("boxes:max_error=0.3",)
     )
@@ -47,14 +47,14 @@ def test_general_limits_reach_every_role_and_single_ones_take_their_place() -> N
         ),
     ],
 )
-def test_a_limit_that_applies_to_nothing_is_refused(limits: ParityLimits, message: str) -> None:
+def test_limit_without_effect_is_refused(limits: ParityLimits, message: str) -> None:
     rejects(message, limits.require_applied, [CLASS, BOXES])
 
 
 @pytest.mark.parametrize(
     "text", ["max_error=0.1", "class:max_errors=0.1", "class:max_error=much", ":max_error=1", "class:min_agreement=2"]
 )
-def test_what_is_no_limit_of_an_output_is_refused(text: str) -> None:
+def test_malformed_output_limits_are_refused(text: str) -> None:
     rejects("output limit ", lambda: ParityLimits(output_limit=(text,)))
     rejects("has a max_error already", lambda: ParityLimits(output_limit=("a:max_error=1", "a:max_error=2")))
 
@@ -64,7 +64,7 @@ def fixed(batch: int) -> Candidate:
     return Candidate(label=path.name, name=path.stem, form="graph", path=path, float_type=FLOAT32, batch=batch)
 
 
-def test_batch_sizes_that_a_fixed_graph_leaves_out_are_named() -> None:
+def test_batch_sizes_a_fixed_graph_skips_are_named() -> None:
     free = fixed(0)
     (said,) = require_batches([fixed(1), free], (1, 8))
     assert said == "b1.onnx: its batch is fixed at 1; batch 8 is not run on it"
@@ -108,7 +108,7 @@ def exported(kind: str, seed: int, path: str) -> None:
     invoked("export", "--model", "module:net.py:build", "--model-kwargs", kwargs, "--trust-code", "-o", path)
 
 
-def test_max_error_fails_a_graph_whose_map_is_another_one(home: Path) -> None:
+def test_max_error_fails_a_graph_with_a_different_map(home: Path) -> None:
     exported("map", 1, "other.onnx")
     said = invoked(*verify("map", "other.onnx", "--max-error", 0.05), code=1).stdout
     assert "whole" in said
@@ -118,7 +118,7 @@ def test_max_error_fails_a_graph_whose_map_is_another_one(home: Path) -> None:
     refuses("--min-iou: it applies to no output", *verify("one", "other.onnx", "--min-iou", 0.5))
 
 
-def test_one_logit_is_judged_by_its_side_with_labels_0_and_1(home: Path) -> None:
+def test_single_logit_is_judged_with_labels_0_and_1(home: Path) -> None:
     exported("one", 0, "same.onnx")
     np.save(home / "labels.npy", np.arange(24) % 2)
     words = ("--min-agreement", 0.5, "--labels", "labels.npy", "--logit-threshold")

@@ -66,7 +66,7 @@ def assert_same_recoveries(checkpoint: Checkpoint, exact: Moments, found: Moment
 
 
 @pytest.mark.parametrize("width", [8, 16])
-def test_both_passes_in_one_call_give_what_the_whole_system_gives(home: Path, width: int) -> None:
+def test_two_passes_in_one_call_equal_the_full_system(home: Path, width: int) -> None:
     """For every sparsity asked for, out of one file that holds a sixteenth of the numbers."""
     found = load_moments(home / "kept.safetensors")
     assert_same_recoveries(load_checkpoint(home / "dense"), load_moments(home / "whole.safetensors"), found, width)
@@ -75,13 +75,13 @@ def test_both_passes_in_one_call_give_what_the_whole_system_gives(home: Path, wi
     assert some(site.system_HTT).shape == (2, 136, 136)
 
 
-def test_a_first_pass_without_the_system_ranks_for_the_second(home: Path, tmp_path: Path) -> None:
+def test_first_pass_ranks_dimensions_for_the_second(home: Path, tmp_path: Path) -> None:
     first = calibrated(home, "first.safetensors")
     second = calibrated(home, "second.safetensors", *RESTRICTED, "--moments", first)
     assert second.read_bytes() == (home / "kept.safetensors").read_bytes()
 
 
-def test_a_wider_head_than_covered_is_refused_with_the_widths_there_are(home: Path, tmp_path: Path) -> None:
+def test_wider_head_than_covered_is_refused_with_the_available_widths(home: Path, tmp_path: Path) -> None:
     refused = reduced(home, tmp_path / "r", "kept.safetensors", 0.25)
     assert refused.exit_code == 2
     assert "blocks.0.attn.qk: a head width of 24 was asked for" in refused.stderr
@@ -90,14 +90,14 @@ def test_a_wider_head_than_covered_is_refused_with_the_widths_there_are(home: Pa
     assert not (tmp_path / "r").exists()
 
 
-def test_full_width_needs_nothing_of_the_system(home: Path) -> None:
+def test_full_width_needs_no_system(home: Path) -> None:
     checkpoint = load_checkpoint(home / "dense")
     method = method_from_preset("corp", attention_sparsity=0.0)
     result = reduce(checkpoint.model, load_moments(home / "kept.safetensors"), method)
     assert all(site.error == 0.0 for site in result.sites)
 
 
-def test_held_out_images_are_judged_on_the_same_kept_dims(home: Path, tmp_path: Path) -> None:
+def test_held_out_images_use_the_same_kept_dims(home: Path, tmp_path: Path) -> None:
     errors = []
     for name, words in (("h-whole.safetensors", ("--attention-system",)), ("h-kept.safetensors", RESTRICTED)):
         path = calibrated(home, name, *words, "--hold-out", 6)
@@ -126,7 +126,7 @@ def test_parts_ranked_by_one_first_pass_merge(home: Path, tmp_path: Path) -> Non
     )
 
 
-def test_both_passes_go_on_from_their_own_state(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_passes_resume_from_their_own_state(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     every = ("--batch-size", 8, "--checkpoint-every", 8)
     with monkeypatch.context() as patched:
         patched.setattr(ResumeFile, "clear", lambda self: None)  # as if the machine had gone before the last step
@@ -138,7 +138,7 @@ def test_both_passes_go_on_from_their_own_state(home: Path, monkeypatch: pytest.
     assert not list(home.glob("saved*partial*"))
 
 
-def test_the_command_that_an_out_of_memory_message_prints_works(
+def test_command_printed_by_an_out_of_memory_message_works(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("calib.memory", "calib.calibrate"):
@@ -158,7 +158,7 @@ def test_the_command_that_an_out_of_memory_message_prints_works(
     assert run("reduce", *from_them, "--attn", share, "-o", tmp_path / "r").exit_code == 0
 
 
-def test_no_command_is_printed_where_none_fits(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_command_is_printed_if_none_fits(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("calib.memory.bytes_available", lambda device: 1000)
     words = ("--model", home / "dense", "--images", home / "images.npy", "-o", tmp_path / "m.safetensors")
     refused = invoked("calibrate", *words, "--attention-system", code=2)
@@ -176,13 +176,15 @@ def test_no_command_is_printed_where_none_fits(home: Path, tmp_path: Path, monke
         (("--attention-system", "--attn", "0.5", "--sites", "*.mlp.fc2"), "none of the sites"),
     ],
 )
-def test_half_asked_for(home: Path, tmp_path: Path, words: tuple[str, ...], said: str) -> None:
+def test_attention_system_without_widths_is_refused(
+    home: Path, tmp_path: Path, words: tuple[str, ...], said: str
+) -> None:
     named = ("--model", home / "dense", "--images", home / "images.npy", "-o", tmp_path / "m.safetensors")
     refuses(said, "calibrate", *named, *words)
     assert not (tmp_path / "m.safetensors").exists()
 
 
-def test_dimensions_ranked_otherwise_are_not_taken_from_it(home: Path, tmp_path: Path) -> None:
+def test_dimensions_of_another_ranking_are_refused(home: Path, tmp_path: Path) -> None:
     refused = reduced(home, tmp_path / "r", "kept.safetensors", 0.5, "--select", "head=magnitude")
     assert refused.exit_code == 2
     assert "ranked by magnitude, dimensions are kept that the system in these moments leaves out" in refused.stderr
@@ -208,7 +210,7 @@ def release_home(home: Path, folder: Path, **calibration: str) -> Path:
 
 
 @pytest.mark.slow("models")
-def test_a_release_goes_on_from_the_states_of_both_passes(
+def test_release_resumes_from_the_states_of_both_passes(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Interrupted in the first pass, between the two, and in the second one."""
@@ -234,7 +236,7 @@ def test_a_release_goes_on_from_the_states_of_both_passes(
     assert not list((folder / "out" / ".stages").glob("unfinished*"))
 
 
-def test_a_release_that_does_not_fit_says_what_a_recipe_may_ask(
+def test_release_beyond_memory_names_the_recipe_key(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = release_home(home, tmp_path)

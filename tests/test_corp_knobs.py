@@ -89,12 +89,12 @@ RANKED = ("energy", "magnitude", "combined", "active", "variance", "wanda")
 
 @pytest.mark.slow("models")
 @pytest.mark.parametrize(("rank", "repair"), [*itertools.product(RANKED, ("none", "affine")), ("obs", "affine")])
-def test_every_ranking_goes_with_every_repair_of_channels(rank: str, repair: str) -> None:
+def test_every_ranking_combines_with_every_channel_recovery(rank: str, repair: str) -> None:
     check_channels(rank, repair, preset="none" if repair == "affine" else "best")
 
 
 @pytest.mark.parametrize("repair", ["bias", "gram"])
-def test_every_repair_of_channels(repair: str) -> None:
+def test_every_channel_recovery_runs(repair: str) -> None:
     check_channels("wanda", repair, preset="corp")
 
 
@@ -117,7 +117,7 @@ def check_channels(rank: str, repair: str, *, preset: str) -> None:
 
 @pytest.mark.slow("models")
 @pytest.mark.parametrize("qk", ["select", "logit-v1", "logit", "lowrank"])
-def test_queries_and_keys_by_themselves_are_those_of_the_preset_that_has_them(qk: str) -> None:
+def test_query_key_option_equals_its_preset(qk: str) -> None:
     """The same weights as the preset that is made of it gives, which tests of its algebra hold to the papers."""
     by = {"select": "none", "logit-v1": "corp-v1", "logit": "corp", "lowrank": "best"}[qk]
     other = "corp" if qk != "logit" else "none"
@@ -129,13 +129,13 @@ def test_queries_and_keys_by_themselves_are_those_of_the_preset_that_has_them(qk
     assert any(weight.shape != dense[name].shape for name, weight in one.state_dict().items() if name in dense)
 
 
-def test_a_preset_without_attention_takes_it_by_its_knob() -> None:
+def test_preset_without_attention_accepts_the_attention_option() -> None:
     model = reduced("grail-qk", "--preset", "grail", "--qk", "lowrank", "--attn", 0.5, "--mlp", 0.5)
     assert len(model.state_dict()["blocks.0.mlp.fc1.weight"]) == 96
     assert "lowrank" in json.dumps(json.loads((home() / "grail-qk" / "config.json").read_text())["lineage"])
 
 
-def test_what_nothing_honours_is_refused() -> None:
+def test_options_without_effect_are_refused() -> None:
     images = ("--images", home() / "images.npy")
     for asked, said in (
         (("--qk", "keep", "--attn", 0.5), "--attn 0.5 is not honoured by preset best with --qk keep"),
@@ -159,7 +159,7 @@ def test_what_nothing_honours_is_refused() -> None:
         assert not (home() / "never").exists()
 
 
-def test_the_threshold_of_what_is_active_stands_in_the_moments() -> None:
+def test_activity_threshold_is_stored_in_the_moments() -> None:
     mlp = load_moments(home() / "m.safetensors").sites["blocks.0.mlp.fc2"]
     assert mlp.eps == EPS  # type: ignore[union-attr]
     assert mlp.active_share_F.numpy() == pytest.approx((np.abs(activations()) > EPS).mean(0), abs=1e-3)  # type: ignore[union-attr]
@@ -176,7 +176,7 @@ OTHERWISE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("text", OTHERWISE)
-def test_rankings_are_read_as_they_are_printed(text: str) -> None:
+def test_rankings_round_trip_as_text(text: str) -> None:
     choice = record_of(ReduceOptions, "reduce", {"preset": "corp", "mlp": 0.5, **OTHERWISE[text]})
     assert choice.select == RANKING.from_text(text)
     assert str(choice.command_options["select"]) == text

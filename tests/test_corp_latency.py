@@ -134,7 +134,7 @@ def assert_within(model: nn.Module, curves: list[CostCurve], tables: Tables, *, 
 
 
 @pytest.mark.slow("models")
-def test_a_reduced_model_is_not_given_the_dense_models_latency(measured: Callable[..., Tables]) -> None:
+def test_reduced_model_does_not_reuse_dense_latency(measured: Callable[..., Tables]) -> None:
     dense = tiny.checkpoint()
     reduced = narrowed(dense, 96)
     assert reduced.architecture == dense.architecture
@@ -147,7 +147,7 @@ def test_a_reduced_model_is_not_given_the_dense_models_latency(measured: Callabl
 
 
 @pytest.mark.slow("models")
-def test_a_traced_models_sites_are_timed_in_the_segments_that_they_stand_in(measured: Callable[..., Tables]) -> None:
+def test_sites_are_timed_within_their_segments(measured: Callable[..., Tables]) -> None:
     """Alike ones once, and what two sites of a segment save is added up."""
     dense, method = own_checkpoint(), replace(CHOICES, geometry="square", attention_sparsity=0.5)
     tables = measured(dense, method)
@@ -197,7 +197,7 @@ def merged(dense: Checkpoint, *schedule: int, **how: Any) -> Checkpoint:
 
 
 @pytest.mark.slow("models")
-def test_layers_are_timed_at_the_tokens_that_reach_them_and_merges_alone(bench: Bench) -> None:
+def test_layers_are_timed_at_their_token_counts_and_merges_separately(bench: Bench) -> None:
     dense = tiny.checkpoint()
     plain, tables = bench(dense), bench(merged(dense, 3, 4))
     assert (plain.merges, plain.all_tokens) == ({}, None)
@@ -219,7 +219,7 @@ def test_layers_are_timed_at_the_tokens_that_reach_them_and_merges_alone(bench: 
 
 
 @pytest.mark.slow("models")
-def test_many_numbers_of_tokens_are_measured_at_four(bench: Bench) -> None:
+def test_many_token_counts_are_measured_at_four(bench: Bench) -> None:
     model = merged(tiny.checkpoint(depth=7), *grow_schedule(3, 7))
     tables = bench(model)
     assert {len(tables.names[f"blocks.{block}.mlp"]) for block in range(7)} == {4}
@@ -231,7 +231,7 @@ def test_many_numbers_of_tokens_are_measured_at_four(bench: Bench) -> None:
 
 
 @pytest.mark.slow("models")
-def test_a_budget_is_a_share_of_the_model_with_all_its_tokens(
+def test_latency_budget_is_a_share_of_the_model_with_all_tokens(
     bench: Bench, where: LatencyTarget, tmp_path: Path
 ) -> None:
     dense = merged(tiny.checkpoint(), 3, 4)
@@ -255,7 +255,7 @@ def test_a_budget_is_a_share_of_the_model_with_all_its_tokens(
 
 @pytest.mark.slow("models")
 @pytest.mark.parametrize("how", ["merge", "drop"])
-def test_a_merge_alone_runs_in_onnx_runtime_as_in_torch(tmp_path: Path, how: Any) -> None:
+def test_single_merge_in_onnxruntime_equals_torch(tmp_path: Path, how: Any) -> None:
     alone = MergeAlone(TokenMerge(count=3, protected=1, how=how)).eval()
     where = LatencyTarget(backend="onnxruntime", batches=(2,), cache=tmp_path, threads=1)
     x = np.random.default_rng(0).normal(size=(2, 17, 8)).astype(np.float32)
@@ -321,7 +321,7 @@ OTHERS = [pytest.param(each, marks=pytest.mark.slow("models")) for each in ((0, 
 
 
 @pytest.mark.parametrize("schedule", [*OTHERS, (6, 0)])
-def test_a_few_measurements_price_every_schedule(
+def test_few_measurements_price_every_schedule(
     dense: Checkpoint, again: LatencyTarget, schedule: tuple[int, ...]
 ) -> None:
     latencies = measure_merge_latencies(dense, CHOICES, LOSSES, again)
@@ -337,7 +337,7 @@ def test_a_few_measurements_price_every_schedule(
 
 
 @pytest.mark.slow("models")
-def test_what_is_measured_is_bounded_and_kept(dense: Checkpoint, where: LatencyTarget) -> None:
+def test_measurements_are_bounded_and_cached(dense: Checkpoint, where: LatencyTarget) -> None:
     measure_merge_latencies(dense, CHOICES, LOSSES, where)
     kept = {path: path.stat().st_mtime_ns for path in where.cache.iterdir()}
     cells = sum(len(latency_table.load_table(path).cells) for path in kept)
@@ -353,7 +353,7 @@ def test_what_is_measured_is_bounded_and_kept(dense: Checkpoint, where: LatencyT
 
 
 @pytest.mark.slow("models")
-def test_merges_between_those_measured_are_straight() -> None:
+def test_merge_times_are_interpolated_linearly() -> None:
     """By the share of what can be merged at once, then by tokens."""
 
     def table(ms: float) -> latency_table.LatencyTable:
@@ -369,7 +369,7 @@ def test_merges_between_those_measured_are_straight() -> None:
 
 
 @pytest.mark.slow("models")
-def test_a_disturbed_measurement_is_refused(
+def test_disturbed_measurement_is_refused(
     dense: Checkpoint, where: LatencyTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured = vars(latency_grid)["cached_table"]
@@ -385,7 +385,7 @@ def test_a_disturbed_measurement_is_refused(
 
 @pytest.mark.slow("models")
 @pytest.mark.parametrize("share", [0.9, 0.75])
-def test_a_budget_of_latency_chooses_schedule_and_widths(
+def test_latency_budget_chooses_schedule_and_widths(
     dense: Checkpoint, images: Images, moments: Moments, again: LatencyTarget, share: float
 ) -> None:
     reduction, planned = reduce_as_asked(dense, moments, asked(again, latency=share), images=images)
