@@ -61,9 +61,6 @@ class ResumeFile:
         name = f"{self.path.stem}.rank{ranks.rank}of{ranks.size}{self.path.suffix}"
         return replace(self, path=self.path.with_name(name))
 
-    def due(self, before: int, now: int) -> bool:
-        return before // self.every < now // self.every
-
     def save(self, moments: Moments, progress: ResumeState) -> None:
         state = json.dumps({"kind": STATE, "version": VERSION, **msgspec.to_builtins(progress)}, sort_keys=True)
         save_moments(replace(moments, lineage={STATE: state}), self.path)
@@ -152,7 +149,7 @@ class _Share:
         self.fingerprints = Fingerprints.concatenated([self.fingerprints, added])
         if self.snapshots and self.position in self.snapshots.counts:
             self.snapshots.write(self.position, self._moments(self.fingerprints))
-        if self.checkpoint and self.checkpoint.due(before, self.collector.images):
+        if self.checkpoint and before // self.checkpoint.every < self.collector.images // self.checkpoint.every:
             moments = self.collector.moments({}).with_fingerprints(self.fingerprints)
             assert self.collector.kernel is not None
             kernel = self.collector.kernel

@@ -263,7 +263,6 @@ def collect(
     *,
     device: torch.device | str,
     options: Options = PLAIN,
-    lineage: Mapping[str, str] | None = None,
 ) -> Moments:
     """Return the moments of `sites` over `batches`, by one forward pass for each batch.
 
@@ -273,4 +272,4 @@ def collect(
     with Collector(model, sites, device=device, options=options) as collector:
         for inputs in batches:
             collector.add(inputs)
-        return collector.moments(lineage or {})
+        return collector.moments({})

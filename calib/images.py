@@ -15,8 +15,10 @@ from ground.errors import BadInput
 
 from .image_arrays import ARRAYS, ImageShape, Pixels
 from .inputs import OpenedInputs, ReadBatch
-from .shards import shards_from_pattern
-from .sources import Array, ImageSource, Transform, folder_from_path
+from .shards import Shards, shards_from_pattern
+from .sources import Array, Folder, Transform, folder_from_path
+
+ImageSource = Folder | Shards | Array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

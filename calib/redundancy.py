@@ -19,8 +19,8 @@ VERSION = 1
 class ChannelRedundancy:
     """One row of Table 9. `k95`: directions that hold 95 % of the variance; `spectrum`: their shares, largest first."""
 
-    kind: ClassVar[SiteKind] = "mlp"
     ratios: ClassVar = ("k95_ratio", "effective_rank_ratio")
+    type: SiteKind
     site: str
     dim: int
     effective_rank: float
@@ -45,8 +45,8 @@ class HeadRedundancy:
     k is centred within each image.
     """
 
-    kind: ClassVar[SiteKind] = "attention"
     ratios: ClassVar = ("k95_ratio", "k99_ratio")
+    type: SiteKind = "attention"
     site: str
     dim: int
     effective_rank: tuple[float, ...]
@@ -61,11 +61,6 @@ class HeadRedundancy:
     @property
     def k99_ratio(self) -> float:
         return sum(self.k99) / len(self.k99) / self.dim
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PatchRedundancy(ChannelRedundancy):
-    kind: ClassVar[SiteKind] = "convolution"
 
 
 Redundancy = ChannelRedundancy | HeadRedundancy
@@ -97,12 +92,13 @@ def _root(second_HDD: Tensor) -> Tensor:
 
 
 def _channel_redundancy(
-    kind: type[ChannelRedundancy], site: str, eps: float, covariance: Tensor, active_share: Tensor
+    site: str, moments: ChannelMoments | PatchMoments, covariance: Tensor, active_share: Tensor
 ) -> ChannelRedundancy:
     share_F = shares_from_energies(torch.linalg.eigvalsh(covariance).flatten())
-    return kind(
+    return ChannelRedundancy(
+        type=moments.kind,
         site=site,
-        eps=eps,
+        eps=moments.eps,
         dim=len(share_F),
         effective_rank=effective_rank(share_F),
         k95=count_directions(share_F, 0.95),
@@ -111,15 +107,7 @@ def _channel_redundancy(
     )
 
 
-def _mlp_redundancy(site: str, moments: ChannelMoments) -> ChannelRedundancy:
-    return _channel_redundancy(ChannelRedundancy, site, moments.eps, moments.covariance_FF, moments.active_share_F)
-
-
-def _convolution_redundancy(site: str, moments: PatchMoments) -> ChannelRedundancy:
-    return _channel_redundancy(PatchRedundancy, site, moments.eps, moments.map_covariance_GCC, moments.active_share_GC)
-
-
-def _attention_redundancy(site: str, moments: HeadMoments) -> HeadRedundancy:
+def _head_redundancy(site: str, moments: HeadMoments) -> HeadRedundancy:
     product_HDD = _root(moments.q_second_HDD) @ _root(moments.k_centred_HDD)
     shares = [shares_from_energies(singular_D**2) for singular_D in torch.linalg.svdvals(product_HDD)]
     return HeadRedundancy(
@@ -133,9 +121,9 @@ def _attention_redundancy(site: str, moments: HeadMoments) -> HeadRedundancy:
 
 
 _OF_KIND: Mapping[SiteKind, Callable[[str, Any], Redundancy]] = {
-    "mlp": _mlp_redundancy,
-    "attention": _attention_redundancy,
-    "convolution": _convolution_redundancy,
+    "mlp": lambda site, own: _channel_redundancy(site, own, own.covariance_FF, own.active_share_F),
+    "attention": _head_redundancy,
+    "convolution": lambda site, own: _channel_redundancy(site, own, own.map_covariance_GCC, own.active_share_GC),
 }
 
 
@@ -144,8 +132,5 @@ def redundancy_of_sites(moments: Moments) -> list[Redundancy]:
 
 
 def record_from_redundancy(entries: list[Redundancy], lineage: Mapping[str, str]) -> dict[str, Any]:
-    sites = [
-        {"type": entry.kind, **asdict(entry), **{name: getattr(entry, name) for name in entry.ratios}}
-        for entry in entries
-    ]
+    sites = [asdict(entry) | {name: getattr(entry, name) for name in entry.ratios} for entry in entries]
     return {"kind": KIND, "version": VERSION, "lineage": dict(lineage), "sites": sites}

@@ -5,7 +5,6 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -22,21 +21,6 @@ from .image_arrays import ImageArray, ImageShape
 EXPECTED = "expected pictures, such as .jpg, .png, .webp, .tif or .gif"
 MOST_BYTES = 2**28
 Transform = Callable[[Image.Image], Tensor]
-
-
-class ImageSource(Protocol):
-    """Images by position; `image` raises BadInput for an image that can't be read."""
-
-    @property
-    def skipped(self) -> str: ...
-
-    def __len__(self) -> int: ...
-
-    def name(self, position: int) -> str: ...
-
-    def content(self, position: int) -> bytes: ...
-
-    def image(self, position: int) -> Tensor: ...
 
 
 def refuse_large(size_bytes: int, name: str) -> None:
@@ -85,6 +69,8 @@ def _with_eight_bits(opened: Image.Image) -> Image.Image:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pictures:
+    """Picture files by position; `image` raises BadInput for a picture that can't be read."""
+
     shape: ImageShape
     transform: Transform
     skipped: str = ""

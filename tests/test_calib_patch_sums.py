@@ -20,7 +20,7 @@ from calib.memory import Shape, bytes_needed, patch_channels_that_fit, shapes_of
 from calib.moments import ChannelMoments, Moments
 from calib.patch_moments import PatchMoments
 from calib.patch_sums import patches_of_map
-from calib.redundancy import PatchRedundancy, redundancy_of_sites
+from calib.redundancy import ChannelRedundancy, redundancy_of_sites
 from calib.sites import PatchTaps
 from calib.store import load_moments, save_moments
 from ground.errors import BadInput
@@ -223,8 +223,8 @@ def test_redundancy_of_planted_channels_is_found() -> None:
     nothing = torch.zeros(2, 6).double()
     planted = replace(site, map_gram_GCC=gram, map_sum_GC=nothing, active_GC=nothing)
     row = redundancy_of_sites(Moments(sites={"conv": planted}, lineage={}, images=4))[0]
-    assert isinstance(row, PatchRedundancy)
-    assert (row.kind, row.dim, row.k95, row.activation_sparsity) == ("convolution", 12, 1, 1.0)
+    assert isinstance(row, ChannelRedundancy)
+    assert (row.type, row.dim, row.k95, row.activation_sparsity) == ("convolution", 12, 1, 1.0)
     assert row.effective_rank == pytest.approx(1.0)
 
 

@@ -47,10 +47,9 @@ def sizes_of(inputs: Inputs) -> Tensor:
 def collected(inputs: Mapping[str, Tensor], weights: TokenWeights | None, *, batch: int = 5, **kept: Tensor) -> Moments:
     encoder = tiny_text.model()
     parts = [{name: tensor[at : at + batch] for name, tensor in inputs.items()} for at in range(0, COUNT, batch)]
-    return collect(
-        encoder, tiny_text.sites_of(encoder), parts, device="cpu",
-        options=Options(attention_system=not kept, kept=kept, token_weights=weights), lineage={"model": "m"},
-    )  # fmt: skip
+    options = Options(attention_system=not kept, kept=kept, token_weights=weights)
+    moments = collect(encoder, tiny_text.sites_of(encoder), parts, device="cpu", options=options)
+    return replace(moments, lineage={"model": "m"})
 
 
 def activations(inputs: Mapping[str, Tensor]) -> dict[str, np.ndarray]:

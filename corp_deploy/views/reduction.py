@@ -87,7 +87,7 @@ def redundancy_tables(entries: Sequence[Entry]) -> list[Table]:
         if isinstance(entry, ChannelRedundancy):
             rank = f"{entry.effective_rank:.1f}", f"{entry.effective_rank_ratio:.3f}"
             k95_texts = str(entry.k95), f"{entry.k95_ratio:.3f}", f"{entry.activation_sparsity:.2f}"
-            channels[entry.kind].add_row(entry.site, str(entry.dim), *rank, *k95_texts)
+            channels[entry.type].add_row(entry.site, str(entry.dim), *rank, *k95_texts)
         else:
             rank_of_heads = f"{max(entry.effective_rank):.1f}"
             heads.add_row(entry.site, str(entry.dim), rank_of_heads, str(max(entry.k95)), str(max(entry.k99)))

@@ -3,9 +3,8 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from onnx import ModelProto, NodeProto
@@ -47,25 +46,14 @@ class Kernel:
         return self.kind in _FUSED_KIND or any(_FUSED_NAME.search(text) for text in (self.name, self.tactic))
 
 
-UNLISTED: Mapping[str, Any] = MappingProxyType(
-    {
-        "kernels": None,
-        "kernel_kinds": {},
-        "half_kernel_share": None,
-        "attention_sites": (),
-        "fused_attention_sites": None,
-    }
-)
-"""A record's fields on kernels where the library listed none."""
-
-
 def fusion_fields(kernels: Sequence[Kernel], attention_sites: tuple[str, ...], profiles: int = 1) -> dict[str, Any]:
-    """Return a record's fields on kernels and fused attention; UNLISTED where the library listed no kernels.
+    """Return a record's fields on kernels and fused attention, empty ones where the library listed no kernels.
 
     A site counts as fused if it has a fused kernel in every profile. Shares are of the kernels that have tensors.
     """
     if not kernels:
-        return dict(UNLISTED)
+        unknown = dict.fromkeys(("kernels", "half_kernel_share", "fused_attention_sites"))
+        return {**unknown, "kernel_kinds": {}, "attention_sites": ()}
     typed = [kernel.types for kernel in kernels if kernel.types is not None]
     counts, halves = Counter(name for types in typed for name in types), {each.name for each in HALVES}
     fused = Counter(

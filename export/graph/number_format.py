@@ -6,7 +6,6 @@ A histogram's range is a power of two and widens by joining bins two by two, so 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 import ml_dtypes
@@ -41,12 +40,10 @@ class NumberFormat:
         return kept
 
 
-FORMATS: Mapping[str, NumberFormat] = MappingProxyType(
-    {
-        "int8": NumberFormat(name="int8", float_type=INT8, dtype=np.dtype(np.int8)),
-        "fp8": NumberFormat(name="fp8", float_type=FLOAT8, dtype=np.dtype(ml_dtypes.float8_e4m3fn)),
-    }
-)
+FORMATS: Mapping[str, NumberFormat] = {
+    "int8": NumberFormat(name="int8", float_type=INT8, dtype=np.dtype(np.int8)),
+    "fp8": NumberFormat(name="fp8", float_type=FLOAT8, dtype=np.dtype(ml_dtypes.float8_e4m3fn)),
+}
 
 # CPUs without VNNI add two products of an activation (0 to 255) and a weight in sixteen bits, which end at 32767.
 # Weights of seven bits can't exceed that, 255 * 63 * 2 = 32130; weights of eight bits can.

@@ -7,7 +7,6 @@ import importlib.metadata
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import onnx
@@ -76,8 +75,6 @@ def _clamp(self: Any, min: Any = None, max: Any = None) -> Any:
     return self
 
 
-OWN: Mapping[Any, Callable[..., Any]] = MappingProxyType({torch.ops.aten.clamp.Tensor: _clamp})
-"""Own translations of torch's operators to ONNX."""
 DTYPES = ("float32", "uint8", "int64", "int32", "bool")  # of inputs, as numpy and torch name them
 
 
@@ -235,7 +232,7 @@ def _trace(
                 input_names=names[: len(samples)],
                 output_names=names[len(samples) :],
                 dynamic_shapes=tuple({0: BATCH} for _ in samples) if dynamic else None,
-                custom_translation_table=dict(OWN),
+                custom_translation_table={torch.ops.aten.clamp.Tensor: _clamp},
             )
         except torch.onnx.OnnxExporterError as error:
             raise BadInput(_refusal(model, samples, error)) from error

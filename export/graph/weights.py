@@ -47,8 +47,8 @@ def module_of_node(node: NodeProto) -> str:
     return node.name.rpartition("/")[0]
 
 
-def attribute_of(node: NodeProto, name: str, default: int = 0) -> int:
-    return next((each.i for each in node.attribute if each.name == name), default)
+def attribute_of(node: NodeProto, name: str) -> int:
+    return next((each.i for each in node.attribute if each.name == name), 0)
 
 
 def readers_by_value(graph: GraphProto) -> dict[str, list[NodeProto]]:
