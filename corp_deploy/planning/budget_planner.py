@@ -99,8 +99,7 @@ class Planner(ABC):
     def widths_at(self, share: float) -> WidthPlan:
         """Return the plan of least predicted error that keeps at most this share.
 
-        Raises:
-            BadInput: No plan keeps so little.
+        Raises BadInput if no plan keeps so little.
         """
 
     @abstractmethod

@@ -137,10 +137,8 @@ def calibration_size(
 
     The moments are those of one model on ascending numbers of images. Widths are uniform unless `widths` gives them by
     site. `held_out` moments, inputs with the dense outputs (`scored`), or both judge; no calibration image may be among
-    these. `calibration` is as in `sweep`; `on_progress` hears how many reductions are judged.
-
-    Raises:
-        BadInput: The numbers of images don't ascend, nothing judges, or `reduce` refuses.
+    these. `calibration` is as in `sweep`; `on_progress` hears how many reductions are judged. Raises BadInput if the
+    numbers of images don't ascend, nothing judges, or `reduce` refuses.
     """
     counts = [each.images for each in every]
     if len(counts) < 2 or any(one >= other for one, other in pairwise(counts)):

@@ -230,10 +230,8 @@ def with_polish(
 ) -> Reduction:
     """Return the reduction with its model polished and the polish's report.
 
-    An `optional` polish, which a preset or an effort implies, is left out if the model can't be polished.
-
-    Raises:
-        BadInput: The model can't be polished, and the polish isn't optional.
+    An `optional` polish, which a preset or an effort implies, is left out if the model can't be polished. Raises
+    BadInput if the model can't be polished, and the polish isn't optional.
     """
     if reason := reason_against(dense, reduction.model):
         if not optional:

@@ -150,8 +150,7 @@ class SiteCurves:
 def site_curves(probe: Probe) -> SiteCurves:
     """Compute the error curves from the moments, and measure each site that may become a constant on a few inputs.
 
-    Raises:
-        BadInput: The method has no error curves.
+    Raises BadInput if the method has no error curves.
     """
     method, model = probe.method, probe.model
     if not method.has_curves:

@@ -67,10 +67,8 @@ def reduce_as_asked(
 ) -> tuple[Reduction, WidthPlan]:
     """Plan a reduction, and carry it out in one pass over the moments or in the closed loop over the images.
 
-    Moments of other images, `held_out`, judge every site again; ReduceOptions refuses them with a closed loop.
-
-    Raises:
-        BadInput: The request fits neither the model nor its moments, or removes less than it asks for.
+    Moments of other images, `held_out`, judge every site again; ReduceOptions refuses them with a closed loop. Raises
+    BadInput if the request fits neither the model nor its moments, or removes less than it asks for.
     """
     dense, request = as_merged(dense, request)
     require_same_model(dense.model, moments)

@@ -96,8 +96,7 @@ class JointPlanner(Planner):
     def ranked(self, share: float) -> list[Allocation]:
         """Allocate widths beside every schedule that leaves more than the share; order by predicted error.
 
-        Raises:
-            BadInput: No schedule and widths keep so little.
+        Raises BadInput if no schedule and widths keep so little.
         """
         found = [self._priced_merging(step) for step in range(int((1.0 - share) / GRID + 1e-9) + 1)]
         within = [each for each in found if each is not None and each.least <= share * self.full_cost]
@@ -189,8 +188,7 @@ def joint_planner(
 ) -> JointPlanner:
     """Probe the losses of merging and of narrower sites, and price both; for latency, by a few dozen timings.
 
-    Raises:
-        BadInput: The model can't merge tokens, or the budget counts parameters.
+    Raises BadInput if the model can't merge tokens, or the budget counts parameters.
     """
     if refusal := traced_model.merging_refusal(dense.model):
         raise BadInput(f"--merge-tokens auto: {refusal}; leave it out")

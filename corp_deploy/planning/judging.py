@@ -159,8 +159,7 @@ class Judges:
     def apart(self, inputs: InputSet, moments: Moments) -> tuple[InputSet, Judging]:
         """Divide the inputs into those that may be fitted to and those that judge.
 
-        Raises:
-            BadInput: Either part is empty, or an input is in both.
+        Raises BadInput if either part is empty, or an input is in both.
         """
         if self.inputs is None:
             return self._left_out(inputs, moments)
@@ -215,8 +214,7 @@ def _bootstrapped(count: int, value: float, statistic: Callable[[NDArray[np.int6
 class Judge:
     """The dense model's outputs for the inputs that judge, with which reduced models are compared by one measure.
 
-    Raises:
-        BadInput: The measure is not defined for the model's outputs, or has no labels.
+    Raises BadInput if the measure is not defined for the model's outputs, or has no labels.
     """
 
     def __init__(self, model: nn.Module, judging: Judging, measure: Measure) -> None:

@@ -203,8 +203,7 @@ def measure_tables(
 ) -> Tables:
     """Measure, or read from the cache, a table for each block shape and number of tokens, and the model's latency.
 
-    Raises:
-        BadInput: A site of the model can't be timed alone.
+    Raises BadInput if a site of the model can't be timed alone.
     """
     model = checkpoint.model
     tokens, merges = tokens_that_enter(model), merges_of(model)
@@ -243,8 +242,7 @@ def in_nanoseconds(curves: list[CostCurve], latency_ms: Callable[[str, int], flo
 def curves_in_time(curves: list[CostCurve], tables: Tables, batch: int) -> tuple[list[CostCurve], int]:
     """Return the curves with costs in nanoseconds at one batch size, and the dense model's latency in nanoseconds.
 
-    Raises:
-        BadInput: Tables were measured while other programs had the machine.
+    Raises BadInput if tables were measured while other programs had the machine.
     """
     all_tokens = {} if tables.all_tokens is None else {ALL_TOKENS: tables.all_tokens}
     refuse_disturbed({**tables.by_name, DENSE: tables.dense, **all_tokens})

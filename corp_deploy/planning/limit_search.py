@@ -122,10 +122,8 @@ def smallest_within(
     """Return the model of the smallest budget that is within the limit, and its plan with the trials.
 
     `reduced` carries a plan out; `on_progress` hears how many models have been tried, of how many at most. At most
-    log2(STEPS) + 1 models are reduced, each judged in one pass over the inputs.
-
-    Raises:
-        BadInput: Even the largest budget is not within the limit.
+    log2(STEPS) + 1 models are reduced, each judged in one pass over the inputs. Raises BadInput if even the largest
+    budget is not within the limit.
     """
     judge = Judge(planner.probe.model, judging, limit.measure)
     fails, holds = max(math.ceil(planner.narrowest() * STEPS + 1e-9), 1) - 1, STEPS

@@ -45,11 +45,7 @@ class MergePlace:
 
 
 def merge_places(model: nn.Module) -> list[MergePlace]:
-    """List the blocks of a model that can merge tokens.
-
-    Raises:
-        BadInput: The model can't merge tokens.
-    """
+    """List the blocks of a model that can merge tokens; raise BadInput if the model can't merge tokens."""
     one_each = Merging(schedule=(1,) * traced_model.depth(model))
     steps = list(traced_model.steps(traced_model.with_merging(model, one_each)))
     at = [place for place, step in enumerate(steps) if isinstance(step, Merge)]

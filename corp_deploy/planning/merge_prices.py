@@ -78,8 +78,7 @@ def measure_merge_latencies(
 ) -> MergeLatencies:
     """Measure, or read from the cache, a few dozen latencies: of each layer's shape, each merge's size, and the model.
 
-    Raises:
-        BadInput: Other programs had the machine for too much of a measurement.
+    Raises BadInput if other programs had the machine for too much of a measurement.
     """
     model, places = dense.model, merge_places(dense.model)
     counts = spread(tuple(losses.tokens - int(amount) for amount in losses.amounts_G[::-1]), TOKENS)

@@ -76,8 +76,7 @@ def plan(
 ) -> WidthPlan:
     """Choose widths and the geometry of heads; `watch` records the time of selection apart.
 
-    Raises:
-        BadInput: The request chooses merged tokens without a budget, or compares heads at another cost than MACs.
+    Raises BadInput if the request chooses merged tokens without a budget, or compares heads at another cost than MACs.
     """
     options, share = request.options, request.options.share
     if options.auto_merging and (share is None or options.auto_heads):

@@ -80,8 +80,7 @@ def _refuse_idle(dense: Checkpoint, request: ReductionRequest) -> None:
 def as_merged(dense: Checkpoint, request: ReductionRequest) -> tuple[Checkpoint, ReductionRequest]:
     """Return the model with the token merging that is asked for, unless a budget chooses it, and the adapted request.
 
-    Raises:
-        BadInput: The schedule doesn't fit the model's blocks.
+    Raises BadInput if the schedule doesn't fit the model's blocks.
     """
     auto = request.options.auto_merging
     dense = dense if auto else merging_checkpoint(dense, request.options)

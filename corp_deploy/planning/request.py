@@ -89,10 +89,8 @@ def request_of(options: ReduceOptions, *, method: Method | None = None) -> Reduc
 def merging_from_choice(choice: MergedStatistics, model: nn.Module) -> Merging | None:
     """Return the token merging that the options ask for, or None.
 
-    A single number stands for all blocks and is capped to the tokens that each block can merge.
-
-    Raises:
-        BadInput: The text is not a schedule of the model's blocks, or leaves the schedule to a budget.
+    A single number stands for all blocks and is capped to the tokens that each block can merge. Raises BadInput if the
+    text is not a schedule of the model's blocks, or leaves the schedule to a budget.
     """
     text = choice.schedule
     if text is None:

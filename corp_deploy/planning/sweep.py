@@ -159,8 +159,7 @@ class SweepRun:
 def sweep(swept: SweepContext, requests: Sequence[SweepRequest], run: SweepRun | None = None) -> list[SweepPoint]:
     """Carry out every trial that isn't finished, and return the points of all.
 
-    Raises:
-        BadInput: The moments are of another model, or a budget is out of reach.
+    Raises BadInput if the moments are of another model, or a budget is out of reach.
     """
     run = run or SweepRun()
     with tempfile.TemporaryDirectory() as scratch:

@@ -35,8 +35,7 @@ def _unreserved(candidate: Candidate) -> Candidate:
 def with_distinct_names(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Return the candidates; those that share a name or a label are named by as much of their paths as differs.
 
-    Raises:
-        BadInput: A path is given twice.
+    Raises BadInput if a path is given twice.
     """
     twice = [path for path, count in Counter(os.path.abspath(each.path) for each in candidates).items() if count > 1]
     if twice:

@@ -100,8 +100,7 @@ class Candidate:
     def opened(self, outputs: Sequence[OutputPort]) -> Iterator[Run]:
         """Yield a function from feeds of any number of inputs to outputs under the names of `outputs`.
 
-        Raises:
-            BadInput: The candidate has other outputs.
+        Raises BadInput if the candidate has other outputs.
         """
         with tempfile.TemporaryDirectory() as scratch, self._runner(Path(scratch)) as runner:
             names = [port.name for port in runner.outputs]
@@ -268,8 +267,7 @@ def with_preprocessing(candidates: Sequence[Candidate], dense: "Checkpoint") -> 
 def require_batches(candidates: Sequence[Candidate], batches: Sequence[int]) -> list[str]:
     """Return a sentence for each candidate with a fixed batch size that leaves requested sizes out.
 
-    Raises:
-        BadInput: A fixed batch size isn't requested, or no candidate can run a requested one.
+    Raises BadInput if a fixed batch size isn't requested, or no candidate can run a requested one.
     """
     asked, sentences = ",".join(map(str, batches)), []
     for each in (candidate for candidate in candidates if candidate.batch):

@@ -186,10 +186,8 @@ def prove_chain(
     before it, within a float32 bound; an FP16 or BF16 graph or engine with the FP32 step before it, within a multiple
     of the dense model's own error in that type. A failing graph's block is located. `moments` add the test for shifted
     inputs; the heads of `limits` add links of their maps. `on_progress` hears how many candidates are finished,
-    `answered` the label and the outputs of the dense model and of each candidate as soon as it has run.
-
-    Raises:
-        BadInput: Inputs, labels, heads or limits don't fit the model, or the moments are of another one.
+    `answered` the label and the outputs of the dense model and of each candidate as soon as it has run. Raises BadInput
+    if inputs, labels, heads or limits don't fit the model, or the moments are of another one.
     """
     if moments is not None:
         require_same_model(dense.model, moments)

@@ -128,10 +128,8 @@ class Meter:
     A command runs in `below`, without a shell, on an .npz with the outputs by name, the `names` of the inputs and their
     `labels`, if known. Its last printed line is the number, or a JSON list of one number for each input, whose mean is
     the figure. A function takes the same arrays by name and returns either. With a number for each input, the figure
-    has an interval, and its change from the reference a paired one.
-
-    Raises:
-        BadInput: A metric can't be run, fails, takes longer than the limit, or gives no finite number.
+    has an interval, and its change from the reference a paired one. Raises BadInput if a metric can't be run, fails,
+    takes longer than the limit, or gives no finite number.
     """
 
     def __init__(

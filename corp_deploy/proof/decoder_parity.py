@@ -149,11 +149,9 @@ def measure_decoders(
 ) -> DecoderBench:
     """Time two directories of export-decoder, or plain ones, which are exported to FP32 first.
 
-    The plan's time limit is that of each length and each batch size, and includes the time of exporting.
-
-    Raises:
-        BadInput: A directory is neither, the vocabularies differ, or a decoder can't place so many tokens.
-        Missing: A package, the provider or a device is absent.
+    The plan's time limit is that of each length and each batch size, and includes the time of exporting. Raises
+    BadInput if a directory is neither, the vocabularies differ, or a decoder can't place so many tokens, and Missing if
+    A package, the provider or a device is absent.
     """
     began_s = perf_counter()
     with tempfile.TemporaryDirectory() as scratch:

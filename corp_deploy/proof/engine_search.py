@@ -122,8 +122,7 @@ class Trials:
 def find_repair(trials: Trials) -> RepairResult:
     """Find the fewest breaks with which the engine passes, or if no breaks help, the fewest kept sites.
 
-    Raises:
-        BadInput: Neither helps.
+    Raises BadInput if neither helps.
     """
     trials.errors()
     sites = find_break_places(read_onnx(trials.graph))

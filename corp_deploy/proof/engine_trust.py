@@ -26,10 +26,8 @@ def trusting_engines(trust: bool) -> Iterator[None]:
 def record_of_trusted_plan(path: Path) -> EngineRecord:
     """Read the record of a plan that may be loaded.
 
-    The libraries of engines are not asked: none of them notices that a plan was tampered with.
-
-    Raises:
-        BadInput: The plan's bytes differ from the record's digest, or it was built elsewhere and isn't trusted.
+    The libraries of engines are not asked: none of them notices that a plan was tampered with. Raises BadInput if the
+    plan's bytes differ from the record's digest, or it was built elsewhere and isn't trusted.
     """
     record = record_of_plan(path)
     digest = sha256_of_file(path)

@@ -26,10 +26,8 @@ class Graphs:
     """The graphs of a model that an export asks for.
 
     `feeds` are the inputs that precisions are chosen by. `dense` is the model whose own rounding error bounds that of
-    the graphs, by default the model itself.
-
-    Raises:
-        BadInput: The model, called `where`, has no use for the head geometry.
+    the graphs, by default the model itself. Raises BadInput if the model, called `where`, has no use for the head
+    geometry.
     """
 
     def __init__(

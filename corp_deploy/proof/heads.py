@@ -83,8 +83,7 @@ def open_heads(
 ) -> Iterator[ProofHeads]:
     """Load the graphs of heads; `threshold` decides the pixels of a map with one class.
 
-    Raises:
-        BadInput: A head doesn't read the model's outputs, or a map has the name of another output.
+    Raises BadInput if a head doesn't read the model's outputs, or a map has the name of another output.
     """
     with ExitStack() as stack:
         heads = ProofHeads(every=tuple(_opened(stack, Path(path), outputs) for path in paths), threshold=threshold)

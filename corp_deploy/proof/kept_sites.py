@@ -51,10 +51,8 @@ def sites_to_keep(
     """Find the fewest blocks to keep in FP32 so that the graph, otherwise in this type, passes on these inputs.
 
     `keep_fp32` and layers whose weights the type can't hold stay in FP32 in any case; `geometry` is as in
-    export_checkpoint. If `engines` run the graphs, fusion breaks are tried before FP32, in addition to `breaks`.
-
-    Raises:
-        BadInput: No set of blocks makes the graph pass.
+    export_checkpoint. If `engines` run the graphs, fusion breaks are tried before FP32, in addition to `breaks`. Raises
+    BadInput if no set of blocks makes the graph pass.
     """
     mixed, ports = mixed_with_float32(float_type), output_ports(checkpoint.model)
     exportable = traced_model.exportable(checkpoint.model, geometry=geometry)
@@ -128,10 +126,8 @@ def sites_to_leave(
     """Find the fewest sites to leave unquantised so that the graph passes `bounds` against its FP32 twin.
 
     Sites are left in the order of their errors when quantised alone; bisection finds how many. Layers that `chosen`
-    keeps stay in any case. If `engines` run the graphs, fusion breaks are tried first, in addition to `breaks`.
-
-    Raises:
-        BadInput: The graph fails even with one quantised site.
+    keeps stay in any case. If `engines` run the graphs, fusion breaks are tried first, in addition to `breaks`. Raises
+    BadInput if the graph fails even with one quantised site.
     """
     ports = output_ports(checkpoint.model)
     modules = {layer.module: site_of(layer.node) for layer in weighted_layers(made_of.fp32_graph)}

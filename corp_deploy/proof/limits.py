@@ -54,10 +54,7 @@ class ParityLimits(ProofOptions):
 
     `max_apart` is the largest share of inputs on which two runtimes may merge different tokens by rounding. Shares of
     inputs are judged by an interval of this `confidence`, or at 0 by the point alone; `elsewhere` names the inputs that
-    judge the shares which these leave open.
-
-    Raises:
-        BadInput: A number is out of range, or an output limit is unknown.
+    judge the shares which these leave open. Raises BadInput if a number is out of range, or an output limit is unknown.
     """
 
     elsewhere: str = ""

@@ -55,11 +55,8 @@ def compile_package(
 ) -> None:
     """Compile the model to a package for any batch from 2, or for a `single` input, which is another program.
 
-    The package keeps the number of threads that it is compiled with.
-
-    Raises:
-        Missing: There is no C++ compiler.
-        BadInput: AOTInductor can't compile the model.
+    The package keeps the number of threads that it is compiled with. Raises Missing if there is no C++ compiler, and
+    BadInput if AOTInductor can't compile the model.
     """
     if shutil.which(os.environ.get("CXX", "g++")) is None:
         raise Missing("AOTInductor needs a C++ compiler and found none: install g++, or name one in CXX")

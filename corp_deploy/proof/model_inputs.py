@@ -85,8 +85,7 @@ def inputs_from_set(source: InputSet, labels: NDArray[np.int64] | None = None) -
 def random_inputs(dense: Checkpoint, count: int, seed: int, *, pixels: bool = False) -> ProofInputs:
     """Draw normal noise, or with `pixels` random pixels, normalised; the record names them.
 
-    Raises:
-        BadInput: The model takes integers, of which only real ones have a meaning.
+    Raises BadInput if the model takes integers, of which only real ones have a meaning.
     """
     ports = input_ports(dense.model)
     spec = images_taken(dense)

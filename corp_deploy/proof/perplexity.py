@@ -116,10 +116,8 @@ def measure_perplexities(
 ) -> LanguageProof:
     """Measure the dense decoder and every candidate on the same sequences.
 
-    `on_progress` hears how many sequences are finished.
-
-    Raises:
-        BadInput: The model is not a decoder, or a candidate is named twice or has other outputs.
+    `on_progress` hears how many sequences are finished. Raises BadInput if the model is not a decoder, or a candidate
+    is named twice or has other outputs.
     """
     spec = sequence_spec(dense.model)
     if spec is None:

@@ -21,10 +21,8 @@ def images_of_port(
 ) -> ProofInputs:
     """Read images for an input: arrays, or folders and shards by the preprocessing that the graph notes.
 
-    Arrays of pixels are normalised; an input of uint8 takes the pixels themselves.
-
-    Raises:
-        BadInput: The input takes no images, or images need decoding and the graph notes no preprocessing.
+    Arrays of pixels are normalised; an input of uint8 takes the pixels themselves. Raises BadInput if the input takes
+    no images, or images need decoding and the graph notes no preprocessing.
     """
     is_array = path.suffix in ARRAYS and not path.is_dir()
     if len(port.shape) != 3 or (preprocessing is None and not is_array):

@@ -118,10 +118,7 @@ def write_second_opinion(
 ) -> list[str]:
     """Write the inputs and golden outputs of every graph's link, a script and a README; return the script's commands.
 
-    Batches have the size `batch`, or that of a graph with a fixed one.
-
-    Raises:
-        Missing: Polygraphy is not installed.
+    Batches have the size `batch`, or that of a graph with a fixed one. Raises Missing if Polygraphy is not installed.
     """
     require_second_opinion(candidates)
     directory.mkdir(parents=True, exist_ok=True)

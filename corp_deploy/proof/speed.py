@@ -123,10 +123,8 @@ def measure(
     """Time a dense and a reduced model, interleaved in one process.
 
     `fed` selects real inputs; None feeds noise, which takes the same time. `names` are those of the record. The plan's
-    time limit includes exporting and compiling.
-
-    Raises:
-        BadInput: The models take different inputs or devices, or a batch size doesn't fit.
+    time limit includes exporting and compiling. Raises BadInput if the models take different inputs or devices, or a
+    batch size doesn't fit.
     """
     began_s = perf_counter()
     if names[0] == names[1]:
