@@ -19,38 +19,14 @@ from perf.timing.watch import has_vnni
 from . import __version__
 
 # The oldest versions with fixes for their published faults, as in pyproject.toml.
-FLOORS: Mapping[str, str] = MappingProxyType(
-    {
-        "torch": "2.11",
-        "timm": "1.0.31",
-        "numpy": "1.26.4",
-        "onnx": "1.22",
-        "onnxscript": "0.7.2",
-        "pillow": "12.3",
-        "safetensors": "0.8",
-        "click": "8.5",
-        "jinja2": "3.1.6",
-        "markupsafe": "2.1.2",
-        "msgspec": "0.21",
-        "packaging": "26.3",
-        "tomli-w": "1.2",
-        "rich": "13.7",
-        "onnxruntime": "1.27",
-        "onnxruntime-gpu": "1.27",
-        "nvidia-ml-py": "12.535.77",
-        "tokenizers": "0.23.1",
-        "onnxruntime-genai": "0.18",
-        "openvino": "2025.0",
-        "cryptography": "45.0.1",
-        "model-signing": "1.1.1",
-        "polygraphy": "0.50.3",
-        "pyopenssl": "25.1",
-        "scikit-learn": "1.5",
-        "tensorrt": "11.0.0.114",
-        "tensorrt-rtx": "1.5.0.114",
-        "transformers": "5.19",
-    }
-)
+FLOORS: Mapping[str, str] = MappingProxyType({
+    "torch": "2.11", "timm": "1.0.31", "numpy": "1.26.4", "onnx": "1.22", "onnxscript": "0.7.2", "pillow": "12.3",
+    "safetensors": "0.8", "click": "8.5", "jinja2": "3.1.6", "markupsafe": "2.1.2", "msgspec": "0.21",
+    "packaging": "26.3", "tomli-w": "1.2", "rich": "13.7", "onnxruntime": "1.27", "onnxruntime-gpu": "1.27",
+    "nvidia-ml-py": "12.535.77", "tokenizers": "0.23.1", "onnxruntime-genai": "0.18", "openvino": "2025.0",
+    "cryptography": "45.0.1", "model-signing": "1.1.1", "polygraphy": "0.50.3", "pyopenssl": "25.1",
+    "scikit-learn": "1.5", "tensorrt": "11.0.0.114", "tensorrt-rtx": "1.5.0.114", "transformers": "5.19",
+})  # fmt: skip
 _UNNAMED = (
     "click", "cryptography", "jinja2", "markupsafe", "model-signing", "msgspec", "nvidia-ml-py", "onnxruntime-genai",
     "packaging", "polygraphy", "pyopenssl", "rich", "scikit-learn", "tokenizers", "tomli-w", "transformers",

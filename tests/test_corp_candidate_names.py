@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from corp_deploy.proof.candidate_names import with_distinct_names
 from corp_deploy.proof.candidates import Candidate, in_runtime
+from corp_deploy.proof.prove import with_distinct_names
 from ground.errors import BadInput
 from ground.precision import FLOAT32
 from tests.command import refuses

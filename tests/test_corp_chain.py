@@ -301,7 +301,7 @@ def test_model_without_a_classifier_is_compared_by_cosine(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("images", "labels", "least", "said"),
     [
-        (4, np.zeros(4, dtype=np.int64), None, r"tells no classes apart \(logits is embedding\)"),
+        (4, np.zeros(4, dtype=np.int64), None, r"this model has no logits \(logits is embedding\)"),
         (2, None, 0.9, "nearest neighbours need 3 inputs, got 2"),
     ],
 )

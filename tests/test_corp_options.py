@@ -164,7 +164,7 @@ def test_what_picks_a_backend_may_be_about_one_of_the_two(home: Path, tmp_path: 
     both = ["bench", home / "dense", home / "tensorrt.plan", "-o", tmp_path / "b.json", "--backend", "torch"]
     assert REACHED in run(*both, "--device", "cuda").stderr
     refused(run(*both, "--device", "cuda", "--dtype", "fp16"), BENCH, "dtype", "fp16")
-    refuses("expected both in one place", *both)
+    refuses("expected both on one device", *both)
 
 
 def test_an_engine_costs_what_the_graph_beside_it_says_where_it_is_that_graph(home: Path, tmp_path: Path) -> None:
@@ -263,7 +263,7 @@ def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
         raise Missing(REACHED)
 
     monkeypatch.setattr(ModelChoice, "load", load)
-    monkeypatch.setattr("corp_deploy.proof.prove.candidates_from_paths", lambda paths, runtimes: [])
+    monkeypatch.setattr("corp_deploy.proof.prove.candidates_from_paths", lambda paths, runtimes=(): [])
     monkeypatch.setattr("ground.gpu.require_device", lambda device: None)
     monkeypatch.setattr("perf.runners.protocol.torch_gauge", lambda: None)
 

@@ -243,12 +243,12 @@ def test_what_takes_too_long_is_stopped_with_all_it_started() -> None:
 @pytest.mark.parametrize(
     ("texts", "says"),
     [
-        (["python score.py"], r"it has no \{outputs\}"),
+        (["python score.py"], r"\{outputs\} is missing"),
         (["a='python {outputs}"], "can't be split into words"),
         (["a=python {outputs}", "a=ruby {outputs}"], "two metrics are called 'a'"),
         (["module:score.py"], r"expected module:PATH\.py:FUNCTION"),
-        (["Hits=python {outputs}"], r"'Hits' is no name; use lower-case letters"),
-        (["=python {outputs}"], r"'' is no name"),
+        (["Hits=python {outputs}"], r"'Hits' is not a name; use lower-case letters"),
+        (["=python {outputs}"], r"'' is not a name"),
         (["{outputs}"], r"\{outputs\} is data, but the first word is the program to run"),
     ],
 )

@@ -159,7 +159,7 @@ class Saturating(OnnxRunner):
         return rows if off else {name: values * np.float32(0.5) for name, values in rows.items()}
 
 
-SATURATE = "this CPU's INT8 kernels saturate (no VNNI), serve it on one that has it"
+SATURATE = "this CPU's INT8 kernels saturate (no VNNI), serve it on a CPU with VNNI"
 
 
 @pytest.mark.slow("graph")
@@ -167,9 +167,9 @@ SATURATE = "this CPU's INT8 kernels saturate (no VNNI), serve it on one that has
     ("name", "vnni", "said"),
     [
         ("eight", False, f"{SATURATE}, or export with --weight-bits 7"),
-        ("eight", None, "kernels differ, serve it on another one, or export with --weight-bits 7"),
-        ("eight", True, "kernels compute something else, serve it on another one"),
-        ("seven", False, "kernels compute something else, serve it on another one"),
+        ("eight", None, "kernels differ, serve it on another CPU, or export with --weight-bits 7"),
+        ("eight", True, "kernels compute something else, serve it on another CPU"),
+        ("seven", False, "kernels compute something else, serve it on another CPU"),
     ],
 )
 def test_verify_tells_kernels_from_the_graph(
@@ -183,7 +183,7 @@ def test_verify_tells_kernels_from_the_graph(
     links = json.loads((tmp_path / "parity.json").read_text())["links"]
     (link,) = [each for each in links if each["kind"] == "quantised"]
     assert link["status"] == "FAIL"
-    assert re.match(r"relative error 0\.5\d* over \S+ \(.+\); as it is typed it errs 0\.0\d+: ", link["reason"])
+    assert re.match(r"relative error 0\.5\d* over \S+ \(.+\); as typed its error is 0\.0\d+: ", link["reason"])
     assert link["reason"].endswith(said)
     assert all("as it is typed" not in each["reason"] for each in links if each is not link)
 

@@ -255,7 +255,7 @@ def test_auto_is_carried_out_within_its_budget_and_refused_without_one(
         assert macs(reduction.model) <= 0.6 * macs(dense.model)
         assert any("tokens merged" in line for line in planned.decisions), planned.decisions
         assert min(planned.ways, key=lambda way: way.measured_error).name in planned.decisions[0]
-    with pytest.raises(BadInput, match="--merge-tokens auto chooses for a budget"):
+    with pytest.raises(BadInput, match="--merge-tokens auto needs a budget"):
         reduce_as_asked(dense, probe.moments, asked(probe, "auto"), images=images)
     with pytest.raises(BadInput, match="keeps every parameter"):
         reduce_as_asked(dense, probe.moments, asked(probe, "auto", params=0.6), images=images)

@@ -121,16 +121,15 @@ def perplexity(
 
     Example: corp-deploy perplexity hf:opt-1.3b reduced --text held-out.txt --max-ratio 1.05 -o perplexity.json
     """
-    from corp_deploy.proof.candidate_names import with_distinct_names
-    from corp_deploy.proof.candidates import candidate_from_path
     from corp_deploy.proof.outcome import EXIT_CODES
     from corp_deploy.proof.perplexity import LanguageLimits, measure_perplexities
+    from corp_deploy.proof.prove import candidates_from_paths
     from corp_deploy.views.decoders import perplexity_shown
     from ground.files import write_json
     from perf.parity.perplexity import LEAST_SEQUENCES
 
     limits, dense = LanguageLimits.from_options(options.values), model.load(out)
-    steps = with_distinct_names([candidate_from_path(path) for path in candidates])
+    steps = candidates_from_paths(candidates)
     sequences = inputs.open(dense, out.note)
     if limits.some and limits.confidence and sequences.count < LEAST_SEQUENCES:
         out.warn(

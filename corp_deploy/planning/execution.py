@@ -82,8 +82,8 @@ def reduce_as_asked(
     if request.options.limit is not None:
         if images is None or judges is None:
             raise BadInput(
-                "--within looks at the calibration images and judges by others; give --images (with some that "
-                "calibrate --hold-out left out, or --judge), or --text for a text encoder"
+                "--within fits to calibration images and judges on others; give --images (with some that calibrate "
+                "--hold-out left out, or --judge), or --text for a text encoder"
             )
         fitted, judging = judges.apart(images, moments)
         with measure_effort(watch, "within"):
@@ -122,9 +122,9 @@ def _limited(
     _, judging = judges.apart(images, moments)
     value = Judge(dense, judging, limit.measure).of(polished.model).value
     if limit.holds(value):
-        kept, said = polished, f"polished, it gives {figure(limit, value)} there"
+        kept, said = polished, f"after the polish: {figure(limit, value)}"
     else:
-        kept, said = reduction, f"the polish is left out: with it {figure(limit, value)}, beyond {limit}"
+        kept, said = reduction, f"the polish is left out: it gives {figure(limit, value)}, beyond {limit}"
     return replace(kept, decisions=(*kept.decisions, said))
 
 

@@ -81,8 +81,8 @@ def plan(
     options, share = request.options, request.options.share
     if options.auto_merging and (share is None or options.auto_heads):
         raise BadInput(
-            "--merge-tokens auto chooses for a budget what each block merges away; give --macs or --latency (without "
-            "--heads auto) or --within, or say how many tokens: 12 in each block, grow:36"
+            "--merge-tokens auto needs a budget, for which it chooses the tokens that each block merges; give --macs, "
+            "--latency (without --heads auto) or --within, or numbers of tokens: 12 in each block, grow:36"
         )
     if images is None or (share is None and not options.auto_heads):
         return WidthPlan(method=request.method, widths=None, decisions=())

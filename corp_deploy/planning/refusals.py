@@ -140,5 +140,5 @@ def refuse_other_eps(moments: Moments, request: ReductionRequest) -> None:
     if request.options.loop is not None and ranked and other:
         raise BadInput(
             f"--select active: the moments count |x| > {other[0]:g} and the closed loop |x| > {ACTIVE_EPS:g}; "
-            "calibrate with that --active-eps, or reduce without --closed-loop"
+            f"calibrate with --active-eps {ACTIVE_EPS:g}, or reduce without --closed-loop"
         )

@@ -97,8 +97,8 @@ def merging_from_choice(choice: MergedStatistics, model: nn.Module) -> Merging |
         return None
     if choice.auto_merging:
         raise BadInput(
-            "--merge-tokens auto chooses for a budget what each block merges away; give reduce --macs with it, or "
-            "say how many tokens: 12 in each block, grow:36"
+            "--merge-tokens auto needs a budget, for which it chooses the tokens that each block merges; give reduce "
+            "--macs, or numbers of tokens: 12 in each block, grow:36"
         )
     kinds = traced_model.token_kinds(model)
     schedule = schedule_from_text(text, traced_model.depth(model))
@@ -160,7 +160,7 @@ def sentences_on_spared(model: nn.Module, widths: Widths) -> tuple[str, ...]:
     if not unreduced:
         return ()
     named = f"{', '.join(unreduced[:NAMED])}{', ...' if len(unreduced) > NAMED else ''}"
-    return (f"left alone: {len(unreduced)} of {len(sites)} sites would lose more than narrower ones save ({named})",)
+    return (f"kept whole: {len(unreduced)} of {len(sites)} sites, which lose more than they save ({named})",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ Several processes share the trials; then the first process of every machine time
 """
 
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -178,7 +179,7 @@ def sweep(swept: SweepContext, requests: Sequence[SweepRequest], run: SweepRun |
         )
         if not run.keep_models and run.ranks.rank == 0:
             for folder in folders:
-                folder.drop_reduced()
+                shutil.rmtree(folder.model, ignore_errors=True)
     found = [next(filter(None, column), None) for column in zip(*every, strict=True)]
     return with_fronts([point for point in found if point is not None])
 

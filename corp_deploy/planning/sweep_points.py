@@ -236,14 +236,14 @@ def smallest_by_error(points: Sequence[SweepPoint]) -> dict[float, SweepPoint]:
 
 
 def sentence_of_sweep(points: Sequence[SweepPoint]) -> str:
-    """Say the share of the MACs that the smallest trial of each error has, without interpolation."""
+    """Describe the smallest trial within each of ERRORS by its share of the MACs, without interpolation."""
     smallest = smallest_by_error(points)
     if not smallest:
         least = min(points, key=lambda point: point.relative_error)
         by_output = f" ({least.by_output})" if least.outputs else ""
         return (
-            f"no model tried errs {ERRORS[-1]:.0%} or less; the least is {least.relative_error:.1%}{by_output} at "
-            f"{least.macs_share:.2f} of the MACs"
+            f"no trial has an error of {ERRORS[-1]:.0%} or less; the smallest is {least.relative_error:.1%}{by_output} "
+            f"at {least.macs_share:.2f} of the MACs"
         )
     by_error = ", ".join(
         f"{point.macs_share:.2f} at {error:.0%}{f' ({point.by_output})' if point.outputs else ''}"
@@ -251,8 +251,8 @@ def sentence_of_sweep(points: Sequence[SweepPoint]) -> str:
     )
     of_worst = " of the worst output" if points[0].outputs else ""
     return (
-        f"share of the MACs that an error{of_worst} takes, the smallest model tried for each: {by_error}; the edge "
-        "between two is found by reduce --within 'error 0.05'"
+        f"share of the MACs of the smallest model tried within each error{of_worst}: {by_error}; reduce --within "
+        "'error 0.05' searches between them"
     )
 
 

@@ -9,7 +9,6 @@ trials/NAME/timing.json  its speeds, from the raw samples in bench.json beside i
 import hashlib
 import json
 import re
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,6 +140,3 @@ class TrialFolder:
 
     def has_reduced(self) -> bool:
         return (self.model / "config.json").is_file() and self.reduced() is not None
-
-    def drop_reduced(self) -> None:
-        shutil.rmtree(self.model, ignore_errors=True)

@@ -256,7 +256,7 @@ def _labelled(
     own = next((rule for rule in rules if rule.port.role == "logits"), None)
     if own is None:
         roles = ", ".join(f"{rule.port.name} is {rule.port.role}" for rule in rules)
-        raise BadInput(f"labels: this model tells no classes apart ({roles}); leave the labels out")
+        raise BadInput(f"labels: this model has no logits ({roles}); leave the labels out")
     rows = {label: answers[own.port.name] for label, answers in by_label.items()}
     return {
         "accuracy": tuple(

@@ -115,7 +115,7 @@ def make_golden(
     """Run an artefact at the largest of these batch sizes; raise Missing if this machine can't."""
     batch = max(artefact.sizes(batches))
     feeds = checked_feeds(inputs.feeds, artefact.inputs, where=f"inputs for {artefact.path}")
-    hint = "run this where that library and its GPU are: an engine is loaded by what built it"
+    hint = "run this on a machine with that library and GPU: an engine loads only in the library that built it"
     with artefact.opened(elsewhere or hint) as run:
         answers = run_in_batches(run, feeds, batch)
     return Golden(
@@ -134,9 +134,9 @@ def require_one_graph(golden_graph: str, reference: str, candidates: Sequence[Ar
     for each in candidates:
         if each.source.graph_sha256 != golden_graph:
             raise NotComparable(
-                f"{each.path}: built of the graph {each.source.graph_sha256[:16]}..., {reference} of "
-                f"{golden_graph[:16]}...: what differs may be the models and not the engines; compare two engines of "
-                "one .onnx file, or say --other-graph if two graphs are meant"
+                f"{each.path}: built from the graph {each.source.graph_sha256[:16]}..., {reference} from "
+                f"{golden_graph[:16]}..., so the models may differ, not only the engines; compare two engines of one "
+                ".onnx file, or give --other-graph if two graphs are meant"
             )
 
 

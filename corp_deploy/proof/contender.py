@@ -41,7 +41,7 @@ def contender_from_graph(name: str, path: Path, running: RunOptions) -> Contende
     for port in facts.inputs:
         if min(port.shape, default=1) < 0:
             sizes = ", ".join("?" if size < 0 else str(size) for size in port.shape)
-            raise BadInput(f"{path}: takes {port.name} of no fixed size ({sizes}); export it for one size")
+            raise BadInput(f"{path}: its input {port.name} has no fixed size ({sizes}); export it for one size")
     if running.backend == "openvino":
         opened: Callable[[], Runner] = partial(OpenVinoRunner, path, arithmetic=running.dtype, threads=running.threads)
     else:

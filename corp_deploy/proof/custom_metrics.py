@@ -54,11 +54,6 @@ class MetricRequest:
     def argv(self) -> list[str]:
         return shlex.split(self.command)
 
-    def program(self, below: Path) -> str:
-        """Return the program's name on PATH, or its path in the directory where it is run."""
-        first = self.argv[0]
-        return os.path.normpath((below / first).absolute()) if "/" in first else first
-
     def code(self, below: Path) -> Code:
         """Read the function's file; raise BadInput if it can't be read."""
         path, function = file_and_function(self.command)
@@ -74,8 +69,8 @@ def metric_from_text(text: str) -> MetricRequest:
     match = _NAMED.fullmatch(text.strip())
     if match is not None and not _NAME.fullmatch(match["name"]):
         raise BadInput(
-            f"metric {quoted(text)}: {match['name'][:100]!r} is no name; use lower-case letters, digits and _, "
-            "a letter first"
+            f"metric {quoted(text)}: {match['name'][:100]!r} is not a name; use lower-case letters, digits and "
+            "_, with a letter first"
         )
     request = MetricRequest(name="own" if match is None else match["name"], command=match["command"] if match else text)
     if request.is_code:
@@ -89,7 +84,7 @@ def metric_from_text(text: str) -> MetricRequest:
         raise BadInput(f"metric {quoted(request.command)}: can't be split into words ({error})") from None
     if not any(OUTPUTS in word for word in words):
         raise BadInput(
-            f"metric {quoted(request.command)}: it has no {OUTPUTS}, in whose place the file of outputs is put, as in "
+            f"metric {quoted(request.command)}: {OUTPUTS} is missing, which the file of outputs replaces, as in "
             f"'python score.py {OUTPUTS}'"
         )
     if OUTPUTS in words[0]:
@@ -113,8 +108,11 @@ def require_runnable(requests: Sequence[MetricRequest], *, below: Path = Path())
         if request.is_code:
             refuse_untrusted(file_and_function(request.command)[0].name, to="measure outputs")
             request.code(below)
-        elif shutil.which(request.program(below)) is None:
-            raise BadInput(f"metric {request.name}: {quoted(request.argv[0])} can't be run: there is no such program")
+            continue
+        program = request.argv[0]  # on PATH, or below the directory where it is run
+        found = os.path.normpath((below / program).absolute()) if "/" in program else program
+        if shutil.which(found) is None:
+            raise BadInput(f"metric {request.name}: {quoted(program)} can't be run: there is no such program")
 
 
 NAMES, LABELS = "names", "labels"

@@ -106,12 +106,12 @@ def verify_decoder(
     of_graph, of_model = (cache.layers, cache.groups, cache.head), (decoder.layers, decoder.groups, decoder.head)
     if (graph.vocabulary, of_graph) != (decoder.vocabulary, of_model):
         raise BadInput(
-            f"{graph.path}: of {graph.vocabulary} words and layers, groups and head {list(of_graph)}, and {directory} "
-            f"has {decoder.vocabulary} and {list(of_model)}; give the directory that the graph was built of"
+            f"{graph.path}: vocabulary {graph.vocabulary}; layers, groups and head size {list(of_graph)}; {directory}: "
+            f"{decoder.vocabulary}; {list(of_model)}; give the directory that the graph was exported from"
         )
     length = ids_BN.shape[1]
     if length > min(graph.longest, decoder.longest):
-        raise BadInput(f"{length} tokens, and {directory} places {decoder.longest} at most; give a smaller --length")
+        raise BadInput(f"{length} tokens, expected at most {decoder.longest} for {directory}; give a smaller --length")
     reference, feeds = open_reference(directory), {IDS: ids_BN}
     with DecoderRunner(graph.path, cache, length, provider=provider) as runner:
         runtime = runner.describe()
@@ -204,14 +204,15 @@ def measure_decoders(
 def _require_comparable(load: DecoderLoad, dense: DecoderGraph, reduced: DecoderGraph) -> None:
     if dense.vocabulary != reduced.vocabulary:
         raise BadInput(
-            f"{dense.path} knows {dense.vocabulary} words, {reduced.path} {reduced.vocabulary}: not one task"
+            f"{dense.path} has a vocabulary of {dense.vocabulary}, {reduced.path} of {reduced.vocabulary}; expected "
+            "equal ones"
         )
     for graph in (dense, reduced):
         DecoderRunner(graph.path, graph.cache, load.longest, provider=load.provider)  # raises without the provider
         if load.longest > graph.longest:
             raise BadInput(
-                f"{graph.path}: places {graph.longest} tokens, and {load.longest} are asked for; give smaller --length "
-                "and --cached"
+                f"{graph.path}: {load.longest} tokens, expected at most {graph.longest}; give smaller --length and "
+                "--cached"
             )
 
 

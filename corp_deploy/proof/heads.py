@@ -103,7 +103,7 @@ def _opened(stack: ExitStack, path: Path, outputs: Sequence[OutputPort]) -> Open
     if unknown := [name for name in reads if name not in names]:
         raise BadInput(
             f"head {path}: reads {', '.join(unknown)}, which the model does not give; it gives {', '.join(names)}: "
-            "name the outputs that the head reads with --outputs, and the head's inputs as those are called"
+            "give the outputs that the head reads to --outputs, and name the head's inputs after them"
         )
     # The number of matrix products, which is at least that of the longest chain of them.
     products = sum(node.op_type in PRODUCTS for node in read_onnx(path, weights=False).graph.node)

@@ -184,15 +184,15 @@ def with_origin(links: Sequence[Link], candidate: Candidate, model: nn.Module) -
     if own is None or all(link.status != "FAIL" for link in links) or own == (expected := model_digest(model)):
         return tuple(links)
     origin = (
-        f"the graph is of another model (sha256 {own[:16]}, expected {expected[:16]} of the model in front of it): "
-        "export it again, or name its own model in front"
+        f"the graph is of another model (sha256 {own[:16]}, expected {expected[:16]} of the model before it): "
+        "export it again, or name its own model before it"
     )
     return tuple(replace(link, reason=f"{origin}; {link.reason}") if link.status == "FAIL" else link for link in links)
 
 
 def _cause(as_typed: Link, candidate: Candidate) -> str:
-    vnni, errs = has_vnni(), f"as it is typed it errs {as_typed.measures.relative_error:.2g}: this CPU's INT8 kernels"
+    vnni, errs = has_vnni(), f"as typed its error is {as_typed.measures.relative_error:.2g}: this CPU's INT8 kernels"
     if candidate.weight_bits < 8 or vnni:
-        return f"{errs} compute something else, serve it on another one"
-    does, where = ("saturate (no VNNI)", "one that has it") if vnni is False else ("differ", "another one")
+        return f"{errs} compute something else, serve it on another CPU"
+    does, where = ("saturate (no VNNI)", "a CPU with VNNI") if vnni is False else ("differ", "another CPU")
     return f"{errs} {does}, serve it on {where}, or export with --weight-bits 7"

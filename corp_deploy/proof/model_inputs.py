@@ -126,7 +126,7 @@ def _images_or_noise(path: Path | None, ports: Sequence[Port], models: Sequence[
     if len(ports) != 1 or len(ports[0].shape) != 3:
         raise BadInput(f"{path}: images for a model that takes {ports_line(ports)}; leave --images out")
     if path.suffix not in ARRAYS:
-        raise BadInput(f"{path}: no transform is known here; expected preprocessed images, {', '.join(ARRAYS)}")
+        raise BadInput(f"{path}: images are not transformed here; expected preprocessed ones, {', '.join(ARRAYS)}")
     (port,) = ports
     channels, height, width = port.shape
     directory = next((each for each in models if each.is_dir()), None)

@@ -121,7 +121,7 @@ def measure_perplexities(
     """
     spec = sequence_spec(dense.model)
     if spec is None:
-        raise BadInput("perplexity is of a decoder, which tells the next token; this model is none: verify compares it")
+        raise BadInput("this model is not a decoder, so it has no perplexity; compare it with verify")
     ports = output_ports(dense.model)
     with ExitStack() as stack:
         runner = ModuleRunner(dense.model, inputs=input_ports(dense.model), outputs=ports, label=DENSE)

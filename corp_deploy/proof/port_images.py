@@ -1,6 +1,6 @@
 """Images for an engine or a graph without its model. Arrays are read without torch."""
 
-from functools import partial
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -8,10 +8,11 @@ import numpy as np
 
 from calib.image_arrays import ARRAYS, DrawnImages, ImageArray, Normalise, Pixels, draw_images
 from ground.errors import BadInput
-from ground.pixels import PIXEL
+from ground.feeds import single_array
+from ground.pixels import PIXEL, whole_pixels
 from ground.ports import Port
 
-from .proof_inputs import ProofInputs, array_on_disk, inputs_for_port
+from .proof_inputs import ProofInputs, array_on_disk
 
 _ROWS = 64  # images copied at once
 
@@ -26,13 +27,15 @@ def images_of_port(
     """
     is_array = path.suffix in ARRAYS and not path.is_dir()
     if len(port.shape) != 3 or (preprocessing is None and not is_array):
-        needs = "says nothing of its preprocessing" if len(port.shape) == 3 else f"takes no images but {port.name}"
+        needs = "notes no preprocessing" if len(port.shape) == 3 else f"takes {port.name} instead of images"
         raise BadInput(
-            f"{where}: {needs}, so images can't be prepared for it; give --images as .npy, .npz or .safetensors with "
-            "what it takes, or --random"
+            f"{where}: {needs}, so images can't be prepared for it; give --images as preprocessed .npy, .npz or "
+            ".safetensors, or --random"
         )
     if is_array:
-        opened = ImageArray.from_path(path, shape=_shape(port), pixels=_pixels(port, preprocessing, path, where=where))
+        channels, height, width = port.shape
+        pixels = _pixels(port, preprocessing, path, where=where)
+        opened = ImageArray.from_path(path, shape=(channels, height, width), pixels=pixels)
         read = _read(draw_images(opened, samples=samples, seed=seed))
     else:
         from corp_deploy.store.input_sets import pictures_for_port
@@ -41,28 +44,24 @@ def images_of_port(
 
         assert preprocessing is not None, where
         read = inputs_from_set(pictures_for_port(port, preprocessing, path, where=where, samples=samples, seed=seed))
-    return inputs_for_port(read, port, where=str(path))
-
-
-def _shape(port: Port) -> tuple[int, int, int]:
-    channels, height, width = port.shape
-    return channels, height, width
+    if port.dtype != PIXEL:
+        return read
+    return replace(read, feeds={port.name: whole_pixels(single_array(read.feeds), where=str(path))})
 
 
 def _pixels(port: Port, preprocessing: str | None, path: Path, *, where: str) -> Pixels | None:
+    """Return the function that normalises pixels as the graph notes, or as values 0 to 255 for an input of uint8."""
     if port.dtype == PIXEL:
-        return lambda: _as_float
-    return None if preprocessing is None else partial(_by_note, preprocessing, port, path, where=where)
+        return lambda: lambda pixels: pixels.astype(np.float32)
+    if preprocessing is None:
+        return None
 
+    def normalise_by_note() -> Normalise:
+        from corp_deploy.store.input_sets import normalising_by_note
 
-def _as_float(pixels: np.ndarray) -> np.ndarray:
-    return pixels.astype(np.float32)
+        return normalising_by_note(preprocessing, port, path, where=where)
 
-
-def _by_note(preprocessing: str, port: Port, path: Path, *, where: str) -> Normalise:
-    from corp_deploy.store.input_sets import normalising_by_note
-
-    return normalising_by_note(preprocessing, port, path, where=where)
+    return normalise_by_note
 
 
 def _read(source: DrawnImages) -> ProofInputs:

@@ -1,7 +1,7 @@
 """Inputs of a proof: arrays under the names of the model's ports, images normalised or as pixels. Imports no torch."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ground.errors import BadInput
 from ground.feeds import Feeds, batch_size, random_feeds, single_array
-from ground.pixels import PIXEL, Normalisation, whole_pixels
+from ground.pixels import PIXEL, Normalisation
 from ground.ports import Port
 from perf.parity.parity import ImageSet
 
@@ -27,7 +27,7 @@ def take_pixels(ports: Sequence[Port]) -> bool:
 def normalisation_of(spec: "ImageSpec | None", where: str) -> Normalisation:
     """Return the normalisation; raise BadInput for a model without images or without a known normalisation."""
     if spec is None:
-        raise BadInput(f"{where}: takes uint8 images, the dense model takes none; export it from that model")
+        raise BadInput(f"{where}: takes uint8 images, the dense model takes no images; export it from that model")
     spec.require_normalisation(where=where, instead="take a graph that takes float32")
     return spec.normalisation
 
@@ -67,13 +67,6 @@ class ProofInputs:
     @property
     def images(self) -> ImageSet:
         return ImageSet(count=self.count, digest=self.digest, kind=self.kind)
-
-
-def inputs_for_port(inputs: ProofInputs, port: Port, *, where: str) -> ProofInputs:
-    """Return images in the form that this port takes: values 0 to 255 if it takes pixels."""
-    if port.dtype != PIXEL:
-        return inputs
-    return replace(inputs, feeds={port.name: whole_pixels(single_array(inputs.feeds), where=where)})
 
 
 def array_on_disk(like: NDArray[Any], count: int) -> NDArray[Any]:

@@ -37,7 +37,7 @@ def way_to_run(path: Path, running: RunOptions) -> str:
     if path.suffix == ".plan" and path.is_file():
         backend = record_of_plan(path).backend
         if backend not in BENCH.variants:
-            raise BadInput(f"{path}: built for {backend}, which runs .onnx files; name the graph so")
+            raise BadInput(f"{path}: built for {backend}, which runs .onnx files; rename it to .onnx")
         return backend
     if path.suffix == ".onnx" and path.is_file():
         return _runtime_of_graphs(running)
@@ -65,7 +65,7 @@ def _device_of_both(dense: Path, reduced: Path, running: RunOptions) -> Device:
     if one.supported["device"] != other.supported["device"]:
         raise BadInput(
             f"{dense} would run in {one.label} and {reduced} in {other.label}, and a CPU's times say nothing of a "
-            "GPU's; expected both in one place: --provider cuda takes a graph to the GPU, --device cuda a module"
+            "GPU's; expected both on one device: --provider cuda runs a graph on the GPU, --device cuda a module"
         )
     return "cuda" if one.supported["device"] == ("cuda",) else "cpu"
 
@@ -97,8 +97,8 @@ def _refuse_unequal(dense: Contender, reduced: Contender, batches: Sequence[int]
     one, other = ([(port.dtype, port.shape) for port in each.inputs] for each in (dense, reduced))
     if one != other:  # whatever they are called
         raise BadInput(
-            f"{dense.name} takes {ports_line(dense.inputs)}, {reduced.name} {ports_line(reduced.inputs)}: not the same "
-            "task"
+            f"{dense.name} takes {ports_line(dense.inputs)}, {reduced.name} {ports_line(reduced.inputs)}; expected "
+            "equal inputs"
         )
     for contender in (dense, reduced):
         if contender.static_batch is not None and list(batches) != [contender.static_batch]:

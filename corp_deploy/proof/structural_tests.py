@@ -41,9 +41,7 @@ def run_structural_tests(
         # Another batch size rounds differently and may merge other tokens: only inputs with clear margins are tested.
         firm_N = Choices(margins_N=merges.margins_N).stable_inputs(bound)
         if not len(firm_N):
-            why = (
-                f"all {noun} have merged tokens that are alike to {bound:.1g}, so batches may merge others; not tested"
-            )
+            why = f"for all {noun}, rounding of {bound:.1g} may change the merged tokens, so batches are not tested"
             untested = StructuralTest(
                 candidate=label, test="batch-slot", status="NOTED", value=0.0, bound=bound, reason=why
             )
