@@ -24,7 +24,7 @@ def findings() -> dict[str, dict[str, str]]:
     return {row["what"]: row for row in json.loads(done.stdout)["findings"]}
 
 
-def test_doctor_and_the_project_have_the_same_floors() -> None:
+def test_doctor_and_pyproject_have_equal_lower_bounds() -> None:
     """Of every requirement of whoever uses the package."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = {name: lines for name, lines in project["optional-dependencies"].items() if name not in ("dev", "docs")}
@@ -32,7 +32,7 @@ def test_doctor_and_the_project_have_the_same_floors() -> None:
     assert floors.floors(map(Requirement, lines)) == dict(machine.FLOORS)
 
 
-def test_what_the_tests_run_with_is_no_older_than_the_floors() -> None:
+def test_installed_packages_satisfy_the_lower_bounds() -> None:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     exact = dict(line.lower().replace("_", "-").split("==") for line in lines if "==" in line)
     shared = exact.keys() & machine.FLOORS.keys()
@@ -41,7 +41,7 @@ def test_what_the_tests_run_with_is_no_older_than_the_floors() -> None:
         assert version_numbers(exact[name]) >= version_numbers(machine.FLOORS[name]), name
 
 
-def test_doctor_names_a_package_older_than_its_floor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_names_a_package_below_its_lower_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     older = {"onnx": "1.21.0", "pillow": "12.2.0", "tensorrt": "10.16.1.11", "torch": "2.11.0+cu126"}
     installed = machine._version
     monkeypatch.setattr(machine, "_version", lambda name: older.get(name) or installed(name))
@@ -57,7 +57,7 @@ def test_doctor_names_a_package_older_than_its_floor(monkeypatch: pytest.MonkeyP
     assert "for servers that have TensorRT 10" in found["tensorrt"]["disables"]
 
 
-def test_doctor_names_the_holes_of_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_names_vulnerabilities_of_installed_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     older = {"torch": "2.5.1+cu124", "onnx": "1.17.0", "pillow": "12.1.9", "onnxruntime": "1.24.0", "numpy": "1.16.2"}
     installed = machine._version
     monkeypatch.setattr(machine, "_version", lambda name: older.get(name) or installed(name))
@@ -78,7 +78,7 @@ def test_doctor_names_the_holes_of_what_is_installed(monkeypatch: pytest.MonkeyP
     assert found["python"]["remedy"] == "install Python 3.13.16 or newer"
 
 
-def test_no_floor_leaves_a_known_hole_open() -> None:
+def test_lower_bounds_exclude_known_vulnerabilities() -> None:
     """TensorRT 10 is taken below its floor, and named there."""
     for hole in vulnerabilities.LIBRARIES:
         if hole.package in machine.FLOORS:
@@ -92,7 +92,7 @@ def test_no_floor_leaves_a_known_hole_open() -> None:
 
 
 @pytest.mark.parametrize("vnni", [True, False, None])
-def test_doctor_says_what_the_lack_of_vnni_does(monkeypatch: pytest.MonkeyPatch, vnni: bool | None) -> None:
+def test_doctor_explains_missing_vnni(monkeypatch: pytest.MonkeyPatch, vnni: bool | None) -> None:
     monkeypatch.setattr(machine, "has_vnni", lambda: vnni)
     row = findings().get("VNNI")
     if vnni is None:

@@ -28,7 +28,7 @@ from tests.recipes import RELEASE
 from . import tiny
 
 
-def test_a_record_has_the_tokens_and_the_multiply_adds_of_every_block_and_so_has_inspect() -> None:
+def test_record_and_inspect_list_tokens_and_macs_per_block() -> None:
     dense = tiny.checkpoint().model
     assert merging_record(dense) is None
     model = traced_model.with_merging(dense, Merging(schedule=(3, 4)))
@@ -64,13 +64,13 @@ def test_a_record_has_the_tokens_and_the_multiply_adds_of_every_block_and_so_has
         (Merging(schedule=(2, 2), unmerged=True), "each source token has the value of the token"),
     ],
 )
-def test_every_way_of_merging_has_its_words(merging: Merging, words: str) -> None:
+def test_every_merge_method_has_a_description(merging: Merging, words: str) -> None:
     record = merging_record(traced_model.with_merging(tiny.checkpoint().model, merging))
     assert record is not None
     assert words in " ".join(record.sentences())
 
 
-def test_a_report_shows_tokens_by_block() -> None:
+def test_report_shows_tokens_per_block() -> None:
     blocks = [[0, 17, 3, 14], [1, 14, 4, 10]]
     sentences = ["each block merges <them>: 17 tokens become 10", "this takes 70%"]
     record = {"title": "a", "merging": {"verb": "merged", "sentences": sentences, "blocks": blocks}}
@@ -86,7 +86,7 @@ def test_a_report_shows_tokens_by_block() -> None:
 
 
 @pytest.mark.slow("graph")
-def test_a_release_of_a_model_that_merges_ends_in_its_verdict_and_says_how(tmp_path: Path) -> None:
+def test_release_of_a_merged_model_reports_its_verdict_and_schedule(tmp_path: Path) -> None:
     home, released = tiny.written(tmp_path, 12, to="calibration.npy"), tmp_path / "out"
     np.savez(home / "held-out.npz", images=tiny.images(9, seed=1), labels=np.arange(9) % 7)
     (home / "recipe.toml").write_text(RELEASE.replace("attn = 0.5", 'merge_tokens = "2,4"'))
@@ -122,7 +122,7 @@ def test_a_release_of_a_model_that_merges_ends_in_its_verdict_and_says_how(tmp_p
         ({"merge_tokens": "100", "merge_how": "drop"}, Merging(schedule=(15, 0), how="drop")),
     ],
 )
-def test_what_options_ask_for(options: dict[str, Any], expected: Merging) -> None:
+def test_merge_options_are_decoded(options: dict[str, Any], expected: Merging) -> None:
     model = tiny.checkpoint().model
     assert merging_from_choice(ReduceOptions.from_options(options), model) == expected
 
@@ -131,7 +131,7 @@ def test_what_options_ask_for(options: dict[str, Any], expected: Merging) -> Non
     ("options", "sparsities"),
     [({}, (None, None)), ({"closed_loop": True}, (0.0, 0.0)), ({"closed_loop": True, "mlp": 0.5}, (0.5, None))],
 )
-def test_merging_alone_repairs_at_full_width_in_a_closed_loop_and_nothing_without(
+def test_merging_alone_repairs_only_in_a_closed_loop(
     options: dict[str, Any], sparsities: tuple[float | None, float | None]
 ) -> None:
     method = ReduceOptions.from_options({"merge_tokens": "3"} | options).method_asked
@@ -150,6 +150,6 @@ def test_merging_alone_repairs_at_full_width_in_a_closed_loop_and_nothing_withou
         ),
     ],
 )
-def test_options_that_nothing_honours_are_refused(options: dict[str, Any], said: str) -> None:
+def test_options_without_effect_are_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(BadInput, match=said):
         ReduceOptions.from_options(options).refuse_ignored(options)

@@ -66,7 +66,7 @@ def given_of(model: nn.Module, images: Tensor | None = None) -> dict[str, Tensor
     return dict(zip([port.name for port in output_ports(model)], tensors, strict=True))
 
 
-def test_each_output_is_what_timm_gives_there() -> None:
+def test_each_named_output_equals_timms() -> None:
     dense = VIT().model
     assert isinstance(dense, VisionTransformer)
     model = named_by(dense, EVERY)
@@ -93,7 +93,7 @@ def test_each_output_is_what_timm_gives_there() -> None:
         assert torch.allclose(tensor, expected[name], rtol=1e-5, atol=1e-5), name
 
 
-def test_names_of_sites_and_weights_stay_and_nothing_is_counted_twice() -> None:
+def test_naming_outputs_keeps_site_names_weights_and_macs() -> None:
     dense = VIT().model
     model = named_by(dense, "class,patches,block0")
     assert named_outputs_of(dense) is None
@@ -152,11 +152,11 @@ REFUSED: list[tuple[Callable[[], Checkpoint], str, str]] = [
 
 
 @pytest.mark.parametrize(("made", "names", "said"), REFUSED)
-def test_what_a_model_has_not_got_is_refused(made: Callable[[], Checkpoint], names: str, said: str) -> None:
+def test_outputs_a_model_lacks_are_refused(made: Callable[[], Checkpoint], names: str, said: str) -> None:
     rejects(said, lambda: named_by(made().model, names))
 
 
-def test_what_programs_lack_is_refused() -> None:
+def test_outputs_a_program_lacks_are_refused() -> None:
     """A class token that comes later, and a module's own outputs."""
     cait, said = (
         of_timm("cait_xxs24_224", **SMALL),
@@ -168,7 +168,7 @@ def test_what_programs_lack_is_refused() -> None:
     rejects("a module of your own declares them", named_by, model, "map")
 
 
-def test_a_directory_keeps_its_outputs(tmp_path: Path) -> None:
+def test_saved_model_keeps_its_outputs(tmp_path: Path) -> None:
     dense = VIT()
     model = named_by(dense.model, "class,patches,block1")
     save(replace(dense, model=model), tmp_path / "model")
@@ -185,7 +185,7 @@ def test_a_directory_keeps_its_outputs(tmp_path: Path) -> None:
         load_checkpoint(tmp_path / "model")
 
 
-def test_merged_tokens_are_given_back_and_dropped_ones_refused() -> None:
+def test_merged_tokens_are_unmerged_and_dropped_ones_refused() -> None:
     dense = VIT().model
     outputs = outputs_from_text("class,patches,block0")
     merging = Merging(schedule=(3, 2, 0))
@@ -211,7 +211,7 @@ READ = {
 
 
 @pytest.mark.parametrize("names", READ)
-def test_tokens_that_outputs_have_or_are_made_of_count(names: str) -> None:
+def test_fit_counts_the_tokens_outputs_contain(names: str) -> None:
     model = named_by(VIT().model, names)
     for read in (tokens_to_fit(model), tokens_to_fit(model, "pooled")):
         assert read is not None
@@ -225,7 +225,7 @@ def mean_change(reduced: nn.Module, dense: nn.Module, images: Tensor) -> float:
     return sum(changes) / len(changes)
 
 
-def test_a_probe_weighs_all_outputs_alike(tmp_path: Path) -> None:
+def test_probe_weights_all_outputs_equally(tmp_path: Path) -> None:
     dense = VIT()
     model = named_by(dense.model, "class,patches,block0")
     inputs = tiny.opened(tmp_path / "images.npy", tiny.images(96), model)
@@ -255,7 +255,7 @@ def test_a_probe_weighs_all_outputs_alike(tmp_path: Path) -> None:
         ("class,patches,block1_map", None, PolishOptions()),
     ],
 )
-def test_loops_and_polishes_lower_the_errors_of_all_outputs(
+def test_loops_and_polish_lower_the_errors_of_all_outputs(
     names: str, loop: Loop | None, asked: PolishOptions, tmp_path: Path
 ) -> None:
     dense = VIT()
@@ -272,7 +272,7 @@ def test_loops_and_polishes_lower_the_errors_of_all_outputs(
     assert result.report.error < result.report.error_before
 
 
-def test_a_vision_tower_of_transformers_gives_its_tokens(tmp_path: Path) -> None:
+def test_transformers_vision_tower_gives_its_tokens(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed, so that there are no models of it")
     theirs = hf_towers.write_tower(tmp_path / "hf", "Dinov2Model")
     outputs = outputs_from_text("class,patches")
@@ -286,7 +286,7 @@ def test_a_vision_tower_of_transformers_gives_its_tokens(tmp_path: Path) -> None
 
 
 @pytest.mark.slow("graph")
-def test_a_graph_of_merged_tokens_has_a_vector_for_each_patch(tmp_path: Path) -> None:
+def test_graph_with_merged_tokens_has_a_vector_per_patch(tmp_path: Path) -> None:
     dense = tiny.checkpoint(num_classes=0)
     model = named_by(dense.model, "class,patches,block0")
     merged = traced_model.with_merging(model, Merging(schedule=(3, 0)))
@@ -327,9 +327,7 @@ MAPS: list[tuple[Callable[[], Checkpoint], dict[str, int | None]]] = [
 
 
 @pytest.mark.parametrize(("made", "places"), MAPS)
-def test_maps_and_their_places_are_what_timm_takes(
-    made: Callable[[], Checkpoint], places: dict[str, int | None]
-) -> None:
+def test_feature_maps_equal_timms(made: Callable[[], Checkpoint], places: dict[str, int | None]) -> None:
     """By the numbers of timm's features, None for what the head reads, and its logits; maps have channels first,
     wherever the model has them.
     """
@@ -358,7 +356,9 @@ def assert_maps(dense: Any, images: Tensor, places: dict[str, int | None]) -> No
 @pytest.mark.parametrize(
     ("architecture", "names"), [(PVT, NAMES), (DENSENET, ("feature1_map", "logits")), (MAMBA, ("stage1_map", "map"))]
 )
-def test_they_stay_in_what_is_reduced(architecture: Architecture, names: tuple[str, ...], tmp_path: Path) -> None:
+def test_reduced_model_keeps_its_feature_maps(
+    architecture: Architecture, names: tuple[str, ...], tmp_path: Path
+) -> None:
     dense = named(architecture, *names)
     np.save(tmp_path / "calibration.npy", images(48, seed=1))
     moments = calibrate(dense, images_for_model(dense.model, tmp_path / "calibration.npy"), batch_size=16)
@@ -388,7 +388,7 @@ def test_they_stay_in_what_is_reduced(architecture: Architecture, names: tuple[s
         ("vit_relpos_small_patch16_rpn_224", {"patches": [*range(16)]}),
     ],
 )
-def test_every_kind_of_vit_gives_its_tokens(name: str, kept: dict[str, list[int]]) -> None:
+def test_every_vit_kind_gives_its_tokens(name: str, kept: dict[str, list[int]]) -> None:
     model: Any = of_timm(name, **SMALL)
     pixels = torch.from_numpy(images(2, seed=1))
     with torch.no_grad():
@@ -405,7 +405,7 @@ def test_every_kind_of_vit_gives_its_tokens(name: str, kept: dict[str, list[int]
         ("swin_tiny_patch4_window7_224", "stage0_map,pooled"),
     ],
 )
-def test_a_walk_by_steps_meets_every_output(name: str, names: str) -> None:
+def test_walking_by_steps_reaches_every_output(name: str, names: str) -> None:
     """Behind each cut of the stream, as of a model of one output."""
     kwargs = SMALL | {"num_classes": 0}
     if "swin" in name:
@@ -425,7 +425,7 @@ def test_a_walk_by_steps_meets_every_output(name: str, names: str) -> None:
 # Stages' maps [B,C,H,W] as named outputs: their values, and a ConvNeXt's through closed loop, graphs, proof and
 
 
-def test_a_swins_maps_are_what_timm_gives_by_rows_and_columns() -> None:
+def test_swin_maps_equal_timms() -> None:
     kwargs = {"img_size": (64, 96), "window_size": 4, "embed_dim": 24, "depths": (2, 2), "num_heads": (2, 4)}
     dense = of_timm("swin_tiny_patch4_window7_224", **kwargs, num_classes=0)
     images = torch.randn(2, 3, 64, 96, generator=torch.Generator().manual_seed(0))
@@ -435,7 +435,7 @@ def test_a_swins_maps_are_what_timm_gives_by_rows_and_columns() -> None:
     )
 
 
-def test_a_stage_of_blocks_is_called_as_timm_calls_it() -> None:
+def test_stages_are_named_as_in_timm() -> None:
     """timm's features of an EfficientNet are the last blocks of stages, blocks.0.0 and so on."""
     dense: Any = small_convnets.checkpoint("small_efficientnet").model
     images, heard = small_convnets.pixels(2), list[torch.Tensor]()
@@ -446,7 +446,7 @@ def test_a_stage_of_blocks_is_called_as_timm_calls_it() -> None:
     torch.testing.assert_close(got, heard[0], rtol=1e-5, atol=1e-5)
 
 
-def test_patches_are_a_map_where_they_are_of_an_image() -> None:
+def test_patches_form_a_map_only_for_images() -> None:
     dense = tiny.checkpoint(num_classes=0, img_size=(32, 48)).model
     images = torch.randn(2, 3, 32, 48, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
@@ -458,7 +458,7 @@ def test_patches_are_a_map_where_they_are_of_an_image() -> None:
 
 
 @pytest.mark.parametrize("form", ["maxvit_tf", "coatnet", "tiny_vit", "efficientformer_v2"])
-def test_stages_of_hierarchies_are_maps_as_timm_has_them(form: str) -> None:
+def test_hierarchical_stages_equal_timms_maps(form: str) -> None:
     dense = timm_models.checkpoint(form, num_classes=0).model
     theirs = timm_models.library(form, num_classes=0)
     images = timm_models.pixels(dense, 2)

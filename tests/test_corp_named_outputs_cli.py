@@ -45,7 +45,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow("graph")
-def test_the_reduced_directory_and_its_graph_give_the_outputs_by_name(home: Path) -> None:
+def test_reduced_directory_and_graph_give_named_outputs(home: Path) -> None:
     assert json.loads((home / "reduced" / "config.json").read_text())["outputs"] == list(OUTPUTS)
     session = session_of(home / "reduced" / "model.onnx")
     assert [port.name for port in session.get_outputs()] == list(OUTPUTS)
@@ -59,7 +59,7 @@ def test_the_reduced_directory_and_its_graph_give_the_outputs_by_name(home: Path
 
 
 @pytest.mark.slow("graph")
-def test_inspect_says_what_a_model_gives(home: Path) -> None:
+def test_inspect_lists_the_outputs(home: Path) -> None:
     model = ("inspect", "--model", home / "dense", "--outputs", "class,patches")
     assert "outputs of one image: class [48] (embedding), patches [16, 48] (feature map)" in invoked(*model).output
     shown = json.loads(invoked("inspect", "--model", home / "reduced", "--json").stdout)
@@ -68,7 +68,7 @@ def test_inspect_says_what_a_model_gives(home: Path) -> None:
 
 
 @pytest.mark.slow("graph")
-def test_every_output_is_proven_link_by_link(home: Path) -> None:
+def test_every_output_is_verified_at_each_link(home: Path) -> None:
     steps = [home / "reduced", home / "reduced" / "model.onnx", home / "reduced" / "model.fp16.onnx"]
     dense = (home / "dense", "--outputs", "block0,class,patches")
     limits = ("--batch", "1,5", "--max-error", 0.5, "--min-agreement", 0.2)
@@ -90,7 +90,7 @@ def test_every_output_is_proven_link_by_link(home: Path) -> None:
 
 
 @pytest.mark.slow("graph")
-def test_other_outputs_than_the_dense_models_are_refused(home: Path) -> None:
+def test_outputs_that_differ_from_the_dense_models_are_refused(home: Path) -> None:
     held_out = ("--images", home / "held-out.npy", "-o", home / "other.json")
     every = "class, patches, block0"
     other = ("verify", home / "dense", "--outputs", "class", home / "reduced", *held_out)
@@ -113,7 +113,7 @@ RECIPE = recipe(
 
 @pytest.mark.slow("graph", "engine")
 @needs_rtx
-def test_an_engine_has_the_outputs_and_its_attention_stays_fused(home: Path) -> None:
+def test_engine_has_the_outputs_and_fused_attention(home: Path) -> None:
     dense = ("--model", home / "dense", "--outputs", ",".join(OUTPUTS), "-o", home / "d.onnx")
     invoked("export", *dense, "--precision", "fp16")
     audit = audited(home / "d.onnx", home / "reduced" / "model.fp16.onnx")
@@ -151,7 +151,7 @@ def errors(bare: Path, directory: Path) -> dict[str, float]:
 
 
 @pytest.mark.slow("models")
-def test_the_smallest_model_keeps_the_limit_at_its_worst_output(bare: Path) -> None:
+def test_within_limit_holds_at_the_worst_output(bare: Path) -> None:
     asked = ("--within", "error 0.3", "--judge", bare / "held-out.npy", "--align", "mlp=8,head=8")
     result = invoked("reduce", *dense(bare), "--images", bare / "images.npy", *asked, "--json", "-o", bare / "within")
     within = json.loads(result.stdout)["within"]
@@ -171,14 +171,14 @@ def test_the_smallest_model_keeps_the_limit_at_its_worst_output(bare: Path) -> N
     assert f"at {worst}, the worst output ({other} {by_hand[other]:.3g})" in " ".join(out.split())
 
 
-def test_accuracy_is_not_of_tokens(bare: Path) -> None:
+def test_accuracy_of_tokens_is_refused(bare: Path) -> None:
     asked = ("--within", "accuracy -1", "--judge", bare / "held-out.npy", "-o", bare / "no")
     words = ("reduce", *dense(bare), "--images", bare / "images.npy", *asked)
     refuses("class is embedding, block0 is feature map, and only logits have labels", *words)
 
 
 @pytest.mark.slow("models")
-def test_a_sweep_says_the_worst_output_and_lists_each(bare: Path) -> None:
+def test_sweep_reports_the_worst_output_and_lists_each(bare: Path) -> None:
     more = ("--images", bare / "held-out.npy", "--align", "mlp=8,head=8", "--min-agreement", 0.01)
     swept = ("--sparsity", "0.1,0.5", "--preset", "best", *more, "-o", bare / "sweep")
     result = invoked("sweep", *dense(bare), *swept)
@@ -261,7 +261,7 @@ def verify(base: Path, *more: Any, code: int = 0) -> Any:
 
 
 @pytest.mark.slow("graph")
-def test_maps_of_every_step_are_links_with_error_and_overlap(base: Path) -> None:
+def test_feature_maps_are_judged_by_error_and_overlap(base: Path) -> None:
     heads = ("--head", base / "saliency.onnx", "--head", base / "classes.onnx")
     limits = ("--max-error", 2.0, "--max-map-error", 2.0, "--min-iou", 0.05, "--min-pixels", 0.05)
     parity = verify(base, *heads, *limits)
@@ -298,7 +298,7 @@ def test_maps_of_every_step_are_links_with_error_and_overlap(base: Path) -> None
 
 
 @pytest.mark.slow("models")
-def test_limits_of_maps_are_their_own(base: Path) -> None:
+def test_map_limits_are_separate(base: Path) -> None:
     head = ("--head", base / "saliency.onnx")
     strict = verify(base, *head, "--min-iou", 1.0, "--exclude-output", "class", code=1)
     failed = {link["name"] for link in strict["links"] if link["status"] == "FAIL"}
@@ -330,7 +330,7 @@ def test_limits_of_maps_are_their_own(base: Path) -> None:
         (("--head", "flat.onnx"), "score map: got [16, 48], expected [inputs, height, width] or [inputs, classes"),
     ],
 )
-def test_heads_that_do_not_fit_are_refused(base: Path, more: tuple[Any, ...], message: str) -> None:
+def test_mismatched_heads_are_refused(base: Path, more: tuple[Any, ...], message: str) -> None:
     write_head(Saliency(), base / "patches.onnx")
     if "flat.onnx" in more:
         write_head(Mean(), base / "flat.onnx", role="embedding")
@@ -339,7 +339,7 @@ def test_heads_that_do_not_fit_are_refused(base: Path, more: tuple[Any, ...], me
 
 
 @pytest.mark.slow("graph")
-def test_a_recipe_has_heads_and_limits_of_their_maps(base: Path) -> None:
+def test_recipe_sets_heads_and_map_limits(base: Path) -> None:
     parity = '[parity]\nhead = ["saliency.onnx"]\nmin_iou = 0.05\nmax_map_error = 2.0'
     (base / "recipe.toml").write_text(RECIPE.replace("[parity]", parity))
     invoked("release", base / "recipe.toml", "-o", base / "release")
@@ -356,7 +356,7 @@ def test_a_recipe_has_heads_and_limits_of_their_maps(base: Path) -> None:
 
 
 @pytest.mark.slow("graph")
-def test_one_output_meets_a_heads_one_input_whatever_they_are_called(base: Path) -> None:
+def test_single_output_feeds_a_single_input_head_of_any_name(base: Path) -> None:
     write_head(linear(64, nn.Unflatten(1, (1, 8, 8))), base / "spread.onnx", port=Port(name="features", shape=(48,)))
     more = ("--images", base / "held-out.npy", "--head", base / "spread.onnx", "--map-threshold", 0, "--min-iou", 1,
             "--max-error", 0)  # fmt: skip

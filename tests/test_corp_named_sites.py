@@ -61,7 +61,7 @@ def outputs(model: nn.Module, count: int = 6) -> Tensor:
     return tiny.ran(model, tiny.images(count, seed=4))
 
 
-def test_naming_changes_no_output_and_leaves_the_users_module_alone() -> None:
+def test_naming_sites_changes_neither_outputs_nor_the_module() -> None:
     model = net()
     before = outputs(model)
     ours = named(model)
@@ -76,7 +76,7 @@ def test_naming_changes_no_output_and_leaves_the_users_module_alone() -> None:
 EVERY = [f"layers.{i}.{part}" for i in range(2) for part in ("mix.qk", "mix.v", "ffn")]
 
 
-def test_those_named_alone_are_offered_and_reduced(tmp_path: Path) -> None:
+def test_only_named_sites_are_offered_and_reduced(tmp_path: Path) -> None:
     """As they are where nothing is named; what else there is stays as it is."""
     every, one = named(net()), named(net(), mlps={"layers.1.ffn": ("0", "2")}, attentions={})
     unnamed = Net()
@@ -189,7 +189,7 @@ REFUSED: dict[str, tuple[nn.Module, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_not_so_is_refused(case: str) -> None:
+def test_false_declarations_are_refused(case: str) -> None:
     model, said, words = REFUSED[case]
     rejects(words, named, model, **said)
 
@@ -222,7 +222,7 @@ class Fused(nn.Module):
     ("module", "mlps", "words"),
     [(Fused(), {"": ("both", "last")}, "gated channels 16"), (Twice(), {"ffn": ("0", "2")}, "channels 32")],
 )
-def test_what_the_program_shows_is_found_and_exact(
+def test_sites_of_the_program_are_found_and_exact(
     module: nn.Module, mlps: dict[str, tuple[str, ...]], words: str, tmp_path: Path
 ) -> None:
     """Groups that are read by nobody are removed without a trace."""
@@ -261,7 +261,7 @@ SCALES = {"plain": 0.25, "said": 0.3, "before": 0.1, "masked": 0.25, "normed": N
 
 
 @pytest.mark.parametrize(("form", "scale"), SCALES.items())
-def test_the_programs_own_scale_is_what_one_is_held_against(form: str, scale: float | None) -> None:
+def test_declared_scale_is_checked_against_the_program(form: str, scale: float | None) -> None:
     def sites(**more: object) -> nn.Module:
         said = {"qkv": "qkv", "proj": "proj", "heads": 2, **more}
         return corp_deploy.sites(Attention(form), inputs=(3, 32, 32), attentions={"": said})
@@ -275,7 +275,7 @@ def test_the_programs_own_scale_is_what_one_is_held_against(form: str, scale: fl
         assert len(sites_of(sites(scale=scale)).every) == 2
 
 
-def test_queries_and_keys_know_their_values_wherever_layers_stand(tmp_path: Path) -> None:
+def test_queries_and_keys_find_their_values_in_any_layout(tmp_path: Path) -> None:
     """No module is the attention's own: they are narrowed apart, as wide as each other, and go with their values."""
     torch.manual_seed(0)
     net, inputs = nn.Sequential(Attention("plain")).eval(), torch.randn(40, 3, 32, 32)
@@ -293,14 +293,14 @@ def test_queries_and_keys_know_their_values_wherever_layers_stand(tmp_path: Path
     assert not sites_of(at_widths(square.model, {values.name: 0})).every
 
 
-def test_a_file_is_run_where_it_is_trusted_alone(tmp_path: Path) -> None:
+def test_user_code_runs_only_if_trusted(tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(SOURCE)
     model = ("--model", f"module:{tmp_path / 'net.py'}:build")
     refuses("net.py is code, which would be run to make the model: read it, and give --trust-code", "inspect", *model)
     assert "layers.1.mix" in invoked("inspect", *model, "--trust-code").output
 
 
-def test_a_reduced_form_needs_the_same_trust_and_no_file(tmp_path: Path) -> None:
+def test_reduced_module_needs_trust_but_not_its_file(tmp_path: Path) -> None:
     with trusting_code(True):
         model = build_from_code(checkpoint(net()).architecture)
     reduction = halved(model, tmp_path)
@@ -335,7 +335,7 @@ FAULTS = {
 }
 
 
-def test_arguments_are_kept_and_code_that_will_not_do_is_refused(tmp_path: Path) -> None:
+def test_arguments_are_kept_and_invalid_code_is_refused(tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(BAD)
     for name, reason in FAULTS.items():
         refuses(reason, "inspect", "--model", f"module:{tmp_path / name}", "--trust-code")
@@ -355,7 +355,7 @@ RECIPE = recipe(
 
 
 @pytest.mark.slow("graph")
-def test_a_recipe_names_code_which_the_command_has_to_trust(tmp_path: Path) -> None:
+def test_recipe_code_needs_trust_on_the_command_line(tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(SOURCE)
     (tmp_path / "recipe.toml").write_text(RECIPE)
     np.save(tmp_path / "images.npy", tiny.images(48))
@@ -400,7 +400,7 @@ def timms():
 """
 
 
-def test_a_grey_module_has_the_mean_that_is_said_and_no_other(tmp_path: Path) -> None:
+def test_grey_module_uses_only_its_declared_mean(tmp_path: Path) -> None:
     (tmp_path / "grey.py").write_text(GREY)
     name = f"module:{tmp_path / 'grey.py'}:build"
     with trusting_code(True):
@@ -418,7 +418,7 @@ def test_a_grey_module_has_the_mean_that_is_said_and_no_other(tmp_path: Path) ->
         corp_deploy.sites(nn.Linear(8, 8), inputs=(1, 8, 8), mlps={}, mean=(0.1, 0.2, 0.3))
 
 
-def test_the_page_shows_the_example_as_it_is() -> None:
+def test_page_shows_the_example_unchanged() -> None:
     page = (ROOT / "docs" / "how-to" / "own-module.md").read_text()
     shown = page.split("```text\n")[1].split("```")[0]
     signature, call = shown.split("    net = Net(depth=depth)\n")

@@ -24,7 +24,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.slow("models")
-def test_what_asks_for_heads_is_refused(home: Path) -> None:
+def test_attention_options_are_refused_without_attention(home: Path) -> None:
     reduce = ("reduce", "--model", "dense", "--moments", "moments.safetensors", "-o", "reduced")
     for options, words in (
         (("--attn", 0.5), "--attn 0.5"),

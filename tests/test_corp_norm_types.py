@@ -36,7 +36,7 @@ class OneNorm(nn.Module):
     [(RmsNorm(16), "fp16"), (RmsNorm(16), "bf16"), (SimpleNorm(16), "fp16"), (RmsNorm2d(16), "fp16")],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
-def test_every_norm_takes_its_mean_in_float32(norm: nn.Module, precision: str) -> None:
+def test_every_norm_computes_its_mean_in_float32(norm: nn.Module, precision: str) -> None:
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in norm.parameters():

@@ -70,7 +70,7 @@ class Wrong(OpenVinoRunner):
 
 
 @needs_openvino
-def test_a_wrong_kernel_fails_the_link_of_its_own_runtime(
+def test_faulty_kernel_fails_only_its_runtimes_link(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("corp_deploy.proof.candidates.OpenVinoRunner", Wrong)
@@ -81,14 +81,12 @@ def test_a_wrong_kernel_fails_the_link_of_its_own_runtime(
     assert not record["located"], "blocks are compared in ONNX Runtime, which is right"
 
 
-def test_a_runtime_without_graphs_is_refused(home: Path, tmp_path: Path) -> None:
+def test_runtime_without_a_graph_is_refused(home: Path, tmp_path: Path) -> None:
     words = ("verify", home / "dense", home / "dense", "--random", 2, "--runtime", "openvino", "-o", tmp_path / "p")
     refuses("there is none among the candidates", *words)
 
 
-def test_without_openvino_the_commands_say_what_to_install(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_openvino_names_the_package(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "openvino", None)
     graph = home / "fp32.onnx"
     for words in (
@@ -109,9 +107,7 @@ def test_without_openvino_the_commands_say_what_to_install(
         ("fp16", "openvino-bf16", "OpenVINO fp16 in bf16", BFLOAT16),
     ],
 )
-def test_a_graph_is_judged_by_the_coarser_of_its_types_and_its_arithmetic(
-    home: Path, file: str, runtime: Any, label: str, float_type: Any
-) -> None:
+def test_graph_is_judged_by_its_coarsest_type(home: Path, file: str, runtime: Any, label: str, float_type: Any) -> None:
     step = in_runtime(candidate_from_path(home / f"{file}.onnx"), runtime)
     assert step.label.endswith(f"{file}.onnx {label}")
     assert step.float_type is float_type
@@ -132,14 +128,14 @@ def of_openvino(tmp_path: Path, **target: str) -> Recipe:
 @pytest.mark.parametrize(
     ("target", "graph"), [({}, "model.onnx"), ({"precision": "bf16"}, "model.bf16.onnx")], ids=["fp32", "bf16"]
 )
-def test_a_recipe_benches_the_target_in_its_own_precision(tmp_path: Path, target: dict[str, str], graph: str) -> None:
+def test_recipe_benches_each_target_in_its_precision(tmp_path: Path, target: dict[str, str], graph: str) -> None:
     made, dtype = of_openvino(tmp_path, **target), target.get("precision", "fp32")
     said = f"bench dense/{graph} reduced/{graph} --backend openvino --dtype {dtype} --threads 2"
     commands = {stage.name: stage.command for stage in stages_of(made, tmp_path, Baseline())}
     assert said in commands["bench.openvino"]
 
 
-def test_a_target_in_openvino_needs_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_openvino_target_needs_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target: ReleaseTarget = of_openvino(tmp_path).targets[0]
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert missing_to_run(target) == "openvino is not installed here; pip install 'corp-deploy[openvino]'"

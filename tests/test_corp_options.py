@@ -121,7 +121,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
 
 @pytest.mark.slow("graph")
 @pytest.mark.parametrize(("way", "option", "value"), PAIRS)
-def test_bench_hands_an_option_on_or_refuses_it(
+def test_bench_uses_or_refuses_every_option(
     home: Path, tmp_path: Path, seen: Seen, way: str, option: str, value: Any
 ) -> None:
     name, asked = ASKED[way]
@@ -151,7 +151,7 @@ def test_bench_hands_an_option_on_or_refuses_it(
         assert seen.told[option] == value
 
 
-def test_bench_of_a_directory_that_is_exported_is_refused_as_its_graph_is(home: Path, tmp_path: Path) -> None:
+def test_bench_of_a_directory_follows_the_rules_of_its_graph(home: Path, tmp_path: Path) -> None:
     """What would measure FP32 on the CPU and exit 0."""
     for option, value, more in (("dtype", "fp16", ""), ("device", "cuda", "--provider cuda")):
         result = run("bench", home / "dense", home / "dense", f"--{option}", value, "-o", tmp_path / "b")
@@ -159,7 +159,7 @@ def test_bench_of_a_directory_that_is_exported_is_refused_as_its_graph_is(home: 
         assert more in result.stderr
 
 
-def test_what_picks_a_backend_may_be_about_one_of_the_two(home: Path, tmp_path: Path, seen: Seen) -> None:
+def test_backend_options_must_apply_to_both_subjects(home: Path, tmp_path: Path, seen: Seen) -> None:
     """A module beside an engine needs its backend named; a precision that one of them ignores is refused."""
     both = ["bench", home / "dense", home / "tensorrt.plan", "-o", tmp_path / "b.json", "--backend", "torch"]
     assert REACHED in run(*both, "--device", "cuda").stderr
@@ -167,7 +167,7 @@ def test_what_picks_a_backend_may_be_about_one_of_the_two(home: Path, tmp_path: 
     refuses("expected both on one device", *both)
 
 
-def test_an_engine_costs_what_the_graph_beside_it_says_where_it_is_that_graph(home: Path, tmp_path: Path) -> None:
+def test_engine_takes_its_cost_from_its_own_graph(home: Path, tmp_path: Path) -> None:
     graph, plan = tmp_path / "model.onnx", tmp_path / "model.plan"
     graph.write_bytes((home / "dense.onnx").read_bytes())
     plan.write_bytes(b"plan")
@@ -183,7 +183,7 @@ def test_an_engine_costs_what_the_graph_beside_it_says_where_it_is_that_graph(ho
     assert (told.macs, told.params) == (None, None)
 
 
-def test_an_optimised_graph_named_plan_is_no_engine(home: Path, tmp_path: Path) -> None:
+def test_optimised_graph_named_plan_is_not_an_engine(home: Path, tmp_path: Path) -> None:
     result = invoked("bench", home / "onnxruntime.plan", home / "dense.onnx", "-o", tmp_path / "b.json", code=2)
     assert "which runs .onnx files" in " ".join(result.stderr.split())
 
@@ -212,7 +212,7 @@ BUILD_ASKED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("option", BUILD_VALUES)
 @pytest.mark.parametrize("way", BUILD.variants)
-def test_build_hands_an_option_on_or_refuses_it(
+def test_build_uses_or_refuses_every_option(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, option: str
 ) -> None:
     told: dict[str, Any] = {}
@@ -241,7 +241,7 @@ def test_build_hands_an_option_on_or_refuses_it(
 
 
 @pytest.mark.parametrize("way", AUDIT.variants)
-def test_audit_takes_targets_for_one_backend(home: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+def test_audit_takes_targets_of_one_backend(home: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     def audited(*_: object, **told: Any) -> NoReturn:
         raise Missing(f"{REACHED} {told['sms']}")
 
@@ -287,13 +287,13 @@ EXPORT_VALUES = {
 
 
 @pytest.mark.usefixtures("unloaded")
-def test_export_of_several_precisions_takes_what_one_of_them_uses(tmp_path: Path) -> None:
+def test_export_accepts_options_used_by_any_requested_precision(tmp_path: Path) -> None:
     words = ["export", "--model", "m", "-o", tmp_path / "m.onnx", "--precision", "fp32,mixed"]
     assert REACHED in run(*words, "--keep-fp32", "blocks.1").stderr
     refused(run("export", "--model", "m", "-o", tmp_path / "m.onnx", "--auto"), EXPORT, "auto", True)
 
 
-def test_export_has_no_heads_to_replace_where_all_widths_are_one(home: Path, tmp_path: Path) -> None:
+def test_export_refuses_heads_if_all_widths_are_equal(home: Path, tmp_path: Path) -> None:
     result = run("export", "--model", home / "dense", "-o", tmp_path / "m.onnx", "--heads", "ragged")
     refused(result, option_table.EXPORT_HEADS, "heads", "ragged")
     assert list(tmp_path.iterdir()) == []
@@ -376,7 +376,7 @@ CASES = [
 
 @pytest.mark.usefixtures("unloaded")
 @pytest.mark.parametrize(("words", "axis", "way", "asked", "option", "value"), CASES)
-def test_what_a_way_would_ignore_is_refused(
+def test_ignored_options_are_refused(
     words: list[str], axis: Axis, way: str, asked: dict[str, Any], option: str, value: object
 ) -> None:
     result = run(*words, *words_of(asked | {option: value}))
@@ -396,7 +396,7 @@ def test_what_a_way_would_ignore_is_refused(
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("preset", PRESETS)
-def test_reduce_refuses_what_a_preset_leaves_alone(preset: str, given: dict[str, Any]) -> None:
+def test_reduce_refuses_options_its_preset_ignores(preset: str, given: dict[str, Any]) -> None:
     way, (option, value) = PRESET.variants[preset], next(iter(given.items()))
     more = {"attn": 0.5} if option == "heads" and way.supports("attn", 0.5) else {}
     result = run(*REDUCE, "--preset", preset, *words_of(given | more))
@@ -407,7 +407,7 @@ def test_reduce_refuses_what_a_preset_leaves_alone(preset: str, given: dict[str,
 
 
 @pytest.mark.usefixtures("unloaded")
-def test_a_geometry_is_of_presets_and_parts_that_have_a_reduced_head() -> None:
+def test_geometry_needs_a_preset_that_reduces_heads() -> None:
     refused(run(*REDUCE, "--mlp", 0.5, "--heads", "ragged"), ATTENTION, "heads", "ragged")
     assert REACHED in run(*REDUCE, "--mlp", 0.5, "--attn", 0.5, "--heads", "ragged").stderr
     assert REACHED in run(*SWEEP, "--preset", "best,grail", "--heads", "square").stderr
@@ -415,7 +415,7 @@ def test_a_geometry_is_of_presets_and_parts_that_have_a_reduced_head() -> None:
     refused(run(*SWEEP, "--parts", "mlp", "--heads", "square"), ATTENTION, "heads", "square")
 
 
-def test_what_is_of_decoders_is_refused_of_models(home: Path, tmp_path: Path) -> None:
+def test_decoder_options_are_refused_for_other_models(home: Path, tmp_path: Path) -> None:
     graphs = (home / "dense.onnx", home / "dense.onnx")
     told = run("bench", *graphs, "--cached", 8, "-o", tmp_path / "b.json")
     assert "--cached 8 is not honoured by models" in told.stderr
@@ -434,7 +434,7 @@ COMMANDS = {"INPUTS": ("calibrate", "sweep", "verify"), "CALIBRATE": ("calibrate
 
 
 @pytest.mark.parametrize(("name", "axis"), AXES)
-def test_every_option_of_the_table_is_one_of_its_command(name: str, axis: Axis) -> None:
+def test_support_table_lists_only_options_of_its_command(name: str, axis: Axis) -> None:
     of_reduction = ("reduce", "sweep") if name in vars(reduction_table) else (name.partition("_")[0].lower(),)
     commands = [main.commands[each] for each in COMMANDS.get(name, of_reduction)]
     every = [each for command in commands for each in command.params if isinstance(each, click.Option)]

@@ -90,7 +90,7 @@ def shares(home: Path) -> list[float]:
 
 
 @pytest.mark.slow("graph")
-def test_a_measure_of_each_artefact_judged_against_the_dense_model(home: Path) -> None:
+def test_custom_metric_is_judged_against_the_dense_model(home: Path) -> None:
     command = f"hits={sys.executable} score.py {{outputs}}"
     result = run("verify", "dense", "reduced", "reduced/model.onnx", "--images", "images.npz", "--labels", "images.npz",
                  "-o", "parity.json", "--metric", command, "--max-error", 9)  # fmt: skip
@@ -127,7 +127,7 @@ def _labelled() -> ProofInputs:
     return ProofInputs(feeds=INPUTS.feeds, digest="0", names=INPUTS.names, labels=np.zeros(4, dtype=np.int64))
 
 
-def test_a_function_is_run_where_code_is_trusted_only(home: Path) -> None:
+def test_metric_function_runs_only_if_trusted(home: Path) -> None:
     code = "def mean(outputs):\n    open('ran', 'w').close()\n    return outputs['logits'].mean()\n"
     (home / "own.py").write_text(code)
     refuses("own.py is code, which would be run to measure outputs", *VERIFY, "--metric", "mean=module:own.py:mean")
@@ -149,11 +149,11 @@ def test_a_function_is_run_where_code_is_trusted_only(home: Path) -> None:
         ("print(1); raise SystemExit(3)", r"exit code 3, expected 0 \(the file holds logits, names\): it said nothing"),
     ],
 )
-def test_what_gives_no_number_is_refused(code: str, says: str) -> None:
+def test_metric_without_a_number_is_refused(code: str, says: str) -> None:
     rejects(f"metric own of one: {says}", measured, python(code))
 
 
-def test_a_command_is_no_shell_and_sees_the_outputs_alone(tmp_path: Path) -> None:
+def test_metric_command_uses_no_shell_and_sees_only_outputs(tmp_path: Path) -> None:
     code = "import sys, numpy as np; f = np.load(sys.argv[1]); print(sorted(f.files)); print(f['logits'].sum())"
     assert measured(python(code)) == 66.0
     look = "import os, sys; print(oct(os.stat(os.path.dirname(sys.argv[1])).st_mode & 0o777)[2:])"
@@ -168,9 +168,7 @@ def test_a_command_is_no_shell_and_sees_the_outputs_alone(tmp_path: Path) -> Non
     assert measured("./own.sh {outputs}", below=tmp_path) == 7.0
 
 
-def test_a_command_that_fails_ends_the_proof_before_any_candidate_is_run(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failing_metric_command_ends_the_proof_early(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chain.Chain, "_step", lambda *_: pytest.fail("a candidate was run"))
     failed = invoked(*VERIFY, "--metric", "false {outputs}", code=2)
     told = " ".join(failed.output.split())
@@ -180,7 +178,7 @@ def test_a_command_that_fails_ends_the_proof_before_any_candidate_is_run(
     assert not (home / "parity.json").exists()
 
 
-def test_a_measure_is_another_by_words_files_and_labels_and_not_by_where_they_stand(tmp_path: Path) -> None:
+def test_metric_identity_is_its_words_files_and_labels(tmp_path: Path) -> None:
     def digest(folder: str, inputs: ProofInputs, word: str = "1") -> str:
         (tmp_path / folder).mkdir(exist_ok=True)
         (tmp_path / folder / "score.py").write_text(SCORE + folder[1:])
@@ -192,7 +190,7 @@ def test_a_measure_is_another_by_words_files_and_labels_and_not_by_where_they_st
 
 
 @pytest.mark.slow("graph")
-def test_a_measure_is_held_against_that_of_an_older_proof(home: Path) -> None:
+def test_metric_is_compared_with_an_older_proof(home: Path) -> None:
     highest = "import sys, numpy; print(numpy.load(sys.argv[1])['logits'].max())"
     score = f"--metric={python(highest)}"
     words = ("verify", "dense", "dense", "--images", "images.npz", "--max-error", 1, "-o")
@@ -221,7 +219,7 @@ def test_a_measure_is_held_against_that_of_an_older_proof(home: Path) -> None:
     assert (home / "base.json").read_bytes() == (home / "old.json").read_bytes()
 
 
-def test_graphs_that_are_compared_without_their_model_are_measured_too(home: Path) -> None:
+def test_metrics_apply_to_graphs_without_their_model(home: Path) -> None:
     seen = "import sys, numpy; f = numpy.load(sys.argv[1]); print(len(f['names']) + f['logits'].size)"
     graph, asked = "reduced/model.onnx", ("--metric", f"seen={python(seen)}")
     assert run("verify", graph, graph, "--images", "images.npz", "-o", "p.json", *asked).exit_code == 3
@@ -233,7 +231,7 @@ def test_graphs_that_are_compared_without_their_model_are_measured_too(home: Pat
     assert run("gate", "q.json", "--fail-if", "metric.seen < dense - 1").exit_code == 0
 
 
-def test_what_takes_too_long_is_stopped_with_all_it_started() -> None:
+def test_metric_beyond_its_time_limit_is_killed_with_its_children() -> None:
     started = time.monotonic()
     with pytest.raises(BadInput, match=r"took longer than 0\.5 s and was stopped"):
         measured(python("import subprocess; subprocess.run(['sleep', '60'])"), time_limit_s=0.5)
@@ -252,19 +250,19 @@ def test_what_takes_too_long_is_stopped_with_all_it_started() -> None:
         (["{outputs}"], r"\{outputs\} is data, but the first word is the program to run"),
     ],
 )
-def test_odd_requests_are_refused_before_anything_is_run(texts: list[str], says: str) -> None:
+def test_invalid_metrics_are_refused_before_anything_runs(texts: list[str], says: str) -> None:
     rejects(says, metrics_from_texts, texts)
     words = [word for text in texts for word in ("--metric", text)]
     assert run("verify", "dense", "reduced", "--images", "x.npy", "-o", "p.json", *words).exit_code == 2
 
 
-def test_a_time_limit_without_a_measure_is_refused() -> None:
+def test_time_limit_without_a_metric_is_refused() -> None:
     words = ("verify", "a", "b", "--random", "3", "-o", "p.json", "--metric-time-limit", "3")
     refuses("--metric-time-limit is for --metric", *words)
 
 
 @pytest.mark.slow("graph")
-def test_a_release_measures_by_the_recipe_and_takes_pixels(home: Path) -> None:
+def test_release_applies_recipe_metrics_to_pixel_graphs(home: Path) -> None:
     """Graphs of uint8, samples, server configuration, manifest, card, report and gate from one recipe."""
     (home / "score.py").write_text(QUIET)
     photographs = np.random.default_rng(0).integers(0, 256, (22, 3, 32, 32), dtype=np.uint8)

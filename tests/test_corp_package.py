@@ -37,7 +37,7 @@ def package(results: Path, *words: object, code: int = 0) -> Result:
 
 
 @pytest.mark.parametrize(("backend", "key"), [("python", "intra_op_threads"), ("onnxruntime", "intra_op_thread_count")])
-def test_what_a_server_is_told_is_an_option(results: Path, backend: str, key: str) -> None:
+def test_server_settings_are_options(results: Path, backend: str, key: str) -> None:
     words = ["--queue-delay-us", 0, "--instances", 3, "--graph-batches", "1,16", "--policy", "all"]
     words += ["--cpu-backend", backend, "--cpu-threads", 2, "--batch", "1:4:8", "--batch", "1:16:32"]
     package(results, *words)
@@ -59,7 +59,7 @@ def test_what_a_server_is_told_is_an_option(results: Path, backend: str, key: st
     assert not any(each.severity == "error" for each in lint_repository(results / "repo"))
 
 
-def test_without_options_nothing_changes(results: Path) -> None:
+def test_defaults_change_nothing(results: Path) -> None:
     package(results, "--max-batch", 4)
     cpu = config_of(results / "repo/vit_cpu")
     assert (cpu.text("backend"), cpu.number("max_batch_size")) == ("python", 4)
@@ -79,7 +79,7 @@ def test_without_options_nothing_changes(results: Path) -> None:
         (["--policy", "newest"], "'newest' is not one of 'latest', 'all', 'specific'"),
     ],
 )
-def test_what_can_not_be_served_is_refused(results: Path, words: list[object], says: str) -> None:
+def test_unservable_models_are_refused(results: Path, words: list[object], says: str) -> None:
     assert says in package(results, *words, code=2).output
     assert not (results / "repo").exists()
 
@@ -114,9 +114,7 @@ def proof_in(results: Path) -> Any:
         ({"parity": "PASS", "gate": "FAIL"}, "gate.json: FAIL: speedup@b1 < 1.1: 1.02 measured"),
     ],
 )
-def test_model_that_failed_is_packed_only_with_allow_failed(
-    results: Path, verdicts: dict[str, Any], names: str
-) -> None:
+def test_failed_model_is_packaged_only_with_allow_failed(results: Path, verdicts: dict[str, Any], names: str) -> None:
     judged(results, **verdicts)
     refused = " ".join(package(results, code=1).output.split())
     assert f"{results}: not packed, because its proof failed: {names}" in refused
@@ -126,13 +124,13 @@ def test_model_that_failed_is_packed_only_with_allow_failed(
     assert any(f"{name}: {line}".startswith(names) for name, line in proof_in(results).items())
 
 
-def test_failed_record_of_one_target_is_enough_to_refuse(results: Path) -> None:
+def test_one_failed_target_record_refuses_the_package(results: Path) -> None:
     judged(results, parity="FAIL")
     (results / "parity.json").rename(results / "parity.tensorrt.json")
     assert "parity.tensorrt.json: FAIL" in package(results, code=1).output
 
 
-def test_model_that_neither_passed_nor_failed_is_packed_with_a_warning(results: Path) -> None:
+def test_inconclusive_model_is_packaged_with_a_warning(results: Path) -> None:
     judged(results, parity="UNJUDGED", gate="INCONCLUSIVE")
     said = package(results).output
     assert "warning: parity.json: UNJUDGED (0 links judged" in said
@@ -140,12 +138,12 @@ def test_model_that_neither_passed_nor_failed_is_packed_with_a_warning(results: 
     assert proof_in(results)["parity.json"].startswith("UNJUDGED")
 
 
-def test_model_without_any_verdict_is_packed_as_unproven(results: Path) -> None:
+def test_model_without_a_verdict_is_packaged_as_unproven(results: Path) -> None:
     assert "warning: no parity.json: nothing shows that the model's answers agree" in package(results).output
     assert proof_in(results) == {}
 
 
-def test_model_that_passed_is_packed_without_a_warning_of_its_proof(results: Path) -> None:
+def test_passed_model_is_packaged_without_a_warning(results: Path) -> None:
     judged(results, parity="PASS", gate="PASS")
     assert ".json" not in package(results).output
     assert proof_in(results)["gate.json"] == "PASS"
@@ -174,7 +172,7 @@ def packaged(folder: Path) -> tuple[Path, dict[int, Path]]:
 
 @pytest.mark.slow("server")
 @pytest.mark.skipif(REASON is not None, reason=str(REASON))
-def test_a_server_is_rolled_and_a_version_with_other_answers_is_not_served(tmp_path: Path) -> None:
+def test_server_is_rolled_and_a_deviating_version_is_not_served(tmp_path: Path) -> None:
     repository, graphs = packaged(tmp_path)
     good, other = (samples_of(graphs[version], tmp_path / f"release{version}") for version in (1, 2))
     with Server(repository, tmp_path) as server:

@@ -72,7 +72,7 @@ def error_of_conv(
     return float(left.square().sum(dim=1).mean())
 
 
-def test_columns_are_those_of_flattened_weights() -> None:
+def test_columns_follow_the_flattened_weights() -> None:
     weight, _ = conv_of(3, 5, 2)
     kept = torch.tensor([0, 3, 4])
     assert columns(kept, 4).dtype == torch.int64
@@ -100,7 +100,7 @@ def hard_maps(kind: str) -> Tensor:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("kernel", "padding", "stride"), SHAPES)
 @pytest.mark.parametrize("form", FORMS)
-def test_errors_are_those_of_the_convolutions(form: str, kernel: int, padding: int, stride: int, kind: str) -> None:
+def test_errors_equal_those_of_the_convolutions(form: str, kernel: int, padding: int, stride: int, kind: str) -> None:
     maps, (weight, bias) = hard_maps(kind), conv_of(4, 6, kernel)
     kept = torch.tensor([0, 1, 2, 5])
     stats = statistics_of(maps, patches_by_hand(maps, kernel, padding, stride))
@@ -115,7 +115,7 @@ def test_errors_are_those_of_the_convolutions(form: str, kernel: int, padding: i
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_nothing_removed_changes_nothing_and_a_layer_without_bias_gets_one(form: str) -> None:
+def test_full_width_changes_nothing_and_missing_bias_is_added(form: str) -> None:
     maps, (weight, _) = hard_maps("random"), conv_of(4, 6, 3)
     stats = statistics_of(maps, patches_by_hand(maps, 3, 1))
     result = recover_convolution(form, stats, weight.flatten(1), None, torch.arange(6), ridge_rel=0.0)
@@ -124,7 +124,7 @@ def test_nothing_removed_changes_nothing_and_a_layer_without_bias_gets_one(form:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_one_tap_is_the_linear_layer(form: str) -> None:
+def test_one_by_one_convolution_equals_a_linear_layer(form: str) -> None:
     maps, (weight, bias) = hard_maps("random"), conv_of(4, 6, 1)
     stats, kept = statistics_of(maps, patches_by_hand(maps, 1, 0)), torch.tensor([1, 2, 4])
     result = recover_convolution(form, stats, weight.flatten(1), bias, kept, ridge_rel=1e-3)
@@ -146,7 +146,7 @@ def ridge_fit(x: Array, y: Array, ridge_rel: float) -> Array:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_gram_and_affine_map_every_tap_by_the_maps_regression(kind: str) -> None:
+def test_gram_and_affine_map_each_tap_by_channel_regression(kind: str) -> None:
     """GRAIL's and the paper's equation, on channels of the map."""
     maps, (weight, bias) = hard_maps(kind), conv_of(3, 6, 3)
     stats, kept, pruned = statistics_of(maps, patches_by_hand(maps, 3, 1)), [0, 1, 4], [2, 3, 5]
@@ -199,7 +199,7 @@ def rescaled(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rescaled_outputs_have_the_dense_mean_and_variance(kind: str) -> None:
+def test_rescaled_outputs_have_dense_mean_and_variance(kind: str) -> None:
     maps, (weight, bias) = hard_maps(kind), conv_of(4, 6, 3)
     u, kept = patches_by_hand(maps, 3, 1), torch.tensor([0, 1, 4])
     stats, kept_k = statistics_of(maps, u), columns(kept, 9)
@@ -214,7 +214,7 @@ def test_rescaled_outputs_have_the_dense_mean_and_variance(kind: str) -> None:
     assert not torch.allclose((u[:, kept_k] @ small.weight_OK.T).var(dim=0, correction=0), variance_O, rtol=1e-2)
 
 
-def test_an_output_that_does_not_vary_keeps_its_weights_and_meets_the_mean() -> None:
+def test_constant_output_keeps_its_weights_and_matches_the_mean() -> None:
     """Weights on dead channels alone, and none at all; beside them a constant output asked for."""
     maps, (weight, bias) = hard_maps("dead"), conv_of(4, 6, 1)
     weight[0], weight[1] = 0.0, 0.0
@@ -230,7 +230,7 @@ def test_an_output_that_does_not_vary_keeps_its_weights_and_meets_the_mean() -> 
     torch.testing.assert_close(outputs.var(dim=1, correction=0), expected, rtol=1e-9, atol=1e-12)
 
 
-def test_a_channel_constant_on_the_map_is_not_constant_in_padded_patches() -> None:
+def test_constant_channel_is_not_constant_in_padded_patches() -> None:
     """It goes into the bias where nothing is padded, and costs where something is."""
     maps, (weight, bias) = hard_maps("dead"), conv_of(4, 6, 3)
     kept = torch.tensor([0, 1, 4])
@@ -242,7 +242,7 @@ def test_a_channel_constant_on_the_map_is_not_constant_in_padded_patches() -> No
         assert (2 in eliminated.order_F[:3].tolist() and eliminated.error_at(3) < 1e-9) == lossless
 
 
-def test_scores_of_channels_are_sums_over_their_columns() -> None:
+def test_channel_scores_are_sums_over_columns() -> None:
     maps, (weight, _) = hard_maps("dead"), conv_of(3, 6, 3)
     u, flat = patches_by_hand(maps, 3, 1), weight.flatten(1)
     second_U = u.square().mean(dim=0)

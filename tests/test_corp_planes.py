@@ -111,7 +111,7 @@ def test_factors_are_least_squares_over_images(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["random", "ill-conditioned", "singular"])
-def test_factors_on_second_moments_have_no_slope_left(kind: str) -> None:
+def test_factors_on_second_moments_have_zero_gradient(kind: str) -> None:
     """tr(S_q E S_k E') of the maps, differentiated by the factors."""
     q, k = turned_by(*raw(kind), angles())
     kept_HK = torch.tensor([[0, 2], [1, 3]])
@@ -130,7 +130,7 @@ def test_factors_on_second_moments_have_no_slope_left(kind: str) -> None:
         assert float(slope.abs().max()) < 1e-7 * energy
 
 
-def test_maps_commute_with_every_turn() -> None:
+def test_maps_commute_with_every_rotation() -> None:
     q, k = raw()
     angle_HNP = angles()
     q_turned, k_turned = turned_by(q, k, angle_HNP)
@@ -143,7 +143,7 @@ def test_maps_commute_with_every_turn() -> None:
         torch.testing.assert_close(turns, after @ maps.mT, rtol=1e-12, atol=1e-12)
 
 
-def test_the_elimination_removes_what_costs_least() -> None:
+def test_elimination_removes_the_cheapest_plane() -> None:
     """Against every fit of every set, with the same ridge."""
     q, k = turned_by(*raw("ill-conditioned"), angles())
     loss, ridge_rel = planes.aggregated_loss(second(q), second(k)), 1e-3
@@ -166,7 +166,7 @@ def test_the_elimination_removes_what_costs_least() -> None:
             kept.remove(removed)
 
 
-def test_a_head_of_zeros_is_no_trouble() -> None:
+def test_zero_head_is_handled() -> None:
     nothing = torch.zeros(1, DIMS, DIMS, dtype=torch.float64)
     recovery = planes.eliminate_planes(nothing, torch.eye(DIMS, dtype=torch.float64)[None], 2, ridge_rel=1e-4)
     assert float(recovery.residual_H) == 0.0
@@ -206,7 +206,7 @@ def test_whole_planes_are_kept(kept: dict[str, torch.Tensor]) -> None:
             assert kept_planes(statistics.energy_HD, 8)[head].tolist() == best
 
 
-def test_a_restricted_system_reduces_as_the_whole_one_does(whole: Checkpoint, kept: dict[str, torch.Tensor]) -> None:
+def test_restricted_system_reduces_like_the_full_one(whole: Checkpoint, kept: dict[str, torch.Tensor]) -> None:
     statistics = Statistics(attention_system=True, kept=kept)
     taken = calibrate(whole, opened(whole.model), batch_size=8, statistics=statistics)
     asked = method("corp", mlp_sparsity=None)
@@ -222,12 +222,12 @@ def test_a_restricted_system_reduces_as_the_whole_one_does(whole: Checkpoint, ke
     assert all(site.error == 0.0 for site in full.sites)
 
 
-def test_sparsities_on_offer_leave_whole_planes(whole: Checkpoint) -> None:
+def test_offered_sparsities_keep_whole_planes(whole: Checkpoint) -> None:
     for _, widths in narrower(whole.model, taps(whole), 3):
         assert all(width % 2 == 0 for width in widths.values()), widths
 
 
-def test_halves_of_the_images_choose_a_ridge(whole: Checkpoint) -> None:
+def test_halves_of_the_images_choose_the_ridge(whole: Checkpoint) -> None:
     """The factors of either half lose least of the logits of the other with the strength that is reported."""
     statistics = Statistics(attention_system=True)
     taken = in_splits(
@@ -293,7 +293,7 @@ def require_shared(recovery: QkRecovery) -> None:
     assert torch.equal(recovery.k_map_HRD, torch.nn.functional.one_hot(dims_HR, DIMS).double())
 
 
-def test_each_head_reaches_its_own_least_squares(activations: tuple[Tensor, Tensor], moments: HeadMoments) -> None:
+def test_each_head_attains_its_least_squares_solution(activations: tuple[Tensor, Tensor], moments: HeadMoments) -> None:
     """A complex factor a plane and head, fitted over visible pairs by lstsq."""
     scores_HD = shared_by_groups(logit_energy(moments.energy_HD, moments.images), GROUPED)
     kept_HK = kept_from_scores(planes.plane_scores(scores_HD), KEPT)
@@ -309,7 +309,7 @@ def test_each_head_reaches_its_own_least_squares(activations: tuple[Tensor, Tens
         assert float(recovery.residual_H[head]) == pytest.approx(best, rel=1e-6)
 
 
-def test_the_elimination_takes_one_plane_of_all_heads_of_a_group(moments: HeadMoments) -> None:
+def test_elimination_removes_one_plane_from_all_heads_of_a_group(moments: HeadMoments) -> None:
     second = moments.q_second_HDD, moments.k_centred_HDD
     recovery = planes.eliminate_planes(*second, KEPT, ridge_rel=1e-6, grouped=GROUPED)
     require_shared(recovery)
@@ -319,7 +319,7 @@ def test_the_elimination_takes_one_plane_of_all_heads_of_a_group(moments: HeadMo
     assert float(alone.residual_H.sum()) <= float(recovery.residual_H.sum()) * (1 + 1e-9)
 
 
-def test_exact_elimination_loses_least_where_all_orders_are_tried(moments: HeadMoments) -> None:
+def test_exact_elimination_equals_exhaustive_search(moments: HeadMoments) -> None:
     """Two of four planes kept: greedy against every pair of planes of the group, each with its best factors."""
     gram_HXX = moments.plane_gram_HXX
     assert gram_HXX is not None
@@ -347,7 +347,7 @@ def test_exact_elimination_loses_least_where_all_orders_are_tried(moments: HeadM
     assert bool((energy >= recovery.residual_H).all())
 
 
-def test_groups_share_the_sum_of_their_scores() -> None:
+def test_groups_rank_by_summed_scores() -> None:
     scores_HD = torch.rand(QUERY_HEADS, DIMS)
     assert shared_by_groups(scores_HD, 1) is scores_HD
     expected = torch.stack([scores_HD[head - head % 2 : head - head % 2 + 2].sum(0) for head in range(QUERY_HEADS)])

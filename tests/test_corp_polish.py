@@ -45,7 +45,7 @@ def assert_same(one: nn.Module, other: nn.Module) -> None:
 
 
 @pytest.mark.slow("models")
-def test_a_reduced_model_comes_closer_also_on_images_never_seen(images: Images) -> None:
+def test_polish_reduces_the_error_on_unseen_images(images: Images) -> None:
     dense = tiny.checkpoint(init_values=0.5).model
     start, fresh = narrowed(dense), tiny.images(32, seed=9)
     before = weights(start)
@@ -62,7 +62,7 @@ def test_a_reduced_model_comes_closer_also_on_images_never_seen(images: Images) 
     json.dumps(report.as_json(), allow_nan=False)
 
 
-def test_a_model_without_narrower_sites_stays_as_it_was(images: Images) -> None:
+def test_unreduced_model_is_not_polished(images: Images) -> None:
     dense = tiny.checkpoint().model
     result = polished(dense, dense, images, PolishOptions())
     assert result.report.parts == ()
@@ -70,7 +70,7 @@ def test_a_model_without_narrower_sites_stays_as_it_was(images: Images) -> None:
     assert_same(result.model, dense)
 
 
-def test_the_state_of_another_polish_is_refused(images: Images, tmp_path: Path) -> None:
+def test_state_of_another_polish_is_refused(images: Images, tmp_path: Path) -> None:
     dense, state = tiny.checkpoint().model, tmp_path / "state.safetensors"
     start = narrowed(dense)
     polished(dense, start, images, PolishOptions(steps=1), state=state)
@@ -83,14 +83,14 @@ def test_the_state_of_another_polish_is_refused(images: Images, tmp_path: Path) 
         rejects("not a polish's state", polished, dense, start, images, PolishOptions(steps=1), state=state)
 
 
-def test_a_time_ends_it(images: Images) -> None:
+def test_time_limit_ends_the_polish(images: Images) -> None:
     dense = tiny.checkpoint().model
     parts = polished(dense, narrowed(dense), images, PolishOptions(time_s=0.01)).report.parts
     assert sum(part.steps for part in parts) in (1, 2)
     assert sum(part.seconds for part in parts) < 5.0
 
 
-def test_inputs_held_out_are_whole_groups_and_their_copies_are_not_fitted_to(tmp_path: Path) -> None:
+def test_held_out_inputs_are_whole_groups_without_copies_in_the_fit(tmp_path: Path) -> None:
     pictures = tiny.images(12)
     pictures[0] = pictures[3]  # a copy of one that is held out
     images = tiny.opened(tmp_path / "images.npy", pictures)
@@ -105,7 +105,7 @@ def test_inputs_held_out_are_whole_groups_and_their_copies_are_not_fitted_to(tmp
         split_inputs(images, 4, torch.zeros(12, dtype=torch.int64))
 
 
-def test_many_inputs_held_out_are_thinned_evenly(tmp_path: Path) -> None:
+def test_many_held_out_inputs_are_thinned_evenly(tmp_path: Path) -> None:
     images = tiny.opened(tmp_path / "images.npy", tiny.images(300))
     both = split_inputs(images, 2)
     assert both.held_out.count == 64
@@ -113,7 +113,7 @@ def test_many_inputs_held_out_are_thinned_evenly(tmp_path: Path) -> None:
     assert set(both.held_out.ids.tolist()).isdisjoint(both.fitted.ids.tolist())
 
 
-def test_errors_are_those_of_loops_over_tokens() -> None:
+def test_errors_equal_explicit_loops_over_tokens() -> None:
     generator = torch.Generator().manual_seed(0)
     mine, dense = (torch.randn(3, 5, 7, generator=generator, dtype=torch.float64) for _ in range(2))
     there = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0], [2, 1, 1, 3, 0]], dtype=torch.float64)
@@ -129,7 +129,7 @@ def test_errors_are_those_of_loops_over_tokens() -> None:
     assert float(relative_square(mine, dense)) == pytest.approx(expected)
 
 
-def test_a_merged_token_should_be_the_mean_of_those_it_stands_for() -> None:
+def test_merged_token_targets_the_mean_of_its_sources() -> None:
     generator = torch.Generator().manual_seed(0)
     dense = torch.randn(2, 5, 7, generator=generator, dtype=torch.float64)
     mine = torch.randn(2, 3, 7, generator=generator, dtype=torch.float64)
@@ -147,7 +147,7 @@ def test_a_merged_token_should_be_the_mean_of_those_it_stands_for() -> None:
 
 @pytest.mark.slow("training")
 @pytest.mark.parametrize("metric", [{}, {"metric": "attended"}, {"metric": "keys"}, {"how": "drop"}])
-def test_a_model_that_merges_tokens_comes_closer_too(metric: dict[str, Any], images: Images) -> None:
+def test_polish_reduces_the_error_of_merged_models(metric: dict[str, Any], images: Images) -> None:
     dense = tiny.checkpoint(init_values=0.5).model
     start = vit.with_merging(narrowed(dense), Merging(schedule=(3, 4), **metric))
     result = polished(dense, start, images, PolishOptions(steps=1))
@@ -158,5 +158,5 @@ def test_a_model_that_merges_tokens_comes_closer_too(metric: dict[str, Any], ima
 
 
 @pytest.mark.parametrize("fields", [{"steps": 0}, {"time_s": 0.0}])
-def test_options_refuse_a_polish_of_no_length(fields: dict[str, Any]) -> None:
+def test_zero_length_polish_is_refused(fields: dict[str, Any]) -> None:
     rejects("expected positive numbers", PolishOptions, **fields)

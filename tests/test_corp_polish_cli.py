@@ -43,7 +43,7 @@ def lineage(directory: Path) -> dict[str, Any]:
     return record
 
 
-def test_reduce_polishes_and_says_so(home: Path) -> None:
+def test_reduce_polishes_and_reports_it(home: Path) -> None:
     said = reduced(home, "layer", *NARROW, "--polish", "layer", "--polish-steps", 1).output
     assert "by least squares, without labels" in said
     record = lineage(home / "layer")
@@ -57,21 +57,21 @@ def test_reduce_polishes_and_says_so(home: Path) -> None:
 
 
 @pytest.mark.parametrize("gone", ["block", "model"])
-def test_a_polish_by_gradients_is_refused_with_what_to_give(gone: str, home: Path) -> None:
+def test_gradient_polish_is_refused_with_the_alternative(gone: str, home: Path) -> None:
     said = reduced(home, "refused", *NARROW, "--polish", gone, code=2).stderr
     assert f"'{gone}' is not one of 'none', 'layer'" in said
     rejects(f"'{gone}': expected one of none, layer", choice_of, mlp=0.5, polish=gone)
 
 
 @pytest.mark.parametrize("words", [("--polish", "layer"), ("--preset", "thorough")])
-def test_a_polish_without_images_is_refused(words: tuple[object, ...], home: Path) -> None:
+def test_polish_without_images_is_refused(words: tuple[object, ...], home: Path) -> None:
     where = ("--model", home / "dense", "--moments", home / "m", "-o", home / "refused")
     refused = invoked("reduce", *where, *NARROW, *words, code=2).stderr
     assert "--polish" in refused
     assert "give them with --images" in refused
 
 
-def test_an_interrupted_reduction_goes_on_in_its_polish_to_the_same_bytes(home: Path) -> None:
+def test_interrupted_polish_resumes_to_equal_bytes(home: Path) -> None:
     dense = load_checkpoint(home / "dense")
     choice = ReduceOptions.from_options(
         {"mlp": 0.5, "attn": 0.5, "align": {"mlp": 8, "head": 8}, "polish": "layer", "polish_steps": 1}
@@ -106,7 +106,7 @@ def choice_of(**options: Any) -> ReduceOptions:
     return ReduceOptions.from_options(options)
 
 
-def test_the_thorough_preset_is_best_with_a_closed_loop_and_a_polish() -> None:
+def test_thorough_preset_is_best_with_closed_loop_and_polish() -> None:
     plain, thorough = choice_of(macs=0.66), choice_of(preset="thorough", macs=0.66)
     assert thorough.method == plain.method
     assert (thorough.loop, thorough.polishing) == ("asymmetric", "layer")
@@ -119,7 +119,7 @@ def test_the_thorough_preset_is_best_with_a_closed_loop_and_a_polish() -> None:
     assert (neither.loop, neither.polishing) == (None, "none")
 
 
-def test_images_that_calibration_left_out_judge_the_polish(home: Path) -> None:
+def test_images_held_out_of_calibration_judge_the_polish(home: Path) -> None:
     dense = load_checkpoint(home / "dense")
     images = images_for_model(dense.model, home / "images.npy")
     left_out = load_moments(home / "left-out")

@@ -73,7 +73,7 @@ def inspected(*words: object) -> Any:
     return json.loads(invoked("inspect", *words, "--json").stdout)
 
 
-def test_inspect_shows_what_timm_takes_for_a_name_and_what_was_set(home: Path) -> None:
+def test_inspect_shows_timms_and_chosen_preprocessing(home: Path) -> None:
     default = inspected(*named(home))
     assert default["preprocessing"]["mean"] == [0.5, 0.5, 0.5]
     assert default["preprocessing_source"] == "timm's tag augreg_in21k_ft_in1k"
@@ -90,13 +90,13 @@ def test_inspect_shows_what_timm_takes_for_a_name_and_what_was_set(home: Path) -
     assert "took state_dict_ema, the moving average" in shown.stderr
 
 
-def test_another_tag_of_a_name_has_its_own(home: Path) -> None:
+def test_each_tag_has_its_own_preprocessing(home: Path) -> None:
     record = inspected("--model", "vit_base_patch16_224.dino", *named(home)[2:])
     assert record["preprocessing"]["mean"] == [0.485, 0.456, 0.406]
     assert record["preprocessing_source"] == "timm's tag dino"
 
 
-def test_calibrate_shows_and_records_it(home: Path, tmp_path: Path) -> None:
+def test_calibrate_shows_and_records_the_preprocessing(home: Path, tmp_path: Path) -> None:
     words = ("calibrate", *named(home), *SET, "--images", home / "photos", "-o", tmp_path / "m.safetensors")
     assert json.loads(invoked(*words, "--no-attention", "--json").stdout)["preprocessing"] == FOUND
     assert json.loads(load_moments(tmp_path / "m.safetensors").lineage["preprocessing"]) == FOUND
@@ -104,7 +104,7 @@ def test_calibrate_shows_and_records_it(home: Path, tmp_path: Path) -> None:
     assert "preprocessing: 3x32x32, bilinear, crop 1 (squash), mean 0.485" in shown
 
 
-def test_pictures_are_prepared_as_set(home: Path) -> None:
+def test_images_are_preprocessed_as_chosen(home: Path) -> None:
     given = Preprocessing(mean=(0.1,), std=(0.5,), crop_pct=1.0, interpolation="nearest")
     model = load_dense(
         NAME, weights=home / "weights.safetensors", kwargs=tiny.ARCHITECTURE.kwargs, preprocessing=given
@@ -117,7 +117,7 @@ def test_pictures_are_prepared_as_set(home: Path) -> None:
     torch.testing.assert_close(raw * 255, (raw * 255).round(), atol=1e-3, rtol=0)  # nearest mixes no pixels
 
 
-def test_moments_of_another_preprocessing_are_refused_with_both_shown(home: Path, tmp_path: Path) -> None:
+def test_moments_of_another_preprocessing_are_refused(home: Path, tmp_path: Path) -> None:
     words = ("reduce", *named(home), "--moments", home / "m.safetensors", "--mlp", 0.5, "-o", tmp_path / "reduced")
     result = invoked(*words, code=2)
     assert '"mean": [0.485, 0.456, 0.406]' in result.stderr
@@ -131,7 +131,7 @@ def test_moments_of_another_preprocessing_are_refused_with_both_shown(home: Path
     assert '"std": [0.5, 0.5, 0.5]' in merged.stderr
 
 
-def test_a_reduced_model_carries_it(home: Path, tmp_path: Path) -> None:
+def test_reduced_model_stores_the_preprocessing(home: Path, tmp_path: Path) -> None:
     reduced = tmp_path / "reduced"
     words = ("reduce", *named(home), *SET, "--moments", home / "m.safetensors", "--mlp", 0.5, "--align", "mlp=8")
     invoked(*words, "-o", reduced)
@@ -143,13 +143,13 @@ def test_a_reduced_model_carries_it(home: Path, tmp_path: Path) -> None:
     refuses("drop --mean, --crop-pct", "inspect", "--model", reduced, "--mean", "0.5", "--crop-pct", "1")
 
 
-def test_raw_weights_on_request(home: Path) -> None:
+def test_raw_weights_are_loaded_on_request(home: Path) -> None:
     assert inspected(*named(home), "--no-ema")["weights"]["taken"] == "state_dict"
     plain = ("--model", NAME, "--weights", home / "weights.safetensors", "--model-kwargs", KWARGS, "--ema")
     refuses("nothing in it is called a moving average", "inspect", *plain)
 
 
-def test_weights_under_a_key_on_request(home: Path, tmp_path: Path) -> None:
+def test_weights_under_a_key_are_loaded_on_request(home: Path, tmp_path: Path) -> None:
     source = inspected(*named(home), "--weights-key", "state_dict")["weights"]
     assert source["taken"] == "state_dict"
     again = corp_deploy.Source(NAME, weights=home / "last.pth.tar", kwargs=json.loads(KWARGS), weights_key="state_dict")
@@ -172,7 +172,7 @@ def test_impossible_values_are_usage_errors(option: str, home: Path) -> None:
         refuses(f"Invalid value for '{option}'", "inspect", *named(home), option, value)
 
 
-def test_as_many_numbers_as_channels(home: Path) -> None:
+def test_mean_and_std_need_one_number_per_channel(home: Path) -> None:
     refuses("mean has 2 numbers, expected 1 or 3", "inspect", *named(home), "--mean", "0.1,0.2")
     rejects("mean has 3 numbers, expected 1: one for each channel", Preprocessing(mean=(0.1, 0.2, 0.3)).for_channels, 1)
     rejects("crop_mode is 'middle'", Preprocessing, crop_mode="middle")
@@ -198,7 +198,7 @@ mlp = 0.5
 """
 
 
-def test_a_recipe_has_the_same_keys_and_keeps_them(tmp_path: Path) -> None:
+def test_recipe_has_the_same_preprocessing_keys(tmp_path: Path) -> None:
     path = tmp_path / "r.toml"
     path.write_text(RECIPE)
     recipe = load_recipe(path)
@@ -212,7 +212,7 @@ def test_a_recipe_has_the_same_keys_and_keeps_them(tmp_path: Path) -> None:
     assert kept["std"] == [0.25]
 
 
-def test_a_release_says_which_weights_were_taken_and_what_was_left_out(home: Path, tmp_path: Path) -> None:
+def test_release_reports_loaded_and_skipped_weights(home: Path, tmp_path: Path) -> None:
     state = tiny.checkpoint().model.state_dict()
     lightning = {"loss.weight": torch.ones(1)} | {f"model.{name}": tensor for name, tensor in state.items()}
     torch.save({"state_dict": state, "state_dict_ema": lightning}, tmp_path / "last.pth.tar")
@@ -237,7 +237,7 @@ def test_a_release_says_which_weights_were_taken_and_what_was_left_out(home: Pat
         ("ema = 1", "model.ema is 1"),
     ],
 )
-def test_a_recipe_refuses_what_the_commands_refuse(line: str, said: str, tmp_path: Path) -> None:
+def test_recipe_refuses_what_the_commands_refuse(line: str, said: str, tmp_path: Path) -> None:
     path = tmp_path / "r.toml"
     key = line.partition(" =")[0]
     kept = [each for each in RECIPE.splitlines() if not each.startswith(f"{key} =")]
@@ -272,7 +272,7 @@ def refused_by(channels: int) -> str:
 
 
 @pytest.mark.parametrize("channels", [1, 2, 4])
-def test_a_preset_of_other_channels_is_neither_applied_nor_written(channels: int, tmp_path: Path) -> None:
+def test_preset_for_other_channels_is_neither_applied_nor_written(channels: int, tmp_path: Path) -> None:
     taken = of_channels(tmp_path, channels)
     assert not UNFIT & image_spec(taken.model).as_json().keys()
     assert image_spec(taken.model).as_line() == f"{channels}x32x32, bicubic, crop 0.9 (center), no mean, no std"
@@ -294,7 +294,7 @@ def test_a_preset_of_other_channels_is_neither_applied_nor_written(channels: int
     rejects(r"its std, 0.5 0.5 0.5, is of 3 channels", images_for_model, half.model, tmp_path / "pixels.npz")
 
 
-def test_one_number_of_a_preset_is_of_the_channels_that_it_names(tmp_path: Path) -> None:
+def test_single_number_of_a_preset_applies_to_its_own_channels(tmp_path: Path) -> None:
     """A snapshot's for all of its own channels, and for no others that are asked for."""
     for channels, size, kwargs, expected in ((3, 3, {}, [0.5] * 3), (1, 1, {}, [0.5]), (3, 1, {"in_chans": 3}, None)):
         config = {"mean": [0.5], "std": [0.5], "input_size": [size, 32, 32], "fixed_input_size": True}
@@ -312,12 +312,12 @@ def test_one_number_of_a_preset_is_of_the_channels_that_it_names(tmp_path: Path)
     rejects(said, images_for_model, taken.model, tmp_path / "photos")
 
 
-def test_a_module_of_other_channels_is_taken_as_it_is() -> None:
+def test_module_with_other_channels_is_used_unchanged() -> None:
     model = tiny.timm_model("test_vit", in_chans=1)
     assert not UNFIT & image_spec(checkpoint_from_module(model).model).as_json().keys()
 
 
-def test_a_mean_of_three_numbers_is_not_applied_to_grey_images(tmp_path: Path) -> None:
+def test_three_channel_mean_is_not_applied_to_grey_images(tmp_path: Path) -> None:
     """Read a directory and a graph's note of a grey model."""
     directories.save(of_channels(tmp_path, 1), tmp_path / "dense")
     path = tmp_path / "dense" / "config.json"
@@ -335,7 +335,7 @@ def test_a_mean_of_three_numbers_is_not_applied_to_grey_images(tmp_path: Path) -
     assert np.unique(single_array(pixels.feeds)).tolist() == [51]
 
 
-def test_pixels_that_can_not_be_normalised_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_pixels_without_normalisation_are_refused_before_writing(tmp_path: Path) -> None:
     of_channels(tmp_path, 1)
     before = sorted(path.name for path in tmp_path.iterdir())
     model, out, pixels = words_of(tmp_path, 1), tmp_path / "out.onnx", ("--images", tmp_path / "pixels.npz")
@@ -351,7 +351,7 @@ def test_pixels_that_can_not_be_normalised_are_refused_before_anything_is_writte
     assert result.stderr.endswith("where the model is named with its weights, or leave --input out\n")
 
 
-def test_a_release_whose_graphs_can_not_take_pixels_ends_at_its_first_stage(tmp_path: Path) -> None:
+def test_release_with_impossible_pixel_graphs_ends_at_its_first_stage(tmp_path: Path) -> None:
     of_channels(tmp_path, 1)
     table = ", ".join(f"{name} = {value}" for name, value in {**KEYS, "in_chans": 1, "depth": 1}.items())
     (tmp_path / "r.toml").write_text(
@@ -363,7 +363,7 @@ def test_a_release_whose_graphs_can_not_take_pixels_ends_at_its_first_stage(tmp_
     assert not (tmp_path / "out" / "dense").exists()
 
 
-def test_grey_arrays_are_timed_and_proved_with(tmp_path: Path) -> None:
+def test_grey_arrays_are_used_for_bench_and_verify(tmp_path: Path) -> None:
     """What takes float32 arrays asks for no mean."""
     grey = of_channels(tmp_path, 1)
     directories.save(grey, tmp_path / "dense")
@@ -375,7 +375,7 @@ def test_grey_arrays_are_timed_and_proved_with(tmp_path: Path) -> None:
     assert random_inputs(grey, 2, 0).count == 2
 
 
-def test_moments_of_another_model_are_refused_before_anything_is_proved(home: Path) -> None:
+def test_moments_of_another_model_are_refused_before_the_proof(home: Path) -> None:
     dense = tiny.checkpoint(seed=1)
     inputs = random_inputs(dense, 2, 0)
 
@@ -396,7 +396,7 @@ def test_moments_of_another_model_are_refused_before_anything_is_proved(home: Pa
         ({"input_size": None}, "the key 'input_size' is missing"),
     ],
 )
-def test_an_overlay_of_the_configuration_is_typed(overlay: Mapping[str, object], said: str, home: Path) -> None:
+def test_configuration_overlay_is_typed(overlay: Mapping[str, object], said: str, home: Path) -> None:
     kwargs = json.dumps({**KEYS, "pretrained_cfg_overlay": overlay})
     words = ("inspect", "--model", NAME, "--weights", home / "weights.safetensors", "--model-kwargs", kwargs)
     for each in (f"its pretrained_cfg: {said}", "check --model-kwargs"):

@@ -148,9 +148,7 @@ def reproduced(source: Path, tmp_path: Path, commands: Mapping[str, list[str]], 
 
 
 @pytest.mark.slow("graph")
-def test_every_command_of_a_release_makes_what_it_stands_beside(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_printed_release_commands_reproduce_their_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     home = given(tmp_path / "home")
     whole = ("corp-deploy", "release", "recipe.toml", "-o", "out", "--baseline", "base.json", "--init-baseline")
     run_in(home, whole, monkeypatch)
@@ -169,7 +167,7 @@ def test_every_command_of_a_release_makes_what_it_stands_beside(
 
 @pytest.mark.slow("graph")
 @pytest.mark.parametrize("name", OTHERWISE)
-def test_other_recipes_are_printed_whole(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_recipes_are_printed_completely(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old, new, names = OTHERWISE[name]
     text = PLAIN.replace(old, new)
     assert text != PLAIN
@@ -185,7 +183,7 @@ def test_other_recipes_are_printed_whole(name: str, tmp_path: Path, monkeypatch:
 
 @pytest.mark.slow("graph")
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_every_command_of_the_demo_makes_what_it_stands_beside(
+def test_printed_demo_commands_reproduce_their_files(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     example = EXAMPLES[name]
@@ -296,7 +294,7 @@ def decides(stage: Stage) -> dict[str, object]:
 
 
 @pytest.mark.slow("models")
-def test_no_key_of_a_recipe_is_missing_from_the_commands(tmp_path: Path) -> None:
+def test_every_recipe_key_appears_in_the_commands(tmp_path: Path) -> None:
     """What decides a stage's result is in its command, and what is in its command decides the stage."""
     keys = {f"{table}.{key}" for table, known in SECTIONS.items() if table not in BY_RECIPE for key in keys_of(known)}
     assert {key for key in keys if key.split(".")[1] not in FILES} == CHANGES.keys()
@@ -313,7 +311,7 @@ def test_no_key_of_a_recipe_is_missing_from_the_commands(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("taken", "follows"), [("kept", True), ("whole", False), (None, False)])
-def test_only_a_system_of_kept_dimensions_follows_the_widths(tmp_path: Path, taken: str | None, follows: bool) -> None:
+def test_only_a_restricted_system_depends_on_the_widths(tmp_path: Path, taken: str | None, follows: bool) -> None:
     given = {**CORP, "calibration.attention_system": taken}
     before = stages_with(tmp_path, given)["moments"]
     for change in ({"reduce.attn": 0.6}, {"reduce.align_head": 16}):
@@ -322,7 +320,7 @@ def test_only_a_system_of_kept_dimensions_follows_the_widths(tmp_path: Path, tak
         assert (after.command != before.command) == follows
 
 
-def test_the_whole_system_is_taken_unless_said_otherwise(tmp_path: Path) -> None:
+def test_full_system_is_the_default(tmp_path: Path) -> None:
     one, other = (
         stages_with(tmp_path, {**CORP, "calibration.attention_system": taken})["moments"] for taken in (None, "whole")
     )

@@ -154,7 +154,7 @@ def vbp(x: Array, first: Array, second: Array, bias: Array) -> Callable[[Array],
         ("vbp", None, vbp),
     ],
 )
-def test_the_mlp_of_a_preset_is_the_published_one(
+def test_mlp_of_each_preset_equals_the_paper(
     moments: Moments, preset: str, select: str | None, published: Published
 ) -> None:
     method = method_from_preset(preset, mlp_sparsity=0.5, mlp_selection=select, align_hidden=8, ridge_rel=RIDGE)
@@ -167,7 +167,7 @@ def test_the_mlp_of_a_preset_is_the_published_one(
         np.testing.assert_allclose(found.reshape(expected.shape), expected, atol=2e-5 * np.abs(expected).max())
 
 
-def test_merged_channels_are_recovered_as_published(moments: Moments, images: Images) -> None:
+def test_merged_channels_equal_grails_folding(moments: Moments, images: Images) -> None:
     """GRAIL's folding: mean rows, B = G M' (M G M' + ridge I)^-1 with M the means over clusters."""
     method = method_from_preset("grail-fold", mlp_sparsity=0.5, align_hidden=8, ridge_rel=RIDGE)
     reduced = reduce(tiny.checkpoint().model, moments, method, images=images).model.state_dict()
@@ -193,7 +193,7 @@ def heads_of(site: str, count: int, seed: int = 0) -> tuple[Array, Array]:
 
 
 @pytest.mark.parametrize(("preset", "select"), [("corp-v1", "energy"), ("corp-v1", "magnitude"), ("corp", "energy")])
-def test_logits_are_the_published_ones(moments: Moments, preset: str, select: Any) -> None:
+def test_query_key_maps_equal_the_papers(moments: Moments, preset: str, select: Any) -> None:
     """Algorithm 4 or the ranking of section 4.4, then eq. 15 by its Kronecker form and eq. 16: the first version's on
     all tokens' Grams, CORP's summed image by image.
     """
@@ -228,7 +228,7 @@ def test_logits_are_the_published_ones(moments: Moments, preset: str, select: An
                 np.testing.assert_allclose(found, expected, atol=2e-5 * np.abs(expected).max())
 
 
-def test_rankings_that_rank_nothing_are_refused() -> None:
+def test_rankings_without_effect_are_refused() -> None:
     for preset in ("best", "grail", "vbp"):
         with pytest.raises(ValueError, match="can't be ranked by magnitude"):
             method_from_preset(preset, qk_selection="magnitude")
@@ -252,7 +252,7 @@ CASES = [*((preset, "padded") for preset in PRESETS), ("best", "square")]
 
 
 @pytest.mark.parametrize(("preset", "geometry"), CASES)
-def test_full_width_is_the_dense_model(moments: Moments, images: Images, preset: str, geometry: Any) -> None:
+def test_full_width_equals_the_dense_model(moments: Moments, images: Images, preset: str, geometry: Any) -> None:
     method = method_from_preset(preset, mlp_sparsity=0.0, attention_sparsity=0.0, geometry=geometry)
     reduced = reduce(tiny.checkpoint().model, moments, method, images=images).model
     assert {site.width for site in sites_of(reduced).every} == {192, 48}
@@ -276,13 +276,13 @@ def planted() -> tuple[Checkpoint, Moments]:
 
 
 @pytest.mark.parametrize("preset", ["best", "corp"])
-def test_redundancy_goes_at_no_loss(preset: str) -> None:
+def test_redundancy_is_removed_without_loss(preset: str) -> None:
     dense, taken = planted()
     asked = {"mlp_sparsity": 0.5, "attention_sparsity": 0.5, "align_hidden": 8, "align_head": 8}
     assert_same(reduce(dense.model, taken, method_from_preset(preset, **asked)).model, dense.model, 2e-3)
 
 
-def test_what_is_not_asked_for_is_left_alone(moments: Moments) -> None:
+def test_unrequested_sites_are_unchanged(moments: Moments) -> None:
     dense = tiny.checkpoint().model
     reduced = reduce(dense, moments, method_from_preset("best", mlp_sparsity=0.0)).model
     name = "blocks.0.attn.qkv.weight"
@@ -292,7 +292,7 @@ def test_what_is_not_asked_for_is_left_alone(moments: Moments) -> None:
     assert attention.sites[0].width == attention.sites[0].width_asked == 16
 
 
-def test_the_command_keeps_everything_when_told_so(moments: Moments, tmp_path: Path) -> None:
+def test_command_keeps_everything_on_request(moments: Moments, tmp_path: Path) -> None:
     save(tiny.checkpoint(), tmp_path / "dense")
     save_moments(moments, tmp_path / "m.safetensors")
     words = ["reduce", "--model", tmp_path / "dense", "--moments", tmp_path / "m.safetensors", "-o", tmp_path / "r"]

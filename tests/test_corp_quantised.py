@@ -40,7 +40,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow("graph")
-def test_verify_holds_each_to_the_dense_models_own_error(home: Path) -> None:
+def test_verify_judges_against_the_dense_models_own_error(home: Path) -> None:
     graphs = [home / "dense" / f"model{name}.onnx" for name in ("", ".int8", ".fp8")]
     invoked(
         "verify", home / "dense", home / "dense", *graphs, "--images", home / "images.npy", "--max-error", 0.5,
@@ -65,7 +65,7 @@ def with_short_range(path: Path, kind: type[np.floating[Any]]) -> onnx.ModelProt
 
 
 @pytest.mark.slow("graph")
-def test_a_block_that_is_wrong_is_named_with_what_helps(home: Path, tmp_path: Path) -> None:
+def test_faulty_block_is_named_with_a_remedy(home: Path, tmp_path: Path) -> None:
     onnx.save(with_short_range(home / "dense" / "model.int8.onnx", np.float16), tmp_path / "model.int8.onnx")
     graphs = [home / "dense" / "model.onnx", tmp_path / "model.int8.onnx"]
     invoked("verify", home / "dense", home / "dense", *graphs, "--images", home / "images.npy",
@@ -77,7 +77,7 @@ def test_a_block_that_is_wrong_is_named_with_what_helps(home: Path, tmp_path: Pa
 
 
 @pytest.mark.slow("graph")
-def test_the_rounded_graph_computes_what_fp8_says(home: Path, tmp_path: Path) -> None:
+def test_rounded_graph_equals_fp8_arithmetic(home: Path, tmp_path: Path) -> None:
     """Against the graph as it is, run by ONNX Runtime without any of its optimisations; all else in FP32, as another
     rounding of FP16 has other values fall on the next FP8 number, which is far away.
     """
@@ -92,7 +92,7 @@ def test_the_rounded_graph_computes_what_fp8_says(home: Path, tmp_path: Path) ->
 
 
 @pytest.mark.slow("graph")
-def test_auto_leaves_the_blocks_that_break(home: Path, tmp_path: Path) -> None:
+def test_auto_excludes_faulty_blocks(home: Path, tmp_path: Path) -> None:
     broken = tiny.checkpoint()
     with torch.no_grad():  # an outlier that takes the whole range of what fc2 reads, and that fc2 does not look at
         mlp: Any = broken.model.get_submodule("blocks.1.mlp")
@@ -120,7 +120,7 @@ def test_auto_leaves_the_blocks_that_break(home: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow("graph")
-def test_kept_modules_and_the_rest_in_fp32(home: Path, tmp_path: Path) -> None:
+def test_kept_modules_stay_in_fp32(home: Path, tmp_path: Path) -> None:
     words = ["--precision", "int8,fp32", "--rest", "fp32", "--images", home / "images.npy", "--keep-rest", "blocks.0.*"]
     done = invoked("export", "--model", home / "dense", *words, "-o", tmp_path / "model.onnx", "--json")
     (row,) = [each for each in json.loads(done.stdout)["written"] if each["precision"] == "int8"]
@@ -144,7 +144,7 @@ def computed(home: Path) -> Path:
 
 
 @pytest.mark.slow("graph")
-def test_a_graph_tells_how_many_bits_its_weights_use(computed: Path) -> None:
+def test_graph_reports_the_bits_of_its_weights(computed: Path) -> None:
     for name, bits in (("eight", 8), ("seven", 7)):
         path = computed / f"{name}.int8.onnx"
         assert facts_of_onnx(path).weight_bits == candidate_from_path(path).weight_bits == bits
@@ -172,7 +172,7 @@ SATURATE = "this CPU's INT8 kernels saturate (no VNNI), serve it on a CPU with V
         ("seven", False, "kernels compute something else, serve it on another CPU"),
     ],
 )
-def test_verify_tells_kernels_from_the_graph(
+def test_verify_separates_kernel_errors_from_graph_errors(
     computed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, vnni: bool | None, said: str
 ) -> None:
     monkeypatch.setattr("corp_deploy.proof.candidates.OnnxRunner", Saturating)
@@ -189,7 +189,7 @@ def test_verify_tells_kernels_from_the_graph(
 
 
 @pytest.mark.slow("graph")
-def test_what_is_wrong_as_it_is_typed_is_not_laid_on_the_kernels(
+def test_graph_errors_are_not_attributed_to_kernels(
     computed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("corp_deploy.proof.candidates.OnnxRunner", Saturating)
@@ -202,7 +202,7 @@ def test_what_is_wrong_as_it_is_typed_is_not_laid_on_the_kernels(
     assert "as it is typed" not in (tmp_path / "parity.json").read_text()
 
 
-def test_a_command_that_mends_keeps_how_the_graph_was_made() -> None:
+def test_suggested_command_keeps_the_export_options() -> None:
     graph = Path("reduced/model.int8.onnx")
     assert "--rest fp32 --weight-bits 7" in fix_command(graph, float_type=INT8, rest="fp32", weight_bits=7)
     plain = fix_command(graph, float_type=INT8, rest="fp16")
@@ -211,7 +211,7 @@ def test_a_command_that_mends_keeps_how_the_graph_was_made() -> None:
 
 
 @pytest.mark.slow("graph")
-def test_what_cannot_be_asked_is_said_in_one_message(home: Path, tmp_path: Path) -> None:
+def test_impossible_requests_give_one_message(home: Path, tmp_path: Path) -> None:
     out = tmp_path / "model.onnx"
     model = ["export", "--model", home / "dense", "-o", out]
     asked: list[tuple[list[object], str]] = [
@@ -227,7 +227,7 @@ def test_what_cannot_be_asked_is_said_in_one_message(home: Path, tmp_path: Path)
 
 
 @pytest.mark.slow("graph")
-def test_a_builder_that_is_too_old_for_a_graph_is_told_apart(home: Path) -> None:
+def test_outdated_builder_is_reported(home: Path) -> None:
     old, new = (Library(name="tensorrt-rtx", version=version, module=None) for version in ("1.6.1.120", "1.7.1.116"))
     int8, fp8, fp16 = (onnx.load(home / "dense" / f"model.{name}.onnx") for name in ("int8", "fp8", "fp16"))
     (told,) = convolution_remedies(old, int8)
@@ -240,7 +240,7 @@ def test_a_builder_that_is_too_old_for_a_graph_is_told_apart(home: Path) -> None
 @pytest.mark.slow("graph")
 @needs_rtx
 @pytest.mark.parametrize("precision", ["int8", "fp8"])
-def test_an_engine_keeps_its_fused_attention(home: Path, tmp_path: Path, precision: str) -> None:
+def test_quantised_engine_keeps_fused_attention(home: Path, tmp_path: Path, precision: str) -> None:
     plan = tmp_path / "model.plan"
     graph = home / "dense" / f"model.{precision}.onnx"
     build = ("--backend", "tensorrt-rtx", "--sm", 89, "--batch", "1:4:8", "-o")
@@ -257,7 +257,7 @@ def test_an_engine_keeps_its_fused_attention(home: Path, tmp_path: Path, precisi
 
 
 @pytest.mark.slow("graph")
-def test_ranges_of_a_grey_model_are_taken_of_its_arrays(tmp_path: Path) -> None:
+def test_ranges_of_a_grey_model_come_from_its_arrays(tmp_path: Path) -> None:
     """No mean of one channel is known, and none is needed."""
     save(tiny.checkpoint(in_chans=1, depth=1), tmp_path / "dense")
     np.save(tmp_path / "images.npy", tiny.images(8)[:, :1])

@@ -39,7 +39,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow("graph")
-def test_the_gate_asks_for_a_measured_gain(home: Path) -> None:
+def test_gate_requires_a_measured_gain(home: Path) -> None:
     release = home / "release"
     rules = json.loads((release / "gate.json").read_text())["rules"]
     (own,) = [rule for rule in rules if "int8 over fp32" in rule["rule"]]
@@ -53,7 +53,7 @@ def test_the_gate_asks_for_a_measured_gain(home: Path) -> None:
 
 
 @pytest.mark.slow("graph")
-def test_the_recipes_bits_are_those_of_the_graph(home: Path) -> None:
+def test_recipe_sets_the_bits_of_the_graph(home: Path) -> None:
     assert facts_of_onnx(home / "release" / "reduced" / "model.int8.onnx").weight_bits == 7
 
 
@@ -74,7 +74,7 @@ def with_gain(bench: Bench, times: float) -> Bench:
 
 @pytest.mark.slow("graph")
 @pytest.mark.parametrize(("times", "served"), [(2.0, "model.int8.onnx"), (1.0, "model.onnx"), (0.5, "model.onnx")])
-def test_only_what_is_faster_is_served(home: Path, tmp_path: Path, times: float, served: str) -> None:
+def test_only_faster_variants_are_served(home: Path, tmp_path: Path, times: float, served: str) -> None:
     release = home / "release"
     for part in ("reduced", "bench.json", "parity.json"):
         (tmp_path / part).symlink_to(release / part)
@@ -92,7 +92,7 @@ def test_only_what_is_faster_is_served(home: Path, tmp_path: Path, times: float,
 
 
 @pytest.mark.slow("graph")
-def test_int8_needs_what_it_rests_on(home: Path) -> None:
+def test_int8_needs_calibration_images(home: Path) -> None:
     wrong, of_fp8 = home / "wrong.toml", RECIPE.replace('"int8"', '"fp8"').replace("weight_bits = 7", "")
     for text, message in (
         (RECIPE.replace('rest = "fp32"', 'rest = "fp16"'), "add 'fp16' to export.precisions"),

@@ -32,13 +32,13 @@ def rows_of(lines: list[str]) -> list[str]:
     return [line for line in lines if line.startswith("│")]
 
 
-def test_a_gates_long_reasons_stand_below_its_table() -> None:
+def test_long_gate_reasons_follow_the_table() -> None:
     lines = lines_of(*gate_shown(Gate(rules=RULES)))
     assert [row.split("│")[3].strip() for row in rows_of(lines)] == ["told below", "17, limit 18"]
     assert lines[-1] == f"top1_agreement < 0.98: {LONG}"
 
 
-def test_a_reports_long_reasons_are_cut_off_and_stand_in_full_beside_its_verdict() -> None:
+def test_long_report_reasons_are_shortened_and_repeated_in_full() -> None:
     rules: list[dict[str, Any]] = [
         {"rule": each.rule, "verdict": each.verdict, "message": each.message} for each in RULES
     ]
@@ -48,7 +48,7 @@ def test_a_reports_long_reasons_are_cut_off_and_stand_in_full_beside_its_verdict
     assert verdict.why == LONG
 
 
-def test_why_sites_stay_is_told_reason_by_reason() -> None:
+def test_reasons_for_kept_sites_are_listed() -> None:
     row = {"width": "channels 8", "parameters": 8, "macs": 8}
     sites = [{**row, "site": f"{place}.mlp", "reason": LONG} for place in range(3)]
     sites.append({**row, "site": "3.mlp", "reason": "its parts are of different sizes"})
@@ -60,7 +60,7 @@ def test_why_sites_stay_is_told_reason_by_reason() -> None:
 
 
 @pytest.mark.parametrize("one", ["dense", "a"])
-def test_noise_is_told_below_its_table(one: str) -> None:
+def test_noise_is_reported_below_the_table(one: str) -> None:
     table = Table("batch", "speed-up of all that is", "A/A noise of all that is there", **noise_told(one))
     table.add_row("1", "1.2", "1.0")
     assert f"A/A noise: {one} against itself" in " ".join(" ".join(lines_of(table)).split())

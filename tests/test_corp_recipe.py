@@ -39,7 +39,7 @@ def written(folder: Path, text: str, name: str = "recipe.toml") -> Path:
     return path
 
 
-def test_the_least_recipe_has_defaults_and_paths_relative_to_itself(tmp_path: Path) -> None:
+def test_minimal_recipe_has_defaults_and_relative_paths(tmp_path: Path) -> None:
     recipe = load_recipe(written(tmp_path, LEAST))
     assert recipe.name == "recipe"
     assert recipe.calibration.images == tmp_path.resolve() / "train"
@@ -155,16 +155,16 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("text", "said"), REFUSED, ids=range(len(REFUSED)))
-def test_what_is_wrong_is_named_with_its_key(tmp_path: Path, text: str, said: str) -> None:
+def test_errors_name_their_recipe_key(tmp_path: Path, text: str, said: str) -> None:
     rejects(rf"recipe\.toml: (.|\n)*{re.escape(said)}", load_recipe, written(tmp_path, text))
 
 
-def test_a_missing_file_and_one_that_is_no_toml_are_named(tmp_path: Path) -> None:
+def test_missing_and_malformed_recipes_are_named(tmp_path: Path) -> None:
     rejects("no such recipe; write one with", load_recipe, tmp_path / "none.toml")
     rejects(r"broken\.toml: not TOML: ", load_recipe, written(tmp_path, "[model", "broken.toml"))
 
 
-def test_what_the_calibration_holds_out_can_prove_the_result(tmp_path: Path) -> None:
+def test_images_held_out_of_calibration_can_prove_the_result(tmp_path: Path) -> None:
     """And is looked at by nothing before, as every printed command says."""
     text = OWN.replace("hold_out = 32", 'hold_out = 32\nsamples = 99\nseed = 5\ngroup_labels = "groups.npy"')
     recipe = load_recipe(written(tmp_path, text.replace("mlp = 0.5", "macs = 0.5")))
@@ -188,7 +188,7 @@ def test_what_the_calibration_holds_out_can_prove_the_result(tmp_path: Path) -> 
     assert not [name for name in ("parity", "reduce") if "--hold-out" in stages[name].command]
 
 
-def test_a_recipe_builds_on_another_key_by_key(tmp_path: Path) -> None:
+def test_recipe_extends_another_key_by_key(tmp_path: Path) -> None:
     (tmp_path / "base").mkdir()
     written(tmp_path / "base", LEAST + "[bench]\nblock_ms = 5\n[targets.tensorrt]\nbatch = '1:8:64'", "base.toml")
     own = 'extends = "base/base.toml"\n[bench]\nbatches = [1]\n[calibration]\nimages = "own"\n[targets.tensorrt]\n'
@@ -200,20 +200,20 @@ def test_a_recipe_builds_on_another_key_by_key(tmp_path: Path) -> None:
     assert recipe.targets[0].rules[0].metric == "fused_attention"
 
 
-def test_a_rule_may_ask_for_what_the_release_will_measure(tmp_path: Path) -> None:
+def test_rules_may_use_figures_the_release_measures(tmp_path: Path) -> None:
     own = "[parity]\nmetric = ['map=python s.py {outputs}']\n[gate]\nfail_if = ['metric.map < dense', "
     figures = "'linear_cka < 0.9', 'dense.p50@b8 > baseline', 'fitted_images > 0', 'peak_memory_bytes@b1 > dense']"
     recipe = load_recipe(written(tmp_path, LEAST + own + figures))
     assert [rule.metric for rule in recipe.rules] == ["map", "linear_cka", "p50", "fitted_images", "peak_memory_bytes"]
 
 
-def test_threads_are_for_a_recipe_with_a_target_that_has_them(tmp_path: Path) -> None:
+def test_threads_need_a_target_that_uses_them(tmp_path: Path) -> None:
     text = LEAST + "[bench]\nthreads = 2\n[targets.tensorrt]\n"
     rejects(r"bench\.threads = 2 is not honoured by TensorRT", load_recipe, written(tmp_path, text))
     assert load_recipe(written(tmp_path, text + "[targets.onnxruntime-cpu]")).bench.threads == 2
 
 
-def test_a_mistake_in_the_base_names_the_base_and_a_circle_is_told(tmp_path: Path) -> None:
+def test_errors_in_a_base_name_the_base_and_cycles_are_refused(tmp_path: Path) -> None:
     written(tmp_path, "[modell]\n", "base.toml")
     rejects(r"base\.toml: unknown key 'modell'", load_recipe, written(tmp_path, 'extends = "base.toml"'))
     written(tmp_path, 'extends = "recipe.toml"', "base.toml")
@@ -221,7 +221,7 @@ def test_a_mistake_in_the_base_names_the_base_and_a_circle_is_told(tmp_path: Pat
     rejects("extends is 3, expected the path of another recipe", load_recipe, written(tmp_path, "extends = 3"))
 
 
-def test_the_resolved_recipe_reads_back_as_the_same_from_another_folder(tmp_path: Path) -> None:
+def test_resolved_recipe_round_trips_from_another_folder(tmp_path: Path) -> None:
     added = """
 [release]
 name = "a \\"quoted\\" näme"
@@ -239,19 +239,19 @@ batch = "1:8:64"
     assert str(tmp_path) not in text_of_recipe(recipe, folder), "no absolute path is kept"
 
 
-def test_a_model_directory_is_a_path(tmp_path: Path) -> None:
+def test_model_directory_is_a_path(tmp_path: Path) -> None:
     (tmp_path / "trained").mkdir()
     recipe = load_recipe(written(tmp_path, LEAST.replace("deit_small_patch16_224", "trained")))
     assert recipe.model.directory == tmp_path.resolve() / "trained"
     assert load_recipe(written(tmp_path, text_of_recipe(recipe, tmp_path), "again.toml")).model == recipe.model
 
 
-def test_a_file_that_is_no_recipe_is_not_read_whole(tmp_path: Path) -> None:
+def test_huge_file_is_not_read_as_a_recipe(tmp_path: Path) -> None:
     path = written(tmp_path, LEAST + "#" * MOST_BYTES)
     rejects(rf"bytes, a recipe has {MOST_BYTES} at most", load_recipe, path)
 
 
-def test_what_stands_in_a_script_is_quoted_and_ends_no_comment() -> None:
+def test_script_arguments_are_quoted_and_cannot_end_comments() -> None:
     stages = [{"name": "one", "why": "a\nrm -rf x", "words": ("corp-deploy", "release", "my recipe; rm -rf x")}]
     text = rendered("remaining.sh", release="nice\r\nrm -rf x", stages=stages)
     assert "# What is left of the release of nice\\x0d\\nrm -rf x and needs a machine" in text
@@ -259,7 +259,7 @@ def test_what_stands_in_a_script_is_quoted_and_ends_no_comment() -> None:
     assert not [line for line in text.splitlines() if line.startswith("rm")]
 
 
-def test_the_starter_recipe_of_a_directory_is_whole_and_names_every_table(tmp_path: Path) -> None:
+def test_starter_recipe_of_a_directory_is_complete(tmp_path: Path) -> None:
     model = (ROOT / "examples" / "digits" / "model").resolve()
     path = tmp_path / "digits.toml"
     path.write_text(starter(str(model), path, images=tmp_path / "cal.npz", held_out=None, labels=None))
@@ -280,7 +280,7 @@ def test_the_starter_recipe_of_a_directory_is_whole_and_names_every_table(tmp_pa
     assert labelled.held_out.images == tmp_path.resolve() / "images" / "held-out"
 
 
-def test_the_starter_recipe_of_a_timm_name(tmp_path: Path) -> None:
+def test_starter_recipe_of_a_timm_name(tmp_path: Path) -> None:
     path = tmp_path / "deit.toml"
     path.write_text(starter("deit_tiny_patch16_224", path, images=None, held_out=None, labels=None))
     assert load_recipe(path).model.weights == tmp_path.resolve() / "weights.safetensors"
@@ -297,7 +297,7 @@ def test_the_starter_recipe_of_a_timm_name(tmp_path: Path) -> None:
         starter("deit_tiny_patch61", path, images=None, held_out=None, labels=None)
 
 
-def test_the_starter_recipe_of_a_convolutional_network(tmp_path: Path) -> None:
+def test_starter_recipe_of_a_convolutional_network(tmp_path: Path) -> None:
     """Says nothing of heads and MLPs, which it has none of; of its directory and a saved one alike."""
     convnet = (ROOT / "examples" / "digits" / "resnet").resolve()
     save(small_convnets.checkpoint("resnet18"), tmp_path / "saved")
@@ -312,7 +312,7 @@ def test_the_starter_recipe_of_a_convolutional_network(tmp_path: Path) -> None:
     assert "conv =" not in starter("deit_tiny_patch16_224", path, images=None, held_out=None, labels=None)
 
 
-def test_reading_and_planning_import_neither_torch_nor_onnx() -> None:
+def test_reading_and_planning_a_recipe_import_neither_torch_nor_onnx() -> None:
     code = (
         "import sys; import corp_deploy.release.run, corp_deploy.commands.release; "
         "print([name for name in ('torch', 'timm', 'onnx', 'onnxruntime') if name in sys.modules])"

@@ -91,7 +91,7 @@ def product(result: qk.QkRecovery, head: int) -> Array:
 
 
 @pytest.mark.parametrize("ridge_rel", [1e-4, 1e-1])
-def test_logit_is_equations_14_to_16(ridge_rel: float) -> None:
+def test_logit_recovery_equals_equations_14_to_16(ridge_rel: float) -> None:
     q, k = heads(0)
     kept_HR = torch.tensor([[0, 2, 5], [1, 2, 3]])
     result = qk.logit(whole(q, k), kept_HR, ridge_rel=ridge_rel)
@@ -119,7 +119,7 @@ def test_logit_is_equations_14_to_16(ridge_rel: float) -> None:
     torch.testing.assert_close(judged, logits_lost(q, k, others))
 
 
-def test_lowrank_is_eckart_young_on_the_logits_of_all_pairs_of_tokens() -> None:
+def test_lowrank_equals_the_truncated_svd_of_all_logits() -> None:
     """All queries times all centred keys is the matrix whose best rank-r approximation numpy's SVD gives."""
     q, k = heads(3)
     centred = k - k.mean(dim=2, keepdim=True)
@@ -133,7 +133,7 @@ def test_lowrank_is_eckart_young_on_the_logits_of_all_pairs_of_tokens() -> None:
         assert float(result.residual_H[head]) == pytest.approx(np.square(s[3:]).sum() / rows**2, rel=1e-9)
 
 
-def test_centring_keys_changes_no_attention() -> None:
+def test_centring_keys_does_not_change_attention() -> None:
     """What `lowrank` drops by centring is constant along a query's row: attention at full width is the dense one."""
     q, k = heads(4)
     result = qk.lowrank(second_of(q), second_of(k, centred=True), DIM)
@@ -142,7 +142,7 @@ def test_centring_keys_changes_no_attention() -> None:
     torch.testing.assert_close(reduced, dense, rtol=1e-7, atol=1e-10)
 
 
-def test_planted_m_is_found() -> None:
+def test_planted_m_is_recovered() -> None:
     """Pruned queries and keys that are linear in the kept ones: I + M gives every logit back."""
     q, k = heads(6)
     generator = torch.Generator().manual_seed(6)
@@ -160,7 +160,7 @@ def test_planted_m_is_found() -> None:
         assert float(logits_lost(q, k, result).max()) < 1e-6
 
 
-def test_select_is_judged_on_what_it_is_given() -> None:
+def test_select_is_judged_on_its_own_statistics() -> None:
     q, k = heads(7)
     kept_HR = torch.tensor([[0, 1, 2, 3], [2, 3, 4, 5]])
     result = qk.select(kept_HR, q_second_HDD=second_of(q), k_second_HDD=second_of(k))
@@ -180,7 +180,7 @@ def test_select_is_judged_on_what_it_is_given() -> None:
     ridge_rel=st.sampled_from([0.0, 1e-8, 1e-4, 1e-1]),
 )
 @settings(max_examples=60, deadline=None)
-def test_no_form_is_worse_than_dropping(seed: int, rank: int, tokens: int, width: int, ridge_rel: float) -> None:
+def test_no_recovery_is_worse_than_dropping(seed: int, rank: int, tokens: int, width: int, ridge_rel: float) -> None:
     """Also with singular statistics: fewer directions than dimensions, single tokens (centred keys vanish)."""
     q, k = heads(seed, rank=rank, tokens=tokens, shift=float(seed % 2))
     generator = torch.Generator().manual_seed(seed)
@@ -205,7 +205,7 @@ def test_no_form_is_worse_than_dropping(seed: int, rank: int, tokens: int, width
     assert bool((aggregated <= dropped + 1e-5 * level).all())
 
 
-def test_full_width_is_the_dense_head() -> None:
+def test_full_width_equals_the_dense_head() -> None:
     q, k = heads(9)
     everything = torch.arange(DIM).expand(HEADS, DIM)
     for result in (
@@ -222,7 +222,7 @@ def test_full_width_is_the_dense_head() -> None:
 
 @pytest.mark.parametrize("rank", [DIM, 2])
 @pytest.mark.parametrize("kept", [[[0, 2, 5, 1], [1, 2, 3, 5]], [[0, 5], [2, 3]], [[5], [1]]])
-def test_a_restricted_system_gives_what_the_whole_one_gives(kept: list[list[int]], rank: int) -> None:
+def test_restricted_system_equals_the_full_one(kept: list[list[int]], rank: int) -> None:
     """For its own kept set and every narrower one; full-rank and singular queries and keys."""
     q, k = heads(11, rank=rank)
     kept_HR = torch.tensor(kept).sort().values
@@ -242,7 +242,7 @@ def test_a_restricted_system_gives_what_the_whole_one_gives(kept: list[list[int]
     torch.testing.assert_close(judged, by_whole, rtol=1e-9, atol=1e-9 * scale)
 
 
-def test_a_restricted_system_knows_which_maps_it_can_judge() -> None:
+def test_restricted_system_refuses_maps_it_cannot_judge() -> None:
     q, k = heads(12)
     part = part_of(q, k, torch.tensor([[0, 1, 2], [3, 4, 5]]))
     inside = qk.select(torch.tensor([[0, 2], [3, 4]]), q_second_HDD=second_of(q), k_second_HDD=second_of(k))

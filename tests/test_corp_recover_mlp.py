@@ -47,7 +47,7 @@ def error_on(x: Tensor, weight: Tensor, bias: Tensor, kept: Tensor, result: Chan
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("rank", "scale"), [(12, 0.0), (5, 0.0), (12, 3.0)])
-def test_residuals_are_those_of_the_samples(form: Any, rank: int, scale: float) -> None:
+def test_residuals_equal_those_of_the_samples(form: Any, rank: int, scale: float) -> None:
     x = samples_of(12, 80, seed=3, rank=rank, scale=scale)
     weight, bias = layer_of(4, 12, seed=3)
     kept = torch.tensor([0, 2, 3, 7, 8, 11])
@@ -64,7 +64,7 @@ def test_residuals_are_those_of_the_samples(form: Any, rank: int, scale: float) 
 
 
 @pytest.mark.parametrize(("rank", "scale"), [(10, 0.0), (4, 0.0), (10, 4.0)])
-def test_the_first_version_fits_without_centring_and_then_meets_the_mean(rank: int, scale: float) -> None:
+def test_corp_v1_fits_uncentred_and_then_matches_the_mean(rank: int, scale: float) -> None:
     x = samples_of(10, 60, seed=2, rank=rank, scale=scale)
     weight, bias = layer_of(3, 10, seed=2)
     kept, pruned = [1, 2, 5, 8, 9], [0, 3, 4, 6, 7]
@@ -90,7 +90,7 @@ def test_bias_and_none_keep_the_columns() -> None:
     assert (plain.condition, plain.ridge) == (1.0, 0.0)
 
 
-def test_a_planted_map_is_found() -> None:
+def test_planted_map_is_recovered() -> None:
     """Pruned channels that are affine in the kept ones come back exactly; dropping them would lose a lot."""
     kept_x = samples_of(5, 100, seed=5, rank=5)
     generator = torch.Generator().manual_seed(6)
@@ -112,7 +112,7 @@ def test_a_planted_map_is_found() -> None:
     ridge_rel=st.sampled_from([0.0, 1e-8, 1e-4, 1e-1]),
 )
 @settings(max_examples=60, deadline=None)
-def test_no_centred_form_is_worse_than_dropping(seed: int, rank: int, scale: float, ridge_rel: float) -> None:
+def test_no_centred_recovery_is_worse_than_dropping(seed: int, rank: int, scale: float, ridge_rel: float) -> None:
     x = samples_of(14, 30, seed=seed, rank=rank, scale=scale)
     weight, bias = layer_of(3, 14, seed=seed)
     kept = torch.randperm(14, generator=torch.Generator().manual_seed(seed))[: 1 + seed % 13].sort().values
@@ -129,7 +129,7 @@ def test_no_centred_form_is_worse_than_dropping(seed: int, rank: int, scale: flo
         assert result.residual == pytest.approx(error_on(x, weight, bias, kept, result), rel=1e-5, abs=1e-9)
 
 
-def test_everything_kept_loses_nothing() -> None:
+def test_full_width_loses_nothing() -> None:
     x = samples_of(5, 40, seed=7, rank=5)
     weight, bias = layer_of(3, 5, seed=7)
     for form in FORMS:
@@ -141,7 +141,7 @@ def test_everything_kept_loses_nothing() -> None:
     torch.testing.assert_close(shrunk.weight_OK, weight)
 
 
-def test_ridge_solve_is_lstsq_when_singular_and_tells_the_condition() -> None:
+def test_ridge_solve_equals_lstsq_on_singular_systems_and_reports_the_condition() -> None:
     generator = torch.Generator().manual_seed(8)
     a = torch.randn(4, 9, generator=generator, dtype=torch.float64)
     gram, cross = a.T @ a, torch.randn(2, 4, generator=generator, dtype=torch.float64) @ a
@@ -158,7 +158,7 @@ def test_ridge_solve_is_lstsq_when_singular_and_tells_the_condition() -> None:
 
 @pytest.mark.parametrize("rank", [12, 3])
 @pytest.mark.parametrize("ridge_rel", [1e-4, 1e-1, 10.0])
-def test_a_bound_stands_for_the_condition(rank: int, ridge_rel: float) -> None:
+def test_condition_is_bounded(rank: int, ridge_rel: float) -> None:
     generator = torch.Generator().manual_seed(rank)
     x = torch.randn(40, rank, generator=generator, dtype=torch.float64) @ torch.logspace(-3, 2, rank).double().diag()
     x = x @ torch.randn(rank, 12, generator=generator, dtype=torch.float64)
@@ -199,7 +199,7 @@ def value_error(z: Tensor, weight: Tensor, bias: Tensor, result: ValueRecovery) 
 
 
 @pytest.mark.parametrize("width", [1, 3, DIM])
-def test_maps_are_the_truncated_svd_of_each_heads_output(width: int) -> None:
+def test_maps_equal_the_truncated_svd_of_each_heads_output(width: int) -> None:
     z, weight, bias = layer(0)
     result = recover_values.lowrank_values(*moments_of(z), weight, bias, HEADS, width, ridge_rel=1e12, sweeps=0)
     spectrum = recover_values.lowrank_spectrum(*moments_of(z), weight, HEADS)
@@ -234,7 +234,9 @@ def test_refit_is_least_squares_over_all_heads() -> None:
     ridge_rel=st.sampled_from([0.0, 1e-8, 1e-4, 1e-1, 1e6]),
 )
 @settings(max_examples=30, deadline=None)
-def test_never_worse_than_dropping_and_exact(seed: int, rank: int, width: int, ridge_rel: float) -> None:
+def test_value_recovery_is_exact_and_never_worse_than_dropping(
+    seed: int, rank: int, width: int, ridge_rel: float
+) -> None:
     z, weight, bias = layer(seed, tokens=40, rank=rank)
     result = recover_values.lowrank_values(*moments_of(z), weight, bias, HEADS, width, ridge_rel=ridge_rel)
     total = float((z @ weight.T).square().sum(dim=1).mean())
@@ -253,7 +255,7 @@ def test_never_worse_than_dropping_and_exact(seed: int, rank: int, width: int, r
     assert result.condition >= 1.0
 
 
-def test_sweeps_share_the_work_between_heads() -> None:
+def test_alternating_sweeps_divide_directions_between_heads() -> None:
     """Two heads say the same three things: width 2 each is enough, if and only if the heads look at one another."""
     generator = torch.Generator().manual_seed(5)
     code = torch.randn(400, 3, generator=generator, dtype=torch.float64)
@@ -265,7 +267,7 @@ def test_sweeps_share_the_work_between_heads() -> None:
     assert shared.residual < 1e-3 * alone.residual
 
 
-def test_what_is_uncompensated_drops_the_least_coordinates() -> None:
+def test_uncompensated_reduction_drops_the_least_coordinates() -> None:
     z, weight, bias = layer(2)
     result = recover_values.lowrank_values(*moments_of(z), weight, bias, HEADS, 3, ridge_rel=1e-4)
     kept = []

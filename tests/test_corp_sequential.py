@@ -42,7 +42,7 @@ def calibrated(home: Path, kind: str, name: str, *options: Any, code: int = 0) -
 
 
 @pytest.mark.parametrize("kind", ["sharded", "opt"])
-def test_block_by_block_gives_the_moments_of_a_whole_pass(home: Path, kind: str) -> None:
+def test_sequential_moments_equal_a_full_pass(home: Path, kind: str) -> None:
     options = ("--attention-system", "--hold-out", 5)
     calibrated(home, kind, f"{kind}-whole", *options)
     calibrated(home, kind, f"{kind}-blocks", *options, "--sequential")
@@ -52,13 +52,13 @@ def test_block_by_block_gives_the_moments_of_a_whole_pass(home: Path, kind: str)
     assert not list(home.glob("*.partial.safetensors"))
 
 
-def test_the_digest_is_that_of_the_whole_model(home: Path) -> None:
+def test_digest_equals_that_of_the_whole_model(home: Path) -> None:
     for kind in ("sharded", "opt"):
         whole = load_dense(f"hf:{home / kind}", weights=None, kwargs={}).model
         assert open_layers(home / kind, {}).digest() == model_digest(whole)
 
 
-def test_no_more_than_one_block_is_held(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_most_one_block_is_in_memory(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     built, most = list[Any](), list[int]()
     own = DecoderLayers.block
 
@@ -75,7 +75,7 @@ def test_no_more_than_one_block_is_held(home: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.slow("models")
-def test_an_interrupted_run_goes_on_with_the_next_block(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_run_resumes_at_the_next_block(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calibrated(home, "llama", "straight", "--sequential")
     collected = list[int]()
 
@@ -105,17 +105,17 @@ def test_an_interrupted_run_goes_on_with_the_next_block(home: Path, monkeypatch:
         (("--snapshots", "4"), "is not honoured by --sequential"),
     ],
 )
-def test_what_goes_with_a_whole_pass_alone_is_refused(home: Path, options: tuple[Any, ...], said: str) -> None:
+def test_options_that_need_a_full_pass_are_refused(home: Path, options: tuple[Any, ...], said: str) -> None:
     result = calibrated(home, "llama", "refused", *options, "--sequential", code=2)
     assert said in " ".join(result.stderr.split())
 
 
-def test_no_other_model_goes_block_by_block(home: Path) -> None:
+def test_other_models_are_refused(home: Path) -> None:
     images = ("--text", home / "text.txt", "-o", home / "x.safetensors")
     refuses("give --model hf:DIR", "calibrate", "--model", home / "llama", *images, "--sequential")
 
 
-def test_parts_that_do_not_belong_together_are_not_joined(tmp_path: Path) -> None:
+def test_parts_of_different_runs_are_not_merged(tmp_path: Path) -> None:
     paths = [tmp_path / f"{name}.safetensors" for name in "abc"]
     for path, lineage in zip(paths, ("1", "1", "2"), strict=True):
         save_moments(replace(moments(model=lineage), sites={path.stem: mlp()}), path)
@@ -127,7 +127,7 @@ def test_parts_that_do_not_belong_together_are_not_joined(tmp_path: Path) -> Non
     assert not (tmp_path / "odd.safetensors").exists()
 
 
-def test_a_missing_block_is_told_before_any_work(home: Path, tmp_path: Path) -> None:
+def test_missing_block_is_reported_before_any_work(home: Path, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     decoders.write_decoder(tmp_path / "cut", "llama")

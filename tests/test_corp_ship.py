@@ -56,7 +56,7 @@ def told(done: Any) -> tuple[list[str], list[str]]:
 
 
 @pytest.mark.slow("graph")
-def test_a_release_of_a_model_and_images(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ship_makes_resumes_and_updates_a_release(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is interrupted, goes on, has nothing to do then, and does what a change of its recipe touches."""
     output = tmp_path / "shipped"
     with monkeypatch.context() as patched:
@@ -93,7 +93,7 @@ def recipe_of(home: Path, output: Path, monkeypatch: pytest.MonkeyPatch, *words:
     return load_recipe(output / "recipe.toml", trust_paths=True)
 
 
-def test_the_recipe_of_what_was_asked_for(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recipe_states_the_requested_options(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = recipe_of(home, tmp_path / "a b", monkeypatch)
     assert (recipe.calibration.hold_out, recipe.held_out.images, recipe.reduce.macs) == (10, None, 0.7)
     assert recipe.gate.rules == ("speedup@b2 < 1.0", "top1_agreement < 0.98")
@@ -108,7 +108,7 @@ def test_the_recipe_of_what_was_asked_for(home: Path, tmp_path: Path, monkeypatc
     assert ([each.name for each in recipe.targets], recipe.calibration.samples) == (["openvino"], 12)
 
 
-def test_a_limit_is_kept_on_images_that_do_not_prove_the_result(
+def test_limit_is_judged_on_images_that_do_not_prove_the_result(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ("--within", "error 0.05", "--held-out", home / "few.npy")
@@ -120,16 +120,14 @@ def test_a_limit_is_kept_on_images_that_do_not_prove_the_result(
     assert "reduce.within is error 0.05 there, error 0.1 here" in said
 
 
-def test_the_fastest_target_that_is_here_is_taken(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fastest_available_target_is_chosen(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = {"tensorrt": "none", "tensorrt-rtx": None, "onnxruntime-cuda": None}
     monkeypatch.setattr("corp_deploy.release.ship.missing_to_run", lambda target: here[target.name])
     (target,) = recipe_of(home, tmp_path / "out", monkeypatch).targets
     assert (target.name, target.precision) == ("tensorrt-rtx", "fp16")
 
 
-def test_paths_that_nobody_typed_stay_in_the_directory(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_untyped_paths_stay_in_the_directory(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output = tmp_path / "out"
     recipe_of(home, output, monkeypatch)
     text = (output / "recipe.toml").read_text()
@@ -138,7 +136,7 @@ def test_paths_that_nobody_typed_stay_in_the_directory(
         assert said in ship(home, output).stderr
 
 
-def test_features_are_judged_by_their_error(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_features_are_judged_by_relative_error(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = recipe_of(home, tmp_path / "out", monkeypatch, "--outputs", "class,patches")
     assert (recipe.parity.min_agreement, recipe.gate.rules) == (None, ("speedup@b2 < 1.0",))
 
@@ -157,7 +155,7 @@ def test_features_are_judged_by_their_error(home: Path, tmp_path: Path, monkeypa
         (("--labels", "few.npy"), "Error: held_out.labels: "),
     ],
 )
-def test_what_will_not_do_is_one_message_and_leaves_nothing(
+def test_bad_input_gives_one_message_and_writes_nothing(
     home: Path, tmp_path: Path, words: tuple[object, ...], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(home)
@@ -168,17 +166,17 @@ def test_what_will_not_do_is_one_message_and_leaves_nothing(
     assert sorted(home.iterdir()) == before
 
 
-def test_a_name_without_weights_is_told_of_both_ways(home: Path, tmp_path: Path) -> None:
+def test_name_without_weights_explains_both_options(home: Path, tmp_path: Path) -> None:
     for said in ("needs --weights", ".model.toml that calibrate writes"):
         refuses(said, "ship", tiny.ARCHITECTURE.name, "--images", home / "images.npy", "-o", tmp_path / "out")
 
 
-def test_half_of_the_different_images_is_held_out(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_of_the_distinct_images_is_held_out(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = recipe_of(home, tmp_path / "out", monkeypatch, "--images", home / "some-copies.npy")
     assert recipe.calibration.hold_out == 8
 
 
-def test_a_model_of_texts_goes_step_by_step(home: Path, tmp_path: Path) -> None:
+def test_text_models_are_referred_to_the_single_steps(home: Path, tmp_path: Path) -> None:
     write_encoder(tmp_path / "bert")
     words = ("ship", f"hf:{tmp_path / 'bert'}", "--images", home / "images.npy", "-o", tmp_path / "out")
     refuses("takes text, and a release is of a model for images", *words)
@@ -187,7 +185,7 @@ def test_a_model_of_texts_goes_step_by_step(home: Path, tmp_path: Path) -> None:
 # How far it is
 
 
-def test_the_pace_of_stages(tmp_path: Path) -> None:
+def test_remaining_time_is_estimated(tmp_path: Path) -> None:
     said: list[str] = []
     times = iter((0.0, 100.0, 100.0, 101.0, 131.0))
     pace = Pace(said.append, clock=lambda: next(times))
@@ -217,12 +215,12 @@ def _paced(names: Sequence[str], times: Sequence[float], started: Sequence[str],
     return said
 
 
-def test_stages_that_were_up_to_date_are_no_measure_of_what_is_left() -> None:
+def test_cached_stages_do_not_enter_the_time_estimate() -> None:
     said = _paced(("moments", "reduce", "parity", "export.dense"), (0, 0, 0, 30), ("parity", "export.dense"))
     assert said[1] == "[4 of 4, 0:30 so far, about 0:10 left by estimate] export.dense"
 
 
-def test_a_measurement_takes_its_limit() -> None:
+def test_time_estimate_uses_the_measurement_limit() -> None:
     said = _paced(("parity", "bench", "gate"), (0, 0, 0, 60), ("parity", "bench"), bench=8.0)
     assert said[1] == "[2 of 3, 1:00 so far, about 0:13 left by estimate] bench"
 
@@ -240,7 +238,7 @@ def model_file(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "m.model.toml"
 
 
-def test_every_command_takes_the_file(home: Path, model_file: Path, tmp_path: Path) -> None:
+def test_every_command_accepts_a_model_file(home: Path, model_file: Path, tmp_path: Path) -> None:
     assert "mean 0.4" in invoked("inspect", "--model", model_file).stdout
     reduced = tmp_path / "reduced"
     invoked(
@@ -260,18 +258,18 @@ def test_every_command_takes_the_file(home: Path, model_file: Path, tmp_path: Pa
     assert corp_deploy.load(model_file).state_dict().keys() == tiny.checkpoint().model.state_dict().keys()
 
 
-def test_a_recipe_names_its_model_too(home: Path, tmp_path: Path) -> None:
+def test_recipe_accepts_a_model_file(home: Path, tmp_path: Path) -> None:
     (tmp_path / "recipe.toml").write_text(f'[model]\nmodel = "{home}/dense"\n[calibration]\nimages = "nowhere"\n')
     shown = [invoked("inspect", "--model", model).stdout for model in (tmp_path / "recipe.toml", home / "dense")]
     assert shown[0] == shown[1]
 
 
-def test_a_missing_file_of_calibrates_is_no_recipe(tmp_path: Path) -> None:
+def test_missing_file_is_not_taken_for_a_recipe(tmp_path: Path) -> None:
     said = "no such file; calibrate writes it beside its moments"
     refuses(said, "inspect", "--model", tmp_path / "moments.model.toml")
 
 
-def test_a_model_that_is_typed_alone_is_told_its_option() -> None:
+def test_model_without_option_is_told_to_use_model() -> None:
     for words in (("inspect", "vit_tiny_patch16_224"), ("calibrate", "vit_tiny_patch16_224", "--samples", "2")):
         refuses("Missing option '--model'; did you mean --model vit_tiny_patch16_224?", *words)
     assert "did you mean" not in run("inspect").stderr
@@ -287,7 +285,7 @@ def test_a_model_that_is_typed_alone_is_told_its_option() -> None:
         (None, (), "no such recipe"),
     ],
 )
-def test_files_that_name_no_model(
+def test_files_that_declare_no_model_are_refused(
     model_file: Path, tmp_path: Path, text: str | None, words: tuple[str, ...], said: str
 ) -> None:
     path = tmp_path / "model.toml"

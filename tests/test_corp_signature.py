@@ -142,7 +142,7 @@ def verified(folder: Path, keys: Path, *words: object, expect: int = 0) -> str:
     return said(check(folder, "--verify", keys / "ours.pub.pem", *words, expect=expect))
 
 
-def test_what_is_signed_verifies_under_its_name_and_version(out: Path, keys: Path) -> None:
+def test_signed_release_verifies_under_its_name_and_version(out: Path, keys: Path) -> None:
     words = ("--verify", keys / "ours.pub.pem", "--expect-name", NAME, "--expect-version", "2.0.0", "--json")
     record = json.loads(check(out, *words, expect=0).stdout)
     fingerprint = hashlib.sha256((keys / "ours.pub.pem").read_bytes()).hexdigest()[:16]
@@ -152,7 +152,7 @@ def test_what_is_signed_verifies_under_its_name_and_version(out: Path, keys: Pat
     assert json.loads(check(out, "--json", expect=0).stdout)["signed_by"] is None
 
 
-def test_the_bundle_is_one_of_model_signing(out: Path, keys: Path) -> None:
+def test_model_signing_verifies_the_bundle(out: Path, keys: Path) -> None:
     """Another reader, the library with its own defaults; and the list in it against digests made here."""
     from model_signing import verifying
 
@@ -166,7 +166,7 @@ def test_the_bundle_is_one_of_model_signing(out: Path, keys: Path) -> None:
     verifying.Config().use_elliptic_key_verifier(public_key=keys / "ours.pub.pem").verify(out, out / SIGNATURE)
 
 
-def test_the_provenance_stands_in_an_envelope_that_verifies_by_itself(out: Path, keys: Path) -> None:
+def test_provenance_envelope_verifies_by_itself(out: Path, keys: Path) -> None:
     envelope = json.loads((out / ATTESTATION).read_text())
     payload, kind = base64.b64decode(envelope["payload"]), envelope["payloadType"]
     assert payload == (out / PROVENANCE).read_bytes()
@@ -195,7 +195,7 @@ CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_changed_file_is_found_though_every_list_agrees(name: str, out: Path, keys: Path) -> None:
+def test_changed_file_is_found_although_every_list_agrees(name: str, out: Path, keys: Path) -> None:
     change, said_of_it = CHANGES[name]
     change(out)
     list_files(out, "2.0.0")
@@ -205,12 +205,12 @@ def test_a_changed_file_is_found_though_every_list_agrees(name: str, out: Path, 
     assert told.endswith("not verified")
 
 
-def test_unsigned_lists_tell_of_what_was_added(out: Path) -> None:
+def test_unsigned_lists_reveal_added_files(out: Path) -> None:
     add(out)
     assert "model.py: in no list of this release" in said(check(out, expect=1))
 
 
-def test_an_older_release_by_the_same_key_is_not_the_newer_one(out: Path, keys: Path, tmp_path: Path) -> None:
+def test_older_release_by_the_same_key_is_not_accepted_as_the_newer(out: Path, keys: Path, tmp_path: Path) -> None:
     """The library compares no names: the old one verifies, and only what it is called tells."""
     old = make(tmp_path / "old" / "out", "1.9.0")
     sign(old, KeySigner(key=keys / "ours.pem"), files_of(old))
@@ -224,7 +224,7 @@ def test_an_older_release_by_the_same_key_is_not_the_newer_one(out: Path, keys: 
     assert "the signature says" in verified(old, keys, "--expect-version", "2.0.0", expect=1)
 
 
-def test_another_key_an_altered_statement_and_no_signature(out: Path, keys: Path) -> None:
+def test_wrong_key_altered_statement_and_missing_signature_fail(out: Path, keys: Path) -> None:
     told = said(check(out, "--verify", keys / "others.pub.pem", expect=1))
     assert "model.sig: made with another key" in told
     bundle = json.loads((out / SIGNATURE).read_text())
@@ -238,7 +238,7 @@ def test_another_key_an_altered_statement_and_no_signature(out: Path, keys: Path
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "[" * 100_000, '{"verificationMaterial": {"publicKey": {}}}', "\0\xff"])
-def test_a_broken_signature_is_none(text: str, out: Path, keys: Path) -> None:
+def test_broken_signature_fails(text: str, out: Path, keys: Path) -> None:
     (out / SIGNATURE).write_text(text)
     assert "model.sig: does not hold" in verified(out, keys, expect=1)
     assert "model.sig: does not hold" in said(
@@ -246,7 +246,9 @@ def test_a_broken_signature_is_none(text: str, out: Path, keys: Path) -> None:
     )
 
 
-def test_nothing_is_parsed_before_the_signature_holds(out: Path, keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_parsed_before_the_signature_verifies(
+    out: Path, keys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def never(*_: object, **__: object) -> None:
         raise AssertionError("parsed")
 
@@ -256,7 +258,7 @@ def test_nothing_is_parsed_before_the_signature_holds(out: Path, keys: Path, mon
     assert "manifest.json: sha256 " in verified(out, keys, expect=1)
 
 
-def test_a_statement_that_has_files_skipped_vouches_for_nothing(out: Path, keys: Path) -> None:
+def test_statement_with_skipped_files_is_refused(out: Path, keys: Path) -> None:
     """Signed with the library's own options, by our key."""
     from model_signing import signing as library
 
@@ -272,7 +274,7 @@ def test_a_statement_that_has_files_skipped_vouches_for_nothing(out: Path, keys:
         verified(out, keys, expect=1)
 
 
-def test_a_certificate_is_of_somebody(out: Path, keys: Path) -> None:
+def test_certificate_needs_an_identity(out: Path, keys: Path) -> None:
     signer = KeySigner(key=keys / "ours.pem", certificate=keys / "ours.crt.pem", chain=(keys / "root.pem",))
     signer.require()
     assert sign(out, signer, files_of(out))
@@ -297,7 +299,7 @@ def test_signing_again_changes_nothing(out: Path, keys: Path) -> None:
     assert digest(out / SIGNATURE) != before
 
 
-def test_a_foreign_file_is_not_signed_with_the_others(out: Path, keys: Path) -> None:
+def test_foreign_file_is_not_signed(out: Path, keys: Path) -> None:
     before = digest(out / SIGNATURE)
     add(out)
     signer = KeySigner(key=keys / "others.pem")
@@ -305,7 +307,7 @@ def test_a_foreign_file_is_not_signed_with_the_others(out: Path, keys: Path) -> 
     assert digest(out / SIGNATURE) == before
 
 
-def test_an_encrypted_key(out: Path, keys: Path) -> None:
+def test_encrypted_key_signs(out: Path, keys: Path) -> None:
     locked = keys / "locked.pem"
     rejects("the key is encrypted; give --sign-password", KeySigner(key=locked).require)
     rejects("another password", KeySigner(key=locked, password="shut").require)
@@ -317,7 +319,7 @@ def test_an_encrypted_key(out: Path, keys: Path) -> None:
     assert PublicKey(path=keys / "ours.pub.pem").verify(out).files
 
 
-def test_keys_that_are_none(keys: Path, tmp_path: Path) -> None:
+def test_invalid_keys_are_refused(keys: Path, tmp_path: Path) -> None:
     (tmp_path / "text").write_text("hello")
     (tmp_path / "rsa.pem").write_bytes(pem_of_key(rsa.generate_private_key(65537, 1024)))
     (tmp_path / "odd.pem").write_bytes(pem_of_key(ec.generate_private_key(ec.SECP256K1())))
@@ -334,7 +336,7 @@ def test_keys_that_are_none(keys: Path, tmp_path: Path) -> None:
     rejects("the certificate is of another key", other.require)
 
 
-def test_bad_calls_of_check(out: Path, keys: Path) -> None:
+def test_invalid_calls_of_check_are_refused(out: Path, keys: Path) -> None:
     for words, told in (
         (("--verify", keys / "ours.pem"), "it holds a private key"),
         (("--verify", out / "model.onnx"), "not"),
@@ -346,7 +348,7 @@ def test_bad_calls_of_check(out: Path, keys: Path) -> None:
         assert told in said(check(out, *words, expect=2)), words
 
 
-def test_sigstore_is_asked_where_it_is_asked_for_alone(out: Path, keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sigstore_is_contacted_only_on_request(out: Path, keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests' guard against networks ends every look-up: it is the machine without one."""
     monkeypatch.setattr("sigstore.oidc.detect_credential", lambda: None)
     with pytest.raises(Missing, match="no identity for Sigstore"):
@@ -360,7 +362,7 @@ def test_sigstore_is_asked_where_it_is_asked_for_alone(out: Path, keys: Path, mo
         Sigstore(identity="a@b.org", issuer="https://c.org").verify(out)
 
 
-def test_without_the_library(out: Path, keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_signing_library_is_named(out: Path, keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "model_signing.signing", None)
     told = said(check(out, "--verify", keys / "ours.pub.pem", expect=4))
     assert "pip install 'corp-deploy[sign]'" in told

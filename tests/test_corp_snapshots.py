@@ -61,7 +61,7 @@ def calibrated(home: Path, images: str, output: Path, *words: object, code: int 
 
 
 @pytest.mark.parametrize("words", [(), ("--attention-system",)])
-def test_a_snapshot_is_a_calibration_on_the_first_images(home: Path, tmp_path: Path, words: tuple[str, ...]) -> None:
+def test_snapshot_equals_a_calibration_on_the_first_images(home: Path, tmp_path: Path, words: tuple[str, ...]) -> None:
     result = calibrated(home, "images.npy", tmp_path / "m.safetensors", *words, "--snapshots", "5,12,30", "--json")
     record = json.loads(result.stdout)
     assert [each["images"] for each in record["snapshots"]] == [5, 12, 30]
@@ -78,7 +78,7 @@ def test_a_snapshot_is_a_calibration_on_the_first_images(home: Path, tmp_path: P
     assert (tmp_path / "m.safetensors").read_bytes() == (tmp_path / "m.30.safetensors").read_bytes() == whole
 
 
-def test_held_out_images_are_in_no_snapshot(home: Path, tmp_path: Path) -> None:
+def test_snapshots_exclude_held_out_images(home: Path, tmp_path: Path) -> None:
     calibrated(home, "images.npy", tmp_path / "m.safetensors", "--hold-out", 6, "--snapshots", "10,24")
     snapshot, held_out = load_moments(tmp_path / "m.10.safetensors"), load_moments(tmp_path / "m.held-out.safetensors")
     assert not torch.isin(snapshot.image_ids, held_out.image_ids).any()
@@ -92,7 +92,7 @@ def test_held_out_images_are_in_no_snapshot(home: Path, tmp_path: Path) -> None:
     assert "--snapshots 25: expected at most 24" in over
 
 
-def test_drawn_images_are_taken_in_an_order_drawn_too(home: Path, tmp_path: Path) -> None:
+def test_sampled_images_are_taken_in_random_order(home: Path, tmp_path: Path) -> None:
     drawn = ("--samples", 20, "--seed", 3)
     calibrated(home, "images.npy", tmp_path / "m.safetensors", *drawn, "--snapshots", "7")
     generator = np.random.default_rng
@@ -104,7 +104,7 @@ def test_drawn_images_are_taken_in_an_order_drawn_too(home: Path, tmp_path: Path
     assert_equal(load_moments(tmp_path / "m.safetensors"), load_moments(tmp_path / "sorted.safetensors"), limit=1e-6)
 
 
-def test_snapshots_of_groups_are_of_both_halves(home: Path, tmp_path: Path) -> None:
+def test_grouped_snapshots_contain_both_halves(home: Path, tmp_path: Path) -> None:
     labels = tmp_path / "groups.json"
     labels.write_text(json.dumps([f"photograph {place % 10}" for place in range(COUNT)]))
     words = ("--groups", labels, "--snapshots", "5,21")
@@ -123,14 +123,14 @@ def test_snapshots_of_groups_are_of_both_halves(home: Path, tmp_path: Path) -> N
     assert not list(tmp_path.glob("*.partial.*"))
 
 
-def test_first_images_of_one_half_alone_are_refused(home: Path, tmp_path: Path) -> None:
+def test_snapshot_within_one_half_is_refused(home: Path, tmp_path: Path) -> None:
     words = ("--groups", "image", "--snapshots", "1")
     message = calibrated(home, "images.npy", tmp_path / "m.safetensors", *words, code=2).stderr
     assert "the first 1 images are all in one half of the groups" in " ".join(message.split())
     assert not list(tmp_path.iterdir())
 
 
-def test_snapshots_of_convolutions(tmp_path: Path) -> None:
+def test_snapshots_work_for_convolutions(tmp_path: Path) -> None:
     convnet = small_convnets.checkpoint("resnet18")
     source = small_convnets.opened(convnet.model, 12, tmp_path)
 
@@ -145,7 +145,7 @@ def test_snapshots_of_convolutions(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow("models")
-def test_a_resumed_run_writes_the_same_snapshots(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resumed_run_writes_equal_snapshots(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     labels = tmp_path / "groups.json"
     labels.write_text(json.dumps([place % 10 for place in range(COUNT)]))
     for name, grouped in (("plain", ()), ("grouped", ("--groups", labels))):
@@ -181,7 +181,7 @@ def interrupted_after(images: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Images, "read", stopping)
 
 
-def test_a_lost_snapshot_or_another_list_of_them_ends_a_resumed_run(
+def test_lost_or_different_snapshots_end_a_resumed_run(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = tmp_path / "m.safetensors"
@@ -208,13 +208,13 @@ def said(result: Result) -> str:
         ("5,x", "'x'"),
     ],
 )
-def test_bad_numbers_are_refused_before_the_pass(home: Path, tmp_path: Path, counts: str, message: str) -> None:
+def test_invalid_numbers_are_refused_before_the_pass(home: Path, tmp_path: Path, counts: str, message: str) -> None:
     result = calibrated(home, "images.npy", tmp_path / "m.safetensors", "--snapshots", counts, code=2)
     assert message in said(result)
     assert not list(tmp_path.iterdir())
 
 
-def test_the_copy_that_a_snapshot_inside_a_batch_needs_is_counted(
+def test_memory_of_a_snapshot_within_a_batch_is_counted(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     statistics = Statistics(patterns=("blocks.0.mlp.*",))
@@ -253,7 +253,7 @@ def size(judged: tuple[list[Moments], Moments, Scored]) -> CalibrationSize:
     return calibration_size(tiny.checkpoint().model, every, METHOD, held_out=held_out, scored=scored)
 
 
-def test_each_point_is_that_reduction(judged: tuple[list[Moments], Moments, Scored], size: CalibrationSize) -> None:
+def test_each_point_equals_its_reduction(judged: tuple[list[Moments], Moments, Scored], size: CalibrationSize) -> None:
     every, held_out, scored = judged
     assert isinstance(scored.inputs, torch.Tensor)
     dense = tiny.checkpoint().model
@@ -278,7 +278,7 @@ def test_each_point_is_that_reduction(judged: tuple[list[Moments], Moments, Scor
     assert ("are not shown to be enough" in size.sentence) == (size.sufficient is None)
 
 
-def test_the_curve_is_a_line_over_one_by_n() -> None:
+def test_error_curve_is_linear_in_one_over_n() -> None:
     images = [100, 200, 500, 1000]
     fit = fit_of_losses(images, [0.2 + 30.0 / n for n in images])
     assert (fit.limit, fit.slope) == pytest.approx((0.2, 30.0))
@@ -292,7 +292,7 @@ def test_the_curve_is_a_line_over_one_by_n() -> None:
     assert SizeFit(limit=0.2, slope=-1.0, residual=0.0).images_within(0.05) is None
 
 
-def test_inputs_are_drawn_in_pairs() -> None:
+def test_bootstrap_resamples_inputs_in_pairs() -> None:
     """Errors that differ by a factor alone have no uncertainty, however much they vary over inputs."""
     errors = np.random.default_rng(0).exponential(size=50)
     assert ratio_to(1.1 * errors, errors) == pytest.approx((1.1, 1.1, 1.1))
@@ -313,12 +313,12 @@ def at(images: int, high: float) -> ImagesPoint:
     ("highs", "sufficient"),
     [((1.5, 1.2, 1.04, 1.0), 400), ((1.04, 1.2, 1.04, 1.0), 400), ((1.0, 1.0, 1.0, 1.0), 100), ((2, 2, 1.1, 1), None)],
 )
-def test_all_larger_numbers_must_do_as_well(highs: tuple[float, ...], sufficient: int | None) -> None:
+def test_recommended_number_needs_all_larger_ones_to_agree(highs: tuple[float, ...], sufficient: int | None) -> None:
     points = [at(images, high) for images, high in zip((100, 200, 400, 800), highs, strict=True)]
     assert smallest_sufficient(points, 0.05) == sufficient
 
 
-def test_held_out_moments_judge_alone_and_so_do_inputs(judged: tuple[list[Moments], Moments, Scored]) -> None:
+def test_held_out_moments_or_inputs_judge_alone(judged: tuple[list[Moments], Moments, Scored]) -> None:
     every, held_out, scored = judged
     dense = tiny.checkpoint().model
     by_moments = calibration_size(dense, every, METHOD, held_out=held_out)
@@ -330,7 +330,7 @@ def test_held_out_moments_judge_alone_and_so_do_inputs(judged: tuple[list[Moment
     assert by_inputs.points[0].held_out is None
 
 
-def test_what_cannot_be_judged_is_refused(judged: tuple[list[Moments], Moments, Scored]) -> None:
+def test_unjudgeable_requests_are_refused(judged: tuple[list[Moments], Moments, Scored]) -> None:
     every, held_out, _ = judged
     dense = tiny.checkpoint().model
     with pytest.raises(BadInput, match="moments of 40, 12, 4 images: expected two files or more with ascending"):

@@ -80,7 +80,7 @@ def heard(model: nn.Module, layer: nn.Module, batch: Tensor) -> tuple[Tensor, Te
     return found[0]
 
 
-def test_every_layer_of_the_sites_is_sparse_and_refitted_to_the_reduced_model() -> None:
+def test_every_layer_of_the_sites_is_sparse_and_refitted() -> None:
     """In the sparse model, kept weights of a layer satisfy the normal equations against what the layer gave without
     zeros: by hooks on both models.
     """
@@ -118,7 +118,7 @@ def assert_refitted(
 
 @pytest.mark.slow("graph")
 @pytest.mark.parametrize(("architecture", "sparse"), [(PVT, 10), (DENSENET, 9)])
-def test_layers_of_a_traced_model_are_refitted_too(architecture: Architecture, sparse: int) -> None:
+def test_layers_of_a_convolutional_model_are_refitted(architecture: Architecture, sparse: int) -> None:
     """Its kinds are those of the sites that a layer writes or reads."""
     dense, pixels = checkpoint_of(architecture).model, traced_images(48, seed=1)
     source = tiny.opened(Path(small_convnets._FOLDER.name) / "traced.npy", pixels, dense)
@@ -146,14 +146,14 @@ def test_layers_of_a_traced_model_are_refitted_too(architecture: Architecture, s
         )
 
 
-def test_the_reduced_models_targets_lose_less_than_the_streams_own() -> None:
+def test_targets_of_the_reduced_model_lose_less_than_dense_ones() -> None:
     dense, unseen = tiny.checkpoint().model, torch.from_numpy(tiny.images(64, seed=5))
     errors = [small_convnets.error(made("none", target)[0], dense, unseen) for target in ("reduced", "own")]
     assert errors[0] < errors[1] < 0.6
 
 
 @pytest.mark.parametrize(("permute", "layers"), [("stream", None), ("inside", ("attn.proj", "mlp.fc2"))])
-def test_orders_of_channels_are_told(permute: str, layers: tuple[str, ...] | None) -> None:
+def test_channel_orders_are_reported(permute: str, layers: tuple[str, ...] | None) -> None:
     """Of the stream where all that touch it are known, and inside sites."""
     model, report = made(permute)
     dense, unseen = tiny.checkpoint().model, torch.from_numpy(tiny.images(64, seed=5))
@@ -163,14 +163,14 @@ def test_orders_of_channels_are_told(permute: str, layers: tuple[str, ...] | Non
     assert small_convnets.error(model, dense, unseen) < 1.2 * small_convnets.error(made("none")[0], dense, unseen)
 
 
-def test_one_order_serves_groups_of_one_size() -> None:
+def test_equal_groups_share_one_order() -> None:
     mixed: Any = {"mlp": TWO_OF_FOUR, "head": Sparsity(kept=4, of=8)}
     with pytest.raises(BadInput, match="one order of 48 channels can't serve groups of 4 and 8"):
         sparsified(tiny.checkpoint().model, images(), Sparsifying(kinds=mixed, permute="stream"))
 
 
 @pytest.mark.parametrize("name", ["resnext50_32x4d", "small_mobilenetv4"])
-def test_convolutions_are_sparse_along_their_channels_at_each_place(name: str) -> None:
+def test_convolutions_are_sparse_along_channels_at_each_tap(name: str) -> None:
     own, source = small_convnets.checkpoint(name), small_convnets.images_of(name, 48)
     model, report = sparsified(own.model, source, Sparsifying(kinds=ALL))
     assert report.patterns
@@ -189,14 +189,14 @@ def test_convolutions_are_sparse_along_their_channels_at_each_place(name: str) -
     assert all(weight_of(model, each.layer).shape[1] > 1 for each in report.layers), "depthwise ones sum over none"
 
 
-def test_activations_that_are_not_finite_are_refused() -> None:
+def test_nonfinite_activations_are_refused() -> None:
     own = replace_submodules(tiny.checkpoint().model, {})
     with torch.no_grad():
         own.get_parameter("blocks.0.mlp.fc1.bias")[3] = float("inf")
     rejects(r"NaN or Inf in the activations", sparsified, own, images(), Sparsifying(kinds=ALL))
 
 
-def test_merged_tokens_are_counted_by_their_size_and_fitted_on_the_sparse_stream() -> None:
+def test_merged_tokens_are_weighted_by_size_in_the_sparse_refit() -> None:
     own = tiny.checkpoint().model
     merging = Merging(schedule=(2, 2), metric="ward", how="merge", unmerged=False)
     merged = traced_model.with_merging(own, merging)
@@ -207,7 +207,7 @@ def test_merged_tokens_are_counted_by_their_size_and_fitted_on_the_sparse_stream
     assert all(each.error <= each.error_masked for each in report.layers)
 
 
-def test_a_layer_that_can_not_be_sparse_is_left_with_the_reason() -> None:
+def test_unsparsifiable_layer_is_kept_with_a_reason() -> None:
     own = tiny.checkpoint(embed_dim=54, num_heads=3)
     source = tiny.opened(Path(small_convnets._FOLDER.name) / "narrow.npy", tiny.images(24), own.model)
     model, report = sparsified(own.model, source, Sparsifying(kinds=ALL))
@@ -251,7 +251,7 @@ NARROWER = ("--mlp", 0.5, "--attn", 0.5, "--align", "mlp=16,head=8")
     ],
     ids=["alone", "loop", "budget", "polish"],
 )
-def test_the_written_model_is_sparse_and_says_so(home: Path, widths: tuple[Any, ...]) -> None:
+def test_written_model_is_sparse_and_records_it(home: Path, widths: tuple[Any, ...]) -> None:
     result = reduced(home, "sparse", *widths, "--sparse", "2:4", "--json")
     told = json.loads(result.stdout)["sparsity"]
     config = json.loads((home / "sparse" / "config.json").read_text())
@@ -266,7 +266,7 @@ def test_the_written_model_is_sparse_and_says_so(home: Path, widths: tuple[Any, 
     assert narrower == bool(widths)
 
 
-def test_kinds_are_asked_for_apart(home: Path) -> None:
+def test_kinds_are_sparsified_separately(home: Path) -> None:
     result = reduced(
         home, "kinds", "--sparse", "mlp=2:4,head=1:4", "--sparse-pattern", "cast", "--sparse-permute", "none"
     )
@@ -278,7 +278,7 @@ def test_kinds_are_asked_for_apart(home: Path) -> None:
     assert {name.split(".")[2]: pattern for name, pattern in patterns.items()} == {"attn": "1:4", "mlp": "2:4"}
 
 
-def test_weights_that_are_not_as_recorded_are_refused(home: Path) -> None:
+def test_weights_that_contradict_the_record_are_refused(home: Path) -> None:
     reduced(home, "edited", "--sparse", "mlp=2:4")
     weights, path = home / "edited" / "model.safetensors", home / "edited" / "config.json"
     state = load_file(weights)
@@ -305,19 +305,19 @@ def test_weights_that_are_not_as_recorded_are_refused(home: Path) -> None:
         ((*NARROWER, "--closed-loop", "--sparse-permute", "none"), "not honoured by a reduction that sets no weights"),
     ],
 )
-def test_what_makes_no_sense_is_refused(home: Path, words: tuple[Any, ...], message: str) -> None:
+def test_meaningless_options_are_refused(home: Path, words: tuple[Any, ...], message: str) -> None:
     result = reduced(home, "refused", *words, code=2)
     assert "Traceback" not in result.stderr
     assert message in " ".join(result.stderr.split())
     assert not (home / "refused").exists()
 
 
-def test_it_needs_images(home: Path) -> None:
+def test_sparsification_needs_images(home: Path) -> None:
     words = ["reduce", "--model", home / "dense", "--moments", home / "m.safetensors", "--sparse", "2:4"]
     refuses("--polish, --sparse, heads that are merged", *words, "-o", home / "none")
 
 
-def test_options_of_sparse_weights_need_them() -> None:
+def test_sparsity_options_need_sparse_weights() -> None:
     assert ReduceOptions(sparse="mlp=2:4", sparse_pattern="cast", sparse_permute="none").needs_images
     rejects("--sparse-pattern cast is not honoured", ReduceOptions, mlp=0.5, sparse_pattern="cast")
     assert sparsities_from_text("2:4") == ALL
@@ -368,7 +368,7 @@ def assert_two_of_four(path: Path, patterns: Any, dtype: str) -> None:
         ("resnext50_32x4d", "fp16", "float16"),
     ],
 )
-def test_exported_zeros_are_exact_in_every_group(tmp_path: Path, form: str, precision: str, dtype: str) -> None:
+def test_exported_groups_have_exact_zeros(tmp_path: Path, form: str, precision: str, dtype: str) -> None:
     own, chosen = sparse_form(form), Quantisation()
     if precision in ("int8", "fp8"):
         made_of = quantiser_of(own, {"images": tiny.images(8)}, chosen)
@@ -379,7 +379,7 @@ def test_exported_zeros_are_exact_in_every_group(tmp_path: Path, form: str, prec
 
 
 @pytest.mark.slow("graph")
-def test_a_graph_that_is_not_as_sparse_as_its_model_is_refused(tmp_path: Path) -> None:
+def test_graph_less_sparse_than_its_model_is_refused(tmp_path: Path) -> None:
     dense = replace(sparse_form("vit"), model=tiny.checkpoint().model)
     with pytest.raises(BadInput, match=r"blocks\.0\.attn\.proj is 2:4 in the model, but not in the graph \(8 of 8"):
         export_checkpoint(dense, tmp_path / "dense.onnx", precision="fp16")

@@ -75,9 +75,7 @@ def require_refitted(sparse: Sparse, objective: Objective, x_XK: Tensor, t_XO: T
 @pytest.mark.parametrize("rule", get_args(Rule))
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ridge_rel", [0.0, 1e-4, 1.0])
-def test_the_refit_is_each_rows_least_squares_on_its_support(
-    kind: str, rule: Rule, ridge_rel: float, fits_bias: bool
-) -> None:
+def test_refit_is_least_squares_on_each_rows_support(kind: str, rule: Rule, ridge_rel: float, fits_bias: bool) -> None:
     """Singular or not, and never worse than the mask."""
     objective, bias_O, x_XK, t_XO = problem(kind, ridge_rel=ridge_rel, fits_bias=fits_bias)
     sparse = sparse_layer(objective, bias_O, TWO_OF_FOUR, rule)
@@ -88,14 +86,14 @@ def test_the_refit_is_each_rows_least_squares_on_its_support(
     assert sparse.error <= sparse.error_masked * (1.0 + 1e-12)
 
 
-def test_rows_of_one_support_are_solved_alike() -> None:
+def test_rows_with_equal_support_are_solved_together() -> None:
     objective, bias_O, x_XK, t_XO = problem("random", ridge_rel=1e-4)
     alike_OK = torch.tensor([True, False, False, True]).repeat(OUTPUTS, INPUTS // 4)
     require_refitted(refit_mask(objective, bias_O, alike_OK), objective, x_XK, t_XO)
 
 
 @pytest.mark.parametrize("rule", get_args(Rule))
-def test_planted_sparse_weights_come_back(rule: Rule) -> None:
+def test_planted_sparse_weights_are_recovered(rule: Rule) -> None:
     """They give their own targets with no loss, whatever the inputs' correlations."""
     x_XK = samples("random")
     planted_OK = drawn(OUTPUTS, INPUTS, seed=7)
@@ -137,7 +135,7 @@ def test_obs_tries_every_pattern_at_its_exact_cost(sparsity: Sparsity) -> None:
     assert bool((mask_OK.view(-1, sparsity.of).sum(1) == sparsity.kept).all())
 
 
-def test_cast_takes_each_groups_cheapest_pattern() -> None:
+def test_cast_takes_the_cheapest_pattern_of_each_group() -> None:
     x_XK, weight_OK = samples("random"), drawn(OUTPUTS, INPUTS, seed=10)
     second_KK = x_XK.T @ x_XK / TOKENS
     mask_OK = cast_mask(weight_OK, second_KK, TWO_OF_FOUR)
@@ -153,7 +151,7 @@ def test_cast_takes_each_groups_cheapest_pattern() -> None:
             assert torch.equal(mask_OK[row, start : start + 4], masks[costs.index(min(costs))])
 
 
-def test_orders_put_one_of_each_quantile_in_every_group() -> None:
+def test_orders_put_one_channel_of_each_quantile_in_every_group() -> None:
     score_K = saliency(drawn(OUTPUTS, INPUTS, seed=12), drawn(INPUTS, seed=13).square())
     by_hand = (drawn(OUTPUTS, INPUTS, seed=12).square() * drawn(INPUTS, seed=13).square()).sum(0)
     torch.testing.assert_close(score_K, by_hand)
@@ -167,14 +165,14 @@ def test_orders_put_one_of_each_quantile_in_every_group() -> None:
             assert torch.equal(quantiles.view(-1, 4), torch.arange(4).expand(block // 4, -1))
 
 
-def test_a_pattern_reads_as_it_is_written_and_what_is_none_is_refused() -> None:
+def test_patterns_round_trip_and_invalid_ones_are_refused() -> None:
     assert [str(sparsity_from_text(text)) for text in ("2:4", "1:4", "4:8")] == ["2:4", "1:4", "4:8"]
     for text in ("2", "4:2", "2:2", "0:4", "8:16", "a:b", "2:4:8", "-1:4", ""):
         rejects("expected K:N", sparsity_from_text, text)
 
 
 @pytest.mark.parametrize("eps", [0.0, 1e-6, 1e-2])
-def test_what_is_damped_is_positive_definite(eps: float) -> None:
+def test_damped_covariance_is_positive_definite(eps: float) -> None:
     """Of a covariance of rank 1 that rounding gave eigenvalues below zero, as far below as that is."""
     direction_K = torch.arange(1.0, 9.0, dtype=torch.float64)
     covariance_KK = direction_K.outer(direction_K) - eps * direction_K.square().sum() * torch.eye(

@@ -63,28 +63,28 @@ def states(stages: list[Stage], root: Path) -> dict[str, str]:
     return {row.stage: row.state for row in stage_statuses(stages, root)}
 
 
-def test_a_second_run_makes_nothing(root: Path, source: Path) -> None:
+def test_second_run_rebuilds_nothing(root: Path, source: Path) -> None:
     before = tree(root)
     assert finished(fake_stages(source), root).finished == ()
     assert tree(root) == before
     assert set(states(fake_stages(source), root).values()) == {"cached"}
 
 
-def test_a_setting_runs_its_stage_and_what_comes_out_different(root: Path, source: Path) -> None:
+def test_changed_setting_reruns_its_stage_and_affected_ones(root: Path, source: Path) -> None:
     stages = fake_stages(source)
     stages[1] = replace(stages[1], settings={"number": 7})
     assert states(stages, root) == {"one": "cached", "two": "runs", "three": "cached", "last": "follows"}
     assert finished(stages, root).finished == ("two",), "two.bin came out the same, so nothing that reads it runs"
 
 
-def test_a_changed_file_outside_runs_all_that_follows_it(root: Path, source: Path) -> None:
+def test_changed_input_file_reruns_dependent_stages(root: Path, source: Path) -> None:
     source.write_text("another source")
     rows = {row.stage: row.why for row in stage_statuses(fake_stages(source), root)}
     assert rows["one"] == "changed: source"
     assert finished(fake_stages(source), root).finished == ("one",)
 
 
-def test_a_lost_or_changed_output_is_made_again(root: Path, source: Path) -> None:
+def test_lost_or_changed_output_is_rebuilt(root: Path, source: Path) -> None:
     """Also one of equal size and time: right after a run nothing is remembered by its time alone."""
     before, path = tree(root), root / "two.bin"
     harms: dict[Callable[[], object], str] = {
@@ -105,17 +105,17 @@ def test_a_lost_or_changed_output_is_made_again(root: Path, source: Path) -> Non
         '{"kind": "corp-deploy/stamp", "version": 1, "inputs": {}, "outputs": {"folder/three.bin": 3}}',
     ],
 )
-def test_a_damaged_stamp_counts_as_none(root: Path, source: Path, text: str) -> None:
+def test_damaged_stamp_reruns_the_stage(root: Path, source: Path, text: str) -> None:
     (root / STATE / "three.json").write_text(text)
     assert finished(fake_stages(source), root).finished == ("three",)
 
 
-def test_damaged_digests_count_as_none(root: Path, source: Path) -> None:
+def test_damaged_digests_are_recomputed(root: Path, source: Path) -> None:
     (root / STATE / "digests.json").write_text('{"kind": "corp-deploy/digests", "version": 1, "files": {"a": 1}}')
     assert finished(fake_stages(source), root).finished == ()
 
 
-def test_a_stamp_can_be_read(root: Path) -> None:
+def test_stamp_round_trips(root: Path) -> None:
     """As every release wrote it so far."""
     stamp = json.loads((root / STATE / "two.json").read_text())
     assert list(stamp) == ["kind", "version", "inputs", "outputs"]
@@ -123,7 +123,7 @@ def test_a_stamp_can_be_read(root: Path) -> None:
     assert stamp["outputs"] == {"two.bin": sha256_of_file(root / "two.bin")}
 
 
-def test_files_of_stages_that_are_gone_are_removed_and_a_users_are_not(root: Path, source: Path) -> None:
+def test_files_of_removed_stages_are_deleted_and_user_files_kept(root: Path, source: Path) -> None:
     (root / "mine.txt").write_text("mine")
     (root / "manifest.txt").write_text("edited")
     finished(fake_stages(source)[:2], root)
@@ -133,7 +133,7 @@ def test_files_of_stages_that_are_gone_are_removed_and_a_users_are_not(root: Pat
     assert (root / "folder/one.bin").exists()
 
 
-def test_what_this_machine_lacks_stops_only_what_reads_it(tmp_path: Path, source: Path) -> None:
+def test_missing_tool_stops_only_dependent_stages(tmp_path: Path, source: Path) -> None:
     stages = fake_stages(source)
     stages[1] = replace(stages[1], missing=lambda: "no GPU")
     outcome = finished(stages, tmp_path / "out")
@@ -146,7 +146,7 @@ def test_what_this_machine_lacks_stops_only_what_reads_it(tmp_path: Path, source
 
 
 @pytest.mark.slow("process")
-def test_a_run_killed_at_any_file_operation_ends_with_the_same_bytes(tmp_path: Path) -> None:
+def test_run_killed_at_any_file_operation_resumes_to_equal_bytes(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "tests.killing", "fake", str(tmp_path)]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
@@ -155,7 +155,7 @@ def test_a_run_killed_at_any_file_operation_ends_with_the_same_bytes(tmp_path: P
     assert [line for line in lines if not line.endswith("same")] == []
 
 
-def test_two_at_once_are_refused(tmp_path: Path) -> None:
+def test_concurrent_runs_are_refused(tmp_path: Path) -> None:
     said = r"another release \(process \d+ since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d\) works in this directory"
     with locked_release(tmp_path), pytest.raises(BadInput, match=said):  # noqa: SIM117
         with locked_release(tmp_path):
@@ -164,18 +164,14 @@ def test_two_at_once_are_refused(tmp_path: Path) -> None:
         pass
 
 
-def test_a_stage_runs_again_where_asked_and_what_reads_it_only_if_it_comes_out_different(
-    root: Path, source: Path
-) -> None:
+def test_forced_stage_reruns_dependents_only_if_its_output_changes(root: Path, source: Path) -> None:
     stages = [replace(each, again=each.name == "two") for each in fake_stages(source)]
     assert {row.stage: row.why for row in stage_statuses(stages, root)}["two"] == AGAIN
     assert finished(stages, root).finished == ("two",)
     assert finished(fake_stages(source), root).finished == ()
 
 
-def test_what_is_measured_on_another_machine_is_measured_anew_and_stands_where_it_cannot_run(
-    tmp_path: Path, source: Path
-) -> None:
+def test_measurements_rerun_on_another_machine_if_possible(tmp_path: Path, source: Path) -> None:
     def on(machine: str, missing: str | None = None) -> list[Stage]:
         one, two, *others = fake_stages(source)
         return [one, replace(two, machine=lambda: {"driver": machine}, missing=lambda: missing), *others]
@@ -188,7 +184,7 @@ def test_what_is_measured_on_another_machine_is_measured_anew_and_stands_where_i
     assert finished(on("640.2"), root).finished == ("two",)
 
 
-def test_the_machine_of_a_measurement_is_told_by_cpu_gpu_driver_and_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measurement_machine_is_identified_by_cpu_gpu_driver_and_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
     @contextmanager
     def watched() -> Iterator[tuple[None, dict[str, str]]]:
         yield None, {"gpu": "H200", "driver": "610.1"}
@@ -204,7 +200,7 @@ def test_the_machine_of_a_measurement_is_told_by_cpu_gpu_driver_and_runtime(monk
 @pytest.mark.parametrize(
     "words", [("ship", "absent", "--images", "absent.npy"), ("release", "r.toml"), ("release", "r.toml", "--plan-only")]
 )
-def test_a_second_release_is_refused_before_its_model_is_looked_for(
+def test_second_release_is_refused_before_loading_its_model(
     words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -215,7 +211,7 @@ def test_a_second_release_is_refused_before_its_model_is_looked_for(
         refuses(f"out: another release (process {os.getpid()} since 20", *words, "-o", "out")
 
 
-def test_folders_made_for_the_lock_go_with_it_where_nothing_is_left_there(tmp_path: Path) -> None:
+def test_folders_made_for_the_lock_are_removed_if_empty(tmp_path: Path) -> None:
     root = tmp_path / "new" / "out"
     with locked_release(root):
         pass
@@ -233,9 +229,7 @@ FULL = [
 
 
 @pytest.mark.parametrize(("error", "number"), FULL)
-def test_a_full_disk_is_one_error_and_leaves_no_half_file(
-    root: Path, source: Path, error: Exception, number: int
-) -> None:
+def test_full_disk_gives_one_error_and_no_partial_file(root: Path, source: Path, error: Exception, number: int) -> None:
     def full(place: StageDirs) -> None:
         (place.into / "two.bin").write_bytes(b"half")
         raise error
@@ -250,11 +244,11 @@ def test_a_full_disk_is_one_error_and_leaves_no_half_file(
     assert not (root / STATE / "work").exists()
 
 
-def test_a_missing_source_is_named(tmp_path: Path) -> None:
+def test_missing_source_is_named(tmp_path: Path) -> None:
     rejects(r"nowhere\.txt: no such file or folder", finished, fake_stages(tmp_path / "nowhere.txt"), tmp_path / "out")
 
 
-def test_a_folder_is_what_its_names_and_files_are(tmp_path: Path) -> None:
+def test_folder_digest_depends_on_names_and_contents(tmp_path: Path) -> None:
     folder = tmp_path / "images"
     folder.mkdir()
     (folder / "a.png").write_bytes(b"1")
@@ -310,7 +304,7 @@ def known(step: Step, **parts: float) -> EffortRecord:
     return EffortRecord(step=step, machine=cpu_name(), versions=versions(), parts=efforts)
 
 
-def test_a_stage_holds_its_parts_and_keeps_them_until_it_is_run_again(tmp_path: Path) -> None:
+def test_stage_keeps_its_step_records_until_it_reruns(tmp_path: Path) -> None:
     # Whole stages take 2.5, 7 and 2 s, of which select takes 4 and 0.5, recover 2 and 0.25.
     times = watch_of(1.0, 3.5, *(10.0, 10.5, 14.5, 14.5, 16.5, 17.0), *(20.0, 21.0, 21.5, 21.5, 21.75, 22.0))
     out, moments = tmp_path / "out", timed(stage("moments", "a"), watch_of=times)
@@ -328,7 +322,7 @@ def test_a_stage_holds_its_parts_and_keeps_them_until_it_is_run_again(tmp_path: 
     assert efforts_of(out, ["recipe", "moments", "reduce"]) == first | again
 
 
-def test_a_stage_that_fails_keeps_the_older_record_and_others_are_not_timed(tmp_path: Path) -> None:
+def test_failed_stage_keeps_the_older_timing_record(tmp_path: Path) -> None:
     def failing(dirs: StageDirs) -> None:
         raise BadInput("no")
 
@@ -340,7 +334,7 @@ def test_a_stage_that_fails_keeps_the_older_record_and_others_are_not_timed(tmp_
     assert timed(untimed) is untimed
 
 
-def test_a_stage_that_goes_on_says_that_an_earlier_attempt_is_not_counted(tmp_path: Path) -> None:
+def test_resumed_stage_reports_that_earlier_time_is_not_counted(tmp_path: Path) -> None:
     def interrupted(dirs: StageDirs) -> None:
         write_text(dirs.unfinished, "state")
         raise KeyboardInterrupt
@@ -353,7 +347,7 @@ def test_a_stage_that_goes_on_says_that_an_earlier_attempt_is_not_counted(tmp_pa
     assert (row["step"], row["seconds"]) == ("polish, continued", 5.0)
 
 
-def test_rows_name_what_a_step_was_about_where_there_are_several() -> None:
+def test_timing_rows_name_repeated_steps() -> None:
     built = {"build": Effort(seconds=60.0, peak_bytes=None, device_peak_bytes=9 * MIB)}
     efforts: Efforts = {
         ("calibrate", ""): known("calibrate", calibrate=2.5, rest=0.5),
@@ -382,14 +376,14 @@ def test_rows_name_what_a_step_was_about_where_there_are_several() -> None:
         ),
     ],
 )
-def test_a_damaged_record_is_named(tmp_path: Path, text: str, reason: str) -> None:
+def test_damaged_timing_record_is_named(tmp_path: Path, text: str, reason: str) -> None:
     path = tmp_path / STATE / "reduce.effort"
     path.parent.mkdir(parents=True)
     path.write_text(text)
     rejects(r"reduce\.effort.*" + reason, efforts_of, tmp_path, ["reduce"])
 
 
-def test_folders_are_digested_without_such_records(tmp_path: Path) -> None:
+def test_folder_digests_ignore_timing_records(tmp_path: Path) -> None:
     """A reduced model in a recipe is the same model when it took another time."""
     for name in ("model.safetensors", "effort.json", "model.onnx.effort.json", "effort.jsonl"):
         (tmp_path / name).write_text(name)

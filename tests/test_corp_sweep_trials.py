@@ -83,7 +83,7 @@ def without_times(trials: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow("graph", "measurement")
-def test_a_row_is_what_reduce_and_bench_say_of_the_same_choice(tmp_path: Path) -> None:
+def test_sweep_row_equals_reduce_and_bench(tmp_path: Path) -> None:
     words = ("--sparsity", 0.5, "--preset", "corp-v1", "--macs", 0.8, "--bench", "onnxruntime", "--batch", "1,3")
     trials = swept(tmp_path / "s", *words, *QUICK, "--labels", home() / "labels.npy", "--keep-models")
     images = torch.from_numpy(np.load(home() / "images.npy"))
@@ -122,7 +122,7 @@ class Killed(BaseException):
     """The process ends here."""
 
 
-def test_a_sweep_that_was_killed_goes_on_where_it_stood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_sweep_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweep_speed, "measure", lambda *_, **__: bench_of_release(0, 2.5))  # it alone would take 30 s
     words = ("--sparsity", "0.25,0.5", "--preset", "best,none", "--bench", "torch", "--batch", 1)
     whole = swept(tmp_path / "whole", *words)
@@ -159,7 +159,7 @@ def test_a_sweep_that_was_killed_goes_on_where_it_stood(tmp_path: Path, monkeypa
     assert left == sorted(["bench.json", "score.json", "timing.json"] * 4)
 
 
-def test_trials_are_taken_only_where_everything_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_trials_are_reused_only_for_equal_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = swept(tmp_path / "s", "--sparsity", 0.5, "--preset", "none")
     made: list[str] = []
     reduced = sweeping.SweepCache.reduce
@@ -194,7 +194,7 @@ def ranks_below(launcher: int) -> list[int]:
 
 @pytest.mark.nightly
 @pytest.mark.slow("process")
-def test_several_processes_find_the_same_though_one_dies(tmp_path: Path) -> None:
+def test_several_processes_give_equal_results_although_one_dies(tmp_path: Path) -> None:
     words = ("--sparsity", "0.25,0.5", "--preset", "none", "--parts", "mlp")
     alone = swept(tmp_path / "alone", *words)
     timed = ("--bench", "torch", "--batch", 2, *QUICK)
@@ -215,7 +215,7 @@ def test_several_processes_find_the_same_though_one_dies(tmp_path: Path) -> None
     assert not list((tmp_path / "s/trials").glob("*/reduced"))
 
 
-def test_every_knob_is_tried_with_every_preset(tmp_path: Path) -> None:
+def test_every_option_is_tried_with_every_preset(tmp_path: Path) -> None:
     knobs = ("--select", "energy,wanda", "--repair", "none,affine", "--qk", "select")
     said = invoked(*sweep_words(tmp_path / "s", "--sparsity", 0.5, "--preset", "corp", *knobs, "--min-agreement", 0.01))
     assert "smallest model with 1.00% agreement" in " ".join(said.stdout.split())
@@ -233,7 +233,7 @@ def test_every_knob_is_tried_with_every_preset(tmp_path: Path) -> None:
     assert "<svg" in (tmp_path / "s/sweep.svg").read_text()[:100]
 
 
-def test_moments_of_several_numbers_of_images_tell_how_many_are_enough(tmp_path: Path) -> None:
+def test_snapshots_show_how_many_images_suffice(tmp_path: Path) -> None:
     trials = swept(tmp_path / "s", "--sparsity", 0.5, "--preset", "best", moments="m12.safetensors,m40.safetensors")
     assert [trial["images"] for trial in trials] == [12, 40]
     size = json.loads((tmp_path / "s/calibration-size.json").read_text())
@@ -246,7 +246,7 @@ def test_moments_of_several_numbers_of_images_tell_how_many_are_enough(tmp_path:
     assert not (tmp_path / "s/calibration-size.json").exists(), "an earlier sweep's answer"
 
 
-def test_where_no_trial_agrees_so_much_the_tables_are_written_all_the_same(tmp_path: Path) -> None:
+def test_tables_are_written_even_if_no_trial_meets_the_agreement(tmp_path: Path) -> None:
     words = ("--sparsity", 0.75, "--preset", "none", "--min-agreement", 1)
     result = invoked(*sweep_words(tmp_path / "s", *words), code=2)
     assert "no trial agrees on 100.00% of the images, the best reaches" in result.stderr
@@ -255,7 +255,7 @@ def test_where_no_trial_agrees_so_much_the_tables_are_written_all_the_same(tmp_p
     assert (len(record["trials"]), record["smallest_that_agrees"]) == (1, None)
 
 
-def test_a_directory_is_one_sweeps_at_a_time_and_none_s_where_nothing_was_made(tmp_path: Path) -> None:
+def test_sweep_directory_is_locked_and_removed_if_empty(tmp_path: Path) -> None:
     with locked(tmp_path / "s", tmp_path / "s/.lock", what="sweep"):
         refuses(
             f"another sweep (process {os.getpid()} since 20",
@@ -286,7 +286,7 @@ def test_a_directory_is_one_sweeps_at_a_time_and_none_s_where_nothing_was_made(t
         (("--held-out", "x"), "--held-out judges how many images are enough"),
     ],
 )
-def test_what_nothing_honours_is_refused(words: tuple[object, ...], message: str, tmp_path: Path) -> None:
+def test_options_without_effect_are_refused(words: tuple[object, ...], message: str, tmp_path: Path) -> None:
     refuses(message, "sweep", *given_words(), *words, "-o", tmp_path / "s")
     assert not (tmp_path / "s").exists()
 
@@ -296,7 +296,7 @@ def test_what_nothing_honours_is_refused(words: tuple[object, ...], message: str
 
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=9))
-def test_a_front_is_what_nothing_beats(points: list[tuple[int, ...]]) -> None:
+def test_pareto_front_is_undominated(points: list[tuple[int, ...]]) -> None:
     values = [tuple(map(float, point)) for point in points]
     beaten = {
         place
@@ -321,7 +321,7 @@ def point(speedup: float, agreement: float, macs: int = 10, error: float = 0.1) 
     )  # fmt: skip
 
 
-def test_speed_and_agreement_have_a_front_of_their_own() -> None:
+def test_speed_and_agreement_have_their_own_front() -> None:
     points = [point(1.2, 0.99), point(1.5, 0.95), point(1.1, 0.98, macs=5), point(1.5, 0.94, error=0.05)]
     marked = with_fronts(points)
     assert [each.fronts for each in marked] == [(8,), (8,), (), ()]
@@ -330,7 +330,7 @@ def test_speed_and_agreement_have_a_front_of_their_own() -> None:
     assert fastest_that_agrees(points, 0.945) == {8: points[1]}
 
 
-def test_the_best_k_are_counted() -> None:
+def test_best_k_trials_are_counted() -> None:
     logits = np.array([[3.0, 2.0, 1.0], [0.0, 2.0, 1.0]], dtype=np.float32)
     labels = np.array([1, 0])
     assert [top_k(logits, labels, k) for k in (1, 2, 3, 5)] == [0.0, 0.5, 1.0, 1.0]
@@ -342,7 +342,7 @@ IMAGES = 11  # a whole piece and a part of one
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_effects_are_those_of_whole_passes(monkeypatch: pytest.MonkeyPatch, in_place: bool) -> None:
+def test_partial_passes_equal_whole_passes(monkeypatch: pytest.MonkeyPatch, in_place: bool) -> None:
     """Of one tensor in front, one behind, and several at once; also where nothing may be kept."""
     monkeypatch.setattr(probe, "changes_in_place", lambda node: in_place)
     program, images = tracing(tiny.checkpoint().model).running, torch.from_numpy(tiny.images(IMAGES))
@@ -359,7 +359,7 @@ def test_effects_are_those_of_whole_passes(monkeypatch: pytest.MonkeyPatch, in_p
     assert min(found) > 0.0
 
 
-def test_what_no_change_reaches_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unaffected_parts_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
     program, images = tracing(tiny.checkpoint().model).running, torch.from_numpy(tiny.images(4))
     last = [str(node.target) for node in program.nodes if node.op == "get_attr"][-1]
     ran, plain = list[str](), torch.fx.Interpreter.run_node

@@ -52,7 +52,7 @@ def loss(drawn: Draw, kept: list[int], ridge: float) -> tuple[float, Tensor]:
 
 @pytest.mark.parametrize("rank", [None, 5])
 @pytest.mark.parametrize("seed", range(4))
-def test_eliminating_from_the_fitted_layer_is_eliminating_from_the_regression(seed: int, rank: int | None) -> None:
+def test_elimination_on_the_fitted_layer_equals_elimination_on_the_regression(seed: int, rank: int | None) -> None:
     """Every removal is the one of least loss with the best weights on all that stay, and costs what it costs."""
     drawn = draw(seed, rank=rank)
     x, t, prior = drawn
@@ -72,7 +72,7 @@ def test_eliminating_from_the_fitted_layer_is_eliminating_from_the_regression(se
 
 
 @pytest.mark.parametrize("rank", [None, 5])
-def test_recovering_from_the_fitted_layer_is_the_ridge_toward_the_dense_columns(rank: int | None) -> None:
+def test_recovery_on_the_fitted_layer_is_ridge_regression_toward_dense_columns(rank: int | None) -> None:
     drawn = draw(3, rank=rank)
     x, t, prior = drawn
     strength, kept = 1e-2, [0, 2, 3, 7]
@@ -95,7 +95,7 @@ def summed(x: Tensor, t: Tensor) -> RegressionSums:
 
 
 @pytest.mark.parametrize("count", [5, 12, 600])
-def test_the_layer_is_fitted_by_the_strength_that_the_halves_choose(count: int) -> None:
+def test_layer_is_fitted_with_the_ridge_chosen_on_halves(count: int) -> None:
     """Few tokens, singular moments among them, and many; behind a layer scale of which one row is silent."""
     one, other = draw(1, count=count), draw(2, count=count + 2)
     prior, bias = one[2], torch.tensor([0.3, -0.2, 0.1], dtype=torch.float64)
@@ -139,7 +139,7 @@ def opened(path: Path, count: int) -> Images:
     return tiny.opened(path, tiny.images(count, seed=3))
 
 
-def test_a_closed_loop_takes_its_halves_from_the_moments(tmp_path: Path) -> None:
+def test_closed_loop_uses_the_halves_of_the_moments(tmp_path: Path) -> None:
     model, images = tiny.checkpoint().model, opened(tmp_path / "images.npy", 24)
     half: dict[str, Any] = {"mlp_sparsity": 0.5, "attention_sparsity": 0.5, "align_hidden": 8, "align_head": 8}
     method = method_from_preset("best", geometry="square", **half)
@@ -172,7 +172,7 @@ def test_refit_minimises_its_objective(strength: float) -> None:
 
 @given(seed=st.integers(0, 10_000), tokens=st.integers(1, 12), strength=st.sampled_from([0.0, 1e-6, 0.1, 1e8]))
 @settings(max_examples=50, deadline=None)
-def test_never_worse_than_the_prior_at_its_best_bias(seed: int, tokens: int, strength: float) -> None:
+def test_refit_is_never_worse_than_its_prior(seed: int, tokens: int, strength: float) -> None:
     x, t, prior = draw(seed, count=tokens)
     result = refit_toward(prior, regression_of(x, t), strength=strength)
     best = (t - x @ prior.T).mean(dim=0)
@@ -180,7 +180,7 @@ def test_never_worse_than_the_prior_at_its_best_bias(seed: int, tokens: int, str
     assert result.residual <= result.residual_prior * (1 + 1e-9) + 1e-9
 
 
-def test_ids_that_are_none_of_the_images_make_no_halves(tmp_path: Path) -> None:
+def test_foreign_ids_make_no_halves(tmp_path: Path) -> None:
     """Then some images are held out, which don't choose ridges."""
     model, images = tiny.checkpoint().model, opened(tmp_path / "images.npy", 12)
     method = method_from_preset("best", mlp_sparsity=0.5, align_hidden=8)

@@ -44,7 +44,7 @@ def _tokens(directory: Path, count: int = 5) -> dict[str, Tensor]:
     return dict(encode(encoders.texts(count)))
 
 
-def test_a_directory_of_transformers_is_the_model_with_its_pooling_and_length(tmp_path: Path) -> None:
+def test_transformers_directory_loads_with_pooling_and_length(tmp_path: Path) -> None:
     theirs = encoders.write_encoder(tmp_path, "roberta", max_position_embeddings=40)
     loaded = load_dense(f"hf:{tmp_path}", weights=None, kwargs={})
     tokens = _tokens(tmp_path)
@@ -56,7 +56,7 @@ def test_a_directory_of_transformers_is_the_model_with_its_pooling_and_length(tm
     assert loaded.notes == ("config.json: read as RobertaModel of transformers, traced",)
 
 
-def test_arguments_go_before_what_the_directory_says(tmp_path: Path) -> None:
+def test_arguments_override_the_directory(tmp_path: Path) -> None:
     theirs = encoders.write_encoder(tmp_path)
     kwargs = {"pooling": "first", "normalize": False, "length": 9}
     model = load_transformers(tmp_path, kwargs).model
@@ -70,7 +70,7 @@ def test_arguments_go_before_what_the_directory_says(tmp_path: Path) -> None:
     rejects("Invalid enum value 'last'.*pooling .mean, first.", load_transformers, tmp_path, {"pooling": "last"})
 
 
-def test_what_may_hold_code_or_is_missing_is_refused(tmp_path: Path) -> None:
+def test_pickles_and_missing_files_are_refused(tmp_path: Path) -> None:
     rejects("save_pretrained of transformers has written", load_transformers, tmp_path)
     encoders.write_encoder(tmp_path)
     weights = tmp_path / "model.safetensors"
@@ -82,18 +82,18 @@ def test_what_may_hold_code_or_is_missing_is_refused(tmp_path: Path) -> None:
     rejects(r"tokenizer\.json: no such file", load_transformers, tmp_path)
 
 
-def test_weights_of_another_size_are_refused(hf: Path) -> None:
+def test_misshapen_weights_are_refused(hf: Path) -> None:
     config = json.loads((hf / "config.json").read_text())
     (hf / "config.json").write_text(json.dumps(config | {"intermediate_size": 48}))
     rejects(r"no weights of .*encoder\.layer\.0\.intermediate", load_transformers, hf)
 
 
-def test_nothing_may_be_given_beside_and_the_prefix_is_advised(hf: Path) -> None:
+def test_other_model_options_are_refused_and_the_prefix_suggested(hf: Path) -> None:
     rejects("drop --weights", load_dense, f"hf:{hf}", weights=hf / "model.safetensors", kwargs={})
     rejects("give it as --model hf:", load_dense, str(hf), weights=None, kwargs={})
 
 
-def test_a_directory_of_ours_needs_nothing_of_the_source(hf: Path, tmp_path: Path) -> None:
+def test_saved_directory_does_not_need_the_source(hf: Path, tmp_path: Path) -> None:
     tokens, dense = _tokens(hf), load_transformers(hf)
     save(dense, tmp_path / "ours")
     for path in hf.rglob("*.json"):
@@ -126,13 +126,13 @@ def _edited(directory: Path, **changes: Any) -> None:
         ({"config": {"model_type": "bert", "vocab_size": 9_000_000, "hidden_size": 60_000}}, "at most are built"),
     ],
 )
-def test_an_edited_architecture_is_refused(changes: dict[str, Any], message: str, hf: Path, tmp_path: Path) -> None:
+def test_edited_architecture_is_refused(changes: dict[str, Any], message: str, hf: Path, tmp_path: Path) -> None:
     save(load_transformers(hf), tmp_path / "ours")
     _edited(tmp_path / "ours", **changes)
     rejects(message, load_checkpoint, tmp_path / "ours")
 
 
-def test_the_steps_are_the_model_and_the_exported_form_too(hf: Path) -> None:
+def test_steps_compose_to_the_model(hf: Path) -> None:
     model, tokens = load_transformers(hf).model, _tokens(hf)
     walk = StreamState.of(traced_model.first_stream(model, tokens), traced_model.token_weights(model, tokens))
     for step in traced_model.steps(model):
@@ -146,7 +146,7 @@ FIRST = ("attention.self.query", "attention.output.dense", "intermediate.dense",
 
 
 @pytest.mark.parametrize(("pooling", "layers"), [("mean", ()), ("first", FIRST)])
-def test_the_outputs_read_what_is_pooled(pooling: str, layers: tuple[str, ...], hf: Path) -> None:
+def test_outputs_read_only_pooled_tokens(pooling: str, layers: tuple[str, ...], hf: Path) -> None:
     """Of the last block the first token alone, where that is the embedding."""
     read = places_read(tracing(load_transformers(hf, {"pooling": pooling}).model), torch.device("cpu"))
     places = {
@@ -155,12 +155,12 @@ def test_the_outputs_read_what_is_pooled(pooling: str, layers: tuple[str, ...], 
     assert places == {f"encoder.layer.1.{layer}.weight": [0] for layer in layers}
 
 
-def test_tokens_are_not_merged(hf: Path) -> None:
+def test_token_merging_is_refused(hf: Path) -> None:
     model = load_transformers(hf).model
     rejects("its texts are of different lengths", traced_model.with_merging, model, Merging(schedule=(0, 2)))
 
 
-def test_costs_are_those_by_hand(hf: Path) -> None:
+def test_costs_equal_a_computation_by_hand(hf: Path) -> None:
     inspected = inspection_of_model(load_transformers(hf).model)
     tokens, width, hidden = 24, 32, 64
     mlp, attention = 2 * tokens * width * hidden, 4 * tokens * width * width + 2 * tokens * tokens * width
@@ -177,7 +177,7 @@ def _packaged() -> Path:
     return Path(package.origin).with_name("model")
 
 
-def test_a_pretrained_encoder_says_what_transformers_says_and_knows_what_is_alike() -> None:
+def test_pretrained_encoder_equals_transformers_and_ranks_similar_texts() -> None:
     import transformers
 
     directory = _packaged()
@@ -197,7 +197,7 @@ def test_a_pretrained_encoder_says_what_transformers_says_and_knows_what_is_alik
     torch.testing.assert_close(embeddings_BC, F.normalize((states * mask).sum(1) / mask.sum(1)), rtol=1e-5, atol=1e-5)
 
 
-def test_without_the_tokenizers_package_the_extra_is_named(hf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_tokenizers_names_the_extra(hf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load_transformers(hf).model
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(Missing, match=r"pip install 'corp-deploy\[hf\]'"):
@@ -236,7 +236,7 @@ def reduced(home: Path, name: str, *options: Any) -> Path:
 
 
 @pytest.mark.slow("graph")
-def test_an_encoder_goes_from_texts_to_a_packaged_graph(home: Path) -> None:
+def test_encoder_is_shipped_from_texts_to_a_package(home: Path) -> None:
     directory = reduced(home, "reduced", "--mlp", 0.5, "--attn", 0.5)
     (home / "hf").rename(home / "away")  # nothing below needs the source
     try:
@@ -290,7 +290,7 @@ LEVERS: list[tuple[str, tuple[Any, ...]]] = [
 
 @pytest.mark.slow("models")
 @pytest.mark.parametrize(("name", "options"), LEVERS)
-def test_every_lever_looks_at_texts(home: Path, name: str, options: tuple[Any, ...]) -> None:
+def test_every_lever_works_on_texts(home: Path, name: str, options: tuple[Any, ...]) -> None:
     directory = reduced(home, name, *options, "--text", home / "calibration.txt")
     record = json.loads((directory / "config.json").read_text())
     done = record["lineage"]["reduction"]
@@ -299,7 +299,7 @@ def test_every_lever_looks_at_texts(home: Path, name: str, options: tuple[Any, .
     assert "--polish" not in options or done["polish"]["parts"]
 
 
-def test_a_sweep_fits_merged_channels_to_texts(home: Path) -> None:
+def test_sweep_fits_merged_channels_to_texts(home: Path) -> None:
     arguments = ("sweep", *model(home), "--moments", moments(home), "--text", home / "held-out.txt")
     options = (
         "--sparsity", 0.5, "--preset", "grail-fold,fold", "--parts", "mlp", "--align", "mlp=16", "-o", home / "folds",
@@ -321,16 +321,14 @@ def test_a_sweep_fits_merged_channels_to_texts(home: Path) -> None:
         (("calibrate", "--text", "none.txt"), "none.txt: no such file"),
     ],
 )
-def test_what_does_not_go_together_is_refused_in_one_message(
-    arguments: tuple[str, ...], message: str, home: Path
-) -> None:
+def test_contradictory_options_give_one_message(arguments: tuple[str, ...], message: str, home: Path) -> None:
     command, *rest = (home / word if word.endswith(".txt") else word for word in arguments)
     result = invoked(command, *model(home), *rest, "-o", home / "refused.safetensors", code=2)
     assert message in " ".join(result.stderr.split())
     assert "Traceback" not in result.stderr
 
 
-def test_texts_for_an_image_model_are_refused(home: Path) -> None:
+def test_texts_are_refused_for_an_image_model(home: Path) -> None:
     from corp_deploy.store.checkpoint import save
     from tests import tiny
 
@@ -361,7 +359,7 @@ def as_theirs(directory: Path, kind: Any) -> Any:
 
 @pytest.mark.slow("models")
 @pytest.mark.parametrize("kind", ["bert", "roberta", "distilbert", "electra"])
-def test_a_reduced_encoder_loads_in_transformers_and_here(tmp_path: Path, kind: str) -> None:
+def test_reduced_encoder_loads_in_transformers_and_in_corp_deploy(tmp_path: Path, kind: str) -> None:
     import transformers
 
     dense = encoders.write_encoder(tmp_path / "hf", kind)
@@ -381,7 +379,7 @@ def test_a_reduced_encoder_loads_in_transformers_and_here(tmp_path: Path, kind: 
     torch.testing.assert_close(again, expected, rtol=1e-6, atol=1e-6)  # pooled as the sentence files say
 
 
-def test_the_head_of_a_task_goes_along_where_it_is_read(tmp_path: Path) -> None:
+def test_task_head_is_saved_if_loaded(tmp_path: Path) -> None:
     import transformers
 
     torch.manual_seed(0)
@@ -415,7 +413,7 @@ def test_the_head_of_a_task_goes_along_where_it_is_read(tmp_path: Path) -> None:
         (("--macs", 0.8), "a budget gives every layer widths of its own"),
     ],
 )
-def test_what_no_configuration_says_is_refused_before_any_work(
+def test_widths_no_configuration_can_express_are_refused_before_any_work(
     hf: Path, tmp_path: Path, options: tuple[Any, ...], words: str
 ) -> None:
     text = ("--text", tmp_path / "texts.txt") if "--macs" in options else ()
@@ -439,7 +437,7 @@ ELSEWHERE = ("../away.json", "/etc/config.json", "a/b/config.json", "../config.j
         *(("files", {path: {}}, "expected one in the encoder's directory") for path in ELSEWHERE),
     ],
 )
-def test_a_damaged_lineage_is_one_message(hf: Path, key: str, value: object, said: str) -> None:
+def test_damaged_lineage_gives_one_message(hf: Path, key: str, value: object, said: str) -> None:
     dense = load_dense(f"hf:{hf}", weights=None, kwargs={})
     dense.lineage["source"]["transformers"][key] = value
     rejects(said, transformers_form, dense)

@@ -104,7 +104,7 @@ def merged_by_loops(
 
 @pytest.mark.parametrize("metric", ["ward", "stream"])
 @pytest.mark.parametrize(("tokens", "protected", "count"), SHAPES)
-def test_a_merge_is_what_loops_over_tokens_give(tokens: int, protected: int, count: int, metric: Metric) -> None:
+def test_merge_equals_explicit_loops(tokens: int, protected: int, count: int, metric: Metric) -> None:
     x_BNC, sizes_BN, compared_BNX = stream(tokens), sizes_of(tokens), stream(tokens, seed=2, channels=4)
     given = Tokens(x_BNC, sizes_BN, sources_of(x_BNC))
     got = merge_tokens(
@@ -123,7 +123,7 @@ def test_a_merge_is_what_loops_over_tokens_give(tokens: int, protected: int, cou
     assert torch.equal(got.x[:, :protected], x_BNC[:, :protected])
 
 
-def test_what_all_tokens_have_in_common_changes_no_choice() -> None:
+def test_common_component_of_tokens_does_not_affect_the_choice() -> None:
     x_BNC, sizes_BN = stream(21).float(), sizes_of(21)
     plain_BAD = ward(x_BNC, sizes_BN, 1)
     far_BAD = ward(x_BNC + 1000.0, sizes_BN, 1)
@@ -133,7 +133,7 @@ def test_what_all_tokens_have_in_common_changes_no_choice() -> None:
 
 
 @pytest.mark.parametrize("metric", ["ward", "stream"])
-def test_planted_duplicates_are_merged_first_and_change_nothing(metric: Metric) -> None:
+def test_planted_duplicates_are_merged_first_without_change(metric: Metric) -> None:
     x_BNC = stream(13)
     for even, odd in ((1, 4), (5, 2), (11, 12)):  # behind one protected token, odd numbers are the even places
         x_BNC[:, even] = x_BNC[:, odd]
@@ -145,14 +145,14 @@ def test_planted_duplicates_are_merged_first_and_change_nothing(metric: Metric) 
 
 
 @pytest.mark.parametrize("metric", ["ward", "stream"])
-def test_of_equals_the_first_is_merged_into_the_first(metric: Metric) -> None:
+def test_ties_merge_the_first_token(metric: Metric) -> None:
     match = match_tokens(token_similarity(metric, torch.ones(2, 10, 3), torch.ones(2, 10, 3), None, 0), 2)
     assert match.merged.tolist() == [[0, 1]] * 2
     assert match.into.tolist() == [[0] * 5] * 2
     assert match.kept.tolist() == [[2, 3, 4]] * 2
 
 
-def test_dropped_tokens_are_those_of_least_attention() -> None:
+def test_least_attended_tokens_are_dropped() -> None:
     x_BNC = stream(7, batch=1)
     attention_BN = torch.tensor([[0.0, 0.3, 0.1, 0.1, 0.2, 0.1, 0.2]])
     got = drop_tokens(Tokens(x_BNC, None, sources_of(x_BNC)), attention_BN, 2, 1)
@@ -169,7 +169,7 @@ def test_dropped_tokens_are_those_of_least_attention() -> None:
     "options",
     [{"metric": "attended"}, {"metric": "keys"}, {"how": "drop"}, {"unmerged": True}],
 )
-def test_a_schedule_of_nothing_is_the_dense_model(options: Any) -> None:
+def test_empty_schedule_equals_the_dense_model(options: Any) -> None:
     dense, x = checkpoint().model, torch.from_numpy(images(4))
     same = traced_model.with_merging(dense, Merging(schedule=(0, 0), **options))
     assert traced_model.merging_of(same) == Merging(schedule=(0, 0), **options)
@@ -222,7 +222,7 @@ def by_loops(
         ({"global_pool": "", "num_classes": 0}, {"unmerged": True}),
     ],
 )
-def test_a_merged_model_is_what_loops_over_tokens_give(kwargs: dict[str, Any], options: Any) -> None:
+def test_merged_model_equals_explicit_loops(kwargs: dict[str, Any], options: Any) -> None:
     dense = checkpoint(depth=3, **kwargs).model
     merging = Merging(schedule=(3, 0, 4), **options)
     x = torch.from_numpy(images(3))
@@ -233,7 +233,7 @@ def test_a_merged_model_is_what_loops_over_tokens_give(kwargs: dict[str, Any], o
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_dropping_needs_a_class_token_and_gives_nothing_back() -> None:
+def test_dropping_needs_a_class_token_and_is_not_undone() -> None:
     model = checkpoint(class_token=False, global_pool="avg").model
     for options in ({"how": "drop"}, {"metric": "attended"}):
         with pytest.raises(BadInput, match="the model has none"):
@@ -252,7 +252,7 @@ ENTRIES: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_a_merged_model_is_saved_and_loaded_becomes_dense_again_and_other_entries_are_refused(tmp_path: Path) -> None:
+def test_merged_model_round_trips_and_invalid_entries_are_refused(tmp_path: Path) -> None:
     dense, merging = checkpoint(), Merging(schedule=(3, 4), metric="keys")
     model = traced_model.with_merging(dense.model, merging)
     save(Checkpoint(model=model, architecture=dense.architecture, lineage={}), tmp_path)
@@ -272,7 +272,7 @@ def test_a_merged_model_is_saved_and_loaded_becomes_dense_again_and_other_entrie
         assert "config.json" in str(refusal.value)
 
 
-def test_schedules_as_people_write_them() -> None:
+def test_schedules_are_parsed() -> None:
     assert schedule_from_text("12", 3) == (12, 12, 12)
     assert schedule_from_text("0,4,8", 3) == (0, 4, 8)
     assert schedule_from_text("grow:36", 12) == (0, 3, 7, 10, 13, 16, 20, 23, 26, 29, 33, 36)
@@ -297,7 +297,7 @@ def moments_of(model: nn.Module, images: np.ndarray) -> Moments:
     return calibrate(checkpoint, opened(model, images), batch_size=8)
 
 
-def test_moments_count_each_token_by_its_size() -> None:
+def test_moments_weight_each_token_by_its_size() -> None:
     """Against sums of outer products of what enters the last layers, beside a 1, token by token."""
     expected = dict[str, Tensor]()
 
@@ -322,7 +322,7 @@ def test_moments_count_each_token_by_its_size() -> None:
     assert torch.equal(first.qq_HDD, dense.qq_HDD)
 
 
-def test_moments_of_dropped_tokens_count_those_that_are_left() -> None:
+def test_moments_count_only_kept_tokens() -> None:
     moments = moments_of(merged_tiny("drop"), tiny.images(9))
     tokens = {name: sums.tokens for name, sums in moments.sites.items()}
     assert tokens == {
@@ -335,7 +335,7 @@ def test_moments_of_dropped_tokens_count_those_that_are_left() -> None:
     }
 
 
-def test_moments_tell_which_tokens_were_merged() -> None:
+def test_moments_record_the_merging() -> None:
     dense, merged = tiny.checkpoint().model, merged_tiny()
     with_merging = moments_of(merged, tiny.images(4))
     assert not merging_note(merged, with_merging)
@@ -343,7 +343,7 @@ def test_moments_tell_which_tokens_were_merged() -> None:
     assert "without merged tokens" in merging_note(merged, moments_of(dense, tiny.images(4)))
 
 
-def test_weighted_sums_are_those_of_repeated_tokens() -> None:
+def test_weighted_sums_equal_repeated_tokens() -> None:
     generator = torch.Generator().manual_seed(0)
     x_BNK, t_BNO = (torch.randn(2, 5, width, generator=generator) for width in (4, 3))
     weights_BN = torch.tensor([[1.0, 2.0, 1.0, 3.0, 1.0]] * 2)
@@ -357,7 +357,7 @@ def test_weighted_sums_are_those_of_repeated_tokens() -> None:
     torch.testing.assert_close(one.tt, other.tt, rtol=1e-5, atol=1e-5)
 
 
-def test_images_are_compared_with_moments_as_tokens_were_merged_then() -> None:
+def test_images_are_compared_under_the_merging_of_the_moments() -> None:
     dense, pixels = tiny.checkpoint(), tiny.images(64)
     moments = moments_of(merged_tiny(), pixels)
     merged = shift_of_inputs(dense, moments, {"images": pixels})
@@ -394,7 +394,7 @@ def given_by(model: nn.Module, count: int = 5, seed: int = 0) -> Tensor:
 
 @pytest.mark.slow("models")
 @pytest.mark.parametrize(("options", "left"), [({}, 0.9), ({"how": "drop"}, 0.96)])
-def test_a_closed_loop_repairs_what_merging_changed(options: dict[str, Any], left: float) -> None:
+def test_closed_loop_repairs_the_effect_of_merging(options: dict[str, Any], left: float) -> None:
     """At full width, on images of the fit: the dense model's outputs are nearer than without a repair."""
     model, dense = with_merged_tokens("mean", **options), timm_models.checkpoint("mean").model
     full = timm_models.method(mlp_sparsity=0.0, attention_sparsity=0.0)
@@ -436,7 +436,7 @@ NEEDING: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 
 @pytest.mark.parametrize("name", NEEDING)
-def test_what_needs_every_token_is_refused_with_the_reason(name: str) -> None:
+def test_models_that_need_every_token_are_refused(name: str) -> None:
     make, reason = NEEDING[name]
     model = make().eval()
     if not isinstance(model, TracedModule):
@@ -446,7 +446,7 @@ def test_what_needs_every_token_is_refused_with_the_reason(name: str) -> None:
 
 
 @pytest.mark.parametrize(("form", "options"), FORMS)
-def test_steps_and_layers_cut_by_cut_give_the_models_outputs(form: str, options: dict[str, Any]) -> None:
+def test_cut_by_cut_evaluation_equals_the_model(form: str, options: dict[str, Any]) -> None:
     model, images = with_merged_tokens(form, **options), torch.from_numpy(tiny.images(5))
     with torch.inference_mode():
         walk = StreamState.of(traced_model.first_stream(model, images), None)
@@ -463,14 +463,14 @@ def test_steps_and_layers_cut_by_cut_give_the_models_outputs(form: str, options:
     assert {f"blocks.{block}.mlp.fc1" for block in range(2)} <= {layer.name for layer in layers}
 
 
-def test_masks_of_any_type_add_what_they_did() -> None:
+def test_masks_of_any_type_keep_their_effect() -> None:
     mask_BN = torch.tensor([[1, 1, 0], [1, 0, 0]])
     expected = torch.zeros(2, 3).masked_fill(mask_BN == 0, -30_000.0)[:, None, None, :]
     for weights_BN in (mask_BN, mask_BN.float(), mask_BN.bool()):
         assert torch.equal(key_bias(weights_BN, torch.float32), expected)
 
 
-def test_tokens_of_a_model_without_pooling_are_fewer_unless_unmerged() -> None:
+def test_unpooled_model_gives_fewer_tokens_unless_unmerged() -> None:
     dense = checkpoint(global_pool="", num_classes=0).model
     with torch.inference_mode():
         given = traced_model.with_merging(dense, Merging(schedule=(3, 4)))(torch.from_numpy(images(2)))
@@ -485,7 +485,7 @@ def test_tokens_of_a_model_without_pooling_are_fewer_unless_unmerged() -> None:
         ({"global_pool": "map", "reg_tokens": 2}, Loop(reads="pooled"), "6 of 9 sites reduced"),
     ],
 )
-def test_closed_loops_go_through_any_pooling(kwargs: dict[str, Any], loop: Loop | None, verdict: str) -> None:
+def test_closed_loops_work_with_any_pooling(kwargs: dict[str, Any], loop: Loop | None, verdict: str) -> None:
     model, images = merged_tiny(**kwargs), tiny.images(8)
     reduction = reduce_traced(model, opened(model, images), best(mlp_sparsity=0.5, attention_sparsity=0.5), loop=loop)
     assert reduction.coverage.verdict == verdict

@@ -37,7 +37,7 @@ def lively(name: str) -> Any:
 
 @pytest.mark.slow("models")
 @pytest.mark.parametrize("name", BLOCKS)
-def test_the_model_is_torchvisions(name: str, tmp_path: Path) -> None:
+def test_model_equals_torchvisions(name: str, tmp_path: Path) -> None:
     """Whatever the order of the weights in their file, of as many classes as they tell apart."""
     theirs = lively(name)
     # Its older files have no counts of batches.
@@ -52,7 +52,7 @@ def test_the_model_is_torchvisions(name: str, tmp_path: Path) -> None:
     assert len(sites_of(taken.model).every) >= BLOCKS[name]
 
 
-def test_images_are_prepared_as_torchvision_does() -> None:
+def test_preprocessing_equals_torchvisions() -> None:
     """For every set of weights; without a name for the first."""
     library = torchvision.models
     for name in library.list_models(module=library):
@@ -69,7 +69,7 @@ def test_images_are_prepared_as_torchvision_does() -> None:
             assert floor(theirs.crop_size[0] / (ours.crop_pct or 1.0)) == theirs.resize_size[0], "as timm computes it"
 
 
-def test_a_vits_size_is_that_of_its_positions() -> None:
+def test_vit_input_size_follows_its_positions() -> None:
     """Weights of SWAG are told by it, whose images are resized to the crop's size."""
     positions, patches = torch.empty(1, 24 * 24 + 1, 768), torch.empty(768, 3, 16, 16)
     state = {"encoder.pos_embedding": positions, "conv_proj.weight": patches, "heads.head.weight": torch.empty(5, 768)}
@@ -83,7 +83,7 @@ def test_a_vits_size_is_that_of_its_positions() -> None:
         architecture_of_classifier("torchvision:vit_b_16", {"img_size": 224}, Preprocessing(), state)
 
 
-def test_what_is_no_model_or_weights_of_it_is_refused(tmp_path: Path) -> None:
+def test_unknown_models_and_weights_are_refused(tmp_path: Path) -> None:
     rejects("alexnet needs --weights", load_dense, "torchvision:alexnet", weights=None, kwargs={})
     with pytest.raises(BadInput, match=r"expected one of resnet50\.IMAGENET1K_V1, resnet50\.IMAGENET1K_V2"):
         load_dense("torchvision:resnet50.IMAGENET1K_V3", weights=None, kwargs={})

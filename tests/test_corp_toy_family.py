@@ -42,7 +42,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.slow("graph")
-def test_a_family_of_its_own_goes_the_whole_way(home: Path) -> None:
+def test_custom_family_passes_the_whole_chain(home: Path) -> None:
     sites = json.loads(invoked("inspect", "--model", "dense", "--json").stdout)["sites"]
     assert [site["site"] for site in sites] == SITES
     invoked("calibrate", "--model", "dense", "--images", "calibration.npy", "-o", "m.safetensors", "-q")
@@ -63,6 +63,6 @@ def test_a_family_of_its_own_goes_the_whole_way(home: Path) -> None:
     assert links["reduced-onnx-fp32"]["measures"]["relative_error"] < 1e-4
 
 
-def test_a_family_that_is_not_there_is_named(home: Path) -> None:
+def test_missing_family_is_named(home: Path) -> None:
     family._BUILDERS.pop("patched")
     rejects("family 'patched': expected one of timm, module", load, "dense")

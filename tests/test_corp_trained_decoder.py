@@ -24,7 +24,7 @@ def own() -> Trained:
 
 @pytest.mark.slow("training")
 @pytest.mark.parametrize("sparsity", [0.3, 0.5])
-def test_repair_lowers_the_perplexity_method_by_method(own: Trained, sparsity: float) -> None:
+def test_each_method_lowers_the_perplexity(own: Trained, sparsity: float) -> None:
     models = {method: own.reduced(method, sparsity, ("mlp",)) for method in trained_decoder.METHODS}
     models["closed"] = own.reduced("best", sparsity, ("mlp",), closed_loop=True)
     rows = {row["model"]: row["perplexity"]["value"] for row in own.judged(models)}
@@ -38,14 +38,14 @@ def test_repair_lowers_the_perplexity_method_by_method(own: Trained, sparsity: f
 
 
 @pytest.mark.slow("training")
-def test_whole_groups_cost_less_repaired(own: Trained) -> None:
+def test_repaired_whole_groups_lose_less(own: Trained) -> None:
     models = {method: own.reduced(method, 0.5, ("heads",)) for method in ("none", "best")}
     rows = {row["model"]: row["ratio"]["value"] for row in own.judged(models)}
     assert 1.0 < rows["best"] < rows["none"]
 
 
 @pytest.mark.slow("training")
-def test_every_figure_is_that_of_loops_over_tokens(own: Trained) -> None:
+def test_figures_equal_explicit_loops_over_tokens(own: Trained) -> None:
     """Nats of the next token, agreement of first words and KL from the dense softmax, token by token in float64."""
     less = own.reduced("best", 0.5, ("mlp",))
     ids = next(own.calibrated.batches(1))["input_ids"]
@@ -61,7 +61,7 @@ def test_every_figure_is_that_of_loops_over_tokens(own: Trained) -> None:
     assert (got.nats, got.agreement, got.kl) == pytest.approx((nats, agreed, kl), rel=1e-9)
 
 
-def test_a_reference_that_is_damaged_is_refused_and_a_candidate_is_infinitely_far() -> None:
+def test_damaged_reference_is_refused_and_damaged_candidate_is_infinitely_far() -> None:
     good, ids = np.zeros((3, 5)), np.array([0, 1, 2])
     broken = np.full_like(good, np.nan)
     assert measure_sequence(good, broken, ids) == SequenceMeasures(nats=np.inf, agreement=0.0, kl=np.inf)
@@ -69,7 +69,7 @@ def test_a_reference_that_is_damaged_is_refused_and_a_candidate_is_infinitely_fa
     rejects("of both", measure_sequence, good, good[:2], ids)
 
 
-def test_a_limit_is_judged_by_the_interval_and_what_is_open_says_what_would_decide() -> None:
+def test_limit_is_judged_by_the_interval_with_an_estimate_if_inconclusive() -> None:
     """At 1.06 +- 0.04 on a limit of 1.05 sixteen times as many sequences are needed; without an interval none decide,
     but where the point alone was asked for.
     """
@@ -101,7 +101,7 @@ def test_a_limit_is_judged_by_the_interval_and_what_is_open_says_what_would_deci
     assert alone == ("PASS", "perplexity ratio 1, limit 1.05 (the point alone decides)")
 
 
-def test_the_interval_holds_the_mean_and_few_sequences_have_none() -> None:
+def test_interval_contains_the_mean_and_few_sequences_have_none() -> None:
     rows = [SequenceMeasures(nats=1.0 + 0.1 * at, agreement=0.5, kl=0.1) for at in range(9)]
     measures = measure_language("m", rows, rows, tokens=4)
     assert measures.perplexity.value == pytest.approx(math.exp(1.4))
@@ -112,7 +112,7 @@ def test_the_interval_holds_the_mean_and_few_sequences_have_none() -> None:
     assert measure_language("m", rows[:4], rows[:4], tokens=4).ratio.low is None
 
 
-def test_the_command_tells_writes_and_judges(tmp_path: Path) -> None:
+def test_command_prints_writes_and_judges(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed, so that there are no models of it")
     decoders.write_decoder(tmp_path / "opt", "opt")
     (tmp_path / "text.txt").write_text(decoders.text())

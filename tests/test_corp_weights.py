@@ -74,7 +74,7 @@ CONTAINERS: dict[str, tuple[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", CONTAINERS)
-def test_every_container_gives_the_same_tensors(kind: str, tmp_path: Path) -> None:
+def test_every_container_gives_equal_tensors(kind: str, tmp_path: Path) -> None:
     name, content = CONTAINERS[kind]
     write: Callable[[Any, Path], object] = save_file if name.endswith(".safetensors") else torch.save
     write(content, tmp_path / name)
@@ -95,7 +95,7 @@ AVERAGED = [
 
 
 @pytest.mark.parametrize(("raw", "average"), AVERAGED)
-def test_the_moving_average_is_taken_and_said(raw: str, average: str, tmp_path: Path) -> None:
+def test_moving_average_weights_are_preferred_and_reported(raw: str, average: str, tmp_path: Path) -> None:
     path = tmp_path / "last.pth.tar"
     torch.save({raw: STATE, average: AVERAGE, "epoch": 3}, path)
     taken = load_dense(NAME, weights=path, kwargs=KWARGS)
@@ -107,7 +107,7 @@ def test_the_moving_average_is_taken_and_said(raw: str, average: str, tmp_path: 
     assert read_weights(path, ema=False).notes == (f"last.pth.tar: took {raw}, not the moving average {average}",)
 
 
-def test_a_moving_average_alone_or_absent(tmp_path: Path) -> None:
+def test_moving_average_alone_or_absent_is_handled(tmp_path: Path) -> None:
     path = tmp_path / "ema.pth"
     torch.save({"state_dict_ema": AVERAGE}, path)
     same(loaded(path), AVERAGE)
@@ -129,7 +129,7 @@ def sharded(folder: Path, state: Mapping[str, torch.Tensor]) -> Path:
     return index
 
 
-def test_shards_are_put_together(tmp_path: Path) -> None:
+def test_shards_are_joined(tmp_path: Path) -> None:
     index = sharded(tmp_path, prefixed("module."))
     same(loaded(index), STATE)
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
@@ -148,14 +148,14 @@ def test_shards_are_put_together(tmp_path: Path) -> None:
         ({"weight_map": {"norm.absent": "w.safetensors"}}, r"w\.safetensors: no norm\.absent"),
     ],
 )
-def test_an_index_that_will_not_do(content: Mapping[str, Any], said: str, tmp_path: Path) -> None:
+def test_invalid_index_is_refused(content: Mapping[str, Any], said: str, tmp_path: Path) -> None:
     save_file(STATE, tmp_path / "w.safetensors")
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps(content))
     rejects(said, read_weights, index)
 
 
-def test_position_embeddings_of_another_size_are_resampled_as_timm_does(tmp_path: Path) -> None:
+def test_position_embeddings_are_resampled_like_timms(tmp_path: Path) -> None:
     save_file(STATE, tmp_path / "w.safetensors")
     larger = {**KWARGS, "img_size": 48}
     taken = load_dense(NAME, weights=tmp_path / "w.safetensors", kwargs=larger)
@@ -165,7 +165,7 @@ def test_position_embeddings_of_another_size_are_resampled_as_timm_does(tmp_path
     assert taken.notes == ("w.safetensors: pos_embed resampled by timm from 1x17x48 to 1x37x48",)
 
 
-def test_old_names_of_deit_iii_are_mapped(tmp_path: Path) -> None:
+def test_old_deit_iii_names_are_mapped(tmp_path: Path) -> None:
     kwargs = {**KWARGS, "init_values": 0.1}
     state = tiny.checkpoint(init_values=0.1, no_embed_class=True).model.state_dict()
     official = {
@@ -178,7 +178,7 @@ def test_old_names_of_deit_iii_are_mapped(tmp_path: Path) -> None:
     assert "names mapped by timm to blocks.0.ls1.gamma, blocks.0.ls2.gamma" in note
 
 
-def test_official_dinov2_with_registers_and_a_mask_token(tmp_path: Path) -> None:
+def test_official_dinov2_with_registers_loads(tmp_path: Path) -> None:
     kwargs = {**KWARGS, "reg_tokens": 4, "no_embed_class": True, "num_classes": 0, "global_pool": "token"}
     state = dict(tiny.checkpoint(**{key: kwargs[key] for key in kwargs if key not in KWARGS}).model.state_dict())
     state = {name: tensor for name, tensor in state.items() if not name.startswith("head.")}
@@ -192,7 +192,7 @@ def test_official_dinov2_with_registers_and_a_mask_token(tmp_path: Path) -> None
     assert any("not used: mask_token" in note for note in taken.notes)
 
 
-def test_a_head_is_dropped_only_from_a_model_without_one(tmp_path: Path) -> None:
+def test_classifier_weights_are_dropped_only_for_a_model_without_one(tmp_path: Path) -> None:
     save_file(STATE, tmp_path / "w.safetensors")
     taken = load_dense(NAME, weights=tmp_path / "w.safetensors", kwargs={**KWARGS, "num_classes": 0})
     same(taken.model.state_dict(), {name: tensor for name, tensor in STATE.items() if not name.startswith("head.")})
@@ -203,7 +203,7 @@ def test_a_head_is_dropped_only_from_a_model_without_one(tmp_path: Path) -> None
     load_dense(NAME, weights=tmp_path / "w.safetensors", kwargs=json.loads(printed))
 
 
-def test_a_classifier_of_other_classes_is_taken_where_none_were_asked_for(tmp_path: Path) -> None:
+def test_classifier_of_other_classes_is_used_if_classes_are_unset(tmp_path: Path) -> None:
     """A whole checkpoint of a fine-tuning: averaged, of another image size, sharded and wrapped, of 7 classes."""
     kwargs = {key: value for key, value in KWARGS.items() if key != "num_classes"}
     taken = load_dense(NAME, weights=sharded(tmp_path, prefixed("module.")), kwargs=kwargs)
@@ -224,7 +224,7 @@ def test_a_classifier_of_other_classes_is_taken_where_none_were_asked_for(tmp_pa
     assert torch.equal(larger.model.state_dict()["head.weight"], AVERAGE["head.weight"])
 
 
-def test_weights_without_a_head_or_of_other_channels_print_the_arguments_to_give(tmp_path: Path) -> None:
+def test_mismatched_head_or_channels_print_the_arguments_to_use(tmp_path: Path) -> None:
     bare = {name: tensor for name, tensor in STATE.items() if not name.startswith("head.")}
     save_file(bare, tmp_path / "bare.safetensors")
     rejects('"num_classes": 0', loaded, tmp_path / "bare.safetensors")
@@ -232,7 +232,7 @@ def test_weights_without_a_head_or_of_other_channels_print_the_arguments_to_give
     rejects('"in_chans": 1', loaded, tmp_path / "grey.safetensors")
 
 
-def test_position_embeddings_of_no_square_grid_name_all_that_differs(tmp_path: Path) -> None:
+def test_non_square_position_embeddings_are_explained(tmp_path: Path) -> None:
     save_file(STATE | {"pos_embed": torch.zeros(1, 14, 48)}, tmp_path / "w.safetensors")
     said = r"pos_embed \(1, 14, 48\) instead of \(1, 17, 48\); nor can timm resample"
     rejects(said, loaded, tmp_path / "w.safetensors")
@@ -249,12 +249,12 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("key", FOREIGN)
-def test_another_librarys_format_is_named(key: str, tmp_path: Path) -> None:
+def test_format_of_another_library_is_named(key: str, tmp_path: Path) -> None:
     save_file({key: torch.zeros(2, 2)}, tmp_path / "w.safetensors")
     rejects(FOREIGN[key], loaded, tmp_path / "w.safetensors")
 
 
-def test_openais_clip_is_mapped_and_its_text_encoder_left_out(tmp_path: Path) -> None:
+def test_openai_clip_is_mapped_without_its_text_encoder(tmp_path: Path) -> None:
     kwargs = {**KWARGS, "pre_norm": True, "norm_layer": "layernorm"}
     state = tiny.checkpoint(pre_norm=True).model.state_dict()
     swaps = (
@@ -287,7 +287,7 @@ def test_flexible_models_are_resampled_bilinearly(tmp_path: Path) -> None:
     same(taken, expected)
 
 
-def test_what_stands_beside_the_model_is_left_out_and_named(tmp_path: Path) -> None:
+def test_other_checkpoint_entries_are_skipped_and_named(tmp_path: Path) -> None:
     torch.save({"state_dict": prefixed("model.") | {"loss.weight": torch.ones(2)}}, tmp_path / "last.ckpt")
     read = read_weights(tmp_path / "last.ckpt", STATE)
     same(read.state, STATE)
@@ -297,7 +297,7 @@ def test_what_stands_beside_the_model_is_left_out_and_named(tmp_path: Path) -> N
     )
 
 
-def test_no_code_beside_weights_runs(tmp_path: Path) -> None:
+def test_code_in_checkpoints_never_runs(tmp_path: Path) -> None:
     content = {"state_dict": STATE, "args": argparse.Namespace(hook=Canary(tmp_path / "canary"))}
     torch.save(content, tmp_path / "w.pth.tar")
     rejects(r"pickled code, which is never run \(posix\.mkdir\)", read_weights, tmp_path / "w.pth.tar")

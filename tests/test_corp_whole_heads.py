@@ -45,7 +45,7 @@ def planted() -> Checkpoint:
     return dense
 
 
-def test_presets_order_as_they_should_and_narrower_heads_follow() -> None:
+def test_presets_rank_in_the_expected_order() -> None:
     dense = tiny.checkpoint().model
     share = {"heads_sparsity": 1 / 3}
     errors = {
@@ -102,7 +102,7 @@ def reduce_words(home: Path, name: str, *more: object) -> tuple[object, ...]:
 
 
 @pytest.mark.slow("models")
-def test_the_command_takes_heads_away(home: Path) -> None:
+def test_command_removes_heads(home: Path) -> None:
     words = ("--whole-heads", "0.34", "--mlp", "0.3", "--align", "mlp=8,head=8", "--select", "heads=magnitude")
     record = json.loads(invoked(*reduce_words(home, "reduced", *words, "--json")).stdout)
     assert [site["part"] for site in record["sites"]].count("heads") == 2
@@ -138,16 +138,16 @@ def test_the_command_takes_heads_away(home: Path) -> None:
         (("--mlp", "0.5", "--select", "heads=obs"), "heads=obs is of what stays as it is; give --whole-heads"),
     ],
 )
-def test_what_makes_no_sense_is_refused(home: Path, more: tuple[str, ...], message: str) -> None:
+def test_meaningless_options_are_refused(home: Path, more: tuple[str, ...], message: str) -> None:
     refuses(message, *reduce_words(home, "refused", *more))
 
 
-def test_whole_heads_are_asked_for_and_ranked() -> None:
+def test_whole_heads_are_ranked_on_request() -> None:
     method = ReduceOptions(whole_heads=0.5, select={"heads": "grail"}).method
     assert (method.heads_sparsity, method.heads_selection) == (0.5, "grail")
 
 
-def test_a_polish_fits_attentions_of_fewer_heads(home: Path) -> None:
+def test_polish_fits_attentions_with_fewer_heads(home: Path) -> None:
     """Though the heads that are left are as wide as before."""
     words = ("--whole-heads", "0.34", "--images", home / "images.npy", "--polish", "layer", "--polish-steps", "2")
     polish = json.loads(invoked(*reduce_words(home, "polished", *words, "--json")).stdout)["polish"]
@@ -156,7 +156,7 @@ def test_a_polish_fits_attentions_of_fewer_heads(home: Path) -> None:
 
 
 @pytest.mark.slow("graph", "engine")
-def test_graphs_and_engines_of_fewer_heads(home: Path) -> None:
+def test_graphs_and_engines_with_fewer_heads_are_correct(home: Path) -> None:
     """The graph gives torch's outputs; attention stays fused in a plan no larger, but of a single head."""
     invoked(*reduce_words(home, "small", "--whole-heads", "0.34"))
     for name in ("dense", "small"):
@@ -225,7 +225,7 @@ MAPS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", MAPS)
-def test_the_affine_projection_is_least_squares_over_the_samples(name: str, kind: str) -> None:
+def test_affine_projection_is_least_squares_over_the_samples(name: str, kind: str) -> None:
     """With almost no ridge: the residual of lstsq with a constant beside the heads that are left."""
     z_XC, (weight, bias) = samples(kind), projection()
     got = whole_heads.recover_projection(*moments_of(z_XC), weight, bias, MAPS[name], "affine", ridge_rel=1e-13)
@@ -243,7 +243,7 @@ def test_the_affine_projection_is_least_squares_over_the_samples(name: str, kind
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", MAPS)
-def test_grails_projection_is_ridge_regression_over_the_samples(name: str, kind: str) -> None:
+def test_grail_projection_is_ridge_regression_over_the_samples(name: str, kind: str) -> None:
     """Its equation as published, by stacked rows: roots of the ridge below the samples."""
     z_XC, (weight, bias) = samples(kind), projection()
     got = whole_heads.recover_projection(*moments_of(z_XC), weight, bias, MAPS[name], "gram", ridge_rel=1e-2)
@@ -260,7 +260,7 @@ def test_grails_projection_is_ridge_regression_over_the_samples(name: str, kind:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_all_heads_are_the_projection_as_it_is(kind: str) -> None:
+def test_keeping_all_heads_keeps_the_projection(kind: str) -> None:
     z_XC, (weight, bias) = samples(kind), projection()
     whole = selection(torch.arange(HEADS), HEADS)
     for form in ("none", "affine"):
@@ -270,7 +270,7 @@ def test_all_heads_are_the_projection_as_it_is(kind: str) -> None:
         assert (got.residual, got.residual_uncompensated, got.r2) == (0.0, 0.0, 1.0)
 
 
-def test_nothing_fitted_sums_the_columns_of_a_cluster() -> None:
+def test_unfitted_merge_sums_the_columns_of_a_cluster() -> None:
     z_XC, (weight, _) = samples("random"), projection()
     got = whole_heads.recover_projection(*moments_of(z_XC), weight, None, MAPS["averaged"], "none", ridge_rel=1e-4)
     by_head = weight.view(OUTPUTS, HEADS, WIDTH)
@@ -290,7 +290,7 @@ def lost_without(z_XC: Tensor, weight: Tensor, kept: tuple[int, ...]) -> float:
 
 
 @pytest.mark.parametrize("kind", ["random", "singular"])
-def test_each_elimination_is_the_cheapest_of_all(kind: str) -> None:
+def test_each_elimination_is_the_cheapest_one(kind: str) -> None:
     """By a refit for every candidate; the first is the best set of all but one, too."""
     z_XC, (weight, _) = samples(kind), projection()
     mean, second = moments_of(z_XC)
@@ -306,7 +306,7 @@ def test_each_elimination_is_the_cheapest_of_all(kind: str) -> None:
         assert {int(found.order_F[0])} == {*range(HEADS)} - {*best}
 
 
-def test_scores_are_those_of_every_head_alone() -> None:
+def test_scores_equal_those_of_single_heads() -> None:
     z_XC, (weight, _) = samples("random"), projection()
     _, second = moments_of(z_XC)
     energy = whole_heads.output_energy(second, weight, HEADS)

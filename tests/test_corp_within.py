@@ -111,7 +111,7 @@ def measured_by_hand(home: Home, model: nn.Module, measure: str) -> float:
 
 @pytest.mark.slow("models")
 @pytest.mark.parametrize("text", ["error 0.06", "error 0.1", "error 0.3", "agreement 0.95", "accuracy -5"])
-def test_bisection_ends_where_a_scan_of_all_budgets_does(
+def test_bisection_equals_a_scan_of_all_budgets(
     home: Home, planner: BudgetPlanner, scan: dict[float, nn.Module], text: str
 ) -> None:
     limit = limit_from_text(text)
@@ -168,7 +168,7 @@ class FakePlanner:
         ("accuracy -1", (0.0, -2.0, 2.0), "about 256 images would decide; these are 64"),
     ],
 )
-def test_what_a_proof_would_leave_open_is_said_in_its_words(
+def test_inconclusive_limits_are_reported_as_in_verify(
     limit: str, judged: tuple[float, float, float], more: str
 ) -> None:
     value, low, high = judged
@@ -181,7 +181,7 @@ def test_what_a_proof_would_leave_open_is_said_in_its_words(
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_the_answer_was_measured_to_hold_where_errors_jump(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+def test_answer_is_measured_even_if_errors_jump(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     monkeypatch.setattr(limit_search, "Judge", FakeJudge)
     noise = np.random.default_rng(seed).normal(size=STEPS + 1)
     errors = {step / STEPS: float(0.4 * (1 - step / STEPS) + 0.05 * abs(noise[step])) for step in range(1, STEPS)}
@@ -198,7 +198,7 @@ def test_the_answer_was_measured_to_hold_where_errors_jump(monkeypatch: pytest.M
     assert share <= 0.26 or errors[round(share - 0.01, 2)] > 0.15
 
 
-def test_the_narrowest_widths_are_the_answer_where_they_hold_and_none_where_nothing_does(
+def test_narrowest_widths_are_returned_if_they_hold_and_none_if_no_widths_do(
     home: Home, planner: BudgetPlanner
 ) -> None:
     _, judging = Judges().apart(home.images, home.moments)
@@ -211,7 +211,7 @@ def test_the_narrowest_widths_are_the_answer_where_they_hold_and_none_where_noth
     rejects(r"out of reach on 40 images .* keeps 0\.99 of the dense macs and gives", smallest, "error 1e-9")
 
 
-def test_the_interval_is_that_of_the_images(home: Home, planner: BudgetPlanner) -> None:
+def test_interval_equals_the_delta_method_over_images(home: Home, planner: BudgetPlanner) -> None:
     """Beside the delta method on the ratio of sums, by hand."""
     _, judging = Judges().apart(home.images, home.moments)
     model = reduced(home, planner.widths_at(0.8)).model
@@ -223,7 +223,7 @@ def test_the_interval_is_that_of_the_images(home: Home, planner: BudgetPlanner) 
     assert judged.high - judged.low == pytest.approx(2 * 1.96 * deviation, rel=0.2)
 
 
-def test_what_was_fitted_never_judges(home: Home) -> None:
+def test_fitted_images_never_judge(home: Home) -> None:
     fitted, judging = Judges().apart(home.images, home.moments)
     assert (fitted.count, judging.inputs.count) == (FITTED, JUDGING)
     assert not torch.isin(judging.inputs.ids, home.moments.image_ids).any()
@@ -257,7 +257,7 @@ def directory(home: Home, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["--within", "agreement 0.9", "--images", "images.npy", "--json"], "40 images that the calibration left out"),
     ],
 )
-def test_reduce_says_what_was_measured_and_on_what(
+def test_reduce_reports_the_measurement_and_its_images(
     home: Home, directory: Path, tmp_path: Path, words: list[str], judges: str
 ) -> None:
     result = run(home, tmp_path / "reduced", *words)
@@ -271,7 +271,7 @@ def test_reduce_says_what_was_measured_and_on_what(
 
 @pytest.mark.parametrize("harms", [False, True])
 @pytest.mark.slow("models")
-def test_a_limit_holds_of_the_polished_model_too(
+def test_limit_holds_for_the_polished_model(
     home: Home, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harms: bool
 ) -> None:
     def harmed(_: nn.Module, reduction: Reduction, *__: Any, **___: Any) -> Reduction:
@@ -309,7 +309,7 @@ def test_a_limit_holds_of_the_polished_model_too(
         (["--within", "error 0.1"], "--within fits to calibration images and judges on others"),
     ],
 )
-def test_a_limit_that_means_nothing_is_refused_and_nothing_is_written(
+def test_meaningless_limit_is_refused_and_nothing_is_written(
     home: Home, directory: Path, tmp_path: Path, words: list[str], said: str
 ) -> None:
     images = [] if "fits to" in said else ["--images", "images.npy"]
@@ -318,7 +318,7 @@ def test_a_limit_that_means_nothing_is_refused_and_nothing_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_stops_midway_leaves_nothing(
+def test_interrupted_search_writes_nothing(
     home: Home, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     began = 0
@@ -367,7 +367,7 @@ def recipe(directory: Path, within: str, calibration: str = "hold_out = 16", red
         (("accuracy -1",), "needs labels of the images that calibration.hold_out leaves out"),
     ],
 )
-def test_a_recipe_refuses_what_it_cannot_judge(
+def test_recipe_refuses_limits_it_cannot_judge(
     directory: Path, tmp_path: Path, asked: tuple[str, ...], said: str
 ) -> None:
     rejects(re.escape(said), load_recipe, recipe(tmp_path, *asked))
@@ -381,7 +381,7 @@ def point(macs: int, error: float) -> SweepPoint:
     return SweepPoint(preset="best", geometry="padded", **shares, **counts, **none)  # type: ignore[arg-type]
 
 
-def test_a_sweep_is_said_in_a_sentence() -> None:
+def test_sweep_is_summarised_in_a_sentence() -> None:
     points = [point(50, 0.3), point(91, 0.04), point(78, 0.09), point(95, 0.012), point(80, 0.11)]
     assert "0.95 at 2%, 0.91 at 5%, 0.78 at 10%;" in sentence_of_sweep(points)
     assert {error: trial.macs for error, trial in smallest_by_error(points).items()} == {0.02: 95, 0.05: 91, 0.1: 78}

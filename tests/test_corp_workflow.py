@@ -58,7 +58,7 @@ def reduced(home: Path, directory: Path, *extra: object) -> Result:
         (48, 0.5, 64, 24),
     ],
 )
-def test_widths_go_to_the_nearest_multiple(dense: int, kept: float, align: int, width: int) -> None:
+def test_widths_round_to_the_nearest_multiple(dense: int, kept: float, align: int, width: int) -> None:
     assert aligned_width(dense, kept, align) == width
     assert aligned_width(dense, 1.0, align) == dense
     assert width in aligned_widths(dense, align)
@@ -66,7 +66,7 @@ def test_widths_go_to_the_nearest_multiple(dense: int, kept: float, align: int, 
 
 
 @pytest.mark.parametrize(("dense", "step"), [(16, 8), (64, 8), (96, 8), (127, 8), (128, 64), (3072, 64)])
-def test_narrow_sites_have_a_narrower_width_by_default(dense: int, step: int) -> None:
+def test_narrow_sites_use_a_smaller_multiple_by_default(dense: int, step: int) -> None:
     assert narrow_step(dense, 64) == step
     assert len(aligned_widths(dense, step)) > 1
     assert narrow_step(dense, 4) == 4
@@ -86,7 +86,7 @@ def probe(home: Path) -> Probe:
 
 
 @pytest.mark.parametrize("currency", ["macs", "params"])
-def test_a_budget_is_kept_and_beats_uniform_widths(probe: Probe, currency: Any) -> None:
+def test_budget_holds_and_beats_uniform_widths(probe: Probe, currency: Any) -> None:
     dense = dense_cost(probe.model, currency)
     sites = list(cost_curves(probe, currency))
     found = allocate_widths(sites, dense, 0.7)
@@ -124,14 +124,14 @@ def test_heads_are_chosen_by_predicted_error(probe: Probe) -> None:
 @pytest.mark.parametrize(
     ("more", "said"), [(("--macs", 0.7), "--images"), (("--mlp", 0.5, "--select", "mlp=fold"), "mlp='fold': expected")]
 )
-def test_what_reduce_can_not_do_is_refused(home: Path, tmp_path: Path, more: tuple[object, ...], said: str) -> None:
+def test_impossible_reductions_are_refused(home: Path, tmp_path: Path, more: tuple[object, ...], said: str) -> None:
     given = ("--model", home / "dense", "--moments", home / "m.safetensors", "-o", tmp_path / "r")
     refuses(said, "reduce", *given, *more)
     assert not (tmp_path / "r").exists()
 
 
 @pytest.mark.parametrize("preset", ["best", "corp-v1", "grail", "grail-fold", "fold", "vbp", "none"])
-def test_every_preset_reduces_and_comes_back(home: Path, tmp_path: Path, preset: str) -> None:
+def test_every_preset_reduces_and_round_trips(home: Path, tmp_path: Path, preset: str) -> None:
     keeps_heads = preset in ("grail", "grail-fold", "fold", "vbp")
     attention = [] if keeps_heads else ["--attn", 0.5]
     looked = ["--images", home / "images.npy"] if "fold" in preset else []
@@ -145,12 +145,12 @@ def test_every_preset_reduces_and_comes_back(home: Path, tmp_path: Path, preset:
 # Moments made apart
 
 
-def test_images_of_moments_count_once(home: Path, tmp_path: Path) -> None:
+def test_duplicate_images_of_moments_count_once(home: Path, tmp_path: Path) -> None:
     both = (home / "m.safetensors", home / "m.safetensors")
     refuses("count twice", "calibrate", "--merge", *both, "-o", tmp_path / "c.safetensors")
 
 
-def test_only_some_sites_and_redundancy(home: Path, tmp_path: Path) -> None:
+def test_selected_sites_and_redundancy_are_reported(home: Path, tmp_path: Path) -> None:
     words = ["--model", home / "dense", "--images", home / "images.npy", "-o", tmp_path / "s.safetensors"]
     invoked("calibrate", *words, "--sites", "blocks.1.*", "--no-attention")
     assert "blocks.1.mlp.fc2" in load_moments(tmp_path / "s.safetensors").sites
@@ -160,7 +160,7 @@ def test_only_some_sites_and_redundancy(home: Path, tmp_path: Path) -> None:
     assert [site["site"] for site in record["sites"]][:2] == ["blocks.0.attn.qk", "blocks.0.attn.proj"]
 
 
-def test_asking_for_a_gpu_that_is_not_there_exits_with_4(home: Path, tmp_path: Path) -> None:
+def test_absent_gpu_exits_with_4(home: Path, tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     words = ["--model", home / "dense", "--images", home / "images.npy", "-o", tmp_path / "s.safetensors"]
@@ -192,7 +192,7 @@ def single(home: Path) -> Path:
 
 @pytest.mark.slow("graph", "engine")
 @needs_rtx
-def test_build_and_audit(home: Path, half: Path, tmp_path: Path) -> None:
+def test_build_and_audit_commands_work(home: Path, half: Path, tmp_path: Path) -> None:
     reduced(home, padded := tmp_path / "padded", "--attn", 0.5, "--align", "head=8")
     graphs = {"dense": half}
     for name, extra in (("padded", []), ("ragged", ["--heads", "ragged"])):
@@ -207,7 +207,7 @@ def test_build_and_audit(home: Path, half: Path, tmp_path: Path) -> None:
     assert "blocks.0.attn" in lost.stdout
 
 
-def test_a_backend_that_is_absent_exits_with_4_and_says_how(tmp_path: Path) -> None:
+def test_absent_backend_exits_with_4_and_names_the_package(tmp_path: Path) -> None:
     try:
         import tensorrt  # noqa: F401
 
@@ -220,7 +220,7 @@ def test_a_backend_that_is_absent_exits_with_4_and_says_how(tmp_path: Path) -> N
 
 
 @pytest.mark.slow("graph")
-def test_one_precision_goes_to_the_very_file_and_several_are_each_named(home: Path, half: Path, tmp_path: Path) -> None:
+def test_single_precision_uses_the_given_file_and_several_get_suffixes(home: Path, half: Path, tmp_path: Path) -> None:
     printed = json.loads((home / "half.json").read_text())
     assert [Path(row["path"]).name for row in printed["written"]] == ["x.onnx"]
     assert facts_of_onnx(half).precision == "fp16"
@@ -236,7 +236,7 @@ def test_one_precision_goes_to_the_very_file_and_several_are_each_named(home: Pa
 
 
 @pytest.mark.slow("graph")
-def test_a_swapped_channel_is_found_and_located(home: Path, single: Path, tmp_path: Path) -> None:
+def test_swapped_channel_is_located(home: Path, single: Path, tmp_path: Path) -> None:
     """The graph of another model than the torch one: the block where they part is named."""
     dense = load_checkpoint(home / "dense")
     faulty = replace_submodules(dense.model, {})
@@ -254,9 +254,7 @@ def test_a_swapped_channel_is_found_and_located(home: Path, single: Path, tmp_pa
     assert of_other == ["FAIL"]
 
 
-def test_a_foreign_graph_fails_with_its_record_although_no_block_can_be_named(
-    home: Path, single: Path, tmp_path: Path
-) -> None:
+def test_foreign_graph_fails_without_a_named_block(home: Path, single: Path, tmp_path: Path) -> None:
     save(tiny.checkpoint(seed=4), tmp_path / "other")
     graph = onnx.load(single)
     for index, node in enumerate(graph.graph.node):
@@ -269,7 +267,7 @@ def test_a_foreign_graph_fails_with_its_record_although_no_block_can_be_named(
     assert "export it again" in str(record["links"])
 
 
-def test_shift_and_random_inputs_are_told(home: Path, tmp_path: Path) -> None:
+def test_shifted_and_random_inputs_are_reported(home: Path, tmp_path: Path) -> None:
     far = tmp_path / "far.npy"
     np.save(far, 3.0 * tiny.images(24, seed=9) + 1.0)
     words = ["verify", home / "dense", home / "dense", "-o", tmp_path / "p.json", "--batch", "4", "--json"]
@@ -284,7 +282,7 @@ def test_shift_and_random_inputs_are_told(home: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow("graph")
-def test_mixed_finds_the_block_that_overflows(home: Path, tmp_path: Path) -> None:
+def test_mixed_precision_finds_the_overflowing_block(home: Path, tmp_path: Path) -> None:
     """Values of one MLP pass 65,504 in half precision; only that block is kept in float32."""
     dense = load_checkpoint(home / "dense")
     hot = replace_submodules(dense.model, {})
@@ -327,9 +325,7 @@ def test_mixed_finds_the_block_that_overflows(home: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow("graph")
-def test_a_mixed_graph_with_nothing_to_keep_is_an_fp16_one(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mixed_graph_without_kept_blocks_is_fp16(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its name, its metadata and what is printed say so, and --batch and --heads are in it."""
     sought: list[str] = []
 
@@ -363,7 +359,7 @@ OPEN = (
 )
 
 
-def test_verify_and_gate_judge_one_figure_by_one_rule(home: Path, tmp_path: Path) -> None:
+def test_verify_and_gate_judge_figures_alike(home: Path, tmp_path: Path) -> None:
     """The same limit, verdict, words and exit code, and the same where the point alone is asked for."""
     words = ["verify", home / "dense", home / "dense", "--images", home / "images.npy", "--batch", "4"]
     words += ["--min-agreement", 0.98, "-o", tmp_path / "parity.json"]
@@ -387,7 +383,7 @@ def test_verify_and_gate_judge_one_figure_by_one_rule(home: Path, tmp_path: Path
     assert link["tolerance"]["confidence"] == 0
 
 
-def test_a_confidence_of_nothing_is_refused(home: Path, tmp_path: Path) -> None:
+def test_zero_width_confidence_is_refused(home: Path, tmp_path: Path) -> None:
     words = ["verify", home / "dense", home / "dense", "--images", home / "images.npy", "-o", tmp_path / "parity.json"]
     alone = invoked(*words, "--max-error", 1, "--confidence", 0.9, code=2)
     assert "--confidence has no effect without a share of inputs to judge; give --min-agreement" in alone.stderr
@@ -398,7 +394,7 @@ def test_a_confidence_of_nothing_is_refused(home: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow("measurement")
-def test_gate_and_compare(home: Path, tmp_path: Path) -> None:
+def test_gate_and_compare_commands_work(home: Path, tmp_path: Path) -> None:
     reduced(home, small := tmp_path / "small", "--mlp", 0.75, "--align", "mlp=8")
     bench = tmp_path / "bench.json"
     invoked("bench", home / "dense", small, "--backend", "torch", "--batch", "4", "--time-limit", 1, "-o", bench)
