@@ -341,7 +341,7 @@ REFUSED: list[tuple[nn.Module, str]] = [
     (_Odd("whole", inputs=PAIR), "its output logits is int64 [2]"),
     (_Odd("batch by batch", inputs=PAIR), "[2, 2] for a batch of 2 and [3, 3] for one of 3"),
     (_Odd("x", inputs=PAIR, outputs={"x": "score"}), "`outputs` say 'score', expected one of logits"),
-    (_Odd("x", inputs=PAIR, outputs={"x": "logits", "y": "logits"}), "name those, or as many as there are"),
+    (_Odd("x", inputs=PAIR, outputs={"x": "logits", "y": "logits"}), "give these names, or as many names of your own"),
 ]
 
 

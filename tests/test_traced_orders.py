@@ -74,4 +74,4 @@ def test_stream_scores_are_sums_over_reading_layers_behind_norms() -> None:
 
 
 def test_outputs_keep_their_order() -> None:
-    rejects("no residual stream of which all that writes and reads it is known", find_streams, model_of("no classes"))
+    rejects("no residual stream of which all writers and readers are known", find_streams, model_of("no classes"))

@@ -1,1 +1,1 @@
-"""Traced models as people have them: their sites, what is told of them, and models narrower or with tokens merged."""
+"""Traced models: what they offer to reduction, facts that no program tells, narrower models and merged tokens."""

@@ -1,6 +1,4 @@
-"""Tensors as a module takes them that nothing here prepares, each by a name, of a shape and a type; and how it is
-called by such ports: each handed over by the name of a parameter, its outputs as tensors in order.
-"""
+"""Ports of a user's module: named input tensors of a shape and type that nothing prepares, and outputs in order."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +19,7 @@ WRITE = (
 
 
 class InputSpec(Protocol):
-    """What a model takes, whatever library built it: its ports, and how raw data becomes them."""
+    """The inputs of a model of any library: its ports, and the preparation of raw data for them."""
 
     medium: ClassVar[Literal["images", "text", "arrays"]]
 
@@ -30,21 +28,21 @@ class InputSpec(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the first port, behind the batch."""
+        """The shape of the first port behind the batch."""
         ...
 
     def as_line(self) -> str:
-        """The preparation for people."""
+        """Describe the preparation in one line."""
         ...
 
     def as_json(self) -> dict[str, Any]:
-        """The preparation as plain JSON values, in one order."""
+        """Return the preparation as plain JSON values, in a fixed order."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArraySpec:
-    """What a module takes, by the names of its parameters."""
+    """The inputs of a module by the names of its parameters, taken as they are."""
 
     ports: tuple[Port, ...]
     medium: ClassVar[Literal["images", "text", "arrays"]] = "arrays"
@@ -54,11 +52,9 @@ class ArraySpec:
         return self.ports[0].shape
 
     def as_line(self) -> str:
-        """The inputs for people."""
         return f"arrays as they are: {ports_as_line(self.ports)}"
 
     def as_json(self) -> dict[str, Any]:
-        """The inputs as plain JSON values."""
         return {"inputs": [{"name": port.name, "shape": list(port.shape), "dtype": port.dtype} for port in self.ports]}
 
 
@@ -67,7 +63,7 @@ def ports_as_line(ports: Sequence[Port]) -> str:
 
 
 def read_ports(model: nn.Module, declared: Mapping[Any, Any]) -> tuple[Port, ...]:
-    """Return a module's declared ports. Raises BadInput for no shape or tensor, and for what forward has not."""
+    """Return a module's declared ports; raise BadInput for what is no shape or tensor, or no parameter of forward."""
     name, parameters = type(model).__name__, parameters_of(model)
     missing = [each for each, needed in parameters.items() if needed and each not in declared]
     unknown = [each for each in declared if each not in parameters and "**" not in parameters]
@@ -79,7 +75,7 @@ def read_ports(model: nn.Module, declared: Mapping[Any, Any]) -> tuple[Port, ...
 
 
 def parameters_of(model: nn.Module) -> dict[str, bool]:
-    """Forward's parameters by name, whether each is needed; `**` where it takes any others."""
+    """Return, by name of forward's parameters, whether each is required; `**` stands for any others."""
     every = inspect.signature(model.forward).parameters.values()
     needless = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     named = {each.name: each.default is each.empty for each in every if each.kind not in needless}
@@ -87,7 +83,7 @@ def parameters_of(model: nn.Module) -> dict[str, bool]:
 
 
 def takes_by_place(model: nn.Module, names: Sequence[str]) -> bool:
-    """Whether forward's first parameters are these and may be given without their names."""
+    """Check that forward's first parameters have these names and may be positional."""
     every = list(inspect.signature(model.forward).parameters.values())[: len(names)]
     return [each.name for each in every if each.kind is not each.KEYWORD_ONLY] == list(names)
 
@@ -104,7 +100,7 @@ def _port(where: str, name: str, value: Any) -> Port:
 
 
 def build_plain_batch(ports: Sequence[Port], count: int, device: torch.device | str) -> list[Tensor]:
-    """Zeros, and ones of masks, so that something is there."""
+    """Build a batch of zeros; masks are ones, so that all tokens count."""
     return [
         torch.full((count, *port.shape), int(is_mask(port)), dtype=getattr(torch, port.dtype), device=device)
         for port in ports
@@ -114,7 +110,7 @@ def build_plain_batch(ports: Sequence[Port], count: int, device: torch.device | 
 def build_random_batch(
     ports: Sequence[Port], sizes: Mapping[str, int], count: int, device: torch.device
 ) -> list[Tensor]:
-    """Normal noise, ids below as many as are `sizes`, and ones of masks and of what else no noise can be of."""
+    """Build a batch of normal noise, of ids below their vocabulary's size, and of ones for masks and other types."""
     generator = torch.Generator().manual_seed(0)
 
     def drawn(port: Port, plain: Tensor) -> Tensor:
@@ -129,7 +125,7 @@ def build_random_batch(
 
 
 def is_mask(port: Port) -> bool:
-    """Whether it says which tokens are there."""
+    """Check by its name whether a port takes the mask of real tokens."""
     return port.name.endswith("mask")
 
 
@@ -138,33 +134,30 @@ ROLES: tuple[Role, ...] = get_args(Role)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallOrder:
-    """`parameters` of forward in the order of the ports, and the places of the `outputs` among all that it gives."""
+    """Forward's `parameters` in the order of the ports, and the places of the `outputs` among its result's tensors."""
 
     parameters: tuple[str, ...]
     outputs: tuple[int, ...]
 
-    def called(self, forward: Callable[..., Any], inputs: Sequence[Tensor]) -> Tensor | tuple[Tensor, ...]:
-        """The outputs, one of them bare."""
-        tensors = [value for _, value in named_leaves(forward(**dict(zip(self.parameters, inputs, strict=True))))]
-        outputs = tuple(tensors[place] for place in self.outputs)
-        return outputs[0] if len(outputs) == 1 else outputs
-
 
 def build_forward(plain: type[nn.Module], calling: CallOrder) -> Callable[..., Any]:
-    """A forward of these parameters, in this order, for a class that is derived from the module's own."""
+    """Build a forward that takes and gives tensors in the order of the ports, for a subclass of the module's class."""
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     signature = inspect.Signature([inspect.Parameter(name, kind) for name in ("self", *calling.parameters)])
 
     def forward(self: nn.Module, *inputs: Tensor, **named: Tensor) -> Any:
-        arguments = signature.bind(self, *inputs, **named).arguments
-        return calling.called(lambda **each: plain.forward(self, **each), list(arguments.values())[1:])
+        arguments = list(signature.bind(self, *inputs, **named).arguments.values())[1:]
+        result = plain.forward(self, **dict(zip(calling.parameters, arguments, strict=True)))
+        tensors = [value for _, value in named_leaves(result)]
+        outputs = tuple(tensors[place] for place in calling.outputs)
+        return outputs[0] if len(outputs) == 1 else outputs
 
     forward.__signature__ = signature  # type: ignore[attr-defined]
     return forward
 
 
 def named_leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """What stands in a tuple, list, mapping or dataclass, and in those inside it, by name; nothing of None."""
+    """Yield the leaves of nested tuples, lists, mappings and dataclasses with their names; skip None."""
     if value is None:
         return
     inner = _entries(value)
@@ -181,14 +174,14 @@ def _entries(value: Any) -> list[tuple[str, Any]] | None:
     if is_dataclass(value):
         return [(field.name, getattr(value, field.name)) for field in fields(value)]
     if isinstance(value, list | tuple):
-        names = getattr(value, "_fields", range(len(value)))  # of a named tuple
+        names = getattr(value, "_fields", range(len(value)))  # a named tuple has _fields
         return [(str(name), each) for name, each in zip(names, value, strict=True)]
     return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenOutput:
-    """One of the tensors that a module gives: its place among them, its port, and its shape with a batch in front."""
+    """One tensor of a module's result: its place among them, its port, and its shape with the batch in front."""
 
     place: int
     port: OutputPort
@@ -196,7 +189,7 @@ class GivenOutput:
 
 
 def read_outputs(model: nn.Module, result: Any, other: Any, batches: tuple[int, int]) -> tuple[GivenOutput, ...]:
-    """Return the outputs that a module declares, else all. Raises BadInput for what is no floating batch."""
+    """Return the outputs that a module declares, else all; raise BadInput for one that is no floating batch."""
     first, second = (dict(enumerate(named_leaves(each))) for each in (result, other))
     declared, name = getattr(model, "outputs", None), type(model).__name__
     if isinstance(declared, list | tuple) and all(isinstance(each, str) for each in declared):
@@ -208,7 +201,7 @@ def read_outputs(model: nn.Module, result: Any, other: Any, batches: tuple[int, 
     else:
         chosen = _declared(name, declared, [path for path, _ in first.values()])
     if not chosen:
-        raise BadInput(f"{name}: it gives nothing, expected one tensor or more")
+        raise BadInput(f"{name}: forward returns nothing, expected one tensor or more")
     outputs = list[GivenOutput]()
     for place, (word, role) in chosen.items():
         word = f"output_{word}" if word[:1].isdigit() else word
@@ -218,8 +211,8 @@ def read_outputs(model: nn.Module, result: Any, other: Any, batches: tuple[int, 
             if same and tensor.is_floating_point() and tensor.dim():
                 refusal += " (is a batch size written into its code, as in view or expand? take x.shape[0])"
             raise BadInput(
-                f"{name}: its output {word} is {refusal}; expected floating tensors with the batch in front: let it "
-                'say the others as `outputs`, such as {"logits": "logits"}'
+                f"{name}: its output {word} is {refusal}; expected floating tensors with the batch in front: declare "
+                'the others as `outputs`, such as {"logits": "logits"}'
             )
         port = OutputPort(name=word, role=role or role_of(word, tensor.dim()))
         outputs.append(GivenOutput(place=place, port=port, shape=tuple(tensor.shape)))
@@ -234,7 +227,7 @@ def _declared(name: str, declared: Mapping[Any, Any], paths: Sequence[str]) -> d
     if len(declared) != len(paths) or any(path and not path[0].isdigit() for path in paths):
         raise BadInput(
             f"{name}: `outputs` are {', '.join(map(str, declared))}, but it gives {', '.join(paths) or 'nothing'}; "
-            "name those, or as many as there are in their order"
+            "give these names, or as many names of your own, in order"
         )
     return {place: (str(each), role) for place, (each, role) in enumerate(declared.items())}
 
@@ -251,10 +244,10 @@ def _refusal(tensor: Any, again: Any, batches: tuple[int, int]) -> str:
 
 
 def role_of(name: str, rank: int) -> Role:
-    """What an output is for, by its name and how many axes it has with the batch's."""
+    """Guess an output's role by its name and its number of axes with the batch's."""
     if rank == 2 and any(word in name for word in ("embed", "pool", "feature")):
         return "embedding"
     if rank <= 2:
-        return "logits"  # of rank 1 one for each input
+        return "logits"  # rank 1 is one logit an input
     named: dict[int, Role] = {3: "token logits", 4: "score map"}
     return named.get(rank, "feature map") if "logits" in name else "feature map"

@@ -1,5 +1,4 @@
-"""Heads of a traced attention: where the dimensions of each stand in queries or keys, however these are arranged; where
-calibration listens to them, and which of their pairs count.
+"""Heads of a traced attention: their places in queries and keys of any layout, and the taps that calibration uses.
 
 Legend: G groups of a site, H heads, T heads that share their keys, D dimensions of a head, N tokens, W windows, V parts
 of windows whose tokens see each other.
@@ -34,8 +33,10 @@ from .module import Tracing
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class HeadPlaces:
-    """Axes of a tensor with its images in front (see BatchAxis): those of one image that count windows that see no
-    other, and tokens; `places_HTD` are the elements of heads among those of all other axes.
+    """The layout of heads in a tensor whose images are brought in front (see BatchAxis).
+
+    `windows`, `tokens`: the axes of one image that count windows which don't see each other, and tokens. `places_HTD`:
+    the places of the heads' elements along all `others`, flattened.
     """
 
     batch: BatchAxis
@@ -45,7 +46,7 @@ class HeadPlaces:
     places_HTD: Tensor
 
     def by_window(self, scores: Tensor) -> Tensor | None:
-        """Scores of the pairs of one image [..., queries, keys] by window [W,N,M]; None where heads differ in it."""
+        """Reshape one image's scores [..., queries, keys] to [W,N,M]; None if heads differ."""
         front = self.batch.in_front(scores)[0]
         last = len(front.shape) - 2
         if self.tokens != (last,):
@@ -57,30 +58,31 @@ class HeadPlaces:
         return by_head[:, 0] if alike else None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[B,H,N,D], or [B,W,H,N,D] in windows; heads that share their keys one behind the other, as more tokens."""
+        """Return the heads [B,H,N,D], or [B,W,H,N,D] in windows; heads that share keys stand one behind the other."""
         front = self.batch.in_front(x)
         flat = front.permute(0, *(1 + dim for dim in (*self.windows, *self.tokens, *self.others)))
         windows, tokens = (math.prod(front.shape[1 + dim] for dim in dims) for dims in (self.windows, self.tokens))
         shape, places = (len(front), windows, tokens), self.places_HTD
         whole = places.numel() * math.prod(shape) == x.numel()
         if whole and torch.equal(places.flatten(), torch.arange(places.numel(), device=places.device)):
-            by_place = flat.reshape(*shape, *places.shape)  # a view, mostly: picking copies, a tenth of a pass in all
+            by_place = flat.reshape(*shape, *places.shape)  # mostly a view; indexing would take a tenth of a pass
         else:
             by_place = flat.reshape(*shape, -1)[..., places.to(x.device)]
         by_head: Tensor = by_place.permute(0, 1, 3, 4, 2, 5).flatten(3, 4)
         return by_head if windows > 1 else by_head[:, 0]
 
     def of_one(self, x: Tensor) -> Tensor:
-        """Of one image [X,H,T,D], its tokens of all windows in one."""
+        """Return one image's heads [X,H,T,D], with the tokens of all windows along one axis."""
         by_head: Tensor = self(x)[0].unflatten(-2, (self.places_HTD.shape[1], -1)).movedim(-2, 0)
         return by_head if by_head.dim() == 4 else by_head.flatten(0, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BothHeads:
-    """Queries and keys: `groups_HTD` are the site's groups, those of a head that go together at one place p of P:
-    dimensions p, P + p and so on, so many `joined`. `shared` heads in turn have the same keys. `complete`: all
-    dimensions of heads are the site's.
+    """The layouts of queries and keys, and the site's group of each dimension, `groups_HTD`.
+
+    `joined`: the number of dimensions of a head that form one group, at p, P + p and so on. `shared`: the number of
+    consecutive heads with the same groups. `complete`: the site has all dimensions of the heads.
     """
 
     queries: HeadPlaces
@@ -92,13 +94,19 @@ class BothHeads:
 
     @property
     def groups_HP(self) -> Tensor:
-        """A group for each place of a head that is its own; of heads that share keys those of the first."""
+        """The groups of each head, each once; of heads that share groups those of the first."""
         return self.groups_HTD[:: self.shared, 0, : self.groups_HTD.shape[2] // self.joined]
 
 
 def both_heads(reader: fx.Node, spans: tuple[Span, Span], nodes: tuple[fx.Node, fx.Node], rows: int) -> BothHeads | str:
-    """Of the product of two tensors; or why they can't be told. `rows`: those that layers of queries and keys have of a
-    group: more than a head has for its queries and its keys are of several heads, no more are of all windows alike.
+    """Find the heads of queries and keys, or return the reason why they can't be found.
+
+    Args:
+        reader: The product of both.
+        spans: The places of the site's groups in queries and keys.
+        nodes: The nodes of queries and keys.
+        rows: The number of layers' rows that write a group. If it exceeds those of one head's queries and keys,
+            several heads share a group, and no axis counts windows.
     """
     equation = equation_of(reader)
     if equation is not None and len(set.intersection(*map(set, equation.letters)) - set(equation.out)) > 1:
@@ -112,20 +120,21 @@ def both_heads(reader: fx.Node, spans: tuple[Span, Span], nodes: tuple[fx.Node, 
         for place in counts
         if sizes[0][place] != sizes[1][place] or any(bool((x != x.narrow(place, 0, 1)).any()) for x in labels)
     ]
-    found = _of_axes(spans, nodes, labels, sizes, own)
+    found = _heads_along(spans, nodes, labels, sizes, own)
     if isinstance(found, str) or rows <= found.joined * (found.groups_HTD.shape[1] + 1) or len(own) == len(counts):
         return found
-    again = _of_axes(spans, nodes, labels, sizes, list(counts))
+    again = _heads_along(spans, nodes, labels, sizes, list(counts))
     return found if isinstance(again, str) else again
 
 
-def _of_axes(
+def _heads_along(
     spans: tuple[Span, Span],
     nodes: tuple[fx.Node, fx.Node],
     labels: Sequence[Tensor],
     sizes: Sequence[tuple[int, ...]],
     own: list[int],
 ) -> BothHeads | str:
+    """Find heads if the axes at these places of the spans count heads, and all others windows."""
     counts = range(len(spans[0].axes) - 1)
     by_head, places = [], []
     for each, of_axes, most in zip(labels, sizes, sizes[::-1], strict=True):
@@ -169,7 +178,7 @@ def _labels(span: Span, node: fx.Node) -> tuple[Tensor, tuple[int, ...]]:
 
 
 def _arranged(queries_HD: Tensor, keys_HD: Tensor) -> tuple[Tensor, int, int] | None:
-    """Return the elements of heads among [H D] as [H,T,D], groups that go together and shared heads; None if uneven."""
+    """Return the places of heads' elements in [H D] as [H,T,D], joined dimensions and sharing heads; None if uneven."""
     if queries_HD.shape != keys_HD.shape or not torch.equal(queries_HD, keys_HD):
         return None
     lines = [line[line >= 0] for line in queries_HD]
@@ -192,7 +201,7 @@ def _arranged(queries_HD: Tensor, keys_HD: Tensor) -> tuple[Tensor, int, int] | 
 
 
 def _by_group(labels_HD: Tensor, head: int) -> Tensor:
-    """Where a head's elements stand among [H D]: the first of every group, then the second of each."""
+    """Return the places of a head's elements in [H D]: the first of every group, then the second of each."""
     at = torch.nonzero(labels_HD[head] >= 0)[:, 0]
     at = at[labels_HD[head, at].argsort(stable=True)]
     each = int((labels_HD[head, at] == labels_HD[head, at[0]]).sum())
@@ -200,7 +209,7 @@ def _by_group(labels_HD: Tensor, head: int) -> Tensor:
 
 
 class _TokenTap(Tap):
-    """One number of every token that a tap hears, [B,N,1]: so they are counted."""
+    """A tap that hears one number of every token [B,N,1], to count tokens."""
 
     __slots__ = ()
 
@@ -210,7 +219,7 @@ class _TokenTap(Tap):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _PairTaps(HeadTaps):
-    """What heads make of values is of no interest here; tokens are counted where `counted` hears them."""
+    """Taps of queries and keys alone; `counted` counts tokens in place of the heads' outputs."""
 
     counted: Tap
 
@@ -221,9 +230,10 @@ class _PairTaps(HeadTaps):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Counting:
-    """Of an attention's pairs. `read`: where queries go somewhere, laid out as they are of one image [...,N,1];
-    `parts_V` and `slots_VN`: the window of each part, and which of its tokens are there; None for all.
-    `is_causal`, `plane_scale`: see HeadTaps.
+    """The pairs of an attention that count.
+
+    `read`: the mask of queries that something reads, in the layout of one image [...,N,1]. `parts_V`, `slots_VN`: the
+    window of each part and the mask of its tokens; None for whole windows. `is_causal`, `plane_scale`: see HeadTaps.
     """
 
     read: Tensor | None = None
@@ -233,19 +243,20 @@ class _Counting:
     plane_scale: float | None = None
 
     def queries(self, x: Tensor, heads: HeadPlaces) -> Tensor:
-        """With zeros where they go nowhere."""
+        """Zero queries that nothing reads, and return them by part."""
         if self.read is not None:
             x = heads.batch.back(heads.batch.in_front(x) * heads.batch.in_front(self.read.to(x)))
         return self.parts(heads(x))
 
     def parts(self, x: Tensor) -> Tensor:
-        """[B,W,H,N,D] by part."""
+        """Index the windows of [B,W,H,N,D] by part."""
         return x if self.parts_V is None else x.index_select(1, self.parts_V.to(x.device))
 
 
 def taps_of(name: str, tracing: Tracing, both: BothHeads, nodes: tuple[str, str, str]) -> HeadTaps:
-    """Of what makes queries and keys, and of their product. Pairs of tokens that never see each other do not count, nor
-    do queries that go nowhere, as those of padding, where the program says so of every image.
+    """Return the taps of an attention's queries and keys, which the first two of `nodes` give to the third.
+
+    Pairs of tokens that see each other in no image don't count, nor do queries that nothing reads, as of padding.
     """
     queries, keys = (tracing.hooked[2][source] for source in nodes[:2])
     counting = _counting(tracing.program, both, *(tracing.by_node[each] for each in nodes))
@@ -283,7 +294,7 @@ def _counting(program: Program, both: BothHeads, queries: fx.Node, keys: fx.Node
 
 
 def _parts(seen_WNN: Tensor) -> tuple[Tensor, Tensor] | None:
-    """The window of each part and its tokens [V,N], 1 or 0; None where tokens of windows don't fall into such."""
+    """Return the window of each part and the mask [V,N] of its tokens; None if windows don't divide into parts."""
     by_window = [torch.unique(seen_NN, dim=0) for seen_NN in seen_WNN]
     is_apart = all(
         torch.equal(each_VN.sum(0), torch.ones_like(each_VN[0]).long())

@@ -1,5 +1,4 @@
-"""Layers of a traced model as modules, whatever they are in the model: heard all at once, and given other weights; and
-another order of the groups of its sites and residual streams, that changes nothing that it gives.
+"""Layers of a traced model as modules to hook or to give other weights, and equivalent orders of its sites' groups.
 
 Legend: G groups of a site, M places of one.
 """
@@ -30,8 +29,9 @@ from .token_merging import Tokens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramLayer:
-    """A layer by the name of its weight, and where its module is in what `layered` gives. `uses` of its weight in the
-    whole program; `kinds` of the sites that it writes or reads.
+    """A layer, with its module's path in the layered model, the names of its weight and bias, and the weight's uses.
+
+    `kinds`: the kinds of the sites that the layer writes or reads.
     """
 
     name: str
@@ -43,8 +43,9 @@ class ProgramLayer:
 
 
 def build_layered_model(model: nn.Module) -> tuple[nn.Sequential, tuple[ProgramLayer, ...]]:
-    """What runs as the model does, from one of its cuts to the next, with the inputs beside the first at each, with its
-    layers as modules that share its weights. Raises BadInput where it runs at one batch size alone.
+    """Build a model that runs from cut to cut, with layers as modules that share its weights; return it and the layers.
+
+    Each part takes the stream and the side inputs. Raises BadInput for a program of one batch size.
     """
     own = tracing(model)
     if not own.program.any_batch:
@@ -84,9 +85,7 @@ def build_layered_model(model: nn.Module) -> tuple[nn.Sequential, tuple[ProgramL
 
 
 class _OfTokens(nn.Module):
-    """What stands between two cuts of a program whose tokens are merged: Tokens of Tokens, in front of the first cut of
-    inputs, behind the last one outputs.
-    """
+    """A part between two cuts of a program that merges tokens: Tokens to Tokens, from inputs first, to outputs last."""
 
     def __init__(self, module: nn.Module, end: CutState | None) -> None:
         super().__init__()
@@ -102,29 +101,31 @@ class _OfTokens(nn.Module):
 
 
 def replace_layers(model: nn.Module, of: Mapping[str, Layer], every: tuple[ProgramLayer, ...]) -> nn.Module:
-    """The model with the weights that these layers have, by their names."""
+    """Return the model with the weights and biases of these layers, by name."""
     weights = {each.weight: of[each.name].weight for each in every if each.name in of}
     biases = {each.bias: bias for each in every if each.name in of and (bias := of[each.name].bias) is not None}
     return narrow_model(model, {}, {**weights, **biases})
 
 
 def find_streams(model: nn.Module) -> tuple[SiteGroups, ...]:
-    """Those whose channels may change places: all that writes, reads and norms them is known. Raises BadInput where
-    there is none.
+    """Return the streams whose channels can be reordered, as all their writers, readers and norms are known.
+
+    Raises BadInput if there is none.
     """
     program = tracing(model).program
     found = tuple(each for each in find_sites(program, keeps_all=True).sites if each.kind == "stream")
     if not found:
         raise BadInput(
-            f"--sparse-permute stream: {program.model} has no residual stream of which all that writes and reads it is "
-            "known and that isn't what the model gives; give --sparse-permute inside"
+            f"--sparse-permute stream: {program.model} has no residual stream of which all writers and readers are "
+            "known and that isn't an output of the model; give --sparse-permute inside"
         )
     return found
 
 
 def stream_scores(model: nn.Module, stream: SiteGroups) -> Tensor:
-    """By channel of a stream sum_o (w_oj gamma_j)^2 over all layers that read it [G], float64: behind a norm of scale
-    gamma a channel's variance is about gamma^2.
+    """Return sum_o (w_oj gamma_j)^2 over all readers of a stream, by channel [G], float64.
+
+    Behind a norm of scale gamma a channel's variance is about gamma^2.
     """
     program, every = tracing(model).program, list[Tensor]()
     nodes, read = {node.name: node for node in program.nodes}, {span.name: span for span in stream.readers}
@@ -148,14 +149,15 @@ def _gain(program: Program, source: fx.Node) -> Tensor | None:
 
 
 def _laid_out(tensor: Tensor, axes: tuple[int, ...]) -> Tensor:
+    """Move axes to the end and flatten them."""
     return tensor.movedim(axes, tuple(range(-len(axes), 0))).flatten(-len(axes))
 
 
 def reorder_groups(model: nn.Module, site: SiteGroups, order_G: Tensor) -> nn.Module:
-    """A copy whose site has its groups in this order."""
+    """Return a copy of the model with a site's groups in this order."""
     program, tensors = tracing(model).program, dict[str, Tensor]()
     for span in {(span.name, span.axes): span for span in site.spans}.values():
-        # The elements of each group where those of another stood.
+        # The elements of each group take the places of another's.
         tensor = tensors.get(span.name, program.tensor(span.name))
         to, source = torch.from_numpy(span.index_GM), torch.from_numpy(span.index_GM)[order_G]
         flat = _laid_out(tensor, span.axes)
@@ -166,8 +168,9 @@ def reorder_groups(model: nn.Module, site: SiteGroups, order_G: Tensor) -> nn.Mo
 
 
 def input_block_of(model: nn.Module, weight: str) -> tuple[SiteGroups, int] | None:
-    """The site that a layer's weight reads in the order of its inputs, where nothing else does, and within how many
-    neighbours these may change places: of one head.
+    """Return the site that only this layer reads, in the order of its inputs, and the size of its parts, else None.
+
+    Inputs may be reordered within a part, such as a head.
     """
     own = tracing(model)
     reads = ((site, span) for site in own.analysis.sites for span in site.readers if span.name == weight)
@@ -175,7 +178,7 @@ def input_block_of(model: nn.Module, weight: str) -> tuple[SiteGroups, int] | No
     if site is None or span is None or len(site.readers) > 1 or len(own.uses[weight]) > 1:
         return None
     is_whole = site.size == own.program.tensor(weight).shape[1] and span.axes == (1,)
-    # Part by part, the groups are inputs one behind the other.
+    # The groups have to be consecutive inputs, part by part.
     rises = np.array_equal(span.index_GM, np.arange(site.size)[:, None])
     rises = rises and (site.part_G is None or bool((np.diff(site.part_G) >= 0).all()))
     return (site, site.size // site.parts) if is_whole and rises else None

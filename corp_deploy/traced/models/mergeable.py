@@ -1,4 +1,4 @@
-"""Token merging in traced models: where tokens of a program can be merged, and a model whose program merges them."""
+"""Token merging in traced models: the blocks behind whose attentions tokens can merge, and programs that merge them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,25 +21,26 @@ from .merges import MergeBuilder, attentions_by_node, build_sized_program
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mergeable:
-    """The blocks of a program, each an attention and what follows, and how many tokens in front are never merged."""
+    """The blocks of a program whose tokens can be merged, and the number of first tokens that never are."""
 
     blocks: tuple[Block, ...]
     protected: int
 
     @property
     def tokens(self) -> int:
-        """That enter each block."""
+        """The number of tokens that enter each block."""
         return self.blocks[0].tokens
 
     @property
     def channels(self) -> int:
-        """Of the stream that attentions are added to."""
+        """The number of channels of the stream that attentions are added to."""
         return int(sizes_at_one(self.blocks[0].added)[2])
 
     def merged(self, program: Program, merging: Merging, *, follows: bool = False) -> MergedProgram:
-        """The program with tokens merged behind its blocks' attentions; `follows`: it is told where each source token
-        is, whether anything asks for that or not. Raises BadInput where the merging doesn't fit, or something needs all
-        tokens.
+        """Build the program that merges tokens behind its blocks' attentions.
+
+        With `follows` it always tracks source tokens. Raises BadInput if the merging doesn't fit, or if a node needs
+        all tokens.
         """
         if len(merging.schedule) != len(self.blocks):
             raise BadInput(
@@ -71,7 +72,7 @@ class Mergeable:
 
 
 def find_mergeable(program: Program) -> Mergeable | str:
-    """Or why its tokens can't be merged."""
+    """Find where a program's tokens can be merged, or return the reason why they can't."""
     if not program.any_batch:
         return "its program is for one batch size alone"
     blocks = find_blocks(program)
@@ -92,7 +93,7 @@ def find_mergeable(program: Program) -> Mergeable | str:
 
 
 def build_merged_graph(program: Program, added: tuple[str, ...], merging: Merging) -> fx.GraphModule:
-    """What a model runs that merges so: its program without biases that it hasn't."""
+    """Build the graph of a model that merges tokens, without the biases `added` that the model itself has not."""
     found = find_mergeable(program)
     if isinstance(found, str):
         raise BadInput(f"token merging: {found}; leave --merge-tokens out")
@@ -102,9 +103,7 @@ def build_merged_graph(program: Program, added: tuple[str, ...], merging: Mergin
 
 
 def program_at_tokens(piece: Program, protected: int, tokens: int) -> Program:
-    """A part of a program that one stream enters [B,N,C], with so many tokens in it that all count alike. Raises
-    BadInput where it needs all.
-    """
+    """Rebuild a part of a program that one stream [B,N,C] enters for fewer tokens; raise BadInput if it needs all."""
     (entering,) = (node for node in piece.nodes if node.op == "placeholder")
     infer_sizes_(piece.graph, [entering.meta["val"]], any_batch=True)
     nodes, attentions = (

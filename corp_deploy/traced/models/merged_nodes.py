@@ -1,4 +1,4 @@
-"""Nodes of a program copied one by one, those behind a token merge at the token counts that are left.
+"""Copies of a program's nodes, those behind a token merge at the remaining token counts.
 
 Legend: B inputs, N tokens.
 """
@@ -36,9 +36,9 @@ _ARRANGED, _REDUCED, _ALONG = (
     frozenset(ops.split())
     for ops in (
         "permute transpose t mT movedim moveaxis swapaxes swapdims getitem stack",
-        # what fewer tokens give something alike of, where they are tokens as the others were
+        # reductions over tokens, which dropped tokens leave meaningful
         "mean sum amax amin softmax _softmax",
-        # what works along the axes that it names, and token by token along others
+        # ops along the axes that they name, which work token by token along others
         "cat select slice narrow split split_with_sizes chunk unbind log_softmax var",
     )
 )
@@ -46,7 +46,7 @@ _ANY = "a merged token would stand at none of its places"
 
 
 class PositionDependent(Exception):
-    """At a node that depends on token positions, or on all tokens at once."""
+    """A node that depends on token positions, or on all tokens at once."""
 
     def __init__(self, node: fx.Node, reason: str) -> None:
         super().__init__(f"{operation(node)} in {module_of(node)[0] or 'the model'} {reason}")
@@ -55,11 +55,11 @@ class PositionDependent(Exception):
 
 @dataclass(slots=True, kw_only=True)
 class MergedNodes:
-    """`nodes`: what stands in `graph` for those of the program. `protected`: tokens in front that stay where they are;
-    `as_before`: whether the others are tokens as they were, as those are that others were dropped beside.
+    """A graph under construction, with the copies of a program's `nodes`, some of them for fewer tokens.
 
-    `units`: of nodes whose tokens are fewer, how many one of its axes of tokens counted, and how many it does now, or
-    a multiple of these; `axes`: which those are; `values`: what nodes give now, on meta, at a batch of 1.
+    `protected`: the number of first tokens that stay in place. `as_before`: the other tokens are unchanged, as tokens
+    are dropped, not merged. `values`: results of copies on meta at a batch of 1. For nodes of fewer tokens, `axes` are
+    those of tokens, and `units` the numbers of tokens that each of them counts in the program and now, or a multiple.
     """
 
     program: Program
@@ -72,25 +72,25 @@ class MergedNodes:
     axes: dict[fx.Node, frozenset[int]] = field(default_factory=dict)
 
     def copy_(self, node: fx.Node, **instead: fx.Node) -> None:
-        """As it is; `instead`: other nodes in place of some that it takes, by their names."""
+        """Copy a node as it is; `instead`: other inputs in place of those of these names."""
         self.nodes[node] = self.graph.node_copy(node, lambda each: instead.get(each.name, self.nodes.get(each)))
 
     def begin_(self, node: fx.Node, tokens: int) -> None:
-        """What stands for a stream [B,N,C] has so many tokens."""
+        """Set the number of tokens of a stream [B,N,C]."""
         _, all_tokens, channels = sizes_at_one(node)
         self.values[node] = self.value(node).new_empty((1, tokens, channels))
         self.units[node], self.axes[node] = (all_tokens, tokens), frozenset({1})
 
     def end_(self, node: fx.Node) -> None:
-        """What stands for a node has all its tokens again."""
+        """Give a node all its tokens again."""
         del self.units[node], self.axes[node], self.values[node]
 
     def is_behind(self, node: fx.Node) -> bool:
-        """Whether it takes something of fewer tokens."""
+        """Check whether a node takes an input of fewer tokens."""
         return any(each in self.units for each in node.all_input_nodes)
 
     def behind_(self, node: fx.Node, attention: Attention | None) -> None:
-        """One more node that takes fewer tokens. Raises Stands where it needs all."""
+        """Copy a node that takes fewer tokens; raise PositionDependent if it needs all."""
         units = {self.units[each] for each in node.all_input_nodes if each in self.units}
         if len(units) > 1:
             raise PositionDependent(node, "takes tokens beside some of them")
@@ -109,9 +109,8 @@ class MergedNodes:
             self.units[node] = unit if is_left else (unit[0] - self.protected, unit[1] - self.protected)
             self.axes[node] = axes
 
-    # Values on meta, at a batch of 1.
-
     def value(self, node: fx.Node) -> Any:
+        """Return a node's result on meta at a batch of 1."""
         if node in self.values:
             return self.values[node]
         number = number_at_one(node)
@@ -125,7 +124,7 @@ class MergedNodes:
     def _run(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         arguments = fx.map_arg((args, kwargs), self.value)
         assert callable(node.target), node
-        if changes_in_place(node):  # what else is known by these sizes stays as it is
+        if changes_in_place(node):  # other users of these values see them unchanged
             arguments = tree_map_only(Tensor, Tensor.clone, arguments)
         try:
             return call_on_meta(node.target, *arguments)
@@ -134,9 +133,8 @@ class MergedNodes:
                 node, f"takes something with a place for every token, as positions are: {_ANY}"
             ) from None
 
-    # Arguments with the sizes that are now.
-
     def _arguments(self, node: fx.Node, unit: tuple[int, int]) -> tuple[Any, Any]:
+        """Return a node's arguments with the sizes of fewer tokens."""
         op = operation(node)
         if op in SHAPED:
             return self._reshaped(node, unit)
@@ -171,11 +169,10 @@ class MergedNodes:
             return (source, dim, sizes), {}
         return (source, sizes), {}
 
-    # What reads tokens by where they stand.
-
     def refuse_reading(self, node: fx.Node, attention: Attention | None) -> bool:
-        """Whether the protected tokens are still there behind a node. Raises Stands for one that reads tokens by where
-        they stand, or all at once.
+        """Refuse a node that reads tokens by position, or all at once, and check if it leaves the protected ones.
+
+        Raises PositionDependent.
         """
         op = operation(node)
         entering = [each for each in node.all_input_nodes if each in self.units]
@@ -233,6 +230,7 @@ class MergedNodes:
 
 
 def _masks_nothing(program: Program, node: fx.Node) -> bool:
+    """Check that an attention's mask is a constant of zeros, which no parameter changes."""
     mask = named_arguments(node)["attn_mask"]
     if mask is None:
         return False
@@ -245,15 +243,12 @@ def _masks_nothing(program: Program, node: fx.Node) -> bool:
     return added is not None and not added.is_meta and not bool(added.any())
 
 
-# Sizes of what nodes give where an axis that counts tokens has become shorter.
-
-
 def _resized(
     old: tuple[int, ...], new: tuple[int, ...], shape: tuple[int, ...], unit: tuple[int, int]
 ) -> list[int] | None:
-    """Return what a reshaping gives at the new sizes; None where it takes tokens apart."""
+    """Return the shape that a reshape of fewer tokens gives; None if it takes tokens apart."""
     result, ways = list(shape), [list(accumulate(sizes, mul, initial=1)) for sizes in (old, shape)]
-    # Axes of the same elements, as few at a time as have the same product.
+    # Between two common products, the axes of both shapes hold the same elements.
     for start, end in pairwise(sorted(set(ways[0]) & set(ways[1]))):
         entering, leaving = (
             [at for at, (low, high) in enumerate(pairwise(way)) if start <= low < high <= end] for way in ways

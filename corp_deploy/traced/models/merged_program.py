@@ -1,6 +1,4 @@
-"""A traced program with token merging: the same nodes by the same names at the token counts left, with merges behind
-some of its attentions.
-"""
+"""A traced program with token merging: merges behind some attentions, all other nodes under the same names."""
 
 import operator
 from collections.abc import Mapping
@@ -15,9 +13,10 @@ from .token_merging import TokenMerge, unmerge_tokens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutState:
-    """`raw`: what comes to a cut, `node`: what goes on from there, of all tokens unless it `is_merged`; its `sizes` and
-    `sources` are told then. Between the two tokens are merged by `merge`, which compares by `compared`, None for the
-    stream itself, or unmerged.
+    """The stream at a cut: `raw` before and `node` behind the merge or unmerge there, which may be the same.
+
+    If `node` is merged, `sizes` and `sources` are those of its tokens. `merge` compares tokens by `compared`, None for
+    the stream itself, and is called `name`.
     """
 
     raw: fx.Node
@@ -31,15 +30,16 @@ class CutState:
 
     @property
     def token_state(self) -> tuple[fx.Node, ...]:
-        """Beside the stream."""
+        """The sizes and sources beside the stream, as far as there are any."""
         return tuple(each for each in (self.sizes, self.sources) if each is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergedProgram:
-    """`program`: what runs; `stands`: by the name of a node of the program with all tokens what its users take here;
-    `merge_at`, `sizes_at`, `sources_at`: of those of fewer tokens by their names the merge before them, and the nodes
-    that give its sizes and sources.
+    """A program that merges tokens, with tables by the names of nodes of the program with all tokens.
+
+    `stands`: the node that their users take here. `merge_at`, `sizes_at`, `sources_at`: for nodes of fewer tokens, the
+    merge before them and the nodes that give its sizes and sources.
     """
 
     program: Program
@@ -53,7 +53,7 @@ class MergedProgram:
         return {node.name: node for node in self.program.nodes}
 
     def crossing(self, node: fx.Node) -> CutState:
-        """What stands where one of the other program's nodes does."""
+        """Return the state at the cut of a node of the program with all tokens."""
         stands, name = self.stands[node.name], node.name
         state = CutState(
             raw=stands,
@@ -71,8 +71,9 @@ class MergedProgram:
         return replace(state, raw=call) if stands.target is unmerge_tokens else state
 
     def read_of(self, node: fx.Node, read_P: Tensor | None) -> Tensor | None:
-        """Which places of a node [B,N,C] count, bool, of those that count with all tokens: protected ones, None for all
-        where any other may be merged.
+        """Return the mask of tokens of a node [B,N,C] that are read, from the mask `read_P` for all tokens.
+
+        None stands for all, also if an unprotected token is read: it may be merged anywhere.
         """
         tokens = sizes_at_one(node)[1]
         if read_P is None or len(read_P) == tokens:

@@ -35,9 +35,11 @@ from .token_merging import TokenMerge, key_bias, unmerge_tokens
 
 @dataclass(slots=True, kw_only=True)
 class MergeBuilder:
-    """A program on its way to one of fewer tokens. `sizes`, `sources`: of the stream by now, None for all tokens;
-    `tokens_at`: by the names of nodes of fewer the merge before them, and these; `outside`: nodes on the way to outputs
-    in front of the last; `back`: what is given back to these.
+    """A builder of a program that merges tokens.
+
+    `sizes`, `sources`: those of the current stream, None for all tokens. `tokens_at`: by name of a node of fewer tokens
+    the merge before it, its sizes and sources. `outside`: nodes on the way to outputs in front of the last. `back`: the
+    unmerged inputs of these by name.
     """
 
     nodes: MergedNodes
@@ -78,7 +80,7 @@ class MergeBuilder:
         )
 
     def _copy(self, node: fx.Node, attention: Attention | None, leaving: set[fx.Node]) -> None:
-        """`leaving`: of what the node takes that by which it goes out to an output."""
+        """Copy a node; its inputs `leaving` are on the way to an output in front of the last, and get unmerged."""
         nodes = self.nodes
         if leaving and self.merging.how == "merge":
             nodes.copy_(node, **{each.name: self._given_back(each) for each in leaving if each in nodes.units})
@@ -170,7 +172,7 @@ class MergeBuilder:
 
     def _attention(self, attention: Attention, like: fx.Node) -> fx.Node:
         stands = self.nodes.nodes
-        if attention.scores is not None and self.merging.how == "merge":  # as before sizes are added
+        if attention.scores is not None and self.merging.how == "merge":  # scores without the sizes added
             return self._new(_of_first_scores, stands[attention.scores], like=like)
         if attention.scores is not None:
             (softmax,) = attention.scores.users
@@ -199,13 +201,13 @@ def _bias_like(sizes_BN: Tensor, scored: Tensor) -> Tensor:
 
 
 def _keys(keys: Tensor, is_turned: bool) -> Tensor:
-    """Of all heads side by side [B,N,X], of [B,H,N,D] or [B,H,D,N]."""
+    """Concatenate the keys of all heads [B,N,X] from [B,H,N,D] or [B,H,D,N]."""
     keys_BNHD = keys.permute(0, 3, 1, 2) if is_turned else keys.transpose(1, 2)
     return keys_BNHD.flatten(2)
 
 
 def _of_first(shares_BHNN: Tensor) -> Tensor:
-    """How much the first token attends to each, the mean over heads [B,N]."""
+    """Return the first token's attention to each, the mean over heads [B,N]."""
     return shares_BHNN[:, :, 0].float().mean(dim=1)
 
 
@@ -219,7 +221,7 @@ def _attended(q_BHND: Tensor, k_BHND: Tensor, scale: float) -> Tensor:
 
 
 def attentions_by_node(attentions: Iterable[Attention]) -> dict[fx.Node, Attention]:
-    """By all nodes of theirs that mix tokens."""
+    """Return attentions by their nodes that mix tokens."""
     return {
         node: each
         for each in attentions
@@ -230,7 +232,7 @@ def attentions_by_node(attentions: Iterable[Attention]) -> dict[fx.Node, Attenti
 def build_sized_program(
     nodes: MergedNodes, merges: Mapping[str, TokenMerge], inputs: Sequence[Tensor], *, dead: bool
 ) -> Program:
-    """What was made as a program that knows its sizes; `dead`: with nodes that nothing takes."""
+    """Build the program of copied nodes, and infer its sizes; with `dead` it keeps nodes without users."""
     program = nodes.program
     nodes.graph.set_codegen(copy(program.graph.graph._codegen))
     root: dict[str, Any] = {name: program.tensor(name) for name in constant_names(nodes.graph.nodes)}

@@ -1,4 +1,4 @@
-"""A model's program, and what is found in it, looked for once."""
+"""A model's program with all that is found in it, each searched once."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -22,11 +22,13 @@ from .segments import CutOutputs, ProgramSegment, find_cut_outputs, find_segment
 from .sites import Sites
 
 
-@dataclass(frozen=True, kw_only=True)  # without slots, so that what is found can be kept
+@dataclass(frozen=True, kw_only=True)  # without slots, for the cached properties
 class Tracing:
-    """A model's program with its sites. `added`: biases of zeros that the model itself has not; those of `biasless`
-    stay zeros. `multiple`: see Facts. `offered`: what can be reduced, once that was looked for; `proved`: what was
-    narrowed last; `folded_to_constant`: without sites of which constants are left.
+    """A model's program with all that is found in it.
+
+    `added`: the biases of zeros that the model itself has not; those in `biasless` stay zeros. `multiple`: see Facts.
+    `offered`: the sites, once searched. `proved`: the last narrowed program. `folded_to_constant`: the tracings without
+    sites that are folded to constants.
     """
 
     program: Program
@@ -39,25 +41,25 @@ class Tracing:
     folded_to_constant: dict[tuple[WholeRemoval, ...], "Tracing"] = field(default_factory=dict, init=False)
 
     def without(self, places: tuple[WholeRemoval, ...], inputs: list[Tensor]) -> "Tracing":
-        """The program without these sites, made once."""
+        """Return the tracing without these sites, built once."""
         if places not in self.folded_to_constant:
             self.folded_to_constant[places] = replace(self, program=remove_sites(self.program, places, inputs))
         return self.folded_to_constant[places]
 
     def again(self) -> "Tracing":
-        """The same program and sites; what was looked for since is left out."""
+        """Return a copy with the same program and sites, and nothing else that was found."""
         new = replace(self)
         vars(new)["analysis"] = self.analysis
         return new
 
     @cached_property
     def mergeable(self) -> Mergeable | str:
-        """Where tokens can be merged, or why they can't."""
+        """The blocks where tokens can be merged, or the reason why they can't."""
         return find_mergeable(self.program)
 
     @cached_property
     def merged(self) -> MergedProgram | None:
-        """What runs where tokens are merged, with the nodes of the program by their names."""
+        """The program that merges tokens; None if the model merges none."""
         if self.merging is None:
             return None
         assert isinstance(self.mergeable, Mergeable), self.mergeable
@@ -65,11 +67,11 @@ class Tracing:
 
     @property
     def running(self) -> Program:
-        """What runs: the program, its tokens merged where the model merges any."""
+        """The program that runs, with tokens merged if the model merges any."""
         return self.program if self.merged is None else self.merged.program
 
     def merge_before(self, name: str) -> nn.Module | None:
-        """The last merge that made tokens fewer which a node of this name gives; None for all tokens."""
+        """Return the last merge before a node of this name; None if the node has all tokens."""
         return None if self.merged is None else self.merged.merge_at.get(name)
 
     @cached_property
@@ -94,7 +96,7 @@ class Tracing:
 
     @cached_property
     def hooked(self) -> tuple[fx.GraphModule, dict[str, Layer], dict[str, nn.Module]]:
-        """The program to be listened to, its layers, and what gives queries and keys, by their nodes."""
+        """The graph to hook, its layers, and the taps of queries and keys, by node."""
         projections, readers = set[str](), set[str]()
         for site in self.analysis.sites:
             for span in site.listening:
@@ -107,7 +109,7 @@ class Tracing:
         return build_listening_graph(self.running, readers, projections, dict(self._read(readers)))
 
     def _read(self, readers: set[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield layers behind attentions with the rows that are read, where others are not."""
+        """Yield layers behind attentions with the mask of the rows that are read, if some are not."""
         behind = {span.reader for site in self.analysis.sites if site.kind == "values" for span in site.listening}
         for name in sorted(behind & readers):
             node = self.by_node[name]

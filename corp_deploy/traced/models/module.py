@@ -1,6 +1,4 @@
-"""A module whose sites are found in its traced program, dense or narrowed: whatever it is, it stays what it was, under
-the names of its own weights. Copies of models with some modules replaced; models are never edited.
-"""
+"""Modules whose sites are found in their traced programs, dense or narrowed, with their own class and weight names."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -26,22 +24,22 @@ from .model_program import Tracing as Tracing
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where the model's weights are; of one without any, the CPU."""
+    """Return the device of the model's weights, the CPU if it has none."""
     return next((each.device for each in model.parameters()), torch.device("cpu"))
 
 
 def replace_submodules(model: nn.Module, modules: Mapping[str, nn.Module]) -> nn.Module:
-    """A copy of the model with the named submodules replaced; the model given is left as it is."""
+    """Return a copy of the model with the named submodules replaced."""
     memo: dict[int, Any] = {id(model.get_submodule(name)): new for name, new in modules.items()}
     return copy.deepcopy(model, memo)
 
 
 MOST_PARAMETERS = 20_000_000_000
-"""Of a model that is built."""
+"""The largest model that is built."""
 
 
 def refuse_larger(build: Callable[[], nn.Module], what: str) -> None:
-    """Raise BadInput for a model of more parameters than are built, before it has memory."""
+    """Raise BadInput for a model of too many parameters before it takes memory."""
     with torch.device("meta"):
         count = parameters(build())
     if count > MOST_PARAMETERS:
@@ -49,26 +47,25 @@ def refuse_larger(build: Callable[[], nn.Module], what: str) -> None:
 
 
 def parameters(*modules: nn.Module) -> int:
-    """Parameters of these modules together."""
     return sum(parameter.numel() for module in modules for parameter in module.parameters())
 
 
 def batch_counters(model: nn.Module) -> dict[str, Tensor]:
-    """Of how many batches its norms met in training, which older files don't have and what is trained never reads."""
+    """Return the batch counters of the model's norms, which older files lack and evaluation never reads."""
     return {name: each for name, each in model.state_dict().items() if name.endswith("num_batches_tracked")}
 
 
 EXAMPLES = 2
-"""In the batch that a model is traced with."""
+"""The batch size that a model is traced with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What no program tells: how data becomes its inputs, what its outputs are, and how many classes it tells apart.
-    `calling`: None of a module that takes its inputs in the order of its ports, and gives its outputs so. `named`: what
-    was asked for by name, None for its own outputs. `sites`: the names of those that its user named, None for all.
-    `biasless`: layers that have no bias get none. `multiple`: what widths of channels are best a multiple of, where
-    nobody says.
+    """Facts about a model that no program tells: its inputs' preparation, its outputs and its number of classes.
+
+    `calling`: None for a module that takes and gives tensors in the order of its ports. `named`: the outputs that were
+    asked for by name, None for its own. `sites`: the names of the sites that its user chose, None for all. `biasless`:
+    layers without a bias get none. `multiple`: the default multiple for widths of channels.
     """
 
     spec: InputSpec
@@ -83,9 +80,9 @@ class Facts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptGroups:
-    """What was kept of a dense program: by the name of a site its groups, as the dense program counts them.
+    """The kept groups of a dense program's sites by name, numbered as in the dense program.
 
-    `sizes`: of all the dense program's sites; `digest`: of their table; `biases`: of layers that have none there.
+    `sizes`: the sizes of all its sites. `digest`: that of their table. `biases`: those that its layers don't have.
     """
 
     sizes: Mapping[str, int]
@@ -97,10 +94,11 @@ class KeptGroups:
 
 @dataclass(slots=True, kw_only=True)
 class TracedState:
-    """What is known of a traced module. `plain`: its own class. `facts`: or what tells them of a dense model that runs,
-    and is exported, as its library has it. `cut`: None of a dense model. `tracing`: once its sites were asked for; no
-    copy shares it. `merging`: how tokens are merged, and `unmerged`, what it would run with all of them; None of one
-    that merges nothing.
+    """The state of a traced module.
+
+    `plain`: its own class. `facts`: a function for a dense model that runs, and is exported, as its library has it.
+    `cut`: None for a dense model. `tracing`: None until it is needed; copies don't share it. `merging`: how tokens are
+    merged, with the graph for all tokens in `unmerged`; None if no tokens are.
     """
 
     plain: type[nn.Module]
@@ -116,15 +114,12 @@ class TracedState:
 
 
 class TracedModule(nn.Module):
-    """What stands before a module's own class in one whose sites are looked for in its program. Its one name is none
-    that a user's module would have.
-    """
+    """A base that is put before a module's own class; its attribute has a name that no user's module has."""
 
     known_to_corp_deploy: TracedState
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Constants of the program may be computed from the weights."""
-        self.known_to_corp_deploy.tracing = None
+        self.known_to_corp_deploy.tracing = None  # the program's constants may depend on the weights
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
@@ -134,7 +129,7 @@ class TracedModule(nn.Module):
 
 
 def traced_state(model: nn.Module) -> TracedState:
-    """Of a traced module. Raises BadInput for one that was not traced."""
+    """Return a traced module's state; raise BadInput for any other module."""
     if isinstance(model, TracedModule):
         return model.known_to_corp_deploy
     raise BadInput(
@@ -144,30 +139,28 @@ def traced_state(model: nn.Module) -> TracedState:
 
 
 def notes_on_module(model: nn.Module) -> tuple[str, ...]:
-    """Return what was changed of a user's module before it was traced."""
+    """Return notes on the changes to a user's module before it was traced."""
     return traced_state(model).notes
 
 
 def is_reduced(model: nn.Module) -> bool:
-    """Whether anything was cut of it."""
     return traced_state(model).cut is not None
 
 
 def assumes_size(model: nn.Module) -> bool:
-    """Return whether a dense module of a user's doesn't say of which size its images are."""
+    """Check for a user's dense module that doesn't declare the size of its images."""
     state = traced_state(model)
     is_users = state.cut is None and isinstance(state.facts, Facts) and state.facts.sites is None
     return is_users and not hasattr(model, "input_size") and not hasattr(model, "pretrained_cfg")
 
 
 def facts_of(model: nn.Module) -> Facts:
-    """All that is known beside the program."""
     facts = traced_state(model).facts
     return facts if isinstance(facts, Facts) else facts(model)
 
 
 def is_librarys(model: nn.Module) -> bool:
-    """Whether it is a dense model that runs, and is exported, as its library has it."""
+    """Check for a dense model that runs, and is exported, as its library has it."""
     return not isinstance(traced_state(model).facts, Facts)
 
 
@@ -176,12 +169,11 @@ def input_spec(model: nn.Module) -> InputSpec:
 
 
 def output_ports(model: nn.Module) -> tuple[OutputPort, ...]:
-    """What a model gives, in its order."""
     return facts_of(model).outputs
 
 
 def classes(model: nn.Module) -> int:
-    """How many classes its output tells apart; 0 for one that is none of logits."""
+    """Return the number of classes of its logits; 0 for a model without logits."""
     return facts_of(model).classes
 
 
@@ -198,19 +190,19 @@ def _wearing(
 
 
 def traced_module(model: nn.Module, facts: Facts | Callable[[nn.Module], Facts]) -> TracedModule:
-    """A dense module that is traced where its sites are asked for; it takes over the weights of the one given."""
+    """Turn a dense module into one that is traced when its sites are needed; it takes over the module's weights."""
     plain = traced_state(model).plain if isinstance(model, TracedModule) else type(model)
     return _wearing(model.eval(), plain, facts, None)
 
 
 def narrowed_module(graph: fx.GraphModule, name: str, facts: Facts, cut: KeptGroups | None) -> TracedModule:
-    """A program as a module that remembers what was cut of it; `name` of the dense one's class."""
+    """Turn a program into a module that records the kept groups; `name` is that of the dense model's class."""
     plain: type[nn.Module] = type(name, (nn.Module,), {"forward": type(graph).forward})
     return _wearing(graph, plain, replace(facts, calling=None), cut)
 
 
 def merging_module(model: nn.Module, merging: Merging | None) -> TracedModule:
-    """A narrowed module that shares its weights with one, but merges tokens so, or none."""
+    """Return a narrowed module that shares the model's weights and merges tokens, or none."""
     state, own = traced_state(model), tracing(model)
     all_tokens = _all_tokens(model)
     graph = all_tokens if merging is None else build_merged_graph(own.program, own.added, merging)
@@ -221,11 +213,11 @@ def merging_module(model: nn.Module, merging: Merging | None) -> TracedModule:
 
 
 def tracing(model: nn.Module) -> Tracing:
-    """The model's program and what is found there, made once. Raises BadInput where the module can't be traced."""
+    """Return the model's tracing, made once; raise BadInput if the module can't be traced."""
     state = traced_state(model)
     if state.tracing is None:
         facts = facts_of(model)
-        with torch.inference_mode(False):  # constants are kept, and gradients asked for elsewhere
+        with torch.inference_mode(False):  # the program's constants take part in gradients later
             inputs = build_plain_batch(facts.spec.ports, EXAMPLES, device_of(model))
             program = trace(model, inputs) if state.cut is None else _again(model, inputs, state.cut)
             added = add_zero_biases_(program)

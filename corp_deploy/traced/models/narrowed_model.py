@@ -1,4 +1,4 @@
-"""A traced model without the groups that go: a new module with the weights that stay, proved against the dense one."""
+"""Narrowed models: new modules without the removed groups, proved against the dense one, and rebuilt from records."""
 
 import hashlib
 import json
@@ -34,19 +34,21 @@ from .module import (
 from .offered import sites_by_name, values_beside, whole_removal_of
 
 VERSIONS = ("torch", "timm")
-"""Of what builds and traces a model."""
+"""The packages that build and trace models, whose versions are recorded."""
 
 
 def prove_kept(model: nn.Module, kept: Mapping[str, Index]) -> tuple[dict[str, Index], dict[str, str]]:
-    """Of sites by name the groups that can be all that is kept, seen on random inputs; sites that must stay whole, with
-    the reason. Raises BadInput for a model that isn't deterministic, or that gives NaN on inputs within 0 and 1 too.
+    """Prove on random inputs that sites can keep these groups; return the groups and the reasons of sites that can't.
+
+    Raises BadInput for a model that isn't deterministic, or that gives NaN on inputs within 0 and 1 too.
     """
-    folded_to_constant, (own, rest) = {name: each for name, each in kept.items() if not len(each)}, _left(model, kept)
+    folded_to_constant = {name: each for name, each in kept.items() if not len(each)}
+    own, rest = _without_folded(model, kept)
     names = {groups.key: name for name, groups in sites_by_name(own).items()}
     by_key, noise = _by_key(own, rest), _random_inputs(model, own)
     try:
         result = prove(own.analysis, by_key, noise)
-    except NotFinite:  # logarithms and roots take no negative numbers; pixels are often within 0 and 1
+    except NotFinite:  # logarithms and roots need positive numbers, and pixels are often within 0 and 1
         result = prove(own.analysis, by_key, [each.sigmoid() if each.is_floating_point() else each for each in noise])
     own.proved[:] = [result]
     return folded_to_constant | {names[key]: np.asarray(each) for key, each in result.kept.items()}, {
@@ -54,9 +56,10 @@ def prove_kept(model: nn.Module, kept: Mapping[str, Index]) -> tuple[dict[str, I
     }
 
 
-def _left(model: nn.Module, kept: Mapping[str, Index]) -> tuple[Tracing, dict[str, Index]]:
-    """The program without the sites of which nothing is kept, and what is kept of others that are left. Raises BadInput
-    for one that can't go whole.
+def _without_folded(model: nn.Module, kept: Mapping[str, Index]) -> tuple[Tracing, dict[str, Index]]:
+    """Return the tracing without sites that keep nothing, and the kept groups of the other sites.
+
+    Raises BadInput for a site that can't go as a whole.
     """
     own, named = tracing(model), sites_by_name(tracing(model))
     empty = {name: whole_removal_of(own, named[name], name) for name, each in kept.items() if not len(each)}
@@ -87,10 +90,8 @@ def _by_key(own: Tracing, kept: Mapping[str, Index]) -> dict[str, Index]:
 
 
 def narrow_model(model: nn.Module, kept: Mapping[str, Index], tensors: Mapping[str, Tensor]) -> nn.Module:
-    """The model without the other groups of these sites, some of its weights replaced by `tensors`, of the sizes that
-    they have in it.
-    """
-    own, rest = _left(model, kept)
+    """Return the model with only the kept groups of these sites; `tensors` of its unnarrowed sizes replace weights."""
+    own, rest = _without_folded(model, kept)
     result = _narrow(own, rest)
     emptied = {name for name, each in own.program.graph.named_parameters() if not each.numel()}
     result.set_({name: each for name, each in tensors.items() if name not in emptied})
@@ -100,8 +101,9 @@ def narrow_model(model: nn.Module, kept: Mapping[str, Index], tensors: Mapping[s
 
 
 def at_widths(model: nn.Module, widths: Mapping[str, int]) -> nn.Module:
-    """The model with the first groups of each part of these sites, as many as the widths say, and nothing repaired.
-    Raises BadInput where one can't be as narrow.
+    """Return the model with sites at these widths, of the first groups of each part, without any repair.
+
+    Raises BadInput if a site can't be as narrow.
     """
     own, sites = tracing(model), sites_by_name(tracing(model))
     kept = {name: first_groups(sites[name], width) for name, width in widths.items()}
@@ -113,7 +115,7 @@ def at_widths(model: nn.Module, widths: Mapping[str, int]) -> nn.Module:
 
 
 def first_groups(site: SiteGroups, width: int, *, parts: int | None = None) -> Index:
-    """The first groups of a site, as many as the width says, the same number of each part, or of the first parts."""
+    """Return the first groups of a site for a width, equally many of each part, or of the first `parts`."""
     part_G = np.zeros(site.size, dtype=np.int64) if site.part_G is None else site.part_G
     parts = site.parts if parts is None else parts
     return np.sort(np.concatenate([np.flatnonzero(part_G == part)[: width // parts] for part in range(parts)]))
@@ -122,10 +124,11 @@ def first_groups(site: SiteGroups, width: int, *, parts: int | None = None) -> I
 def with_groups(
     model: nn.Module, kept: Mapping[str, Index], biases: tuple[str, ...]
 ) -> tuple[nn.Module, Mapping[str, str]]:
-    """A model with these groups of its sites by name and these biases of those that it has not, its weights as they
-    are; and what it can't be without, with the reason, by the sites' keys.
+    """Return the model with these groups of its sites, unrepaired, and the reasons of sites that can't go, by key.
+
+    `biases`: the added biases that it keeps.
     """
-    own, rest = _left(model, kept)
+    own, rest = _without_folded(model, kept)
     result = narrow(own.analysis, _by_key(own, rest))
     remove_biases_(result.module, [name for name in _added(result.module, own) if name not in biases])
     where = device_of(model)
@@ -170,7 +173,7 @@ def _joined(model: nn.Module, kept: Mapping[str, Index], biases: tuple[str, ...]
 
 
 def digest_of(own: Tracing) -> str:
-    """Of all sites: what they are called, and which elements of which parameters each of their groups is."""
+    """Return the digest of the table of all sites: their names, and the elements of parameters in each group."""
     table = [
         [name, groups.kind, groups.size, [_line(span) for span in groups.spans]]
         for name, groups in sites_by_name(own).items()
@@ -184,7 +187,7 @@ def _line(span: Span) -> list[Any]:
 
 
 def program_record(model: nn.Module) -> dict[str, Any] | None:
-    """What says which program was narrowed; None of a dense model, and of one that isn't traced."""
+    """Return the record of which program was narrowed; None for a dense model or one that isn't traced."""
     cut = traced_state(model).cut if isinstance(model, TracedModule) else None
     if cut is None:
         return None
@@ -193,7 +196,7 @@ def program_record(model: nn.Module) -> dict[str, Any] | None:
 
 
 def sites_record(model: TracedModule) -> dict[str, Any]:
-    """Of every site how many groups it has in the dense model, and those that are kept where not all are."""
+    """Return, by site, the number of groups in the dense model, and the kept ones if some were removed."""
     cut = traced_state(model).cut
     sizes = {name: groups.size for name, groups in sites_by_name(tracing(model)).items()} if cut is None else cut.sizes
     kept = {} if cut is None else cut.kept
@@ -210,11 +213,12 @@ def rebuild_narrowed(
     *,
     where: str,
 ) -> nn.Module:
-    """The dense model narrowed as it was written, its weights yet to be set. Raises BadInput where it traces otherwise,
-    or where what is kept can't be.
+    """Narrow a dense model as a record says, its weights yet to be set.
+
+    Raises BadInput if its program differs from the recorded one, or if the recorded groups can't be kept.
     """
     if digest_of(tracing(model)) != program["digest"]:
-        # Weights that were set before it was traced are one for each name, where a model just built may share them.
+        # A fresh model may share weights between names; the recorded one had one for each name before its trace.
         model.load_state_dict({name: each.clone() for name, each in model.state_dict().items()}, assign=True)
     own = tracing(model)
     if digest_of(own) != program["digest"]:

@@ -1,4 +1,4 @@
-"""From what is found in a program to the sites that a model offers, and what can't be reduced yet, with the reason."""
+"""The sites that a model offers, built from those found in its program, and the refused ones with their reasons."""
 
 import math
 from collections import Counter
@@ -37,7 +37,7 @@ _SUFFIXES = {"queries and keys": ".qk", "values": ".v", "stream": ".stream"}
 
 
 def traced_sites(tracing: Tracing, chosen: Container[str] | None = None) -> Sites:
-    """In order of the program; of these names, None for all."""
+    """Return the sites of these names, None for all, in order of the program."""
     every, refused, named = list[Site](), list[Refusal](), sites_by_name(tracing)
     beside = values_beside(tracing, named)
     for name, groups in named.items():
@@ -47,13 +47,13 @@ def traced_sites(tracing: Tracing, chosen: Container[str] | None = None) -> Site
         else:
             refused.append(Refusal(name=name, reason=site, kind=_CLASSES[groups.kind].kind))
     return Sites(
-        every=tuple(each for each in _told_of_queries(every, beside) if chosen is None or each.name in chosen),
+        every=tuple(each for each in _with_queries(every, beside) if chosen is None or each.name in chosen),
         refused=tuple(each for each in refused if chosen is None or each.name in chosen),
     )
 
 
-def _told_of_queries(every: list[Site], beside: Mapping[str, str]) -> Iterator[Site]:
-    """Values know how wide the queries of their heads are, where those can go too."""
+def _with_queries(every: list[Site], beside: Mapping[str, str]) -> Iterator[Site]:
+    """Give values the width of their heads' queries, if those can be reduced too."""
     queries = {beside[each.name]: each for each in every if isinstance(each, TracedPairs) and each.name in beside}
     for each in every:
         if isinstance(each, TracedValues) and (own := queries.get(each.name)) is not None:
@@ -62,7 +62,7 @@ def _told_of_queries(every: list[Site], beside: Mapping[str, str]) -> Iterator[S
 
 
 def values_beside(tracing: Tracing, named: Mapping[str, SiteGroups]) -> dict[str, str]:
-    """Return by queries and keys the values of the same attention, by shared labels or else by module."""
+    """Return, by site of queries and keys, the values of the same attention, by shared labels or else by module."""
     flow, found = tracing.analysis.flow, dict[str, str]()
     values = {name: groups for name, groups in named.items() if groups.kind == "values"}
     labels = {name: site_labels(flow, groups)[:, 0] for name, groups in values.items()}
@@ -81,7 +81,8 @@ def values_beside(tracing: Tracing, named: Mapping[str, SiteGroups]) -> dict[str
     return found
 
 
-def _behind(tracing: Tracing, groups: SiteGroups, values: SiteGroups | None) -> str:
+def _layer_behind(tracing: Tracing, groups: SiteGroups, values: SiteGroups | None) -> str:
+    """Return the name of the layer's node that reads an attention's output; empty if there is none."""
     readers = () if values is None else (span.reader for span in values.listening)
     if hooked_reader := next((reader for reader in readers if reader in tracing.hooked[1]), ""):
         return hooked_reader
@@ -92,7 +93,7 @@ def _behind(tracing: Tracing, groups: SiteGroups, values: SiteGroups | None) -> 
 
 
 def sites_by_name(tracing: Tracing) -> dict[str, SiteGroups]:
-    """All that can be removed, by one name each: the path of the module that it is in, and what it is of that."""
+    """Return the sites found by their public names: the path of their module and a suffix for their kind."""
     count: Counter[str] = Counter()
     named: dict[str, SiteGroups] = {}
     for groups in tracing.analysis.sites:
@@ -103,7 +104,7 @@ def sites_by_name(tracing: Tracing) -> dict[str, SiteGroups]:
 
 
 def _site(tracing: Tracing, named: Mapping[str, SiteGroups], beside: Mapping[str, str], name: str) -> Site | str:
-    """Return the site, or why it stays."""
+    """Return the site, or the reason why it is refused."""
     groups = named[name]
     kind = _CLASSES[groups.kind]
     if not tracing.program.any_batch:
@@ -116,14 +117,15 @@ def _site(tracing: Tracing, named: Mapping[str, SiteGroups], beside: Mapping[str
         "parameters_now": tracing.shares.parameters.alone[groups.key],
     }
     if kind is TracedPairs:
-        return build_pairs(tracing, own, _behind(tracing, groups, named[beside[name]] if name in beside else None))
+        values = named[beside[name]] if name in beside else None
+        return build_pairs(tracing, own, _layer_behind(tracing, groups, values))
     readings = list[SiteReader]()
     for span in groups.listening:
         reading = _reading(tracing, span)
         if isinstance(reading, str):
             return reading
         readings.append(reading)
-    readings = _squeezes_told(tracing, groups, readings)
+    readings = _with_squeezes(tracing, groups, readings)
     if refusal := _refusal(tracing, groups, readings):
         return refusal
     own |= {"readings": tuple(readings), "whole_removal": whole_removal_of(tracing, groups, name)}
@@ -133,14 +135,14 @@ def _site(tracing: Tracing, named: Mapping[str, SiteGroups], beside: Mapping[str
 
 
 def whole_removal_of(tracing: Tracing, groups: SiteGroups, name: str) -> WholeRemoval | None:
-    """Return where all of an MLP's channels or an attention's values can go."""
+    """Return the layers around an MLP's channels or an attention's values if these can go as a whole."""
     if groups.kind not in ("channels", "gated channels", "values") or "#" in f"{name}{groups.name}":
         return None
     return find_whole_removal(tracing.program, groups)
 
 
-def _squeezes_told(tracing: Tracing, groups: SiteGroups, readings: list[SiteReader]) -> list[SiteReader]:
-    """Tell readers of places of a map from readers of its means."""
+def _with_squeezes(tracing: Tracing, groups: SiteGroups, readings: list[SiteReader]) -> list[SiteReader]:
+    """Mark the readers of a map's means among readers of its places."""
     readings = [replace(each, is_squeeze=is_mean_weight(each.weight)) for each in readings]
     shapes = [sizes_at_one(tracing.by_node[each.source]) for each in readings]
     counts = [math.prod(shape[2:]) if len(shape) == 4 else 0 for shape in shapes]
@@ -151,7 +153,7 @@ def _squeezes_told(tracing: Tracing, groups: SiteGroups, readings: list[SiteRead
 
 
 def _refusal(tracing: Tracing, groups: SiteGroups, readings: list[SiteReader]) -> str:
-    """Why no repair is known, or nothing."""
+    """Return the reason why no repair is known, empty if one is."""
     if not readings:
         return "no layer with weights of its own reads it"
     for weight in dict.fromkeys(reading.weight for reading in readings):
@@ -174,7 +176,7 @@ def _is_alike(uses: list[SiteReader], count: int) -> bool:
 
 
 def _reading(tracing: Tracing, span: Span) -> SiteReader | str:
-    """Return the reader, or why its statistics are not known."""
+    """Return the reader, or the reason why its statistics are unknown."""
     node = tracing.by_node[span.reader]
     path, source = module_of(node)[0] or "the model", tracing.by_node[span.name]
     if not can_be_observed(node, source):
@@ -203,14 +205,14 @@ def _reading(tracing: Tracing, span: Span) -> SiteReader | str:
 
 
 def sites_of(model: nn.Module) -> Sites:
-    """What is found in the program, dense or already reduced, or of that what its user named."""
+    """Return the model's sites, or those that its user named."""
     own = tracing(model)
     own.offered[:] = own.offered or [traced_sites(own, facts_of(model).sites)]
     return own.offered[0]
 
 
 def sites_by_segment(model: nn.Module) -> dict[ProgramSegment, tuple[str, ...]]:
-    """The names of the sites that stand in each segment, in order."""
+    """Return the names of the sites in each segment, in order."""
     own = tracing(model)
     tensors = {
         name: {span.name for span in (*groups.writers, *groups.readers)} for name, groups in sites_by_name(own).items()

@@ -1,4 +1,4 @@
-"""Queries and keys that were found in a traced program: the dimensions of heads, and the rows of layers that make them.
+"""Sites of queries and keys: the dimensions of heads, and the rows of the layers that make them.
 
 Legend: H heads, T heads that share their keys, D dimensions of a head, P of them that go by themselves, R kept, N
 tokens, G groups, M rows that write a group.
@@ -23,13 +23,14 @@ from .sites import Site
 
 Mixing = Literal["free", "planes", "none"]
 _EXACT = 1e-5
-"""Of what is computed in float64 of constants that are float32."""
+"""The relative error of float64 results from float32 constants."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Side:
-    """The rows of a layer that queries or keys are, each times a scale and with a shift, float64 [H,T,D]: norms by
-    channel stand between, say.
+    """The rows of a layer that make queries or keys, each with a scale and a shift, float64 [H,T,D].
+
+    Scales and shifts come from norms by channel between the layer and the product, for example.
     """
 
     weight: str
@@ -39,8 +40,9 @@ class Side:
     shift_HTD: Tensor
 
     def on_rows(self, map_HRD: Tensor, kept_HR: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What makes map_HRD of the dimensions stand at those that stay: the numbers of their rows [H,T,R], a map of
-        all rows [H,T,R,D] and what is added [H,T,R].
+        """Translate a map [H,R,D] of dimensions, to be stored in the kept ones, into a map of the layer's rows.
+
+        Returns the numbers of the kept rows [H,T,R], the map of all rows [H,T,R,D] and the shift [H,T,R].
         """
         at_HTR = kept_HR[:, None].expand(-1, self.rows_HTD.shape[1], -1)
         rows_HTD, scale_HTD, shift_HTD = (
@@ -54,8 +56,9 @@ class Side:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repair:
-    """How dimensions may be mixed, by what stands between their layers and the dot product: freely in a head; by
-    complex numbers, where positions turn planes; or not at all, for a reason.
+    """The ways to mix dimensions that the nodes between their layers and the dot product allow.
+
+    `mixing`: freely within a head, by complex numbers where rotary embeddings turn planes, or none for a reason.
     """
 
     mixing: Mixing
@@ -63,10 +66,11 @@ class Repair:
     reason: str = ""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)  # without slots, so that what is looked for can be kept
+@dataclass(frozen=True, kw_only=True, eq=False)  # without slots, for the cached properties
 class TracedPairs(Site):
-    """Of one attention: its queries and keys, as `both` arranges them, which nodes of names `sources` give to
-    `product`; `behind`: the name of the node that reads what its heads give, where that is a layer.
+    """The queries and keys of one attention, with the layout `both`, that the nodes `sources` give to `product`.
+
+    `behind`: the name of the layer's node that reads the heads' outputs, or empty.
     """
 
     kind: ClassVar[str] = "traced queries and keys"
@@ -86,11 +90,10 @@ class TracedPairs(Site):
 
     @property
     def dims(self) -> int:
-        """Of a head."""
+        """The number of dimensions of a head."""
         return self.both.groups_HTD.shape[2]
 
     def listening(self) -> tuple[HeadTaps, ...]:  # type: ignore[override]
-        """To queries and keys."""
         return (self._taps,)
 
     @cached_property
@@ -99,14 +102,14 @@ class TracedPairs(Site):
 
     @cached_property
     def repair(self) -> Repair:
-        """Known once weights are."""
+        """The allowed mixing, which needs the weights."""
         return _repair(self.tracing, self.groups, self.both)
 
 
 def build_pairs(tracing: Tracing, own: Mapping[str, Any], behind: str) -> TracedPairs | str:
-    """The site of these fields, which are those of any; or why it stays."""
+    """Build the site from the fields that all sites have, or return the reason why it is refused."""
     groups: SiteGroups = own["groups"]
-    # Queries and keys of the first product: two that one node reads.
+    # The queries and keys of the first product are read by one node.
     spans = next((one, other) for one, other in pairwise(groups.listening) if one.reader == other.reader)
     nodes = tracing.by_node[spans[0].name], tracing.by_node[spans[1].name]
     weights = [span for span in groups.writers if tracing.program.tensor(span.name).dim() > 1]
@@ -123,7 +126,7 @@ def build_pairs(tracing: Tracing, own: Mapping[str, Any], behind: str) -> Traced
 def _repair(tracing: Tracing, groups: SiteGroups, both: BothHeads) -> Repair:
     if len(groups.listening) != 2:
         return Repair(mixing="none", reason="more than one product reads them")
-    none = Repair(mixing="none", reason="what stands between them and their layers does not go through mixing them")
+    none = Repair(mixing="none", reason="the operations between them and their layers do not allow mixing them")
     if both.joined > 2:
         return none
     sides = list[Side]()
@@ -142,16 +145,14 @@ def _repair(tracing: Tracing, groups: SiteGroups, both: BothHeads) -> Repair:
 
 
 def _side(piece: Subprogram, groups: SiteGroups, heads: HeadPlaces, both: BothHeads) -> Side | None:
-    """The rows that elements are of, found by giving one row of every group at a time; None where the repair that
-    follows from them isn't seen to be one.
-    """
+    """Find the rows of elements by setting one row of every group at a time; None if mixing by these rows fails."""
     span = next((each for each in groups.writers if (each.name, each.axes) == (piece.layer.weight, (0,))), None)
     if span is None or piece.program.tensor(span.name).is_meta:
         return None
     rows_GM = torch.from_numpy(span.index_GM)
     groups_HTD = both.groups_HTD[:, : heads.places_HTD.shape[1]]
     zeros = torch.zeros(piece.sizes, dtype=torch.float64, device=piece.program.tensor(span.name).device)
-    # Positions may be turned by in float32, whatever they are given.
+    # Rotary embeddings may compute in float32.
     shift_XHTD = heads.of_one(piece(zeros)).cpu().double()
     ones = [heads.of_one(piece(zeros.index_fill(piece.row_axis, each.to(zeros.device), 1.0))) for each in rows_GM.T]
     response_MXHTD = torch.stack(ones).cpu().double() - shift_XHTD
@@ -170,7 +171,7 @@ def _side(piece: Subprogram, groups: SiteGroups, heads: HeadPlaces, both: BothHe
 
 
 def _holds(side: Side, piece: Subprogram, heads: HeadPlaces, both: BothHeads, where: torch.device) -> bool:
-    """Check on random numbers that mixed rows give mixed dimensions."""
+    """Check on random numbers that mixed rows make mixed dimensions."""
     generator = torch.Generator().manual_seed(0)
     heads_apart, dims = len(side.rows_HTD) // both.shared, side.rows_HTD.shape[2]
     map_HDD = torch.randn(heads_apart, dims, dims, generator=generator, dtype=torch.float64)

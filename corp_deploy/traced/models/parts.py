@@ -1,4 +1,4 @@
-"""What a site of a traced model stands in, at any of its widths, to be timed alone."""
+"""Parts of a traced model around one site, at any of its widths, to be timed alone."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,9 +23,7 @@ STREAM = OutputPort(name="stream", role="feature map")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Segments of a program with what enters and leaves them; `cost_signature`: the same for sites that stand alike in
-    alike ones.
-    """
+    """Consecutive segments as a module with its ports; equal `cost_signature`s mean equal costs."""
 
     module: fx.GraphModule
     inputs: tuple[Port, ...]
@@ -34,7 +32,7 @@ class Part:
 
 
 def tokens_that_enter(model: nn.Module) -> dict[str, int]:
-    """By site how many tokens enter the first segment that it stands in; 0 in a model of none."""
+    """Return, by site, the number of tokens that enter its first segment; 0 in a model without tokens."""
     found, tokens = tracing(model).mergeable, dict[str, int]()
     all_tokens = found.tokens if isinstance(found, Mergeable) else 0
     for segment, inside in sites_by_segment(model).items():
@@ -49,7 +47,7 @@ def _at_tokens(own: Tracing, module: fx.GraphModule, tokens: int) -> Program:
 
 
 def macs_at_tokens(model: nn.Module, name: str, tokens: Sequence[int]) -> list[int]:
-    """Multiply-adds of a segment at so many tokens each: a polynomial of second degree, attention being what it is."""
+    """Count a segment's multiply-adds at these numbers of tokens, by a polynomial of second degree as in attention."""
     own = tracing(model)
     (segment,) = (each for each in own.segments if each.name == name)
     all_tokens = int(sizes_at_one(segment.before)[1])
@@ -62,9 +60,10 @@ def macs_at_tokens(model: nn.Module, name: str, tokens: Sequence[int]) -> list[i
 
 
 def build_part(model: nn.Module, site: Site, width: int, tokens: int | None = None) -> Part:
-    """From the first segment that the site stands in to the last one, all else whole; the model where no segments are
-    known. The site has the first groups of each of its parts. `tokens`: that enter, None for all. Raises BadInput where
-    it can't be narrower, and where it needs all tokens.
+    """Build the part from the first to the last segment of a site, or the whole model if it has no segments.
+
+    The site keeps the first groups of each of its parts; `tokens` enter, None for all. Raises BadInput if the site
+    can't be as narrow, or if the part needs all tokens.
     """
     inside = [found.name for found, names in sites_by_segment(model).items() if site.name in names]
     own = tracing(model if width == site.width else at_widths(model, {site.name: width}))

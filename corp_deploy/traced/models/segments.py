@@ -1,4 +1,4 @@
-"""A traced program in segments one behind the other, and the streams between them as rows [B,N,C].
+"""Consecutive segments of a traced program, and the streams between them as rows [B,N,C].
 
 Legend: B inputs, N places of a stream, C channels.
 """
@@ -25,24 +25,25 @@ from .token_merging import Tokens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """How a tensor stands behind the batch: its sizes, and which of its axes, counted with the batch, is channels."""
+    """The layout of a tensor: its sizes behind the batch, and the axis of channels, counted with the batch's."""
 
     sizes: tuple[int, ...]
     axis: int
 
     def rows(self, x: Tensor) -> Tensor:
-        """[B,N,C] of the tensor."""
+        """Reshape the tensor to [B,N,C]."""
         return x.movedim(self.axis, -1).reshape(len(x), -1, self.sizes[self.axis - 1])
 
     def tensor(self, x_BNC: Tensor) -> Tensor:
-        """The tensor of [B,N,C]."""
+        """Reshape [B,N,C] to the tensor."""
         places = self.sizes[: self.axis - 1] + self.sizes[self.axis :]
         return x_BNC.reshape(len(x_BNC), *places, x_BNC.shape[-1]).movedim(-1, self.axis)
 
 
 def layout_of(node: fx.Node, image: tuple[int, ...]) -> Layout:
-    """Of what a node gives. Of a map those two axes are places that are nearer to the proportions of an image
-    [C,H,W]: [B,C,H,W] or [B,H,W,C]. Of any other tensor the last axis is channels.
+    """Return the layout of a node's result: channels are the last axis, unless it is a map [B,C,H,W].
+
+    Of a map's axes, the two whose proportions are nearer to those of the image [C,H,W] are its places.
     """
     sizes = sizes_at_one(node)[1:]
     if len(sizes) != 3 or len(image) != 3:
@@ -54,13 +55,11 @@ def layout_of(node: fx.Node, image: tuple[int, ...]) -> Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ProgramSegment:
-    """The program between two cuts, `module` [B,...] -> [B,...] with the model's own parameters, of which `weights` are
-    the names; `name`: the path of what it contracts, once in a program. `cut`: the node behind it in the program with
-    all tokens.
+    """The program between two cuts: a `module` [B,...] -> [B,...] with the model's own parameters, named by `weights`.
 
-    `beside`: what the module takes behind the stream: a mask, or where tokens are merged the sizes that its attentions
-    count keys by; there it gives what is compared behind it too. `start`, `end`: what comes to the cuts and goes on
-    there.
+    `name`: the unique path of the modules that it contracts in. `start`, `end`: the streams at the cuts. `cut`: the
+    node behind it in the program with all tokens. `beside`: the further inputs of the module, a mask or the sizes of
+    merged tokens. In front of a merge the module also gives what tokens are compared by.
     """
 
     name: str
@@ -73,19 +72,18 @@ class ProgramSegment:
 
     @property
     def before(self) -> fx.Node:
-        """What enters it."""
         return self.start.node
 
     @property
     def after(self) -> fx.Node:
-        """What it gives."""
         return self.end.raw
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CutOutputs:
-    """Outputs of a model that gives several, by their `numbers`, of the stream at one cut, `before`, and of where its
-    tokens are: a tuple.
+    """Outputs of a model with several, by their `numbers`, computed from the stream at one cut, `before`.
+
+    `takes_sources`: the module also takes the places of source tokens. It gives a tuple.
     """
 
     name: str
@@ -95,7 +93,7 @@ class CutOutputs:
     module: fx.GraphModule
 
     def __call__(self, tokens: Tokens, image: tuple[int, ...], others: Iterable[Tensor]) -> dict[int, Tensor]:
-        """`others`: the inputs beside the first, of one text for all of them."""
+        """Compute the outputs by number; `others` are the inputs beside the first, for one text."""
         x = layout_of(self.before, image).tensor(tokens.x)
         beside = [each.expand(len(x), *each.shape[1:]) for each in others]
         if self.takes_sources and tokens.sources is not None:
@@ -104,13 +102,15 @@ class CutOutputs:
 
 
 def crossing(merged: MergedProgram | None, node: fx.Node) -> CutState:
-    """What comes to a cut of a program and goes on from there; `merged`: what runs where tokens are merged."""
+    """Return the state at a cut of a program, in the program `merged` if tokens are merged."""
     return CutState(raw=node, node=node) if merged is None else merged.crossing(node)
 
 
 def find_cut_outputs(analysis: FoundSites, merged: MergedProgram | None = None) -> tuple[CutOutputs, ...]:
-    """All outputs of a model that gives several, each of the last stream that has it, in order of the streams; none of
-    a model of one, and where some output is of no stream at a cut. `merged`: what runs where tokens are merged.
+    """Find all outputs of a model with several, each from the last stream that it depends on, in order of streams.
+
+    None are found for a model with one output, or if an output depends on no stream at a cut. `merged`: the program
+    that runs if tokens are merged.
     """
     program, running = analysis.program, analysis.program if merged is None else merged.program
     leaves, now = (tree_leaves(each.output.args[0]) for each in (program, running))
@@ -140,9 +140,10 @@ def _nodes_beside(program: Program, at: CutState, ends: list[fx.Node]) -> tuple[
 
 
 def find_segments(analysis: FoundSites, merged: MergedProgram | None = None) -> tuple[ProgramSegment, ...]:
-    """In order, from the input to the output or, where there are several, to the last stream that outputs are of; none
-    where the model takes more than one tensor and its mask, or several outputs are of no such stream or have sites
-    behind it. `merged`: what runs where tokens are merged; none where that is at no cut.
+    """Find the segments in order, from the input to the output or to the last stream that several outputs depend on.
+
+    There are none if the model takes more than one tensor and its mask, if several outputs depend on no such stream or
+    have sites behind it, or if the program `merged` merges tokens at no cut.
     """
     program = analysis.program
     inputs, output = [node for node in program.nodes if node.op == "placeholder"], single_output(program)
@@ -165,7 +166,7 @@ def _is_mask(node: fx.Node) -> bool:
 
 
 def build_full_masks(program: Program, count: int, where: torch.device) -> dict[fx.Node, Tensor]:
-    """Inputs beside the first, of so many texts of which all tokens are there."""
+    """Build the inputs beside the first, for texts without padding."""
     return {
         node: torch.full(
             (count, *sizes_at_one(node)[1:]), int(_is_mask(node)), dtype=node.meta["val"].dtype, device=where
@@ -197,29 +198,28 @@ def _segments(analysis: FoundSites, at: list[fx.Node], merged: MergedProgram | N
 
 
 def single_output(program: Program) -> fx.Node | None:
-    """What the program gives where that is one tensor."""
+    """Return the program's output if that is one tensor, else None."""
     output = program.output
     is_one = program.graph.graph._codegen.pytree_info.out_spec.is_leaf()  # type: ignore[attr-defined]
     return output.all_input_nodes[0] if is_one and sizes_at_one(output.all_input_nodes[0]) else None
 
 
 class TokenRows(nn.Module):
-    """A segment of streams as rows [B,N,C], with weights of tokens [B,N] where it takes them: a mask, or sizes."""
+    """A segment that takes and gives rows [B,N,C], with weights [B,N] of tokens if it takes any: a mask, or sizes."""
 
     def __init__(self, segment: ProgramSegment, image: tuple[int, ...]) -> None:
         super().__init__()
         self.module, self.compares = segment.module, segment.end.compared is not None
         self.entering, self.leaving = (layout_of(node, image) for node in (segment.before, segment.after))
-
         self.types = tuple(each.meta["val"].dtype for each in segment.beside)
 
     def tensors(self, x_BNC: Tensor, weights_BN: Tensor | None = None) -> tuple[Tensor, ...]:
-        """What enters the segment."""
+        """Return the module's inputs."""
         beside = (weights_BN.to(each).expand(len(x_BNC), -1) for each in self.types if weights_BN is not None)
         return (self.entering.tensor(x_BNC), *beside)
 
     def compared(self, x_BNC: Tensor, weights_BN: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """The stream behind it, and what tokens are then compared by where that isn't the stream."""
+        """Return the stream behind the segment and what tokens are compared by, None for the stream itself."""
         tensors = self.module(*self.tensors(x_BNC, weights_BN))
         x, compared_BNX = tensors if self.compares else (tensors, None)
         return self.leaving.rows(x), compared_BNX
@@ -229,7 +229,7 @@ class TokenRows(nn.Module):
 
 
 def cost_signature_of(graph: fx.Graph, tensors: fx.GraphModule) -> str:
-    """The same for two graphs that compute alike on tensors of the same sizes."""
+    """Return a text that is equal for graphs of the same operations on tensors of the same sizes."""
     place, lines = {node: at for at, node in enumerate(graph.nodes)}, list[str]()
     for node in graph.nodes:
         sizes: Any = sizes_at_one(node)

@@ -1,8 +1,6 @@
-"""What a model offers to reduction: its sites, groups of elements with the layers that read them, and the places that
-are refused.
+"""Sites that a model offers to reduction: groups of elements with the layers that read them, and refused sites.
 
-Sites are found in the traced program; a site tells where to listen, what it costs at any width and how it is written
-down. What is done to a site is no business of it (see reduction/kinds.py).
+A site tells where to hook, what it costs and how it is recorded; reduction/kinds.py decides what is done to it.
 
 Legend: G groups, M places of a group among a layer's inputs, X weights that write a group.
 """
@@ -27,9 +25,7 @@ Currency = Literal["macs", "params"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Portion:
-    """A group of a layer's outputs, the rows of its weight, and of which groups of a site it reads which of its own
-    columns; of a layer of one group all.
-    """
+    """One group of a grouped layer: the rows of its weight, and the columns of its own that read a site's groups."""
 
     number: int
     rows: slice
@@ -37,17 +33,18 @@ class Portion:
     columns_CM: Index
 
     def among(self, columns: Index) -> "Portion":
-        """What it reads by these of its columns alone."""
+        """Return the portion with only the groups that these columns read."""
         is_among_C = np.isin(self.columns_CM, columns).all(axis=1)
         return replace(self, groups_C=self.groups_C[is_among_C], columns_CM=self.columns_CM[is_among_C])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SiteReader:
-    """A layer that reads a site's groups, where they stand among its inputs, and the names of its weight and bias;
-    `source`: the node that gives what it reads. `gain_O`: by what a batch norm right behind it multiplies its outputs;
-    `is_squeeze`: it reads the means of maps that others read; `is_biasless`: it gets no bias; `use`: which of a layer's
-    uses this is; `merge`: what merged tokens before it.
+    """A layer that reads a site's groups, with their places among its inputs.
+
+    `source`: the node that it reads. `gain_O`: the factors of a batch norm right behind it. `is_squeeze`: it reads
+    means of maps that others read. `is_biasless`: it gets no bias. `use`: the number of this use of the layer. `merge`:
+    the last token merge before it.
     """
 
     layer: Layer
@@ -63,12 +60,12 @@ class SiteReader:
 
     @property
     def name(self) -> str:
-        """Of what is heard there, by all sites that the layer reads."""
+        """The name of its input's statistics, the same for all sites that the layer reads."""
         return self.weight.removesuffix(".weight") + (f"#{self.use + 1}" if self.use else "")
 
     @property
     def portions(self) -> tuple[Portion, ...]:
-        """One for each group of the layer that reads any of the site; none where one reads them unevenly."""
+        """The layer's groups that read any of the site; empty if one of them reads unevenly many places of groups."""
         groups = self.layer.groups if isinstance(self.layer, nn.Conv2d) else 1
         outputs, width = len(self.layer.weight) // groups, self.layer.weight.shape[1]
         found = list[Portion]()
@@ -86,7 +83,7 @@ class SiteReader:
 
     @property
     def gained_weight(self) -> Tensor:
-        """What the layer and a batch norm right behind it multiply by, float64."""
+        """The layer's weight times the factors of a batch norm right behind it, float64."""
         return scale_rows(self.layer.weight.detach().double(), self.gain_O)
 
     @property
@@ -98,9 +95,10 @@ class SiteReader:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Site:
-    """A place whose width can be reduced: groups that can be removed. `macs_now`, `parameters_now`: what goes with all.
-    `whole_removal`: where all can go, so that a constant is left. `multiple`: what widths are best a multiple of, where
-    nobody says.
+    """A place of a model whose width can be reduced by removing groups.
+
+    `macs_now`, `parameters_now`: the costs that go with all groups. `whole_removal`: the layers around it, if all
+    groups can go and leave a constant. `multiple`: the default multiple for widths.
     """
 
     kind: ClassVar[str]
@@ -119,16 +117,16 @@ class Site:
 
     @property
     def parts(self) -> int:
-        """Of which each keeps as many groups."""
+        """The number of parts, which keep equally many groups."""
         return self.groups.parts
 
     @property
     def tied(self) -> str:
-        """What sites have in common that are as wide as each other where heads are square, or nothing."""
+        """A name that sites of equal width share if heads are square, or empty."""
         return ""
 
     def listening(self) -> tuple[ChannelTaps | PatchTaps, ...]:
-        """To every layer that reads the groups."""
+        """Return the taps of every layer that reads the groups."""
         return tuple(each.tap for each in self.readings)
 
     def describe(self) -> str:
@@ -140,15 +138,15 @@ class Site:
 
     @property
     def cost_signature(self) -> str:
-        """What two sites that cost the same have in common, for people."""
+        """A text that is equal for sites of the same cost."""
         return f"{self.groups.kind} of {self.width}"
 
     def as_metadata(self) -> dict[str, int]:
-        """The widths that a graph carries."""
+        """Return the widths that a graph's metadata record."""
         return {"groups": self.width}
 
     def writing_GX(self) -> Tensor:
-        """The rows of weights that write each group, norms behind them among them, float64; of no biases."""
+        """Return the rows of weights that write each group, scaled by norms behind them, float64, without biases."""
         written = [(weight_with_gain(self.program, each.name), each) for each in self.groups.writers]
         parts = list[Tensor]()
         for weight, span in [(weight, span) for weight, span in written if weight.dim() > 1] or written:
@@ -159,12 +157,12 @@ class Site:
 
 
 class TracedChannels(Site):
-    """Between layers of which none is a convolution of several places; plain or gated."""
+    """Channels, plain or gated, between linear layers and 1x1 convolutions."""
 
     kind: ClassVar[str] = "traced channels"
 
     def units(self) -> Units | str:
-        """Channels that can be merged, or why none can."""
+        """Return the channels that can be merged, or the reason why none can."""
         if any(not _is_by_place(each) for each in self.readings) or any(each.use for each in self.readings):
             return "not every layer that reads it reads each place once and by itself, so that none can be merged"
         return channel_units(self.program, self.groups, [each.source for each in self.readings])
@@ -177,20 +175,20 @@ def _is_by_place(reading: SiteReader) -> bool:
 
 
 class TracedConvolutions(Site):
-    """Of maps."""
+    """Channels of maps that convolutions of several places write or read."""
 
     kind: ClassVar[str] = "traced convolutions"
 
 
 class TracedStream(Site):
-    """That several layers write and add up, or one between blocks without a shortcut (arXiv 1801.04381)."""
+    """A stream that several layers add to, or one between blocks without a shortcut (arXiv 1801.04381)."""
 
     kind: ClassVar[str] = "traced streams"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """A site that can't be reduced, and why."""
+    """A site that can't be reduced, with the reason."""
 
     name: str
     reason: str
@@ -199,14 +197,14 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sites:
-    """What a model offers to reduction, in order of its program."""
+    """The sites that a model offers to reduction and the refused ones, in order of its program."""
 
     every: tuple[Site, ...]
     refused: tuple[Refusal, ...]
 
     @property
     def kinds(self) -> frozenset[str]:
-        """Of all places, those refused too."""
+        """The kinds of all sites, refused ones included."""
         return frozenset({*(site.kind for site in self.every), *(refusal.kind for refusal in self.refused)})
 
     @property
@@ -219,10 +217,10 @@ class Sites:
 
 
 def calibration_taps(model: nn.Module, sites: Sites) -> list[ChannelTaps | HeadTaps | PatchTaps]:
-    """Where calibration listens for every site, in the order they run; not where a constant is all that is left."""
+    """Return the taps of calibration in the order they run, without sites that are folded to a constant."""
     order = {name: index for index, (name, _) in enumerate(model.named_modules())}
     listened = [site for site in sites.every if site.width]
     if all(site.name in order for site in listened):
         listened.sort(key=lambda site: order[site.name])
     taps = [tap for site in listened for tap in site.listening()]
-    return list({tap.name: tap for tap in taps}.values())  # what reads several sites is heard once
+    return list({tap.name: tap for tap in taps}.values())  # a layer that reads several sites has one tap

@@ -1,7 +1,7 @@
-"""A model taken apart: the segments between the cuts of its program, and what becomes of tokens between them.
+"""A model as steps: the segments between the cuts of its program, and merges and unmerges of tokens between them.
 
-The residual stream is [B,N,C] everywhere: inputs in front, their tokens, the channels of a token. Behind a segment the
-numbers of tokens and of channels may be others than before it.
+The residual stream is [B,N,C] everywhere: inputs, tokens, channels. A segment may change the numbers of tokens and
+channels.
 """
 
 from dataclasses import dataclass, replace
@@ -14,14 +14,14 @@ from .token_merging import TokenMerge, Tokens, sources_of, unmerge_tokens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentStep:
-    """A segment of a program as rows of tokens. `sites`: those that stand in it."""
+    """A segment of a program on rows of tokens, with the names of its sites."""
 
     module: TokenRows
     name: str
     sites: tuple[str, ...]
 
     def passed(self, x_BNC: Tensor, weights_BN: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """The stream behind it, and what tokens are then compared by where it tells."""
+        """Return the stream behind the segment, and what tokens are compared by if it gives that."""
         return self.module.compared(x_BNC, weights_BN)
 
     def __call__(self, x_BNC: Tensor, weights_BN: Tensor | None = None) -> Tensor:
@@ -30,8 +30,9 @@ class SegmentStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Merge:
-    """Tokens merged away between two segments, by the stream itself or what lay beside the segment. Where source tokens
-    are is known from the first merge on.
+    """A merge of tokens between two segments, compared by the stream or by what the segment gives beside it.
+
+    Source tokens are tracked from the first merge on.
     """
 
     name: str
@@ -45,8 +46,9 @@ class Merge:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unmerge:
-    """Where merged tokens end: each source token has the value of the one that it is in, or what follows is of no
-    tokens as they were.
+    """The end of merged tokens; with `gives_back` each source token gets the value of the token that it is in.
+
+    Else the following steps read no tokens by their places.
     """
 
     name: str
@@ -60,7 +62,7 @@ class Unmerge:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputStep:
-    """The end of a layer behind which one of the model's outputs stands; the stream goes on as it is."""
+    """The end of a layer whose stream one of the model's outputs reads; the stream goes on unchanged."""
 
     name: str
 
@@ -70,8 +72,9 @@ Step = Merge | Unmerge | SegmentStep | OutputStep
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamState:
-    """A residual stream on its way through the steps, with what of the segment behind it tokens are compared by, and
-    what it was at the outlets passed.
+    """A residual stream behind some steps.
+
+    `beside_BNX`: what tokens are compared by, from the last segment. `kept`: the tokens at each output step passed.
     """
 
     tokens: Tokens
@@ -80,11 +83,11 @@ class StreamState:
 
     @classmethod
     def of(cls, x_BNC: Tensor, weights_BN: Tensor | None) -> "StreamState":
-        """What enters the first step."""
+        """Build the state in front of the first step."""
         return cls(tokens=Tokens(x_BNC, weights_BN))
 
     def behind(self, step: Step) -> "StreamState":
-        """The same behind one more step."""
+        """Return the state behind one more step."""
         x_BNC, weights_BN, sources_BM = self.tokens
         if isinstance(step, OutputStep):
             return replace(self, kept=(*self.kept, (step.name, self.tokens)))

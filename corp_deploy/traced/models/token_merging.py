@@ -1,7 +1,7 @@
-"""Token merging as modules: which tokens are alike, merged into means weighted by size, or dropped, and unmerged again.
+"""Token merging as modules: similar tokens become means weighted by size, or tokens are dropped; and unmerging.
 
-Written from the paper (Bolya et al., ToMe, arXiv 2210.09461, section 3) and spelled so that graphs have TopK,
-GatherElements and products with one-hot matrices, but no Scatter.
+Written from the paper (Bolya et al., ToMe, arXiv 2210.09461, section 3), in ops that export as TopK, GatherElements and
+products with one-hot matrices, without Scatter.
 
 Legend: B inputs, N tokens, P of them protected, in front; A and D the others at even and at odd places, the sets that
 tokens are taken from and merged into; R tokens merged, K = A - R kept; C channels, X dimensions compared.
@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from corp_deploy.spec.merging import How, Metric
-
-# Far below any score, so that its exponential is 0, and small enough for float16 to hold the sum of both.
-HIDDEN = -30_000.0
+from corp_deploy.traced.programs.exported import HIDDEN
 
 
 class Tokens(NamedTuple):
-    """A residual stream x [B,N,C]; how many tokens stand in each of its tokens (float32 [B,N], None: one); and where in
-    it each source token is (int64 [B,M], -1 for one that was dropped; None: not followed).
+    """A residual stream x [B,N,C] of merged tokens.
+
+    `sizes`: the number of source tokens in each token (float32 [B,N]), None for one. `sources`: the place of each
+    source token (int64 [B,M]), -1 if it was dropped, None if not tracked.
     """
 
     x: Tensor
@@ -30,8 +30,9 @@ class Tokens(NamedTuple):
 
 
 class Match(NamedTuple):
-    """Of the even tokens: places of those kept [B,K] and of those merged [B,R], the former ascending; `into` [B,A]: the
-    odd token that each is most like; `is_merged` [B,A].
+    """The places of even tokens that are kept [B,K], ascending, and merged [B,R], and the mask of these [B,A].
+
+    `into` [B,A]: the odd token that each even one is most similar to.
     """
 
     kept: Tensor
@@ -45,17 +46,17 @@ def _places(count: int, like: Tensor) -> Tensor:
 
 
 def _picked(x: Tensor, places: Tensor) -> Tensor:
-    """x [B,N,C] or [B,N] at places [B,K]."""
+    """Return x [B,N,C] or [B,N] at places [B,K]."""
     return x.gather(1, places if x.ndim == 2 else places.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
 
 
 def _is_among(places_BR: Tensor, count: int) -> Tensor:
-    """Which of `count` tokens stand in `places`: [B,count]."""
+    """Return the mask [B,count] of the tokens at these places."""
     return (places_BR.unsqueeze(-1) == _places(count, places_BR)).any(dim=1)
 
 
 def _first(x_BN: Tensor, count: int, *, largest: bool) -> Tensor:
-    """The places of the `count` largest or smallest, the first of equals first.
+    """Return the places of the `count` largest or smallest, the first of equals first.
 
     A graph's TopK takes the first of equals by its definition; torch's own promises nothing, a stable sort does.
     """
@@ -65,28 +66,29 @@ def _first(x_BN: Tensor, count: int, *, largest: bool) -> Tensor:
 
 
 def _others(is_out_BN: Tensor, kept: int) -> Tensor:
+    """Return the places of the `kept` tokens that aren't out, ascending."""
     count = is_out_BN.shape[1]
     late_BN = is_out_BN.float() * count + _places(count, is_out_BN).float()
     return _first(late_BN, kept, largest=False)
 
 
 def cosines(compared_BNX: Tensor, protected: int) -> Tensor:
-    """Of each even token with each odd one [B,A,D]; in float32, as half precision has few numbers near 1."""
+    """Return the cosine of each even token with each odd one [B,A,D], in float32, as half is coarse near 1."""
     unit_BNX = F.normalize(compared_BNX[:, protected:].float(), dim=-1)
     return unit_BNX[:, 0::2] @ unit_BNX[:, 1::2].transpose(1, 2)
 
 
 def ward(x_BNC: Tensor, sizes_BN: Tensor | None, protected: int) -> Tensor:
-    """What merging each even token with each odd one adds to the sum of squares of all source tokens about the tokens
-    they are in, negative [B,A,D]: n m / (n + m) |x - y|^2 of sizes n and m (Ward 1963). In float32 whatever the type.
+    """Return the negative cost of merging each even token with each odd one [B,A,D], in float32.
 
-    About the mean of every eighth token, which changes no difference and keeps what is common to all out of the
-    rounding: the mean of all would take an engine three more kernels.
+    The cost is what the merge adds to the sum of squares of source tokens about the tokens they are in:
+    n m / (n + m) |x - y|^2 for sizes n and m (Ward 1963). To reduce rounding, the mean of every eighth token is
+    subtracted, which changes no difference; the mean of all would take an engine three more kernels.
     """
     x_BNC = x_BNC.float()
     x_BNC = x_BNC - x_BNC[:, protected::8].mean(dim=1, keepdim=True)
     even_BAC, odd_BDC = x_BNC[:, protected::2], x_BNC[:, protected + 1 :: 2]
-    # What has all A x D numbers is done in few steps: halves and reciprocals are of the N tokens.
+    # Few steps run on all A x D numbers: halves and reciprocals are taken of the N tokens.
     halves_BN = 0.5 * x_BNC.square().sum(dim=-1)
     even_BA1, odd_B1D = halves_BN[:, protected::2].unsqueeze(2), halves_BN[:, protected + 1 :: 2].unsqueeze(1)
     apart_BAD = even_BAC @ odd_BDC.transpose(1, 2) - even_BA1 - odd_B1D
@@ -106,14 +108,14 @@ def attended(x_BNC: Tensor, attention_BN: Tensor, sizes_BN: Tensor | None, prote
 def token_similarity(
     metric: Metric, x_BNC: Tensor, compared: Tensor, sizes_BN: Tensor | None, protected: int
 ) -> Tensor:
-    """How alike each even token is to each odd one [B,A,D], larger for more."""
+    """Return the similarity of each even token to each odd one [B,A,D], larger if more similar."""
     if metric == "attended":
         return attended(x_BNC, compared, sizes_BN, protected)
     return ward(compared, sizes_BN, protected) if metric == "ward" else cosines(compared, protected)
 
 
 def match_tokens(alike_BAD: Tensor, count: int) -> Match:
-    """The `count` even tokens that are most like an odd one; of equals the first counts."""
+    """Match the `count` even tokens that are most similar to an odd one, the first of equals first."""
     best_BA, into_BA = alike_BAD.max(dim=-1)
     merged_BR = _first(best_BA, count, largest=True)
     is_merged_BA = _is_among(merged_BR, best_BA.shape[1])
@@ -122,9 +124,9 @@ def match_tokens(alike_BAD: Tensor, count: int) -> Match:
 
 
 def merge_tokens(tokens: Tokens, match: Match, protected: int) -> Tokens:
-    """The protected tokens, the even ones kept, and the odd ones, each the mean of all that stand in it.
+    """Merge tokens: return the protected, the kept even and the odd ones, these the means of all tokens in them.
 
-    Shares are taken before sums, so that many tokens in half precision stay within its range.
+    Tokens are weighted before they are summed, so that sums of many stay within the range of half precision.
     """
     x_BNC = tokens.x
     ones_BN = torch.ones(x_BNC.shape[:2], dtype=torch.float32, device=x_BNC.device)
@@ -141,15 +143,15 @@ def merge_tokens(tokens: Tokens, match: Match, protected: int) -> Tokens:
     return Tokens(
         x=torch.cat([x_BNC[:, :protected], _picked(even_BAC, match.kept), mean_BDC], dim=1),
         sizes=torch.cat([sizes_BN[:, :protected], _picked(even_BA, match.kept), total_BD], dim=1),
-        sources=None if tokens.sources is None else _followed(tokens.sources, match, protected, odd_BD.shape[1]),
+        sources=None if tokens.sources is None else _update_sources(tokens.sources, match, protected, odd_BD.shape[1]),
     )
 
 
-def _followed(sources_BM: Tensor, match: Match, protected: int, odd: int) -> Tensor:
+def _update_sources(sources_BM: Tensor, match: Match, protected: int, odd: int) -> Tensor:
     evens, kept = match.into.shape[1], match.kept.shape[1]
     even_BA = torch.where(match.is_merged, kept + match.into, _place_among(match.kept, evens))
     odd_BD = (kept + _places(odd, match.kept)).expand(even_BA.shape[0], -1)
-    # Places of even and odd tokens by turns, as they stood.
+    # Even and odd tokens by turns, as they stood before the merge.
     order = [token // 2 + (token % 2) * evens for token in range(evens + odd)]
     free_BN = (
         torch.cat([even_BA, odd_BD], dim=1).index_select(1, torch.tensor(order, device=even_BA.device)) + protected
@@ -158,7 +160,7 @@ def _followed(sources_BM: Tensor, match: Match, protected: int, odd: int) -> Ten
 
 
 def _place_among(kept_BK: Tensor, count: int) -> Tensor:
-    """Of `count` tokens the number of each among those kept [B,count]; 0 of others."""
+    """Return the number of each of `count` tokens among the kept ones [B,count], 0 for others."""
     is_place_BKN = kept_BK.unsqueeze(-1) == _places(count, kept_BK)
     return (is_place_BKN * _places(kept_BK.shape[1], kept_BK).unsqueeze(-1)).sum(dim=1)
 
@@ -168,7 +170,7 @@ def _behind_protected(places_BN: Tensor, protected: int) -> Tensor:
 
 
 def drop_tokens(tokens: Tokens, attention_BN: Tensor, count: int, protected: int) -> Tokens:
-    """Without the `count` unprotected tokens of least attention, of equals the first; sizes stay one."""
+    """Drop the `count` unprotected tokens of least attention, the first of equals first; sizes stay one."""
     free_BN = attention_BN[:, protected:].float()
     out_BR = _first(free_BN, count, largest=False)
     free = free_BN.shape[1]
@@ -184,22 +186,22 @@ def drop_tokens(tokens: Tokens, attention_BN: Tensor, count: int, protected: int
 
 
 def unmerge_tokens(x_BNC: Tensor, sources_BM: Tensor) -> Tensor:
-    """Every source token's value [B,M,C]: that of the token it is in."""
-    if sources_BM.shape[0] != x_BNC.shape[0]:  # one input's tokens, looked at with several streams
+    """Give every source token the value of the token it is in [B,M,C]."""
+    if sources_BM.shape[0] != x_BNC.shape[0]:  # the sources of one input for several streams
         sources_BM = sources_BM.expand(x_BNC.shape[0], -1)
     return _picked(x_BNC, sources_BM)
 
 
 def sources_of(x_BNC: Tensor) -> Tensor:
-    """Where source tokens are before anything is merged: [B,N]."""
+    """Return the places of source tokens before any merge [B,N]."""
     return _places(x_BNC.shape[1], x_BNC).expand(x_BNC.shape[0], -1)
 
 
 def key_bias(weights_BN: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is added to scores [B,H,N,N] so that no query sees a key of weight 0 and a key of weight n counts as n of
-    them (ToMe, arXiv 2210.09461, equation 1): [B,1,1,N]. Weights of whole numbers' types are masks.
+    """Return the bias [B,1,1,N] of scores [B,H,N,N] with which a key of weight n counts as n keys, of weight 0 as none.
 
-    A row without any key left sees all of them alike, and stays finite.
+    See ToMe, arXiv 2210.09461, equation 1. Weights of integer types are masks. A query whose keys are all hidden sees
+    them alike, and stays finite.
     """
     if weights_BN.is_floating_point():
         bias_BN = weights_BN.float().log().clamp(min=HIDDEN).to(dtype)
@@ -209,11 +211,10 @@ def key_bias(weights_BN: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class TokenMerge(nn.Module):
-    """Merges `count` tokens away, by what they are compared by: [B,N,X] to be alike by the metric, or [B,N] attention
-    to be kept or merged late for.
+    """A module without weights that removes `count` tokens, and gives the stream, sizes and sources as Tokens.
 
-    Gives the stream, its sizes and its sources, as Tokens are. It has no weights. `follows`: source tokens are followed
-    from here on, whether they were or not.
+    `compared` is [B,N,X] for the metric, or the class token's attention [B,N]. `follows`: source tokens are tracked
+    from here on, even if they were not before.
     """
 
     def __init__(self, *, count: int, protected: int, how: How, metric: Metric = "ward", follows: bool = False) -> None:
@@ -232,5 +233,5 @@ class TokenMerge(nn.Module):
 
 
 def find_merges(model: nn.Module) -> dict[str, TokenMerge]:
-    """Those of a model that merges, by their names, in order."""
+    """Return a model's token merges by name, in order."""
     return {name: module for name, module in model.named_modules() if isinstance(module, TokenMerge)}

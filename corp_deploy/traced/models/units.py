@@ -1,5 +1,4 @@
-"""What of a traced site can be merged, channels or whole heads: the rows that write each, and what runs from those to
-the layers that read them.
+"""Units of a traced site that can be merged, channels or whole heads: their rows, and the program up to their readers.
 
 Legend: U units, V groups of a unit, X rows that write one in a tensor.
 """
@@ -21,13 +20,15 @@ from corp_deploy.traced.programs.subprogram import run_nodes
 
 GATED = "folding takes means of rows, and the product of two means is not the mean of a gate's products"
 _EXACT = 1e-5
-"""Of what is computed in float64 of constants that are float32."""
+"""The relative error of float64 results from float32 constants."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Region:
-    """What changes with what is written, `changed`, and the `nodes` of it, and constants, that lead to the `ends`;
-    `entering`: what else these nodes take.
+    """The part of a program between written rows and the nodes that layers read, `ends`.
+
+    `changed`: all nodes that depend on the rows. `nodes`: those of them, and of constants, that lead to the ends.
+    `entering`: the further inputs of these.
     """
 
     changed: frozenset[fx.Node]
@@ -37,20 +38,20 @@ class Region:
 
     @property
     def around(self) -> tuple[fx.Node, ...]:
-        """What has to be known to run it, and what it gives."""
+        """The nodes that the region takes and gives."""
         return *self.entering, *self.ends
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Units:
-    """`rows`: by tensor the rows [U,X] that write each unit."""
+    """Units that can be merged: the groups of each, and by tensor the `rows` [U,X] that write each."""
 
     groups_UV: Tensor
     rows: Mapping[str, Tensor]
     region: Region
 
     def written(self, program: Program) -> Tensor:
-        """All that makes each unit [U,...], side by side, float64."""
+        """Concatenate all rows that write each unit [U,...], float64."""
         parts = ((program.tensor(name).detach().double(), rows_UX) for name, rows_UX in self.rows.items())
         return torch.cat([tensor[rows_UX.to(tensor.device)].flatten(1) for tensor, rows_UX in parts], dim=1)
 
@@ -78,11 +79,11 @@ def _region(program: Program, names: Collection[str], sources: Collection[str]) 
 
 
 def channel_units(program: Program, groups: SiteGroups, sources: Sequence[str]) -> Units | str:
-    """Each group by itself, or why none can be merged; `sources`: what layers read."""
+    """Return each channel as a unit, or the reason why none can be merged; `sources` are the nodes that layers read."""
     if groups.kind == "gated channels":
         return GATED
     if groups.between or any(span.axes != (0,) for span in groups.writers):
-        return "what stands between its layers is not the same for all channels, so that none can be merged"
+        return "the operations between its layers differ by channel, so that none can be merged"
     rows = {span.name: torch.from_numpy(span.index_GM) for span in groups.writers}
     region = _region(program, rows, sources)
     return Units(groups_UV=torch.arange(groups.size)[:, None], rows=rows, region=region)
@@ -91,15 +92,15 @@ def channel_units(program: Program, groups: SiteGroups, sources: Sequence[str]) 
 def head_units(
     analysis: FoundSites, values: SiteGroups, others: Mapping[str, Index], groups_HV: Tensor, span: Span
 ) -> Units | str:
-    """Return each head of an attention as a unit, or why none can be merged."""
+    """Return each head of an attention as a unit, or the reason why none can be merged."""
     assert values.part_G is not None, values.key
     rows = _rows_of_heads(analysis, {values.key: values.part_G, **others}, len(groups_HV))
     if rows is None:
-        return "what writes its heads is no rows of layers, so that heads can't be merged"
+        return "its heads are not written by rows of layers, so that heads can't be merged"
     region = _region(analysis.program, rows, [span.name])
     units = Units(groups_UV=groups_HV, rows=rows, region=region)
     if not _are_alike(analysis.program, units, span):
-        return "what stands between its layers is not the same for all heads, so that none can be merged"
+        return "the operations between its layers differ by head, so that none can be merged"
     return units
 
 

@@ -1,4 +1,4 @@
-"""Values that were found in a traced program: the dimensions of heads that attention weights sum up.
+"""Sites of values: the dimensions of heads that attention weights sum up.
 
 Legend: H heads, V dimensions of a head.
 """
@@ -29,14 +29,15 @@ _SUMS = frozenset(["scaled_dot_product_attention", "matmul", "bmm", "einsum"])
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TracedValues(Site):
-    """Of one attention; `groups_HV` are the site's groups by head, `queries` how wide a head's queries are, where those
-    can be as wide as values. `beside`: the name of those, where they can be narrowed at all; `queries_mixed`: what
-    mixes them, so that they can't.
+    """The values of one attention, with the site's groups by head, `groups_HV`.
 
-    `rows` of a layer make them [H,V], where moves alone stand between it, the sum by attention weights and the one
-    layer that reads what that gives: dimensions of a head may be mixed then. Else `rows` is None, and some are chosen.
-    `with_heads` tells of which head each group of other sites is, by their names, that go with a head; or why none can.
-    `units`: its heads, where they can be merged, or why none can.
+    `queries`: the width of a head's queries if that can equal the values'. `beside`: the name of the site of queries
+    and keys, if they can be narrowed. `queries_mixed`: the reason why they can't.
+
+    `rows`: the layer whose rows [H,V] make the values, if only moves stand between it, the sum by attention weights and
+    the one layer that reads the result; then dimensions of a head may be mixed, else they are only selected.
+    `with_heads`: returns the head of each group of the other sites that go with a head, by name, or why no head can go.
+    `units`: returns the heads as units that can be merged, or why none can.
     """
 
     kind: ClassVar[str] = "traced values"
@@ -55,11 +56,11 @@ class TracedValues(Site):
 
     @property
     def queries_gone(self) -> dict[str, Index]:
-        """The queries and keys, which are of no use where no value is left."""
+        """The kept groups, none, of queries and keys whose values are all removed."""
         return {} if self.queries is None else {self.beside: np.empty(0, dtype=np.int64)}
 
     def of_heads(self, kept_K: Tensor) -> Self:
-        """The same of those heads alone that these groups are of."""
+        """Return the site with only the heads of these groups."""
         is_left_H = torch.isin(self.groups_HV, kept_K.cpu()).any(1)
         return replace(self, groups_HV=self.groups_HV[is_left_H], rows_HV=self.rows_HV[is_left_H])
 
@@ -67,7 +68,7 @@ class TracedValues(Site):
 def build_values(
     tracing: Tracing, named: Mapping[str, SiteGroups], own: Mapping[str, Any], *, has_queries: bool
 ) -> TracedValues:
-    """The site of these fields, which are those of any; `named` are all, and its queries may be among them."""
+    """Build the site from the fields that all sites have; `named` are all sites found."""
     groups, readings = own["groups"], own["readings"]
     part_G = torch.zeros(groups.size, dtype=torch.int64) if groups.part_G is None else torch.from_numpy(groups.part_G)
     groups_HV = part_G.argsort(stable=True).view(groups.parts, -1)
