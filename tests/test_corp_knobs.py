@@ -140,8 +140,14 @@ def test_options_without_effect_are_refused() -> None:
     for asked, said in (
         (("--qk", "keep", "--attn", 0.5), "--attn 0.5 is not honoured by preset best with --qk keep"),
         (("--mlp", 0.5, "--qk", "select"), "--qk select is not honoured by a reduction that leaves attention alone"),
-        (("--mlp", 0.5, "--repair", "conv=gram"), "--repair conv=gram is of what stays as it is; give --conv"),
-        (("--attn", 0.5, "--select", "energy"), "--select energy is of what stays as it is; give --mlp or --conv"),
+        (
+            ("--mlp", 0.5, "--repair", "conv=gram"),
+            "--repair conv=gram has no effect on sites that are not reduced; give --conv",
+        ),
+        (
+            ("--attn", 0.5, "--select", "energy"),
+            "--select energy has no effect on sites that are not reduced; give --mlp or --conv",
+        ),
         *(
             (("--macs", 0.6, *images, *knob), "--macs 0.6 is not honoured by preset best with " + " ".join(knob))
             for knob in (("--repair", "gram"), ("--select", "wanda"), ("--qk", "logit-v1"))

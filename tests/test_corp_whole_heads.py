@@ -135,7 +135,10 @@ def test_command_removes_heads(home: Path) -> None:
         ),
         (("--whole-heads", "0.5", "--select", "heads=fold"), "give them with --images"),
         (("--whole-heads", "0.5", "--select", "heads=fold", "--attn", "0.5"), "leave --attn out"),
-        (("--mlp", "0.5", "--select", "heads=obs"), "heads=obs is of what stays as it is; give --whole-heads"),
+        (
+            ("--mlp", "0.5", "--select", "heads=obs"),
+            "heads=obs has no effect on sites that are not reduced; give --whole-heads",
+        ),
     ],
 )
 def test_meaningless_options_are_refused(home: Path, more: tuple[str, ...], message: str) -> None:

@@ -1,4 +1,4 @@
-"""Options of a budget: a cost to keep, or a limit on the loss. No torch."""
+"""Options of a budget: a share of the cost to keep, or a limit on the loss. Imports no torch."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -11,8 +11,9 @@ from .option import Labels, PathLike, Record, option
 from .values import DIRECTORY, FILE_OR_VALUES, PATH, ParsedText
 
 CALIBRATE, BUDGET, CLOSED_LOOP, EXAMPLE_IMAGES = 2, 2, 6, 512
-"""What they cost in bare forward passes over so many images, rounded; with fewer, solving weighs more. A test holds
-these to benchmarks/results/passes.json.
+"""The costs of operations in bare forward passes over EXAMPLE_IMAGES images, rounded.
+
+With fewer images solving weighs more. A test compares these with benchmarks/results/passes.json.
 """
 
 
@@ -21,12 +22,12 @@ def cost(passes: int) -> str:
 
 
 MOST_CUT = 0.85
-"""Each site keeps a seventh: who asks for more wants a smaller model, or a budget that fits what can be cut."""
+"""The largest share of every site that a budget may cut by default: about a seventh of each stays."""
 MACS = 0.7
-"""The share that is kept where nobody says how much."""
+"""The share of the MACs that is kept by default."""
 Currency = Literal["macs", "params", "latency"]
 Measure = Literal["error", "agreement", "accuracy"]
-# Outputs of nothing but zeros have an error of 1: a larger one asks for nothing. So do the other ends left open.
+# A model that outputs only zeros has an error of 1, so any model meets a larger limit; likewise at the other open ends.
 BOUNDS: dict[Measure, Real] = {
     "error": Real(low=0.0, high=1.0, low_open=True, high_open=True),
     "agreement": Real(low=0.0, high=1.0, low_open=True, noun="a share"),
@@ -39,7 +40,7 @@ EXPECTED = "'error 0.05' (largest relative error), 'agreement 0.98' (least share
 class Limit:
     """A largest relative error, a least agreement with the dense model, or a least change of accuracy in points.
 
-    Raises BadInput for a value that every model or none could meet.
+    Raises BadInput for a value that every model meets, or none.
     """
 
     measure: Measure
@@ -61,7 +62,7 @@ class Limit:
 
 
 def limit_from_text(text: str) -> Limit:
-    """Raises BadInput for anything else than a measure and a number that means something."""
+    """Parse a measure and a number, such as 'error 0.05'; raise BadInput for other texts."""
     words = text.split()
     measure = next((name for name in get_args(Measure) if len(words) == 2 and words[0] == name), None)
     if measure is None:
@@ -74,9 +75,9 @@ def limit_from_text(text: str) -> Limit:
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetChoice(Record, heading="Budget"):
-    """A share of the dense cost to keep in one currency, or what may be lost; tables and batch are of latency's.
+    """A share of the dense cost to keep in one currency, or a limit on the loss; tables and batch are for latency.
 
-    Raises BadInput for several budgets, and for one of latency without a place for its tables.
+    Raises BadInput for several budgets, and for one of latency without a directory for its tables.
     """
 
     macs: float | None = option(
@@ -139,7 +140,7 @@ class BudgetChoice(Record, heading="Budget"):
 
     @property
     def allocates(self) -> bool:
-        """Whether widths are allocated by site: to a budget, or to what may be lost."""
+        """True if widths are allocated by site, to a budget or to a limit on the loss."""
         return self.currency is not None or self.within is not None
 
     @property

@@ -1,4 +1,4 @@
-"""Options of a calibration: which statistics, of which inputs, how the model is run. Torch is imported on use."""
+"""Options of a calibration: statistics, inputs, and how the model is run. Torch is imported on use."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,9 +25,9 @@ Inputs = TypeVar("Inputs", bound="InputSet")
 
 @dataclass(frozen=True, kw_only=True)
 class StatisticsOptions(Record, heading="Statistics"):
-    """Which statistics of which sites; CORP's per-image system whole, or for what some shares removed leave of it.
+    """The statistics to take, and the sites; CORP's per-image system is of all dimensions, or of those that are kept.
 
-    Raises BadInput where one asks for what another excludes or what it belongs to is not given.
+    Raises BadInput for options that exclude one another, and for one without the option that it belongs to.
     """
 
     sites: Sequence[str] = option(Repeated(), (), help="Only sites that fit this pattern, such as 'blocks.3.*'.")
@@ -96,7 +96,7 @@ class StatisticsOptions(Record, heading="Statistics"):
 
 @dataclass(frozen=True, kw_only=True)
 class PassOptions(Record, heading="The pass"):
-    """How inputs are parted, and how the model is run over them."""
+    """The split of the inputs, and the pass over them."""
 
     hold_out: int | None = option(
         IMAGES,
@@ -118,7 +118,7 @@ class PassOptions(Record, heading="The pass"):
     )
 
     def in_order(self, source: Inputs, *, samples: int | None, seed: int) -> Inputs:
-        """The inputs; drawn ones in an order drawn too, where their first ones have moments of their own."""
+        """Return the inputs, shuffled if they were drawn and snapshots take the first ones of them."""
         from calib.inputs import shuffle_inputs
 
         return shuffle_inputs(source, seed=seed) if self.snapshots and samples is not None else source
@@ -126,7 +126,7 @@ class PassOptions(Record, heading="The pass"):
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrateOptions(PassOptions, MergedStatistics, StatisticsOptions):
-    """All options of `calibrate`. Raises BadInput for one that the device doesn't honour."""
+    """All options of `calibrate`. Raises BadInput for one that the device ignores."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -153,14 +153,14 @@ class CalibrateOptions(PassOptions, MergedStatistics, StatisticsOptions):
 
 @dataclass(frozen=True)
 class CalibrateFiles(Record):
-    """What `calibrate` writes; Python takes it by its place."""
+    """The file that `calibrate` writes, a positional parameter in Python."""
 
     output: PathLike = option(FILE, NEEDED, help="Moments file to write (.safetensors).")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrateRun(CalibrateOptions):
-    """The same with how the command goes on after interruptions, and whether it holds a block at a time."""
+    """All options of the command `calibrate`, with those of resuming and of one block at a time."""
 
     checkpoint_every: int | None = option(
         IMAGES, help="Save the state every N images; the same command resumes from it."

@@ -1,4 +1,4 @@
-"""Options of what is built and served: of `build`, `audit`, `package` and `ship`. No torch."""
+"""Options of engines and servers: of `build`, `audit`, `package` and `ship`. Imports no torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ PROFILE = ParsedText(span="min:opt:max", expected="MIN:OPT:MAX", kind=BatchProfi
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions(Record, heading="Engine"):
-    """Of what is None the builder decides. An option that what builds would ignore is refused, see BUILD."""
+    """The options of `build`; the builder decides on those that are None, and those it would ignore are refused."""
 
     backend: Literal["tensorrt", "tensorrt-rtx", "onnxruntime"] = option(
         default="tensorrt", help="What builds it; TensorRT-RTX and ONNX Runtime need no GPU."
@@ -67,7 +67,7 @@ class EngineOptions(Record, heading="Engine"):
         BUILD.refuse([("", way)], options)
 
     def of_engine(self, command: str) -> BuildOptions:
-        """As the room of export takes them; the command goes into the record."""
+        """Return the options as `export` takes them, with the command for the record."""
         options = self.values | {"workspace_mib": self.workspace_mib and self.workspace_mib * 2**20}
         named = {ENGINE_OPTIONS.get(name, name): value for name, value in options.items() if name != "device"}
         return BuildOptions(**named, command=command)
@@ -75,7 +75,7 @@ class EngineOptions(Record, heading="Engine"):
 
 @dataclass(frozen=True, kw_only=True)
 class AuditOptions(Record):
-    """In whose engines attention kernels are counted."""
+    """The builder and the targets of the engines that `audit` counts attention kernels in."""
 
     backend: Literal["tensorrt", "tensorrt-rtx"] = option(
         default="tensorrt-rtx", help="What builds both; TensorRT-RTX needs no GPU."
@@ -88,7 +88,7 @@ class AuditOptions(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class ServingOptions(Record, heading="Serving"):
-    """Beside what was measured: what is written, and how it is to be run."""
+    """The options of `package`: what is written, and how a server runs it."""
 
     name: str = option(TEXT, "vit", help="Model name; variants are NAME, NAME_onnx and NAME_cpu.")
     model_version: int = option(MODEL_VERSION, 1, help="Version directory to add.")
@@ -127,7 +127,7 @@ class ServingOptions(Record, heading="Serving"):
 
     @property
     def serving(self) -> "Serving":
-        """The same to the room of export; the batch to prefer is measured."""
+        """The options as `export` takes them, without the preferred batch size, which is measured."""
         from export.triton.config import Serving
 
         others = ("name", "model_version", "labels", "server", "batch", "allow_failed")
@@ -140,7 +140,7 @@ MOST_HELD_OUT = 256
 
 @dataclass(frozen=True, kw_only=True)
 class ShipOptions(Record, heading="What is made"):
-    """On which images, for what."""
+    """The images and the target of `ship`."""
 
     images: Path = option(
         PATH, NEEDED, help="Unlabelled images like those the model will meet: a folder, tar shards or arrays."

@@ -1,4 +1,4 @@
-"""Options of `export`, and of `export-decoder`. No torch."""
+"""Options of `export` and `export-decoder`. Imports no torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from .values import DIRECTORY, FILE, ListOf, OneOf, Repeated
 
 @dataclass(frozen=True)
 class ExportFiles(Record):
-    """What `export` writes; Python takes it by its place."""
+    """The file that `export` writes, a positional parameter in Python."""
 
     output: PathLike = option(
         FILE,
@@ -28,7 +28,7 @@ class ExportFiles(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class QuantisedOptions(Record, heading="INT8 and FP8"):
-    """How INT8 and FP8 graphs are made."""
+    """The options of INT8 and FP8 graphs."""
 
     rest: Literal["fp16", "bf16", "fp32"] = option(
         default="fp16",
@@ -59,7 +59,7 @@ class QuantisedOptions(Record, heading="INT8 and FP8"):
 
 @dataclass(frozen=True, kw_only=True)
 class GraphOptions(Record, heading="Graph"):
-    """What shapes a graph beside its precision; None leaves it as the model has it."""
+    """The options of a graph beside its precision; None leaves it as the model has it."""
 
     opset: int | None = option(
         OPSET,
@@ -97,9 +97,9 @@ class GraphOptions(Record, heading="Graph"):
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions(GraphOptions, QuantisedOptions, heading="Precision"):
-    """In which precisions graphs are written, what mixed ones keep in FP32 (modules by pattern, or those found to break
-    on inputs), and what else shapes them. Raises BadInput for what no precision honours, and for one that lacks what it
-    needs.
+    """All options of `export`: precisions, what mixed graphs keep in FP32, and what else shapes a graph.
+
+    Raises BadInput for an option that no precision honours, and for a precision without an option that it needs.
     """
 
     precision: str | Sequence[str] = option(
@@ -142,7 +142,7 @@ class ExportOptions(GraphOptions, QuantisedOptions, heading="Precision"):
         EXPORT.refuse([("", f"{name}-auto" if name in searching else name) for name in self.precisions], options)
 
     def require_inputs(self, has_inputs: bool) -> None:
-        """Raise BadInput where precisions look at inputs and there are none, or would not look at those given."""
+        """Raise BadInput for precisions that need inputs without any, and for inputs that no precision needs."""
         if self.quantised and not has_inputs:
             raise BadInput(
                 f"{' and '.join(self.quantised)} computes its ranges from real inputs; give --images (or --text)"
@@ -152,7 +152,7 @@ class ExportOptions(GraphOptions, QuantisedOptions, heading="Precision"):
 
     @property
     def command_options(self) -> dict[str, Any]:
-        """What is otherwise than by default, and of INT8 and FP8 graphs how they are made."""
+        """The options of a command that are not the defaults, and always those of INT8 and FP8 graphs."""
         options = options_of(ExportOptions)
         names = ("precision", *self.non_default, *(("rest", "scales", "balance") if self.quantised else ()))
         typed = {options[name].typed for name in names}
@@ -164,7 +164,7 @@ class ExportOptions(GraphOptions, QuantisedOptions, heading="Precision"):
 
     @property
     def mixed(self) -> tuple[str, ...]:
-        """Those of the precisions that keep sites in FP32."""
+        """The precisions that keep sites in FP32."""
         return tuple(name for name in self.precisions if name in MIXED)
 
     @property
@@ -174,7 +174,7 @@ class ExportOptions(GraphOptions, QuantisedOptions, heading="Precision"):
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderExport(Record):
-    """The precision, and what cache sizes are shown for."""
+    """The options of `export-decoder`: the precision, and the sizes that caches are shown for."""
 
     precision: Literal["fp32", "int8", "int4", "fp16"] = option(
         default="fp32", help="int8 and int4 quantise weights only; fp16 is for GPUs, the others for CPUs."

@@ -1,4 +1,4 @@
-"""Options that name the inputs of a model. Torch is imported when they are opened."""
+"""Options of the inputs of a model. Torch is imported when they are opened."""
 
 import shlex
 from collections.abc import Callable, Collection, Mapping
@@ -30,7 +30,7 @@ KINDS = ("images", "text", "tokens", "arrays")
 
 
 def refuse_several(chosen: Collection[str]) -> None:
-    """Raise BadInput where inputs of more than one kind are given; their options by name."""
+    """Raise BadInput for inputs of more than one kind, given by the names of their options."""
     if len(chosen) > 1:
         first, second = map(spelled, list(chosen)[:2])
         raise BadInput(f"{first} and {second} exclude each other; give what the model takes")
@@ -38,7 +38,7 @@ def refuse_several(chosen: Collection[str]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Drawn(Record, heading="Inputs"):
-    """How many inputs, of those that there are."""
+    """The number of inputs to use, and the seed that draws them."""
 
     samples: int | None = option(IMAGES, help="Use this many images, drawn by --seed; default: all.")
     seed: int = option(SEED, 0, help="Seed of the draw of --samples.")
@@ -50,7 +50,7 @@ class Drawn(Record, heading="Inputs"):
 
 @dataclass(frozen=True, kw_only=True)
 class Decoded(Record, heading="Inputs"):
-    """How images are decoded."""
+    """The options of decoding images."""
 
     workers: int = option(WORKERS, 0, help="Processes that decode images.")
     max_bad: int = option(BAD_IMAGES, 0, help="Unreadable images to skip.")
@@ -62,7 +62,7 @@ class Decoded(Record, heading="Inputs"):
 
 @dataclass(frozen=True, kw_only=True)
 class HoldOutOptions(Record, heading="Inputs"):
-    """Which inputs calibrate held out. Raises BadInput for groups without a number of held-out inputs."""
+    """The inputs that `calibrate` held out. Raises BadInput for groups without a number of held-out inputs."""
 
     hold_out: int | None = option(
         IMAGES,
@@ -77,20 +77,20 @@ class HoldOutOptions(Record, heading="Inputs"):
             raise BadInput("--groups says which images --hold-out takes together; give both, or none")
 
     def split(self, inputs: Inputs, seed: int) -> "Split[Inputs]":
-        """What calibrate fits to, and what it holds out, none without `hold_out`."""
+        """Split inputs into those that `calibrate` fits to and those that it holds out, None without `hold_out`."""
         from calib.groups import split_inputs
 
         return split_inputs(inputs, hold_out=self.hold_out, groups=self.groups, seed=seed)
 
     def proving(self, inputs: Inputs, seed: int) -> Inputs:
-        """Those that a model is proved on: what is held out, or all."""
+        """Return the inputs that prove a model: those held out, or all without `hold_out`."""
         parts = self.split(inputs, seed)
         return parts.fitted if parts.held_out is None else parts.held_out
 
 
 @dataclass(frozen=True, kw_only=True)
 class InputOptions(HoldOutOptions, Decoded, Drawn):
-    """Which inputs, one kind of them, or none. Raises BadInput for several."""
+    """Inputs of one kind, or none. Raises BadInput for several kinds."""
 
     images: Path | None = option(
         PATH,
@@ -132,8 +132,9 @@ class InputOptions(HoldOutOptions, Decoded, Drawn):
         return f"{spelled(next(iter(self._chosen_paths), 'images'))} {shlex.quote(str(self.path))}"
 
     def open(self, checkpoint: "Checkpoint", note: Callable[[str], None]) -> "InputSet":
-        """The inputs as the model takes them; `note` is told of files that were left out. Raises BadInput for a model
-        that takes the other kind.
+        """Return the inputs as the model takes them; `note` is called with a sentence on files that were left out.
+
+        Raises BadInput for a model that takes another kind.
         """
         from corp_deploy.store.input_sets import arrays_for_model, ids_for_model, texts_for_model
 
@@ -155,15 +156,16 @@ class InputOptions(HoldOutOptions, Decoded, Drawn):
         return images
 
     def proving_images(self, model: "nn.Module", note: Callable[[str], None] = lambda text: None) -> "Images":
-        """Those that a model is proved on. Raises BadInput as images_for_model does, and where so many can't be held
-        out.
+        """Return the images that prove a model.
+
+        Raises BadInput as images_for_model does, and for too few images to hold out as many as asked for.
         """
         return self.proving(self._open_images(model, note), self.seed)
 
     def class_indices(
         self, inputs: "InputSet", checkpoint: "Checkpoint", note: Callable[[str], None]
     ) -> "NDArray[np.int64] | None":
-        """Return those of the opened images [N]; None without labels."""
+        """Return the class indices [N] of opened inputs, None without labels."""
         from corp_deploy.store.labels import labels_for
 
         return None if self.labels is None else labels_for(self.labels, inputs, checkpoint.model, note)
@@ -171,7 +173,7 @@ class InputOptions(HoldOutOptions, Decoded, Drawn):
 
 @dataclass(frozen=True, kw_only=True)
 class RequiredInputs(InputOptions):
-    """The same where there have to be some."""
+    """Inputs of one kind. Raises BadInput without any."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

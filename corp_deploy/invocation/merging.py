@@ -1,4 +1,4 @@
-"""Options of token merging. No torch."""
+"""Options of token merging. Imports no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,9 +23,7 @@ SCHEDULE = ParsedText(
 
 @dataclass(frozen=True, kw_only=True)
 class MergedStatistics(Record, heading="Merged tokens"):
-    """What is merged while statistics are taken. How many tokens a model's blocks can merge away is asked where the
-    model is.
-    """
+    """The merging of tokens while statistics are taken; whether a model can merge so many is checked later."""
 
     merge_tokens: int | str | None = option(
         SCHEDULE,
@@ -55,7 +53,7 @@ class MergedStatistics(Record, heading="Merged tokens"):
 
     @property
     def schedule(self) -> str | None:
-        """As people write it; None where nothing is merged."""
+        """The schedule as a text, None without merging."""
         return None if self.merge_tokens is None else str(self.merge_tokens)
 
     @property
@@ -75,13 +73,13 @@ class MergedStatistics(Record, heading="Merged tokens"):
 
     @property
     def of_statistics(self) -> "MergedStatistics":
-        """Under which moments are taken: nothing is merged yet where a budget will choose the schedule."""
+        """The merging under which moments are taken: none if a budget will choose the schedule."""
         return MergedStatistics() if self.auto_merging else MergedStatistics.from_options(self.values)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MergingChoice(MergedStatistics):
-    """What a model merges."""
+    """The merging of tokens in a reduced model."""
 
     merge_outputs: Literal["merged", "unmerged"] = option(
         default="merged",

@@ -1,4 +1,4 @@
-"""Options of the method: a preset, what replaces parts of it, and which weights become zero last. No torch."""
+"""Options of the method: a preset, replacements of its parts, and sparse weights. Imports no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -38,10 +38,10 @@ from .reduction_table import LOOP, PRESET, preset_way
 from .values import CHANNELS, ByKind, OneOf, ParsedText
 
 RIDGE_OF_BEST = 1e-3
-"""A weaker one can err several times as much on inputs that are unlike those of the fit, and gains little elsewhere."""
+"""The ridge of preset best; a weaker one can err several times as much on inputs unlike those of the fit."""
 HeadsName = Literal["padded", "square", "ragged", "auto"]
 WIDTHS = "mlp=64,head=16,conv=32"
-"""Multiples where nothing is said of them."""
+"""The default multiples of widths."""
 MULTIPLES = ByKind(dict.fromkeys(("mlp", "head", "conv"), ALIGNMENT))
 ALIGN: Mapping[str, int] = MULTIPLES.from_text(WIDTHS)
 RANKINGS = {"mlp": MLP_RANKINGS, "head": QK_RANKINGS, "conv": CONV_RANKINGS, "heads": HEADS_RANKINGS}
@@ -52,7 +52,7 @@ REPAIR = ByKind({kind: OneOf(words) for kind, words in (REPAIRS | {CHANNELS: CHA
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Composition:
-    """The preset of the method, and options of `reduce` by name."""
+    """A preset that implies options of `reduce`, with the preset of its method."""
 
     method: str
     implied: Mapping[str, Any]
@@ -74,7 +74,7 @@ def method_of(preset: str) -> str:
 
 
 def with_implied(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of `reduce` with what their preset implies where they say nothing (None) themselves."""
+    """Return options of `reduce`, with values that the preset implies in place of None."""
     preset = options.get("preset")
     implied = COMPOSITIONS[str(preset)].implied if preset in COMPOSITIONS else {}
     return {**options, **{name: value for name, value in implied.items() if options.get(name) is None}}
@@ -82,7 +82,7 @@ def with_implied(options: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class GeometryOptions(Record, heading="Widths and method"):
-    """Which widths there are, of what is tried or timed at several."""
+    """The geometry and the multiples of widths, for operations that try or time several widths."""
 
     heads: Literal["padded", "square", "ragged"] = option(default="padded", help="Geometry.")
     align: Mapping[str, int] = option(MULTIPLES, WIDTHS, help="Multiples of widths.")
@@ -167,12 +167,12 @@ class MethodChoice(Record, heading="Widths and method"):
 
     @property
     def sparsities(self) -> tuple[float | None, ...]:
-        """Shares to remove, None where nothing is said."""
+        """The shares to remove, None for a kind of sites that is left alone."""
         return self.mlp, self.attn, self.conv, self.residual, self.whole_heads
 
     @property
     def method(self) -> Method:
-        """The method itself; heads `auto` start from padded ones. Raises BadInput for what makes no sense."""
+        """The method; heads `auto` start as padded ones. Raises BadInput for a combination that makes no sense."""
         return _method(
             method_of(self.preset),
             **self._knobs,
@@ -192,12 +192,12 @@ class MethodChoice(Record, heading="Widths and method"):
         )
 
     def by_kind(self, name: Literal["select", "repair"]) -> Mapping[str, str]:
-        """One of these options; empty where nothing is said."""
+        """Return the values of one of these options by kind, none if it isn't given."""
         return self.values[name] or {}
 
     @property
     def _knobs(self) -> dict[str, str | None]:
-        """What of the preset is set by itself, by the fields of a method."""
+        """The parts of the preset that options replace, by the fields of a method."""
         select, repair = self.by_kind("select"), self.by_kind("repair")
         return {
             "mlp_selection": select.get("mlp", select.get(CHANNELS)),
@@ -212,7 +212,7 @@ class MethodChoice(Record, heading="Widths and method"):
 
     @property
     def of_preset(self) -> tuple[Axis, str]:
-        """What of the options of sites is honoured: by the preset as it is, or with what is set otherwise."""
+        """The axis of presets, and the preset on it, or the preset with its replaced parts as a way of its own."""
         name = method_of(self.preset)
         changed = {field: value for field, value in self._knobs.items() if value is not None}
         if not changed:
@@ -234,7 +234,7 @@ EXPECTED = "2:4 for all sites, or mlp=2:4,head=2:4,conv=2:4, any of which may be
 
 
 def sparsities_from_text(text: str) -> dict[SparseKind, Sparsity]:
-    """A pattern for every kind of site, or kind by kind. Raises BadInput for what is neither."""
+    """Parse one pattern for all kinds of sites, or patterns by kind; raise BadInput for other texts."""
     if "=" not in text:
         return dict.fromkeys(KINDS, sparsity_from_text(text))
     words = [part.strip().partition("=") for part in text.split(",")]
@@ -255,7 +255,7 @@ PATTERNS = ParsedText(
 
 @dataclass(frozen=True, kw_only=True)
 class SparseChoice(Record, heading="Sparse weights"):
-    """Which weights become zero, last of all."""
+    """The options of sparse weights, which a reduction makes last."""
 
     sparse: str | Mapping[SparseKind, Sparsity] | None = option(
         PATTERNS,
@@ -277,6 +277,6 @@ class SparseChoice(Record, heading="Sparse weights"):
 
     @property
     def patterns(self) -> Mapping[SparseKind, Sparsity]:
-        """By kind of site; empty where none are asked for."""
+        """The patterns by kind of site, none without sparse weights."""
         assert not isinstance(self.sparse, str), self.sparse
         return self.sparse or {}

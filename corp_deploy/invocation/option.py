@@ -1,8 +1,7 @@
-"""An option that is declared once: a field of a frozen record, with what it may be, its default, and what it does;
-and one call of corp-deploy as values: what a stage runs from, and what is printed beside the files that it made.
+"""Options that are declared once, as fields of frozen records, and invocations of commands as values.
 
-Of the record commands/command.py makes the options of a command, release/recipe_keys.py the keys of a recipe's
-table, and api/in_python.py the parameters of a function; its constructor takes values as any of the three write them.
+From a record commands/command.py makes the options of a command, release/recipe_keys.py the keys of a recipe's table,
+and api/in_python.py the parameters of a function; the record's constructor takes values as any of the three write them.
 """
 
 import os
@@ -30,36 +29,38 @@ class SupportsArray(Protocol):
 
 Labels: TypeAlias = PathLike | SupportsArray | Sequence[int] | Mapping[str, int]
 NEEDED = MISSING
-"""The default of an option that has to be given."""
+"""The default of a required option."""
 WRITTEN = (
     *("output", "summary", "write_golden", "polygraphy"),
     *("timing_cache", "latency_tables", "history", "track"),
 )
-"""The options that name what is written."""
+"""The options that name files to write."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """`flag_value`: what the option means on a command line without a value. `unset`: what None comes to, in a
-    word. `typed`: how a command calls it. `in_recipe`: whether recipes have the key, or how they call it. `heading`:
-    what help shows it under.
-    """
+    """An option with its values, its default and its help."""
 
     name: str
     of: Values
     default: Any
     help: str
     flag_value: str | None
+    """The value that the option has on a command line without one."""
     unset: str | None
+    """What None stands for, in a word."""
     typed: str
+    """The option's name in a command."""
     in_recipe: bool | str
+    """False if recipes lack the key, or the key's name if it differs."""
     heading: str
+    """The heading that help shows the option under."""
 
     def off(self, value: Any) -> bool:
         return value is False and self.default is not False
 
     def converted(self, value: Any) -> Any:
-        """A value as it is kept; the default for None. Raises BadInput for one that the option may not be."""
+        """Return a value in the option's type, or the default for None; raise BadInput for a wrong value."""
         if value is None and self.default is NEEDED:
             raise BadInput(f"{spelled(self.typed)}: nothing is given, expected {self.of}")
         value = self.default if value is None else tuple(value) if isinstance(value, list) else value
@@ -91,13 +92,13 @@ def option(
     typed: str | None = None,
     in_recipe: bool | str = True,
 ) -> Any:
-    """A field of a record; what it may be, where that isn't said, is by its type: words, or true and false."""
+    """Return a field of a record; without `of` its type says what values it takes: words, or true and false."""
     meta = {"of": of, "help": help, "flag_value": flag_value, "unset": unset, "typed": typed, "in_recipe": in_recipe}
     return field(default=default, metadata=meta)
 
 
 def declared(record: type["Record"], name: str, default: Any) -> Any:
-    """Return a field that is an option of another record, with a default of its own."""
+    """Return a field that is an option of another record, with another default."""
     each = _every_option(record)[name]  # type: ignore[arg-type]  # a class is hashable, which mypy misses
     names = ("of", "help", "flag_value", "unset", "typed", "in_recipe")
     return field(default=default, metadata={key: getattr(each, key) for key in names})
@@ -111,7 +112,7 @@ def _values_of(annotation: Any) -> Values:
 
 @cache
 def _every_option(record: type["Record"]) -> Mapping[str, Option]:
-    """Read once a class: every record looks here as it is made."""
+    """Return the options of a record by name; they are read once, as every record needs them when it is made."""
     return {
         each.name: Option(
             name=each.name,
@@ -131,7 +132,7 @@ def _every_option(record: type["Record"]) -> Mapping[str, Option]:
 
 
 def options_of(record: type["Record"], *only: str) -> dict[str, Option]:
-    """Those of a record by name, in order, or `only` some."""
+    """Return the options of a record by name, in order, or `only` some of them."""
     every = _every_option(record)  # type: ignore[arg-type]  # a class is hashable, which mypy misses
     return {name: every[name] for name in only or every}
 
@@ -143,9 +144,9 @@ def _command_value(of: Values, value: Any) -> Any:
 
 
 class Record:
-    """Some options with their values. A frozen dataclass; constructors raise BadInput for what may not be.
+    """Options with their values, as a frozen dataclass whose constructor raises BadInput for wrong ones.
 
-    `heading` is what help shows the options that a class declares itself under.
+    Help shows the options that a class itself declares under its `heading`.
     """
 
     heading: ClassVar[str] = ""
@@ -163,7 +164,7 @@ class Record:
 
     @property
     def command_options(self) -> dict[str, Any]:
-        """As a command is told of them, see Invocation, by what they are typed by; None and False are not said."""
+        """The options as an Invocation has them, by the names that they are typed by, without None and False."""
         options = options_of(type(self))
         values = {each.typed: _command_value(each.of, self.values[name]) for name, each in options.items()}
         off = {f"no_{each.typed}": True for each in options.values() if each.off(values[each.typed])}
@@ -177,7 +178,7 @@ class Record:
         }
 
     def refuse_ignored(self, options: Mapping[str, Any]) -> None:
-        """Raise BadInput for one of these options, asked for by name, that nothing of this honours."""
+        """Raise BadInput for an option, given by name, that this record's values make ineffective."""
 
     @classmethod
     def from_options(cls, values: Mapping[str, Any]) -> Self:
@@ -189,10 +190,10 @@ PROGRAM = "corp-deploy"
 
 
 class Pairs(dict[str, Any]):
-    """The value of an option that is spelled name=value,name=value; what is None is left out."""
+    """The value of an option that is spelled name=value,name=value, without names whose value is None."""
 
     def __str__(self) -> str:
-        """`channels` stands without its name: it is what a word alone means."""
+        """Return the pairs, `channels` without its name, since a word alone stands for it."""
         pairs = ((name, value) for name, value in self.items() if value is not None)
         return ",".join(str(value) if name == "channels" else f"{name}={value}" for name, value in pairs)
 
@@ -201,7 +202,8 @@ class Pairs(dict[str, Any]):
 class Invocation:
     """A command, its arguments, and its options by name. Paths are relative to the directory that it is run in.
 
-    None and False are not said, True stands alone, a tuple is joined with commas, a list says the option over again.
+    Options with None and False are left out; True stands for a flag, a tuple for values joined with commas, and a list
+    for an option that is repeated.
     """
 
     command: str
@@ -209,7 +211,7 @@ class Invocation:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __getitem__(self, option: str) -> Any:
-        """None where it isn't said."""
+        """Return an option's value, None if it isn't given."""
         return self.options.get(option)
 
     @property

@@ -1,7 +1,7 @@
-"""Which variant of a command (backend, precision, preset) supports which options: refusals, help, printed commands.
+"""Tables of the options that each way of a command's work honours, for refusals, help and printed commands.
 
-A way is whatever does the work: a backend on a device, a precision, a preset, a kind of input. The ways themselves are
-data, see table and reduction_table. Imports nothing heavy.
+A way is a backend on a device, a precision, a preset, or a kind of input. The ways themselves are data, see table and
+reduction_table. Imports nothing heavy.
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,14 +12,14 @@ from ground.errors import BadInput
 
 ANY: None = None
 Values = tuple[str, ...] | None
-"""The values of an option that a way honours; ANY is all of them."""
+"""The values of an option that a way honours, ANY for all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """One way to do a command's work: its name in words, how a user gets it, and the options it honours.
+    """One way to do a command's work: its name in words, how a user gets it, and the options that it honours.
 
-    `instead` says, option by option, what to do for the same effect where the way does not honour it.
+    `instead` says, for options that the way doesn't honour, what to do for the same effect.
     """
 
     label: str
@@ -37,7 +37,7 @@ class Variant:
 def variant(
     label: str, how: str, names: str = "", instead: Mapping[str, str] | None = None, **values: Values
 ) -> Variant:
-    """`names`: the options it honours, with their values where those are only some: "threads mode=eager,compiled"."""
+    """Return a variant that honours `names`: options, with values if only some: "threads mode=eager,compiled"."""
     pairs = (word.partition("=") for word in names.split())
     supported = {name: tuple(some.split(",")) if some else ANY for name, _, some in pairs}
     return Variant(label=label, how=how, supported=supported | values, instead=instead or {})
@@ -45,18 +45,21 @@ def variant(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
-    """The ways of one command. Of several at work at once each must honour an option, or one where it `picks`."""
+    """The ways of one command. If several are at work, each has to honour an option, or one an option in `picks`."""
 
     variants: Mapping[str, Variant]
     picks: frozenset[str] = frozenset()
 
     @property
     def options(self) -> tuple[str, ...]:
-        """Every option that some way honours, and so every one that is looked at."""
+        """The options that at least one way honours; the axis ignores all others."""
         return tuple(dict.fromkeys(option for variant in self.variants.values() for option in variant.supported))
 
     def refuse(self, at_work: Iterable[tuple[str, str]], options: Mapping[str, Any]) -> None:
-        """Raise BadInput for an option that the ways at work would ignore; (what it works on, way's name) each."""
+        """Raise BadInput for an option that the ways at work would ignore.
+
+        `at_work` has pairs of what a way works on ("" for nothing in particular) and the way's name.
+        """
         working = [(what, self.variants[name]) for what, name in at_work]
         for option, value in options.items():
             failing = [(what, each) for what, each in working if not each.supports(option, value)]
@@ -72,7 +75,7 @@ class Axis:
             raise BadInput(f"{spelled} is not honoured by {variant.label}{where}; {supporting_text}{hint}")
 
     def help(self, option: str) -> str:
-        """Who honours an option, for its help text: value by value where the ways take different ones."""
+        """Return which ways honour an option, for its help text; by value if they honour different values."""
         values = tuple(
             dict.fromkeys(value for variant in self.variants.values() for value in variant.supported.get(option) or ())
         )
@@ -90,7 +93,7 @@ class Axis:
         return "all" if len(able) == len(self.variants) else ", ".join(able)
 
     def supported(self, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of the values that a way honours; options that no way is asked about pass."""
+        """Return the options that a way honours, and those that are not on this axis."""
         variant = self.variants[name]
         return {key: value for key, value in values.items() if key not in self.options or variant.supports(key, value)}
 
@@ -100,7 +103,7 @@ def spelled(option: str) -> str:
 
 
 def spelling(option: str, value: object) -> list[str]:
-    """An option as the words of a command: flags alone, a tuple with commas, a list as the option over again."""
+    """Return an option as the words of a command: flags alone, a tuple with commas, a list as repeated options."""
     name = spelled(option)
     if value is None or value is False:
         return []
@@ -112,5 +115,5 @@ def spelling(option: str, value: object) -> list[str]:
 
 
 def words_of(values: Mapping[str, Any]) -> list[str]:
-    """Options and their values as the words of a command, in the order given."""
+    """Return options and their values as the words of a command, in this order."""
     return [word for option, value in values.items() for word in spelling(option, value)]

@@ -1,6 +1,4 @@
-"""Options of a proof, a decoder's graph's too: limits, batch sizes, runtimes, heads, measures; and of `gate`, which
-judges it. No torch.
-"""
+"""Options of a proof (limits, batch sizes, runtimes, heads, metrics) and of `gate`. Imports no torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -98,7 +96,7 @@ class LimitOptions(Record, heading="Limits"):
 
     @property
     def by_output(self) -> dict[str, dict[str, float]]:
-        """The limits of single outputs by the output's name. Raises BadInput for a text that is no such limit."""
+        """The limits of single outputs by the output's name. Raises BadInput for a text that is no limit."""
         limits = dict[str, dict[str, float]]()
         for text in self.output_limit:
             output, _, limit = text.rpartition(":")
@@ -119,7 +117,7 @@ class LimitOptions(Record, heading="Limits"):
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageOptions(Record, heading="Limits"):
-    """What every candidate has to keep to; None for no limit."""
+    """The limits of every candidate of `perplexity`; None sets no limit."""
 
     max_ratio: float | None = option(RATIO, help="Largest perplexity, as a multiple of the dense one's.")
     min_agreement: float | None = option(SHARE, help="Smallest share of tokens with the same most likely next token.")
@@ -133,7 +131,7 @@ class LanguageOptions(Record, heading="Limits"):
 
 @dataclass(frozen=True, kw_only=True)
 class HeadOptions(Record, heading="Heads apart"):
-    """What looks at outputs."""
+    """The dense heads that are run on the model's outputs."""
 
     heads: Sequence[PathLike] = option(
         Repeated(each=FILE),
@@ -148,7 +146,7 @@ class HeadOptions(Record, heading="Heads apart"):
 
 @dataclass(frozen=True, kw_only=True)
 class ProofOptions(HeadOptions, LimitOptions, heading="Proof"):
-    """The limits, with what is run and what looks at its outputs."""
+    """All options of a proof: limits, heads, batch sizes and runtimes."""
 
     batches: Sequence[int] = option(
         ListOf(BATCH, "1,8,32"), (1, 7, 32), typed="batch", help="Batch sizes to run every candidate at."
@@ -170,7 +168,7 @@ class ProofOptions(HeadOptions, LimitOptions, heading="Proof"):
 
 @dataclass(frozen=True, kw_only=True)
 class ProofFiles(Record, heading="Proof"):
-    """What a proof reads beside its inputs, and writes. Raises BadInput for the name of the file beside the record."""
+    """The files of a proof beside its inputs. Raises BadInput for an output that per-image figures would replace."""
 
     output: PathLike | None = option(FILE, help="parity.json to write; per-image figures go to .npz beside it.")
     moments: PathLike | None = option(
@@ -185,7 +183,7 @@ class ProofFiles(Record, heading="Proof"):
 
 @dataclass(frozen=True, kw_only=True)
 class MetricOptions(Record, heading="Proof"):
-    """Measures of the user's own."""
+    """Metrics of the user's own."""
 
     metric: Sequence[str] = option(
         Repeated(each=text_of("[NAME=]COMMAND")),
@@ -208,7 +206,7 @@ class MetricOptions(Record, heading="Proof"):
 
 @dataclass(frozen=True, kw_only=True)
 class GateOptions(Record):
-    """By what records are judged, and what is kept of it."""
+    """The options of `gate`: rules, history and tracking."""
 
     rules: Sequence[str] = option(
         Repeated(),
@@ -231,7 +229,7 @@ class GateOptions(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderProof(Record, heading="A decoder's graph"):
-    """How `verify` runs a decoder's graph."""
+    """The options of `verify` for a decoder's graph."""
 
     length: int = option(TOKENS, 32, help=f"Tokens of a sequence. {VERIFY_REFERENCE.help('length')}")
     provider: Literal["cpu", "cuda"] = option(

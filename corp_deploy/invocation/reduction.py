@@ -1,6 +1,6 @@
-"""All options of a reduction, and the refusals of combinations that contradict themselves.
+"""All options of a reduction, and the refusals of contradictory combinations. Imports no torch.
 
-No torch. Fields have the names of the options of `reduce`, and a refusal spells them so.
+Fields have the names of the options of `reduce`, and refusals spell them so.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,12 +22,12 @@ from .values import DIRECTORY, FILE, OneOf
 
 SaveAs = Literal["hf"]
 Effort = Literal["quick", "standard", "thorough"]
-"""What is tried beside one pass over the moments: nothing; the closed loop; also widths in it, and a polish."""
+"""What is tried beside one pass over the moments: nothing; the closed loop; also its widths, and a polish."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RepairChoice(Record, heading="Loops, polish and results"):
-    """On which streams blocks are repaired, what judges the sites, what is fitted once more, what else is written."""
+    """The closed loop, held-out moments, the polish, and the form of the result."""
 
     allow_partial: bool = option(default=False, help="Continue if some of the requested sites can't be reduced.")
     closed_loop: bool | Literal["asymmetric", "symmetric", "none"] | None = option(
@@ -75,7 +75,7 @@ class RepairChoice(Record, heading="Loops, polish and results"):
 
 @dataclass(frozen=True)
 class ReduceFiles(Record):
-    """What `reduce` reads and writes; Python takes them by their places."""
+    """The files of `reduce`, positional parameters in Python."""
 
     moments: PathLike = option(FILE, NEEDED, help="Moments of this model, written by calibrate.")
     output: PathLike = option(DIRECTORY, NEEDED, help="Directory for model.safetensors and config.json.")
@@ -85,8 +85,7 @@ class ReduceFiles(Record):
 class ReduceOptions(SparseChoice, MergingChoice, RepairChoice, BudgetChoice, MethodChoice):
     """All options of `reduce`.
 
-    Raises BadInput where nothing is asked for or what nothing honours, where a budget or a limit meets sparsities, and
-    for held-out moments with a closed loop.
+    Raises BadInput for options that ask for nothing, that have no effect, or that contradict one another.
     """
 
     def __post_init__(self) -> None:
@@ -162,7 +161,7 @@ class ReduceOptions(SparseChoice, MergingChoice, RepairChoice, BudgetChoice, Met
 
     @property
     def composes(self) -> bool:
-        """Whether what is done beside one pass over the moments is settled by trying it."""
+        """True if stages beside one pass over the moments are kept or left out by trying them."""
         return self.effort != "quick"
 
     @property
@@ -187,7 +186,7 @@ class ReduceOptions(SparseChoice, MergingChoice, RepairChoice, BudgetChoice, Met
 
     @property
     def method_asked(self) -> Method:
-        """The method; where tokens alone are merged, a closed loop repairs every site at its full width."""
+        """The method; if only tokens are merged, a closed loop repairs every site at its full width."""
         looped = self.loop is not None or self.composes
         repairs = self.merge_tokens is not None and looped and not self.allocates
         if not repairs or any(each is not None for each in self.sparsities):
@@ -200,7 +199,7 @@ class ReduceOptions(SparseChoice, MergingChoice, RepairChoice, BudgetChoice, Met
 
     @property
     def _fits_channels(self) -> bool:
-        """Whether channels or heads are merged, which images alone can fit."""
+        """True if channels or heads are merged, which only images can fit."""
         return self.method.merges or self.method.folds_heads
 
     @property
@@ -229,7 +228,7 @@ class ReduceOptions(SparseChoice, MergingChoice, RepairChoice, BudgetChoice, Met
         self._refuse_idle_kinds(options)
 
     def _refuse_idle_kinds(self, options: Mapping[str, Any]) -> None:
-        """Raise BadInput for a ranking or a repair, asked for by name, of what this reduction leaves alone."""
+        """Raise BadInput for a ranking or a repair, given by name, of sites that this reduction leaves alone."""
         mlp, conv = self.mlp is not None or self.allocates, self.conv is not None or self.allocates
         touched = {
             "mlp": (mlp, "--mlp"),
@@ -243,4 +242,6 @@ class ReduceOptions(SparseChoice, MergingChoice, RepairChoice, BudgetChoice, Met
                 reduced, by = touched[kind]
                 if not reduced:
                     spelled = how if kind == "channels" else f"{kind}={how}"
-                    raise BadInput(f"--{name} {spelled} is of what stays as it is; give {by} a share to remove")
+                    raise BadInput(
+                        f"--{name} {spelled} has no effect on sites that are not reduced; give {by} a share to remove"
+                    )

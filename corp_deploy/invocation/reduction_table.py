@@ -1,15 +1,15 @@
-"""The table of which option of `reduce` and `sweep` is honoured by what of a reduction. Imports nothing heavy."""
+"""The options of `reduce` and `sweep` that each way of a reduction honours. Imports nothing heavy."""
 
 from corp_deploy.reduction.method import PRESETS, Method
 
 from .option_support import Axis, Variant, variant
 
-# What presets that merge channels are fitted to, in a sweep.
+# The inputs of a sweep that presets with merged channels are fitted to.
 FITTED = ("calibration_images", "calibration_text")
 
 
 def preset_way(name: str, method: Method) -> Variant:
-    """What a method does to attention and convolutions, and whether it has the curves that a budget follows."""
+    """Return the options that a method honours on attention and convolutions, and budgets if it has curves."""
     attention, convolutions = method.qk_recovery != "keep", method.conv_recovery != "keep"
     square = "" if method.value_recovery == "keep" else ",square,auto"
     parts = ",".join(("joint", "mlp", *["attn"] * attention, *["conv"] * convolutions))

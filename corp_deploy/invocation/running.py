@@ -1,4 +1,4 @@
-"""Options of how two models are run side by side and measured: of `bench`, and of the trials of a sweep. No torch."""
+"""Options of timing two models side by side: of `bench`, and of the trials of `sweep`. Imports no torch."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -25,10 +25,10 @@ Device = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(Record, heading="What runs them"):
-    """How both are run; None is the default of the backend. An option that the backend would ignore is refused.
+    """The backend of both models and its options; None is its default, and options that it ignores are refused.
 
-    `backend` is for model directories: torch, aotinductor after compiling a package, or onnxruntime (the default) or
-    openvino after an export to FP32, which is for graphs, too. See BENCH.
+    `backend` runs model directories: torch; aotinductor, which compiles a package first; or onnxruntime (the default)
+    and openvino, which run an FP32 export. Graphs run in the latter two. See BENCH.
     """
 
     backend: Backend | None = option(
@@ -71,7 +71,7 @@ class RunOptions(Record, heading="What runs them"):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(Record, heading="How long"):
-    """How long is measured."""
+    """The length and the precision of a measurement."""
 
     time_limit: float = option(
         SECONDS,
@@ -132,14 +132,14 @@ class BenchOptions(PlanOptions, RunOptions, heading="What is timed"):
 
 @dataclass(frozen=True, kw_only=True)
 class BenchFiles(Record):
-    """What `bench` writes."""
+    """The file that `bench` writes."""
 
     output: PathLike | None = option(FILE, help="bench.json to write, raw samples and all.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextFed(Record, heading="Inputs"):
-    """Texts that both are fed."""
+    """Texts that both models are timed on."""
 
     text: PathLike | None = option(
         FILE, help="Texts, one a line, for the tokenizer of a model directory; default: random tokens."
@@ -148,7 +148,7 @@ class TextFed(Record, heading="Inputs"):
 
 @dataclass(frozen=True, kw_only=True)
 class FedOptions(TextFed):
-    """What both are fed. Raises BadInput for images and texts at once."""
+    """The inputs that both models are timed on. Raises BadInput for images together with texts."""
 
     images: Path | None = option(
         FILE,
@@ -175,9 +175,9 @@ TRIALS = Axis(
 
 @dataclass(frozen=True, kw_only=True)
 class SweepSpeedChoice(Record, heading="Timing and engines"):
-    """`bench`: what times trials, None nothing; `engine`: what builds engines of them, None nothing.
+    """The runtime that times trials, and the builder of their engines, each None for none.
 
-    Raises BadInput for targets of no engine, and for engines to time that nothing builds.
+    Raises BadInput for engine targets without a builder, and for engines to time without one.
     """
 
     bench: Literal["onnxruntime", "openvino", "torch", "engine"] | None = option(
@@ -218,8 +218,9 @@ class SweepSpeedChoice(Record, heading="Timing and engines"):
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderLoad(Record, heading="Graphs of decoders"):
-    """What is timed: prompts of these lengths, one at a time, then one token of each of so many sequences that have
-    `cached` tokens behind them. The rest is as of models, see BenchOptions.
+    """The load of decoders: single prompts of these lengths, then one token of each of a batch of sequences.
+
+    The sequences have `cached` tokens in the cache. For the other options see BenchOptions.
     """
 
     lengths: Sequence[int] = option(

@@ -1,4 +1,4 @@
-"""Options that name a model. Torch is imported when it is loaded."""
+"""Options of a model's source. Torch is imported when the model is loaded."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -34,16 +34,16 @@ OUTPUT_NAMES = ParsedText(
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSource(Record, heading="Model"):
-    """Where a model comes from, and what of it is set otherwise.
+    """A model, with its weights, arguments, preprocessing and outputs.
 
     `name`: a timm name (with `weights`), a directory written by corp-deploy or a snapshot of one of timm's
     repositories, `hf:DIR` of transformers, `torchvision:NAME` (with `weights`), `module:PATH.py:FUNCTION` (with
     `trust_code`), or a .toml file whose table [model] says all of this. `kwargs` are the arguments of its library;
     `ema` takes the moving average of the weights (True) or the raw ones (False), `weights_key` those under a key of
-    the file, dots between keys and before the rest of a prefix; `mean` and `std` (a number for all
-    channels, or one for each), `crop_pct` in (0, 1], `interpolation` and `crop_mode` go before the model's own
-    preprocessing; `outputs` are what it gives, by name: ("class", "patches", "block8"). Nothing is read before a
-    function is given it, and nothing is ever downloaded.
+    the file, with dots between keys and before the rest of a prefix; `mean` and `std` (a number for all channels, or
+    one for each), `crop_pct` in (0, 1], `interpolation` and `crop_mode` replace the model's own preprocessing;
+    `outputs` are the names of its outputs: ("class", "patches", "block8"). The source is read when a function uses it,
+    and nothing is ever downloaded.
     """
 
     name: PathLike = field(kw_only=False)
@@ -79,7 +79,7 @@ class ModelSource(Record, heading="Model"):
 
     @property
     def named_outputs(self) -> NamedOutputs | None:
-        """What the model gives by name, None for its own output. Raises BadInput for names that are none."""
+        """The model's named outputs, None for its own output. Raises BadInput for names that are none."""
         return None if self.outputs is None else NamedOutputs(tuple(self.outputs))
 
     @property
@@ -88,7 +88,7 @@ class ModelSource(Record, heading="Model"):
         return Preprocessing(**{name: self.values[name] for name in of_images})
 
     def opened(self) -> "Checkpoint":
-        """Raises BadInput as load_dense does."""
+        """Load the model. Raises BadInput as load_dense does."""
         from corp_deploy.store.dense_model import load_dense
 
         return load_dense(

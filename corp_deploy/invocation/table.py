@@ -1,4 +1,4 @@
-"""The table of which backend honours which option, command by command. Imports nothing heavy."""
+"""The options that each backend honours, command by command. Imports nothing heavy."""
 
 from export.engine.options import COMPATIBILITIES, REFUSALS
 from ground.precision import EVERY_WORD, MIXED, PRECISIONS, QUANTISED, WORDS

@@ -1,6 +1,6 @@
-"""What an option may be, whoever writes it: a command line, a recipe, Python. Each reads itself from a text.
+"""Types of option values, for command lines, recipes and Python; each type reads its values from texts.
 
-Quantities (ground/quantity.py) are such too.
+Quantities (ground/quantity.py) are such types, too.
 """
 
 import re
@@ -14,11 +14,11 @@ from ground.errors import BadInput
 from ground.quantity import quoted
 
 CHANNELS = "channels"
-"""What a word without its kind is of: channels of MLPs and of convolutions, whichever are reduced."""
+"""The kind of a word without a kind: channels of MLPs and of convolutions, whichever are reduced."""
 
 
 class Values(Protocol):
-    """What an option may be, which str() says; `span`: the same within a line of help. Quantities are such."""
+    """A type of values, which str() describes, and `span` within a line of help."""
 
     @property
     def span(self) -> str: ...
@@ -26,12 +26,12 @@ class Values(Protocol):
     def holds(self, value: object) -> bool: ...
 
     def from_text(self, text: str) -> Any:
-        """Raises BadInput for what it may not be."""
+        """Return the value of a text; raise BadInput for other texts."""
 
 
 @dataclass(frozen=True, slots=True)
 class OneOf:
-    """One of some words; `on` and `off` are what true and false mean."""
+    """One of some words; `on` and `off` are the words for true and false."""
 
     words: tuple[str, ...]
     on: str | None = None
@@ -56,16 +56,17 @@ class OneOf:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedText:
-    """What a text is read as: `expected` in words, `kind` once it is read; `or_whole`: numbers stand for themselves;
-    `pattern`: a regular expression that the text has to fit.
-    """
+    """Values that a function reads from texts."""
 
     span: str
     expected: str
     kind: type | UnionType
+    """The type of the values."""
     read: Callable[[str], Any]
     or_whole: bool = False
+    """True if recipes may write whole numbers, too."""
     pattern: str = r"\S"
+    """A regular expression that texts in recipes have to match."""
 
     def __str__(self) -> str:
         return self.expected
@@ -82,7 +83,7 @@ def _no_flag(text: str) -> bool:
 
 
 def text_of(span: str) -> ParsedText:
-    """Any text, which help calls by this name."""
+    """Return the type of any text, under this name in help."""
     return ParsedText(span=span, expected="a text that is not empty", kind=str, read=str)
 
 
@@ -121,7 +122,7 @@ LICENCE = ParsedText(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repeated:
-    """Any number of texts, or of other values: the option over again."""
+    """Any number of texts or of other values, for an option that may be repeated."""
 
     each: Values = TEXT
 
@@ -141,8 +142,9 @@ class Repeated:
 
 @dataclass(frozen=True, slots=True)
 class ByKind:
-    """A value for each kind of site: mlp=64,head=16, any of which may be left out; one alone is of CHANNELS, if that
-    is a kind.
+    """A value for each kind of site, any of which may be left out: mlp=64,head=16.
+
+    A value without a kind is for CHANNELS, if that is one of the kinds.
     """
 
     kinds: Mapping[str, Values]
@@ -182,7 +184,7 @@ class ByKind:
 
 @dataclass(frozen=True, slots=True)
 class ListOf:
-    """Several, separated by commas; `different`: each once."""
+    """Several values, separated by commas; with `different` no value twice."""
 
     each: Values
     example: str
@@ -209,7 +211,7 @@ class ListOf:
 
 
 def literal(of: Values, word: str) -> str:
-    """Return a word behind an option as its value in Python and TOML; nothing where a sentence goes on with it."""
+    """Return a word behind an option as its value in Python and TOML, "" if it belongs to the sentence."""
     bare = word.strip("'")
     if re.fullmatch("[A-Z]+", bare):
         return bare
