@@ -116,7 +116,7 @@ def test_gate_fails_on_overlap_unless_a_rule_allows_it(home: Path, tmp_path: Pat
     alone = shutil.copy(home / "dense" / "model.onnx", tmp_path / "model.onnx")
     verified(home, parity, "mixed.npy", alone)
     assert run("gate", parity).exit_code == 0
-    refuses("does not tell which images the model was fitted to", "gate", parity, "--fail-if", "fitted_images > 0")
+    refuses("doesn't say which images the model was fitted to", "gate", parity, "--fail-if", "fitted_images > 0")
 
 
 @pytest.mark.slow("measurement")

@@ -116,9 +116,9 @@ def test_caching_model_is_found_by_varied_inputs() -> None:
     assert gains["reduced"].value == pytest.approx(4.0)
     assert gains["dense"].value == pytest.approx(1.0)
     (told,) = [warning for warning in record.warnings if "cache" in warning]
-    assert told.startswith("batch 2, reduced: 4.00 times as quick on one batch again and again")
+    assert told.startswith("batch 2, reduced: 4.00 times as fast on one repeated batch")
     gate = judge([rule_from_text("speedup@b2 < 0.9")], Evidence(bench=record))
-    assert (gate.verdict, "reduced is 4.00 times as quick" in gate.rules[0].message) == ("INCONCLUSIVE", True)
+    assert (gate.verdict, "reduced is 4.00 times as fast" in gate.rules[0].message) == ("INCONCLUSIVE", True)
     assert "latency,reduced,2,compute,gain_on_repeats,4" in csv_from_record(
         {"title": "t", "bench": {"kind": "bench", "version": 1, **asdict(record)}}
     )

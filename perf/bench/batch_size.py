@@ -1,4 +1,7 @@
-"""One batch size within its time limit: warmed up, against itself, side by side, and compared with plain calls."""
+"""Measurement of one batch size within its time limit.
+
+It warms up, times the reference against itself and both subjects side by side, and compares timed with plain calls.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -18,15 +21,15 @@ from perf.timing.watch import Watch
 from .budget import TimeAllocation, allocate_time, least_s
 from .opened_subject import CALLS_AROUND, OpenedSubject, repeat_blocks
 
-AMPLE = 1.5  # times the least is what is advised: some of it is for the warm-up
+AMPLE = 1.5  # the advised time limit over the least, for the warm-up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSize:
-    """One batch size to measure within its time.
+    """One batch size to measure within a time limit.
 
-    `subjects` are reference and candidate, and a second reference where the plan has an A/A run; `before_s` is this
-    batch size's part of the time that opening them took.
+    `subjects` are reference, candidate and, if the plan has an A/A run, a second reference. `before_s` is this batch
+    size's share of the time to open them.
     """
 
     batch: int
@@ -39,7 +42,7 @@ class BatchSize:
     report: Callable[[str], None]
 
     def timed(self) -> tuple[Row, list[StructuralTest]]:
-        """Return the row and the structural tests of what was timed; nothing stays bound."""
+        """Measure and return the row with structural tests of the timed calls, then release all bound batches."""
         try:
             return self._timed()
         finally:
@@ -87,7 +90,7 @@ class BatchSize:
         return bool(running) and least_s([subject.fastest_s for subject in running]) > self.limit.left_s
 
     def _first_calls(self) -> None:
-        """Bind and call each subject, twice where the first call leaves no time, as it does more than later ones."""
+        """Bind and call each subject; call again if the first call, which is slow, would leave no time."""
         self.report("first calls")
         for subject in self._compared:
             subject.first_call(self.feeds, self.batch, self.plan, self.limit)
@@ -124,7 +127,7 @@ class BatchSize:
             return (), (f"no A/A run: {again.trial.message}",)
         limit_s = min(allocation.noise_limit_s, self.limit.left_s - kept_s)
         pair = {reference.name: reference.bound, again.name: again.bound}
-        again.bound = None  # gone with the pair
+        again.bound = None  # so that it is freed with the pair
         return measure_rounds(pair, allocation.noise_rounds, **self._how(allocation, "against itself", limit_s)), ()
 
     def _how(self, allocation: TimeAllocation, stage: str, limit_s: float) -> dict[str, Any]:
@@ -158,7 +161,7 @@ class BatchSize:
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-                repeats[subject.name] = ()  # no memory for so many batches at once: what was measured before stays
+                repeats[subject.name] = ()  # no memory for so many batches; the other measurements stay
                 continue
             if whole_rounds(blocks):
                 repeats[subject.name] = blocks
@@ -191,7 +194,7 @@ class BatchSize:
         return self._late_row(message, **measured)
 
     def _advice(self, needed_s: float) -> str:
-        """Return the advised time limit, rounded up to two digits."""
+        """Return a sentence with the advised time limit, rounded up to two digits."""
         step = 10.0 ** (math.floor(math.log10(needed_s)) - 1)
         needed = f"{step * math.ceil(needed_s / step):g}"
         return f"it takes about {needed} s, the limit is {self.plan.time_limit_s:g} s; give --time-limit {needed}"
@@ -206,7 +209,7 @@ class BatchSize:
 
 
 def least_of(trials: Sequence[BenchTrial]) -> float | None:
-    """Return the seconds that an interval takes at least by the fastest calls; None of first calls alone."""
+    """Return the least seconds for an interval by the fastest calls; None if there are only first calls."""
     called = [trial.warm_up_samples_ms for trial in trials if trial.warm_up_samples_ms]
     if not called or min(map(len, called)) < 2:
         return None

@@ -1,4 +1,4 @@
-"""Measure a reference and a candidate over a sweep of batch sizes, in one process, side by side."""
+"""Measurement of a reference and a candidate over a sweep of batch sizes, side by side in one process."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,12 +23,12 @@ from .opened_subject import OpenedSubject
 
 Progress = Callable[[float, str], None]
 AGAIN = " again"
-OPENING_SHARE = 1 / 2  # of the time limit, at most: where opening takes longer, a warning says that it did
+OPENING_SHARE = 1 / 2  # of the time limit at most counts for opening; a warning is given if it takes longer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchSubject(SubjectRecord):
-    """A subject as it is recorded, and a function that makes its runner, not yet entered."""
+    """A subject as recorded, and a function that makes its runner, not yet entered."""
 
     describe: Flat = field(default_factory=dict)
     open: Callable[[], Runner]
@@ -55,21 +55,26 @@ def bench_subjects(
 ) -> Bench:
     """Time the first subject against the second, and the first against itself, at every batch size.
 
-    Opening the subjects is part of the time that the batch sizes have, in equal shares of those to come; no batch size
-    takes of another's. What couldn't be measured in its time stays as a row that says so.
+    The time to open the subjects counts in equal shares for the batch sizes to come; no batch size takes time from
+    another. A batch size that couldn't be measured in its time stays as a row with the reason.
 
     Args:
-        feeds: by input, [N, ...]; a batch takes the first of N, over again when N is smaller. Where there is one
-            input, the two subjects may call it by different names.
+        subjects: the reference and the candidate.
+        feeds: arrays [N, ...] by input; a batch takes the first of N, again from the first if N is smaller. If there
+            is one input, the two subjects may name it differently.
+        batches: the batch sizes.
+        plan: the rules of the measurement.
         streams: instances of each subject called at once; above 1 only throughput is measured.
-        flush_l2: recorded only; the runners do it.
-        described: the machine; None looks.
-        watch: asked between blocks, see perf.timing.watch.watching.
-        progress: called with the share done and what is being done.
-        made_s: seconds that making the subjects took for these batch sizes already.
+        flush_l2: whether the runners flush the L2 cache; only recorded here.
+        described: the machine, None for this one.
+        command: the command line for the record.
+        clock: a function that returns nanoseconds.
+        watch: a function called between blocks, see perf.timing.watch.watching.
+        progress: a function called with the share done and the current stage.
+        made_s: seconds already spent to make the subjects for these batch sizes.
 
     Raises:
-        BadInput: the subjects, feeds, batch sizes or streams make no measurement.
+        BadInput: the subjects, feeds, batch sizes or streams are not valid.
         Missing: a runner lacks its device, provider or package, or nothing could be measured at any batch size.
     """
     _require_sweep(subjects, batches, streams)
@@ -98,11 +103,11 @@ def bench_subjects(
             )
             late = [row for row in rows if row.batch < batch and row.stop == OUT_OF_TIME]
             late = [row for row in late if least_of([*row.trials.values()])]
-            slow = max(late, key=lambda row: row.batch, default=None)  # a larger one has still less time
+            slow = max(late, key=lambda row: row.batch, default=None)  # a larger batch size is slower still
             row, own = size.timed() if slow is None else (size.skipped_as_too_slow(slow), [])
             rows.append(row)
             tests += own
-            # What was done in less than the whole limit pays for the opening, what took longer is no other's loss.
+            # Time left of this limit pays for the opening; time beyond it is not taken from other batch sizes.
             owed_s -= min(owed_s, plan.time_limit_s - min(limit.spent_s, limit.limit_s))
         _require_measured(rows)
         descriptions = [subject.runners[0].describe() for subject in opened]
@@ -125,7 +130,7 @@ def bench_subjects(
         subjects=(reference.described(descriptions[0]), candidate.described(descriptions[1])),
         rows=tuple(rows),
         warnings=(
-            # What was timed must be what a plain call, and so `verify`, gives.
+            # Timed calls must give the same outputs as plain calls, and so as `verify`.
             *(f"{test.candidate}: {test.reason}" for test in tests if test.status == "FAIL"),
             *[opening] * (opening_s > OPENING_SHARE * plan.time_limit_s * len(batches)),
             *find_warnings(rows),

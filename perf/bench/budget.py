@@ -1,7 +1,7 @@
-"""Shares of a batch size's time: the least that makes an interval is kept free, the rest is for warm-up, A/A
-run and audit.
+"""Division of a batch size's time between comparison, warm-up, A/A run and audit.
 
-Nothing begins that isn't expected to end in time. Times are in seconds; `calls_s` are those of a call of each subject.
+The least time for an interval is reserved, and no part starts that isn't expected to end in time. Times are in seconds;
+`calls_s` has the time of a call of each subject.
 """
 
 from collections.abc import Sequence
@@ -13,25 +13,25 @@ from perf.timing.rounds import calls_per_block, settle_calls
 
 from .opened_subject import CALLS_AROUND, round_robin_calls
 
-NOISE_SHARE = 1 / 2  # of what the warm-up leaves; more where the comparison has its rounds all the same
+NOISE_SHARE = 1 / 2  # of the time after the warm-up; more if the comparison has its rounds anyway
 AUDIT_SHARE = 1 / 4
-PLANNED_SHARE = 2 / 3  # of the time; the machine may be busier when it comes to it
+PLANNED_SHARE = 2 / 3  # of the time; the machine may become busier
 SLACK = 1.1  # some calls are slower than those seen so far
 
 
 def round_s(calls_s: Sequence[float], calls: int) -> float:
-    """Return the duration of a round: two blocks of so many calls of each subject."""
+    """Return the duration of a round, two blocks of `calls` calls of each subject."""
     return 2 * (calls + settle_calls(calls)) * sum(calls_s)
 
 
 def least_s(calls_s: Sequence[float]) -> float:
-    """Return the duration of the shortest interval: one call a block, and a plain one to compare answers with."""
+    """Return the least duration for an interval, with one call per block and a plain call of each subject."""
     return SLACK * (MIN_ROUNDS * round_s(calls_s, 1) + sum(calls_s))
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Rounds to make, the duration of each, and the time around them."""
+    """Planned rounds, the duration of each, and the time around them."""
 
     rounds: int
     round_s: float
@@ -41,15 +41,16 @@ class _Part:
         return self.around_s + rounds * self.round_s if rounds else 0.0
 
     def within(self, limit_s: float) -> int:
-        """Return the rounds that fit in, 0 where they are too few for an interval."""
+        """Return the number of rounds that fit, 0 if they are too few for an interval."""
         fitting = min(self.rounds, int((limit_s - self.around_s) / self.round_s)) if self.rounds else 0
         return fitting if fitting >= MIN_ROUNDS else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeAllocation:
-    """Calls a block, rounds of the A/A run and the audit (0: no time), and what they take; `plain_s`: plain calls at
-    the end.
+    """Calls per block, rounds of the A/A run and the audit (0 for no time), and their durations.
+
+    `plain_s` is the time of the plain calls at the end.
     """
 
     calls: int
@@ -64,10 +65,11 @@ class TimeAllocation:
 def allocate_time(
     plan: Plan, left_s: float, calls_s: Sequence[float], *, reference_s: float | None, again_s: float
 ) -> TimeAllocation:
-    """Share out the time that is left: blocks are shortened until everything planned fits.
+    """Divide the time that is left, with blocks so short that all planned rounds fit.
 
-    Where it doesn't fit with one call a block, A/A run and audit get what the comparison leaves, or their share.
-    `reference_s`: a call of the reference, None without one; `again_s`: making a second reference ready.
+    If they don't fit with one call per block, A/A run and audit get their share, or what the comparison leaves.
+    `reference_s` is the time of a call of the reference, None without one, and `again_s` the time to prepare a second
+    reference.
     """
     own_s = reference_s or 0.0
 

@@ -1,4 +1,4 @@
-"""Measured latency of one block over a grid of widths and batch sizes, and predictions between its points."""
+"""Measured latency of one block over a grid of widths and batch sizes, with interpolation between its points."""
 
 import json
 from bisect import bisect_left
@@ -24,14 +24,14 @@ from perf.timing.laps import Clock, Plan, warm_up
 from perf.timing.rounds import calls_per_block, measure_rounds
 from perf.timing.watch import Watch, environment, fingerprint, unwatched
 
-KIND, VERSION = "latency-table", 2  # version 1 told the shape of a single input
-AGAIN = "remove it; it is measured again where it is missing"
+KIND, VERSION = "latency-table", 2  # version 1 had the shape of a single input
+AGAIN = "remove it, so that it is measured again"
 SUFFIX = ".latency-table.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One width at one batch size: times of the quiet rounds, and whether there were too few of those."""
+    """Times at one width and batch size in the quiet rounds, and whether there were too few such rounds."""
 
     width: int
     batch: int
@@ -45,7 +45,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatencyTable:
-    """Latencies of one block, named freely (`mlp of 384`), on one machine through one kind of runner."""
+    """Latencies of one block, with any name such as `mlp of 384`, on one machine by one kind of runner."""
 
     name: str
     fingerprint: str
@@ -68,7 +68,7 @@ class LatencyTable:
         return tuple(sorted({cell.batch for cell in self.cells}))
 
     def latency_ms(self, width: int, batch: int) -> float:
-        """Interpolate linearly in both; outside the grid is refused."""
+        """Return the latency by linear interpolation in width and batch. Raises BadInput outside the grid."""
         for what, size, sizes in (("width", width, self.widths), ("batch", batch, self.batches)):
             if not sizes[0] <= size <= sizes[-1]:
                 raise BadInput(f"latency table {self.name!r}: {what} {size} lies outside {sizes[0]} to {sizes[-1]}")
@@ -83,7 +83,7 @@ class LatencyTable:
 class Grid:
     """A grid to measure; `open_width(width)` makes a runner, not yet entered, of the block at that width.
 
-    `identity`: what else of the block its latency depends on; tables of other identities are never taken for this one.
+    `identity` describes all else that the block's latency depends on; tables of another identity are never reused.
     """
 
     name: str
@@ -102,7 +102,7 @@ class Grid:
 def measure_table(
     grid: Grid, plan: Plan, *, described: Flat | None = None, clock: Clock = perf_counter_ns, watch: Watch = unwatched
 ) -> LatencyTable:
-    """Measure every cell. Raises Missing when a batch size can't be measured."""
+    """Measure every cell. Raises Missing if a batch size can't be measured."""
     machine = environment() if described is None else described
     cells: list[Cell] = []
     with ExitStack() as stack:
@@ -127,8 +127,9 @@ def measure_table(
 def cached_table(
     grid: Grid, plan: Plan, directory: Path, *, described: Flat | None = None, **how: Any
 ) -> tuple[LatencyTable, bool]:
-    """Return the table kept in `directory` for this machine, grid and runner, or measure and keep it; True if it was
-    kept.
+    """Return the table in `directory` for this machine, grid and runner, and whether it was there.
+
+    A missing table is measured and written.
     """
     machine = environment() if described is None else described
     with grid.open_width(grid.widths[0]) as runner:

@@ -1,7 +1,7 @@
-"""An opened subject: its runners, their memory, and how it fares at one batch size.
+"""An opened subject with its runners and their memory, and its trial at one batch size.
 
-Outputs of timed calls are compared with plain calls' (MLPerf Inference's compliance test 01), one repeated batch with
-varied ones (test 04).
+Outputs of timed calls are compared with those of plain calls (MLPerf Inference's compliance test 01), and times on one
+repeated batch with times on varied ones (test 04).
 """
 
 import math
@@ -24,7 +24,7 @@ from perf.timing.rounds import measure_rounds
 from perf.timing.watch import Watch
 
 BATCHES = 4
-CALLS_AROUND = 2 * BATCHES + BATCHES + 1  # ahead of the rounds, and the plain ones that answers are held against
+CALLS_AROUND = 2 * BATCHES + BATCHES + 1  # calls before the rounds, and plain calls to compare outputs with
 
 
 def varied_batches(feeds: Feeds, batch: int) -> list[Feeds]:
@@ -40,7 +40,7 @@ def varied_batches(feeds: Feeds, batch: int) -> list[Feeds]:
 
 @dataclass(frozen=True, slots=True)
 class RoundRobin:
-    """Bound batches of one runner, called one after the other."""
+    """Bound batches of one runner, called in turn."""
 
     bounds: Iterator[Bound]
 
@@ -49,7 +49,7 @@ class RoundRobin:
 
 
 def joined_laps(laps: list[Laps]) -> Laps:
-    """Return several laps as one; what one doesn't tell, none tells."""
+    """Return several laps as one, without the times that any of them lacks."""
     every = {each.name: [getattr(lap, each.name) for lap in laps] for each in fields(Laps)}
     known = {name: values for name, values in every.items() if None not in values}
     totals: dict[str, Any] = {name: sum(known[name]) for name in ("calls", "wall_ms", "enqueue_ms") if name in known}
@@ -58,14 +58,14 @@ def joined_laps(laps: list[Laps]) -> Laps:
 
 
 def round_robin_calls(calls: int) -> int:
-    """Round calls up to whole turns over the bound batches."""
+    """Return calls rounded to whole turns over the bound batches, at least one turn."""
     return max(round(calls / BATCHES), 1) * BATCHES
 
 
 def repeat_blocks(
     bind: Callable[[Feeds], Bound], feeds: Feeds, batch: int, rounds: int, *, calls: int, limit: TimeLimit, watch: Watch
 ) -> tuple[TimedBlock, ...]:
-    """Measure one batch against varied ones, in rounds of equally many bound batches."""
+    """Measure one repeated batch against varied ones, with equally many calls of each."""
     varied = [bind(each) for each in varied_batches(feeds, batch)]
     pair = {VARIED: RoundRobin(cycle(varied)), ONE: RoundRobin(repeat(bind(fill_batch(feeds, batch))))}
     for bound in pair.values():
@@ -79,7 +79,7 @@ BOUND = 1e-4
 
 @dataclass(slots=True)
 class Sample:
-    """One batch bound to a runner, and the answer of the last timed call on it."""
+    """One batch bound to a runner, and the outputs of the last timed call on it."""
 
     runner: Runner
     feeds: Feeds
@@ -95,8 +95,9 @@ class Sample:
         return replace(self.bound, call=keeping)
 
     def test(self, name: str) -> StructuralTest | None:
-        """Compare the last timed answer with a plain call's; None where nothing was timed. Raises BadInput for another
-        batch.
+        """Compare the outputs of the last timed call with those of a plain call; None if nothing was timed.
+
+        Raises BadInput for outputs of another batch size.
         """
         if self._answer is None:
             return None
@@ -111,9 +112,7 @@ UNTRIED = BenchTrial(status="ok")
 
 @dataclass(slots=True)
 class OpenedSubject:
-    """A subject's runners, as many as streams, and how it fares at a batch size: its trial, and what is bound, if it
-    runs.
-    """
+    """A subject's runners, one per stream, with its trial and its bound batch at the current batch size."""
 
     name: str
     runners: tuple[Runner, ...]
@@ -143,7 +142,7 @@ class OpenedSubject:
         return self._samples[-1].bound_to_keep()
 
     def tests(self) -> list[StructuralTest]:
-        """Compare all timed answers with plain calls'."""
+        """Compare the outputs of timed calls with those of plain calls, and release the bound batches."""
         tests = [sample.test(self.name) for sample in self._samples]
         self.release()
         return [test for test in tests if test is not None]
@@ -167,7 +166,7 @@ class OpenedSubject:
         self._try(lambda: (bound, warm_up(bound, plan, limit.clock, begun=begun, limit_s=limit_s)))
 
     def _try(self, work: Callable[[], tuple[Bound, WarmUp]]) -> None:
-        """Do the work; running out of memory or failing becomes the batch size's finding."""
+        """Run `work` and store its result; out of memory or another failure becomes the trial's status."""
         try:
             (self.bound, warmed), peak = self.ledger.phase(work)
         except (BadInput, Missing):

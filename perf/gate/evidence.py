@@ -1,4 +1,4 @@
-"""The figure that a rule asks for, with how far it can be trusted, and what of a change is the machine's own."""
+"""Readings of the figures of rules from records, with intervals and doubts, and changes of the machine itself."""
 
 import math
 from collections.abc import Collection
@@ -20,14 +20,14 @@ from .rule import ACCURACY, FITTED, TIMED, Rule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """The records that a gate judges, and the confidence of every interval, 0 where the point alone decides."""
+    """The records that a gate judges, and the confidence of all intervals, 0 if the point alone decides."""
 
     bench: Bench | None = None
     parity: Parity | None = None
     confidence: float = DEFAULT_CONFIDENCE
 
     def reading(self, rule: Rule, subject: str | None, where: str) -> Reading:
-        """Return the rule's figure for a subject (None: the candidate). Raises BadInput when the records lack it."""
+        """Return the rule's figure for a subject, None for the candidate. Raises BadInput if the records lack it."""
         bench = self._bench(rule, where) if rule.is_of_bench else None
         _require_subject(rule, subject, () if bench is None else [each.name for each in bench.subjects], where)
         if bench is not None:
@@ -77,13 +77,13 @@ def _counted(bench: Bench, rule: Rule, name: str | None, where: str) -> Reading:
     value: int | None = (asdict(subject) | at_batch)[rule.metric]
     if value is None:
         at = "" if rule.batch is None else f" at batch {rule.batch}"
-        raise BadInput(f"rule {rule.text!r}: {where} does not tell {rule.metric} of {subject.name}{at}")
+        raise BadInput(f"rule {rule.text!r}: {where} has no {rule.metric} of {subject.name}{at}")
     return Reading(interval=exact_interval(value))
 
 
 def _timed(bench: Bench, rule: Rule, name: str | None, where: str, confidence: float) -> Reading:
     subject = _subject(bench, name).name
-    # Reading all rows for every rule would take long.
+    # Only the row of the rule's batch is summarised, because all rows for every rule would take long.
     summary = summarise(replace(bench, rows=tuple(row for row in bench.rows if row.batch == rule.batch)), confidence)
     row = None if rule.batch is None else summary.row(rule.batch, rule.measure)
     if row is None:
@@ -108,13 +108,13 @@ def _timed_interval(bench: Bench, rule: Rule, row: SummaryRow, subject: str, con
         case "speedup":
             return _or_doubt(row.speedup, "there is no speed-up: the reference could not be measured at this batch")
         case "throughput":
-            return _or_doubt(side.throughput, "throughput is not told while the L2 cache is flushed")
+            return _or_doubt(side.throughput, "throughput is not measured while the L2 cache is flushed")
         case "peak_memory_bytes":
             peak = side.peak_memory_bytes
-            return _or_doubt(None if peak is None else exact_interval(peak), "this system does not tell peak memory")
+            return _or_doubt(None if peak is None else exact_interval(peak), "this system does not report peak memory")
     percent = float(rule.metric.removeprefix("p"))
     if side.p50_ms is None:
-        return Reading(interval=None, doubt="several streams tell throughput, not latency")
+        return Reading(interval=None, doubt="with several streams only throughput is measured, not latency")
     if percent == 50:
         return Reading(interval=side.p50_ms)
     needed = needed_samples(percent)
@@ -130,8 +130,9 @@ def _or_doubt(interval: Interval | None, doubt: str) -> Reading:
 
 
 def paired_change(rule: Rule, now: Evidence) -> tuple[Reading, Interval] | None:
-    """Return how a figure differs from the dense model's on the same images, and the dense figure; None if not
-    comparable so.
+    """Return a figure's difference from the dense model's on the same images, and the dense figure.
+
+    Returns None for a rule or a record without paired values.
     """
     parity = now.parity
     if parity is None or rule.name != DENSE or rule.subject is not None:
@@ -159,11 +160,11 @@ def paired_change(rule: Rule, now: Evidence) -> tuple[Reading, Interval] | None:
 
 
 MACHINE_METRICS = ("p50", "p90", "p95", "p99", "throughput")
-SHOWN = 16  # of a digest
+SHOWN = 16  # characters of a digest
 
 
 def find_incomparable_keys(rule: Rule, now: Evidence, baseline: Evidence) -> tuple[str, ...]:
-    """Return the keys that forbid comparing a figure with the baseline's: machine, inputs, or a measure's command."""
+    """Return the keys that forbid a comparison with the baseline: machine, inputs, or the command of a measure."""
     keys: dict[str, tuple[Any, Any]] = {}
     if not rule.wants_baseline:
         return ()
@@ -183,7 +184,7 @@ def find_incomparable_keys(rule: Rule, now: Evidence, baseline: Evidence) -> tup
 
 
 def divided_by_machine_change(figure: Interval, machine_change: Interval) -> Interval:
-    """Divide the machine's own change out of a figure; uncertainties add."""
+    """Return a figure divided by the machine's own change; relative errors add in quadrature."""
     value = figure.value / machine_change.value
     below, above = (
         math.hypot(end / figure.value - 1, machine_change.half_width_rel) for end in (figure.low, figure.high)
@@ -192,7 +193,7 @@ def divided_by_machine_change(figure: Interval, machine_change: Interval) -> Int
 
 
 def machine_change(rule: Rule, now: Evidence, baseline: Evidence) -> Interval | None:
-    """Return the reference model's figure now over then, if it is the same model and not the rule's subject."""
+    """Return the reference model's figure now over then, None unless it is one model and not the rule's subject."""
     if not rule.wants_baseline or rule.is_own or rule.metric not in MACHINE_METRICS:
         return None
     if now.bench is None or baseline.bench is None:

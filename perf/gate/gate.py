@@ -1,7 +1,7 @@
-"""Judge records by rules: PASS, FAIL, INCONCLUSIVE, NOT-COMPARABLE or UNJUDGED, each with its reason.
+"""Judgement of records by rules: PASS, FAIL, INCONCLUSIVE, NOT-COMPARABLE or UNJUDGED, each with its reason.
 
-An older record judges a newer one only if both were measured alike; a change that the same reference model shows is the
-machine's.
+A record is compared with an older one only if both were measured in the same way. A change that the same reference
+model shows too is attributed to the machine.
 """
 
 import math
@@ -47,12 +47,12 @@ EXIT_CODES: dict[Verdict, int] = {
 }
 GRAVITY: tuple[Verdict, ...] = ("FAIL", "NOT-COMPARABLE", "INCONCLUSIVE", "PASS", "UNJUDGED")
 BLOCKS_IN_ROUND = 4
-PARITY = "parity"  # the metric of the row that is a proof's own verdict
+PARITY = "parity"  # the metric of the row with the proof's own verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgedRule:
-    """One rule with its verdict; value, interval and bound are None when there was nothing to compare."""
+    """One rule with its verdict; value, interval and bound are None if there was nothing to compare."""
 
     rule: str
     verdict: Verdict
@@ -67,8 +67,9 @@ class JudgedRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gate:
-    """All rules, judged; the gravest verdict counts. `confidence`: 0 where the point decided; None in old records
-    (0.95).
+    """All judged rules; the gravest verdict counts.
+
+    `confidence` is 0 if the point alone decided, and None, which means 0.95, in old records.
     """
 
     rules: tuple[JudgedRule, ...]
@@ -85,26 +86,26 @@ class Gate:
 
     @property
     def exit_code(self) -> int:
-        """Return the exit code: 0 also where rules wait for a baseline, but not for a proof alone."""
+        """The exit code: 0 even if rules wait for a baseline, but not for a proof alone that judged nothing."""
         if self.verdict == "UNJUDGED" and all(judged.metric == PARITY for judged in self.rules):
             return EXIT_CODES["INCONCLUSIVE"]
         return EXIT_CODES[self.verdict]
 
 
 def judge(rules: Sequence[Rule], now: Evidence, baseline: Evidence | None = None, *, starting: bool = False) -> Gate:
-    """Judge every rule, at each output that has its figure unless it names one.
+    """Judge every rule, at each output that has its figure unless the rule names one.
 
-    With `starting` this record may become the baseline, so rules that ask for one are UNJUDGED. Raises BadInput for no
-    rules, and for a figure or baseline that is missing.
+    With `starting` this record may become the baseline, so rules that need a baseline are UNJUDGED. Raises BadInput for
+    no rules, and for a missing figure or baseline.
     """
     older = replace(baseline or Evidence(), confidence=now.confidence)
     lost = [rule for rule in rules if rule.wants_baseline and not older.covers(rule)]
     if lost and not starting:
-        now.reading(lost[0], lost[0].subject, "this record")  # what it lacks itself is told first
+        now.reading(lost[0], lost[0].subject, "this record")  # a figure that this record lacks is reported first
         kind = "bench" if lost[0].is_of_bench else "parity"
         raise BadInput(
             f"no baseline to compare with, but {lost[0].text!r} needs one: give an older {kind} record as baseline, or "
-            "make this one it"
+            "make this one the baseline"
         )
     rows = tuple(
         _judged(each, now, None if rule in lost else older)
@@ -173,10 +174,10 @@ def _decided(
 
 
 def _changed(rule: Rule, change: Reading, dense: Interval, confidence: float) -> tuple[Verdict, str]:
-    """Judge a figure by its difference from the dense model's: mine - (scale * dense + offset)."""
+    """Judge a figure by its paired difference from the dense model's, mine - (scale * dense + offset)."""
     difference = change.interval
     assert difference is not None, rule
-    # What a factor other than 1 takes of the dense figure is as uncertain as that.
+    # With a factor other than 1, the dense figure's own uncertainty counts too.
     of_dense = (1 - rule.scale) * dense.value
     spread = [abs(1 - rule.scale) * (end - dense.value) for end in (dense.low, dense.high)]
     gap = difference.value + of_dense - rule.offset
@@ -208,7 +209,7 @@ def _scaled(rule: Rule, reference: Interval) -> Interval:
 
 
 def _paired(rule: Rule, now: Evidence, figure: Interval) -> Interval:
-    """Narrow a p50's interval by the speed-up's: both subjects of a record ran side by side."""
+    """Return a p50 with the narrower interval of the speed-up, as both subjects of a record ran side by side."""
     bench = now.bench
     if rule.is_own or rule.metric != "p50" or rule.name in (None, BASELINE) or bench is None:
         return figure
@@ -244,7 +245,6 @@ def _data_needed(rule: Rule, value: Reading, bound: Reading, confidence: float) 
     if (share := value.share) is not None:
 
         def decides(count: int) -> bool:
-            """A bound that is an older record's share is one of the same images."""
             older = None if bound.share is None else share_interval(bound.share, count, confidence)
             end = limit if older is None else _scaled(rule, older)
             return _compared(rule, share_interval(share, count, confidence), end) != "INCONCLUSIVE"

@@ -1,7 +1,7 @@
-"""A history's newest release as a row of the gate for each batch size.
+"""Judgement of the newest release of a history, as a row of the gate for each batch size.
 
-A row fails while a rise of LEAST_RISE at one of the RECENT releases stands: the newest is nearer to the new level.
-Older rises are only shown.
+A row fails if time rose by LEAST_RISE at one of the RECENT releases and the newest release is nearer to the new level
+than to the old one. Older rises are only shown.
 """
 
 import math
@@ -19,7 +19,7 @@ KIND, VERSION = "history", 1
 AGAIN = "make the record again with `corp-deploy gate --history`"
 METRIC = "history"
 RECENT = 5
-LEAST_RISE = 0.01  # smaller ones are found and shown; few would hold a release back for them
+LEAST_RISE = 0.01  # smaller rises are shown but fail nothing
 
 
 def save_trend(trend: Trend, path: Path) -> None:
@@ -35,7 +35,7 @@ def judge_history(trend: Trend) -> tuple[JudgedRule, ...]:
 
 
 def change_text(trend: Trend, change: ChangePoint) -> str:
-    """Describe a change: rose 3.1 % (2.7 to 3.5) at release 3 of 5, 20260501T120000Z-...; found at release 4."""
+    """Return a text such as `time rose 3.1 % (2.7 to 3.5) at release 3 of 5, 20260501T120000Z-..., found at ...`."""
     low, mid, high = (100 * (end - 1) for end in (change.ratio.low, change.ratio.value, change.ratio.high))
     verb, sign = ("rose", 1) if change.is_rise else ("fell", -1)
     ends = sorted((sign * low, sign * high))
@@ -68,7 +68,7 @@ def _row(trend: Trend, batch: BatchTrend) -> JudgedRule:
     left_out = f"; {count} {'record' if count == 1 else 'records'} left out" if count else ""
     if measured_count < LEAST_VALUES:
         noun = "release" if measured_count == 1 else "releases"
-        message = f"{measured_count} comparable {noun}, changes are looked for from {LEAST_VALUES} on{left_out}"
+        message = f"{measured_count} comparable {noun}, changes are searched from {LEAST_VALUES} on{left_out}"
         return judged(verdict="UNJUDGED", message=message)
     rise = standing_rise(series)
     if rise is None:

@@ -1,4 +1,4 @@
-"""The figure of a parity record that a rule asks for: of a link, of an output, of labels, or the user's own."""
+"""Readings of a parity record for rules: of a link, an output, the labels, or a user's own measure."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -19,9 +19,9 @@ DENSE = "dense"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """A figure with its interval, from `count` units (rounds or images), with the `share` of images where it is one.
+    """A figure with its interval over `count` units (rounds or images), and the `share` of images if it is a share.
 
-    `doubt` is why no verdict may rest on it, `broken` why there is no figure although one was asked for.
+    `doubt` is why the figure decides nothing, `broken` why there is no figure, which fails the rule.
     """
 
     interval: Interval | None
@@ -46,7 +46,7 @@ def parity_reading(parity: Parity | None, rule: Rule, subject: str | None, where
     if rule.metric == FITTED:
         if parity.fitted is None:
             raise BadInput(
-                f"rule {rule.text!r}: {where} does not tell which images the model was fitted to; verify it again with "
+                f"rule {rule.text!r}: {where} doesn't say which images the model was fitted to; verify it again with "
                 "its directory among the candidates, or with --moments"
             )
         return Reading(interval=exact_interval(parity.fitted.same))
@@ -67,7 +67,7 @@ def parity_reading(parity: Parity | None, rule: Rule, subject: str | None, where
 
 
 def find_own_metric(parity: Parity | None, rule: Rule, subject: str | None, where: str) -> OwnMetric:
-    """Return the measure of a link's candidate, of what ships, or of the dense model. Raises BadInput for none."""
+    """Return a user's measure of a link's candidate, the shipped artefact or the dense model, else raise BadInput."""
     rows = [] if parity is None else [row for row in parity.metrics if row.name == rule.metric]
     if parity is None or not rows:
         known_names = ", ".join(dict.fromkeys(row.name for row in parity.metrics)) if parity else ""
@@ -89,7 +89,7 @@ def _shipped(links: Sequence[Link]) -> list[Link]:
 
 
 def find_link(links: Sequence[Link], rule: Rule, where: str) -> Link:
-    """Return the link of the name, or of the output, that a rule names; without a name the link to what ships."""
+    """Return the link that a rule names by link or output, or else the link to the shipped artefact."""
     shipped = _shipped(links)
     if rule.link is None:
         return shipped[-1]
@@ -112,8 +112,8 @@ def rules_by_output(rule: Rule, parity: Parity | None) -> list[Rule]:
 
 
 def find_judged_outputs(rule: Rule, parity: Parity) -> list[str]:
-    """Return the outputs, as Parity.outputs names them, whose difference from the dense model a rule judges."""
-    if rule.is_own:  # the user's own measure is given every output
+    """Return the names in Parity.outputs whose difference from the dense model a rule judges."""
+    if rule.is_own:  # the user's command gets every output
         return list(parity.outputs)
     if rule.is_of_bench or rule.metric == FITTED:
         return []

@@ -1,4 +1,4 @@
-"""The grammar of a gate rule: what must not be so.
+"""The grammar of gate rules. A rule states what must not be true.
 
     rule    = [subject "."] ["end_to_end." | "metric."] metric ["@" place] compare bound
     metric  = p50 p90 p95 p99 (ms) | throughput (images/s) | speedup | peak_memory_bytes  each at a batch: @b8
@@ -7,15 +7,15 @@
             | a measure of the parity record: relative_error, top1_agreement, ...          at a link or output: @half,
               @boxes; without a place at each output from the dense model to what ships
             | accuracy on labelled images, of what ships, of a link's candidate or of the dense model
-            | fitted_images (of those that the parity record judges by, how many the model was fitted to)
-            | behind "metric.": a measure of the user's own by its name, at a link or of what ships
+            | fitted_images (how many of the parity record's images the model was fitted to)
+            | after "metric.": the name of a user's own measure, at a link or of what ships
     compare = < <= > >=
     bound   = size | name | name * number | name + size | name - size
     size    = number, of a metric in bytes also with its unit: 200 MB, 1.5 GiB
     name    = "baseline" (the same figure in the older record of its kind) | a subject (the same figure of that subject)
 
-Without a subject the candidate is meant; `dense.p50@b1 > baseline * 1.03` asks about the dense model, and
-`metric.map < dense - 0.01` holds a measure of the user's own against that model's.
+A rule without a subject is about the candidate. `dense.p50@b1 > baseline * 1.03` is about the dense model, and
+`metric.map < dense - 0.01` compares a user's own measure with the dense model's.
 """
 
 import operator
@@ -36,14 +36,14 @@ TIMED = ("p50", "p90", "p95", "p99", "throughput", "speedup", "peak_memory_bytes
 COUNTED = ("size_bytes", "plan_bytes", "params", "macs", "fused_attention", "sparse_layers")
 # Exact figures that depend on the batch.
 PLACED = ("device_memory",)
-# Those that engines alone tell.
+# Figures that only engines have.
 OF_ENGINES = ("plan_bytes", "fused_attention", "sparse_layers", *PLACED)
 IN_BYTES = ("size_bytes", "plan_bytes", "device_memory", "peak_memory_bytes")
 UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 BASELINE = "baseline"
 FITTED = "fitted_images"
 ACCURACY = "accuracy"
-OWN = "metric"  # what stands before the names of a user's own measures
+OWN = "metric"  # the prefix of a user's own measures
 _NUMBER = r"-?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
 LIMIT = Real(low=-1e18, high=1e18)
 _RULE = re.compile(
@@ -58,7 +58,7 @@ _BOUND = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """A parsed rule. The bound is `scale` times the named figure plus `offset`; without a name `offset` alone."""
+    """A parsed rule; its bound is `scale` times the figure `name` plus `offset`, or `offset` without a name."""
 
     text: str
     subject: str | None
@@ -84,7 +84,7 @@ class Rule:
 
     @property
     def is_of_bench(self) -> bool:
-        """Return whether the figure is in a bench record, not in a parity record."""
+        """Whether the figure is in a bench record, not in a parity record."""
         return not self.is_own and self.metric in (*TIMED, *COUNTED, *PLACED)
 
 

@@ -1,5 +1,6 @@
-"""A judged gate as JSON, JUnit XML and Markdown, and a bench record as JSON for benchmark-tracking actions: {name,
-unit, value, range, extra}.
+"""Writers of a judged gate as JSON, JUnit XML and Markdown, and of a bench record for benchmark-tracking actions.
+
+Those actions read a list of JSON objects with name, unit, value and range.
 """
 
 import json

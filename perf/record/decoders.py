@@ -1,4 +1,4 @@
-"""The record of one comparison of decoders: a JSON object of kind "decoder-bench" with the fields of `DecoderBench`."""
+"""The record of a comparison of two decoders: JSON of kind "decoder-bench" with the fields of `DecoderBench`."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -17,7 +17,7 @@ AGAIN = "make the record again with `corp-deploy bench`"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvCache:
-    """What a decoder keeps of every token: a key and a value [groups, head] of each layer."""
+    """The cache of a decoder: a key and a value [groups, head] per token and layer."""
 
     layers: Positive
     groups: Positive
@@ -34,7 +34,7 @@ class KvCache:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefill:
-    """Prompts of one length."""
+    """A bench of prompts of one length."""
 
     length: Positive
     bench: Bench
@@ -46,7 +46,7 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderBench:
-    """Benches of the same two decoders: prefill by length, and one decoding step with `cached` tokens by batch size."""
+    """Benches of two decoders: prefill by length, and a decoding step with `cached` tokens by batch size."""
 
     created: str
     command: tuple[str, ...]
@@ -60,7 +60,9 @@ class DecoderBench:
         names = [subject.name for subject in self.decode.subjects]
         every = [[subject.name for subject in each.bench.subjects] for each in self.prefill]
         if sorted(self.caches) != sorted(names) or any(each != names for each in every):
-            raise BadInput(f"a record is of two subjects, got {names}, {sorted(self.caches)} and {every[:3]}")
+            raise BadInput(
+                f"a record has two subjects, the same in all parts, got {names}, {sorted(self.caches)} and {every[:3]}"
+            )
         lengths = [each.length for each in self.prefill]
         if len(set(lengths)) != len(lengths):
             raise BadInput(f"a record holds each length once, got {lengths}")

@@ -1,6 +1,7 @@
-"""The record of one `bench`: raw samples of two subjects, block by block, and their machine.
+"""The record of one `bench`: raw samples of two subjects, block by block, and a description of the machine.
 
-A JSON object of kind "bench" with the fields of `Bench`; nothing derived is stored (see perf.stats), null is unknown.
+It is a JSON object of kind "bench" with the fields of `Bench`. It stores no statistics (perf.stats computes them), and
+null means unknown.
 """
 
 import re
@@ -17,7 +18,7 @@ from ground.records import record_from_file
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FittedInputs:
-    """Counts of `judging` inputs that the models were fitted to (`same`) and of similar ones (`alike`)."""
+    """Counts of the `judging` inputs that a model was fitted to (`same`) or that look like such inputs (`alike`)."""
 
     judging: int
     same: int
@@ -48,28 +49,28 @@ class FittedInputs:
 
 KIND, VERSION = "bench", 1
 AGAIN = "make the record again with `corp-deploy bench`"
-MOST_MS = 1e12  # longer than anybody waits
-LEAST_MS = 1e-9  # a thousandth of a nanosecond: below it is no measurement, and rates overflow
+MOST_MS = 1e12
+LEAST_MS = 1e-9  # a shorter time is no measurement, and its rate overflows
 _PROFILE = re.compile(r"[0-9]{1,9}:[0-9]{1,9}:[0-9]{1,9}")
 Status = Literal["ok", "oom", "failed", "out of time"]
 OUT_OF_TIME: Literal["out of time"] = "out of time"
-# What happened to a subject without times.
+# Words for a subject without times, by its status.
 FARED: Mapping[Status, str] = {"oom": "ran out of memory", "failed": "failed", OUT_OF_TIME: "was not measured"}
 Scalar = str | int | float | bool | None
 Flat = Mapping[str, Scalar]
 
-# Two latencies mean the same only on the same machine, set up the same way.
+# Latencies are comparable only on the same machine with the same settings.
 ENVIRONMENT_MUST_MATCH = (
     "system", "machine", "cpu", "cpu_count", "cpu_quota", "cpu_governor",
     "gpu", "gpu_count", "sm", "driver", "cuda", "power_limit_w", "clocks",
 )  # fmt: skip
 SETTINGS_MUST_MATCH = ("streams", "flush_l2")
-DESCRIBE_MAY_DIFFER = ("model",)  # what is compared differs, how it is run may not
+DESCRIBE_MAY_DIFFER = ("model",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuState:
-    """The GPU between two blocks."""
+    """State of the GPU between two blocks."""
 
     sm_clock_mhz: int | None
     memory_clock_mhz: int | None
@@ -81,9 +82,10 @@ class GpuState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedBlock:
-    """Consecutive calls of one subject; `at_s` since the row began. `dropped`: why the block doesn't count.
+    """Consecutive timed calls of one subject.
 
-    `end_to_end_ms` is None where compute is both; `lost_ms`: per call, the wait for a CPU that others had.
+    `at_s` counts from the row's start. `end_to_end_ms` is None if it equals `compute_ms`. `lost_ms` is the time per
+    call that threads waited for a CPU. `dropped` is the reason why the block doesn't count.
     """
 
     round: int
@@ -104,12 +106,14 @@ class TimedBlock:
             raise BadInput(f"a block needs calls and positive times; {self.subject}, round {self.round} has {times}")
         lengths = {len(each) for each in (self.compute_ms, self.end_to_end_ms, self.lost_ms) if each is not None}
         if len(lengths) > 1:
-            raise BadInput(f"a block has its times call by call; {self.subject}, round {self.round} has {lengths}")
+            raise BadInput(
+                f"a block has as many times of each kind as calls; {self.subject}, round {self.round} has {lengths}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchTrial:
-    """How one subject fared at one batch size before the comparison: warm-up, memory, or why it could not run."""
+    """Warm-up and memory of one subject at one batch size, or the reason why it could not run."""
 
     status: Status
     message: str | None = None
@@ -121,10 +125,11 @@ class BenchTrial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One batch size. `stop`: narrow, time limit, round limit, one subject only, nothing to measure, or out of time.
+    """Measurements at one batch size.
 
-    `noise_blocks`: the reference against itself; `repeat_blocks`: one batch against varied ones; `left_out`: what there
-    was no time or memory for.
+    `stop` is why it ended: narrow, time limit, round limit, one subject only, nothing to measure, or out of time.
+    `noise_blocks` time the reference against itself, `repeat_blocks` one batch against varied ones. `left_out` lists
+    parts for which time or memory ran out.
     """
 
     batch: int
@@ -139,12 +144,12 @@ class Row:
 
     def __post_init__(self) -> None:
         if self.batch < 1:
-            raise BadInput(f"a row is of a batch of at least 1 image, got {self.batch}")
+            raise BadInput(f"a row needs a batch size of at least 1, got {self.batch}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubjectRecord:
-    """A subject as recorded. `device_memory`: bytes of an engine's weights and activations by profile min:opt:max."""
+    """A recorded subject; `device_memory` has bytes of an engine's weights and activations by profile min:opt:max."""
 
     name: str
     describe: Flat
@@ -172,7 +177,7 @@ class SubjectRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """The whole record; the first subject is the reference. `fitted`: None where noise was fed."""
+    """The whole record; the first subject is the reference, and `fitted` is None if the inputs were noise."""
 
     created: str
     command: tuple[str, ...]
@@ -190,7 +195,7 @@ class Bench:
         for row in self.rows:
             strange = {block.subject for block in row.blocks} - set(names)
             if strange or row.trials.keys() != set(names):
-                raise BadInput(f"a record's rows are of its subjects {names}, got {[*row.trials, *strange][:3]}")
+                raise BadInput(f"a record's rows have its subjects {names}, got {[*row.trials, *strange][:3]}")
         batches = [row.batch for row in self.rows]
         if len(set(batches)) != len(batches):
             raise BadInput(f"a record holds each batch size once, got {batches}")
@@ -220,7 +225,10 @@ def load_bench(path: Path) -> Bench:
 
 
 def differing_keys(old: Bench, new: Bench) -> dict[str, tuple[Scalar, Scalar]]:
-    """Must-match keys in which two records differ, with both values; subjects are paired by position."""
+    """Return the keys that must match and differ between two records, with both values.
+
+    Subjects are paired by position.
+    """
     pairs: list[tuple[str, Flat, Flat, Iterable[str]]] = [
         ("", old.environment, new.environment, ENVIRONMENT_MUST_MATCH),
         ("", old.settings, new.settings, SETTINGS_MUST_MATCH),

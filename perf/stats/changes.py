@@ -1,11 +1,11 @@
-"""Change points of a series that grows, looked for again after every release.
+"""Change points of a growing series, searched again after every release.
 
-The change-point model of Hawkins, Qiu and Kang (Journal of Quality Technology 35, 2003): every split of the current
-level is tried by Student's t, the spread pooled over all levels, t values put on one scale (Wallace, Annals of
+This is the change-point model of Hawkins, Qiu and Kang (Journal of Quality Technology 35, 2003). Student's t tests each
+split of the current level, with the spread pooled over all levels and t values on one scale (Wallace, Annals of
 Mathematical Statistics 30, 1959).
 
-`critical_score` bounds whole histories: a share `alpha` of simulated ones (Student noise of TAIL degrees of freedom)
-reach it at any look. Legend: H simulated histories, N values.
+`critical_score` bounds whole histories: a share `alpha` of simulated ones (Student noise with TAIL degrees of freedom)
+reaches it at some look. Legend: H simulated histories, N values.
 """
 
 import functools
@@ -18,19 +18,19 @@ import numpy as np
 
 from .stats import Floats, Interval
 
-LEAST_VALUES = 5  # before as many there is nothing to tell noise from
-LOOKS = 30  # the history that the error bound is for; of a longer level the newest LOOKS values are looked at
-ALPHA = 0.025  # of a history without a change: below the 1 in 20 that is promised
-LEAST_NOISE = 0.001  # between releases, of a logarithm: nothing that was benched twice agreed better
+LEAST_VALUES = 5  # fewer values don't show the noise
+LOOKS = 30  # length of the simulated histories; of a longer level only the newest LOOKS values are tested
+ALPHA = 0.025  # false alarms per history; the documentation promises at most 1 in 20
+LEAST_NOISE = 0.001  # of a logarithm between releases; no two benches of the same model agreed better
 TAIL = 8
-LEAST_SPREAD = 1e-6  # of simulated values, that no look divides by zero
+LEAST_SPREAD = 1e-6  # of simulated values, to avoid division by zero
 HISTORIES = 20_000
 _NORMAL_95 = 1.96
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangePoint:
-    """A level that began at value `first` and was seen at value `found`; `ratio` is over the level before."""
+    """A level that begins at value `first` and was detected at value `found`; `ratio` is to the level before it."""
 
     first: int
     found: int
@@ -43,7 +43,7 @@ class ChangePoint:
 
 
 def normal_from_t(t: Any, freedom: int) -> Any:
-    """The normal deviate about as rare as a t, or as each of an array, of so many degrees of freedom, with its sign."""
+    """Return the normal deviate of about the same probability and sign as a t value, or as each of an array."""
     scale = (8 * freedom + 1) / (8 * freedom + 3)
     return np.copysign(scale * np.sqrt(freedom * np.log1p(t * t / freedom)), t)
 
@@ -51,9 +51,9 @@ def normal_from_t(t: Any, freedom: int) -> Any:
 def change_points(
     values: Sequence[float] | Floats, critical: float, *, noise: float = LEAST_NOISE
 ) -> tuple[ChangePoint, ...]:
-    """Return the changes of a series of positive values as each was found.
+    """Return the change points of a series of positive values in the order of detection.
 
-    `critical`: see `critical_score`; `noise`: a least spread of the logarithms.
+    `critical` is that of `critical_score`, `noise` the smallest spread of the logarithms that is assumed.
     """
     logs = np.log(np.asarray(values, dtype=np.float64))
     points: list[ChangePoint] = []
@@ -79,7 +79,7 @@ def change_points(
 
 
 def _steps(level_HN: Floats, squares: float, freedom: int, noise: float) -> tuple[Floats, Floats]:
-    """At each split of each level the mean behind it less the one in front, and its error by the spread within them."""
+    """Return, for each split of each level, the mean after it minus the mean before it, and its standard error."""
     after_N = np.arange(level_HN.shape[1] - 1, 0, -1)
     before_N = after_N[::-1]
     total_HN = np.cumsum(level_HN, axis=1)
@@ -95,7 +95,7 @@ def _squares(values: Floats) -> Floats:
 
 @functools.cache
 def critical_score(alpha: float = ALPHA) -> float:
-    """The score that a share `alpha` of histories of LOOKS values without a change reaches at some look."""
+    """Return the score that a share `alpha` of histories of LOOKS values without a change reaches at some look."""
     values_HN = np.random.default_rng(0).standard_t(TAIL, size=(HISTORIES, LOOKS))
     highest_H = np.zeros(HISTORIES)
     for count in range(LEAST_VALUES, LOOKS + 1):

@@ -1,4 +1,4 @@
-"""Two records side by side: what differs about the machines first, then the figures."""
+"""Comparison of two bench records: differences of their machines and settings first, then the figures."""
 
 import math
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ Change = Literal["faster", "slower", "not significant", "unknown"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """A key of the environment, settings or a subject's description; `decisive` ones forbid comparing latencies."""
+    """A differing key of environment, settings or a subject's description; a decisive one forbids the comparison."""
 
     key: str
     before: Scalar
@@ -28,7 +28,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedRow:
-    """One subject at one batch size in both records. `ratio`: p50 after over before, None when either lacks it."""
+    """One subject at one batch size in both records; `ratio` is p50 after over before, None if either lacks it."""
 
     batch: int
     subject: str
@@ -47,7 +47,7 @@ class ComparedRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """`comparable` is False when a decisive key differs: the rows then show two machines, not two models."""
+    """Differences and rows of two records; not comparable if a decisive key differs."""
 
     differences: tuple[Difference, ...]
     rows: tuple[ComparedRow, ...]
@@ -71,6 +71,7 @@ def compare_records(before: Bench, after: Bench) -> Comparison:
 
 
 def ratio_of_independent(after: Interval, before: Interval) -> Interval:
+    """Return the ratio of two independent figures, their relative errors added in quadrature."""
     value = after.value / before.value
     below = math.hypot(1 - after.low / after.value, before.high / before.value - 1)
     above = math.hypot(after.high / after.value - 1, 1 - before.low / before.value)

@@ -1,6 +1,7 @@
-"""PURE: how a figure known within an interval meets a limit, in words, and score intervals of shares.
+"""PURE: decisions whether a figure with an interval meets a limit, in words, and score intervals of shares.
 
-It fails where the whole interval breaks the limit, passes where none of it does, else what would decide is said.
+A figure fails if its whole interval breaks the limit and passes if none of it does. Otherwise the sentence says how
+much more data would decide.
 """
 
 import math
@@ -10,11 +11,11 @@ from typing import Literal
 
 from .stats import DEFAULT_CONFIDENCE, Interval, exact_interval
 
-MOST = 10**9  # larger sets of inputs there are none
+MOST = 10**9  # inputs; no larger set is considered
 
 
 def wilson(hits: float, count: int, confidence: float = DEFAULT_CONFIDENCE) -> tuple[float, float]:
-    """The score interval of a share (Wilson 1927); unlike the normal one it is honest at 0 % and 100 %."""
+    """Return the score interval of a share (Wilson 1927), which unlike the normal one holds at 0 % and 100 %."""
     assert 0 <= hits <= count > 0, (hits, count)
     z = z_of(confidence)
     share = hits / count
@@ -32,16 +33,16 @@ def share_interval(share: float, count: int, confidence: float = DEFAULT_CONFIDE
 
 
 def z_of(confidence: float) -> float:
-    """Return the normal quantile that a two-sided interval of this confidence reaches to; 0 for the point."""
+    """Return the normal quantile at the end of a two-sided interval of this confidence, 0 at confidence 0."""
     return NormalDist().inv_cdf((1 + confidence) / 2)
 
 
 def paired_interval(gained: int, lost: int, count: int, confidence: float = DEFAULT_CONFIDENCE) -> tuple[float, float]:
     """Return the score interval of (gained - lost) / count, the difference of two shares of the same inputs.
 
-    `gained`: inputs on which the second alone is right, `lost`: the first alone. The ends are the differences at which
-    Tango's score test (Statistics in Medicine 17, 1998, eq. 4) has the two-sided p value 1 - confidence; unlike the
-    normal interval it is honest where nothing or all changed.
+    `gained` counts inputs on which only the second model is right, `lost` those of the first. The ends are the
+    differences at which Tango's score test (Statistics in Medicine 17, 1998, eq. 4) has the two-sided p value
+    1 - confidence. Unlike the normal interval it holds if no or all answers changed.
     """
     assert 0 <= gained + lost <= count > 0, (gained, lost, count)
     change, z = (gained - lost) / count, z_of(confidence)
@@ -54,13 +55,9 @@ def paired_interval(gained: int, lost: int, count: int, confidence: float = DEFA
         losses = max((root - b) / (4 * count), 0.0)
         variance = count * (2 * losses + difference * (1 - difference))
         top = gained - lost - count * difference
-        return (
-            math.copysign(math.inf, top)
-            if variance <= 0 and top
-            else 0.0
-            if variance <= 0
-            else top / math.sqrt(variance)
-        )
+        if variance <= 0:
+            return math.copysign(math.inf, top) if top else 0.0
+        return top / math.sqrt(variance)
 
     def end(beyond: float) -> float:
         inside, outside = change, beyond
@@ -72,30 +69,34 @@ def paired_interval(gained: int, lost: int, count: int, confidence: float = DEFA
     return end(-1.0), end(1.0)
 
 
-def find_fewest(tells: Callable[[int], bool], least: int = 1) -> int | None:
-    """Return the smallest number from `least` on that tells, as all larger ones do; None where MOST don't."""
+def find_fewest(decides: Callable[[int], bool], least: int = 1) -> int | None:
+    """Return the smallest number from `least` on that decides, if all larger ones do too; None beyond MOST."""
     low, high = least - 1, least
-    while not tells(high):
+    while not decides(high):
         if high >= MOST:
             return None
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if tells(middle) else (middle, high)
+        low, high = (low, middle) if decides(middle) else (middle, high)
     return high
 
 
 def fewest_for_share(least: float, confidence: float = DEFAULT_CONFIDENCE) -> int | None:
-    """How many have to agree, all of them, before the whole interval is at `least` or above; None where none do."""
+    """Return the smallest count whose interval at 100 % agreement lies above `least`; None if there is none."""
     return find_fewest(lambda count: share_interval(1.0, count, confidence).low >= least)
 
 
 def most_confidence(least: float, count: int) -> float:
-    """At which the interval of all of `count` reaches down to `least`: Wilson's lower end is count / (count + z**2)."""
+    """Return the confidence at which 100 % agreement of `count` inputs has `least` as its lower end.
+
+    Wilson's lower end is then count / (count + z**2).
+    """
     return 1.0 if least == 0 else 2 * NormalDist().cdf(math.sqrt(count * (1 - least) / least)) - 1
 
 
 def percent(share: float, decimals: int = 2) -> str:
+    """Return a share in percent, never rounded up to 100 %."""
     if share == 1:
         return "100 %"
     step = 10.0 ** -(decimals + 2)
@@ -105,7 +106,7 @@ def percent(share: float, decimals: int = 2) -> str:
 
 Decision = Literal["PASS", "FAIL", "INCONCLUSIVE"]
 STRADDLES = "the interval straddles the limit"
-MOST_TIMES = 100  # as much again is measured by nobody
+MOST_TIMES = 100  # times more data than this is never suggested
 
 
 def decide(low: float, high: float, breaks: Callable[[float], bool]) -> Decision:
@@ -122,7 +123,10 @@ def confidence_text(confidence: float) -> str:
 def compared_with_limit(
     figure: Interval, limit: str | None, confidence: float | None, number: Callable[[float], str]
 ) -> str:
-    """Such as: 98.44 % (91.67 % to 99.72 % at 95 % confidence), limit 98 %. No confidence for what is known exactly."""
+    """Return a text such as `98.44 % (91.67 % to 99.72 % at 95 % confidence), limit 98 %`.
+
+    `confidence` is None for a figure that is known exactly.
+    """
     sentence = number(figure.value)
     if confidence and figure.low < figure.high:
         sentence += f" ({number(figure.low)} to {number(figure.high)} {confidence_text(confidence)})"
@@ -139,7 +143,7 @@ def percent_limit(limit: float) -> str:
 
 
 def share_against(share: float, least: float, *, count: int, noun: str, confidence: float) -> tuple[Decision, str]:
-    """Whether a share of `count` is at least `least`, in words with what would decide; `noun`: what is counted."""
+    """Decide whether a share of `count` is at least `least`, with a sentence; `noun` names the counted inputs."""
 
     def decided(count: int) -> Decision:
         ends = share_interval(share, count, confidence)
@@ -159,7 +163,7 @@ def samples_for_share(decides: Callable[[int], bool], count: int, noun: str) -> 
 
 
 def data_factor(gap: float, width: float) -> float:
-    """Return how many times as much data takes an interval's end off a limit `gap` away; infinite beyond MOST_TIMES."""
+    """Return the factor of data that shrinks an interval to its gap to the limit; infinite beyond MOST_TIMES."""
     times = math.inf if gap == 0 else (width / gap) ** 2
     return times if times <= 1 + MOST_TIMES else math.inf
 

@@ -1,4 +1,4 @@
-"""Which of the recorded times statistics keep: uninterrupted calls of rounds in which nothing was throttled."""
+"""Choice of the recorded times for statistics: uninterrupted calls of rounds without throttling."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -9,15 +9,15 @@ from perf.record.runs import TimedBlock
 
 from .stats import MIN_ROUNDS, Floats
 
-# A call whose threads waited longer than this share of it for a CPU that others had says little about itself.
+# A call counts as interrupted if its threads waited for a CPU for more than this share of its time.
 LOST_REL = 0.02
-CLEAN_CALLS = 2  # of each subject that a span must have to be compared
+CLEAN_CALLS = 2  # that each subject needs in a span
 
 
 class QuietSpans:
-    """Spans of a comparison: whole rounds, taken together until each subject has clean calls.
+    """Spans of a comparison: consecutive rounds, joined until each subject has CLEAN_CALLS uninterrupted calls.
 
-    What is left over at the end is no span.
+    Rounds left over at the end form no span.
     """
 
     def __init__(self, subjects: Iterable[str]) -> None:
@@ -28,7 +28,7 @@ class QuietSpans:
         self._clean: Counter[str] = Counter()
 
     def add(self, index: int, blocks: Iterable[TimedBlock]) -> None:
-        """The next round with all its blocks; none comes of one of which a block was dropped."""
+        """Add the next round with its blocks; a round with a dropped block is left out."""
         blocks, self.rounds = tuple(blocks), self.rounds + 1
         if any(block.dropped is not None for block in blocks):
             return
@@ -62,20 +62,20 @@ def whole_rounds(blocks: Iterable[TimedBlock]) -> list[int]:
 
 
 def is_disturbed(blocks: Iterable[TimedBlock]) -> bool:
-    """Return whether there are too few quiet spans; then interrupted calls are used too and times are biased."""
+    """Return whether there are too few quiet spans, so that interrupted calls are used too and times are biased."""
     blocks = tuple(blocks)
     return len(quiet_spans(blocks)) < min(MIN_ROUNDS, len(whole_rounds(blocks)))
 
 
 def comparison_measure(blocks: Iterable[TimedBlock]) -> str:
-    """What a speed-up is computed from: each call's compute time, or wall time per call where calls overlap."""
+    """Return the time that a speed-up is computed from: compute of each call, or wall per call if calls overlap."""
     return "compute" if all(block.compute_ms for block in blocks) else "wall"
 
 
 def samples(blocks: Iterable[TimedBlock], subject: str, measure: str = "compute") -> list[Floats]:
-    """Return the kept times of a subject in ms, an array a span: uninterrupted calls, or all when `is_disturbed`.
+    """Return the kept times of a subject in ms, one array per span: uninterrupted calls, or all if `is_disturbed`.
 
-    `measure` is compute or end_to_end (by call), or wall (by block, over its calls).
+    `measure` is compute or end_to_end, a time for each call, or wall, the mean time of a block's calls.
     """
     blocks = tuple(blocks)
     disturbed = is_disturbed(blocks)
@@ -97,7 +97,7 @@ def _times(block: TimedBlock, measure: str, disturbed: bool) -> list[float]:
 
 
 def _clean(block: TimedBlock) -> list[bool]:
-    """For each call, whether it kept the CPU; all did where nothing is known, or where calls can't be told apart."""
+    """Return for each call whether it kept the CPU; True if unknown, or if calls have no times of their own."""
     if block.lost_ms is None:
         return [True] * (len(block.compute_ms) or block.calls)
     return [lost <= LOST_REL * ms for lost, ms in zip(block.lost_ms, block.compute_ms, strict=True)]

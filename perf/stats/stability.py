@@ -1,4 +1,4 @@
-"""What is shaky about a measurement, said beside the numbers."""
+"""Warnings about unstable measurements, for display beside the numbers."""
 
 from collections.abc import Iterator, Sequence
 
@@ -10,11 +10,11 @@ from .quiet import comparison_measure, interrupted_share, is_disturbed, samples,
 from .stats import MIN_ROUNDS, coefficient_of_variation, trend, trend_score
 from .summary import cached_subjects
 
-CV_LIMIT = {"cuda events": 0.025, "host": 0.10}  # trtexec's limit for device time; a host clock sees the whole machine
+CV_LIMIT = {"cuda events": 0.025, "host": 0.10}  # trtexec's limit for device time; a host clock includes all other work
 DRIFT_LIMIT_REL = 0.03
 DRIFT_SCORE = 2.58  # 99 % two-sided
 INTERRUPTED_LIMIT = 0.25
-ENQUEUE_LIMIT = 0.8  # trtexec's: above it the device waits for the host
+ENQUEUE_LIMIT = 0.8  # trtexec's; above it the device waits for the host
 
 
 def find_warnings(rows: Sequence[Row]) -> list[str]:
@@ -22,7 +22,7 @@ def find_warnings(rows: Sequence[Row]) -> list[str]:
 
 
 def drift(blocks: Sequence[TimedBlock], subject: str) -> float | None:
-    """Relative change of a subject's round medians from first to last, None when it can't be told from noise."""
+    """Return the relative change of a subject's round medians from first to last, None if it is within noise."""
     medians = [float(np.median(times)) for times in samples(blocks, subject, comparison_measure(blocks))]
     change = trend(medians)
     significant = abs(trend_score(medians)) > DRIFT_SCORE and abs(change) > DRIFT_LIMIT_REL

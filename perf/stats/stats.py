@@ -1,4 +1,4 @@
-"""Statistics of raw samples: pure functions of arrays, float64, seeded, no clock.
+"""Statistics of raw samples: pure functions of float64 arrays with fixed seeds.
 
 Legend: R rounds, each an array of its calls, D bootstrap draws.
 """
@@ -16,16 +16,16 @@ from ground.records import Figure
 
 UNBOUNDED = "no interval"
 DEFAULT_CONFIDENCE = 0.95
-MIN_ROUNDS = 6  # the fewest rounds whose range covers the median with that confidence: 1 - 2 / 2**6 = 0.969
+MIN_ROUNDS = 6  # the fewest rounds whose range covers the median with DEFAULT_CONFIDENCE: 1 - 2 / 2**6 = 0.969
 DRAWS = 1000
-TAIL_DRAWS = 10  # of all that are drawn, beyond each end of an interval at least
+TAIL_DRAWS = 10  # the fewest draws beyond each end of an interval
 Floats = NDArray[np.float64]
 Rounds = Sequence[Floats]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """A value with its bounds; of too few rounds these are 0 and infinite and never shown."""
+    """A value with its bounds, which are 0 and infinity, and never shown, for too few rounds."""
 
     value: float
     low: Figure
@@ -45,11 +45,11 @@ class Interval:
 
     @property
     def figures(self) -> tuple[float, float | None, float | None]:
-        """Value, low and high for records of figures, which have no infinity."""
+        """Value, low and high for records, with None for bounds that are not finite."""
         return (self.value, self.low, self.high) if self.is_bounded else (self.value, None, None)
 
     def describe(self, form: str = ".2f", *, bounds: str = " ({} to {})") -> str:
-        """Such as 1.25 (1.20 to 1.31), each number in this format; without bounds it says so."""
+        """Return a text such as `1.25 (1.20 to 1.31)`, or `1.25 (no interval)`, with numbers in this format."""
         shown = bounds.format(format(self.low, form), format(self.high, form)) if self.is_bounded else f" ({UNBOUNDED})"
         return format(self.value, form) + shown
 
@@ -60,8 +60,9 @@ def exact_interval(value: float) -> Interval:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Percentile:
-    """A percentile, never interpolated; `value` is None below `needed` samples. `upper` exceeds it with 99 %
-    confidence.
+    """A percentile without interpolation; `value` is None below `needed` samples.
+
+    `upper` is its upper bound at 99 % confidence.
     """
 
     value: float | None
@@ -74,7 +75,7 @@ def median(samples: Sequence[float] | Floats) -> float:
 
 
 def percentile(samples: Sequence[float] | Floats, percent: float) -> float:
-    """The order statistic of rank ceil(p/100 * n), counted from one."""
+    """Return the order statistic of rank ceil(p/100 * n), counted from one."""
     ordered = np.sort(np.asarray(samples, dtype=np.float64))
     return float(ordered[max(math.ceil(percent / 100 * len(ordered) - 1e-9) - 1, 0)])
 
@@ -91,9 +92,10 @@ def upper_rank(samples: int, percent: float, confidence: float = 0.99) -> int | 
 
 
 def needed_samples(percent: float, confidence: float = 0.99) -> int:
-    """Return the samples of which the second largest bounds the percentile: 64 for p90, 130 for p95, 662 for p99.
+    """Return the number of samples whose second largest bounds the percentile.
 
-    The rule of MLPerf's early stopping with one sample above the bound.
+    It is 64 for p90, 130 for p95 and 662 for p99, by the rule of MLPerf's early stopping with one sample above the
+    bound.
     """
     share, samples = percent / 100, 1
     while share**samples + samples * (1 - share) * share ** (samples - 1) > 1 - confidence:
@@ -102,7 +104,7 @@ def needed_samples(percent: float, confidence: float = 0.99) -> int:
 
 
 def tail(samples: Sequence[float] | Floats, percent: float, *, always: bool = False) -> Percentile:
-    """The percentile with its upper bound, withheld while the samples are too few unless `always`."""
+    """Return a percentile with its upper bound, without values for too few samples unless `always`."""
     count, needed = len(samples), needed_samples(percent)
     if count == 0 or (count < needed and not always):
         return Percentile(value=None, upper=None, needed=needed)
@@ -114,10 +116,10 @@ def tail(samples: Sequence[float] | Floats, percent: float, *, always: bool = Fa
 def ratio_of_medians(
     numerator: Rounds, denominator: Rounds, *, confidence: float = DEFAULT_CONFIDENCE, draws: int = DRAWS, seed: int = 0
 ) -> Interval:
-    """Return the median over rounds of the ratio of both medians, so that a load that comes and goes cancels.
+    """Return the median over rounds of the ratio of both medians, in which a varying load cancels.
 
-    The interval is the percentile bootstrap over whole rounds, unbounded below `least_rounds`; at confidence 0 the
-    value.
+    The interval is the percentile bootstrap over whole rounds. It is unbounded below `least_rounds` and only the value
+    at confidence 0.
     """
     pairs = zip(numerator, denominator, strict=True)
     ratio_R = np.asarray([np.median(above) / np.median(below) for above, below in pairs])
@@ -138,7 +140,7 @@ def percentile_interval(rounds: Rounds, percent: float, *, confidence: float = D
 
 
 def rate_interval(work_R: Floats, seconds_R: Floats, *, confidence: float = DEFAULT_CONFIDENCE) -> Interval:
-    """Work done per second of wall time, total over total, with the bootstrap interval over rounds."""
+    """Return the total work over the total seconds of wall time, with its bootstrap interval over rounds."""
 
     def rates(drawn_DR: NDArray[np.int64]) -> Floats:
         return np.asarray(work_R[drawn_DR].sum(axis=1) / seconds_R[drawn_DR].sum(axis=1))
@@ -152,7 +154,7 @@ def coefficient_of_variation(samples: Sequence[float] | Floats) -> float:
 
 
 def trend(values: Sequence[float] | Floats) -> float:
-    """Theil-Sen slope times length over the median: the relative change from the first value to the last."""
+    """Return the relative change from the first value to the last, the Theil-Sen slope times length over the median."""
     series = np.asarray(values, dtype=np.float64)
     first, second = np.triu_indices(len(series), k=1)
     if len(first) == 0:
@@ -162,7 +164,7 @@ def trend(values: Sequence[float] | Floats) -> float:
 
 
 def trend_score(values: Sequence[float] | Floats) -> float:
-    """Mann-Kendall z: how many standard deviations the count of rises exceeds what an unordered series would show."""
+    """Return Mann-Kendall's z, the excess of rises over those of an unordered series in standard deviations."""
     series = np.asarray(values, dtype=np.float64)
     count = len(series)
     if count < 3:
@@ -186,7 +188,7 @@ def _over_rounds(
     seed: int = 0,
     draws: int = DRAWS,
 ) -> Interval:
-    """The interval of a statistic of rounds drawn again with repetition; more are drawn where its tails are thin."""
+    """Return the bootstrap interval of a statistic over rounds, with enough draws for TAIL_DRAWS beyond each end."""
     if confidence == 0:
         return exact_interval(value)
     if rounds < least_rounds(confidence):
@@ -199,7 +201,7 @@ def _over_rounds(
 
 
 def _drawn_percentiles(rounds: Rounds, percent: float, drawn_DR: NDArray[np.int64]) -> Floats:
-    """Return the percentile of each draw's pooled samples, sorted once."""
+    """Return the percentile of the pooled samples of each draw; the samples are sorted only once."""
     pooled, owner = np.concatenate(rounds), np.repeat(np.arange(len(rounds)), [len(times) for times in rounds])
     order = np.argsort(pooled)
     pooled, owner = pooled[order], owner[order]

@@ -1,4 +1,4 @@
-"""Every number that a table, a plot or a gate wants, read out of a bench record."""
+"""Statistics of a bench record for tables, plots and gates."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,32 +22,36 @@ from .stats import (
 )
 
 ONE, VARIED = "one batch", "varied batches"
-MOST_GAIN = 1.1  # what MLPerf Inference's compliance test 04 lets pass: inputs stay in the processor's caches, too
+MOST_GAIN = 1.1  # the limit of MLPerf Inference's compliance test 04, as inputs stay in the processor's caches too
 
 
 def gain_on_repeats(row: Row, subject: str) -> Interval | None:
-    """Times as quick on one batch as on varied ones, None where it was not asked."""
+    """Return the speed on one repeated batch over that on varied batches, None if that was not measured."""
     return speedup(row.repeat_blocks.get(subject, ()), VARIED, ONE)
 
 
 def cached_subjects(row: Row) -> Iterator[tuple[str, str]]:
-    """Yield the subjects that are faster on repeated inputs than passes, each with a sentence."""
+    """Yield the subjects that are faster on repeated inputs than MOST_GAIN allows, each with a sentence."""
     for subject in row.repeat_blocks:
         gain = gain_on_repeats(row, subject)
         if gain is not None and gain.low > MOST_GAIN:
             yield (
                 subject,
-                f"{gain.value:.2f} times as quick on one batch again and again as on varied ones ({gain.low:.2f} to "
-                f"{gain.high:.2f}; up to {MOST_GAIN:g} passes): it may answer out of a cache, its times are no model's",
+                f"{gain.value:.2f} times as fast on one repeated batch as on varied ones ({gain.low:.2f} to "
+                f"{gain.high:.2f}; at most {MOST_GAIN:g} is allowed): it may answer out of a cache, so its times don't "
+                "count",
             )
 
 
-WORTH_REL = 0.10  # a doubled batch, and so about a doubled latency, must bring this much more throughput
+WORTH_REL = 0.10  # the gain in throughput that justifies a doubled batch, whose latency about doubles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubjectSummary:
-    """One subject at a batch size. Latencies are None with several streams, throughput (images/s) with an L2 flush."""
+    """One subject at one batch size.
+
+    Latencies are None with several streams, throughput (images/s) is None with an L2 flush.
+    """
 
     name: str
     status: Status
@@ -65,10 +69,11 @@ class SubjectSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SummaryRow:
-    """One batch size. `speedup` and `noise` (the A/A run, ideally 1) are reference over candidate, of `rounds` spans.
+    """One batch size.
 
-    `disturbed`: other programs had the CPU in almost all calls. `repeats`: speed on one batch over varied ones.
-    `realised_share` is the time saved over the share of MACs saved: (1 - 1/speedup) / (1 - MACs ratio).
+    `speedup`, and `noise` of the A/A run (ideally 1), are reference over candidate, over `rounds` spans. `disturbed`
+    means that other programs had the CPU in almost all calls. `repeats` is the speed on one batch over that on varied
+    ones. `realised_share` is the share of time saved over the share of MACs saved: (1 - 1/speedup) / (1 - MACs ratio).
     """
 
     batch: int
@@ -84,7 +89,7 @@ class SummaryRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Knee:
-    """The suggested batch size and, in one sentence, why."""
+    """The suggested batch size with its reason."""
 
     batch: int
     reason: str
@@ -92,7 +97,7 @@ class Knee:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """A record's statistics. `end_to_end_rows` is empty where compute is end to end; `knee` is the candidate's."""
+    """Statistics of a record; `end_to_end_rows` is empty if compute is end to end, `knee` is the candidate's."""
 
     reference: str
     candidate: str
@@ -111,7 +116,7 @@ class Summary:
 
 
 def summarise(bench: Bench, confidence: float = DEFAULT_CONFIDENCE) -> Summary:
-    """Read the statistics of a record. `confidence`: of all intervals but `repeats`."""
+    """Compute the statistics of a record; `confidence` is that of all intervals except `repeats`."""
     rows = tuple(_row(bench, row, "compute", confidence) for row in bench.rows)
     apart = bench.rows if any(block.end_to_end_ms for row in bench.rows for block in row.blocks) else ()
     rates = {row.batch: row.sides[bench.candidate.name].throughput for row in rows}
@@ -126,9 +131,7 @@ def summarise(bench: Bench, confidence: float = DEFAULT_CONFIDENCE) -> Summary:
 
 
 def find_knee(throughput: Mapping[int, float]) -> Knee | None:
-    """Return the smallest batch from which no larger one gains WORTH_REL per doubling of images/s; None below two
-    sizes.
-    """
+    """Return the smallest batch from which no larger one gains WORTH_REL images/s per doubling; None for one size."""
     if len(throughput) < 2:
         return None
     for batch, rate in sorted(throughput.items()):
@@ -148,7 +151,7 @@ def speedup(
     measure: str = "compute",
     confidence: float = DEFAULT_CONFIDENCE,
 ) -> Interval | None:
-    """How many times faster the candidate is, None unless both were measured."""
+    """Return how many times faster the candidate is, None unless both were measured."""
     measure = measure if comparison_measure(blocks) == "compute" else "wall"
     slow, fast = samples(blocks, reference, measure), samples(blocks, candidate, measure)
     return ratio_of_medians(slow, fast, confidence=confidence) if len(slow) and len(slow) == len(fast) else None
@@ -173,7 +176,7 @@ def _row(bench: Bench, row: Row, measure: str, confidence: float) -> SummaryRow:
 
 
 def realised_share(faster: Interval | None, macs_before: int | None, macs_after: int | None) -> float | None:
-    """The share of the saved MACs that became saved time; None without a saving to compare with."""
+    """Return the share of saved time over the share of saved MACs; None if no MACs were saved."""
     if faster is None or not macs_before or macs_after is None or macs_after >= macs_before:
         return None
     return (1 - 1 / faster.value) / (1 - macs_after / macs_before)
@@ -195,14 +198,14 @@ def _side(bench: Bench, row: Row, name: str, measure: str, confidence: float) ->
         p99_ms=tail(flat, 99) if some else None,
         cv=coefficient_of_variation(flat) if some else None,
         throughput=None if bench.settings.get("flush_l2") else _throughput(row, name, confidence),
-        # Less than the artefact's own size: the runner was given memory that others had let go.
+        # A peak below the artefact's size is wrong: the runner reused memory that had been freed before.
         peak_memory_bytes=None if peak is None or (size is not None and peak < size) else peak,
         times_ms=tuple(float(ms) for ms in flat),
     )
 
 
 def _throughput(row: Row, name: str, confidence: float) -> Interval | None:
-    """From the calls themselves on the CPU, where one follows the other; from wall time where calls overlap copies."""
+    """Return images/s from the times of calls if they run one by one on the CPU, else from wall time."""
     one_by_one = all(block.lost_ms is not None for block in row.blocks)
     per_call = samples(row.blocks, name, "compute" if one_by_one else "wall")
     if not per_call:

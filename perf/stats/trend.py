@@ -1,9 +1,9 @@
-"""Latency over releases: bench records in one directory, never overwritten, a series for each subject and batch size.
+"""Latency over releases, from bench records in one directory: a series for each subject and batch size.
 
-Files are named by time and digest, so that processes may add at once.
+Records are never overwritten. Their files are named by time and digest, so that several processes may add some.
 
-Medians of equal models differ by about 1.2 % between benches, ratios to a reference by 0.2 %: where all releases have
-the same reference (sha256), changes are looked for in that ratio, else in the candidate's median.
+Medians of equal models differ by about 1.2 % between benches, ratios to a reference by 0.2 %. Changes are therefore
+searched in that ratio if all releases have the same reference (sha256), else in the candidate's median.
 """
 
 import shutil
@@ -27,7 +27,7 @@ DIGEST_LETTERS = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Release:
-    """One bench record with the name that it has in a history: time and digest."""
+    """One bench record with its name in a history: time and digest."""
 
     name: str
     bench: Bench
@@ -35,7 +35,7 @@ class Release:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftOut:
-    """A file or record that is not in a trend, and why."""
+    """A file or record that a trend leaves out, with the reason."""
 
     name: str
     reason: str
@@ -43,7 +43,7 @@ class LeftOut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """The releases in the order in which they were measured, and the files that are none."""
+    """The releases in the order of measurement, and the files that are no records."""
 
     releases: tuple[Release, ...] = ()
     left_out: tuple[LeftOut, ...] = ()
@@ -107,9 +107,9 @@ SHOWN_KEYS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """One figure by release, None where none can be relied on; `unit` is ms or x (the speed-up).
+    """One figure by release, None if it is not reliable; `unit` is ms, or x for the speed-up.
 
-    `changes` count releases from 0; their ratios are of time. Only a `judged` series has any.
+    `changes`, which only a `judged` series has, count releases from 0; their ratios are ratios of time.
     """
 
     name: str
@@ -121,7 +121,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchTrend:
-    """One batch size: medians of reference and candidate, and the speed-up. `missing`: why the newest has no figure."""
+    """Medians of both subjects and speed-up at one batch size; `missing` is why the newest release has no figure."""
 
     batch: int
     series: tuple[Series, Series, Series]
@@ -129,7 +129,7 @@ class BatchTrend:
 
     def __post_init__(self) -> None:
         if sum(series.judged for series in self.series) != 1 or len({len(s.values) for s in self.series}) != 1:
-            raise BadInput(f"a trend has series of one length and judges one of them, batch {self.batch} does not")
+            raise BadInput(f"a trend has series of equal length and judges one of them, batch {self.batch} does not")
 
     @property
     def judged(self) -> Series:
@@ -138,7 +138,7 @@ class BatchTrend:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trend:
-    """All batch sizes of the newest release over comparable releases. `test` says how changes were looked for."""
+    """All batch sizes of the newest release over the comparable releases; `test` describes the change-point test."""
 
     releases: tuple[str, ...]
     batches: tuple[BatchTrend, ...]
@@ -157,7 +157,7 @@ def build_trend(history: History, newest: Release) -> Trend:
         reason = _reason(release, newest)
         if reason is not None:
             left_out.append(LeftOut(name=release.name, reason=reason))
-        elif all(release.bench != other.bench for other in (*releases, newest)):  # be it written in another way
+        elif all(release.bench != other.bench for other in (*releases, newest)):  # also if formatted otherwise
             releases.append(release)
     releases.append(newest)
     benches = [release.bench for release in releases]
@@ -175,7 +175,7 @@ def build_trend(history: History, newest: Release) -> Trend:
 
 
 def latency_values(series: Series) -> tuple[list[int], list[float]]:
-    """Releases that have a figure, and the figure as something that grows with the time."""
+    """Return the places of releases with a figure, and the figures as times or reciprocal speed-ups."""
     measured = [(place, value.value) for place, value in enumerate(series.values) if value is not None]
     places, values = [place for place, _ in measured], [value for _, value in measured]
     return places, [1 / value for value in values] if series.unit == "x" else values
@@ -230,7 +230,7 @@ def _figures(bench: Bench, batch: int) -> tuple[_Figures, str | None]:
     faster = speedup(row.blocks, bench.reference.name, bench.candidate.name)
     if faster is None or not faster.is_bounded:
         return _NO_FIGURES, "too few rounds for an interval; measure longer"
-    if comparison_measure(row.blocks) != "compute":  # calls overlap, whose own times say little
+    if comparison_measure(row.blocks) != "compute":  # calls overlap, so their own times don't count
         return (None, None, faster), None
     medians = [median_interval(samples(row.blocks, subject.name)) for subject in bench.subjects]
     reference, candidate = (each if each.is_bounded else None for each in medians)

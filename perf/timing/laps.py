@@ -1,6 +1,4 @@
-"""Consecutive calls and their times, the rules of a measurement, and warm-up until the times are flat. Clock and calls
-are arguments.
-"""
+"""Times of consecutive calls, the rules of a measurement, and the warm-up. The clock is an argument."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -18,10 +16,10 @@ WARM_UP_SHARE = 1 / 8  # of a batch size's time limit, for each subject
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Laps:
-    """Consecutive calls: a time for each where they can be told apart, and the wall time of all.
+    """Wall time of consecutive calls, and a time for each unless calls overlap.
 
-    `compute_ms`: between events, or on the CPU's clock; `end_to_end_ms` adds copies; `enqueue_ms`: issuing the calls;
-    `lost_ms`: waiting for a CPU, None where unknown.
+    `compute_ms` is measured between events or by the host's clock, `end_to_end_ms` includes copies, `enqueue_ms` is the
+    time to issue the calls, and `lost_ms` the wait for a CPU, None if unknown.
     """
 
     calls: int
@@ -33,18 +31,18 @@ class Laps:
 
 
 class Bound(Protocol):
-    """A runner with one batch in place: fixed shapes, fixed addresses, ready to be called again and again."""
+    """A runner with one batch at fixed shapes and addresses, ready for repeated calls."""
 
     def laps(self, calls: int, clock: Clock) -> Laps: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The rules of a measurement, recorded with it.
+    """The rules of a measurement, stored in its record.
 
     Rounds are added until the speed-up's interval is within `half_width_rel` on either side (a third of a gate's margin
-    is a good choice) or the time is up; `time_limit_s` is for all that a batch size costs. Blocks are short, so that
-    both subjects of a round meet the same load. `audit_rounds`: one batch against varied ones.
+    is a good choice) or the time is up. `time_limit_s` covers all work for a batch size. Blocks are short, so that both
+    subjects of a round run under the same load. `audit_rounds` compare one repeated batch with varied ones.
     """
 
     block_ms: float = 25.0
@@ -86,7 +84,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmUp:
-    """Calls made before the measurement; `flat` is False when the time limit ended them."""
+    """Calls before the measurement; `flat` is False if the time limit ended them."""
 
     samples_ms: tuple[float, ...]
     flat: bool
@@ -98,7 +96,7 @@ class WarmUp:
 def warm_up(
     bound: Bound, plan: Plan, clock: Clock, *, begun: Sequence[float] = (), limit_s: float = math.inf
 ) -> WarmUp:
-    """Call until the times stop falling (Plan.warm_up_rule), for `limit_s` at most. `begun`: ms of the calls before."""
+    """Call until the times are flat (Plan.warm_up_rule) or `limit_s` is over; `begun` has times of earlier calls."""
     started, samples_ms, limit_s = clock(), list(begun), min(limit_s, plan.warm_up_limit_s)
     while True:
         laps = bound.laps(1, clock)
@@ -113,7 +111,7 @@ def warm_up(
 
 
 class TimeLimit:
-    """So many seconds from now on."""
+    """A limit of seconds that starts at construction."""
 
     def __init__(self, clock: Clock, limit_s: float) -> None:
         self.clock, self.limit_s, self._started_ns = clock, limit_s, clock()

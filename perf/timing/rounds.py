@@ -1,4 +1,4 @@
-"""Warm subjects timed side by side: ABBA rounds of blocks, until the question is answered or so many."""
+"""Timing of warm subjects side by side, in ABBA rounds of blocks."""
 
 import gc
 import math
@@ -15,10 +15,10 @@ from perf.stats.stats import ratio_of_medians
 from .laps import Bound, Clock, Plan
 from .watch import Watch, unwatched
 
-# The interval is looked at each time the rounds have grown by an eighth: seldom, as looking often flatters it.
+# The interval is tested each time the rounds have grown by an eighth, because frequent tests would bias it.
 LOOKS = 8
 LATE = "the time limit came within the round"
-# States in which the hardware slows itself down; a power cap is the normal state of a busy card and is only warned of.
+# States in which the hardware slows down. A power cap is normal for a busy card and only causes a warning.
 THROTTLED = ("hw_slowdown", "hw_thermal_slowdown", "hw_power_brake", "sw_thermal_slowdown")
 
 
@@ -27,7 +27,7 @@ def calls_per_block(call_ms: float, block_ms: float) -> int:
 
 
 def settle_calls(calls: int) -> int:
-    """Return the untimed calls at a block's head: 1 when calls are short enough for the cache's contents to matter."""
+    """Return the number of untimed calls before a block: 1 if calls are so short that cached data matters."""
     return 1 if calls >= 4 else 0
 
 
@@ -41,9 +41,10 @@ def measure_pair(
     on_round: Callable[[int], None] | None = None,
     limit_s: float | None = None,
 ) -> tuple[tuple[TimedBlock, ...], str]:
-    """Measure two warm subjects, the reference first, in ABBA rounds until the plan is answered; says why it stopped.
+    """Measure two warm subjects, the reference first, in ABBA rounds, and return the blocks and why it stopped.
 
-    A throttled block spoils its round. `on_round` is called with the rounds done; `limit_s`: None for the plan's.
+    A round with a throttled block doesn't count. `on_round` is called with the number of rounds done; `limit_s` is the
+    plan's if None.
     """
     reference, candidate = bounds
     blocks, quiet = list[TimedBlock](), QuietSpans(bounds)
@@ -67,14 +68,14 @@ def measure_rounds(
     on_round: Callable[[int], None] | None = None,
     limit_s: float = math.inf,
 ) -> tuple[TimedBlock, ...]:
-    """Measure subjects for so many rounds, forth and back (1 2 3 3 2 1), or fewer within `limit_s` seconds."""
+    """Measure subjects for `rounds` rounds, forth and back (1 2 3 3 2 1), or fewer within `limit_s` seconds."""
     every = _rounds(bounds, calls, clock, watch, on_round, limit_s)
     return tuple(block for blocks in islice(every, rounds) for block in blocks)
 
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Keep Python's cycle collector out of the timed calls; collects once before."""
+    """Disable Python's cycle collector during the body, after one collection."""
     was_on = gc.isenabled()
     gc.collect()
     gc.disable()
@@ -87,7 +88,7 @@ def no_garbage_collection() -> Iterator[None]:
 
 @contextmanager
 def quick_garbage_collection() -> Iterator[None]:
-    """Collect once and freeze what is left, as later collections of torch's objects take a quarter of a second each."""
+    """Freeze all objects during the body, because each collection of torch's objects takes a quarter of a second."""
     gc.collect()
     frozen_by_others = gc.get_freeze_count() > 0
     gc.freeze()
@@ -106,7 +107,7 @@ def _rounds(
     on_round: Callable[[int], None] | None,
     limit_s: float,
 ) -> Iterator[list[TimedBlock]]:
-    """Yield the blocks of each round that is expected to end in time; of an unfinished one all are dropped."""
+    """Yield the blocks of each round that is expected to end in time; drop all blocks of an unfinished round."""
     started, last_s = clock(), 0.0
     with no_garbage_collection():
         for index in count():
@@ -114,7 +115,7 @@ def _rounds(
             if (begun - started) / 1e9 + last_s > limit_s:
                 return
             blocks = list[TimedBlock]()
-            # Forth and back, so that a steady drift cancels; every other round begins at the other end, in fairness.
+            # Forth and back, so that a steady drift cancels; every other round begins with the other subject.
             names = tuple(bounds) if index % 2 == 0 else tuple(bounds)[::-1]
             for name in names + names[::-1]:
                 if (clock() - started) / 1e9 >= limit_s:
@@ -142,7 +143,10 @@ def _block(bound: Bound, name: str, index: int, calls: int, started: int, clock:
 
 
 def _stop(blocks: Sequence[TimedBlock], quiet: QuietSpans, subjects: tuple[str, str], plan: Plan) -> str | None:
-    """Why to stop now, or None. Width alone decides, never the verdict: stopping on a verdict would favour it."""
+    """Return the reason to stop now, or None.
+
+    Only the interval's width decides, because stopping on a verdict would favour that verdict.
+    """
     kept = len(quiet.spans)
     if quiet.rounds >= plan.max_rounds:
         return "round limit"

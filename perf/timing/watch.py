@@ -1,4 +1,4 @@
-"""The machine as one flat mapping, and what else it does while something is timed: other programs, the GPU's state."""
+"""A flat description of the machine, and observation of CPU contention and GPU state during a measurement."""
 
 import hashlib
 import json
@@ -21,7 +21,7 @@ CPUINFO = Path("/proc/cpuinfo")
 
 
 def environment(gpu: Flat | None = None) -> dict[str, Scalar]:
-    """Describe the machine without host, user or path; `gpu` is what `Gpu.describe` tells, if any."""
+    """Describe the machine without names of host, user or paths; `gpu` comes from `Gpu.describe`."""
     return {
         "system": f"{platform.system()} {platform.release()}",
         "machine": platform.machine(),
@@ -40,7 +40,7 @@ def environment(gpu: Flat | None = None) -> dict[str, Scalar]:
 
 
 def fingerprint(described: Flat, keys: Iterable[str] = ENVIRONMENT_MUST_MATCH) -> str:
-    """A short digest of the keys that must match; equal on machines whose latencies may be compared."""
+    """Return a short digest of the keys, equal for machines with comparable latencies."""
     text = json.dumps({key: described.get(key) for key in keys}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -53,7 +53,7 @@ def package_version(package: str) -> str | None:
 
 
 def cpu_name() -> str:
-    """The processor's name as the system tells it, else its architecture."""
+    """Return the processor's name, or its architecture if the system doesn't know it."""
     names = _cpuinfo(CPUINFO, "model name")
     if names is None:
         return platform.processor() or platform.machine()
@@ -69,7 +69,7 @@ def _cpuinfo(path: Path, key: str) -> list[str] | None:
 def has_vnni(cpuinfo: Path = CPUINFO) -> bool | None:
     """Return whether an x86 CPU adds INT8 products in 32 bits; None if unknown.
 
-    Without it ONNX Runtime's kernels saturate (its documentation of quantisation, on `reduce_range`).
+    ONNX Runtime's kernels saturate on other CPUs (see `reduce_range` in its documentation of quantisation).
     """
     flags = _cpuinfo(cpuinfo, "flags")
     return None if not flags else not {"avx512_vnni", "avx_vnni"}.isdisjoint(flags[0].split())
@@ -97,11 +97,7 @@ Watch = Callable[[], GpuState | None]
 
 
 def unwatched() -> None:
-    """The watch of a machine without a GPU."""
-
-
-def involuntary_switches() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+    """Return None, as the watch of a machine without a GPU."""
 
 
 LostTime = Callable[[], int]
@@ -109,15 +105,17 @@ LostTime = Callable[[], int]
 
 @contextmanager
 def lost_time(
-    tasks: str = "/proc/self/task", switches: Callable[[], int] = involuntary_switches
+    tasks: str = "/proc/self/task",
+    switches: Callable[[], int] = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw,
 ) -> Iterator[LostTime | None]:
-    """Yield a function of the nanoseconds that threads alive now waited for a CPU since last asked; None if unknown.
+    """Yield a function that returns the nanoseconds that threads waited for a CPU since its last call; None if unknown.
 
-    The kernel's count of involuntary switches is read first, in a microsecond; the threads' accounts only if it rose.
+    Only threads alive now count. The function reads the kernel's count of involuntary switches first, in a microsecond,
+    and the accounts of the threads only if it rose.
     """
     accounts = []
     for task in os.listdir(tasks) if os.path.isdir(tasks) else ():
-        with suppress(OSError):  # of a thread that ends meanwhile
+        with suppress(OSError):  # the thread may have ended
             accounts.append(os.open(f"{tasks}/{task}/schedstat", os.O_RDONLY))
     if not accounts:
         yield None
@@ -150,9 +148,9 @@ def _waited_ns(accounts: list[int]) -> int:
 
 @contextmanager
 def watching(uuid: str | None = None) -> Iterator[tuple[Watch, Flat | None]]:
-    """Yield the watch of a GPU and its description, if NVML (package nvidia-ml-py) finds one.
+    """Yield a function that reads the state of a GPU, and its description, if NVML (nvidia-ml-py) finds a GPU.
 
-    `uuid`: of the one that CUDA runs on (see `read_gpu_uuid`); None takes NVML's first.
+    `uuid` is that of the GPU that CUDA uses (see `read_gpu_uuid`), None for NVML's first one.
     """
     nvml = _nvml()
     if nvml is None:
@@ -161,7 +159,7 @@ def watching(uuid: str | None = None) -> Iterator[tuple[Watch, Flat | None]]:
     try:
         handle = nvml.nvmlDeviceGetHandleByIndex(0)
         if uuid is not None:
-            with suppress(nvml.NVMLError):  # which does not know a slice of a GPU
+            with suppress(nvml.NVMLError):  # NVML doesn't find a MIG slice by its UUID
                 handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
         gpu = Gpu(nvml, handle, os.getpid())
         yield gpu.state, gpu.describe()
@@ -171,7 +169,7 @@ def watching(uuid: str | None = None) -> Iterator[tuple[Watch, Flat | None]]:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU through NVML. A reading that the card or driver refuses is None."""
+    """One GPU through NVML; a reading that the card or driver refuses is None."""
 
     nvml: Any
     handle: Any
@@ -193,7 +191,7 @@ class Gpu:
         )
 
     def describe(self) -> dict[str, Scalar]:
-        """What `environment` tells of the GPU; `clocks` is the limit set for applications, if any."""
+        """Return the GPU's part of `environment`; `clocks` is the limit set for applications, if any."""
         nvml = self.nvml
         limit_mw = self._ask(nvml.nvmlDeviceGetPowerManagementLimit)
         capability = self._ask(nvml.nvmlDeviceGetCudaComputeCapability)
