@@ -1,1 +1,1 @@
-"""Measurement: runners, timing, statistics, parity, records and reports."""
+"""Measurement of models: runners, timing, statistics, parity, records, gates and reports."""

@@ -28,7 +28,7 @@ from corp_deploy.spec.widths import aligned_width, aligned_widths, narrow_step
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.store.graph_facts import facts_of_onnx
 from corp_deploy.traced.models.module import replace_submodules
-from perf.parity.measures import measure_outputs
+from perf.parity.logits import measure_logits
 from tests import tiny
 from tests.command import invoked, refuses, run
 from tests.export_served import write_onnx
@@ -108,7 +108,7 @@ def test_budget_holds_and_beats_uniform_widths(probe: Probe, currency: Any) -> N
     assert found.predicted_error <= beside.predicted_error
     images = torch.from_numpy(tiny.images(24))
     (reference,) = outputs(probe.model, [images])
-    errors = [measure_outputs(reference, *outputs(each, [images])).relative_error for each in (model, even)]
+    errors = [measure_logits(reference, *outputs(each, [images])).relative_error for each in (model, even)]
     assert errors[0] <= errors[1]
 
 

@@ -27,8 +27,7 @@ from perf.parity import block_outputs, structure, tolerance
 from perf.parity.block_outputs import check_headroom, locate_in_exact, locate_in_half, measure_block_noise
 from perf.parity.link import Link, measure_link
 from perf.parity.locate import FaultLocation, keep_until_it_passes
-from perf.parity.logits import LogitMeasures
-from perf.parity.measures import measure_outputs
+from perf.parity.logits import LogitMeasures, measure_logits
 from perf.parity.rounding import rounded_graph
 
 D, HEADS, DEPTH, HIDDEN, CLASSES, PATCH_INPUTS = 32, 2, 3, 64, 10, 48
@@ -181,7 +180,7 @@ def plain_logits(model: ModelProto, images: Array) -> Array:
 
 def passes_a_random_check(reference: Array, candidate: Array) -> bool:
     """What is common: random inputs, one relative error, 1e-2."""
-    return measure_outputs(reference, candidate).relative_error < 1e-2
+    return measure_logits(reference, candidate).relative_error < 1e-2
 
 
 def exact_link(reference: Array, candidate: Array) -> Link:
@@ -202,7 +201,7 @@ def noise_of_halves() -> tuple[LogitMeasures, dict[str, float]]:
     dense, images = dense_vit(), photographs()
     single, half = (onnx_from_vit(dense, half=half) for half in (False, True))
     blocks = measure_block_noise(single, half, fed(images))
-    return measure_outputs(torch_logits(dense, images), onnx_logits(half, images)), blocks
+    return measure_logits(torch_logits(dense, images), onnx_logits(half, images)), blocks
 
 
 def half_link(model: TinyViT, graph: ModelProto) -> Link:
@@ -357,7 +356,7 @@ def test_onnxruntime_on_the_cpu_misses_the_float16_overflow(vit: TinyViT) -> Non
     """ONNX Runtime carries float16 values on in float32: the reason for the rounded graph."""
     watching = watch_the_bright_patch(vit, block=1, size=6e4)
     plain = plain_logits(onnx_from_vit(watching, half=True), photographs())
-    assert measure_outputs(torch_logits(watching, photographs()), plain).relative_error < 1e-2
+    assert measure_logits(torch_logits(watching, photographs()), plain).relative_error < 1e-2
 
 
 @pytest.mark.slow("models")

@@ -154,7 +154,7 @@ def test_graphs_without_paths_or_with_fp16_inputs_are_refused() -> None:
     rejects("no node of this graph is named by its module", block_outputs.site_outputs, model)
     model = half_graph(3.0)
     model.graph.output[0].type.tensor_type.elem_type = TensorProto.FLOAT16
-    rejects("logits: this border is float16", rounded_graph, model)
+    rejects("logits: this input or output is float16", rounded_graph, model)
 
 
 def test_torch_hooks_record_sites_and_are_removed() -> None:

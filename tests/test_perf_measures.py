@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ground.precision import FLOAT16
 from perf.parity.labels import accuracy_on_labels
-from perf.parity.logits import LogitMeasures, margins
+from perf.parity.logits import LogitMeasures, margins, measure_logits
 from perf.parity.measures import EmbeddingMeasures, FeatureMapMeasures, measure_outputs, measure_relative_errors
 from perf.parity.rows import Floats
 from perf.parity.similarity import MOST_DRAWN, draw_rows, linear_cka, same_neighbour
@@ -38,7 +38,7 @@ def test_measures_match_explicit_loops() -> None:
         top_r, top_c = (sorted(range(7), key=lambda i, row=row: -row[i])[:5] for row in (r, c))  # type: ignore[misc]
         overlap.append(len(set(top_r) & set(top_c)) / 5)
         agree += top_r[0] == top_c[0]
-    found = measure_outputs(ref, cand)
+    found = measure_logits(ref, cand)
     assert found.relative_error == pytest.approx(math.sqrt(squared / size), rel=1e-12)
     assert found.max_abs == pytest.approx(biggest)
     assert found.kl_mean == pytest.approx(np.mean(kl))
@@ -52,7 +52,7 @@ def test_measures_match_explicit_loops() -> None:
 
 def test_equal_logits_have_no_error_in_any_dtype() -> None:
     for dtype in (np.float16, np.float32, np.float64):
-        found = measure_outputs(logits().astype(dtype), logits().astype(dtype))
+        found = measure_logits(logits().astype(dtype), logits().astype(dtype))
         assert (found.relative_error, found.max_abs, found.kl_max, found.flips) == (0, 0, 0, 0)
         assert (found.top5_overlap, found.spread_ratio) == (1, 1)
         assert found.cosine_min == pytest.approx(1)
@@ -61,7 +61,7 @@ def test_equal_logits_have_no_error_in_any_dtype() -> None:
 def test_decisive_flip_exceeds_the_noise() -> None:
     ref = np.array([[1.0, 0.99, 0.0], [5.0, 1.0, 0.0], [3.0, 0.0, 0.0]])
     cand = np.array([[0.99, 1.0, 0.0], [1.0, 5.0, 0.0], [3.0, 0.0, 0.0]])
-    found = measure_outputs(ref, cand, margin_noise=0.1)
+    found = measure_logits(ref, cand, margin_noise=0.1)
     assert (found.flips, found.decisive_images, found.decisive_flips) == (2, 2, 1)
     np.testing.assert_allclose(margins(ref), [0.01, 4.0, 3.0])
 
@@ -70,7 +70,7 @@ def test_decisive_flip_exceeds_the_noise() -> None:
 def test_nonfinite_logit_affects_only_its_image_and_the_total(bad: float) -> None:
     cand = logits()
     cand[3, 2] = bad
-    found, errors_N = measure_outputs(logits(), cand), measure_relative_errors(logits(), cand)
+    found, errors_N = measure_logits(logits(), cand), measure_relative_errors(logits(), cand)
     assert (found.nonfinite_images, found.flips, found.relative_error) == (1, 1, math.inf)
     assert (found.kl_max, found.cosine_min) == (math.inf, 0)
     assert np.isfinite(errors_N).tolist() == [place != 3 for place in range(12)]
@@ -78,13 +78,13 @@ def test_nonfinite_logit_affects_only_its_image_and_the_total(bad: float) -> Non
 
 def test_constant_outputs_are_detected() -> None:
     cand = np.broadcast_to(logits()[0], (12, 7))
-    assert measure_outputs(logits(), cand).spread_ratio == pytest.approx(0, abs=1e-12)
+    assert measure_logits(logits(), cand).spread_ratio == pytest.approx(0, abs=1e-12)
 
 
 def test_zero_reference_and_single_class_do_not_crash() -> None:
-    assert measure_outputs(np.zeros((2, 3)), np.zeros((2, 3))).relative_error == 0
-    assert measure_outputs(np.zeros((2, 3)), np.ones((2, 3))).relative_error == math.inf
-    assert measure_outputs(np.ones((4, 1)), 2 * np.ones((4, 1))).flips == 0
+    assert measure_logits(np.zeros((2, 3)), np.zeros((2, 3))).relative_error == 0
+    assert measure_logits(np.zeros((2, 3)), np.ones((2, 3))).relative_error == math.inf
+    assert measure_logits(np.ones((4, 1)), 2 * np.ones((4, 1))).flips == 0
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_zero_reference_and_single_class_do_not_crash() -> None:
     ],
 )
 def test_incomparable_outputs_are_refused(reference: Floats, candidate: Floats, words: str) -> None:
-    rejects(words, measure_outputs, reference, candidate)
+    rejects(words, measure_logits, reference, candidate)
 
 
 def test_accuracy_counts_nonfinite_images_as_wrong() -> None:
@@ -117,7 +117,7 @@ def test_mismatched_labels_are_refused(labels: NDArray[np.int64], words: str) ->
 
 def noise(error: float, max_abs: float = 0.1) -> LogitMeasures:
     ref = np.array([[10.0, 0.0], [0.0, 10.0]])
-    found = measure_outputs(ref, ref * (1 + error))
+    found = measure_logits(ref, ref * (1 + error))
     assert found.relative_error == pytest.approx(error)
     return found
 
@@ -137,8 +137,8 @@ def test_fp16_bound_is_calibrated_floored_and_capped() -> None:
     assert (broken.max_relative_error, broken.margin_noise) == (CEILINGS[FLOAT16], 0)
     assert "no yardstick" in broken.rule
     ref = np.eye(2)
-    assert half_tolerance(measure_outputs(ref, np.full((2, 2), np.nan))).max_relative_error == CEILINGS[FLOAT16]
-    assert half_tolerance(measure_outputs(ref, ref)).max_relative_error == 2**-11
+    assert half_tolerance(measure_logits(ref, np.full((2, 2), np.nan))).max_relative_error == CEILINGS[FLOAT16]
+    assert half_tolerance(measure_logits(ref, ref)).max_relative_error == 2**-11
 
 
 def test_user_limits_are_applied_and_checked() -> None:

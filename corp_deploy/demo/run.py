@@ -31,7 +31,7 @@ from corp_deploy.store.labels import labels_for
 from corp_deploy.store.manifest import write_manifest
 from ground.errors import Missing
 from ground.files import replacing, write_json
-from perf.parity.measures import measure_outputs
+from perf.parity.logits import measure_logits
 from perf.parity.parity import Parity
 from perf.record.runs import Bench
 from perf.stats.summary import summarise
@@ -199,11 +199,12 @@ def _effects(directory: Path, example: Example, dense: Checkpoint, reduced: nn.M
     with torch.inference_mode():
         exact = dense.model(pixels).numpy()
         answers = {preset: model(pixels).numpy() for preset, model in (*models.items(), ("best", reduced))}
+    measures = {preset: measure_logits(exact, logits) for preset, logits in answers.items()}
     return [
         {
             "preset": preset,
-            "relative_error": measure_outputs(exact, logits).relative_error,
-            "agreement": measure_outputs(exact, logits).top1_agreement,
+            "relative_error": measures[preset].relative_error,
+            "agreement": measures[preset].top1_agreement,
             "accuracy": float((logits.argmax(1) == labels).mean()),
         }
         for preset, logits in answers.items()

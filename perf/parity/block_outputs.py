@@ -1,7 +1,7 @@
-"""Each block's output, of an ONNX graph and of a torch module, and the block that breaks a failing link.
+"""Outputs of each block of an ONNX graph and of a torch module, to locate the block that breaks a failing link.
 
-Nodes carry their module's path, `blocks.3.attn.qkv/MatMul_1`. A site is that path up to one name behind the number,
-`blocks.3.attn`, or the first name, `head`.
+Names of nodes begin with their module's path, `blocks.3.attn.qkv/MatMul_1`. A site is that path up to one name after
+the first number, `blocks.3.attn`, or its first name, `head`.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -30,17 +30,17 @@ FLOATS = (TensorProto.FLOAT, *NARROW)
 
 
 def site_of(node_name: str) -> str:
-    """Return the site in a node's name: `blocks.3.attn.qkv/MatMul_1` -> `blocks.3.attn`; empty outside modules."""
+    """Return the site of a node's name, empty outside modules."""
     parts = node_name.rpartition("/")[0].split(".")
     numbers = [place for place, part in enumerate(parts) if part.isdigit()]
     return ".".join(parts[: numbers[0] + 2] if numbers else parts[:1])
 
 
 def site_outputs(model: ModelProto) -> dict[str, str]:
-    """Return the values that leave a site by key, in the graph's order.
+    """Return the values by key that nodes outside of their site read, in the graph's order.
 
-    The last value that leaves a site has the site as its key, earlier ones (residual sums) are `blocks.3:0` and so on,
-    as is the last one of a site that goes on in a site below it. Raises BadInput when no node carries a path.
+    The last such value of a site has the site as its key. Earlier ones (residual sums) have `blocks.3:0` and so on, and
+    so has the last one if a nested site follows it. Raises BadInput if no node's name has a path.
     """
     types, sites = element_types(model), {node.name: site_of(node.name) for node in model.graph.node}
     readers: dict[str, set[str]] = {value.name: {""} for value in model.graph.output}
@@ -67,7 +67,7 @@ def site_outputs(model: ModelProto) -> dict[str, str]:
 
 
 def outputs_of_graph(model: ModelProto, feeds: Feeds, *, batch: int = 8) -> dict[str, Array]:
-    """Return each block's output by key, float32 [N, ...], rounded as the graph's types say."""
+    """Return each block's output by key, float32 [N, ...], rounded to the graph's types."""
     outputs_by_key = site_outputs(model)
     cut = rounded_graph(model)
     _add_outputs(cut, outputs_by_key.values())
@@ -76,7 +76,7 @@ def outputs_of_graph(model: ModelProto, feeds: Feeds, *, batch: int = 8) -> dict
 
 
 def outputs_of_module(model: nn.Module, feeds: Feeds, *, batch: int = 8) -> dict[str, Array]:
-    """Return the outputs [N, ...] of all modules that are sites, in order, but for those without a tensor."""
+    """Return the outputs [N, ...] of all modules that are sites and return a tensor, in order."""
     pieces: dict[str, list[Array]] = {}
 
     def keep(name: str, output: object) -> None:
@@ -100,14 +100,14 @@ def outputs_of_module(model: nn.Module, feeds: Feeds, *, batch: int = 8) -> dict
 
 
 def largest_activations(model: ModelProto, feeds: Feeds, *, batch: int = 8) -> dict[str, float]:
-    """Return the largest absolute value of every floating value that the graph computes."""
+    """Return the largest absolute element of each floating-point value of the graph."""
     types = element_types(model)
     names = {name for node in model.graph.node for name in node.output if types.get(name) in FLOATS}
     probed = rounded_graph(model)
     nodes = list(probed.graph.node)
     del probed.graph.node[:]
     for node in nodes:
-        # Beside its producer, so that a value is looked at and let go before the next one is made.
+        # Directly after its producer, so that a value is read and freed before the next one is computed.
         probed.graph.node.append(node)
         for name in names.intersection(node.output):
             probed.graph.node.append(helper.make_node("Abs", [name], [f"{name}/abs"], name=f"{name}/abs"))
@@ -157,7 +157,7 @@ def _run(model: ModelProto, feeds: Feeds, batch: int) -> Iterator[dict[str, Any]
     for start in range(0, batch_size(feeds), fixed or batch):
         part = select_rows(feeds, slice(start, start + (fixed or batch)))
         count = batch_size(part)
-        # The last input stands in for those that a whole batch lacks.
+        # The last input fills up a batch of fixed size.
         filled = part if fixed is None else select_rows(part, np.minimum(np.arange(fixed), count - 1))
         rows = session.run(None, {name: np.ascontiguousarray(array) for name, array in filled.items()})
         yield {name: row[:count] if row.ndim else row for name, row in zip(names, rows, strict=True)}
@@ -179,10 +179,10 @@ def locate_in_half(
     float_type: FloatType = FLOAT16,
     scaled: Collection[str] = (),
 ) -> FaultLocation:
-    """Locate where a narrow graph leaves its FP32 twin, on the few inputs (8 to 32) on which the link failed worst.
+    """Locate where a 16-bit graph deviates from its FP32 twin, on the 8 to 32 inputs with the largest errors.
 
-    `fix_command`: the command that helps, with `{site}` in it. `scaled`: sites that give something else on purpose.
-    Raises BadInput when the graphs share no block.
+    `fix_command` is the command that helps, with `{site}` in it. `scaled` has sites whose outputs differ on purpose.
+    Raises BadInput if the graphs share no block.
     """
     sides = [outputs_of_graph(graph, feeds) for graph in (fp32, half)]
     activations = largest_by_site(fp32, largest_activations(fp32, feeds))
@@ -192,7 +192,7 @@ def locate_in_half(
 
 
 def locate_in_exact(link: str, model: nn.Module, graph: ModelProto, feeds: Feeds, *, products: int) -> FaultLocation:
-    """Locate where a float32 graph leaves the torch model that it was exported from. Raises BadInput as above."""
+    """Locate where a float32 graph deviates from its torch model. Raises BadInput if they share no block."""
     sides = outputs_of_module(model, feeds), outputs_of_graph(graph, feeds)
     bound = exact_tolerance(products=products, largest_logit=0.0).max_relative_error
     assert bound is not None
@@ -200,9 +200,9 @@ def locate_in_exact(link: str, model: nn.Module, graph: ModelProto, feeds: Feeds
 
 
 def check_headroom(candidate: str, fp32: Path, fp16: Path, feeds: Feeds) -> StructuralTest:
-    """Test that the values held in float16 stay under 65,504, by their size in float32.
+    """Test that float16 values stay below 65,504, by their size in the float32 graph.
 
-    Both graphs are exports of one model, else BadInput is raised. Masks at the end of float32 don't count.
+    Masks with the largest float32 value don't count. Raises BadInput unless both graphs are exports of one model.
     """
     fp16_names = find_fp16_values(read_onnx(fp16))
     graph = read_onnx(fp32)

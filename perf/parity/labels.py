@@ -1,4 +1,4 @@
-"""PURE: accuracy on labels, McNemar's test, a user's own measures, and the artefacts that links compare."""
+"""PURE: accuracy on labels, McNemar's test, and records of a user's own measures and of compared artefacts."""
 
 import math
 from dataclasses import dataclass
@@ -15,8 +15,9 @@ from .logits import threshold_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accuracy:
-    """Top-1 accuracy with its 95 % Wilson interval. `chance`: that of independent answers and labels of these
-    frequencies.
+    """Top-1 accuracy with its 95 % Wilson interval.
+
+    `chance` is the accuracy of answers that are independent of the labels and have the same class frequencies.
     """
 
     model: str
@@ -34,7 +35,7 @@ class Accuracy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairedAccuracy:
-    """Images that only one of two models gets right, and McNemar's exact p value."""
+    """Counts of images that only one of two models gets right, with McNemar's exact p value."""
 
     a: str
     b: str
@@ -50,9 +51,9 @@ class PairedAccuracy:
 def accuracy_on_labels(
     model: str, logits_NC: NDArray[np.floating], labels_N: NDArray[np.integer], *, threshold: float | None = None
 ) -> Accuracy:
-    """Return the accuracy of logits [N, C], or of a single logit [N, 1] by a threshold, against labels [N].
+    """Return the accuracy on labels [N] of logits [N, C], or of a single logit [N, 1] with a threshold.
 
-    Logits that are not finite are wrong. Raises BadInput for labels that don't fit.
+    Logits that are not finite count as wrong. Raises BadInput for labels that don't fit.
     """
     answers_N = _answers(model, logits_NC, labels_N, threshold)
     correct, images = int((answers_N == labels_N).sum()), len(labels_N)
@@ -79,7 +80,10 @@ def mcnemar(
     *,
     threshold: float | None = None,
 ) -> PairedAccuracy:
-    """Return McNemar's exact test (two-sided): of equal models, who is right alone on an image is a fair coin."""
+    """Return McNemar's exact two-sided test.
+
+    For equal models, which one is right on an image where the other is wrong is a fair coin.
+    """
     right_a_N, right_b_N = (
         _answers(model, logits_NC, labels_N, threshold) == labels_N
         for model, logits_NC in ((a, logits_a_NC), (b, logits_b_NC))
@@ -95,7 +99,7 @@ def mcnemar(
 
 
 def predicted_classes(logits_NC: NDArray[np.floating], threshold: float | None = None) -> NDArray[np.int64]:
-    """Return the class of each image [N]: the largest logit, or of a single one whether it lies above the threshold."""
+    """Return the class [N] of each image: the largest logit, or 1 if a single logit lies above the threshold."""
     rows_NC = logits_NC.reshape(len(logits_NC), -1)
     between = threshold_of(rows_NC, threshold)
     classes_N: NDArray[np.int64] = rows_NC.argmax(axis=1)
@@ -122,10 +126,10 @@ def _answers(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnMetric:
-    """A user's own measure of the artefact labelled `model`; `sha256` covers command, files and labels.
+    """A user's own measure of the artefact labelled `model`; `sha256` is the digest of command, files and labels.
 
-    `images`, `error` and `change_error` are known of measures with a value for each image: how many, the standard error
-    of the mean, and that of its difference from the reference's.
+    A measure with a value for each image has `images`, the standard error `error` of the mean, and `change_error`, that
+    of the mean's difference from the reference's.
     """
 
     name: str
@@ -140,7 +144,7 @@ class OwnMetric:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedArtefact:
-    """An artefact that was compared: the library that built or ran it, its GPUs (SM 86 is "86") and its ONNX file."""
+    """A compared artefact: the library that built or ran it, its target GPUs (SM 86 is "86") and its ONNX file."""
 
     label: str
     backend: str

@@ -1,4 +1,4 @@
-"""A link of the parity chain: one comparison of two forms of a model on the same inputs, at one output."""
+"""Links of the parity chain: comparisons of two forms of a model on the same inputs, at one output."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ LinkKind = Literal["exact", "half", "quantised", "reduced", "whole"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRow:
-    """A link's errors at one batch size; `images` if these were the first ones only."""
+    """A link's errors at one batch size; `images` is the number of images, None for all."""
 
     batch: int
     relative_error: Figure
@@ -31,7 +31,7 @@ class BatchRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """One step of the chain at one output. `measures` are of the worst batch size; `ties`: images judged apart."""
+    """One step of the chain at one output; `measures` and `ties` are those of the worst batch size."""
 
     name: str
     kind: LinkKind
@@ -53,7 +53,7 @@ class Link:
 
 
 def json_from_link(link: Link) -> dict[str, Any]:
-    """Encode a link; role and output are left out of a record of logits alone."""
+    """Return a link as JSON, without the fields that its role and its limits don't use."""
     row: dict[str, Any] = json_from_record(link)
     left_out = {"output": link.output is None, "ties": link.ties is None, "role": link.role == "logits"}
     left_out_of_limits = {
@@ -84,12 +84,23 @@ def measure_link(
 ) -> Link:
     """Measure and judge one link at one output.
 
-    `candidate_by_batch`: answers [N, ...] to all images by batch size, or to the first M of them. `several`: the link
-    is named by its output. `choices`: margins of token merging; images on which rounding alone changes it are judged
-    apart. `threshold`: of a single logit or a one-class score map.
+    A user's limits hold over all images, so a batch size with only some of them is judged only by bounds of rounding.
 
-    What the user limits holds over all images, what rounding bounds at each. Raises BadInput when shapes differ, the
-    reference is not finite, or an agreement is asked for where none is defined.
+    Args:
+        name: the link's name.
+        kind: exact, half, quantised, reduced or whole.
+        reference: the label of the reference.
+        candidate: the label of the candidate.
+        reference_rows: the reference's outputs [N, ...].
+        candidate_by_batch: the candidate's outputs by batch size, of all N inputs or of the first ones.
+        tolerance: the bounds.
+        port: the output.
+        several: whether there are several outputs, so that the link's name contains this one.
+        choices: margins of token merging; inputs on which rounding alone changes it are judged apart.
+        threshold: of a single logit or a one-class score map.
+
+    Raises:
+        BadInput: shapes differ, the reference is not finite, or a limited agreement is not defined.
     """
     images = len(reference_rows)
     if tolerance.min_agreement is not None:

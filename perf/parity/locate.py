@@ -1,4 +1,4 @@
-"""PURE: where a link breaks: block outputs of both sides compared, relative to each block's own noise."""
+"""PURE: location of the block where a link breaks, by errors of block outputs relative to each block's noise."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ Arrays = Mapping[str, NDArray[np.floating]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockError:
-    """A block's relative Frobenius error (inf where only the candidate is not finite) and its noise."""
+    """A block's relative Frobenius error, infinite if only the candidate is not finite, and its noise."""
 
     key: str
     error: float
@@ -36,7 +36,7 @@ class BlockError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultLocation:
-    """Where a failing link breaks. `site` is None when no block stands out; `command` mends it where a command can."""
+    """The place where a failing link breaks; `site` is None if no block stands out, `command` may fix it."""
 
     link: str
     site: str | None
@@ -56,10 +56,10 @@ def compare_blocks(
     noise: Mapping[str, float] | float = FLOAT16.unit_roundoff,
     float_type: FloatType = FLOAT16,
 ) -> list[BlockError]:
-    """Compare every block that both sides have, in the reference's order.
+    """Compare the blocks that both sides have, in the reference's order.
 
-    `noise`: what each block's output may be off by, or one bound for all. Raises BadInput when no block is shared or
-    shapes differ.
+    `noise` is the expected error of each block, or one bound for all. Raises BadInput if no block is shared or shapes
+    differ.
     """
     shared = [key for key in reference if key in candidate]
     if not shared:
@@ -80,9 +80,9 @@ def locate_fault(
     factor: float = 4.0,
     float_type: FloatType = FLOAT16,
 ) -> FaultLocation:
-    """Find the first block that is off by more than `factor` times its noise, or not finite.
+    """Find the first block whose error exceeds `factor` times its noise, or that is not finite.
 
-    `activations`: the largest absolute value in each site. `fix_command` may have `{site}` in it.
+    `activations` has the largest absolute value in each site. `fix_command` may have `{site}` in it.
     """
     first_bad = next((block for block in blocks if block.nonfinite or not block.error <= factor * block.noise), None)
     block = first_bad or max(blocks, key=lambda block: block.times)
@@ -108,9 +108,9 @@ def locate_fault(
 def keep_until_it_passes(
     attempt: Callable[[tuple[str, ...]], FaultLocation | None], *, most: int = 16
 ) -> tuple[tuple[str, ...], FaultLocation | None]:
-    """Return the sites to keep in float32 until `attempt(kept)` returns None, and what is still wrong.
+    """Return the sites to keep in float32 so that `attempt(kept)` returns None, and the fault that is left.
 
-    Ends when an attempt names no new site or `most` are kept.
+    The search ends if an attempt finds no new site or `most` sites are kept.
     """
     kept: tuple[str, ...] = ()
     located = attempt(kept)
@@ -143,7 +143,7 @@ def _floor(noise: Mapping[str, float] | float, key: str, float_type: FloatType) 
 
 def _reason(block: BlockError, largest: float, float_type: FloatType) -> str:
     if float_type in QUANTISED.values():
-        largest = 0.0  # its ranges end where they were set to
+        largest = 0.0  # quantised ranges are set by their scales, so that no value exceeds them
     limit = f"{'over' if largest > float_type.largest else 'within'} {float_type.name}'s {float_type.largest:,.6g}"
     activation = f"; its largest activation is {largest:,.6g}, {limit}" if largest else ""
     if block.nonfinite:

@@ -1,6 +1,6 @@
-"""PURE: errors of logits of inputs and of tokens. N inputs, T tokens of each, C classes; float64 inside.
+"""PURE: errors of logits per input and per token, in float64. N inputs, T tokens of each, C classes.
 
-A single logit tells two classes apart by a threshold.
+A single logit separates two classes by a threshold.
 """
 
 from dataclasses import dataclass, replace
@@ -32,10 +32,10 @@ TOKEN_LOGITS = OutputKind(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitMeasures(CommonMeasures):
-    """Errors of a set of images: KL in nats from the reference's softmax, agreement with Wilson's bounds at 95 %.
+    """Errors of the logits of images: KL in nats from the reference's softmax, agreement with Wilson's 95 % bounds.
 
-    A flip is decisive where the reference's margin (first minus second logit) exceeds margin_noise. `threshold` and
-    `positives` (images above it) are of a single logit; if all or none are above, top1_agreement is None.
+    A flip is decisive if the reference's margin (first minus second logit) exceeds margin_noise. A single logit has a
+    `threshold` and `positives`, the images above it; if all or none are above it, top1_agreement is None.
     """
 
     output_kind: ClassVar[OutputKind] = LOGITS
@@ -60,7 +60,7 @@ class LogitMeasures(CommonMeasures):
         if self.top1_agreement is None:
             side = "above" if self.positives else "at or below"
             return (
-                f"the reference is {side} {self.threshold:g} on every image, so that no agreement can be told; give "
+                f"the reference is {side} {self.threshold:g} on every image, so that no agreement is defined; give "
                 "images of both classes or another --logit-threshold, or limit the error instead"
             )
         side = "" if self.threshold is None else f" (on the same side of {self.threshold:g})"
@@ -73,7 +73,7 @@ class LogitMeasures(CommonMeasures):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogitMeasures(CommonMeasures):
-    """Errors of tokens; Wilson's bounds count each input once, as its tokens are alike."""
+    """Errors of the logits of tokens; Wilson's bounds count each input once, because its tokens are similar."""
 
     output_kind: ClassVar[OutputKind] = TOKEN_LOGITS
     share: ClassVar[str] = "token_agreement"
@@ -96,7 +96,7 @@ class TokenLogitMeasures(CommonMeasures):
 
 
 def threshold_of(reference_NC: NDArray[np.floating], threshold: float | None) -> float | None:
-    """Return a single logit's threshold, None for several classes: 0, or 0.5 where the reference's lie in [0, 1]."""
+    """Return a single logit's threshold, by default 0, or 0.5 for values in [0, 1]; None for several classes."""
     if reference_NC.ndim > 1 and reference_NC.shape[1] != 1:
         return None
     if threshold is not None:
@@ -105,7 +105,7 @@ def threshold_of(reference_NC: NDArray[np.floating], threshold: float | None) ->
 
 
 def with_two_classes(rows: RowPair, threshold: float | None) -> RowPair:
-    """Return rows in which a single logit stands beside the threshold as the other class."""
+    """Return rows with the threshold as the first class and a single logit as the second; others unchanged."""
     if threshold is None:
         return rows
     sides = (np.hstack((np.full_like(side, threshold), side)) for side in (rows.reference_NF, rows.candidate_NF))
@@ -117,11 +117,12 @@ def measure_logits(
     reference_NC: NDArray[np.floating],
     candidate_NC: NDArray[np.floating],
     *,
-    margin_noise: float,
+    margin_noise: float = 0.0,
     threshold: float | None = None,
 ) -> LogitMeasures:
-    """Return the errors over all images. Raises BadInput for different shapes, no image, or a reference that is not
-    finite.
+    """Return the errors over all images.
+
+    Raises BadInput for different shapes, no image, or a reference that is not finite.
     """
     rows = LOGITS.rows(reference_NC, candidate_NC)
     between = threshold_of(reference_NC, threshold)
@@ -156,7 +157,7 @@ def measure_token_logits(
 
 
 def margins(logits_NC: NDArray[np.floating]) -> Floats:
-    """First minus second logit of each image; infinite with a single class, where nothing can flip."""
+    """Return the first minus the second logit of each image, infinite for a single class."""
     if logits_NC.shape[1] == 1:
         return np.full(len(logits_NC), np.inf)
     top_N2 = np.sort(logits_NC.astype(np.float64), axis=1)[:, -2:]
@@ -185,8 +186,9 @@ def _rows_of_tokens(reference_NTC: NDArray[np.floating], candidate_NTC: NDArray[
 
 
 def classify_rows(rows: RowPair) -> tuple[Floats, Floats, Bools]:
-    """Return KL, the reference's margin and agreement of each row; infinite and False where the candidate is not
-    finite.
+    """Return KL, the reference's margin and agreement of each row.
+
+    Rows where the candidate is not finite have infinite KL and disagree.
     """
     log_p_NC, log_q_NC = log_softmax(rows.reference_NF), log_softmax(rows.candidate_NF)
     kl_N = np.maximum((np.exp(log_p_NC) * (log_p_NC - log_q_NC)).sum(axis=1), 0.0)
@@ -194,7 +196,7 @@ def classify_rows(rows: RowPair) -> tuple[Floats, Floats, Bools]:
 
 
 def top5_overlap(rows: RowPair) -> Floats:
-    """Share of the reference's first five classes that are among the candidate's first five."""
+    """Return the share of the reference's top five classes that are in the candidate's top five, per row."""
     kept = min(5, rows.reference_NF.shape[1])
     sides = rows.reference_NF, rows.candidate_NF
     ref_NK, cand_NK = (np.argsort(-side, axis=1, kind="stable")[:, :kept] for side in sides)

@@ -1,6 +1,6 @@
-"""PURE: errors of score maps. N inputs, K classes, H and W places; a map at a time, in float64.
+"""PURE: errors of score maps, one map at a time in float64. N inputs, K classes, H and W places.
 
-[N,H,W] and [N,1,H,W] are scores of one class by a threshold; of [N,K,H,W] the highest score tells the class.
+[N,H,W] and [N,1,H,W] are scores of one class with a threshold; in [N,K,H,W] the highest score is the class.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ Places = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeparateHead:
-    """A head apart, by its file: the outputs that it reads, and the score maps that it makes of them."""
+    """A separate head: its file, the outputs that it reads, and the score maps that it computes."""
 
     file: str
     sha256: str
@@ -41,9 +41,9 @@ class SeparateHead:
 class MapMeasures(WithoutMargins):
     """Errors of the score maps of a set of inputs.
 
-    iou: intersection over union of places above the threshold, all inputs together, 1 where both sides are empty; of
-    several classes the mean over those present. iou_worst: the lowest of an input. pixel_agreement has Wilson's bounds,
-    each input counted once. threshold is None where the highest score tells the class.
+    iou is the intersection over union of places above the threshold over all inputs, 1 if both sides are empty, and for
+    several classes the mean over those present. iou_worst is the lowest of an input. pixel_agreement has Wilson's
+    bounds, with each input counted once. threshold is None for several classes.
     """
 
     output_kind: ClassVar[OutputKind] = SCORE_MAP
@@ -76,7 +76,7 @@ class MapMeasures(WithoutMargins):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PerMap(RowErrors):
-    """One figure per input; counts of places are by class. Where the candidate is not finite, nothing agrees."""
+    """One figure per input, with counts of places by class; an input disagrees if the candidate is not finite."""
 
     agreement_N: Floats
     reference_NK: Places

@@ -1,11 +1,11 @@
 """PURE: measures of outputs by their role, and figures per input for the side file.
 
-Embeddings, and tokens of feature maps, agree where the nearest other one stays the same.
+Embeddings, and tokens of feature maps, agree if their nearest neighbour is the same.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias, overload
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,8 +39,8 @@ FEATURE_MAP = OutputKind(name="feature map", shape="[inputs, ...]", rank=None, h
 class EmbeddingMeasures(WithoutMargins):
     """Errors of the embeddings of a set of inputs.
 
-    neighbour_agreement: the share of inputs with the same nearest neighbour by cosine, with Wilson's bounds at 95 %;
-    None for fewer than 3. linear_cka is debiased, of at most 1,024 inputs, None for fewer than 4.
+    neighbour_agreement is the share of inputs with the same nearest neighbour by cosine, with Wilson's 95 % bounds,
+    None for fewer than 3 inputs. linear_cka is debiased, over at most 1,024 inputs, None for fewer than 4.
     """
 
     output_kind: ClassVar[OutputKind] = EMBEDDING
@@ -68,8 +68,8 @@ class EmbeddingMeasures(WithoutMargins):
 class FeatureMapMeasures(WithoutMargins):
     """Errors of the feature maps of a set of inputs.
 
-    Of tokens [N,T,C] or [N,C,H,W]: their cosine's mean and 1 % quantile, and of at most 1,024 drawn tokens the
-    agreement of nearest neighbours and debiased linear CKA.
+    Maps of tokens [N,T,C] or [N,C,H,W] also have the mean and the 1 % quantile of the tokens' cosine, and the agreement
+    of nearest neighbours and debiased linear CKA over at most 1,024 drawn tokens.
     """
 
     output_kind: ClassVar[OutputKind] = FEATURE_MAP
@@ -96,7 +96,7 @@ class FeatureMapMeasures(WithoutMargins):
     @property
     def disagreement_line(self) -> str:
         if self.neighbour_agreement is None or self.tokens_compared is None:
-            return "no tokens whose nearest others could be told"
+            return "no tokens whose nearest neighbours could be compared"
         changed = round((1 - self.neighbour_agreement) * self.tokens_compared)
         return f"{changed} of {self.tokens_compared} tokens have another nearest one"
 
@@ -143,31 +143,13 @@ CLASSIFYING: tuple[Role, ...] = ("logits", "token logits")
 Array = NDArray[np.floating]
 
 
-@overload
 def measure_outputs(
-    reference: Array,
-    candidate: Array,
-    *,
-    role: Literal["logits"] = ...,
-    margin_noise: float = ...,
-    threshold: float | None = ...,
-) -> LogitMeasures: ...
-@overload
-def measure_outputs(
-    reference: Array, candidate: Array, *, role: Role, margin_noise: float = ..., threshold: float | None = ...
-) -> Measures: ...
-def measure_outputs(
-    reference: Array,
-    candidate: Array,
-    *,
-    role: Role = "logits",
-    margin_noise: float = 0.0,
-    threshold: float | None = None,
+    reference: Array, candidate: Array, *, role: Role, margin_noise: float = 0.0, threshold: float | None = None
 ) -> Measures:
-    """Measure a candidate's errors by the output's role, both [N, ...]; flips on margins up to `margin_noise` don't
-    count.
+    """Return a candidate's errors by the output's role, both sides [N, ...].
 
-    Raises BadInput when the shapes differ or aren't the role's, or the reference is not finite.
+    Flips on margins up to `margin_noise` are not decisive. Raises BadInput if shapes differ or don't fit the role, or
+    if the reference is not finite.
     """
     match role:
         case "logits":
@@ -183,7 +165,7 @@ def measure_outputs(
 
 
 def measure_relative_errors(reference: Array, candidate: Array, *, role: Role = "logits") -> Floats:
-    """||candidate - reference|| / ||reference|| of each input [N]; inf where the candidate is not finite."""
+    """Return ||candidate - reference|| / ||reference|| of each input [N], infinite for a non-finite candidate."""
     if role == "score map":
         return measure_each_map(reference, candidate).relative_error_N
     return MEASURES[role].output_kind.rows(reference, candidate).errors().relative_error_N
@@ -205,7 +187,7 @@ def require_agreement(port: OutputPort, inputs: int) -> None:
 def figures_by_input(
     reference: Array, candidates: Mapping[str, Array], *, role: Role = "logits", threshold: float | None = None
 ) -> dict[str, NDArray[np.generic]]:
-    """One figure per input and candidate, for the side file: arrays [N] named `<candidate>.kl` and so on."""
+    """Return figures per input for the side file, as arrays [N] named `<candidate>.kl` and so on."""
     arrays: dict[str, NDArray[np.generic]] = {}
     for name, candidate in candidates.items():
         own: dict[str, NDArray[np.generic] | None] = {}

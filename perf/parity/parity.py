@@ -1,4 +1,4 @@
-"""The chain of links from the dense model to what ships: errors against tolerances, and the versioned parity record."""
+"""The parity record: the chain of links from the dense model to the shipped artefact, with its verdict."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ AGAIN = "make the record again with `corp-deploy verify`"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageSet:
-    """What the logits were computed on. `kind` is `images`, or `random` when random inputs were asked for."""
+    """The inputs of a proof; `kind` is the noun of real inputs, such as `images`, or `random`."""
 
     count: int
     digest: str
@@ -43,8 +43,9 @@ class ImageSet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parity:
-    """The whole proof. `sources`: compared engines, the reference first; `fitted`: images that candidates were fitted
-    to.
+    """The whole proof.
+
+    `sources` are compared engines, the reference first; `fitted` counts images that candidates were fitted to.
     """
 
     images: ImageSet
@@ -67,7 +68,7 @@ class Parity:
 
     @property
     def verdict(self) -> Verdict:
-        """Return FAIL if a link or test fails, INCONCLUSIVE if a limit lies in an interval, UNJUDGED without limits."""
+        """FAIL if a link or test fails, INCONCLUSIVE if a limit lies in an interval, UNJUDGED without limits."""
         if any(finding.status == "FAIL" for finding in self.structure):
             return "FAIL"
         order: tuple[Verdict, ...] = ("FAIL", "INCONCLUSIVE", "PASS")
@@ -77,7 +78,7 @@ class Parity:
 
     @property
     def outputs(self) -> dict[str, list[Link]]:
-        """Return the links of each output that isn't excluded, by the name that messages use."""
+        """The links of each output that isn't excluded, by the name that messages use."""
         by_output = dict[str, list[Link]]()
         for each in self.links:
             if not each.tolerance.excluded:
@@ -86,7 +87,7 @@ class Parity:
 
     @property
     def unjudged(self) -> tuple[str, ...]:
-        """Return the outputs that no limit judged from the dense model to what ships, as a whole or step by step."""
+        """The outputs that no limit judged from the dense model to the shipped artefact, as a whole or step by step."""
         return tuple(name for name, links in self.outputs.items() if not _is_judged(links))
 
     @property
@@ -99,7 +100,7 @@ class Parity:
 
     @property
     def judged(self) -> str:
-        """Count the links that a limit judged, and name outputs that none judged or that were excluded."""
+        """A sentence with the number of judged links, and the outputs that were not judged or were excluded."""
         free = sum(link.status == "UNJUDGED" for link in self.links)
         judged = len(self.links) - free
         sentence = f"{judged} {'link' if judged == 1 else 'links'} judged"
@@ -127,7 +128,7 @@ class Parity:
             f"{first.model} is right on {percent(first.accuracy)} of {first.images} labelled images, no better than "
             f"chance ({percent(first.chance or 0.0)}): look for (a) labels in another order than the images, (b) class "
             "indices in another order than the model's, (c) other preprocessing than in training, "
-            "(d) a model that answers one class alone",
+            "(d) a model that always answers one class",
         )
 
     @property

@@ -1,6 +1,6 @@
-"""PURE: how well logits tell a text's next tokens, beside a reference's; intervals are drawn over sequences.
+"""PURE: perplexity of logits on texts, relative to a reference's, with bootstrap intervals over sequences.
 
-Shapes: S sequences, T tokens of one, V words; float64 inside.
+Shapes: S sequences, T tokens of one, V words; computed in float64.
 """
 
 import math
@@ -19,7 +19,7 @@ from .rows import Floats
 
 DRAWS = 2000
 LEAST_SEQUENCES = 5
-"""Fewer say nothing of how much sequences differ."""
+"""Fewer sequences give no interval."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class Range:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceMeasures:
-    """Means over the tokens of a sequence: nats of the next one, agreement with the reference and KL in nats."""
+    """Means over the tokens of a sequence: nats of the next token, agreement with the reference, and KL in nats."""
 
     nats: float
     agreement: float
@@ -77,9 +77,7 @@ def _range(value_S: Floats, confidence: float, change: Callable[[Floats], Floats
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LanguageMeasures:
-    """One model on a text: perplexity (exp of mean nats), its ratio to the reference's, agreement, and KL in nats a
-    token.
-    """
+    """Measures of one model on texts: perplexity (exp of mean nats), its ratio to the reference's, agreement and KL."""
 
     model: str
     sequences: int

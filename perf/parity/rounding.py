@@ -1,7 +1,7 @@
-"""An FP16, BF16 or FP8 graph as a float32 graph that rounds wherever its types say so.
+"""Emulation of FP16, BF16 and FP8 graphs by float32 graphs that round each value to its type.
 
-ONNX Runtime's CPU kernels compute FP16 graphs in float32, where nothing overflows, and have no BF16 products. Here sums
-inside an operator are wide, as in tensor cores, and results are rounded to nearest, ties to even.
+ONNX Runtime's CPU kernels compute FP16 graphs in float32, where nothing overflows, and have no BF16 products. The
+emulation sums in float32 inside an operator, as tensor cores do, and rounds results to nearest, ties to even.
 """
 
 from collections.abc import Iterator
@@ -18,13 +18,13 @@ from ground.precision import BY_ONNX, FLOAT8, HALVES
 AGAIN = "export it again"
 NARROW = tuple(each.onnx for each in HALVES)
 SINGLE = TensorProto.FLOAT
-# These hand on values as they are, which are rounded already.
+# Operators that move values without change, so that they are rounded already.
 MOVES = {"Concat", "Expand", "Flatten", "Gather", "Identity", "Reshape", "Slice", "Split", "Squeeze", "Tile",
          "Transpose", "Unsqueeze"}  # fmt: skip
 
 
 def element_types(model: ModelProto) -> dict[str, int]:
-    """Return the element type of every value. Raises BadInput where nodes contradict it."""
+    """Return the element type of each value. Raises BadInput if a node contradicts a declared type or shape."""
     try:
         graph = shape_inference.infer_shapes(model).graph
     except shape_inference.InferenceError as error:
@@ -34,12 +34,12 @@ def element_types(model: ModelProto) -> dict[str, int]:
 
 
 def rounded_graph(model: ModelProto) -> ModelProto:
-    """Return a graph with the same names and float32 ports. Raises BadInput for ports of sixteen bits."""
+    """Return the float32 emulation of a graph, with the same names. Raises BadInput for 16-bit inputs or outputs."""
     types = element_types(model)
     for value in (*model.graph.input, *model.graph.output):
         if types[value.name] in NARROW:
             name = BY_ONNX[types[value.name]].name
-            raise BadInput(f"{value.name}: this border is {name}, expected float32; export the graph again")
+            raise BadInput(f"{value.name}: this input or output is {name}, expected float32; export the graph again")
     single = ModelProto()
     single.CopyFrom(model)
     del single.graph.node[:], single.graph.initializer[:], single.graph.value_info[:]
@@ -58,8 +58,8 @@ def rounded_graph(model: ModelProto) -> ModelProto:
 
 def _nodes(node: NodeProto, types: dict[str, int]) -> Iterator[NodeProto]:
     if node.op_type == "QuantizeLinear" and types.get(node.output[0]) == FLOAT8.onnx:
-        # Rounded by Casts, as ONNX Runtime hands an FP8 value on to operators that take none. Dequantised it is
-        # multiplied by the scale as ever.
+        # Casts round it, because ONNX Runtime passes FP8 values on to operators that don't support them. The
+        # dequantisation still multiplies by the scale.
         name = node.output[0]
         yield helper.make_node("Div", node.input[:2], [f"{name}/ratio"], name=f"{name}/divide")
         yield helper.make_node("Cast", [f"{name}/ratio"], [f"{name}/fp8"], name=f"{name}/round", to=FLOAT8.onnx)
@@ -83,8 +83,9 @@ def _nodes(node: NodeProto, types: dict[str, int]) -> Iterator[NodeProto]:
 
 
 def _scaling(node: NodeProto, model: ModelProto) -> tuple[NodeProto, TensorProto | None]:
-    """Return an FP8 dequantisation as a product, with its scales along their axis. Raises BadInput for scales not
-    stored.
+    """Return an FP8 dequantisation as a product, and its scales shaped for broadcasting, None for a single scale.
+
+    Raises BadInput for scales that are not stored in the graph.
     """
     stored = {tensor.name: tensor for tensor in model.graph.initializer}
     scale, matrix = stored.get(node.input[1]), stored.get(node.input[0])
@@ -112,7 +113,7 @@ def _widened(tensor: TensorProto) -> TensorProto:
 
 
 def round_file(source: Path, target: Path) -> None:
-    """Write the rounded form of a graph file. Raises BadInput as above, and for an invalid graph."""
+    """Write the emulation of a graph file. Raises BadInput as `rounded_graph` does, and for an invalid graph."""
     proto = read_onnx(source)
     if reason := checker_error(proto):
         raise BadInput(f"{source}: onnx.checker: {reason}; {AGAIN}")

@@ -1,4 +1,4 @@
-"""PURE: errors of a candidate's answers to the same inputs. N inputs, F figures of each; float64 inside."""
+"""PURE: errors of a candidate's outputs on the reference's inputs, in float64. N inputs, F numbers of each."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -16,7 +16,7 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowErrors:
-    """One figure per input. Where the candidate gives NaN or Inf, errors are infinite and the cosine is 0."""
+    """One figure per input; if the candidate gives NaN or Inf, errors are infinite and the cosine is 0."""
 
     relative_error_N: Floats
     max_abs_N: Floats
@@ -26,7 +26,7 @@ class RowErrors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowPair:
-    """Both sides in float64; the candidate's rows that are not finite are set to zero."""
+    """Outputs of both sides in float64, with the candidate's non-finite rows set to zero."""
 
     reference_NF: Floats
     candidate_NF: Floats
@@ -48,13 +48,13 @@ class RowPair:
         )
 
     def relative_error(self) -> float:
-        """||candidate - reference||_F / ||reference||_F over all inputs."""
+        """Return ||candidate - reference||_F / ||reference||_F over all inputs."""
         if not self.finite_N.all():
             return np.inf
         return safe_ratio(np.linalg.norm(self.candidate_NF - self.reference_NF), np.linalg.norm(self.reference_NF))
 
     def figures(self) -> dict[str, Any]:
-        """Return the figures that every role has, by the fields of CommonMeasures."""
+        """Return the fields of CommonMeasures by name."""
         errors, finite_N = self.errors(), self.finite_N
         sides = self.candidate_NF[finite_N], self.reference_NF[finite_N]
         own, theirs = (float(np.linalg.norm(rows - rows.mean(axis=0))) if len(rows) > 1 else 1.0 for rows in sides)
@@ -74,7 +74,7 @@ class RowPair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputKind:
-    """What one kind of output is called, how it is shaped (`rank` None: any), and what people call its inputs."""
+    """A kind of output: its name, shape and rank (None for any), and the nouns of its inputs in messages."""
 
     name: str
     shape: str
@@ -84,7 +84,7 @@ class OutputKind:
     values: str = "input values"
 
     def rows(self, reference: NDArray[np.floating], candidate: NDArray[np.floating]) -> RowPair:
-        """Return both sides as rows. Raises BadInput as refuse_misfit does."""
+        """Return both sides as rows. Raises BadInput as `refuse_misfit` does."""
         self.refuse_misfit(reference, candidate)
         ref_NF, cand_NF = (side.reshape(len(side), -1) for side in (reference, candidate))
         finite_N = np.isfinite(cand_NF).all(axis=1)
@@ -96,7 +96,7 @@ class OutputKind:
 
     def refuse_misfit(self, reference: NDArray[np.floating], candidate: NDArray[np.floating]) -> None:
         """Raise BadInput for differing shapes, another rank, no input, or a reference that is not finite."""
-        # A model may give one number for each input, [N], which is [N, 1] here.
+        # One number for each input, [N], counts as [N, 1].
         rank = max(2, reference.ndim)
         is_wrong_rank = reference.ndim < 1 or self.rank not in (None, rank)
         if is_wrong_rank and reference.shape == candidate.shape and reference.ndim > 2 and self.rank == 2:
@@ -118,8 +118,10 @@ class OutputKind:
 
 
 class AnyMeasures:
-    """Measures of any role. `share`: the field of the agreeing share, with its bounds beside it; `agreement_name`: its
-    name.
+    """Measures of any role.
+
+    `share` is the field with the share of agreement, whose bounds are in fields of the same prefix. `agreement_name` is
+    its name in sentences.
     """
 
     __slots__ = ()
@@ -153,9 +155,9 @@ class AnyMeasures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommonMeasures(AnyMeasures):
-    """Measures of every role: relative_error is ||candidate - reference||_F / ||reference||_F, inf where not finite.
+    """Measures of every role; relative_error is ||candidate - reference||_F / ||reference||_F, or infinite.
 
-    spread_ratio: how much the finite answers vary over the inputs, relative to the reference's; 0 is a constant output.
+    spread_ratio is the variation of finite outputs over inputs relative to the reference's, 0 for a constant output.
     """
 
     images: int
@@ -178,7 +180,7 @@ class WithoutMargins(CommonMeasures):
 
 
 def safe_ratios(top_N: Floats, bottom_N: Floats, at_zero: float = 0.0) -> Floats:
-    """top / bottom; where the bottom is zero, `at_zero` if the top is zero too, else inf."""
+    """Return top / bottom; for a zero bottom `at_zero` if the top is zero too, else infinity."""
     safe_N = np.where(bottom_N > 0, bottom_N, 1.0)
     return np.where(bottom_N > 0, top_N / safe_N, np.where(top_N == 0, at_zero, np.inf))
 

@@ -1,6 +1,6 @@
-"""PURE: mean and covariance of a site's features [F] against the calibration's and sampling noise.
+"""PURE: shift of mean and covariance of a site's features [F] from calibration, against sampling noise.
 
-The noise is from equal parts of the images, as tokens of one image are alike.
+The noise is estimated from equal parts of the images, because tokens of one image are similar.
 """
 
 import math
@@ -14,7 +14,7 @@ from ground.errors import BadInput
 from ground.records import Figure
 
 Floats = NDArray[np.float64]
-# Far off is what noise doesn't explain (its expected distance times this) and what is large for the site as well.
+# A site is far off if its distance exceeds NOISE_FACTOR times the expected noise and an absolute limit.
 NOISE_FACTOR = 3.0
 FAR_MEAN, FAR_COVARIANCE = 0.1, 0.25
 
@@ -36,10 +36,9 @@ class Stats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteShift:
-    """Distances at one site in units of the calibration's own, with what sampling alone would give.
+    """Distances at one site relative to the calibration's statistics, with those expected from sampling alone.
 
-    mean_distance = ||mean - calibrated|| / sqrt(trace(covariance)); covariance_distance is relative in the Frobenius
-    norm.
+    mean_distance = ||mean - calibrated|| / sqrt(trace(covariance)); covariance_distance is the relative Frobenius norm.
     """
 
     site: str
@@ -52,7 +51,7 @@ class SiteShift:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shift:
-    """The shift at all sites; NOTED when one is far off."""
+    """The shift at all sites, NOTED if one is far off."""
 
     images: int
     status: str
@@ -61,7 +60,7 @@ class Shift:
 
 
 class Scatter:
-    """Equal, disjoint parts of the images at one site, added one by one; covariances are about the calibrated mean."""
+    """Statistics of equal, disjoint parts of the images at one site; covariances are about the calibrated mean."""
 
     def __init__(self, centre_F: Floats) -> None:
         self.centre_F = centre_F
@@ -133,5 +132,5 @@ def site_shift(site: str, calibrated: Stats, parts: Scatter) -> SiteShift:
 
 
 def _noise(scatter: float, parts: int, calibration_too: float) -> float:
-    """Expected distance between two averages when nothing has shifted, from the scatter of the parts' estimates."""
+    """Return the expected distance between two averages without any shift, from the scatter of the parts."""
     return math.sqrt(scatter / (parts - 1) / parts * calibration_too)

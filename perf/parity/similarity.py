@@ -7,26 +7,26 @@ from numpy.typing import NDArray
 
 from .rows import Bools, Floats, safe_ratios
 
-LEAST_ROWS = 3  # with two, each is the other's nearest
+LEAST_ROWS = 3  # of two rows, each is the nearest neighbour of the other
 LEAST_FOR_CKA = 4  # the unbiased estimate divides by R - 3
-# Cosines nearer than this are one in float32; of two equal rows either may come first.
+# Cosines that differ by less count as equal, as in float32.
 TIE = 1e-6
-# Rows of the table of cosines that are in memory at a time.
-CHUNK = 512
+CHUNK = 512  # rows of the matrix of cosines in memory at a time
 SEED = 0
-MOST_DRAWN = 1024  # rows whose table of all pairs is looked at
+MOST_DRAWN = 1024  # rows for which all pairs are compared
 
 
 def draw_rows(count: int) -> NDArray[np.intp]:
-    """Places of rows, all of them or as many as a table of pairs may have, drawn once and for all, ascending."""
+    """Return the ascending indices of all rows, or of MOST_DRAWN rows drawn with a fixed seed."""
     if count <= MOST_DRAWN:
         return np.arange(count)
     return np.sort(np.random.default_rng(SEED).choice(count, MOST_DRAWN, replace=False))
 
 
 def same_neighbour(reference_RF: Floats, candidate_RF: Floats, usable_R: Bools) -> Bools | None:
-    """Return whether each row's nearest other by cosine is one in the reference (within TIE); None for fewer than 3
-    rows.
+    """Return whether each row's nearest neighbour by cosine is also one in the reference, within TIE.
+
+    Returns None for fewer than 3 rows.
     """
     count = len(usable_R)
     if count < LEAST_ROWS:
@@ -46,11 +46,11 @@ def same_neighbour(reference_RF: Floats, candidate_RF: Floats, usable_R: Bools) 
 def linear_cka(reference_RF: Floats, candidate_RF: Floats) -> float | None:
     """Return debiased linear CKA (Kornblith et al., arXiv 1905.00414; HSIC by Song et al., JMLR 13, 2012, eq. 5).
 
-    None for fewer than 4 rows, and where a side hardly varies.
+    Returns None for fewer than 4 rows, and if a side hardly varies.
     """
     if len(reference_RF) < LEAST_FOR_CKA:
         return None
-    # Centring changes no estimate, but keeps what is common to all rows out of the rounding.
+    # Centring does not change the estimate but reduces rounding errors.
     centred = (rows_RF - rows_RF.mean(axis=0) for rows_RF in (reference_RF, candidate_RF))
     ours_RR, theirs_RR = (rows_RF @ rows_RF.T for rows_RF in centred)
     own, other = _unbiased_hsic(ours_RR, ours_RR), _unbiased_hsic(theirs_RR, theirs_RR)
@@ -91,7 +91,7 @@ def _tokens(features: NDArray[np.floating]) -> NDArray[np.floating] | None:
 
 
 def token_figures(reference: NDArray[np.floating], candidate: NDArray[np.floating], finite_N: Bools) -> dict[str, Any]:
-    """Return the figures of feature maps with tokens, by their fields; a token that is not finite has cosine 0."""
+    """Return the fields of FeatureMapMeasures for maps with tokens; a token that is not finite has cosine 0."""
     ours_RC, theirs_RC = _tokens(reference), _tokens(candidate)
     if ours_RC is None or theirs_RC is None:
         return {}

@@ -1,6 +1,6 @@
-"""Structural tests: batch slots, order, batch size, sane outputs.
+"""Structural tests of models: batch slots, order, batch sizes, and finite outputs that depend on the input.
 
-Models take and give named arrays with the batch in front; a test covers all outputs and names the one that is off most.
+A test covers all outputs and names the one with the largest error.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ FACTOR = 4.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuralTest:
-    """The outcome of one structural test. NOTED is information and fails nothing."""
+    """The result of one structural test; NOTED is only information."""
 
     candidate: str
     test: str
@@ -33,7 +33,7 @@ class StructuralTest:
 
 
 def check_batch_slots(candidate: str, run: Run, one: Feeds, *, batch: int, bound: float) -> StructuralTest:
-    """Test that one input gives the same answer in every slot of a batch."""
+    """Test that one input gives the same output in every slot of a batch."""
     answers = run({name: np.repeat(array, batch, axis=0) for name, array in one.items()})
     medians = {name: np.broadcast_to(np.median(rows, axis=0), rows.shape) for name, rows in answers.items()}
     off, noun = _deviation(candidate, answers, medians), input_noun(one).removesuffix("s")
@@ -45,7 +45,7 @@ def check_batch_slots(candidate: str, run: Run, one: Feeds, *, batch: int, bound
 def check_permutation(
     candidate: str, run: Run, feeds: Feeds, *, bound: float, straight: Outputs | None = None
 ) -> StructuralTest:
-    """Test that shuffling a batch shuffles its answers. `straight`: the unshuffled answers, where known."""
+    """Test that shuffling a batch only shuffles its outputs; `straight` has the unshuffled outputs, if known."""
     count = batch_size(feeds)
     order_N = np.random.default_rng(0).permutation(count)
     straight = run(feeds) if straight is None else straight
@@ -58,7 +58,7 @@ def check_permutation(
 def check_batch_sizes(
     candidate: str, by_batch: Mapping[int, Outputs], *, bound: float, noun: str = "images"
 ) -> list[StructuralTest]:
-    """Test that answers are the same at every batch size as at the one that ran most inputs."""
+    """Test that outputs at each batch size equal those at the batch size that ran the most inputs."""
     first = min(by_batch, key=lambda batch: (-batch_size(by_batch[batch]), batch))
     tests = []
     for batch in sorted(by_batch.keys() - {first}):
@@ -89,7 +89,7 @@ def check_outputs(candidate: str, answers: Outputs, *, noun: str = "images") -> 
 
 
 def check_timed_run(candidate: str, timed: Outputs, verified: Outputs, *, bound: float) -> StructuralTest:
-    """Compare outputs of a timed run with the verified ones."""
+    """Test that outputs of timed calls equal the verified outputs."""
     off = _deviation(candidate, timed, verified)
     reason = (
         f"{batch_size(timed)} answers taken inside the timed run differ by {off.text} from the verified, "
@@ -101,7 +101,7 @@ def check_timed_run(candidate: str, timed: Outputs, verified: Outputs, *, bound:
 def check_calibrated_range(
     candidate: str, images_NCHW: NDArray[np.float32], *, low: float, high: float
 ) -> StructuralTest:
-    """Note the share of images with pixels outside the calibrated range."""
+    """Note the share of images with pixels outside of the calibrated range."""
     outside_N = np.asarray([bool((image.min() < low) or (image.max() > high)) for image in images_NCHW])
     share = float(outside_N.mean())
     reason = f"{outside_N.sum()} of {len(images_NCHW)} images leave the calibrated range [{low:.3g}, {high:.3g}]"
@@ -109,7 +109,7 @@ def check_calibrated_range(
 
 
 def check_extremes(candidate: str, run: Run, feeds: Feeds) -> list[StructuralTest]:
-    """Test that inputs times FACTOR give finite answers; no test without float inputs."""
+    """Test that inputs times FACTOR give finite outputs; return no test without float inputs."""
     floats = {name for name, array in feeds.items() if np.issubdtype(array.dtype, np.floating)}
     if not floats:
         return []
@@ -122,7 +122,7 @@ def check_extremes(candidate: str, run: Run, feeds: Feeds) -> list[StructuralTes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Deviation:
-    """Relative distances of rows from expected ones [N], the largest over outputs, and the output that is off most."""
+    """Relative errors of rows [N], the largest over outputs, and the output with the largest error if several."""
 
     off_N: NDArray[np.float64]
     worst: str

@@ -1,4 +1,4 @@
-"""PURE: how large a link's error may be and why, and the verdict on its measures."""
+"""PURE: bounds on the errors of links, with their rules, and verdicts on measures."""
 
 import math
 from dataclasses import dataclass, replace
@@ -17,14 +17,17 @@ from perf.stats.stats import DEFAULT_CONFIDENCE
 from .measures import Measures
 from .rows import Bools, Floats
 
-# Similarities of unit vectors that each err by e differ by up to 2 e, and so does what they are compared with.
+# A similarity of unit vectors with errors e errs by up to 2 e, and so does the one that it is compared with.
 SPREAD = 4.0
 MOST_APART = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ties:
-    """Inputs whose merged tokens depend on rounding: `tied` with a margin up to `margin`, `apart` chosen otherwise."""
+    """Counts of inputs whose merged tokens depend on rounding.
+
+    `tied` inputs have a margin of at most `margin`; on `apart` ones other tokens were merged.
+    """
 
     inputs: int
     tied: int
@@ -53,13 +56,13 @@ class Ties:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
-    """The least margin [N] of each input's choices, and the largest share that may be chosen otherwise."""
+    """The smallest margin [N] of each input's merges, and the largest share of inputs that may merge other tokens."""
 
     margins_N: Floats
     limit: float = MOST_APART
 
     def split_ties(self, errors_N: Floats, bound: float) -> tuple[Bools, Ties]:
-        """Split inputs by whether rounding changed their choice, by their relative errors."""
+        """Return which inputs have a tie and an error above the bound, so that rounding changed their merges."""
         margin = SPREAD * bound
         tied_N = self.margins_N[: len(errors_N)] <= margin
         apart_N: NDArray[np.bool_] = tied_N & (errors_N > bound) & np.isfinite(errors_N)
@@ -75,22 +78,22 @@ class Choices:
         return apart_N, ties
 
     def stable_inputs(self, bound: float) -> NDArray[np.int64]:
-        """Return the places of inputs whose choices no rounding changes."""
+        """Return the indices of inputs whose merges don't depend on rounding."""
         return np.flatnonzero(self.margins_N > SPREAD * bound)
 
 
 EXACT_FACTOR = 10
-# A larger error than this is no rounding any more, whatever the dense model itself does in that type.
-# BF16's unit is eight times FP16's, and whole encoders err by 0.004 to 0.016 in it: four times that must fit.
+# A larger error is no rounding, however large the dense model's own error in that type is. BF16's unit roundoff is
+# eight times FP16's, and whole encoders err by 0.004 to 0.016 in it; four times that must be allowed.
 CEILINGS = {FLOAT16: 0.05, BFLOAT16: 0.2, INT8: 0.5, FLOAT8: 0.5}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tolerance:
-    """Bounds on one link; None bounds nothing. Flips on margins up to margin_noise (in logits) count as noise.
+    """Bounds on one link, None for no bound; flips on margins up to margin_noise (in logits) count as noise.
 
-    `confidence`: of an agreement's interval, 0 where the point decides. `elsewhere`: other inputs on which an open
-    agreement is judged. `excluded`: the output is measured only.
+    `confidence` is that of an agreement's interval, 0 if the point decides. `elsewhere` names inputs that judge an
+    undecided agreement. An `excluded` output is only measured.
     """
 
     rule: str
@@ -123,10 +126,10 @@ class Tolerance:
 
 
 def exact_tolerance(*, products: int, largest_logit: float, magnified: float = 1.0) -> Tolerance:
-    """Bound a link that computes the same in float32: 10 unit roundoffs for each product in the longest row of them.
+    """Bound a link of equal float32 computations by 10 unit roundoffs for each matrix product in sequence.
 
-    A transformer's block has six. `largest_logit` turns the bound into a margin; `magnified`: a head's factor on
-    errors.
+    A transformer's block has six products. `largest_logit` converts the bound to a margin; `magnified` is a head's
+    factor on errors.
     """
     assert products > 0, products
     assert largest_logit >= 0, largest_logit
@@ -144,9 +147,10 @@ def exact_tolerance(*, products: int, largest_logit: float, magnified: float = 1
 def half_tolerance(
     noise: Measures, *, float_type: FloatType = FLOAT16, factor: float = 4.0, whose: str = "the dense model"
 ) -> Tolerance:
-    """Bound a link in sixteen bits by `factor` times a model's own error in that type, mostly the dense model's.
+    """Bound a 16-bit link by `factor` times a model's own error in that type, usually the dense model's.
 
-    Never under the type's unit roundoff nor over its ceiling: a model that breaks in that type gives no yardstick.
+    The bound is at least the type's unit roundoff and at most its ceiling, as the error of a model that breaks in that
+    type is no reference.
     """
     if not factor >= 1:
         raise BadInput(
@@ -179,7 +183,7 @@ def user_tolerance(
     noise: Measures | None = None,
     elsewhere: str = "",
 ) -> Tolerance:
-    """Return the user's limits for the reduced link and the whole chain. `noise` (dense FP16) tells ties from flips."""
+    """Return the user's limits for the reduced and the whole link; `noise` (dense FP16) is the margin of ties."""
     tie = 2 * noise.max_abs if noise is not None and math.isfinite(noise.max_abs) else 0.0
     return Tolerance(
         rule="no limit was set" if min_agreement is max_error is min_iou is None else "the limit that was set",
@@ -194,7 +198,7 @@ def user_tolerance(
 
 EXCLUDED = Tolerance(rule="excluded by name", excluded=True)
 
-# Under this share of the reference's variation over images, outputs are called constant.
+# Outputs count as constant below this share of the reference's variation over images.
 CONSTANT_SPREAD = 0.01
 
 Verdict = Literal["PASS", "FAIL", "INCONCLUSIVE", "UNJUDGED"]
@@ -234,7 +238,7 @@ def judge_measures(errors: Measures, tolerance: Tolerance) -> tuple[Verdict, str
 
 
 def _agreed(errors: Measures, tolerance: Tolerance) -> tuple[Verdict, str]:
-    """Judge the agreement; empty without a limit. What is open here is left to inputs elsewhere."""
+    """Judge the agreement, in words that are empty without a limit; UNJUDGED if other inputs decide it."""
     least = tolerance.min_agreement
     if least is None:
         return "PASS", ""
@@ -250,7 +254,7 @@ def _agreed(errors: Measures, tolerance: Tolerance) -> tuple[Verdict, str]:
 
 
 def note_ties(status_and_reason: tuple[Verdict, str], ties: Ties | None, noun: str) -> tuple[Verdict, str]:
-    """Add a note on inputs with ties to a judgement; too many of them fail the link."""
+    """Return a verdict with a note on inputs with ties, FAIL if there are too many."""
     status, reason = status_and_reason
     if ties is None or not ties.apart:
         return status_and_reason

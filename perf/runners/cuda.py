@@ -1,6 +1,6 @@
-"""Timing on a CUDA device: one non-default stream, fixed addresses, events around every stage, as trtexec defines them.
+"""Timing on a CUDA device, on a non-default stream at fixed addresses, with events around each stage as in trtexec.
 
-Calls of a block are enqueued one after the other and waited for once.
+All calls of a block are enqueued before one wait.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +16,7 @@ from perf.timing.laps import Clock, Laps
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceBound:
-    """The stages of one call, each a function that enqueues work, and the events between them."""
+    """The stages of one call as functions that enqueue work, with events between them."""
 
     copy_in: Callable[[], object]
     launch: Callable[[], object]
@@ -56,7 +56,7 @@ class DeviceBound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staging:
-    """Pinned host memory and device memory of one batch, at fixed addresses on one stream; outputs are float32."""
+    """Pinned host memory and device memory of one batch at fixed addresses; outputs are float32."""
 
     stream: Any
     host_in: Mapping[str, Any]
@@ -83,7 +83,7 @@ class Staging:
         return cls(stream=stream, host_in=host_in, device_in=device_in, device_out=device_out, host_out=host_out)
 
     def bound(self, launch: Callable[[], object], *, flush_l2: bool) -> DeviceBound:
-        """Time `launch`, which must enqueue the model on this stream, reading device_in and writing device_out."""
+        """Return the stages around `launch`, which enqueues the model from device_in to device_out on this stream."""
         read = {name: self.device_out[name] for name in self.host_out}
         return DeviceBound(
             copy_in=self._on_stream(lambda: _copy(self.host_in, self.device_in)),
@@ -125,7 +125,7 @@ def _copy(sources: Mapping[str, Any], targets: Mapping[str, Any]) -> None:
 
 
 def read_gpu_uuid() -> str:
-    """Return NVML's name of the GPU in use. Raises Missing as require_cuda does."""
+    """Return the UUID of torch's GPU as NVML spells it. Raises Missing as `require_cuda` does."""
     import torch
 
     require_cuda()
@@ -133,7 +133,7 @@ def read_gpu_uuid() -> str:
 
 
 def open_stream() -> Any:
-    """A new non-default CUDA stream: the default one makes engines synchronise with everything else."""
+    """Return a new CUDA stream; on the default one engines synchronise with all other work."""
     import torch
 
     require_cuda()
@@ -141,7 +141,7 @@ def open_stream() -> Any:
 
 
 def capture_graph(stream: Any, launch: Callable[[], object]) -> Callable[[], object]:
-    """A CUDA graph of `launch`, warmed on the same stream first; replaying it runs at the same addresses."""
+    """Return a function that replays `launch` as a CUDA graph, after a warm-up on the same stream."""
     import torch
 
     with torch.cuda.stream(stream):

@@ -1,8 +1,8 @@
-"""Runs a decoder's ONNX graph with its key/value cache in ONNX Runtime, a prompt at once or token by token.
+"""Runner of a decoder's ONNX graph with its key/value cache in ONNX Runtime, by whole prompts or token by token.
 
-It takes input_ids [B,T], attention_mask [B,P+T] and past_key_values.* [B,G,P,H], gives logits [B,T,V] and present.*.
-Past and present share one buffer. Shapes: B sequences, T tokens fed, P cached, N in all, G groups of heads, H their
-width, V words.
+Inputs are input_ids [B,T], attention_mask [B,P+T] and past_key_values.* [B,G,P,H]; outputs are logits [B,T,V] and
+present.*. Past and present share one buffer. Shapes: B sequences, T fed tokens, P cached tokens, N tokens in all,
+G groups of heads, H dimensions of a head, V words.
 """
 
 from collections.abc import Mapping
@@ -39,10 +39,9 @@ _TYPES = {4: "tensor(float)", 2: "tensor(float16)"}
 
 @dataclass(slots=True)
 class DecoderRunner:
-    """A decoder on sequences of `length` tokens, `cached` of them in the cache when it is timed; gives the others'
-    logits.
+    """A decoder on sequences of `length` tokens, which returns the logits of the tokens after the first `cached` ones.
 
-    Provider `cuda` is for graphs in FP16 alone.
+    Timed calls start with those tokens in the cache. Provider `cuda` runs only graphs in FP16.
     """
 
     path: Path
@@ -56,12 +55,12 @@ class DecoderRunner:
 
     def __post_init__(self) -> None:
         if not 0 <= self.cached < self.length:
-            raise BadInput(f"tokens: at least 1 behind those cached, got {self.length} with {self.cached} cached")
+            raise BadInput(f"tokens: at least 1 after the cached ones, got {self.length} with {self.cached} cached")
         if self.threads is not None and self.threads < 1:
             raise BadInput(f"threads: at least 1, got {self.threads}")
         if self.provider == "cuda" and self.cache.value_bytes != 2:
             raise BadInput(
-                f"{self.path}: its cache is not in FP16, and provider cuda has attention in FP16 alone; "
+                f"{self.path}: its cache is not in FP16, and provider cuda has attention only in FP16; "
                 "export-decoder --precision fp16 writes a graph for it"
             )
 
@@ -77,7 +76,7 @@ class DecoderRunner:
         ort = import_onnxruntime()
         require_provider(ort.get_available_providers(), self.provider)
         precision = _precision(self.path)
-        options = session_options(self.threads, log_severity=4)  # what goes wrong is raised
+        options = session_options(self.threads, log_severity=4)  # errors are raised anyway
         self._session = open_session(self.path, self.provider, options, {})
         self._require_decoder()
         self._describe = {
@@ -104,18 +103,18 @@ class DecoderRunner:
         return bound.outputs(bound.call())
 
     def steps(self, feeds: Feeds) -> Outputs:
-        """Return the logits [B,N,V] of every token, fed one by one with an empty cache."""
+        """Return the logits [B,N,V] of all tokens, fed one by one, starting with an empty cache."""
         ids_BN = self._checked(feeds)
         cache = self._buffers(len(ids_BN))
         places = range(self.length)
-        each = [self._describe_binding(self._prepared(ids_BN[:, place : place + 1], place, cache)) for place in places]
+        each = [self._run_binding(self._prepared(ids_BN[:, place : place + 1], place, cache)) for place in places]
         return {LOGITS: np.concatenate(each, axis=1)}
 
     def bind(self, feeds: Feeds) -> HostBound:
         ids_BN = self._checked(feeds)
         cache = self._buffers(len(ids_BN))
         if self.cached:
-            self._describe_binding(self._prepared(ids_BN[:, : self.cached], 0, cache))
+            self._run_binding(self._prepared(ids_BN[:, : self.cached], 0, cache))
         binding = self._prepared(ids_BN[:, self.cached :], self.cached, cache)
         session = self._session
 
@@ -123,7 +122,7 @@ class DecoderRunner:
             session.run_with_iobinding(binding)
             return binding
 
-        self._describe_binding(binding)  # what the graph can't do is said here, in our words
+        self._run_binding(binding)  # raises BadInput here rather than in a timed call
         return HostBound(call, outputs=lambda bound: {LOGITS: _logits(bound)})
 
     def gauge(self) -> MemoryGauge | None:
@@ -141,7 +140,7 @@ class DecoderRunner:
         return [f"{_PAST}{layer}.{part}" for layer in range(self.cache.layers) for part in ("key", "value")]
 
     def _require_decoder(self) -> None:
-        """Raise BadInput for a graph that is no such decoder, or has another cache."""
+        """Raise BadInput for a graph that is no decoder or has another cache."""
         inputs = {node.name: node for node in self._session.get_inputs()}
         outputs = {node.name for node in self._session.get_outputs()}
         expected_outputs = {LOGITS, *(name.replace(_PAST, _PRESENT) for name in self._past)}
@@ -173,12 +172,10 @@ class DecoderRunner:
         binding.bind_output(LOGITS, self.provider)
         return binding
 
-    def _describe_binding(self, binding: Any) -> NDArray[np.float32]:
+    def _run_binding(self, binding: Any) -> NDArray[np.float32]:
         try:
             self._session.run_with_iobinding(binding)
-        except Exception as error:  # with buffers bound, ONNX Runtime raises its own errors or a bare RuntimeError
-            if not isinstance(error, (RuntimeError, *ort_errors(import_onnxruntime()))):
-                raise
+        except (RuntimeError, *ort_errors(import_onnxruntime())) as error:  # a bare one with buffers bound
             if is_out_of_memory(error):
                 raise
             raise BadInput(
@@ -189,7 +186,7 @@ class DecoderRunner:
 
 
 def _logits(binding: Any) -> NDArray[np.float32]:
-    """The only output that is not a buffer of the cache was bound last."""
+    """Return the logits, the output that was bound last."""
     return np.asarray(binding.get_outputs()[-1].numpy(), dtype=np.float32)
 
 

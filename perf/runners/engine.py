@@ -1,4 +1,4 @@
-"""Runs a serialised TensorRT or TensorRT-RTX plan on a non-default CUDA stream of torch's, with fixed addresses."""
+"""Runner of a serialised TensorRT or TensorRT-RTX plan on a non-default CUDA stream at fixed addresses."""
 
 import hashlib
 from collections.abc import Mapping
@@ -22,10 +22,10 @@ Backend = Literal["tensorrt", "tensorrt_rtx"]
 
 @dataclass(slots=True)
 class EngineRunner:
-    """A plan. An output [B, classes] passes for logits, any other for a feature map; float32 comes out.
+    """A runner of a plan. Outputs are float32; one of shape [B, classes] counts as logits, another as a feature map.
 
-    `precision`: what the builder recorded. `sha256`: the plan's digest, checked before a runtime runs what it holds;
-    None where the caller has checked.
+    `precision` is that of the builder's record. `sha256` is the plan's digest, checked before the runtime loads it, or
+    None if the caller has checked it.
     """
 
     path: Path
@@ -46,7 +46,7 @@ class EngineRunner:
     def __enter__(self) -> Self:
         if not self.path.is_file():
             raise BadInput(f"{self.path}: no such plan")
-        # The very bytes that are handed on, so that no other plan takes their place in between.
+        # The runtime gets the checked bytes, so that no other plan can replace them in between.
         plan = self.path.read_bytes()
         if self.sha256 is not None and hashlib.sha256(plan).hexdigest() != self.sha256:
             raise BadInput(f"{self.path}: its bytes are not those of its record; build it again")
@@ -57,7 +57,7 @@ class EngineRunner:
         return self
 
     def _load(self, plan: bytes) -> None:
-        """Deserialise the plan, which runs code that it may hold."""
+        """Deserialise the plan, which may run code in it."""
         trt = self._trt
         self._runtime = trt.Runtime(_collector(trt, self._log))
         self._engine = self._runtime.deserialize_cuda_engine(plan)
@@ -105,7 +105,7 @@ class EngineRunner:
         }
 
     def _staged(self, feeds: Feeds) -> tuple[Staging, Any]:
-        """A context of its own for this batch: contexts hold shapes and addresses."""
+        """Return memory and a launch function for this batch, with an own context that holds shapes and addresses."""
         checked = checked_feeds(feeds, self.inputs, where=str(self.path))
         context = self._context({name: array.shape for name, array in checked.items()})
         names = (*(port.name for port in self.outputs), *self._breaks)
@@ -123,7 +123,7 @@ class EngineRunner:
         return staging, launch
 
     def _context(self, shapes: Mapping[str, tuple[int, ...]]) -> Any:
-        """Return a context for these input shapes. Raises BadInput when the plan's profile doesn't take them."""
+        """Return a context for these input shapes. Raises BadInput for shapes outside the plan's profile."""
         beyond = []
         for name, shape in shapes.items():
             least, _, most = (tuple(limit) for limit in self._engine.get_tensor_profile_shape(name, 0))
@@ -135,7 +135,7 @@ class EngineRunner:
         if beyond:
             raise BadInput(f"{self.path}: {'; '.join(beyond)}; build it with a profile that includes this batch")
         config: list[Any] = []
-        if self.backend == "tensorrt_rtx":  # else kernels are specialised at some call later than the first
+        if self.backend == "tensorrt_rtx":  # specialise kernels at the first call, not at a later one
             config = [self._engine.create_runtime_config()]
             eager = self._trt.DynamicShapesKernelSpecializationStrategy.EAGER
             config[0].dynamic_shapes_kernel_specialization_strategy = eager
@@ -168,7 +168,7 @@ def _ports(trt: Any, engine: Any, path: Path) -> tuple[tuple[Port, ...], tuple[O
 
 
 def _collector(trt: Any, log: list[str]) -> Any:
-    """A logger that keeps errors for our own message; TensorRT's own would print."""
+    """Return a logger that appends errors to `log`; TensorRT's own would print them."""
 
     class Collector(trt.ILogger):  # type: ignore[misc]
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Runs a torch module: eager, compiled, or as a CUDA graph; on the CPU or a GPU; in fp32, fp16 or bf16."""
+"""Runner of a torch module: eager, compiled or as a CUDA graph, on CPU or GPU, in fp32, fp16 or bf16."""
 
 import copy
 import os
@@ -23,7 +23,7 @@ from .protocol import HostBound, MemoryGauge, resident_gauge, torch_gauge
 
 Mode = Literal["eager", "compiled", "cuda_graph"]
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-COMPILED_SHAPES = 1024  # past the limit torch.compile would refuse the whole model
+COMPILED_SHAPES = 1024  # beyond this limit torch.compile refuses the whole model
 Precision = Literal["fp32", "fp16", "bf16"]
 ANY_IMAGES = image_port((-1, -1, -1))
 Tensors = tuple[torch.Tensor, ...]
@@ -31,9 +31,10 @@ Tensors = tuple[torch.Tensor, ...]
 
 @dataclass(slots=True)
 class ModuleRunner:
-    """A module called with one tensor [B, ...] for each input; gives one for each output.
+    """A runner of a module that takes one tensor [B, ...] per input and returns one per output.
 
-    What has to be moved, cast or compiled is a copy. `threads`: torch's, put back on leaving.
+    The module itself stays unchanged: a copy is moved, cast or compiled. `threads` is torch's number of threads,
+    restored on exit.
     """
 
     module: nn.Module
@@ -131,7 +132,7 @@ class ModuleRunner:
         }
 
     def _first(self, batch: Tensors) -> Tensors:
-        """Call for the first time at a shape, which compiles; shapes of all models count towards one limit."""
+        """Call at a new shape, which may compile, with a higher limit for the shapes of all models together."""
         if self.mode != "compiled":
             return self._forward(batch)
         from torch._dynamo import config
@@ -140,7 +141,7 @@ class ModuleRunner:
             return self._forward(batch)
 
     def _forward(self, batch: Tensors) -> Tensors:
-        """Casting to the module's precision and back belongs to the call: borders are float32 everywhere."""
+        """Call the module on float32 inputs and outputs, with casts to its precision and back."""
         dtype = DTYPES[self.precision]
         cast = (tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in batch)
         return tuple(tensor.float() for tensor in tensors_of_ports(self._ready(*cast), self.outputs, where=self.label))
@@ -163,7 +164,7 @@ class ModuleRunner:
 
 
 def tensors_of_ports(answer: object, ports: Sequence[OutputPort], *, where: str) -> Tensors:
-    """Return one tensor for each port. Raises BadInput for another answer."""
+    """Return a model's outputs as one tensor per port. Raises BadInput for other outputs."""
     tensors = (answer,) if isinstance(answer, torch.Tensor) else answer
     if not isinstance(tensors, tuple) or [isinstance(each, torch.Tensor) for each in tensors] != [True] * len(ports):
         received = f"{len(tensors)} values" if isinstance(tensors, tuple) else f"a {type(answer).__name__}"

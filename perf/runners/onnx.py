@@ -1,4 +1,4 @@
-"""Runs an ONNX file in ONNX Runtime, on the CPU or through the CUDA or TensorRT execution provider."""
+"""Runner of an ONNX file in ONNX Runtime, on the CPU or by the CUDA or TensorRT execution provider."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -43,10 +43,11 @@ from .protocol import HostBound, MemoryGauge, device_gauge, resident_gauge
 
 @dataclass(slots=True)
 class OnnxRunner:
-    """An ONNX model; its file tells its inputs and outputs but for fusion breaks.
+    """A runner of an ONNX file with the file's inputs and outputs, except fusion breaks.
 
-    Without a role noted, an output [B, classes] passes for logits, else for a feature map. `fixed_batch`: the graph's
-    own, None where free. `threads`: None leaves ONNX Runtime's choice. `as_typed`: Q/DQ pairs in float32 (cpu).
+    An output without a role in the file's note counts as logits if its shape is [B, classes], else as a feature map.
+    `fixed_batch` is the graph's batch size, None if free. `threads` is None for ONNX Runtime's choice. `as_typed`
+    computes Q/DQ pairs in float32, on the CPU.
     """
 
     path: Path
@@ -75,10 +76,10 @@ class OnnxRunner:
         precision = onnx_precision(self.path)
         if self.provider == "cpu":
             float_type = type_by_name(precision)
-            if float_type in (BFLOAT16, FLOAT8):  # what a CPU would do with it is no run of it
+            if float_type in (BFLOAT16, FLOAT8):
                 raise BadInput(
                     f"{self.path}: a {float_type.label} graph, and ONNX Runtime's CPU kernels have no arithmetic in "
-                    f"{float_type.name}: (a) time or run an engine of it or provider cuda, (b) time the fp32 graph; "
+                    f"{float_type.name}: (a) run an engine of it or provider cuda, (b) time the fp32 graph; "
                     "verify rounds it by itself, as it is typed"
                 )
         options, own = session_options(self.threads), dict[str, str]()
@@ -125,7 +126,7 @@ class OnnxRunner:
                 raise
             fed = ", ".join(f"{name} {list(array.shape)}" for name, array in checked.items())
             raise BadInput(
-                f"{self.path}: ONNX Runtime cannot run it on {fed}, which it says it takes; "
+                f"{self.path}: ONNX Runtime cannot run it on {fed}, although the graph declares these inputs; "
                 f"export it again ({error!s:.300})"
             ) from error
 
@@ -133,7 +134,7 @@ class OnnxRunner:
         checked = dict(self._checked(feeds))
         if self.provider != "cpu":
             staging, launch = self._staged(checked)
-            for _ in range(3):  # kernels are chosen in the first runs, and a graph is captured
+            for _ in range(3):  # the first runs choose kernels and capture a graph
                 launch()
             self._stream.synchronize()
             return staging.bound(launch, flush_l2=self.flush_l2)
@@ -167,7 +168,7 @@ class OnnxRunner:
         self.inputs, self.outputs, self.fixed_batch = build_ports(self.path, inputs, outputs, note)
 
     def _staged(self, feeds: Feeds) -> tuple[Staging, Callable[[], None]]:
-        """Fixed device addresses bound to the session, which enqueues on its own stream without waiting."""
+        """Return memory bound to the session, and a function that enqueues a run without waiting for it."""
         import onnxruntime as ort
 
         staging = Staging.hold(self._stream, feeds, self._output_shapes(batch_size(feeds)))
@@ -198,7 +199,7 @@ class OnnxRunner:
 
 
 def _dtype(kind: str) -> str:
-    """numpy's name of a tensor's type as ONNX Runtime tells it, `seq(tensor(float))` and the like as they are."""
+    """Return numpy's name of an ONNX Runtime tensor type; other types, such as `seq(tensor(float))`, unchanged."""
     name = kind.removeprefix("tensor(").removesuffix(")") if kind.startswith("tensor(") else kind
     return {"float": "float32", "double": "float64"}.get(name, name)
 
@@ -208,8 +209,9 @@ def _sizes(shape: Sequence[int | str | None]) -> tuple[int, ...]:
 
 
 def onnx_precision(path: Path) -> str:
-    """Return the precision of the weights: quantised from 1 % of bytes, mixed below 99 % of one type, `unknown` for
-    none.
+    """Return the precision of a graph's weights by their bytes, `unknown` without weights.
+
+    It is a quantised type from 1 % on, and mixed if no type has 99 %.
     """
     sizes: Counter[FloatType] = Counter()
     for tensor in read_onnx(path, weights=False).graph.initializer:

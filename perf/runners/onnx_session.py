@@ -1,4 +1,4 @@
-"""Sessions of ONNX Runtime by the execution provider that was asked for, and the ports of ONNX files."""
+"""Sessions of ONNX Runtime with exactly the requested execution provider, and the ports of ONNX files."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,22 +11,22 @@ from ground.ports import OutputPort, Port, Role, is_fusion_break
 from ground.records import record_from_text
 from ground.threads import thread_limit
 
-# The note in which a graph says what its outputs are for: a list of objects with name and role.
+# Metadata of a graph with the roles of its outputs: a JSON list of objects with name and role.
 OUTPUTS_NOTE = "export.outputs"
 AGAIN = "export it again"
-# What runners feed, and what answers can be read of.
+# Element types of inputs that runners feed, and of outputs that they read.
 FED = ("float32", "int64", "int32", "bool", "uint8")
 READ = (*FED, "float16", "float64", "int8", "int16", "uint16", "uint32", "uint64")
 
 
 Value = tuple[str, str, tuple[int, ...]]
-"""A name, numpy's name of its type, and sizes with the batch in front, -1 where open."""
+"""A name, numpy's name of its type, and sizes with the batch in front, -1 for free ones."""
 Borders = tuple[tuple[Port, ...], tuple[OutputPort, ...], int | None]
-"""Inputs and outputs in their order, sizes behind the batch (-1 where open), and the batch that a graph fixes."""
+"""Inputs and outputs in order, and the batch size that the graph fixes, None if free."""
 
 
 def read_onnx_ports(path: Path) -> Borders:
-    """Return a graph's ports. Raises BadInput for no graph, and for inputs and outputs of other types."""
+    """Return the ports of an ONNX file. Raises BadInput for an invalid file and for unsupported element types."""
     proto = read_onnx(path, weights=False)
     initializers = {tensor.name for tensor in proto.graph.initializer}
     inputs, outputs = (
@@ -38,7 +38,7 @@ def read_onnx_ports(path: Path) -> Borders:
 
 
 def build_ports(path: Path, inputs: Sequence[Value], outputs: Sequence[Value], note: str) -> Borders:
-    """Return the ports of a file or runtime, with the note on its outputs. Raises BadInput as io_of_onnx does."""
+    """Return ports with roles from the note on outputs. Raises BadInput as `read_onnx_ports` does."""
     answers = [(name, dtype, sizes) for name, dtype, sizes in outputs if not is_fusion_break(name)]
     if not answers or not all(dtype in READ for _, dtype, _ in answers):
         received = ", ".join(f"{name}: {dtype}" for name, dtype, _ in answers)
@@ -59,7 +59,7 @@ def build_ports(path: Path, inputs: Sequence[Value], outputs: Sequence[Value], n
 
 
 def role_of_rank(rank: int) -> Role:
-    """Return the role of an output that the graph says nothing of."""
+    """Return the role of an output that has no role in the graph's note."""
     return "logits" if rank in (1, 2) else "feature map"
 
 
@@ -74,7 +74,7 @@ PROVIDERS: dict[Provider, str] = {
     "cuda": "CUDAExecutionProvider",
     "tensorrt": "TensorrtExecutionProvider",
 }
-# What it says of a graph that a provider doesn't take whole where the CPU may not have the rest.
+# ONNX Runtime's error if a provider can't run the whole graph and the CPU must not run the rest.
 LEFT_TO_CPU = "fallback to CPU EP has been explicitly disabled"
 
 
@@ -108,22 +108,22 @@ def require_provider(available: list[str], provider: Provider) -> None:
 
 
 def session_options(threads: int | None, *, log_severity: int = 3) -> Any:
-    """Return options with so many threads, None for as many as a quota grants."""
+    """Return session options with a number of threads, None for as many as a quota grants."""
     options = import_onnxruntime().SessionOptions()
     options.log_severity_level = log_severity
     if (threads := thread_limit() if threads is None else threads) is not None:
         options.intra_op_num_threads = threads
-    # Threads that spin while they wait take the CPU from the other session of a comparison: with spinning, the same
-    # digits graph at batch 8 took 3.9 or 7.3 ms by turns, without it 4.1 ms always.
+    # Spinning threads take the CPU from the other session of a comparison: with spinning the same digits graph at
+    # batch 8 took 3.9 or 7.3 ms in turn, without it always 4.1 ms.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     return options
 
 
 def open_session(path: Path, provider: Provider, options: Any, provider_options: Mapping[str, str]) -> Any:
-    """Open a graph. Raises BadInput if it can't be loaded, Missing if another provider would run a part of it."""
+    """Open a graph. Raises BadInput if it can't be loaded, Missing if another provider would run part of it."""
     ort = import_onnxruntime()
     try:
-        # Its Python part would open the session again, or go on at a call, with another provider than asked for.
+        # Otherwise ONNX Runtime's Python code falls back to another provider, here or at a call.
         session = ort.InferenceSession(
             str(path), options, providers=[(PROVIDERS[provider], dict(provider_options))], enable_fallback=0
         )

@@ -1,7 +1,7 @@
-"""Runs an ONNX file in OpenVINO on the CPU.
+"""Runner of an ONNX file in OpenVINO on the CPU.
 
-OpenVINO's own precision follows the CPU and its hint answers f32 for BF16 layers, so precision is always set, and
-recorded from the products of the compiled model.
+OpenVINO's default precision depends on the CPU, and its hint reports f32 for BF16 layers. Therefore the precision is
+always set, and recorded from the matrix products of the compiled model.
 """
 
 from collections.abc import Callable
@@ -27,16 +27,17 @@ from .protocol import HostBound, MemoryGauge, resident_gauge
 Arithmetic = Literal["fp32", "fp16", "bf16"]
 HINTS: dict[Arithmetic, str] = {"fp32": "f32", "fp16": "f16", "bf16": "bf16"}
 WORDS = {**{name: word for word, name in HINTS.items()}, "i8": "int8", "u8": "int8"}
-# Layers of the compiled model that are products of matrices, by their first letters.
+# Prefixes of the types of compiled layers that are matrix products.
 PRODUCTS = ("Convolution", "Deconvolution", "FullyConnected", "Gemm", "LLMMLP", "MatMul", "QKVProj", "ScaledDot")
 REMEDY = "pip install 'corp-deploy[openvino]'"
 
 
 @dataclass(slots=True)
 class OpenVinoRunner:
-    """An ONNX model in OpenVINO, with ports as for OnnxRunner.
+    """A runner of an ONNX file in OpenVINO, with ports as in OnnxRunner.
 
-    `arithmetic`: what it is computed in; None: as typed, FP16 in float32. `threads`: None leaves OpenVINO's choice.
+    `arithmetic` is the type to compute in, None for the graph's own types with FP16 in float32. `threads` is None for
+    OpenVINO's choice.
     """
 
     path: Path
@@ -55,15 +56,15 @@ class OpenVinoRunner:
     def __enter__(self) -> Self:
         openvino, core = import_openvino(), shared_core()
         self.inputs, self.outputs, self.fixed_batch = read_onnx_ports(self.path)
-        if reason := checker_error(self.path):  # which may end the process there
+        if reason := checker_error(self.path):  # OpenVINO may crash on an invalid graph
             raise BadInput(f"{self.path}: OpenVINO cannot load it: not valid: {reason}; export it again")
         threads = thread_limit() if self.threads is None else self.threads
         options: dict[str, Any] = {
             "INFERENCE_PRECISION_HINT": HINTS[self.arithmetic or "fp32"],
             "EXECUTION_MODE_HINT": "ACCURACY",
             "PERFORMANCE_HINT": "LATENCY",
-            "NUM_STREAMS": 1,  # as the caller has streams of its own
-            "ENABLE_CPU_PINNING": False,  # as cores are the other one's of a comparison too
+            "NUM_STREAMS": 1,  # the caller has its own streams
+            "ENABLE_CPU_PINNING": False,  # both models of a comparison use the same cores
             **({} if threads is None else {"INFERENCE_NUM_THREADS": threads}),
         }
         self._compiled = self._or_bad_input(lambda: core.compile_model(str(self.path), "CPU", options), "load it")
@@ -100,7 +101,7 @@ class OpenVinoRunner:
         request, tensors = self._request(feeds)
 
         def answers(_: object) -> Outputs:
-            assert tensors  # what the request reads has to outlive it
+            assert tensors  # the request reads them in place, so this closure keeps them alive
             return self._outputs_of(request)
 
         return HostBound(request.infer, outputs=answers)
@@ -112,7 +113,7 @@ class OpenVinoRunner:
         return dict(self._describe)
 
     def _request(self, feeds: Feeds) -> tuple[Any, list[Any]]:
-        """Make a request that reads the feeds in place; inputs that no output depends on are not fed."""
+        """Return a request that reads the feeds in place, without inputs that no output depends on."""
         checked = checked_feeds(feeds, self.inputs, where=str(self.path), batch=self.fixed_batch)
         read = {name for port in self._compiled.inputs for name in port.names}
         openvino, request = import_openvino(), self._compiled.create_infer_request()
@@ -138,7 +139,7 @@ class OpenVinoRunner:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledSettings:
-    """What a compiled model says of how it runs; `products`: the types of its products of matrices."""
+    """Settings that a compiled model reports; `products` has the types of its matrix products."""
 
     products: tuple[str, ...]
     hint: str
@@ -166,13 +167,13 @@ class CompiledSettings:
         )
 
     def require(self, arithmetic: Arithmetic | None, threads: int | None) -> None:
-        """Raise Missing where it would be run otherwise than asked: OpenVINO takes the nearest that the CPU has."""
+        """Raise Missing if the model runs in another way than requested; OpenVINO takes the nearest that it has."""
         if arithmetic is not None and self.hint != arithmetic:
             raise Missing(
                 f"asked OpenVINO for {arithmetic} and got {self.hint}, the nearest that this CPU has: ask for that or "
                 f"for fp32, or run it on a CPU with instructions for {arithmetic}"
             )
-        # Products of fewer bits than asked for are none; in a lower type some may stay as they were.
+        # No product may have fewer bits than requested; some may have more.
         if arithmetic is not None and {"fp16", "bf16"} & set(self.products) != {arithmetic} - {"fp32"}:
             raise Missing(
                 f"asked OpenVINO for {arithmetic}, and it computes products in {' and '.join(self.products)}, as the "
@@ -197,9 +198,9 @@ def import_openvino() -> Any:
 
 @cache
 def shared_core() -> Any:
-    """Return the process's one core, which is never given back.
+    """Return the process's only core, which is never freed.
 
-    Each core restores the thread's signal stack that it found; of two that may be freed, and the next signal ends the
-    process. Raises Missing without OpenVINO.
+    A freed core restores the signal stack that it found. With two cores that stack may be freed memory, and the next
+    signal crashes the process. Raises Missing without OpenVINO.
     """
     return import_openvino().Core()

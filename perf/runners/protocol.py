@@ -1,6 +1,6 @@
-"""The protocol of runners, a binding timed by the host's clock, and the memory of one runner among several.
+"""The protocol of runners, calls timed by the host's clock, and the memory of one runner among several.
 
-A runner never falls back: it raises Missing for a device, provider or precision that it doesn't get.
+A runner never falls back: it raises Missing for an unavailable device, provider or precision.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class MemoryGauge:
-    """Memory of the process or device in bytes, and how it is told."""
+    """Functions that measure memory of the process or device in bytes, and the name of the method."""
 
     method: str
     reset_peak: Callable[[], None]
@@ -32,7 +32,7 @@ class MemoryGauge:
 
 
 def resident_gauge(proc: Path = Path("/proc/self")) -> MemoryGauge | None:
-    """The process's resident set, None where the system doesn't let the peak be reset."""
+    """Return the gauge of this process's resident set, None if the system can't reset its peak."""
 
     def reset() -> None:
         (proc / "clear_refs").write_text("5")
@@ -49,7 +49,7 @@ def resident_gauge(proc: Path = Path("/proc/self")) -> MemoryGauge | None:
 
 
 def torch_gauge() -> MemoryGauge:
-    """What torch's CUDA allocator has handed out."""
+    """Return the gauge of memory allocated by torch's CUDA allocator."""
     import torch
 
     def reset() -> None:
@@ -60,7 +60,10 @@ def torch_gauge() -> MemoryGauge:
 
 
 def device_gauge() -> MemoryGauge:
-    """All that is in use on the device; its peak is the larger of now and the last reset, as no counter tells more."""
+    """Return the gauge of all memory in use on the device.
+
+    Its peak is the larger of the values now and at the last reset, because the device has no counter for it.
+    """
     import torch
 
     at_reset = 0
@@ -79,7 +82,7 @@ def device_gauge() -> MemoryGauge:
 
 @dataclass(slots=True)
 class Ledger:
-    """A runner's memory, phase by phase: growth left behind, plus the last phase's highest growth."""
+    """A runner's memory over phases: the growth that earlier phases left, plus the highest growth of the last one."""
 
     gauge: MemoryGauge | None
     held_bytes: int = 0
@@ -89,7 +92,7 @@ class Ledger:
         return None if self.gauge is None else self.gauge.method
 
     def phase(self, work: Callable[[], T]) -> tuple[T, int | None]:
-        """Do the work; returns its result and the runner's peak during it in bytes, None where nothing tells it."""
+        """Return the result of `work` and the runner's peak memory during it in bytes, None if unknown."""
         if self.gauge is None:
             return work(), None
         self.gauge.reset_peak()
@@ -105,7 +108,7 @@ def build_stopwatch(device: str) -> Stopwatch:
 
 
 class Runner(Protocol):
-    """A model made ready on a device, a context manager. Feeds that don't fit are refused with BadInput."""
+    """A context manager that prepares a model on a device. Raises BadInput for feeds that don't fit."""
 
     @property
     def inputs(self) -> tuple[Port, ...]: ...
@@ -118,32 +121,35 @@ class Runner(Protocol):
     def __exit__(self, *_: object) -> None: ...
 
     def __call__(self, feeds: Feeds) -> Outputs:
-        """Arrays [B, ...] by input -> arrays [B, ...] float32 by output."""
+        """Return arrays [B, ...] in float32 by output for arrays [B, ...] by input."""
         ...
 
     def bind(self, feeds: Feeds) -> Bound:
-        """Put one batch in place for timing; every call of the result runs the model on it once."""
+        """Place one batch for timing; each call of the result runs the model on it once."""
         ...
 
     def gauge(self) -> MemoryGauge | None:
-        """What tells its memory; valid before it is entered."""
+        """Return the gauge of its memory, also before it is entered."""
         ...
 
     def describe(self) -> Flat:
-        """What it really runs on, flat: backend, version, device, precision, mode, clock, ...; valid once entered."""
+        """Return the actual backend, version, device, precision, mode, clock and so on, once entered."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class HostBound:
-    """Calls timed by the host's clock; `watch` tells time lost to other programs, `outputs` reads an answer."""
+    """Calls timed by the host's clock.
+
+    `watch` measures the wait for a CPU, `outputs` converts the result of a call.
+    """
 
     call: Callable[[], object]
     watch: Callable[[], AbstractContextManager[LostTime | None]] = lost_time
     outputs: Callable[[Any], Outputs] = lambda answer: answer
 
     def laps(self, calls: int, clock: Clock) -> Laps:
-        """Two readings of the clock around each call and nothing else between them."""
+        """Time calls with two readings of the clock and nothing else between them."""
         call, begun, ended, lost = self.call, [0] * calls, [0] * calls, [0] * calls
         with self.watch() as lost_ns:
             for index in range(calls):
@@ -162,7 +168,7 @@ class HostBound:
 
 @dataclass(frozen=True, slots=True)
 class ParallelStreams:
-    """Several bound runners called at once, one thread each; calls overlap, so only their wall time is told."""
+    """Several bound runners called at once in a thread each; calls overlap, so only wall time is measured."""
 
     bounds: tuple[Bound, ...]
     pool: ThreadPoolExecutor = field(repr=False)

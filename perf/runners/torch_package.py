@@ -1,6 +1,6 @@
-"""Runs a package that AOTInductor compiled from a torch program (.pt2), on the CPU.
+"""Runner of a package (.pt2) that AOTInductor compiled from a torch program, on the CPU.
 
-A package is native code; torch's package loader alone opens it, as others may take a .pt2 for a pickle.
+A package is native code. Only torch's package loader opens it, because other loaders may unpickle a .pt2.
 """
 
 import os
@@ -21,16 +21,16 @@ from perf.timing.laps import Bound
 from .onnx_session import role_of_rank
 from .protocol import HostBound, MemoryGauge, resident_gauge
 
-# Read by the compiled code at its first call: what has other sizes than it was compiled for is refused, not misread.
+# Compiled code reads this variable at its first call and then refuses inputs of other sizes than it was compiled for.
 CHECKED = "AOTI_RUNTIME_CHECK_INPUTS"
 
 
 @dataclass(slots=True)
 class PackageRunner:
-    """A compiled program that takes one tensor [B, ...] for each of `inputs`; its code has been trusted by the caller.
+    """A runner of a compiled program that takes one tensor [B, ...] per input; the caller has trusted its code.
 
-    Without `outputs` an input is run to see them. `batch` and `precision` are for the record. `threads`: torch's, put
-    back on leaving.
+    Without `outputs` it is run once to find them. `batch` and `precision` are for the record. `threads` is torch's
+    number of threads, restored on exit.
     """
 
     path: Path
