@@ -1,4 +1,4 @@
-"""A report's content: the records of one release, checked, and its verdicts, lead, large numbers and place."""
+"""Content of a report: the checked records of one release, with verdicts, lead sentence, tiles and setup."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,9 +20,9 @@ from .numbers import error_text, percent_text, signed_percent
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteLine:
-    """One site's widths and relative errors without and with compensation, on fitted and held-out images.
+    """Widths of a site, and its relative errors without and with compensation, on fitted and held-out images.
 
-    Stream errors are of the residual stream behind the site.
+    Stream errors are those of the residual stream after the site.
     """
 
     site: str
@@ -37,7 +37,10 @@ class SiteLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelLine:
-    """One model; None is unknown. Agreement is with the dense model, `device_memory_bytes` of the largest profile."""
+    """Figures of one model, None if unknown.
+
+    Agreement is with the dense model, `device_memory_bytes` is that of the largest profile.
+    """
 
     name: str
     params: int | None = None
@@ -50,7 +53,7 @@ class ModelLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EffectLine:
-    """What one preset gives at the same widths."""
+    """Figures of one preset at the same widths."""
 
     preset: str
     relative_error: float | None = None
@@ -60,7 +63,7 @@ class EffectLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetLine:
-    """One way to spend the same budget: the share of the dense cost it keeps, its logit error predicted and found."""
+    """One way to spend a budget: the share of the dense cost that it keeps, its predicted and measured logit error."""
 
     name: str
     share: float
@@ -70,8 +73,9 @@ class BudgetLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergingLines:
-    """Merged tokens in sentences, and by block: its place, the tokens that enter, are merged, and leave. `verb`: merged
-    or dropped.
+    """Merged tokens in sentences, and by block: its index and the tokens that enter, are removed, and leave.
+
+    `verb` is merged or dropped.
     """
 
     verb: str
@@ -98,7 +102,7 @@ class GateLines:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImagesLines:
-    """How many calibration images are enough, in a sentence, and what each number of them gave."""
+    """A sentence on how many calibration images are enough, and figures for each number of them."""
 
     sentence: str
     points: tuple[ImagesPoint, ...]
@@ -106,7 +110,7 @@ class ImagesLines:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EffortLine:
-    """One step; None was not recorded. Bytes are the process's peak, and torch's on the GPU."""
+    """Time and peak memory of one step, in the process and of torch on the GPU; None if not recorded."""
 
     step: str
     seconds: float | None = None
@@ -118,7 +122,7 @@ class EffortLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Content:
-    """Everything a report may show; parts that were not made are None or empty."""
+    """All parts that a report may show; missing parts are None or empty."""
 
     title: str
     bench: Bench | None = None
@@ -140,9 +144,9 @@ class Content:
 
 
 def content_from_record(record: Mapping[str, Any]) -> Content:
-    """Build the content of a record with the keys of Content; every key but title may be missing.
+    """Build the content from a record with the keys of Content, of which only `title` is required.
 
-    Raises BadInput, naming the part, when one of them is no such record.
+    Raises BadInput, naming the part, for an invalid one.
     """
     if not isinstance(record.get("title"), str):
         raise BadInput("report: the title is missing; give the record a 'title'")
@@ -198,7 +202,7 @@ SAME: Mapping[Role, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerdictLine:
-    """A record's verdict in a report: `headline` names it with what was judged, `why` is what it rests on."""
+    """A record's verdict in a report, with a headline and the reason."""
 
     headline: str
     verdict: str
@@ -278,7 +282,7 @@ def _accuracy_tile(parity: Parity) -> list[tuple[str, str]]:
 
 
 def headline_row(content: Content) -> SummaryRow | None:
-    """The preferred batch size where one was found, else the largest that ran on both sides."""
+    """Return the row of the preferred batch size, or else of the largest that ran on both sides."""
     if content.summary is None:
         return None
     ran = [row for row in content.summary.rows if row.speedup]
@@ -288,5 +292,5 @@ def headline_row(content: Content) -> SummaryRow | None:
 
 
 def shipped_link(parity: Parity) -> Link:
-    """Return the link from the dense model to what ships; of several outputs the first."""
+    """Return the link from the dense model to the shipped artefact, at the first of several outputs."""
     return next((link for link in parity.links if link.kind == "whole"), parity.links[-1])

@@ -1,4 +1,4 @@
-"""Error against the number of calibration images, and latency over releases: figures, from values, and their tables."""
+"""Figures and tables of errors over the number of calibration images, and of latency over releases."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,10 +17,10 @@ from .svg import WIDTH, Drawing, Figure, axis_left, grid_y, group, legend, line,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImagesPoint:
-    """The model reduced from the moments of so many `images`.
+    """Figures of the model reduced from the moments of a number of images.
 
-    `fitted` and `held_out`: losses summed over sites, as shares of the dense variance. `over_largest`: the error over
-    that of most images, bounded at 95 % over judged inputs.
+    `fitted` and `held_out` are losses summed over sites, as shares of the dense variance. `over_largest` is the error
+    over that with the most images, with 95 % bounds over the judged inputs.
     """
 
     images: int
@@ -34,7 +34,7 @@ class ImagesPoint:
 
 
 def draw_images(points: Sequence[ImagesPoint]) -> Drawing:
-    """Draw losses on images of the fit and on others, or the output's error where there are no others."""
+    """Draw losses on fitted and held-out images, or the output's error if there are no held-out images."""
 
     def series(name: str, tone: str, values: Sequence[float]) -> PlotSeries:
         labelled = zip(points, values, strict=True)
@@ -85,7 +85,7 @@ MOST_LABELS = 10
 def draw_trend(
     series: Sequence[PlotSeries], changes: Sequence[ChangePoint], releases: Sequence[str], *, title: str, unit: str
 ) -> Drawing:
-    """Draw series over releases, with a dashed line where a level began."""
+    """Draw series over releases, with a dashed line at the start of each level."""
     count = len(releases)
     right, top, bottom = WIDTH - 14, 34, 236
     y = linear_scale(ends_of(series), start=bottom, end=top, zero=False)
@@ -113,7 +113,7 @@ def history_figures(history: Trend) -> list[Figure]:
 
 
 def draw_history(history: Trend) -> Drawing:
-    """Draw what is judged at the first batch size that has a figure."""
+    """Draw the judged series at the first batch size that has a figure."""
     for batch in history.batches:
         if any(batch.judged.values):
             return _figures(batch, history)[-1 if batch.judged.unit == "x" else 0].drawing

@@ -1,4 +1,4 @@
-"""Numbers as people write them, a dash for unknown, and a table of plain cells, whose line breaks part small print."""
+"""Texts of numbers, with a dash for unknown ones, and tables of text cells, whose second lines are small print."""
 
 import math
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ UNITS = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
 
 
 def count_text(value: float | None) -> str:
-    """22.1 M, 4.6 G."""
+    """Return a count such as 22.1 M or 4.6 G."""
     return NOTHING if value is None else _in_units(value, (*UNITS, ("", 1.0))).rstrip()
 
 
@@ -31,7 +31,7 @@ def _in_units(value: float, units: Sequence[tuple[str, float]]) -> str:
 
 
 def percent_text(value: float | None, decimals: int = 2) -> str:
-    """99.60 %; what is not all is never rounded up to 100 %."""
+    """Return a share such as 99.60 %, never rounded up to 100 %."""
     return NOTHING if value is None else decision.percent(value, decimals).replace("-", MINUS)
 
 
@@ -75,7 +75,7 @@ PAIR = ("Key", "Value")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportTable:
-    """A report's table; `key` is for anchors, the first column names the row."""
+    """A table of a report; `key` is its anchor, and the first column names the row."""
 
     key: str
     title: str

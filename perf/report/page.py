@@ -1,4 +1,4 @@
-"""The report as one HTML page without scripts or anything from outside. The templates escape all words but drawings."""
+"""The report as one HTML page without scripts or external resources; its templates escape all text."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -72,7 +72,7 @@ def fidelity_figures(content: Content) -> list[Figure]:
 TONES = {"PASS": "pass", "FAIL": "fail"} | dict.fromkeys(
     ("INCONCLUSIVE", "NOT-COMPARABLE", "NOTED", "UNJUDGED"), "note"
 )
-# These tables stand side by side under the headline, and these stand under the plots of the same numbers.
+# Keys of the tables that are side by side under the headline, and of those under the plots of the same numbers.
 BESIDE, SPEED, FIDELITY = (
     ("models", "effects"),
     ("latency", "end_to_end", "gate"),
@@ -91,7 +91,7 @@ class Remark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """A heading with remarks, plots two by two, then tables."""
+    """A heading with remarks, plots in two columns, and tables."""
 
     title: str
     remarks: tuple[Remark, ...] = ()
@@ -119,7 +119,7 @@ def html_from_sections(title: str, lead: str, sections: Sequence[Section]) -> st
 
 
 def shown(value: object) -> object:
-    """A text printable; what is a drawing, or no text, as it is."""
+    """Return a text in printable form; drawings and other values unchanged."""
     return printable(value) if type(value) is str else value
 
 

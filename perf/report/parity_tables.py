@@ -1,4 +1,4 @@
-"""The tables of a report that are of its parity record."""
+"""Tables of a report from its parity record."""
 
 from dataclasses import asdict
 

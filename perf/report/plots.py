@@ -1,4 +1,4 @@
-"""The kinds of plots, each from values to a drawing of WIDTH units."""
+"""Plots of a report, each drawn from values to WIDTH units."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,19 +35,17 @@ from .svg import (
     width_of,
 )
 
-HEAD, ROW_PX = 36, 38  # of figures with one row a batch, so that two of them line up
+HEAD, ROW_PX = 36, 38  # of figures with one row per batch, so that two of them line up
 LEAST_ERROR = 1e-9
 LEAST_BOUNDED = 1e-8
-HUES = 7  # as many as templates/plot.css has
+HUES = 7  # in templates/plot.css
 MOST_OF_NAMES = 0.45 * WIDTH
 MEDIANS = "median, ms"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlotSeries:
-    """Values of one colour at labelled places, with their intervals (equal bounds: none known); `tone` is dense or
-    reduced.
-    """
+    """Values at labelled places, with equal bounds if no interval is known; `tone`, the colour, is dense or reduced."""
 
     name: str
     tone: str
@@ -59,7 +57,7 @@ def shown_interval(value: Interval) -> Interval:
 
 
 def draw_curve(series: Sequence[PlotSeries], *, title: str, unit: str, x_label: str, log: bool) -> Drawing:
-    """Lines with intervals over evenly spaced labels (batch sizes), the legend above."""
+    """Draw lines with intervals over evenly spaced labels, such as batch sizes, with a legend above."""
     labels = list(dict.fromkeys(label for s in series for label, _ in s.points))
     right, top, bottom = WIDTH - 14, 34, 236
     y = (logarithmic_scale if log else linear_scale)(ends_of(series), start=bottom, end=top)
@@ -82,7 +80,7 @@ def ends_of(series: Sequence[PlotSeries]) -> list[float]:
 
 
 def line_with_whiskers(series: PlotSeries, places: Mapping[str, float], y: Scale, unit: str) -> list[Markup]:
-    """Draw a series with its intervals; `places` are those of its labels."""
+    """Return the marks of a series with its intervals; `places` has the x of each label."""
     path_data = " ".join(f"{places[label]:.1f},{y.at(p.value):.1f}" for label, p in series.points)
     marks = [element("polyline", class_=f"path {series.tone}", points=path_data)]
     for label, p in series.points:
@@ -103,7 +101,7 @@ def _bounds(value: Interval, digits: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spot:
-    """A value over another; the filled ones stand out."""
+    """A point of a scatter plot; filled ones stand out."""
 
     x: float
     value: float
@@ -112,7 +110,7 @@ class Spot:
 
 
 def draw_scatter(clouds: Mapping[str, Sequence[Spot]], *, title: str, unit: str, x_label: str, least: float) -> Drawing:
-    """Draw spots by the name of their cloud on a logarithmic axis; below `least` is at `least`."""
+    """Draw named clouds of spots on a logarithmic axis, with values below `least` at `least`."""
     right, top, bottom = WIDTH - 14, 46, 268
     spots = [spot for cloud in clouds.values() for spot in cloud]
     y = logarithmic_scale([spot.value for spot in spots], start=bottom, end=top, least=least)
@@ -132,10 +130,10 @@ def _beside_rows(rows: Iterable[str]) -> float:
 
 
 def draw_distributions(rows: Mapping[str, Mapping[str, Sequence[float]]]) -> Drawing:
-    """Draw a row a batch: densities of both subjects' times over the reference's median, medians in ms at the right.
+    """Draw the densities of both subjects' times over the reference's median, in a row per batch.
 
-    `rows`: by batch the samples in milliseconds, the reference first. Times beyond three interquartile ranges count at
-    the border.
+    `rows` has the samples in ms by batch and subject, the reference first. Medians are at the right. Times beyond three
+    interquartile ranges count at the border.
     """
     shown = {
         label: " → ".join(number_text(float(np.median(each))) for each in sides.values())
@@ -173,7 +171,7 @@ def _relative(by_name: Mapping[str, Sequence[float]]) -> dict[str, NDArray[np.fl
 
 
 def _density(times: NDArray[np.float64], tone: str, x: Scale, base: float) -> tuple[Markup, Markup]:
-    """Draw a smoothed histogram of 80 bins and the median."""
+    """Return a smoothed histogram of 80 bins and a line at the median."""
     edges = np.linspace(x.low, x.high, 81)
     counts, _ = np.histogram(np.clip(times, x.low, x.high), bins=edges)
     smooth = np.convolve(np.pad(counts, 2), [1, 2, 3, 2, 1], mode="same")[2:-2]
@@ -186,7 +184,7 @@ def _density(times: NDArray[np.float64], tone: str, x: Scale, base: float) -> tu
 
 
 def draw_gains(rows: Mapping[str, tuple[Interval | None, Interval | None]], promised: float | None) -> Drawing:
-    """Draw a row a batch: the speed-up, the A/A noise as a band around 1, and the promise of the operation counts."""
+    """Draw a row per batch with the speed-up, the A/A noise as a band around 1, and the ratio of MACs."""
     bottom = HEAD + len(rows) * ROW_PX
     ends = [end for pair in rows.values() for each in pair if each for end in (each.low, each.value, each.high)]
     x = linear_scale([1.0, *ends, promised or 1.0], start=_beside_rows(rows), end=WIDTH - 50, zero=False)
@@ -218,7 +216,7 @@ def _ratio(label: str, ratio: Interval, x: Scale, y: float) -> list[Markup]:
 
 
 def draw_sites(rows: Mapping[str, tuple[float, float]]) -> Drawing:
-    """Draw a row a site on a logarithmic axis: its error only cut (ring) and compensated (dot)."""
+    """Draw a row per site on a logarithmic axis with its error before (ring) and after compensation (dot)."""
     row_px = 22 if len(rows) <= 16 else 17
     left = 14 + min(max((width_of(name) for name in rows), default=0), MOST_OF_NAMES)
     right, head = WIDTH - 16, 36
@@ -235,7 +233,7 @@ def draw_sites(rows: Mapping[str, tuple[float, float]]) -> Drawing:
 
 
 def draw_links(links: Sequence[Link], *, x_label: str) -> Drawing:
-    """Draw a row a link on a logarithmic axis: the room up to the bound, and a dot in the status's colour."""
+    """Draw a row per link on a logarithmic axis with a bar up to its bound, and its error as a dot."""
     left, right, head = 8, WIDTH - 8, 6
     bottom = head + len(links) * 46
     pairs = [(link.measures.relative_error, link.tolerance.max_relative_error) for link in links]

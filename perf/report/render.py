@@ -1,4 +1,4 @@
-"""The report as HTML, Markdown, JUnit or CSV, from the records (see content_from_record)."""
+"""Reports as HTML, Markdown, JUnit XML or CSV, from records (see `content_from_record`)."""
 
 import dataclasses
 import math
@@ -22,7 +22,7 @@ CsvRow = tuple[str, str, str, str, str, float | str, float | str, float | str]
 
 
 def csv_from_record(record: Mapping[str, Any]) -> str:
-    """Return every number, unrounded, with its interval; unknown ones are empty. Columns are HEADER's."""
+    """Return all numbers, unrounded, with their intervals as CSV with HEADER; unknown ones are empty."""
     return csv_text((HEADER, *_csv_rows(content_from_record(record))))
 
 
@@ -92,7 +92,7 @@ def _finite(value: float | None) -> float | str:
 
 
 def markdown_from_record(record: Mapping[str, Any]) -> str:
-    """The tables of the page and no plots, for a pull request or a terminal."""
+    """Return the report's tables without plots, for a pull request or a terminal."""
     content = content_from_record(record)
     lines = [f"# {markdown_line(content.title)}", ""]
     lines += [
@@ -104,7 +104,7 @@ def markdown_from_record(record: Mapping[str, Any]) -> str:
         lines += [*markdown_from_table(table), ""]
     if content.commands:
         longest = max(map(len, re.findall("`+", "\n".join(content.commands))), default=0)
-        fence = "`" * max(3, longest + 1)  # more backticks than stand in a row anywhere inside
+        fence = "`" * max(3, longest + 1)  # longer than any run of backticks inside
         lines += ["## Commands", "", fence, *content.commands, fence, ""]
     return "\n".join(lines)
 
@@ -125,7 +125,7 @@ TAGS = {
 
 
 def junit_from_record(record: Mapping[str, Any]) -> str:
-    """Write links, structural tests and gate rules as test cases: FAIL is a failure, what is undecided an error."""
+    """Return links, structural tests and gate rules as test cases; FAIL is a failure, an undecided one an error."""
     content = content_from_record(record)
     suites = ElementTree.Element("testsuites", name=content.title)
     links, structure = (content.parity.links, content.parity.structure) if content.parity else ((), ())

@@ -1,6 +1,6 @@
-"""SVG elements that escape their contents, marks, legends and grids, and scales with round ticks.
+"""SVG elements with escaped contents, marks, legends and grids, and scales with round ticks.
 
-A figure is WIDTH units wide; colours are classes of templates/plot.css, and hovering a mark shows its value.
+A figure is WIDTH units wide. Colours are classes of templates/plot.css, and a pointer over a mark shows its value.
 """
 
 import math
@@ -16,7 +16,7 @@ from ground.text import printable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """Maps [low, high] to pixels [start, end] (end may be smaller, as on a y axis)."""
+    """A map of values [low, high] to pixels [start, end], where end may be smaller, as on a y axis."""
 
     low: float
     high: float
@@ -29,7 +29,7 @@ class Scale:
         assert not self.log or self.low > 0, self.low
 
     def at(self, value: float) -> float:
-        """The pixel of a value; values outside are put on the border."""
+        """Return the pixel of a value, or of the nearest end for values outside."""
         inside = min(max(value, self.low), self.high)
         low, high, inside = (math.log(v) if self.log else v for v in (self.low, self.high, inside))
         return self.start + (inside - low) / (high - low) * (self.end - self.start)
@@ -40,7 +40,7 @@ class Scale:
 
 
 def linear_scale(values: Iterable[float], *, start: float, end: float, zero: bool = True) -> Scale:
-    """A linear scale that holds all finite values, from zero unless told otherwise, with a little air above."""
+    """Return a linear scale for all finite values, from zero if `zero`, with some room above."""
     finite = [v for v in values if math.isfinite(v)] or [0.0, 1.0]
     low, high = min(finite), max(finite)
     air = 0.08 * ((high - min(low, 0.0)) if zero else (high - low)) or 0.5 * abs(high) or 1.0
@@ -48,7 +48,7 @@ def linear_scale(values: Iterable[float], *, start: float, end: float, zero: boo
 
 
 def logarithmic_scale(values: Iterable[float], *, start: float, end: float, least: float = 1e-12) -> Scale:
-    """A logarithmic scale that holds all values from `least` to 1e100, with a little air on both sides."""
+    """Return a logarithmic scale for all values from `least` to 1e100, with some room on both sides."""
     finite = [max(v, least) for v in values if v < 1e100] or [1.0]
     low, high = min(finite), max(finite)
     air = (high / low) ** 0.07 if high > low else 2.0
@@ -56,7 +56,7 @@ def logarithmic_scale(values: Iterable[float], *, start: float, end: float, leas
 
 
 def tick_label(value: float) -> str:
-    """A tick label: 0.001, 1, 20, 30k, 2M, 1e-6."""
+    """Return the label of a tick, such as 0.001, 1, 20, 30k, 2M or 1e-6."""
     if value == 0 or 1e-3 <= abs(value) < 1e4:
         return f"{value:.6g}"
     for unit, scale in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
@@ -85,11 +85,11 @@ def _log_ticks(low: float, high: float) -> list[float]:
 
 
 WIDTH = 460
-LETTER = 7.2  # the mean width of a letter of the widest font that plot.css names
+LETTER = 7.2  # mean width of a letter in the widest font of plot.css
 
 
 def width_of(label: str) -> float:
-    """Estimate how wide a label is at most; letters of East Asian scripts count twice."""
+    """Return an upper estimate of a label's width, with East Asian letters counted twice."""
     return LETTER * sum(2 if east_asian_width(letter) in "WF" else 1 for letter in label)
 
 
@@ -105,14 +105,14 @@ def _cut(label: str, kept: int) -> str:
 
 
 def axis_left(ticks: Iterable[float]) -> float:
-    """Return the room that the labels of a vertical axis take."""
+    """Return the width that the labels of a vertical axis take."""
     return max(46.0, 12 + max((width_of(tick_label(tick)) for tick in ticks), default=0.0))
 
 
 def element(tag: str, *inside: str, **attributes: str | float) -> Markup:
-    """Return one element; contents and attributes that aren't Markup are escaped, numbers get one decimal.
+    """Return an element; contents and attributes that aren't Markup are escaped, numbers have one decimal.
 
-    An underscore in an attribute's name stands for a hyphen, one at its end for nothing (`class_`).
+    An underscore in an attribute's name becomes a hyphen, and one at its end is dropped (`class_`).
     """
     written = Markup("").join(
         Markup(' {}="{}"').format(name.rstrip("_").replace("_", "-"), _shown(value))
@@ -130,7 +130,7 @@ def _shown(value: str | float) -> str:
 
 
 def group(tip: str, *marks: Markup) -> Markup:
-    """Marks that say `tip` when a pointer rests on them."""
+    """Return marks that show `tip` under a pointer."""
     return element("g", element("title", tip), *marks)
 
 
@@ -147,7 +147,7 @@ def line(css: str, x: tuple[float, float], y: tuple[float, float]) -> Markup:
 
 
 def bar(css: str, x: tuple[float, float], y: tuple[float, float], radius: float) -> Markup:
-    """A box between two corners, its own corners rounded."""
+    """Return a box between two corners, with rounded corners."""
     return element("rect", class_=css, x=x[0], y=y[0], width=x[1] - x[0], height=y[1] - y[0], rx=radius)
 
 
@@ -156,7 +156,7 @@ def path(css: str, path_data: str) -> Markup:
 
 
 def legend(entries: Sequence[tuple[str, str]], *, right: str = "") -> Markup:
-    """Draw names beside dots of their class; long names share the room that `right` leaves."""
+    """Return names beside dots of their CSS class; long names are cut to the room that the text `right` leaves."""
     parts, x, room = [], 2.0, WIDTH - width_of(right) - 12
     is_long = sum(30 + width_of(name) for name, _ in entries) > room
     for name, css in entries:
@@ -192,7 +192,7 @@ def grid_x(x: Scale, top: float, bottom: float, x_label: str) -> Markup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawing:
-    """A finished figure: what it shows, in words, its height and its marks."""
+    """A finished drawing with its title, height and marks."""
 
     title: str
     height: float
@@ -204,10 +204,10 @@ class Drawing:
 
     @property
     def standalone(self) -> str:
-        """A file of its own: with its colours, light and dark."""
+        """An SVG file with the style sheet for light and dark colours."""
         colours = resources.files(__package__).joinpath("templates", "plot.css").read_text(encoding="utf-8")
         background = element("rect", width="100%", height="100%", fill="var(--page)")
-        # Only CSS of our own stands unescaped.
+        # The style sheet is part of this package, so it is not escaped.
         drawn = self._svg(element("style", Markup(colours)), background)
         return f'<?xml version="1.0" encoding="UTF-8"?>\n{drawn}\n'
 
@@ -218,7 +218,7 @@ class Drawing:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A plot with the sentence that says how to read it."""
+    """A plot with a caption that says how to read it."""
 
     caption: str
     drawing: Drawing

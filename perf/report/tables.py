@@ -1,4 +1,4 @@
-"""The tables of a report."""
+"""Tables of a report."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -26,11 +26,11 @@ from .numbers import (
 from .parity_tables import PARITY_TABLES
 
 MOST_WHY = 100
-"""Characters that a line of the gate's table holds behind a rule and its verdict, in a window of 1,280 pixels."""
+"""Characters of a reason that fit in the gate's table in a window of 1,280 pixels."""
 
 
 def build_tables(content: Content) -> dict[str, ReportTable]:
-    """Return every table that has rows, by key, in reading order."""
+    """Return all tables with rows by key, in reading order."""
     summary, size = content.summary, content.calibration_size
     parts: list[tuple[Callable[[Any], ReportTable], Any]] = [
         (models_table, content.models),
@@ -95,7 +95,7 @@ def effects_table(lines: Sequence[EffectLine]) -> ReportTable:
 
 
 def latency_rows_table(key: str, title: str, rows: Sequence[SummaryRow]) -> ReportTable:
-    """One row a batch, reference → candidate; what failed stays in the table."""
+    """Return a table with a row per batch, reference → candidate; failed subjects stay in the table."""
     measure = rows[0].measure.replace("_", " ")
     needed = next((p.needed for row in rows for s in row.sides.values() if (p := s.p99_ms) and p.value is None), None)
     note = f"Times of one call ({measure}), dense → reduced. Speed-up is the ratio of medians with its 95 % interval, "
@@ -118,8 +118,8 @@ def _on_repeats(rows: Sequence[SummaryRow]) -> str:
         return ""
     gain, name, batch = max(gains, key=lambda each: each[0].value)
     return (
-        " Each was also timed on one batch again and again against varied ones, which shows what answers out of a "
-        f"cache: at most {ratio_text(gain)} times as quick ({name}, batch {batch}; {MOST_GAIN:g} passes)."
+        " Each was also timed on one repeated batch against varied ones, which reveals answers out of a cache: at most "
+        f"{ratio_text(gain)} times as fast ({name}, batch {batch}; {MOST_GAIN:g} is allowed)."
     )
 
 
@@ -228,8 +228,8 @@ def effort_table(lines: Sequence[EffortLine]) -> ReportTable:
         peaks = [max((each for line in lines if (each := getattr(line, name))), default=None) for name in MEASURES[1:]]
         rows.append(("all together", number_text(sum(measured_s)), *map(size_text, peaks), *[""] * several))
     note = "" if several or not machines else f"On {machines[0]}. "
-    note += "Each step as it took when its files were made: one that was not run again keeps the older figures. "
-    note += "Memory is all that the process held, and of the GPU's what torch did."
+    note += "Figures are those of the run that made a step's files; a step that was not run again keeps its older "
+    note += "figures. Memory is all memory of the process, and torch's memory on the GPU."
     columns = ("Step", "Seconds", "Peak memory", "Peak on the GPU", *["Machine"] * several)
     return ReportTable(key="effort", title="What it took", columns=columns, rows=tuple(rows), note=note if rows else "")
 
