@@ -71,7 +71,7 @@ def name_in_file(name: str, value: Tensor) -> str:
     return name + UPPER if torch.equal(bits_DD, bits_DD.mT) else name
 
 
-def packed_if_upper(name: str, value: Tensor) -> Tensor:
+def pack_if_upper(name: str, value: Tensor) -> Tensor:
     return (upper_triangle(value) if name.endswith(UPPER) else value).contiguous()
 
 

@@ -47,7 +47,7 @@ BLOCK_ENTRIES = 2**23  # entries of the factor of one block of queries: 64 MiB
 PLANE_QUERIES = 64  # queries of an input that count
 
 
-def present_inputs(q_BHND: Tensor, k_BHND: Tensor, weights: PassWeights | None) -> Iterator[tuple[Tensor, Tensor]]:
+def present_tokens(q_BHND: Tensor, k_BHND: Tensor, weights: PassWeights | None) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield queries and keys [H,N,D] of each input's present tokens, float64.
 
     Raises BadInput for weights other than 0 and 1, and for keys of another shape than the queries.

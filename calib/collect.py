@@ -82,7 +82,6 @@ class Collector:
         self._without_tokens = {site.name for site in sites if not site.by_token}
         self._merges = {site.name: site.merge for site in sites if site.merge is not None}
         self._merged: dict[nn.Module, PassWeights | None] = {}
-        self._forward_size = CPU_FORWARD_SIZE if self.device.type == "cpu" else None
         self.kernel: Kernel | None = None
         self._real_inputs = self._batch_size = 0
         self._collected: list[tuple[str, Role]] = []
@@ -98,9 +97,8 @@ class Collector:
 
     def __enter__(self) -> Self:
         if self.kernel is None:
-            self.kernel = "blas"
-            if self.device.type == "cpu":
-                self.kernel = kernel_for(max((site.summed_width for site in self._sites), default=0))
+            width = max((site.summed_width for site in self._sites), default=0)
+            self.kernel = kernel_for(width) if self.device.type == "cpu" else "blas"
         for sums in self.sums.values():
             sums.kernel = self.kernel
         with ExitStack() as stack:
@@ -125,7 +123,7 @@ class Collector:
     def add(self, inputs: Inputs) -> None:
         refuse_dtypes(inputs)
         count = input_count(inputs)
-        size = self._forward_size or count
+        size = CPU_FORWARD_SIZE if self.device.type == "cpu" else count
         for piece in chunks(inputs, size):
             self._real_inputs = input_count(piece)
             self._weights = self._weights_of(piece)

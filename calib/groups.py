@@ -22,12 +22,12 @@ LABELS = (".json", ".npy")
 NAMES_OF_LABELS = " or ".join(LABELS)
 
 
-def _file(name: str) -> str:
+def _file_of_name(name: str) -> str:
     shard, tar, _ = name.partition(".tar/")
     return shard + tar
 
 
-def _labels_in(path: Path) -> list[str]:
+def _labels_from_file(path: Path) -> list[str]:
     remedy = "expected a list of texts or whole numbers, one label an input"
     if not path.exists():
         raise BadInput(f"{path}: no such file, expected labels of groups ({NAMES_OF_LABELS})")
@@ -49,12 +49,12 @@ def _are_letters(texts: NDArray[np.str_]) -> bool:
     return bool(((codes <= 0x10FFFF) & ((codes < 0xD800) | (codes > 0xDFFF))).all())
 
 
-def _labels(inputs: InputSet, by: str) -> list[str]:
+def _labels_of_inputs(inputs: InputSet, by: str) -> list[str]:
     names = [inputs.name(position) for position in range(inputs.count)]
     if by == "image":
         return names
     if by == "file":
-        return [_file(name) for name in names]
+        return [_file_of_name(name) for name in names]
     if by == "folder":
         folders = [name.rpartition("/")[0] for name in names]
         if not any(folders):
@@ -66,7 +66,7 @@ def _labels(inputs: InputSet, by: str) -> list[str]:
         raise BadInput(
             f"groups: got {by!r}, expected {', '.join(BY_NAME)}, or a file with one label an input ({NAMES_OF_LABELS})"
         )
-    labels = _labels_in(Path(by))
+    labels = _labels_from_file(Path(by))
     if len(labels) != inputs.available:
         raise BadInput(f"{by}: {len(labels)} labels for {inputs.available} {inputs.noun}; give one label for each")
     return [labels[place] for place in inputs.places]
@@ -95,7 +95,7 @@ def group_ids(inputs: InputSet, by: str) -> Tensor:
     Copies of an input are in one group; groups that share an input are joined. Raises BadInput where the inputs have
     no such groups.
     """
-    digests = (hashlib.sha256(label.encode()).digest()[:8] for label in _labels(inputs, by))
+    digests = (hashlib.sha256(label.encode()).digest()[:8] for label in _labels_of_inputs(inputs, by))
     labels = (int.from_bytes(digest, "little", signed=True) for digest in digests)
     return torch.tensor(merged_labels(labels, inputs.ids.tolist()), dtype=torch.int64)
 

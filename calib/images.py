@@ -95,7 +95,7 @@ class Images(OpenedInputs[Tensor]):
             yield ReadBatch(inputs=images, ids=self.ids[positions], bad=tuple(bad), end=end)
 
 
-def _source(text: str, shape: ImageShape, transform: Transform, pixels: Pixels | None) -> ImageSource:
+def _open_source(text: str, shape: ImageShape, transform: Transform, pixels: Pixels | None) -> ImageSource:
     path = Path(text)
     if text.endswith(".tar"):
         return shards_from_pattern(text, shape=shape, transform=transform)
@@ -126,7 +126,7 @@ def open_images(
     unreadable images are skipped. Every image's bytes are read once to identify it. Raises BadInput for damaged files,
     other shapes, and too few images.
     """
-    source = _source(str(path), image_shape, transform, pixels)
+    source = _open_source(str(path), image_shape, transform, pixels)
     if not len(source):
         raise BadInput(f"{path}: holds no images, expected at least one")
     images = Images(available=len(source), source=source, shape=image_shape, workers=workers, max_bad=max_bad)

@@ -42,7 +42,7 @@ def to_device(inputs: Inputs, device: torch.device | str) -> Inputs:
 def input_count(inputs: Inputs) -> int:
     sizes = {name: len(tensor) if tensor.ndim else 0 for name, tensor in tensors_by_name(inputs).items()}
     if len(set(sizes.values())) != 1 or not all(sizes.values()):
-        shapes = ", ".join(_shown(name, tensor) for name, tensor in tensors_by_name(inputs).items()) or "no tensor"
+        shapes = ", ".join(_describe(name, tensor) for name, tensor in tensors_by_name(inputs).items()) or "no tensor"
         raise BadInput(f"inputs: got {shapes}; expected the same batch of 1 or more in front of every input")
     return next(iter(sizes.values()))
 
@@ -50,7 +50,7 @@ def input_count(inputs: Inputs) -> int:
 def refuse_dtypes(inputs: Inputs) -> None:
     for name, tensor in tensors_by_name(inputs).items():
         if tensor.is_complex() or (tensor.is_floating_point() and tensor.dtype != torch.float32):
-            raise BadInput(f"inputs: got {_shown(name, tensor)}; expected float32, whole numbers or booleans")
+            raise BadInput(f"inputs: got {_describe(name, tensor)}; expected float32, whole numbers or booleans")
 
 
 def concatenated(parts: Sequence[Inputs]) -> Inputs:
@@ -72,7 +72,7 @@ def padded_to(inputs: Inputs, size: int) -> Inputs:
     return map_tensors(inputs, lambda tensor: torch.cat([tensor, tensor[-1:].expand(repeats, *tensor.shape[1:])]))
 
 
-def _shown(name: str, tensor: Tensor) -> str:
+def _describe(name: str, tensor: Tensor) -> str:
     return f"{name} {tensor.dtype} {list(tensor.shape)}"
 
 

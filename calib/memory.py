@@ -123,7 +123,7 @@ def patch_channels_that_fit(
     those that may be, None all. Raises BadInput where nothing fits.
     """
     total = sum(bytes_needed(shapes).values())
-    named = _to_restrict(shapes, total, available, shapes if free is None else free)
+    named = _choose_restricted(shapes, total, available, shapes if free is None else free)
     while total > available:
         name = max(named, key=lambda each: (named[each].sizes["R"] > LEAST_CHANNELS, named[each].bytes_of_moments()))
         fewer = named[name].with_patches_of(named[name].sizes["R"] - 1)
@@ -132,7 +132,9 @@ def patch_channels_that_fit(
     return {name: shape.sizes["R"] for name, shape in named.items() if shape.names}
 
 
-def _to_restrict(shapes: Mapping[str, Shape], total: int, available: int, free: Collection[str]) -> dict[str, Shape]:
+def _choose_restricted(
+    shapes: Mapping[str, Shape], total: int, available: int, free: Collection[str]
+) -> dict[str, Shape]:
     wide = {name: shape for name, shape in shapes.items() if shape.moments is PatchMoments and name in free}
     narrow = {name: shape.with_patches_of(LEAST_CHANNELS) for name, shape in wide.items()}
     saved = {name: wide[name].bytes_of_moments() - narrow[name].bytes_of_moments() for name in wide}

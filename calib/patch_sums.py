@@ -147,7 +147,7 @@ class PatchSums(RunningSums[PatchMoments]):
 
     def _add_patches(self, x_BCHW: Tensor, y_BOHW: Tensor) -> None:
         conv = self.site.output
-        x_BCHW = padded_map(self._chosen(x_BCHW), conv)
+        x_BCHW = padded_map(self._choose_channels(x_BCHW), conv)
         rows, columns = grid_of(x_BCHW, conv)
         if y_BOHW.shape[2:] != (rows, columns):
             raise BadInput(
@@ -171,7 +171,7 @@ class PatchSums(RunningSums[PatchMoments]):
         for left_GPn, right_GUn in zip(y_GPn.split(TERMS, dim=2), u_GUn.split(TERMS, dim=2), strict=True):
             self.totals["cross_GPU"].add_(torch.bmm(left_GPn, right_GUn.mT))
 
-    def _chosen(self, x_BCHW: Tensor) -> Tensor:
+    def _choose_channels(self, x_BCHW: Tensor) -> Tensor:
         if self.site.channels_GR is None:
             return x_BCHW
         channels_GR = self.site.channels_GR.to(x_BCHW.device)

@@ -120,7 +120,7 @@ def _head_redundancy(site: str, moments: HeadMoments) -> HeadRedundancy:
     )
 
 
-_OF_KIND: Mapping[SiteKind, Callable[[str, Any], Redundancy]] = {
+_REDUNDANCIES: Mapping[SiteKind, Callable[[str, Any], Redundancy]] = {
     "mlp": lambda site, own: _channel_redundancy(site, own, own.covariance_FF, own.active_share_F),
     "attention": _head_redundancy,
     "convolution": lambda site, own: _channel_redundancy(site, own, own.map_covariance_GCC, own.active_share_GC),
@@ -128,7 +128,7 @@ _OF_KIND: Mapping[SiteKind, Callable[[str, Any], Redundancy]] = {
 
 
 def redundancy_of_sites(moments: Moments) -> list[Redundancy]:
-    return [_OF_KIND[site.kind](name, site) for name, site in moments.sites.items()]
+    return [_REDUNDANCIES[site.kind](name, site) for name, site in moments.sites.items()]
 
 
 def record_from_redundancy(entries: list[Redundancy], lineage: Mapping[str, str]) -> dict[str, Any]:

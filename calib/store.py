@@ -17,7 +17,7 @@ from ground.file_kinds import refuse_stand_in_file
 from ground.files import regular_file
 from ground.records import record_from_text, record_from_value
 
-from .axes import UPPER, name_in_file, packed_if_upper, unpack_triangles
+from .axes import UPPER, name_in_file, pack_if_upper, unpack_triangles
 from .fingerprints import no_hashes
 from .moments import ChannelMoments, HeadMoments, Moments, SiteMoments
 from .patch_moments import PatchMoments
@@ -36,7 +36,7 @@ def _sha256(tensor: Tensor) -> str:
     return hashlib.sha256(tensor.numpy().data).hexdigest()
 
 
-def _flat(moments: Moments, prefix: str = "") -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _flatten(moments: Moments, prefix: str = "") -> tuple[dict[str, Tensor], dict[str, Any]]:
     tensors = {prefix + IMAGE_IDS: moments.image_ids}
     if len(moments.image_hashes):
         tensors[prefix + IMAGE_HASHES] = moments.image_hashes
@@ -60,20 +60,20 @@ def _signed(header: dict[str, Any]) -> str:
 
 def _entry(name: str, value: Tensor) -> tuple[TensorEntry, str]:
     """Return a tensor's entry and digest; the stored form is made again when the file is written."""
-    form = packed_if_upper(name, value)
+    form = pack_if_upper(name, value)
     entry = TensorEntry(
         dtype=_DTYPES[form.dtype],
         shape=tuple(form.shape),
         size=form.nbytes,
-        pieces=lambda: [packed_if_upper(name, value).numpy().data],
+        pieces=lambda: [pack_if_upper(name, value).numpy().data],
     )
     return entry, _sha256(form)
 
 
 def save_moments(moments: Moments, path: Path) -> None:
-    tensors, header = _flat(moments)
+    tensors, header = _flatten(moments)
     if moments.half is not None:
-        of_half, header["half"] = _flat(moments.half, HALF)
+        of_half, header["half"] = _flatten(moments.half, HALF)
         tensors |= {GROUP_IDS: moments.group_ids, **of_half}
     entries = {name: _entry(name, tensor) for name, tensor in tensors.items()}
     header |= {
@@ -129,7 +129,7 @@ class _Header(_Sites, frozen=True, kw_only=True):
             raise BadInput(f"the digest of {missing[0]} is missing")
 
 
-def _opened(path: Path) -> Any:
+def _open(path: Path) -> Any:
     try:
         return safe_open(regular_file(path), framework="pt")
     except FileNotFoundError as error:
@@ -142,7 +142,7 @@ def _opened(path: Path) -> Any:
 
 
 def _read_header(path: Path, remedy: str = _REMEDY) -> _Header:
-    with _opened(path) as file:
+    with _open(path) as file:
         text = (file.metadata() or {}).get(HEADER, "{}")
     header = record_from_text(text, dict[str, Any], where=str(path), kind=KIND, version=VERSION, remedy=remedy)
     if _signed({name: value for name, value in header.items() if name != "header_sha256"}) != text:
@@ -172,7 +172,7 @@ class _SitesOfFile(Mapping[str, SiteMoments]):
     def __getitem__(self, site: str) -> SiteMoments:
         numbers: dict[str, Any] = msgspec.structs.asdict(self._own.sites[site])
         kind = _MOMENTS[type(self._own.sites[site])]
-        with _opened(self._path) as file:
+        with _open(self._path) as file:
             tensors = {
                 name.rpartition("/")[2]: _read_tensor(self._path, file, name, expected)
                 for name, expected in self._digests.items()
@@ -188,7 +188,7 @@ class _SitesOfFile(Mapping[str, SiteMoments]):
 
     def rows_and_widths(self) -> dict[str, tuple[float, int]]:
         found = dict[str, tuple[float, int]]()
-        with _opened(self._path) as file:
+        with _open(self._path) as file:
             for site, own in self._own.sites.items():
                 rows, entry = ROWS_AND_WIDTH[_MOMENTS[type(own)]]
                 width = file.get_slice(f"{self._prefix}{site}/{entry}").get_shape()[-1]
@@ -218,7 +218,7 @@ def rows_and_widths(moments: Moments) -> dict[str, tuple[float, int]]:
 
 
 def _int64_tensor(path: Path, name: str, digests: Mapping[str, str], trailing: tuple[int, ...] = ()) -> Tensor:
-    with _opened(path) as file:
+    with _open(path) as file:
         numbers = _read_tensor(path, file, name, digests[name])
     if numbers.dtype != torch.int64 or numbers.ndim != 1 + len(trailing) or numbers.shape[1:] != trailing:
         expected = f"int64 {['images', *trailing]}".replace("'", "")
@@ -226,7 +226,7 @@ def _int64_tensor(path: Path, name: str, digests: Mapping[str, str], trailing: t
     return numbers
 
 
-def _moments(path: Path, header: _Header, own: _Sites, *, prefix: str = "") -> Moments:
+def _moments_of_part(path: Path, header: _Header, own: _Sites, *, prefix: str = "") -> Moments:
     hashes = prefix + IMAGE_HASHES
     return Moments(
         sites=_SitesOfFile(path, own, header.sha256, prefix=prefix),
@@ -243,11 +243,11 @@ def load_moments(path: Path, *, remedy: str = _REMEDY) -> Moments:
     Raises BadInput, with the `remedy`, for a file that is missing, truncated, foreign, of another version, or damaged.
     """
     header = _read_header(path, remedy)
-    moments = _moments(path, header, header)
+    moments = _moments_of_part(path, header, header)
     if header.half is None:
         return moments
     groups = _int64_tensor(path, GROUP_IDS, header.sha256)
-    return replace(moments, group_ids=groups, half=_moments(path, header, header.half, prefix=HALF))
+    return replace(moments, group_ids=groups, half=_moments_of_part(path, header, header.half, prefix=HALF))
 
 
 def _joined_header(parts: Sequence[Path]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .axes import SYMMETRIC, axes_of_name, shape_of, sum_names, triangle_size
-from .causal import add_system_, add_target_, gram_of_planes, key_sums, present_inputs, sums_of_pairs
+from .causal import add_system_, add_target_, gram_of_planes, key_sums, present_tokens, sums_of_pairs
 from .moments import ChannelMoments, HeadMoments, OneKind, SiteMoments
 from .products import (
     Kernel,
@@ -101,7 +101,9 @@ def move_to_host(totals: dict[str, Tensor]) -> dict[str, Tensor]:
     return moved
 
 
-def _by_window(x: Tensor, weights: PassWeights | None, slots: PassWeights | None) -> tuple[Tensor, PassWeights | None]:
+def _fold_windows(
+    x: Tensor, weights: PassWeights | None, slots: PassWeights | None
+) -> tuple[Tensor, PassWeights | None]:
     """Return [B,H,N,D] with a row for each window of [B,W,H,N,D], and the weights of the present slots."""
     if x.ndim == 4:
         return x, weights
@@ -165,11 +167,11 @@ class HeadSums(RunningSums[HeadMoments]):
         elif self.causal:
             self._add_causal(role, activation, weights)
         else:
-            x_BHND, weights = _by_window(activation, weights, self._slots)
+            x_BHND, weights = _fold_windows(activation, weights, self._slots)
             self._allocate_heads(x_BHND)
             self._grams[role] = (self._add_queries if role == "q" else self._add_keys)(x_BHND, weights)
             if len(self._grams) == 2:
-                self._join(self._grams.pop("q"), self._grams.pop("k"))
+                self._add_pairs(self._grams.pop("q"), self._grams.pop("k"))
 
     def _add_causal(self, role: Role, x_BHND: Tensor, weights: PassWeights | None) -> None:
         self._allocate_heads(x_BHND)
@@ -177,7 +179,7 @@ class HeadSums(RunningSums[HeadMoments]):
         if len(self._waiting) < 2:
             return
         q_BHND, k_BHND = self._waiting.pop("q"), self._waiting.pop("k")
-        for q_HND, k_HND in present_inputs(q_BHND, k_BHND, weights):
+        for q_HND, k_HND in present_tokens(q_BHND, k_BHND, weights):
             for name, of_pairs in sums_of_pairs(q_HND, k_HND).items():
                 self.totals[name].add_(of_pairs)
             if self.plane_scale is not None:
@@ -217,7 +219,7 @@ class HeadSums(RunningSums[HeadMoments]):
         width = dim if self.kept_HK is None else self.kept_HK.shape[1]
         self.allocate({"H": heads, "D": dim, "X": dim, "K": width, "T": triangle_size(width)}, x_BHND.device)
 
-    def _join(self, qq_BHDD: Tensor, kk_BHDD: Tensor) -> None:
+    def _add_pairs(self, qq_BHDD: Tensor, kk_BHDD: Tensor) -> None:
         norms_BHD = qq_BHDD.diagonal(dim1=-2, dim2=-1) * kk_BHDD.diagonal(dim1=-2, dim2=-1)
         self.totals["energy_HD"].add_(norms_BHD.sum(0))
         if self.kept_HK is not None:

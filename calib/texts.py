@@ -56,7 +56,7 @@ class Texts(IndexedInputs):
         if not torch.equal(ids_from_hashes(hashes), self.ids[list(positions)]):
             raise BadInput(f"{self.path}: changed since it was opened; don't change it while it is read")
         inputs, count = self.encode([content.decode() for content in contents]), len(contents)
-        forms, expected = (_forms(tensors, size) for tensors, size in ((inputs, None), (self.first, count)))
+        forms, expected = (_describe_tensors(tensors, size) for tensors, size in ((inputs, None), (self.first, count)))
         if forms != expected:
             raise BadInput(
                 f"{self.path}: {count} documents encoded are {forms}, expected {expected} as for the first one; pad "
@@ -65,13 +65,13 @@ class Texts(IndexedInputs):
         return inputs
 
 
-def _forms(inputs: Mapping[str, Tensor], size: int | None) -> str:
+def _describe_tensors(inputs: Mapping[str, Tensor], size: int | None) -> str:
     """Describe every tensor's name, dtype and shape; `size` replaces the size of the batch."""
     shapes = ((name, tensor.dtype, list(tensor.shape)) for name, tensor in inputs.items())
     return ", ".join(f"{name} {dtype} {shape if size is None else [size, *shape[1:]]}" for name, dtype, shape in shapes)
 
 
-def _read(path: Path) -> Iterator[tuple[Line, str]]:
+def _iter_lines(path: Path) -> Iterator[tuple[Line, str]]:
     with regular_file(path).open("rb") as file:
         offset = number = 0
         while whole := file.readline(MOST_LINE_BYTES + 2):
@@ -95,9 +95,9 @@ def _read(path: Path) -> Iterator[tuple[Line, str]]:
             offset += len(whole)
 
 
-def _lines(path: Path) -> tuple[Line, ...]:
+def _read_lines(path: Path) -> tuple[Line, ...]:
     try:
-        every = [(line, bool(text.strip())) for line, text in _read(path)]
+        every = [(line, bool(text.strip())) for line, text in _iter_lines(path)]
     except FileNotFoundError:
         raise BadInput(f"{path}: no such file, expected UTF-8 text, a line a document") from None
     except OSError as error:
@@ -115,7 +115,7 @@ def open_texts(path: Path, *, encode: Encode, samples: int | None = None, seed: 
     Raises BadInput for a file that is missing, not regular, empty, not UTF-8 or has too long lines, for too few
     documents, and for tensors without a batch.
     """
-    lines = _lines(path)
+    lines = _read_lines(path)
     opened = Texts(available=len(lines), path=path, lines=lines, encode=encode, first={})
     texts = opened.sampled(samples, seed, where=path)
     first = encode([content.decode() for content in texts._contents(texts.places[:1])])

@@ -13,16 +13,16 @@ from onnx import numpy_helper
 from onnx.reference import ReferenceEvaluator
 from torch import Tensor, nn
 
-from export.graph.number_format import BINS, FORMATS, Histogram, clip_end, weight_format
+from export.graph.number_format import BINS, FORMATS, Histogram, clipping_range, weight_format
 from export.graph.quantised import quantise_graph, quantised_layers, weighted_layers
 from export.graph.quantiser import (
     Quantiser,
     balance_,
-    balanceable,
+    balanceable_norms,
     build_quantiser,
     largest_by_channel,
     session_of,
-    strengths,
+    smoothing_scales,
 )
 from export.graph.weights import notes_of
 from ground.errors import BadInput
@@ -216,13 +216,13 @@ def test_calibrated_range_has_the_least_square_error(precision: str) -> None:
             new = np.clip(values / scale, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale
         return float(np.square(values - new).mean())
 
-    chosen = clip_end(seen, FORMATS[precision], "mse")
+    chosen = clipping_range(seen, FORMATS[precision], "mse")
     best = min(loss(end) for end in np.linspace(0.5, 30, 400))
     assert loss(chosen) <= 1.05 * best
     assert loss(chosen) <= loss(30.0)
-    assert clip_end(seen, FORMATS[precision], "max") == 30.0
-    assert clip_end(seen, FORMATS[precision], "entropy") < 30.0
-    assert clip_end(Histogram(), FORMATS[precision], "mse") == 1.0
+    assert clipping_range(seen, FORMATS[precision], "max") == 30.0
+    assert clipping_range(seen, FORMATS[precision], "entropy") < 30.0
+    assert clipping_range(Histogram(), FORMATS[precision], "mse") == 1.0
 
 
 @pytest.mark.slow("graph")
@@ -231,7 +231,7 @@ def test_balancing_changes_only_ranges() -> None:
     with torch.no_grad():
         model.blocks[0].norm1.weight[3] = 40.0  # type: ignore[union-attr, operator]
     proto = export(model)
-    places = balanceable(proto, model)
+    places = balanceable_norms(proto, model)
     assert [place.norm for place in places] == [f"blocks.{at}.norm{one}" for at in (0, 1) for one in (1, 2)]
     largest = largest_by_channel(proto, [place.value for place in places], batches())
     batch = images(8, seed=3)
@@ -250,7 +250,7 @@ def test_balancing_changes_only_ranges() -> None:
 def test_balancing_strengths_equal_those_of_the_paper() -> None:
     largest = torch.tensor([1.0, 100.0, 0.0, 4.0])
     weights = [torch.tensor([[0.5, -0.25, 3.0, 0.0]]), torch.tensor([[-1.0, 0.04, 1.0, 0.0]])]
-    scale = strengths(largest, weights)
+    scale = smoothing_scales(largest, weights)
     raw = torch.tensor([(1.0 / 1.0) ** 0.5, (100 / 0.25) ** 0.5], dtype=torch.float64)
     torch.testing.assert_close(scale[:2], raw / raw.log().mean().exp())
     assert scale[2] == scale[3] == 1.0

@@ -71,7 +71,7 @@ def audit_fusion(
     options = BuildOptions(backend=backend, profiles=(batch,), command=command)
     targets = {sm: replace(options, sms=(sm,)) for sm in sms} if backend == "tensorrt-rtx" else {"gpu": options}
     return [
-        Audit(target=target, dense=_audited(dense, choices), reduced=_audited(reduced, choices))
+        Audit(target=target, dense=_build_for_audit(dense, choices), reduced=_build_for_audit(reduced, choices))
         for target, choices in targets.items()
     ]
 
@@ -82,7 +82,7 @@ def audit_to_json(audits: Sequence[Audit], *, dense: str, reduced: str) -> str:
     return json.dumps(content, indent=2) + "\n"
 
 
-def _audited(path: Path, choices: BuildOptions) -> EngineRecord:
+def _build_for_audit(path: Path, choices: BuildOptions) -> EngineRecord:
     inputs, _ = ports_of_graph(load_onnx(path))
     if all(isinstance(size, int) for port in inputs for size in port.shape[:1]):
         choices = replace(choices, profiles=())

@@ -72,7 +72,7 @@ def build_engine(
     proto = require_onnx(onnx_path, precision=choices.precision, backend=choices.backend)
     _refuse_old_targets(proto, choices.sms, onnx_path)
     sparse_share = _sparse_share(proto, onnx_path) if choices.sparse else None
-    profiles = _settled_profiles(proto, choices.profiles, onnx_path)
+    profiles = _profiles_for_graph(proto, choices.profiles, onnx_path)
     library = library or open_library(choices.backend, command=choices.command)
     _refuse_old_gpu(choices)
     session = Session(onnx_path, proto, choices, library)
@@ -141,7 +141,7 @@ def write_engine(engine: Engine, plan_path: Path) -> None:
     record_built_engine(engine.record.plan_sha256)
 
 
-def _settled_profiles(
+def _profiles_for_graph(
     proto: ModelProto, profiles: tuple[BatchProfile, ...], onnx_path: Path
 ) -> tuple[BatchProfile, ...]:
     """Return the profiles for a dynamic graph, none for a static one. Raises BadInput where they don't fit it."""
@@ -220,7 +220,7 @@ def build_ort_artifact(
             f"{precision_of_shares(shares)}; build the fp32 graph, or for cuda"
         )
     started = time.perf_counter()
-    optimised = _optimised(onnx_path, device, command)
+    optimised = _optimise_graph(onnx_path, device, command)
     seconds = time.perf_counter() - started
     kernels = tuple(
         Kernel(name=node.name, kind=node.op_type, tactic="", types=None, nodes=(node.name,))
@@ -245,7 +245,7 @@ def build_ort_artifact(
     )
 
 
-def _optimised(onnx_path: Path, device: str, command: str) -> onnx.ModelProto:
+def _optimise_graph(onnx_path: Path, device: str, command: str) -> onnx.ModelProto:
     try:
         import onnxruntime as ort
     except ImportError as error:

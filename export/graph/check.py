@@ -53,19 +53,11 @@ def _supports_bfloat16(node: NodeProto, types: dict[str, int], version: int) -> 
         return False
     schema = onnx.defs.get_schema(node.op_type, version)
     return all(
-        "tensor(bfloat16)" in allowed
+        "tensor(bfloat16)" in parameters[min(place, len(parameters) - 1)].types  # the last one may be variadic
         for names, parameters in ((node.input, schema.inputs), (node.output, schema.outputs))
-        for name, allowed in _allowed(names, parameters)
-        if types.get(name) == TensorProto.BFLOAT16
+        for place, name in enumerate(names)
+        if parameters and types.get(name) == TensorProto.BFLOAT16
     )
-
-
-def _allowed(
-    names: Sequence[str], parameters: Sequence[onnx.defs.OpSchema.FormalParameter]
-) -> Iterator[tuple[str, set[str]]]:
-    for place, name in enumerate(names):
-        if name and parameters:
-            yield name, set(parameters[min(place, len(parameters) - 1)].types)
 
 
 MAX_BYTES = 2_000_000_000
@@ -225,21 +217,19 @@ def _mean_below(root: NodeProto, producers: Mapping[str, NodeProto]) -> NodeProt
 
 
 def _attention_reasons(proto: ModelProto) -> Iterator[str]:
-    if not any(node.op_type == "Attention" for node in proto.graph.node):
+    if not (nodes := [node for node in proto.graph.node if node.op_type == "Attention"]):
         return
     inferred = onnx.shape_inference.infer_shapes(proto)
     types = declared_types(inferred.graph)
-    for node in inferred.graph.node:
-        if node.op_type == "Attention":
-            where = name_of(node)
-            widths = _key_value_widths(inferred, node)
-            if widths is None or widths[0] != widths[1]:
-                yield (
-                    f"{where}: the Attention operator needs equal widths of k and v, got {widths or 'unknown ones'}; "
-                    "export with opset 20 and plain MatMul-Softmax-MatMul, or pad q and k"
-                )
-            elif types.get(node.input[0]) == TensorProto.FLOAT:
-                yield f"{where}: no kernel computes the Attention operator in float32; export with opset 20"
+    for node in nodes:
+        widths = _key_value_widths(inferred, node)
+        if widths is None or widths[0] != widths[1]:
+            yield (
+                f"{name_of(node)}: the Attention operator needs equal widths of k and v, got "
+                f"{widths or 'unknown ones'}; export with opset 20 and plain MatMul-Softmax-MatMul, or pad q and k"
+            )
+        elif types.get(node.input[0]) == TensorProto.FLOAT:
+            yield f"{name_of(node)}: no kernel computes the Attention operator in float32; export with opset 20"
 
 
 def _key_value_widths(proto: ModelProto, node: NodeProto) -> tuple[int, int] | None:

@@ -28,12 +28,12 @@ def with_fusion_breaks(proto: ModelProto, patterns: Sequence[str]) -> ModelProto
     """
     if not patterns:
         return proto
-    values, marked = _typed(proto), _marked(proto, patterns)
+    values, marked = _typed_values(proto), _values_by_site(proto, patterns)
     copy = ModelProto()
     copy.CopyFrom(proto)
     for site, name in marked.items():
         value = values.get(name)
-        reason = _unfit(copy, value)
+        reason = _unfit_reason(copy, value)
         if value is None or reason is not None:
             raise BadInput(f"fusion break {site!r}: {reason}")
         node = helper.make_node("Cast", [name], [FUSION_BREAK + site], name=FUSION_BREAK + site, to=TensorProto.FLOAT)
@@ -47,11 +47,13 @@ def with_fusion_breaks(proto: ModelProto, patterns: Sequence[str]) -> ModelProto
 
 
 def breakable_sites(proto: ModelProto, sites: Sequence[str]) -> tuple[str, ...]:
-    values = _typed(proto)
-    return tuple(site for site, name in _marked(proto, sites).items() if _unfit(proto, values.get(name)) is None)
+    values = _typed_values(proto)
+    return tuple(
+        site for site, name in _values_by_site(proto, sites).items() if _unfit_reason(proto, values.get(name)) is None
+    )
 
 
-def _typed(proto: ModelProto) -> dict[str, ValueInfoProto]:
+def _typed_values(proto: ModelProto) -> dict[str, ValueInfoProto]:
     typed = onnx.shape_inference.infer_shapes(proto, data_prop=True)
     return {value.name: value for value in typed.graph.value_info}
 
@@ -65,7 +67,7 @@ def modules_of_graph(proto: ModelProto) -> tuple[str, ...]:
     return tuple(name for name in found if name)
 
 
-def _marked(proto: ModelProto, patterns: Sequence[str]) -> dict[str, str]:
+def _values_by_site(proto: ModelProto, patterns: Sequence[str]) -> dict[str, str]:
     nodes = {node.name: node.output[0] for node in proto.graph.node if "/" in node.name}
     modules = modules_of_graph(proto)
     marked: dict[str, str] = {}
@@ -98,7 +100,7 @@ def _last_value(proto: ModelProto, module: str) -> str | None:
     return leaving[-1] if leaving else None
 
 
-def _unfit(proto: ModelProto, value: ValueInfoProto | None) -> str | None:
+def _unfit_reason(proto: ModelProto, value: ValueInfoProto | None) -> str | None:
     if value is None or value.type.tensor_type.elem_type not in _FLOATS:
         return "its value is no float tensor of a known shape; break another one"
     dims = dims_of_value(value)

@@ -93,7 +93,7 @@ class Histogram:
         return middles
 
 
-def clip_end(histogram: Histogram, form: NumberFormat, choice: Clipping) -> float:
+def clipping_range(histogram: Histogram, form: NumberFormat, choice: Clipping) -> float:
     """Return the |x| that becomes the format's largest number; 1 for a tensor of zeros.
 
     `mse` minimises the mean square error of rounding and clipping, `entropy` the divergence of the counts at 128 levels

@@ -4,8 +4,9 @@ A convolution that pads is left as it is: zeros around a normalised image are th
 """
 
 import copy
-from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +14,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ground.pixels import LARGEST, Normalisation
-
-ENTRY = "pixels"
 
 
 class PixelEntry(nn.Module):
@@ -42,15 +41,12 @@ def accept_pixels(
     """
     own = copy.deepcopy(model).cpu().eval()
     path, convolution = _first_convolution(own, shape) if folded else ("", None)
-    mean, std = _real(normalisation.mean), _real(normalisation.std)
+    shares = normalisation.mean, normalisation.std
+    mean, std = (LARGEST * torch.tensor(each, dtype=torch.float64) for each in shares)
     if convolution is not None:
         own.set_submodule(path, _folded(convolution, -mean / std, 1 / std))
     _prepend_(own, PixelEntry(_column(mean), _column(1 / std)) if convolution is None else PixelEntry())
     return own, path
-
-
-def _real(shares: tuple[float, ...]) -> Tensor:
-    return LARGEST * torch.tensor(shares, dtype=torch.float64)
 
 
 def _first_convolution(model: nn.Module, shape: tuple[int, ...]) -> tuple[str, nn.Conv2d | None]:
@@ -60,19 +56,14 @@ def _first_convolution(model: nn.Module, shape: tuple[int, ...]) -> tuple[str, n
     calls: list[tuple[str, bool]] = []
     readers = _Readers(images)
 
-    def listen(path: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
-        def hook(module: nn.Module, _: tuple[Any, ...], answer: Any) -> None:
-            calls.append((path, any(derived.is_all_of(module, answer) for derived in readers.found)))
+    def hook(path: str, module: nn.Module, _: tuple[Any, ...], answer: Any) -> None:
+        calls.append((path, any(derived.is_all_of(module, answer) for derived in readers.found)))
 
-        return hook
-
-    handles = [module.register_forward_hook(listen(path)) for path, module in model.named_modules() if path]
-    try:
-        with torch.no_grad(), readers:
-            model(images)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as stack, torch.no_grad(), readers:
+        for path, module in model.named_modules():
+            if path:
+                stack.callback(module.register_forward_hook(partial(hook, path)).remove)
+        model(images)
     alone = len(readers.found) == 1 and images._version == before
     path = next((path for path, is_first in calls if is_first and alone), "")
     is_once = [each for each, _ in calls].count(path) == 1
@@ -82,6 +73,8 @@ def _first_convolution(model: nn.Module, shape: tuple[int, ...]) -> tuple[str, n
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _DerivedTensor:
+    """The first tensor that an operation on the images gives, and the plain convolution that gives it, if one does."""
+
     tensor: Tensor
     version: int
     convolution: nn.Conv2d | None
@@ -150,7 +143,7 @@ def _column(values: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def _prepend_(model: nn.Module, entry: PixelEntry) -> None:
     """Add the entry as a child, called by a hook that survives copies; paths of other modules stay."""
-    name = ENTRY
+    name = "pixels"
     while name in dict(model.named_children()):
         name += "_"
     model.add_module(name, entry)

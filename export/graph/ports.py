@@ -132,8 +132,8 @@ def port_mismatches(
     values = [*values_in, *proto.graph.output]
     batches = [next(iter(dims_of_value(value)), None) for value in values]
     if len(set(batches)) > 1 or not batches[0]:
-        names = _listed([value.name for value in values])
-        yield f"{names} must share one batch dimension, got {_listed([repr(batch) for batch in batches])}"
+        names = _join_names([value.name for value in values])
+        yield f"{names} must share one batch dimension, got {_join_names([repr(batch) for batch in batches])}"
 
 
 def _foreign_reasons(inputs: Sequence[ValueInfoProto], outputs: Sequence[ValueInfoProto]) -> Iterator[str]:
@@ -183,5 +183,5 @@ def _tensor_reasons(
         yield f"{value.name} must have the sizes {list(sizes)} behind the batch, got {dims[1:]}"
 
 
-def _listed(names: Sequence[str]) -> str:
+def _join_names(names: Sequence[str]) -> str:
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)

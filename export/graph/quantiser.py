@@ -23,7 +23,7 @@ from ground.ports import OutputPort, Port
 from ground.threads import thread_limit
 
 from .check import check_onnx
-from .number_format import CLIPPINGS, FORMATS, Clipping, Histogram, NumberFormat, clip_end, weight_format
+from .number_format import CLIPPINGS, FORMATS, Clipping, Histogram, NumberFormat, clipping_range, weight_format
 from .precision import NORMS, Norms
 from .quantised import Layer, quantise_graph, quantised_layers
 from .to_onnx import PREFIX, onnx_from_model
@@ -70,7 +70,7 @@ def session_of(proto: ModelProto) -> Any:
     return ort.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 
-def histograms(proto: ModelProto, names: Collection[str], batches: Iterable[Feeds]) -> dict[str, Histogram]:
+def collect_histograms(proto: ModelProto, names: Collection[str], batches: Iterable[Feeds]) -> dict[str, Histogram]:
     found = {name: Histogram() for name in names}
     for values in observe_values(proto, names, batches):
         for name, value in values.items():
@@ -78,7 +78,7 @@ def histograms(proto: ModelProto, names: Collection[str], batches: Iterable[Feed
     return found
 
 
-def observed_outputs(proto: ModelProto, batches: Iterable[Feeds]) -> dict[str, NDArray[np.float32]]:
+def observe_outputs(proto: ModelProto, batches: Iterable[Feeds]) -> dict[str, NDArray[np.float32]]:
     names = [value.name for value in proto.graph.output]
     rows = list(observe_values(proto, names, batches))
     return {name: np.concatenate([row[name] for row in rows]) for name in names}
@@ -100,17 +100,17 @@ _NORMS = ("LayerNormalization", "RMSNormalization")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Balanced:
+class BalancedNorm:
     norm: str
     readers: tuple[str, ...]
     value: str
 
 
-def balanceable(proto: ModelProto, model: nn.Module) -> tuple[Balanced, ...]:
+def balanceable_norms(proto: ModelProto, model: nn.Module) -> tuple[BalancedNorm, ...]:
     """Return the norms over channels that have a weight and are read by linear layers only."""
     modules = dict(model.named_modules())
     matrices = {node.name: index for node, index, _ in read_matrices(proto)}
-    readers, places = readers_by_value(proto.graph), list[Balanced]()
+    readers, places = readers_by_value(proto.graph), list[BalancedNorm]()
     # A parameter that several modules share can't change for one of them.
     weight_uses = Counter(id(weight) for each in modules.values() for weight in each.parameters(recurse=False))
     output_names = {value.name for value in proto.graph.output}
@@ -124,18 +124,18 @@ def balanceable(proto: ModelProto, model: nn.Module) -> tuple[Balanced, ...]:
             continue
         weights = [getattr(modules.get(path), "weight", None) for path in (norm, *paths)]
         if all(weight_uses[id(weight)] == 1 for weight in weights):
-            places.append(Balanced(norm=norm, readers=paths, value=node.output[0]))
+            places.append(BalancedNorm(norm=norm, readers=paths, value=node.output[0]))
     return tuple(places)
 
 
 @torch.no_grad()
-def balance_(model: nn.Module, places: tuple[Balanced, ...], largest: Mapping[str, NDArray[np.float32]]) -> None:
+def balance_(model: nn.Module, places: tuple[BalancedNorm, ...], largest: Mapping[str, NDArray[np.float32]]) -> None:
     """Move scales from norms into the layers after them, in place; `largest`: the largest |x| [C] by value."""
     for place in places:
         norm: Any = model.get_submodule(place.norm)
         linears = [model.get_submodule(path) for path in place.readers]
         weights = [linear.weight for linear in linears if isinstance(linear, nn.Linear)]
-        scale_C = strengths(torch.from_numpy(largest[place.value]), [weight.detach() for weight in weights])
+        scale_C = smoothing_scales(torch.from_numpy(largest[place.value]), [weight.detach() for weight in weights])
         norm.weight.copy_(norm.weight.double() / scale_C)
         if getattr(norm, "bias", None) is not None:
             norm.bias.copy_(norm.bias.double() / scale_C)
@@ -143,7 +143,7 @@ def balance_(model: nn.Module, places: tuple[Balanced, ...], largest: Mapping[st
             weight.copy_(weight.double() * scale_C)
 
 
-def strengths(largest_C: Tensor, weights: list[Tensor]) -> Tensor:
+def smoothing_scales(largest_C: Tensor, weights: list[Tensor]) -> Tensor:
     """Return SmoothQuant's s [C]: max |x_j|^a / max |w_j|^(1-a), scaled to mean logarithm 0; 1 where either is 0."""
     weight_C = torch.stack([weight.double().abs().amax(dim=0) for weight in weights]).amax(dim=0)
     activation_C = largest_C.double()
@@ -165,7 +165,7 @@ class Quantiser:
     fp32_graph: ModelProto
     typed: ModelProto
     histograms: Mapping[str, Histogram]
-    balanced: tuple[Balanced, ...]
+    balanced: tuple[BalancedNorm, ...]
     batches: Batches
     rest_precision: str
     _ends: dict[tuple[str, Clipping], Mapping[str, float]] = field(default_factory=dict, repr=False)
@@ -209,19 +209,21 @@ class Quantiser:
         key = form.name, weight_bits
         if key not in self._clippings:
             layers = quantised_layers(self.fp32_graph, ())
-            exact = observed_outputs(self.fp32_graph, islice(self.batches(), JUDGED_BATCHES))
+            exact = observe_outputs(self.fp32_graph, islice(self.batches(), JUDGED_BATCHES))
             errors: dict[Clipping, float] = {}
             for each in CLIPPINGS:
                 ends = self._ends_of(layers, form, each)
                 proto = quantise_graph(self.fp32_graph, form, ends, layers, weight_bits=weight_bits)
-                errors[each] = _distance(observed_outputs(proto, islice(self.batches(), JUDGED_BATCHES)), exact)
+                errors[each] = _distance(observe_outputs(proto, islice(self.batches(), JUDGED_BATCHES)), exact)
             self._clippings[key] = min(CLIPPINGS, key=errors.__getitem__)
         return self._clippings[key]
 
     def _ends_of(self, layers: Sequence[Layer], form: NumberFormat, clipping: Clipping) -> dict[str, float]:
         key = form.name, clipping
         if key not in self._ends:
-            self._ends[key] = {name: clip_end(histogram, form, clipping) for name, histogram in self.histograms.items()}
+            self._ends[key] = {
+                name: clipping_range(histogram, form, clipping) for name, histogram in self.histograms.items()
+            }
         return {layer.node: self._ends[key][layer.activation] for layer in layers}
 
 
@@ -251,12 +253,12 @@ def build_quantiser(
         )
 
     single = graph("fp32")
-    places = balanceable(single, own) if balance else ()
+    places = balanceable_norms(single, own) if balance else ()
     if places:
         balance_(own, places, largest_by_channel(single, [place.value for place in places], batches()))
         single = graph("fp32")
     names = list(dict.fromkeys(layer.activation for layer in quantised_layers(single, ())))
-    ranges = histograms(single, names, batches())
+    ranges = collect_histograms(single, names, batches())
     typed = single if rest_precision == "fp32" and batch is None else graph(rest_precision, batch)
     return Quantiser(
         fp32_graph=single,

@@ -35,11 +35,11 @@ class FourAxes(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (functional.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default):
-            return _of_four_axes(func, *args, **(kwargs or {}))
+            return _attend_in_four_axes(func, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
-def _of_four_axes(
+def _attend_in_four_axes(
     attention: Callable[..., Tensor],
     query: Tensor,
     key: Tensor,
@@ -56,12 +56,12 @@ def _of_four_axes(
     if attn_mask is not None and attn_mask.dim() == 3 == query.dim():
         attn_mask = attn_mask.unsqueeze(1)
     elif attn_mask is not None and attn_mask.dim() > 3:
-        attn_mask = _four(attn_mask.expand(*query.shape[:-2], *attn_mask.shape[-2:]))
-    output = attention(_four(query), _four(key), _four(value), attn_mask, *more, **options)
+        attn_mask = _to_four_axes(attn_mask.expand(*query.shape[:-2], *attn_mask.shape[-2:]))
+    output = attention(_to_four_axes(query), _to_four_axes(key), _to_four_axes(value), attn_mask, *more, **options)
     return output.reshape(*query.shape[:-1], value.shape[-1])
 
 
-def _four(x: Tensor) -> Tensor:
+def _to_four_axes(x: Tensor) -> Tensor:
     return x.unsqueeze(1) if x.dim() == 3 else x.reshape(-1, *x.shape[-3:])
 
 
@@ -78,7 +78,7 @@ def _clamp(self: Any, min: Any = None, max: Any = None) -> Any:
 DTYPES = ("float32", "uint8", "int64", "int32", "bool")  # of inputs, as numpy and torch name them
 
 
-def _samples(ports: Sequence[Port], batch: int) -> dict[str, Tensor]:
+def _build_samples(ports: Sequence[Port], batch: int) -> dict[str, Tensor]:
     """Return a tensor [batch, *shape] for each port: zeros, and ones for integer or bool ports named `*mask`."""
     masks = {port.name for port in ports if port.dtype != "float32" and port.name.endswith("mask")}
     return {
@@ -132,11 +132,11 @@ def onnx_from_model(
     """
     assert opset is None or opset in OPSETS, opset
     assert all(key[: len(PREFIX)] != PREFIX for key in metadata), metadata
-    _refuse_odd_ports(inputs, outputs)
+    _refuse_invalid_ports(inputs, outputs)
     require_size(model, precision)
     with torch.no_grad():
         typed = typed_copy(model, precision, keep_fp32, norms=norms)
-    samples = _samples(inputs, batch or 2)
+    samples = _build_samples(inputs, batch or 2)
     names = [port.name for port in (*inputs, *outputs)]
 
     def exported(version: int) -> tuple[onnx.ModelProto, list[str]]:
@@ -181,7 +181,7 @@ def save_onnx(proto: onnx.ModelProto, path: Path) -> None:
     path.write_bytes(onnx_bytes(proto))
 
 
-def _refuse_odd_ports(inputs: Sequence[Port], outputs: Sequence[OutputPort]) -> None:
+def _refuse_invalid_ports(inputs: Sequence[Port], outputs: Sequence[OutputPort]) -> None:
     if not inputs or not outputs:
         raise BadInput(f"a graph needs at least one input and one output, got {len(inputs)} and {len(outputs)}")
     names = [port.name for port in (*inputs, *outputs)]

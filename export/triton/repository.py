@@ -47,7 +47,7 @@ def write_repository(package: Package, repository: Path) -> AddedVersion:
             entries.setdefault(model.name, {})[str(package.version)] = expected_entry(
                 model, package.version, package.proof
             )
-            moves |= _written(package, model, repository, folder / model.name)
+            moves |= _stage_version(package, model, repository, folder / model.name)
         (folder / EXPECTED_NAME).write_text(expected_text(entries))
         _install(repository, moves)
     warnings = dict.fromkeys(_warnings(package, models, records, release, repository))
@@ -96,7 +96,7 @@ def _install(repository: Path, moves: Mapping[str, Path]) -> None:
         raise
 
 
-def _written(package: Package, model: ServedModel, repository: Path, staging: Path) -> dict[str, Path]:
+def _stage_version(package: Package, model: ServedModel, repository: Path, staging: Path) -> dict[str, Path]:
     version, name = str(package.version), model.name
     folder = staging / version
     folder.mkdir(parents=True)
