@@ -66,7 +66,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_function_says_what_it_takes_gives_and_raises(name: str) -> None:
+def test_docstrings_state_arguments_returns_and_errors(name: str) -> None:
     function = getattr(corp_deploy, name)
     assert get_type_hints(function).keys() >= inspect.signature(function).parameters.keys() | {"return"}
     words = inspect.getdoc(function) or ""
@@ -75,7 +75,7 @@ def test_a_function_says_what_it_takes_gives_and_raises(name: str) -> None:
         assert f"`{parameter}`" in words or parameter in PLAIN, (name, parameter)
 
 
-def test_the_public_names_are_there_and_no_other() -> None:
+def test_public_names_are_exactly_the_documented_ones() -> None:
     assert sorted(corp_deploy.__all__) == corp_deploy.__all__
     assert all(getattr(corp_deploy, name) is not None for name in corp_deploy.__all__)
     assert set(corp_deploy.__all__) <= set(dir(corp_deploy))
@@ -83,21 +83,21 @@ def test_the_public_names_are_there_and_no_other() -> None:
         _ = corp_deploy.calibrat  # type: ignore[attr-defined]
 
 
-def test_importing_the_package_and_what_reports_read_is_light() -> None:
+def test_importing_the_package_and_its_records_imports_no_torch() -> None:
     code = "import sys, corp_deploy; assert not {'torch', 'timm', 'click', 'numpy'} & sys.modules.keys()"
     code += "; import corp_deploy.proof.report_input; assert not {'torch', 'timm', 'onnx'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=ROOT)
 
 
 @pytest.mark.parametrize("name", sorted(OF_COMMANDS))
-def test_every_option_of_a_command_is_there_or_said_to_be_the_commands_own(name: str) -> None:
+def test_every_command_option_is_a_parameter_or_listed_as_command_only(name: str) -> None:
     options = {each.name for each in main.commands[name].params if isinstance(each, click.Option)}
     parameters = set(inspect.signature(getattr(corp_deploy, name)).parameters)
     assert options - parameters - OF_SOURCES - {"as_json", "quiet"} == OF_COMMANDS[name]
 
 
 @pytest.mark.slow("graph")
-def test_the_same_files_as_the_commands(home: Path, tmp_path: Path) -> None:
+def test_python_writes_the_same_files_as_the_commands(home: Path, tmp_path: Path) -> None:
     dense, images = home / "dense", home / "images.npy"
     calibration = corp_deploy.calibrate(dense, images, tmp_path / "m.safetensors", hold_out=6, batch_size=5)
     assert calibration.held_out == tmp_path / "m.held-out.safetensors"
@@ -115,7 +115,7 @@ def test_the_same_files_as_the_commands(home: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow("models")
-def test_a_proof_on_what_the_calibration_held_out(home: Path, tmp_path: Path) -> None:
+def test_verify_uses_images_the_calibration_held_out(home: Path, tmp_path: Path) -> None:
     """By the same values; the reduction is not shown those images, and labels are of all."""
     dense, images = home / "dense", home / "images.npy"
     calibrated = corp_deploy.calibrate(dense, images, tmp_path / "m.safetensors", hold_out=6, groups="image")
@@ -134,7 +134,7 @@ def test_a_proof_on_what_the_calibration_held_out(home: Path, tmp_path: Path) ->
     assert len(proof.accuracy) == 2
 
 
-def test_inputs_in_memory_are_those_of_a_file(home: Path, tmp_path: Path) -> None:
+def test_inputs_in_memory_equal_those_of_a_file(home: Path, tmp_path: Path) -> None:
     array = tiny.images(24)
     given: tuple[Any, ...] = (home / "images.npy", array, torch.from_numpy(array))
     sums = [
@@ -150,7 +150,7 @@ def test_inputs_in_memory_are_those_of_a_file(home: Path, tmp_path: Path) -> Non
     assert sums[1].lineage == sums[2].lineage
 
 
-def test_files_of_any_name_show_a_module_what_it_takes(tmp_path: Path) -> None:
+def test_files_of_any_name_declare_a_modules_inputs(tmp_path: Path) -> None:
     """Images in a .safetensors are no moments, and moments are what they are by any name."""
     torch.manual_seed(0)
     layers = (
@@ -171,7 +171,7 @@ def test_files_of_any_name_show_a_module_what_it_takes(tmp_path: Path) -> None:
     assert torch.equal(again.moments.image_ids, calibration.moments.image_ids)
 
 
-def test_a_proof_with_labels_in_memory(home: Path, tmp_path: Path) -> None:
+def test_verify_accepts_labels_in_memory(home: Path, tmp_path: Path) -> None:
     images, labels = tiny.images(16), np.arange(16) % 7
     proof = corp_deploy.verify(
         home / "dense", [home / "reduced", home / "model.onnx"], images, labels=labels, batches=(1, 8), max_error=10.0,
@@ -189,7 +189,7 @@ def test_a_proof_with_labels_in_memory(home: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow("graph", "measurement")
-def test_a_measurement_by_batch(home: Path, tmp_path: Path) -> None:
+def test_bench_returns_rows_by_batch(home: Path, tmp_path: Path) -> None:
     quick: dict[str, Any] = {"time_limit": 0.5, "half_width": 0.9, "min_rounds": 6, "block_ms": 1.0}
     corp_deploy.export(home / "dense", tmp_path / "dense.onnx")
     corp_deploy.export(home / "reduced", tmp_path / "reduced.onnx")
@@ -203,7 +203,7 @@ def test_a_measurement_by_batch(home: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow("graph")
-def test_precisions_that_look_at_inputs(home: Path, tmp_path: Path) -> None:
+def test_calibrated_precisions_need_inputs(home: Path, tmp_path: Path) -> None:
     images = tiny.images(8)
     mixed = corp_deploy.export(home / "dense", tmp_path / "m.onnx", precision="mixed", keep_fp32=["blocks.1"])
     assert (mixed.precision, mixed.kept) == ("mixed", ("blocks.1",))
@@ -215,7 +215,7 @@ def test_precisions_that_look_at_inputs(home: Path, tmp_path: Path) -> None:
     assert facts_of_onnx(corp_deploy.export(home / "dense", tmp_path / "seven.onnx", **options).path).weight_bits == 7
 
 
-def test_images_and_texts_at_once_are_refused_before_anything_is_timed(home: Path, tmp_path: Path) -> None:
+def test_images_and_texts_together_are_refused_before_timing(home: Path, tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="`text` and `inputs` exclude each other; give what the model takes"):
         corp_deploy.bench(home / "dense", home / "dense", inputs=home / "images.npy", text=tmp_path / "texts.txt")
 
@@ -239,12 +239,12 @@ def test_images_and_texts_at_once_are_refused_before_anything_is_timed(home: Pat
         ({"heads": "padded"}, "`heads='padded'`"),
     ],
 )
-def test_a_graph_that_can_not_be_is_refused(home: Path, tmp_path: Path, options: dict[str, Any], said: str) -> None:
+def test_impossible_graph_is_refused(home: Path, tmp_path: Path, options: dict[str, Any], said: str) -> None:
     rejects(re.escape(said), corp_deploy.export, home / "dense", tmp_path / "x.onnx", **options)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_mistakes_get_one_message_and_leave_nothing(home: Path, tmp_path: Path) -> None:
+def test_mistakes_give_one_message_and_write_nothing(home: Path, tmp_path: Path) -> None:
     dense, moments, images = home / "dense", home / "m.safetensors", home / "images.npy"
     out = tmp_path / "reduced"
     with pytest.raises(TypeError, match="argument 'mpl'; its options are model, moments, output, mlp"):
@@ -269,11 +269,11 @@ def test_mistakes_get_one_message_and_leave_nothing(home: Path, tmp_path: Path) 
     "call", [corp_deploy.load, corp_deploy.Source, lambda model: corp_deploy.export(model, "x.onnx")]
 )
 @pytest.mark.parametrize("model", [5, None, ["dense"]])
-def test_what_is_no_model_is_a_mistake_and_no_error_of_a_type(call: Callable[[Any], Any], model: Any) -> None:
+def test_invalid_models_raise_bad_input(call: Callable[[Any], Any], model: Any) -> None:
     rejects("expected a name, a directory or a module", call, model)
 
 
-def test_a_source_says_what_goes_with_a_name(tmp_path: Path) -> None:
+def test_model_source_validates_its_arguments(tmp_path: Path) -> None:
     net = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1, num_classes=3).eval()
     save_file(net.state_dict(), tmp_path / "w.safetensors")
     said: dict[str, Any] = {"kwargs": {"img_size": 32, "depth": 1}, "mean": [0.1], "outputs": ["class", "patches"]}
@@ -289,7 +289,7 @@ def test_a_source_says_what_goes_with_a_name(tmp_path: Path) -> None:
 
 @pytest.mark.slow("models")
 @pytest.mark.parametrize("name", ["test_vit", "test_resnet", "test_convnext"])
-def test_a_module_of_timms_in_memory(name: str, tmp_path: Path) -> None:
+def test_timm_module_in_memory_passes_the_chain(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     net = timm.create_model(name, num_classes=5)
     before = {key: tensor.clone() for key, tensor in net.state_dict().items()}
@@ -318,7 +318,7 @@ class Net(torch.nn.Module):
         return self.head(tokens.mean(1))
 
 
-def test_a_module_of_no_library_goes_on_in_memory(tmp_path: Path) -> None:
+def test_custom_module_in_memory_passes_the_chain(tmp_path: Path) -> None:
     """Its directory loads beside it, of the size of the images that it was calibrated on, and by itself says so."""
     torch.manual_seed(0)
     net, images = Net().train(), torch.randn(40, 3, 32, 32)
@@ -358,7 +358,7 @@ class Tied(torch.nn.Module):
         return self.head((tokens + self.other(tokens)).mean(1))
 
 
-def test_a_weight_under_two_names_is_one(tmp_path: Path) -> None:
+def test_shared_weights_stay_shared(tmp_path: Path) -> None:
     """Dense and reduced, by a module or by a file of its weights; where that has two values it is two. Of other code it
     isn't versions that differ.
     """
@@ -385,7 +385,7 @@ def test_a_weight_under_two_names_is_one(tmp_path: Path) -> None:
         corp_deploy.load(corp_deploy.Source(reduced.path, module=other))
 
 
-def test_what_a_module_of_timms_was_made_with_is_read_off_it(tmp_path: Path) -> None:
+def test_arguments_of_a_timm_module_are_inferred(tmp_path: Path) -> None:
     """Its directory needs nothing beside it; what it does not show may be said, and what is said has to hold."""
     torch.manual_seed(0)
     shown: dict[str, Any] = {"depth": 2, "num_heads": 2, "mlp_ratio": 2, "patch_size": 8, "init_values": 1.0}
@@ -404,7 +404,7 @@ def test_what_a_module_of_timms_was_made_with_is_read_off_it(tmp_path: Path) -> 
         corp_deploy.load(corp_deploy.Source(relu, weights="w.safetensors"))
 
 
-def test_a_module_that_can_not_be_run_says_what_to_say(tmp_path: Path) -> None:
+def test_unrunnable_module_explains_what_to_declare(tmp_path: Path) -> None:
     out = tmp_path / "m.safetensors"
     with pytest.raises(
         corp_deploy.BadInput, match=r"corp_deploy\.Source\(MODULE, kwargs=\{'input_size': \(3, 32, 32\)"
@@ -455,7 +455,7 @@ def _bad_calls(home: Path, out: Path) -> list[tuple[str, tuple[Any, ...], dict[s
 
 
 @pytest.mark.parametrize("third", range(3))
-def test_no_message_of_python_speaks_of_options(home: Path, tmp_path: Path, third: int) -> None:
+def test_python_messages_name_parameters_not_options(home: Path, tmp_path: Path, third: int) -> None:
     """Each bad call raises, and says parameters."""
     for name, arguments, options in _bad_calls(home, tmp_path)[third::3]:
         with pytest.raises((corp_deploy.BadInput, corp_deploy.Missing)) as refused:
@@ -474,5 +474,5 @@ def test_no_message_of_python_speaks_of_options(home: Path, tmp_path: Path, thir
         ("take --workers 2, --trust-code", "take the commands' option 'workers' 2, `trust_code=True`"),
     ],
 )
-def test_options_in_a_message_become_parameters(message: str, words: str) -> None:
+def test_options_in_messages_become_parameters(message: str, words: str) -> None:
     assert in_python(message, ReduceOptions, parameters=("trust_code",)) == words

@@ -45,7 +45,7 @@ def work_in_asserts(tree: ast.Module, computed: set[str]) -> Iterator[str]:
 
 
 @pytest.mark.slow("models")
-def test_no_assert_does_work() -> None:
+def test_asserts_have_no_side_effects() -> None:
     computed = properties()
     found = {str(path): list(work_in_asserts(tree, computed)) for path, tree in trees().items()}
     assert not {path: lines for path, lines in found.items() if lines}
@@ -54,7 +54,7 @@ def test_no_assert_does_work() -> None:
 @pytest.mark.parametrize(
     "line", ["assert c.set_address(1)", "assert recipe.choices", "assert not recipe.choices", "assert (n := 3)"]
 )
-def test_work_in_an_assert_is_found(line: str) -> None:
+def test_side_effect_in_an_assert_is_found(line: str) -> None:
     assert list(work_in_asserts(ast.parse(line), {"choices"}))
 
 
@@ -103,7 +103,7 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.slow("process")
-def test_the_pipeline_makes_the_same_bytes_under_O(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pipeline_is_byte_identical_under_optimised_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     optimised, plain = inputs_in(tmp_path / "optimised"), inputs_in(tmp_path / "plain")
     subprocess.run(
         [sys.executable, "-O", "-c", PROGRAM], input=LINES.strip(), cwd=optimised,

@@ -90,7 +90,7 @@ def special(folder: Path, kind: str) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["pipe", "link to a device"])
-def test_no_command_takes_a_pipe_or_a_device(tmp_path: Path, kind: str) -> None:
+def test_commands_refuse_pipes_and_devices(tmp_path: Path, kind: str) -> None:
     path = special(tmp_path, kind)
     assert len(PATHS) >= 60
     for command, parameter in PATHS:
@@ -102,7 +102,7 @@ def test_no_command_takes_a_pipe_or_a_device(tmp_path: Path, kind: str) -> None:
     assert path.is_fifo() if kind == "pipe" else path.readlink() == Path("/dev/zero")
 
 
-def test_a_picture_that_is_no_file_is_a_bad_picture(home: Path, tmp_path: Path) -> None:
+def test_non_regular_image_counts_as_a_bad_image(home: Path, tmp_path: Path) -> None:
     folder = tmp_path / "photos"
     folder.mkdir()
     special(folder, "link to a device").rename(folder / "a.png")
@@ -112,7 +112,7 @@ def test_a_picture_that_is_no_file_is_a_bad_picture(home: Path, tmp_path: Path) 
     invoked(*words, "--max-bad", 1)
 
 
-def test_files_below_a_directory_are_regular_too(tmp_path: Path) -> None:
+def test_files_in_a_directory_must_be_regular(tmp_path: Path) -> None:
     for name in ("SHA256SUMS", "bench.json", "parity.json", "config.json"):
         (tmp_path / name).mkdir()
         special(tmp_path / name, "pipe").rename(tmp_path / name / name)
@@ -126,7 +126,7 @@ def test_files_below_a_directory_are_regular_too(tmp_path: Path) -> None:
     assert not (tmp_path / "r").exists()
 
 
-def test_what_is_written_below_a_directory_replaces_regular_files_alone(home: Path, tmp_path: Path) -> None:
+def test_output_in_a_directory_replaces_only_regular_files(home: Path, tmp_path: Path) -> None:
     special(tmp_path, "pipe").rename(tmp_path / "model.safetensors")
     words = ["--model", home / "dense", "--moments", home / "m.safetensors", "--mlp", 0.5, "-o", tmp_path]
     refused(run("reduce", *words), "model.safetensors: a pipe, socket or device")
@@ -137,7 +137,7 @@ def test_what_is_written_below_a_directory_replaces_regular_files_alone(home: Pa
 # Results in the place of what they are made from
 
 
-def test_no_result_replaces_what_it_is_made_from(home: Path, tmp_path: Path) -> None:
+def test_output_never_replaces_its_input(home: Path, tmp_path: Path) -> None:
     shutil.copytree(home / "dense", tmp_path / "dense")
     for name in ("images.npy", "m.safetensors"):
         shutil.copy(home / name, tmp_path)
@@ -174,7 +174,7 @@ def test_no_result_replaces_what_it_is_made_from(home: Path, tmp_path: Path) -> 
 ODD = "[/red] [gpu] :x:"
 
 
-def test_brackets_in_names_are_shown_as_they_are(home: Path, tmp_path: Path) -> None:
+def test_brackets_in_names_are_shown_literally(home: Path, tmp_path: Path) -> None:
     folder = tmp_path / ODD.replace("/", "")
     calibrated = folder / "[bold]m.safetensors"
     words = ["--model", home / "dense", "--images", home / "images.npy", "-o", calibrated]
@@ -184,7 +184,7 @@ def test_brackets_in_names_are_shown_as_they_are(home: Path, tmp_path: Path) -> 
     invoked("inspect", "redundancy", "--moments", calibrated)
 
 
-def test_a_line_is_not_broken_where_the_width_ends(capsys: pytest.CaptureFixture[str]) -> None:
+def test_messages_are_not_wrapped_at_the_terminal_width(capsys: pytest.CaptureFixture[str]) -> None:
     line = "x" * 90 + " " + "y" * 90
     Output(json=False, quiet=False).result({}, line)
     assert capsys.readouterr().out == f"{line}\n"
@@ -193,7 +193,7 @@ def test_a_line_is_not_broken_where_the_width_ends(capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("text", "written"), [(ODD, ODD), ("a\x1b[31mb\x9b2Jc\x07", r"a\x1b[31mb\x9b2Jc\x07")], ids=["markup", "controls"]
 )
-def test_every_renderable_shows_its_text_whole(text: str, written: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_renderable_shows_its_full_text(text: str, written: str, capsys: pytest.CaptureFixture[str]) -> None:
     table = Table(text, title=text)
     table.add_row(text)
     out = Output(json=False, quiet=False)
@@ -207,7 +207,7 @@ def test_every_renderable_shows_its_text_whole(text: str, written: str, capsys: 
     assert shown.err.count(written) >= 3
 
 
-def test_remedies_can_be_copied_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remedies_can_be_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("corp_deploy.machine._version", lambda name: "")
     findings = json.loads(run("doctor", "--json").stdout)["findings"]
     shown = run("doctor").stdout
@@ -252,7 +252,7 @@ def quantised(value: torch.Tensor) -> torch.Tensor:
     ],
 )
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
-def test_weights_are_dense_real_and_finite_as_float32(
+def test_weights_must_be_dense_real_and_finite_in_float32(
     tmp_path: Path, change: Callable[[torch.Tensor], torch.Tensor], said: str
 ) -> None:
     state = weights()
@@ -261,7 +261,7 @@ def test_weights_are_dense_real_and_finite_as_float32(
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_weights_of_other_floating_types_are_taken(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_other_floating_point_weights_are_accepted(tmp_path: Path, dtype: torch.dtype) -> None:
     save_file({name: value.to(dtype) for name, value in weights().items()}, tmp_path / "w.safetensors")
     assert inspect(tmp_path / "w.safetensors").exit_code == 0
 
@@ -274,7 +274,7 @@ def test_weights_of_other_floating_types_are_taken(tmp_path: Path, dtype: torch.
         ({"x" * 10_000_000: torch.zeros(2)}, "unexpected: xxx"),
     ],
 )
-def test_names_of_weights_are_texts_and_stand_once(tmp_path: Path, extra: dict[Any, Any], said: str) -> None:
+def test_weight_names_must_be_unique_texts(tmp_path: Path, extra: dict[Any, Any], said: str) -> None:
     torch.save(weights() | extra, tmp_path / "w.pth")
     refused(inspect(tmp_path / "w.pth"), said)
 
@@ -301,7 +301,7 @@ def test_names_of_weights_are_texts_and_stand_once(tmp_path: Path, extra: dict[A
         ({"x" * 100_000: "y" * 100_000}, "can't build it"),
     ],
 )
-def test_arguments_are_bounded_before_anything_is_built(
+def test_model_arguments_are_bounded_before_building(
     home: Path, tmp_path: Path, kwargs: dict[str, Any], said: str
 ) -> None:
     save_file(weights(), tmp_path / "w.safetensors")
@@ -323,7 +323,7 @@ def test_arguments_are_bounded_before_anything_is_built(
         ("9" * 5000, "number out of range"),
     ],
 )
-def test_arguments_that_are_no_object_are_not_echoed_whole(text: str, said: str) -> None:
+def test_invalid_arguments_are_not_echoed_whole(text: str, said: str) -> None:
     refused(run("inspect", "--model", "vit_tiny_patch16_224", "--model-kwargs", text), "--model-kwargs", said)
 
 
@@ -363,7 +363,7 @@ CHANGES: dict[str, tuple[object, ...]] = {
 
 
 @pytest.mark.parametrize("path", CHANGES)
-def test_a_config_is_typed_where_it_is_read(home: Path, tmp_path: Path, path: str) -> None:
+def test_config_is_type_checked_on_reading(home: Path, tmp_path: Path, path: str) -> None:
     text = (home / "reduced" / "config.json").read_text()
     (tmp_path / "model.safetensors").symlink_to(home / "reduced" / "model.safetensors")
     for value in CHANGES[path]:
@@ -393,7 +393,7 @@ LABELS = (
 
 
 @pytest.mark.slow("models")
-def test_labels_are_one_class_index_an_image(home: Path, tmp_path: Path) -> None:
+def test_labels_must_be_one_class_index_per_image(home: Path, tmp_path: Path) -> None:
     for index, labels in enumerate(LABELS):
         np.save(tmp_path / f"labels{index}.npy", labels)
     words = ["--images", home / "images.npy", "-o", tmp_path / "p.json", "--batch", 3]
@@ -407,7 +407,7 @@ def test_labels_are_one_class_index_an_image(home: Path, tmp_path: Path) -> None
     assert not (tmp_path / "s").exists()
 
 
-def test_labels_are_of_images_alone(tmp_path: Path) -> None:
+def test_labels_are_refused_for_other_inputs(tmp_path: Path) -> None:
     said = r"labels\.npy: labels are of images, the model takes texts; leave them out"
     texts: Any = SimpleNamespace(noun="texts")
     rejects(said, labels_for, tmp_path / "labels.npy", texts, tiny.checkpoint().model)
@@ -424,7 +424,7 @@ HEADER_CHANGES: dict[str, tuple[object, ...]] = {
 
 
 @pytest.mark.parametrize("path", HEADER_CHANGES)
-def test_a_header_of_moments_is_typed_although_it_is_signed(home: Path, tmp_path: Path, path: str) -> None:
+def test_moments_header_is_type_checked(home: Path, tmp_path: Path, path: str) -> None:
     with safe_open(home / "m.safetensors", framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         text = file.metadata()["calib"]
@@ -438,7 +438,7 @@ def test_a_header_of_moments_is_typed_although_it_is_signed(home: Path, tmp_path
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_sums_are_finite(home: Path, tmp_path: Path, value: float) -> None:
+def test_sums_must_be_finite(home: Path, tmp_path: Path, value: float) -> None:
     moments = store.load_moments(home / "m.safetensors")
     site = moments.sites["blocks.0.mlp.fc2"]
     assert isinstance(site, ChannelMoments)
@@ -463,7 +463,7 @@ def results(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("value", [[], "x", 3, {"sites": "x"}, {"sites": [3]}, {"sites": [{}]}, {"coverage": []}])
-def test_an_edited_reduction(results: Path, tmp_path: Path, value: object) -> None:
+def test_edited_reduction_is_refused(results: Path, tmp_path: Path, value: object) -> None:
     shutil.copytree(results, tmp_path / "r")
     config = tmp_path / "r" / "reduced" / "config.json"
     config.write_text(json.dumps(changed(json.loads(config.read_text()), "lineage/reduction", value)))
@@ -471,7 +471,7 @@ def test_an_edited_reduction(results: Path, tmp_path: Path, value: object) -> No
     assert not (tmp_path / "report.html").exists()
 
 
-def test_a_directory_without_records_is_named_as_such(tmp_path: Path) -> None:
+def test_directory_without_records_is_refused(tmp_path: Path) -> None:
     for text, said in ((None, "neither bench.json nor parity.json is here"), ("{", "bench.json: not JSON")):
         if text is not None:
             (tmp_path / "bench.json").write_text(text)
@@ -483,7 +483,7 @@ def test_a_directory_without_records_is_named_as_such(tmp_path: Path) -> None:
 # Recipes, graphs, engines' records and configs
 
 
-def test_deep_toml_and_an_empty_baseline_are_refused_before_anything_is_planned(home: Path, tmp_path: Path) -> None:
+def test_deep_toml_and_an_empty_baseline_are_refused_before_planning(home: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "r.toml"
     recipe.write_text("a = " + "[" * 10_000 + "]" * 10_000)
     refused(run("release", recipe, "-o", tmp_path / "r", "--dry-run"), "nested too deep")
@@ -498,7 +498,7 @@ def test_deep_toml_and_an_empty_baseline_are_refused_before_anything_is_planned(
 
 
 @pytest.mark.parametrize("text", ["x", "1.5", "9" * 30, "٣"])
-def test_metadata_of_a_graph_are_numbers(tmp_path: Path, text: str) -> None:
+def test_graph_metadata_must_be_numbers(tmp_path: Path, text: str) -> None:
     proto = onnx.load(str(write_onnx(tmp_path / "m.onnx")))
     helper.set_model_props(proto, {f"{PREFIX}macs": text})
     onnx.save(proto, tmp_path / "m.onnx")
@@ -526,7 +526,7 @@ def graph(home: Path) -> Path:
 
 
 @pytest.mark.parametrize("sizes", [{2: 64, 3: 64}, {1: 1}, {2: 0}, {2: 16, 3: 16}])
-def test_a_graph_whose_input_size_was_changed_takes_other_images(
+def test_graph_with_changed_input_size_refuses_the_images(
     home: Path, graph: Path, tmp_path: Path, sizes: dict[int, int | str]
 ) -> None:
     other = resized(graph, tmp_path / "other.onnx", sizes)
@@ -539,7 +539,7 @@ def test_a_graph_whose_input_size_was_changed_takes_other_images(
     assert [path.name for path in tmp_path.iterdir()] == ["other.onnx"]
 
 
-def test_a_graph_that_does_not_run_on_what_it_says_it_takes(home: Path, graph: Path, tmp_path: Path) -> None:
+def test_graph_that_fails_on_its_declared_input_is_refused(home: Path, graph: Path, tmp_path: Path) -> None:
     save(tiny.checkpoint(img_size=64), tmp_path / "dense64")
     other = resized(graph, tmp_path / "other.onnx", {2: 64, 3: 64})
     words = ["--random", 2, "--batch", 2, "-o", tmp_path / "p.json"]
@@ -548,7 +548,7 @@ def test_a_graph_that_does_not_run_on_what_it_says_it_takes(home: Path, graph: P
 
 
 @pytest.mark.parametrize("size", ["height", 0, -4])
-def test_a_graph_of_no_fixed_size_is_not_timed(graph: Path, tmp_path: Path, size: int | str) -> None:
+def test_graph_without_a_fixed_input_size_is_not_timed(graph: Path, tmp_path: Path, size: int | str) -> None:
     other = resized(graph, tmp_path / "other.onnx", {2: size})
     refused(
         run("bench", other, other, "-o", tmp_path / "b.json"),
@@ -568,7 +568,7 @@ RECORD_CHANGES: dict[str, tuple[object, ...]] = {
 
 
 @pytest.mark.parametrize("path", RECORD_CHANGES)
-def test_an_engine_record_is_typed_wherever_it_is_read(tmp_path: Path, path: str) -> None:
+def test_engine_record_is_type_checked_on_reading(tmp_path: Path, path: str) -> None:
     (tmp_path / "reduced").mkdir()
     graph = write_onnx(tmp_path / "reduced" / "model.onnx")
     plan = write_plan(tmp_path / "reduced" / "model.plan", graph)
@@ -586,7 +586,7 @@ def test_an_engine_record_is_typed_wherever_it_is_read(tmp_path: Path, path: str
 
 
 @pytest.mark.parametrize("text", ["max_batch_size: " + "9" * 5000, "a { " * 5000, "max_batch_size: ٣"])
-def test_a_config_with_numbers_or_depth_without_end(tmp_path: Path, text: str) -> None:
+def test_huge_numbers_and_deep_nesting_in_a_config_are_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "vit" / "1").mkdir(parents=True)
     (tmp_path / "vit" / "config.pbtxt").write_text(text)
     result = invoked("package", "lint", tmp_path, code=1)

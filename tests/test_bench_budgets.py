@@ -15,7 +15,7 @@ def one(verdict: str, *, low: float | None = 0.99, processes: int = 1) -> dict[s
     return {"verdict": verdict, "low": low, "high": 1.01, "seconds": 2.0, "naive_speedup": 1.0, "load": load}
 
 
-def test_at_the_bound_so_few_alarms_come_once_in_twenty() -> None:
+def test_false_alarm_bound_is_exact_at_95_percent() -> None:
     """Three hundred without an alarm say below one percent, and fewer do not."""
     for alarms, comparisons in ((0, 40), (0, 300), (2, 320)):
         assert binom.cdf(alarms, comparisons, most_alarms(alarms, comparisons)) == pytest.approx(0.05, rel=1e-6)

@@ -33,7 +33,7 @@ def run(path: Path, *words: str) -> str:
     return result.output
 
 
-def test_rows_are_kept_chosen_and_made_anew(tmp_path: Path) -> None:
+def test_rows_are_kept_selected_and_remade(tmp_path: Path) -> None:
     path = tmp_path / "sums.json"
     assert "1: sum 2" in run(path, "--only", "1")
     assert run(path) == "2: sum 3\n3: skipped, no third machine\n"
@@ -45,7 +45,7 @@ def test_rows_are_kept_chosen_and_made_anew(tmp_path: Path) -> None:
     assert record["rows"] == [{"number": 1, "sum": 2.0}, {"number": 2, "sum": 3.0}]
 
 
-def test_rows_of_another_setting_are_refused_and_replaced_on_demand(tmp_path: Path) -> None:
+def test_rows_of_another_setting_are_refused_or_replaced_on_request(tmp_path: Path) -> None:
     path = tmp_path / "sums.json"
     run(path)
     result = CliRunner().invoke(command, ["-o", str(path), "--addend", "5"])
@@ -54,7 +54,7 @@ def test_rows_of_another_setting_are_refused_and_replaced_on_demand(tmp_path: Pa
     assert json.loads(path.read_text())["rows"][0]["sum"] == 6.0
 
 
-def test_a_table_formats_fields_and_shows_none_as_a_dash() -> None:
+def test_tables_format_fields_and_show_none_as_a_dash() -> None:
     rows = [{"name": "a", "error": 0.25, "fused": None}]
     columns: dict[str, Column] = {
         "name": "{name}",

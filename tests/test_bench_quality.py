@@ -91,7 +91,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow("training")
-def test_methods_have_equal_widths_and_a_page(tmp_path: Path) -> None:
+def test_methods_record_has_equal_widths_and_a_page(tmp_path: Path) -> None:
     record = run(methods.main, tmp_path / "r.json", "--quick", "--threads", "1")
     rows = {(row["method"], row["kind"]): row for row in record["rows"]}
     assert len(rows) == len(record["rows"]) == sum(len(way.kinds) for way in methods.WAYS)
@@ -111,7 +111,7 @@ def test_widths_are_the_same_for_every_method(sparsity: float, hidden: int, head
         assert asked.get("blocks.0.attn.qk") == (3 * head if "joint" in way.kinds else None), way.name
 
 
-def test_procedural_images_follow_from_their_number_alone() -> None:
+def test_procedural_images_depend_only_on_their_index() -> None:
     few, more = made("train", 3), made("train", 40)
     np.testing.assert_array_equal(few.images, more.images[:3])
     assert (few.images != made("held-out", 3).images).any()
@@ -122,7 +122,7 @@ def test_procedural_images_follow_from_their_number_alone() -> None:
 
 
 @pytest.mark.slow("training")
-def test_channels_of_convolutions_are_removed_by_every_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_method_removes_channels_of_convolutions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(convnets, "SEEDS", (0,))
     monkeypatch.setattr(convnets, "REMOVED", (0.5,))
     monkeypatch.setattr(convnets, "CALIBRATION_IMAGES", 64)
@@ -138,7 +138,7 @@ def test_channels_of_convolutions_are_removed_by_every_way(tmp_path: Path, monke
 
 @pytest.mark.slow("graph")
 @pytest.mark.parametrize("kind", ["heads", "residual streams"])
-def test_a_cell_of_levers_is_an_error_or_a_reason(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lever_cells_are_errors_or_reasons(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = ("`--preset best`", "`--macs`", "`--sparse 2:4`", "`--rescale`", "`--merge-tokens`", "BF16")
     monkeypatch.setattr(of_levers, "LEVERS", {name: of_levers.LEVERS[name] for name in asked})
     record = run(of_levers.main, tmp_path / "r.json", "--only", kind)
@@ -151,7 +151,7 @@ def test_a_cell_of_levers_is_an_error_or_a_reason(kind: str, tmp_path: Path, mon
         assert re.fullmatch(r"\[\d+\]" if "reason" in row else r"[\d.e-]+", cell)
 
 
-def test_the_terms_that_make_it_hard_are_what_they_say() -> None:
+def test_hard_training_terms_equal_their_definitions() -> None:
     assert unevenness(torch.full((2, 5), 3.0)) == 0.0
     assert unevenness(torch.tensor([1.0, float(np.e) ** 2])) == pytest.approx(1.0)
     values = torch.randn(2, 50, 4, generator=torch.Generator().manual_seed(0))
@@ -163,7 +163,7 @@ def test_the_terms_that_make_it_hard_are_what_they_say() -> None:
     assert float(correlation(values)) == pytest.approx(expected, rel=1e-4)
 
 
-def test_figures_of_a_pair_of_models() -> None:
+def test_pair_figures_equal_a_computation_by_hand() -> None:
     labels = np.array([0, 0, 0, 0, 1, 1, 1, 1, 1, 1])
     dense = np.eye(2)[[0, 0, 0, 1, 1, 1, 1, 1, 1, 1]]
     reduced = np.eye(2)[[0, 1, 1, 0, 0, 1, 1, 1, 1, 1]]
@@ -175,7 +175,7 @@ def test_figures_of_a_pair_of_models() -> None:
 
 
 @pytest.mark.slow("training")
-def test_a_hard_model_is_trained_goes_on_and_is_reduced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hard_model_is_trained_resumed_and_reduced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     short = replace(HARD, depth=1, batch=8, images=16, epochs=2)
     monkeypatch.setattr(hard_vit, "SPARSITIES", (0.5,))
     train(tmp_path / "two.pt", replace(short, epochs=1))
@@ -203,7 +203,7 @@ def test_a_hard_model_is_trained_goes_on_and_is_reduced(tmp_path: Path, monkeypa
         (efforts.main, ("--only", "half*"), efforts_table, "| MiniLM | half of all | standard |"),
     ],
 )
-def test_a_benchmark_has_its_rows_and_its_table(
+def test_benchmark_has_its_rows_and_table(
     command: click.Command, words: tuple[str, ...], table: Any, line: str, tmp_path: Path
 ) -> None:
     record = run(command, tmp_path / "r.json", *words)
@@ -213,7 +213,7 @@ def test_a_benchmark_has_its_rows_and_its_table(
 
 
 @pytest.mark.slow("models")
-def test_a_convolutional_network_is_reduced_by_every_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_method_reduces_a_convolutional_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def small(scratch: Path, fitted: int, judging: int) -> Subject:
         dense, sets = model_of_directory(convnets.DIGITS), []
         for part in ("train", "held-out"):

@@ -43,7 +43,7 @@ def accuracy(directory: Path) -> float:
 
 
 @pytest.mark.parametrize("key", ["2", "3", "10", "9"])
-def test_a_table_has_the_papers_columns(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_have_the_papers_columns(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "STEPS", (0.25, 0.5))
     table = TABLES[key](subject())
     of_paper = printed("corp-v2", key)["columns"]
@@ -52,7 +52,7 @@ def test_a_table_has_the_papers_columns(key: str, monkeypatch: pytest.MonkeyPatc
     assert f"| {table.columns[0]} |" in page("t", [table])
 
 
-def test_cells_are_the_models_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cells_come_from_the_measured_models(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "STEPS", (0.25, 0.5))
     rows = TABLES["10"](subject()).rows
     dense = next(row for row in rows if row[1] == 0.0)
@@ -69,14 +69,14 @@ def test_cells_are_the_models_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow("models")
 @pytest.mark.parametrize(("key", "rows"), [("fig5", 4), ("grail2", 7), ("6", 2), ("deploy", 1)])
-def test_figures_and_audits(key: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figures_and_audits_are_shown(key: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "RATIOS", (0.5,))
     table = TABLES[key](subject())
     assert len(table.rows) == rows
     assert all(len(row) == len(table.columns) for row in table.rows)
 
 
-def test_what_was_printed_is_whole() -> None:
+def test_printed_tables_are_complete() -> None:
     ten = printed("corp-v2", "10")["rows"]
     assert len(ten) == 40
     for model, sparsity, _, parameters, flops, _, rate, fewer, less, gain in ten:

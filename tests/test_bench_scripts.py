@@ -17,7 +17,7 @@ pytestmark = pytest.mark.nightly
 TINY = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 1, "num_heads": 3, "num_classes": 7}
 
 
-def test_the_committed_records_hold_the_goals_of_the_method() -> None:
+def test_committed_records_meet_the_goals() -> None:
     results = Path(__file__).parents[1] / "benchmarks" / "results"
     for path in results.glob("passes*.json"):  # what help texts say in round figures
         costs = json.loads(path.read_text())
@@ -26,7 +26,7 @@ def test_the_committed_records_hold_the_goals_of_the_method() -> None:
             assert costs["passes"][row] <= most + 0.5, (path.name, row)
 
 
-def test_costs_are_told_in_passes(tmp_path: Path) -> None:
+def test_costs_are_reported_in_passes(tmp_path: Path) -> None:
     kwargs = ["--model", "vit_tiny_patch16_224", "--model-kwargs", json.dumps(TINY)]
     few = ["--images", "8", "--share", "0.8", "--rounds", "1", "-o", str(tmp_path / "passes.json")]
     few += ["--threads", str(torch.get_num_threads())]
@@ -39,7 +39,7 @@ def test_costs_are_told_in_passes(tmp_path: Path) -> None:
     assert CliRunner().invoke(passes.main, [*kwargs, *few, "--rows", "calibrat"]).exit_code == 2
 
 
-def test_a_pass_is_the_faster_bare_one_and_ratios_are_of_one_round() -> None:
+def test_pass_cost_is_relative_to_the_faster_bare_pass_of_its_round() -> None:
     def cpu(*seconds: float) -> dict[str, list[float]]:
         return {"cpu_s": list(seconds)}
 
@@ -49,7 +49,7 @@ def test_a_pass_is_the_faster_bare_one_and_ratios_are_of_one_round() -> None:
 
 
 @pytest.mark.slow("graph")
-def test_a_proof_is_told_in_passes_and_memory(tmp_path: Path) -> None:
+def test_proof_cost_is_reported_in_passes_and_memory(tmp_path: Path) -> None:
     kwargs = ["--model", tiny.ARCHITECTURE.name, "--model-kwargs", json.dumps(tiny.ARCHITECTURE.kwargs)]
     result = CliRunner().invoke(
         proof_cost.main, [*kwargs, "--images", "8", "--threads", "1", "-o", str(tmp_path / "proof_cost.json")]

@@ -12,11 +12,11 @@ from benchmarks.speed import startup
 from corp_deploy.cli import main
 
 
-def test_the_help_of_every_command_is_timed() -> None:
+def test_help_of_every_command_is_timed() -> None:
     assert [words[:-1] for words in startup.helped().values()] == [name.split() for name in sorted(main.commands)]
 
 
-def test_a_ratio_is_the_median_over_rounds_of_each_rounds_own() -> None:
+def test_ratio_is_the_median_of_ratios_per_round() -> None:
     def seconds(*values: float) -> dict[str, list[float]]:
         return {"wall_s": [2 * each for each in values], "cpu_s": [*values]}
 
@@ -40,7 +40,7 @@ def test_a_ratio_is_the_median_over_rounds_of_each_rounds_own() -> None:
     assert "| `--help` of 1 commands | 0.20 | 0.40 | 0.10 | 0.05 | 0.20 |" in page
 
 
-def test_rounds_go_forwards_and_backwards_and_each_kind_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_alternate_direction_per_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = list[tuple[str, str]]()
 
     def timed(command: list[str], variables: dict[str, str]) -> dict[str, float]:
@@ -55,7 +55,7 @@ def test_rounds_go_forwards_and_backwards_and_each_kind_has_its_own(monkeypatch:
     assert [len(each["cpu_s"]) for each in samples[False].values()] == [1, 1]
 
 
-def test_a_process_that_fails_ends_the_benchmark(tmp_path: Path) -> None:
+def test_failing_process_ends_the_benchmark(tmp_path: Path) -> None:
     variables = startup.environments(1, tmp_path)[False]
     assert variables["PYTHONPYCACHEPREFIX"] == str(tmp_path)
     assert startup.timed([sys.executable, "-c", "raise SystemExit(3)"], variables)["wall_s"] > 0

@@ -28,24 +28,24 @@ def marked(path: Path) -> Path:
     return path
 
 
-def test_a_recipe_with_a_mark_is_the_recipe(tmp_path: Path) -> None:
+def test_recipe_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
     path = tmp_path / "recipe.toml"
     path.write_text(RECIPE)
     assert load_recipe(path) == load_recipe(marked(path))
 
 
-def test_the_first_class_name_has_no_mark(tmp_path: Path) -> None:
+def test_first_class_name_has_no_byte_order_mark(tmp_path: Path) -> None:
     path = tmp_path / "names.txt"
     path.write_text("cat\ndog\n")
     assert class_names(marked(path)) == ("cat", "dog")
 
 
-def test_a_record_with_a_mark_is_read(tmp_path: Path) -> None:
+def test_record_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
     save_bench(bench_of_release(0, 4.0), path := tmp_path / "bench.json")
     assert load_bench(path) == load_bench(marked(path))
 
 
-def test_a_measure_and_a_models_code_with_a_mark_are_python(tmp_path: Path) -> None:
+def test_metric_and_model_code_with_a_byte_order_mark_run(tmp_path: Path) -> None:
     path = tmp_path / "own.py"
     path.write_text("def build():\n    return 1\n")
     plain = Code(file=path.name, function="build", source=path.read_text())
@@ -53,7 +53,7 @@ def test_a_measure_and_a_models_code_with_a_mark_are_python(tmp_path: Path) -> N
     assert code_of_file(f"module:{path}:build") == plain
 
 
-def test_arguments_texts_and_labels_of_groups_with_a_mark_are_read(tmp_path: Path) -> None:
+def test_arguments_texts_and_group_labels_with_a_byte_order_mark_are_read(tmp_path: Path) -> None:
     assert JSON.from_text('\ufeff{"depth": 2}') == {"depth": 2}
     for name, content in (("a.txt", "one\n"), ("a.json", '["x"]')):
         (tmp_path / name).write_text("\ufeff" + content, encoding="utf-8")
@@ -75,7 +75,7 @@ READERS: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("kind", READERS)
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-32"])
-def test_texts_of_another_encoding_are_told_which(tmp_path: Path, kind: str, encoding: str) -> None:
+def test_other_encodings_are_named(tmp_path: Path, kind: str, encoding: str) -> None:
     path = tmp_path / ("tokenizer.json" if kind == "a tokenizer" else "own.py")
     path.write_bytes(("\ufeff" if encoding == "utf-16-be" else "").encode(encoding) + "cat\n".encode(encoding))
     rejects(rf"the text is {encoding[:6].upper()}, expected UTF-8; save it as UTF-8", READERS[kind], path)

@@ -55,7 +55,7 @@ def images(model: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Images
     ],
     ids=lambda values: type(values).__name__,
 )
-def test_values_in_memory_are_labels(model: nn.Module, images: Images, values: Any) -> None:
+def test_labels_in_memory_are_accepted(model: nn.Module, images: Images, values: Any) -> None:
     assert labels_for(values, images, model).tolist() == CLASSES
 
 
@@ -77,12 +77,12 @@ FILES = {
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("mark", ["", "\ufeff"])
-def test_files_are_labels(model: nn.Module, images: Images, tmp_path: Path, name: str, mark: str) -> None:
+def test_label_files_are_accepted(model: nn.Module, images: Images, tmp_path: Path, name: str, mark: str) -> None:
     (tmp_path / name).write_text(mark + FILES[name], encoding="utf-8")
     assert labels_for(tmp_path / name, images, model).tolist() == CLASSES
 
 
-def test_labels_by_name_of_a_draw_need_its_images_alone(model: nn.Module, images: Images) -> None:
+def test_named_labels_of_a_sample_need_only_its_images(model: nn.Module, images: Images) -> None:
     drawn = images.subset([1, 3])
     assert labels_for({"cat/1.png": 5, "9": 2}, drawn, model).tolist() == [5, 2]
     assert labels_for(CLASSES, drawn, model).tolist() == [0, 1]
@@ -104,14 +104,14 @@ def with_classes(model: nn.Module, classes: int) -> nn.Module:
 @pytest.mark.parametrize(
     "values", [[0, 1, 1, 0], [False, True, True, False], torch.tensor([[0.0], [1.0], [1.0], [0.0]])]
 )
-def test_a_model_with_one_logit_takes_zero_and_one(images: Images, model: nn.Module, values: Any) -> None:
+def test_single_logit_model_takes_labels_0_and_1(images: Images, model: nn.Module, values: Any) -> None:
     one = with_classes(model, 1)
     assert labels_for(values, images, one).tolist() == [0, 1, 1, 0]
     assert labels_for("folders", images, one).tolist() == [0, 0, 1, 1]
     rejects(r"labels from -1 to 1, expected 0 to 1: the model has one logit", labels_for, [-1, 1, 1, -1], images, one)
 
 
-def test_one_logit_is_judged_by_its_sign() -> None:
+def test_single_logit_is_judged_by_its_sign() -> None:
     logits, labels = np.array([[-1.0], [2.0], [0.5], [3.0]], np.float32), np.array([0, 1, 0, 1])
     assert accuracy_on_labels("dense", logits, labels).correct == 3
     assert (top_k(logits, labels, 1), top_k(logits, labels, 5)) == (0.75, 1.0)
@@ -135,7 +135,7 @@ BAD: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("kind", BAD)
-def test_values_that_are_no_labels_are_refused(images: Images, model: nn.Module, kind: str) -> None:
+def test_invalid_label_values_are_refused(images: Images, model: nn.Module, kind: str) -> None:
     values, said = BAD[kind]
     rejects(said, labels_for, values, images, model)
 
@@ -158,14 +158,14 @@ BAD_FILES: dict[str, tuple[str, Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("kind", BAD_FILES)
-def test_files_that_hold_no_labels_are_refused(images: Images, model: nn.Module, tmp_path: Path, kind: str) -> None:
+def test_invalid_label_files_are_refused(images: Images, model: nn.Module, tmp_path: Path, kind: str) -> None:
     name, write, said = BAD_FILES[kind]
     write(tmp_path / name)
     rejects(said, labels_for, tmp_path / name, images, model)
 
 
 @pytest.mark.parametrize("form", [list, torch.tensor, np.array, lambda each: dict(zip(NAMES, each, strict=True))])
-def test_reduce_takes_labels_in_memory(images: Images, model: nn.Module, form: Callable[[list[int]], Any]) -> None:
+def test_reduce_accepts_labels_in_memory(images: Images, model: nn.Module, form: Callable[[list[int]], Any]) -> None:
     choice = ReduceOptions(within="accuracy -1", labels=form(CLASSES))
     assert "labels" in choice.non_default
     judges = judges_from_choice(model, images, choice)

@@ -28,7 +28,7 @@ BY_INDEX = {str(index): name for index, name in enumerate(PETS)}
         {"id2label": {"0": " cat\n", "1": "dog", "2": "hen"}},
     ],
 )
-def test_names_of_classes_are_read_in_the_order_of_the_logits(config: dict[str, Any]) -> None:
+def test_class_names_are_read_in_logit_order(config: dict[str, Any]) -> None:
     assert class_names_in(config, 3) == PETS
 
 
@@ -45,15 +45,15 @@ def test_names_of_classes_are_read_in_the_order_of_the_logits(config: dict[str, 
         {"label_names": None, "pretrained_cfg": None},
     ],
 )
-def test_configuration_without_a_name_for_each_class_names_none(config: dict[str, Any]) -> None:
+def test_incomplete_class_names_are_ignored(config: dict[str, Any]) -> None:
     assert class_names_in(config, 3) == []
 
 
-def test_names_that_repeat_get_their_index() -> None:
+def test_repeated_class_names_get_their_index() -> None:
     assert class_names_in({"label_names": ["crane", "hen", "crane"]}, 3) == ["crane (0)", "hen", "crane (2)"]
 
 
-def test_names_of_a_lineage_that_are_no_texts_count_as_none() -> None:
+def test_class_names_that_are_not_texts_are_ignored() -> None:
     assert class_names_of_lineage({"class_names": ["cat", 3]}) == ()
 
 
@@ -65,19 +65,19 @@ def results(folder: Path, names: list[str]) -> Path:
     return folder
 
 
-def test_server_gets_the_names_that_came_with_the_model(tmp_path: Path) -> None:
+def test_repository_contains_the_models_class_names(tmp_path: Path) -> None:
     invoked("package", results(tmp_path, PETS), "-o", tmp_path / "repo")
     assert (tmp_path / "repo/vit_cpu/1/labels.txt").read_text().split() == PETS
     assert config_of(tmp_path / "repo/vit_cpu").inner("output").text("label_filename") == "1/labels.txt"
 
 
-def test_labels_that_are_given_go_before_the_models_names(tmp_path: Path) -> None:
+def test_explicit_labels_override_the_models_names(tmp_path: Path) -> None:
     (tmp_path / "names.txt").write_text("a\nb\nc\n")
     invoked("package", results(tmp_path, PETS), "-o", tmp_path / "repo", "--labels", tmp_path / "names.txt")
     assert (tmp_path / "repo/vit_cpu/1/labels.txt").read_text().split() == ["a", "b", "c"]
 
 
-def test_names_of_another_number_of_classes_are_left_out(tmp_path: Path) -> None:
+def test_class_names_of_wrong_number_are_ignored(tmp_path: Path) -> None:
     invoked("package", results(tmp_path, PETS[:2]), "-o", tmp_path / "repo")
     assert not (tmp_path / "repo/vit_cpu/1/labels.txt").exists()
 
@@ -94,7 +94,7 @@ def test_names_of_another_number_of_classes_are_left_out(tmp_path: Path) -> None
         ({"name": "module:/code/net.py:make"}, "module:net.py:make"),
     ],
 )
-def test_model_is_shown_as_its_user_named_it(model: dict[str, Any], shown: str) -> None:
+def test_model_is_shown_under_its_users_name(model: dict[str, Any], shown: str) -> None:
     assert ModelTable(**model).shown == shown
 
 
@@ -106,12 +106,12 @@ def config_of_model(source: dict[str, Any]) -> ModelConfig:
     return ModelConfig(timm=built, sites={}, input=given, weights_sha256="0" * 64, lineage=lineage)
 
 
-def test_architecture_is_the_class_of_the_models_own_library_with_its_sizes() -> None:
+def test_architecture_names_the_library_class_and_its_sizes() -> None:
     sizes = "(img_size 32x32, embed_dim 48, depth 2)"
     assert config_of_model({"class": "ViTModel"}).architecture_line == f"ViTModel {sizes}"
     assert config_of_model({}).architecture_line == f"vit_base_patch16_224 {sizes}"
 
 
-def test_lineage_in_reports_leaves_out_names_of_classes_and_copied_configurations() -> None:
+def test_reports_omit_class_names_and_copied_configurations_from_the_lineage() -> None:
     config = config_of_model({"weights": "model.safetensors", "transformers": {"config": {"id2label": BY_INDEX}}})
     assert shown_lineage(config) == {"source": {"weights": "model.safetensors"}}

@@ -11,7 +11,7 @@ from tests.refusals import rejects
 
 
 @pytest.mark.parametrize("kind", [BadInput, Missing, NotComparable])
-def test_a_message_has_no_address(kind: type[Exception]) -> None:
+def test_messages_contain_no_addresses(kind: type[Exception]) -> None:
     library = f"cannot identify image file {io.BytesIO()!r}"
     assert " at 0x" in library
     assert str(kind(f"a.png: not readable ({library}); remove it")).count("0x") == 0
@@ -26,7 +26,7 @@ def test_a_message_has_no_address(kind: type[Exception]) -> None:
         lambda path: array_from_npz(path, "x"),
     ],
 )  # fmt: skip
-def test_an_empty_array_file_is_called_empty(tmp_path: Path, read: object) -> None:
+def test_empty_array_file_is_called_empty(tmp_path: Path, read: object) -> None:
     (tmp_path / "a").write_bytes(b"")
     assert callable(read)
     rejects(r"a: not a valid \.[a-z]+ file \(the file is empty\)", read, tmp_path / "a")

@@ -64,7 +64,7 @@ def copied() -> set[str]:
 
 
 @pytest.mark.parametrize("path", [IMAGE, WORKPLACE], ids=["image", "workplace"])
-def test_bases_have_a_version_and_nobody_is_root(path: Path) -> None:
+def test_base_images_are_pinned_and_users_are_not_root(path: Path) -> None:
     bases = {words.split()[0] for words in of("FROM", path)}
     assert len(bases) == 1
     assert re.fullmatch(r"python:3\.\d+(-slim)?-[a-z]+", bases.pop())
@@ -75,7 +75,7 @@ def test_bases_have_a_version_and_nobody_is_root(path: Path) -> None:
         subprocess.run(["sh", "-n", "-c", words], check=True)
 
 
-def test_everything_that_is_copied_is_there_and_is_sent() -> None:
+def test_copied_paths_exist_and_are_in_the_build_context() -> None:
     assert copied() == {*PARTS, "constraints.txt"}
     patterns = ignored()
     for name in copied():
@@ -89,7 +89,7 @@ def test_everything_that_is_copied_is_there_and_is_sent() -> None:
         assert kept_out(name, patterns), name
 
 
-def test_the_image_installs_what_there_is_and_runs_the_command() -> None:
+def test_image_installs_existing_extras_and_runs_the_command() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (install,) = (shlex.split(words) for words in of("RUN") if " install " in words)
     assert install[0].startswith("/opt/corp-deploy/bin/")
@@ -105,7 +105,7 @@ def test_the_image_installs_what_there_is_and_runs_the_command() -> None:
     assert (labels["version"], labels["licenses"]) == (__version__, project["license"])
 
 
-def test_the_dev_container_is_one() -> None:
+def test_dev_container_is_valid() -> None:
     content = json.loads((WORKPLACE.parent / "devcontainer.json").read_text())
     assert content.keys() <= KEYS
     assert (WORKPLACE.parent / content["build"]["dockerfile"]).samefile(WORKPLACE)
@@ -118,7 +118,7 @@ def test_the_dev_container_is_one() -> None:
     assert content["customizations"]["vscode"]["settings"]["python.testing.pytestEnabled"] is True
 
 
-def test_the_example_for_ci_runs_the_release_in_the_image() -> None:
+def test_ci_example_runs_the_release_in_the_image() -> None:
     job = yaml.safe_load((ROOT / "examples" / "ci" / "container.yml").read_text())["jobs"]["release"]
     steps = [step["run"] for step in job["steps"] if "run" in step]
     for step in steps:
@@ -128,14 +128,14 @@ def test_the_example_for_ci_runs_the_release_in_the_image() -> None:
     assert (ROOT / "examples" / script).is_file()
 
 
-def test_the_linter_finds_nothing() -> None:
+def test_hadolint_finds_nothing() -> None:
     if not LINTER.exists():
         pytest.skip("hadolint is not installed: make build/dist-tools/ready")
     done = subprocess.run([LINTER, IMAGE, WORKPLACE], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "")
 
 
-def test_the_nightly_example_times_anew_and_runs_no_strangers_code() -> None:
+def test_nightly_example_remeasures_and_runs_no_foreign_code() -> None:
     workflow = yaml.safe_load((ROOT / "examples" / "ci" / "nightly.yml").read_text())
     job = workflow["jobs"]["timing"]
     steps = [step["run"] for step in job["steps"] if "run" in step]

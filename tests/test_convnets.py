@@ -64,7 +64,7 @@ def moments(name: str) -> Moments:
 
 
 @pytest.mark.parametrize("name", list(BETWEEN))
-def test_every_place_between_two_convolutions_is_a_site(name: str) -> None:
+def test_channels_between_two_convolutions_are_a_site(name: str) -> None:
     own = checkpoint(name).model
     assert error(own, library(name), pixels(2)) < 1e-6
     found = {span.name for site in conv_sites(own) for span in site.groups.writers if span.name.endswith(".weight")}
@@ -77,7 +77,7 @@ def test_every_place_between_two_convolutions_is_a_site(name: str) -> None:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.nightly) if name in NIGHTLY else name for name in SMALL]
 )
-def test_half_of_it_is_smaller_written_and_read_again(name: str, tmp_path: Path) -> None:
+def test_half_width_model_is_smaller_and_round_trips(name: str, tmp_path: Path) -> None:
     """Between convolutions and in streams, at both of which `best` errs least."""
     own, unseen = checkpoint(name), pixels(32, seed=5)
     splits = {
@@ -97,7 +97,7 @@ def test_half_of_it_is_smaller_written_and_read_again(name: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", ["resnet50d", "regnety_002", "small_efficientnet", "small_mobilenetv3"])
-def test_weights_under_timms_names_are_read(name: str, tmp_path: Path) -> None:
+def test_weights_under_timm_names_are_read(name: str, tmp_path: Path) -> None:
     """With as many classes as they tell apart, and without the classifier where none is asked for."""
     theirs, weights = library(name), tmp_path / "weights.safetensors"
     save_file(theirs.state_dict(), weights)
@@ -112,7 +112,7 @@ def test_weights_under_timms_names_are_read(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow("models")
 @pytest.mark.parametrize("preset", WITH_CONVOLUTIONS)
-def test_nothing_removed_is_the_identity(preset: str) -> None:
+def test_full_width_is_the_identity(preset: str) -> None:
     """To float32 rounding; GRAIL's ridge shrinks the layer a little, as published."""
     for name in FEW if preset == "best" else FEW[2:]:
         own, source = checkpoint(name).model, images_of(name, 16)
@@ -133,7 +133,7 @@ def looped(name: str) -> dict[str, Reduction]:
 
 @pytest.mark.slow("models")
 @pytest.mark.parametrize("name", ["resnet18d", "seresnet50", "resnext50_32x4d", "small_efficientnet"])
-def test_the_closed_loop_errs_least(name: str) -> None:
+def test_closed_loop_has_the_least_error(name: str) -> None:
     """On images that it never saw; every layer that reads a site is fitted, and no worse for it."""
     errors = {how: error(each.model, checkpoint(name).model, pixels(48, seed=5)) for how, each in looped(name).items()}
     assert errors["ours"] < errors["open"]
@@ -145,7 +145,7 @@ def test_the_closed_loop_errs_least(name: str) -> None:
 
 
 @pytest.mark.slow("models")
-def test_of_trained_weights_it_errs_least_by_far() -> None:
+def test_best_has_the_least_error_on_trained_weights() -> None:
     own, source = digits()
     taken, best = calibrate(own, source, batch_size=32), method("best", 0.7)
     grail, unseen = method("grail", 0.7), unseen_digits()
@@ -155,7 +155,7 @@ def test_of_trained_weights_it_errs_least_by_far() -> None:
 
 
 @pytest.mark.parametrize("name", ["resnet50d", "regnetx_002", "regnety_002", "regnetz_005", "small_efficientnet"])
-def test_sites_together_save_what_is_counted(name: str) -> None:
+def test_joint_savings_equal_the_count(name: str) -> None:
     """Layers between two sites cost the product of what is left of both, those of each channel what is left of one."""
     own = checkpoint(name).model
     every, generator = sites_of(own).every, torch.Generator().manual_seed(0)
@@ -177,7 +177,7 @@ def test_linear_bottlenecks_are_streams() -> None:
 
 @pytest.mark.slow("models")
 @pytest.mark.parametrize("name", ["resnet50d", "small_efficientnet"])
-def test_a_budget_is_used_and_kept_to(name: str) -> None:
+def test_budget_is_used_up_and_kept(name: str) -> None:
     own, share = checkpoint(name), 0.7
     asked = method("best", None)
     planner = budget_planner(own, moments(name), asked, images_of(name, 32), currency="macs")
@@ -192,7 +192,7 @@ def test_a_budget_is_used_and_kept_to(name: str) -> None:
     rejects(f"out of reach: the narrowest widths keep {least:.3f}", planner.widths_at, least - 0.01)
 
 
-def test_effects_to_first_order_are_those_of_small_changes() -> None:
+def test_first_order_effects_equal_small_changes() -> None:
     """Compare the effects with outputs of changed models in float64; one output, so that its sign does not matter."""
     architecture = replace(checkpoint("resnet18d").architecture, kwargs={**SMALL["resnet18d"], "num_classes": 1})
     torch.manual_seed(0)
@@ -238,7 +238,7 @@ def given(root: Path) -> tuple[object, ...]:
 
 
 @pytest.mark.slow("graph")
-def test_nothing_is_said_of_what_it_has_not(home: Path) -> None:
+def test_reports_mention_no_attention(home: Path) -> None:
     """No MLPs, heads or attention; sites are blocks and stages by their names."""
     sweep = ("sweep", *given(home), "--images", home / "images.npz", "-o", home / "swept")
     inspected = invoked("inspect", "--model", RESNET).output
@@ -264,12 +264,12 @@ def test_nothing_is_said_of_what_it_has_not(home: Path) -> None:
         (("--conv", 0.5, "--preset", "corp-v1"), "--conv 0.5 is not honoured by preset corp-v1"),
     ],
 )
-def test_what_it_has_not_is_refused_with_the_reason(words: tuple[object, ...], reason: str, home: Path) -> None:
+def test_attention_options_are_refused_with_the_reason(words: tuple[object, ...], reason: str, home: Path) -> None:
     assert reason in invoked("reduce", *given(home), *words, "-o", home / "refused", code=2).output
 
 
 @pytest.mark.slow("graph")
-def test_graphs_are_plain_convolutions_with_norms_in_their_weights(home: Path) -> None:
+def test_graphs_are_convolutions_with_folded_norms(home: Path) -> None:
     whole, half = (onnx.load(home / "reduced" / name) for name in ("model.onnx", "model.fp16.onnx"))
     assert {node.op_type for node in whole.graph.node} - OF_SHAPE == PLAIN
     assert {node.op_type for node in half.graph.node} - OF_SHAPE == PLAIN | {"Cast"}
@@ -281,7 +281,7 @@ def test_graphs_are_plain_convolutions_with_norms_in_their_weights(home: Path) -
 
 
 @pytest.mark.slow("models")
-def test_it_is_proved_link_by_link_and_packaged(home: Path) -> None:
+def test_convnet_is_verified_and_packaged(home: Path) -> None:
     chain = (RESNET, home / "reduced", home / "reduced/model.onnx", home / "reduced/model.fp16.onnx")
     # Two thirds of the MACs are gone: the stem's last channels are halved too.
     limits = ("--min-agreement", 0.85, "--max-error", 0.15)
@@ -292,7 +292,7 @@ def test_it_is_proved_link_by_link_and_packaged(home: Path) -> None:
     invoked("package", "lint", home / "repository")
 
 
-def test_groups_keep_as_many_each() -> None:
+def test_groups_keep_equally_many_channels() -> None:
     reduced = reduce(checkpoint("resnext50_32x4d").model, moments("resnext50_32x4d"), method("best", 0.5)).model
     grouped = [site for site in conv_sites(reduced) if site.groups.part_G is not None]
     assert grouped
@@ -302,7 +302,7 @@ def test_groups_keep_as_many_each() -> None:
 
 
 @pytest.mark.slow("graph")
-def test_engines_are_built_of_both_precisions(home: Path) -> None:
+def test_engines_are_built_in_both_precisions(home: Path) -> None:
     pytest.importorskip("tensorrt_rtx")
     for name in ("model", "model.fp16"):
         words = ("--backend", "tensorrt-rtx", "--batch", "1:4:8", "--sm", "86")

@@ -281,7 +281,7 @@ def test_uncompensated_reduction_drops_the_least_coordinates() -> None:
     assert result.r2 == pytest.approx(1.0 - result.residual / expected)
 
 
-def test_full_width_and_keep_are_the_dense_layer() -> None:
+def test_full_width_equals_the_dense_layer() -> None:
     z, weight, bias = layer(3)
     full = recover_values.lowrank_values(*moments_of(z), weight, bias, HEADS, DIM, ridge_rel=1e-4)
     kept = recover_values.keep_values(weight, bias, HEADS)
@@ -293,7 +293,7 @@ def test_full_width_and_keep_are_the_dense_layer() -> None:
     assert recover_values.keep_values(weight, None, HEADS).bias_O.abs().max() == 0.0
 
 
-def test_fewer_outputs_than_values_leave_nothing_out() -> None:
+def test_fewer_outputs_than_values_are_reproduced_exactly() -> None:
     """As many directions as outputs are all that is read, and further ones are of no use."""
     z, weight, bias = layer(4)
     few, few_bias = weight[:3], bias[:3]
@@ -302,7 +302,7 @@ def test_fewer_outputs_than_values_leave_nothing_out() -> None:
     assert value_error(z, few, few_bias, result) < 1e-9 * float((z @ few.T).var(dim=0).sum())
 
 
-def test_what_hardly_changes_beside_its_mean_is_solved_without_noise() -> None:
+def test_small_variation_beside_a_large_mean_is_solved_accurately() -> None:
     """Of rank 2 in each head and small beside the mean, its moments in single precision: least squares on the samples
     loses nothing, and neither does this, with weights no larger than it needs.
     """

@@ -55,7 +55,7 @@ def test_best_loses_at_most_a_quarter_of_what_corp_loses(example_moments: Moment
 
 
 @pytest.mark.slow("models")
-def test_the_example_reaches_its_accuracy_and_best_keeps_it(example_moments: Moments) -> None:
+def test_example_reaches_its_accuracy_and_best_keeps_it(example_moments: Moments) -> None:
     held_out = load("held-out")
 
     def accuracy(model: nn.Module) -> float:
@@ -66,7 +66,7 @@ def test_the_example_reaches_its_accuracy_and_best_keeps_it(example_moments: Mom
     assert accuracy(reduce(example().model, example_moments, method).model) >= accuracy(example().model) - 0.01
 
 
-def test_widths_are_aligned_and_both_are_told(example_moments: Moments) -> None:
+def test_aligned_and_requested_widths_are_reported(example_moments: Moments) -> None:
     method = method_from_preset("best", mlp_sparsity=0.6, attention_sparsity=0.6)
     reduction = reduce(example().model, example_moments, method)
     mlp = next(site for site in reduction.sites if site.site == "blocks.2.mlp")
@@ -79,7 +79,7 @@ def test_widths_are_aligned_and_both_are_told(example_moments: Moments) -> None:
     assert kept == {"attn.qk": 16 * HEADS, "attn.v": 32 * HEADS, "mlp": 128}
 
 
-def test_corp_without_the_attention_system_says_what_to_do(tmp_path: Path) -> None:
+def test_corp_without_the_attention_system_explains_the_remedy(tmp_path: Path) -> None:
     checkpoint = tiny.checkpoint()
     moments = moments_of(checkpoint, tiny.images(8), tmp_path, attention_system=False)
     with pytest.raises(BadInput, match=r"blocks\.0\.attn\.qk: .* --attention-system"):
@@ -87,7 +87,7 @@ def test_corp_without_the_attention_system_says_what_to_do(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_a_missing_bias_is_made_when_the_repair_needs_one(tmp_path: Path, bias: bool) -> None:
+def test_missing_bias_is_added_if_the_repair_needs_one(tmp_path: Path, bias: bool) -> None:
     checkpoint = tiny.checkpoint(proj_bias=bias, qkv_bias=bias)
     moments = moments_of(checkpoint, tiny.images(8), tmp_path, attention_system=False)
     method = method_from_preset("best", mlp_sparsity=0.5, attention_sparsity=0.5)

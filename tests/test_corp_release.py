@@ -96,7 +96,7 @@ def edit(home: Path, old: str, new: str) -> None:
 
 
 @pytest.mark.slow("graph")
-def test_the_folder_holds_what_is_promised(first: Path) -> None:
+def test_release_contains_the_documented_files(first: Path) -> None:
     out = first / "out"
     manifest = json.loads((out / "manifest.json").read_text())
     assert manifest["kind"] == MANIFEST_KIND
@@ -121,7 +121,7 @@ def test_the_folder_holds_what_is_promised(first: Path) -> None:
 
 
 @pytest.mark.slow("graph")
-def test_a_second_run_does_nothing_and_says_so(home: Path) -> None:
+def test_second_run_rebuilds_nothing_and_reports_it(home: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in (home / "out").rglob("*") if path.name != "lock"}
     assert "nothing to do: all 13 stages are up to date" in said(release(home))
     assert "nothing to do" in release(home, "--dry-run").stdout
@@ -137,7 +137,7 @@ def test_a_second_run_does_nothing_and_says_so(home: Path) -> None:
 
 
 @pytest.mark.slow("graph")
-def test_a_changed_rule_runs_only_the_gate_and_what_tells_of_it(home: Path) -> None:
+def test_changed_rule_reruns_only_the_gate_and_its_reports(home: Path) -> None:
     edit(home, '"params >= dense"', '"params >= dense", "params < 1e9"')
     dry = json.loads(release(home, "--dry-run", "--json").stdout)
     assert {row["stage"]: row["why"] for row in dry["stages"]}["gate"] == "changed: gate.fail_if"
@@ -148,7 +148,7 @@ def test_a_changed_rule_runs_only_the_gate_and_what_tells_of_it(home: Path) -> N
 
 
 @pytest.mark.slow("graph")
-def test_a_release_that_fails_is_packed_only_with_allow_failed(home: Path) -> None:
+def test_failed_release_is_packaged_only_with_allow_failed(home: Path) -> None:
     edit(home, '"params >= dense"', '"params < 1e9"')
     baseline, out = home / "baseline.json", home / "out"
     started = ("--baseline", baseline, "--init-baseline")
@@ -182,7 +182,7 @@ def test_check_names_what_differs(home: Path) -> None:
 
 
 @pytest.mark.slow("graph")
-def test_check_notices_sums_that_were_edited_and_answers_that_changed(home: Path) -> None:
+def test_check_finds_edited_sums_and_changed_outputs(home: Path) -> None:
     """Whoever edits a file and its line in SHA256SUMS has still the manifest against him, and then the replay."""
     out = home / "out"
     expected = out / "samples" / "reduced.fp32.npy"
@@ -203,7 +203,7 @@ def test_check_notices_sums_that_were_edited_and_answers_that_changed(home: Path
         ({}, "the samples can't be read"),
     ],
 )
-def test_a_damaged_record_of_samples_is_named(tmp_path: Path, changes: dict[str, object], said: str) -> None:
+def test_damaged_sample_record_is_named(tmp_path: Path, changes: dict[str, object], said: str) -> None:
     record = {"kind": "corp-deploy/samples", "version": 1, "images": "samples/images.npy", "count": 1, "graphs": {}}
     write_json(tmp_path / "samples" / "samples.json", record | changes)
     rejects(re.escape(said), replay, tmp_path)
@@ -211,7 +211,7 @@ def test_a_damaged_record_of_samples_is_named(tmp_path: Path, changes: dict[str,
 
 @pytest.mark.nightly
 @pytest.mark.slow("process")
-def test_kills_leave_a_release_that_goes_on_and_ends_the_same(first: Path, tmp_path: Path) -> None:
+def test_killed_release_resumes_to_equal_bytes(first: Path, tmp_path: Path) -> None:
     """Killed again and again in one directory at seeded file operations; all but the timings is byte for byte equal."""
     home = tmp_path / "home"
     shutil.copytree(first, home, ignore=shutil.ignore_patterns("out"))
@@ -238,7 +238,7 @@ def test_kills_leave_a_release_that_goes_on_and_ends_the_same(first: Path, tmp_p
 
 
 @pytest.mark.slow("models")
-def test_a_baseline_is_asked_for_started_and_compared(home: Path) -> None:
+def test_baseline_is_requested_started_and_compared(home: Path) -> None:
     edit(home, '"params >= dense"', '"size_bytes > baseline * 1.01"')
     baseline = home / "baseline.json"
     assert "needs --baseline FILE" in release(home, expect=2).stderr
@@ -255,9 +255,7 @@ def test_a_baseline_is_asked_for_started_and_compared(home: Path) -> None:
 
 
 @pytest.mark.slow("graph")
-def test_a_history_keeps_the_record_after_its_gate_and_changes_no_verdict_later(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_history_stores_the_record_after_its_gate(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured = speed.measure
 
     def quiet(*where: Any, **how: Any) -> Bench:
@@ -282,7 +280,7 @@ def test_a_history_keeps_the_record_after_its_gate_and_changes_no_verdict_later(
 
 
 @pytest.mark.slow("graph")
-def test_the_verdict_is_the_same_wherever_it_stands(first: Path) -> None:
+def test_verdict_is_equal_in_every_file(first: Path) -> None:
     out = first / "out"
     line = "PASS (3 links judged) on 9 images"
     (row,) = [row for row in json.loads((out / "gate.json").read_text())["rules"] if row["metric"] == "parity"]
@@ -294,7 +292,7 @@ def test_the_verdict_is_the_same_wherever_it_stands(first: Path) -> None:
 
 
 @pytest.mark.slow("models")
-def test_what_the_images_can_never_show_is_told_before_any_stage(home: Path) -> None:
+def test_unprovable_limits_are_reported_before_any_stage(home: Path) -> None:
     """Nine held-out images leave 70 % open even where all agree: told by a dry run, and then the release's verdict."""
     edit(home, "[reduce]", "[reduce]\nridge = 0.0001")  # with which one of the nine flips
     edit(home, "batches = [1, 3]", "batches = [1, 3]\nmin_agreement = 0.98")
@@ -367,7 +365,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("old", "new", "said"), WRONG)
-def test_what_will_not_do_is_refused_before_any_work(
+def test_bad_input_is_refused_before_any_work(
     wrong: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str, said: str
 ) -> None:
     monkeypatch.setenv("COLUMNS", "1000")
@@ -396,7 +394,7 @@ OF_MACHINE: list[tuple[str, Any, str, int]] = [
 
 
 @pytest.mark.parametrize(("name", "value", "said", "code"), OF_MACHINE)
-def test_what_does_not_fit_is_told_before_any_work(
+def test_mismatched_inputs_are_reported_before_any_work(
     wrong: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: Any, said: str, code: int
 ) -> None:
     monkeypatch.setattr(name, value)
@@ -405,7 +403,7 @@ def test_what_does_not_fit_is_told_before_any_work(
     assert not (tmp_path / "new").exists()
 
 
-def test_a_folder_in_the_way_of_a_stage_is_told_before_any_work(wrong: Path, tmp_path: Path) -> None:
+def test_blocking_folder_is_reported_before_any_work(wrong: Path, tmp_path: Path) -> None:
     (tmp_path / "new" / "dense" / "config.json").mkdir(parents=True)
     (wrong / "recipe.toml").write_text(RELEASE)
     words = ("release", wrong / "recipe.toml", "-o", tmp_path / "new", "--trust-code")
@@ -414,7 +412,7 @@ def test_a_folder_in_the_way_of_a_stage_is_told_before_any_work(wrong: Path, tmp
     assert not (tmp_path / "new" / ".stages").exists()
 
 
-def test_several_mistakes_are_told_together(wrong: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_mistakes_are_reported_together(wrong: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "1000")
     text = RELEASE.replace("hold_out = 4", "hold_out = 12").replace('labels = "held-out.npz"', 'labels = "three.npy"')
     (wrong / "recipe.toml").write_text(f"{text}labels = 'words.txt'")
@@ -424,7 +422,7 @@ def test_several_mistakes_are_told_together(wrong: Path, tmp_path: Path, monkeyp
 
 
 @pytest.mark.slow("graph")
-def test_a_stage_alone_is_refused_what_it_reads_and_no_more(home: Path) -> None:
+def test_single_stage_needs_only_its_inputs(home: Path) -> None:
     """Another machine has what its stages read; and what is done already is not read again."""
     np.save(home / "three.npy", np.arange(3))
     edit(home, 'labels = "held-out.npz"', 'labels = "three.npy"')
@@ -440,7 +438,7 @@ PROOF = ("recipe", "dense", "moments", "reduce", "export.dense", "export.reduced
 
 
 @pytest.mark.slow("graph")
-def test_a_release_is_proved_on_what_its_calibration_held_out(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_release_is_proved_on_images_its_calibration_held_out(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the very images, whole groups of them, with their labels among those of all; as the printed command does."""
     images = tiny.images(12)
     np.savez(home / "calibration.npz", images=images, labels=np.arange(12) % 7, names=np.arange(12))
@@ -490,7 +488,7 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow("models")
-def test_another_machine_does_its_stages_and_they_are_taken(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stages_of_another_machine_are_accepted(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The GPU's part is played by copies of the CPU's records; what is real is the script, the stamps, the taking."""
     edit(home, "[gate]", "[targets.onnxruntime-cpu]\n[targets.tensorrt]\nfail_if = ['params >= dense']\n[gate]")
     edit(home, '[package]\nname = "tiny"\n', "")
@@ -545,7 +543,7 @@ def play_gpu(there: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow("process")
-def test_the_ci_script_publishes_and_passes_the_gates_code_on(home: Path) -> None:
+def test_ci_script_publishes_and_returns_the_gates_exit_code(home: Path) -> None:
     results, summary = home / "results", home / "summary.md"
     environment = os.environ | PATH | {"GITHUB_STEP_SUMMARY": str(summary)}
 
@@ -564,7 +562,7 @@ def test_the_ci_script_publishes_and_passes_the_gates_code_on(home: Path) -> Non
 
 
 @pytest.mark.parametrize("name", ["github-actions.yml", "gitlab-ci.yml", "container.yml"])
-def test_ci_examples_name_nothing_that_only_this_repository_has(name: str) -> None:
+def test_ci_examples_need_nothing_from_this_repository(name: str) -> None:
     text = (ROOT / "examples" / "ci" / name).read_text()
     assert "sh ci/release.sh release.toml" in " ".join(text.replace('"$IMAGE"', "").split())
     assert "release.sh (beside this file) to ci/release.sh" in text
@@ -573,7 +571,7 @@ def test_ci_examples_name_nothing_that_only_this_repository_has(name: str) -> No
 
 
 @pytest.mark.slow("graph")
-def test_a_starter_is_written_once(home: Path) -> None:
+def test_starter_recipe_is_written_once(home: Path) -> None:
     starter, deit = home / "new.toml", ("release", home / "other.toml", "--init", "deit_tiny_patch16_224")
     invoked("release", starter, "--init", home / "dense")
     invoked("release", starter, "--init", home / "dense", code=2)
@@ -595,7 +593,7 @@ def test_completion_prints_a_script(shell: str) -> None:
     assert "_CORP_DEPLOY_COMPLETE" in said(invoked("doctor", "completion", shell))
 
 
-def test_version_names_what_matters() -> None:
+def test_version_lists_relevant_packages() -> None:
     result = invoked("--version")
     assert [line.split()[0] for line in result.stdout.splitlines()][:3] == ["corp-deploy", "python", "torch"]
 
@@ -604,7 +602,7 @@ def test_version_names_what_matters() -> None:
 
 
 @pytest.mark.slow("graph")
-def test_a_release_takes_no_record_in_which_nothing_was_measured(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_record_without_measurements_is_refused(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(self: OnnxRunner, feeds: Feeds) -> Bound:
         raise MemoryError("Failed to allocate memory")
 
@@ -633,7 +631,7 @@ def keys_of_ours(home: Path) -> tuple[Path, Path]:
 
 
 @pytest.mark.slow("models")
-def test_a_release_that_passes_is_signed_and_no_signature_outlives_what_it_is_of(home: Path) -> None:
+def test_passed_release_is_signed_and_stale_signatures_are_removed(home: Path) -> None:
     private, public = keys_of_ours(home)
     out, before = home / "out", sha256_of_file(home / "out" / "manifest.json")
     assert "release.version is missing" in said(release(home, "--sign", private, expect=2))
@@ -662,7 +660,7 @@ def test_a_release_that_passes_is_signed_and_no_signature_outlives_what_it_is_of
 
 
 @pytest.mark.slow("graph")
-def test_the_provenance_names_every_file_and_every_input(first: Path) -> None:
+def test_provenance_names_every_file_and_input(first: Path) -> None:
     out = first / "out"
     statement = json.loads((out / "provenance.json").read_text())
     assert statement["_type"] == "https://in-toto.io/Statement/v1"
@@ -682,7 +680,7 @@ def test_the_provenance_names_every_file_and_every_input(first: Path) -> None:
 
 
 @pytest.mark.slow("models")
-def test_the_bill_of_materials_is_cyclonedx_and_has_models_data_and_packages(first: Path) -> None:
+def test_sbom_is_valid_cyclonedx_with_models_data_and_packages(first: Path) -> None:
     text = (first / "out" / "sbom.cdx.json").read_text()
     bill = json.loads(text)
     model = bill["metadata"]["component"]
@@ -707,7 +705,7 @@ def test_the_bill_of_materials_is_cyclonedx_and_has_models_data_and_packages(fir
 
 
 @pytest.mark.slow("graph")
-def test_a_repository_is_signed_as_a_whole_until_it_changes(home: Path) -> None:
+def test_repository_is_signed_as_a_whole(home: Path) -> None:
     private, public = keys_of_ours(home)
     repository, words = home / "repository", ("--name", "tiny", "--sign", private)
     package = ("package", home / "out", "-o", repository)
@@ -733,7 +731,7 @@ def test_a_repository_is_signed_as_a_whole_until_it_changes(home: Path) -> None:
 
 
 @pytest.mark.slow("models")
-def test_only_a_release_that_passes_becomes_the_baseline(home: Path) -> None:
+def test_only_a_passed_release_becomes_the_baseline(home: Path) -> None:
     """Not one whose rule fails, whose proof fails or whose figures decide nothing."""
     baseline = home / "baseline.json"
     started = ("--baseline", baseline, "--init-baseline")
@@ -751,7 +749,7 @@ def test_only_a_release_that_passes_becomes_the_baseline(home: Path) -> None:
     assert "PASS (3 links judged) on 9 images" in said(result)
 
 
-def test_weights_beyond_a_file_are_refused_before_any_work(
+def test_weights_too_large_for_a_file_are_refused_before_any_work(
     wrong: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("export.graph.to_onnx.MAX_BYTES", 10_000)

@@ -54,7 +54,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow("graph")
-def test_the_target_is_timed_and_proved_in_openvino(home: Path) -> None:
+def test_target_is_timed_and_proved_in_openvino(home: Path) -> None:
     out = home / "out"
     subjects = json.loads((out / "bench.json").read_text())["subjects"]
     assert [each["describe"]["backend"] for each in subjects] == ["openvino"] * 2
@@ -65,7 +65,7 @@ def test_the_target_is_timed_and_proved_in_openvino(home: Path) -> None:
 
 
 @pytest.mark.slow("graph")
-def test_a_share_that_the_samples_leave_open_is_judged_on_the_held_out_images(home: Path) -> None:
+def test_inconclusive_samples_are_judged_on_the_held_out_images(home: Path) -> None:
     """Of three samples all that agree don't show half; of nine held-out images they do."""
     whole, of_target = (load_parity(home / "out" / f"parity{name}.json") for name in ("", ".openvino"))
     assert [each.status for each in whole.links] == ["PASS"] * 3
@@ -75,7 +75,7 @@ def test_a_share_that_the_samples_leave_open_is_judged_on_the_held_out_images(ho
 
 
 @pytest.mark.slow("graph")
-def test_the_report_tells_how_many_images_are_enough(home: Path) -> None:
+def test_report_shows_how_many_images_suffice(home: Path) -> None:
     out = home / "out"
     size = json.loads((out / "calibration-size.json").read_text())
     assert [point["images"] for point in size["points"]] == [4, 6, 9]
@@ -90,7 +90,7 @@ def test_the_report_tells_how_many_images_are_enough(home: Path) -> None:
 
 
 @pytest.mark.slow("graph")
-def test_its_repository_is_served_by_openvino_and_lints(home: Path) -> None:
+def test_openvino_repository_passes_lint(home: Path) -> None:
     out = home / "out"
     configs = [path.read_text() for path in (out / "repository").rglob("config.pbtxt")]
     assert any('backend: "openvino"' in text for text in configs)
@@ -99,7 +99,7 @@ def test_its_repository_is_served_by_openvino_and_lints(home: Path) -> None:
 
 
 @pytest.mark.slow("graph")
-def test_the_target_too_is_measured_on_samples_with_their_labels(home: Path) -> None:
+def test_target_accuracy_uses_labelled_samples(home: Path) -> None:
     out = home / "out"
     images = torch.from_numpy(np.load(out / "samples/images.npy"))
     with torch.no_grad():

@@ -53,7 +53,7 @@ def by_hand(root: Path, count: int) -> Moments:
 
 @pytest.mark.slow("models")
 @pytest.mark.parametrize("asked", [{"mlp": 0.5, "attn": 0.25}, {"macs": 0.7}])
-def test_every_number_is_judged_at_the_widths_of_the_release(home: Path, asked: Table) -> None:
+def test_every_snapshot_is_judged_at_the_widths_of_the_release(home: Path, asked: Table) -> None:
     sized(home, {"snapshots": [3, 7]}, asked)
     size = json.loads((home / "out/calibration-size.json").read_text())
     dense, released = load(home / "out/dense"), load(home / "out/reduced")
@@ -70,7 +70,7 @@ def test_every_number_is_judged_at_the_widths_of_the_release(home: Path, asked: 
             assert point["relative_error"] == pytest.approx(float(error), rel=1e-4)
 
 
-def test_too_many_images_are_refused_where_they_are_known(home: Path) -> None:
+def test_more_images_than_available_are_refused(home: Path) -> None:
     few = {"samples": 11, "hold_out": 2, "snapshots": [4, 9]}
     said = "snapshots ends at 9, expected less than 9, .*without those of calibration.hold_out"
     rejects(said, load_recipe, written(home, few, MLP))
@@ -86,5 +86,7 @@ def test_too_many_images_are_refused_where_they_are_known(home: Path) -> None:
         ([3], {"effort": "standard"}, r"reduce.effort fits to the images themselves"),
     ],
 )
-def test_snapshots_ascend_and_are_of_fits_to_moments(snapshots: list[int], asked: Table, said: str, home: Path) -> None:
+def test_snapshots_must_ascend_and_need_fits_to_moments(
+    snapshots: list[int], asked: Table, said: str, home: Path
+) -> None:
     rejects(said, load_recipe, written(home, {"snapshots": snapshots}, {**MLP, **asked}))

@@ -96,7 +96,7 @@ def rescaled_and_not(name: str, how: str, share: float, **changes: Any) -> tuple
 @pytest.mark.slow("models")
 @pytest.mark.parametrize("how", ["open", "symmetric"])
 @pytest.mark.parametrize("name", FORMS)
-def test_every_convolution_has_the_dense_means_and_variances(name: str, how: str) -> None:
+def test_every_convolution_recovers_dense_means_and_variances(name: str, how: str) -> None:
     plain, rescaled = rescaled_and_not(name, how, 0.5)
     assert farthest(rescaled.model, checkpoint(name).model) < 1e-4
     assert farthest(plain.model, checkpoint(name).model) > 1e-2  # it can tell
@@ -106,14 +106,14 @@ def test_every_convolution_has_the_dense_means_and_variances(name: str, how: str
     assert not any("means and variances" in said for said in plain.decisions)
 
 
-def test_and_where_streams_have_lost_channels() -> None:
+def test_rescaling_works_with_narrowed_streams() -> None:
     name = "resnet18d"
     plain, rescaled = rescaled_and_not(name, "open", 0.5, residual_sparsity=0.5)
     assert farthest(rescaled.model, checkpoint(name).model) < 1e-4
     assert farthest(plain.model, checkpoint(name).model) > 1e-2
 
 
-def test_images_that_judge_are_not_rescaled_on() -> None:
+def test_rescaling_excludes_judging_images() -> None:
     own, source = checkpoint("resnet18d"), images_of("resnet18d", COUNT)
     fit, rest = (source.subset([*each]) for each in (range(32), range(32, COUNT)))
     taken, judging = (calibrate(own, each, batch_size=16) for each in (fit, rest))
@@ -125,7 +125,7 @@ def test_images_that_judge_are_not_rescaled_on() -> None:
 
 
 @pytest.mark.slow("models")
-def test_of_trained_weights_it_lowers_grails_error_by_half() -> None:
+def test_rescaling_halves_grails_error_on_trained_weights() -> None:
     own, source = digits()
     taken, unseen, grail = calibrate(own, source, batch_size=32), unseen_digits(), method("grail", 0.7)
     again = replace(grail, rescales=True)
@@ -156,7 +156,7 @@ class Halves(nn.Module):
 
 
 @pytest.mark.parametrize("how", ["open", "symmetric"])
-def test_what_is_lost_in_scale_alone_is_restored(how: str, tmp_path: Path) -> None:
+def test_pure_scale_loss_is_restored(how: str, tmp_path: Path) -> None:
     dense = written_by("tests.test_corp_rescaling.Halves")
     dense.model.eval().requires_grad_(False)
     source = tiny.opened(tmp_path / "images.npy", images(24, seed=1), dense.model)
@@ -180,13 +180,13 @@ def test_what_is_lost_in_scale_alone_is_restored(how: str, tmp_path: Path) -> No
     assert_saved_is_loaded(dense, again, tmp_path)
 
 
-def test_nothing_removed_stays() -> None:
+def test_full_width_is_unchanged() -> None:
     own, source = checkpoint("resnet50"), images_of("resnet50", COUNT)
     rescaled = reduce(own.model, moments("resnet50"), method("best", 0.0, rescales=True), images=source)
     assert error(rescaled.model, own.model, pixels(6)) < 1e-5
 
 
-def test_what_it_can_not_do_is_refused() -> None:
+def test_unsupported_rescaling_is_refused() -> None:
     own, source = checkpoint("resnet50"), images_of("resnet50", COUNT)
     rescaling = method("grail", 0.5, rescales=True)
     with pytest.raises(BadInput, match="--rescale takes means and variances on the calibration images"):
@@ -201,7 +201,7 @@ def test_what_it_can_not_do_is_refused() -> None:
 
 
 @pytest.mark.slow("models")
-def test_the_command_rescales(tmp_path: Path) -> None:
+def test_command_rescales(tmp_path: Path) -> None:
     own = checkpoint("resnet18d")
     save(own, tmp_path / "dense")
     np.save(tmp_path / "images.npy", pixels(COUNT).numpy())

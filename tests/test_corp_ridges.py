@@ -82,7 +82,7 @@ def share(fit: tuple[Tensor, Tensor], x_XF: Tensor, weight_OF: Tensor, kept: Ten
 
 @pytest.mark.parametrize("rank", [None, 9])
 @pytest.mark.parametrize("count", [13, 30, 4000])
-def test_the_strength_is_that_of_an_explicit_loop(count: int, rank: int | None) -> None:
+def test_ridge_equals_an_explicit_search(count: int, rank: int | None) -> None:
     """Few tokens, fewer than channels (singular moments), and many."""
     one, other = tokens_of(1, count, 20, rank), tokens_of(2, count + 3, 20, rank)
     layer = torch.randn(6, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
@@ -104,13 +104,13 @@ def test_the_strength_is_that_of_an_explicit_loop(count: int, rank: int | None) 
     assert choice.strength_whole == pytest.approx(max(choice.strength / 2, 1e-4))
 
 
-def test_ties_go_to_the_strongest() -> None:
+def test_ties_take_the_strongest_ridge() -> None:
     choice = choose_ridge((0, 0), RIDGES, lambda half, strength: strength, lambda fit, half: 1.0)
     assert choice.strength == max(RIDGES)
     assert ridges_from(0.05) == (0.05, 0.1, 0.3, 1.0, 3.0, 10.0)
 
 
-def test_every_site_takes_the_strength_that_its_halves_choose(moments: Moments) -> None:
+def test_every_site_uses_the_ridge_its_halves_choose(moments: Moments) -> None:
     dense, name = tiny.checkpoint().model, "blocks.1.attn.v"
     half: dict[str, Any] = {"mlp_sparsity": 0.5, "attention_sparsity": 0.5, "align_hidden": 8, "align_head": 8}
     method = method_from_preset("best", geometry="square", **half)
@@ -131,7 +131,7 @@ def test_every_site_takes_the_strength_that_its_halves_choose(moments: Moments) 
     assert fit.share_held_out == pytest.approx(min(errors.values()))
 
 
-def test_corps_maps_choose_theirs(moments: Moments) -> None:
+def test_corp_maps_choose_their_ridge(moments: Moments) -> None:
     dense, method = tiny.checkpoint().model, method_from_preset("corp", attention_sparsity=0.5, align_head=8)
     reduction = reduce(dense, moments, method)
     for report in reduction.sites:
@@ -143,7 +143,7 @@ def test_corps_maps_choose_theirs(moments: Moments) -> None:
 
 
 @pytest.mark.parametrize("preset", ["corp-v1", "grail"])
-def test_published_methods_stay_as_published(moments: Moments, preset: str) -> None:
+def test_published_methods_keep_their_ridge(moments: Moments, preset: str) -> None:
     attention = {} if preset in ("grail", "vbp") else {"attention_sparsity": 0.5, "align_head": 8}
     method = method_from_preset(preset, mlp_sparsity=0.5, align_hidden=8, **attention)
     with_groups = reduce(tiny.checkpoint().model, moments, method)
@@ -153,7 +153,7 @@ def test_published_methods_stay_as_published(moments: Moments, preset: str) -> N
         assert torch.equal(one, other)
 
 
-def test_full_width_stays_what_it_is(moments: Moments) -> None:
+def test_full_width_is_unchanged(moments: Moments) -> None:
     dense = tiny.checkpoint().model
     widths = {"blocks.0.mlp": 192, "blocks.0.attn.qk": 48, "blocks.0.attn.v": 48}
     method = method_from_preset("best", mlp_sparsity=0.0, attention_sparsity=0.0, align_hidden=8, align_head=8)
@@ -177,7 +177,7 @@ def test_more_groups_close_the_gap() -> None:
     assert from_splits(0.07, 0.06, groups=9, weights=8).more_groups is None
 
 
-def test_overfitting_is_told_where_groups_are(moments: Moments) -> None:
+def test_overfitting_is_reported_with_groups(moments: Moments) -> None:
     gap = overfitting(tiny.checkpoint().model, moments)
     assert gap is not None
     assert gap.groups == COUNT // CROPS
@@ -195,7 +195,7 @@ def words(tmp_path: Path) -> list[object]:
     return ["calibrate", *images, "-o", tmp_path / "m.safetensors", "--groups", tmp_path / "labels.json"]
 
 
-def test_a_reduction_tells_what_its_sites_lose_elsewhere_and_a_sweep_does(words: list[object], tmp_path: Path) -> None:
+def test_reduce_and_sweep_report_the_loss_on_the_other_half(words: list[object], tmp_path: Path) -> None:
     """The mean over sites of what fits to either half lose on both halves, a quarter of the gap on either side."""
     invoked(*words)
     images = words[3:5]
@@ -219,7 +219,7 @@ def test_a_reduction_tells_what_its_sites_lose_elsewhere_and_a_sweep_does(words:
     assert told in " ".join(swept.split())
 
 
-def test_the_command_takes_groups(words: list[object], tmp_path: Path) -> None:
+def test_command_accepts_groups(words: list[object], tmp_path: Path) -> None:
     gap = json.loads(invoked(*words, "--hold-out", 3, "--json").stdout)["overfitting"]
     assert gap["groups"] == COUNT // CROPS - 1
     held = load_moments(tmp_path / "m.held-out.safetensors")

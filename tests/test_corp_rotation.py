@@ -52,7 +52,7 @@ def spread(width: int, how: str) -> Tensor:
     return rows
 
 
-def test_the_rotation_is_sylvesters_matrix() -> None:
+def test_rotation_is_sylvesters_hadamard_matrix() -> None:
     for width in (2, 4, 16, 64):
         signs = [[(-1.0) ** (row & column).bit_count() for column in range(width)] for row in range(width)]
         expected = torch.tensor(signs, dtype=torch.float64) / width**0.5
@@ -63,7 +63,7 @@ def test_the_rotation_is_sylvesters_matrix() -> None:
 
 @pytest.mark.parametrize("how", ["random", "ill-conditioned", "singular"])
 @pytest.mark.parametrize("width", [1, 6, 8])
-def test_logits_and_outputs_stay(width: int, how: str) -> None:
+def test_rotation_preserves_logits_and_outputs(width: int, how: str) -> None:
     """Spelled out head by head; a width without such a matrix is left as it is."""
     q_HRD, k_HRD, v_HRD = (spread(width, how) * scale for scale in (1.0, 2.0, -1.0))
     x_XD = torch.randn(20, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -81,7 +81,7 @@ def test_logits_and_outputs_stay(width: int, how: str) -> None:
 
 
 @pytest.mark.parametrize("geometry", ["padded", "square"])
-def test_a_reduced_models_outputs_stay(geometry: str) -> None:
+def test_rotation_preserves_outputs_of_a_reduced_model(geometry: str) -> None:
     asked = method(geometry=geometry)
     plain = replace(asked, rotates=False)
     rotated, as_it_was = (reduce(tiny.checkpoint().model, moments(), each) for each in (asked, plain))
@@ -97,7 +97,7 @@ def test_a_reduced_models_outputs_stay(geometry: str) -> None:
     assert torch.equal(*projections) != values_too
 
 
-def test_a_closed_loop_fits_the_rotated_basis() -> None:
+def test_closed_loop_fits_the_rotated_basis() -> None:
     """Its last layer is fitted behind the rotation: the same model as without one."""
     asked = method(geometry="square", mlp_sparsity=0.5, align_hidden=8)
     models = [
@@ -109,7 +109,7 @@ def test_a_closed_loop_fits_the_rotated_basis() -> None:
 
 
 @pytest.mark.parametrize("kwargs", [{"num_heads": 1}, {"qk_norm": True}])
-def test_where_no_rotation_is_free_nothing_changes(kwargs: dict[str, Any]) -> None:
+def test_nothing_changes_without_a_free_rotation(kwargs: dict[str, Any]) -> None:
     """A width of 24, norms of queries and keys."""
     models = [
         reduce(tiny.checkpoint(**kwargs).model, moments(**kwargs), each).model.state_dict()
@@ -118,7 +118,7 @@ def test_where_no_rotation_is_free_nothing_changes(kwargs: dict[str, Any]) -> No
     assert all(models[0][name].equal(value) for name, value in models[1].items())
 
 
-def test_who_rotates() -> None:
+def test_rotating_presets_are_listed() -> None:
     assert [name for name, each in PRESETS.items() if each.rotates] == ["best"]
     assert MethodChoice(attn=0.5).method.rotates
     assert not MethodChoice(attn=0.5, rotate=False).method.rotates

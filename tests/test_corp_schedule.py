@@ -64,7 +64,7 @@ def curves(probe: Probe) -> MergeCurves:
 
 
 @pytest.mark.slow("models")
-def test_merging_loses_about_what_the_curves_say(probe: Probe, curves: MergeCurves) -> None:
+def test_merging_error_is_close_to_its_curve(probe: Probe, curves: MergeCurves) -> None:
     """First order against the merged model itself, which merges at one block alone."""
     assert (np.diff(curves.errors_LG, axis=1) >= 0.0).all()
     assert (curves.errors_LG[:, 0] == 0.0).all()
@@ -86,7 +86,7 @@ def test_merging_loses_about_what_the_curves_say(probe: Probe, curves: MergeCurv
 
 @pytest.mark.slow("models")
 @pytest.mark.parametrize("schedule", [(0, 0, 0, 0), (0, 4, 8, 8)])
-def test_costs_are_those_that_are_counted(probe: Probe, curves: MergeCurves, schedule: tuple[int, ...]) -> None:
+def test_predicted_costs_equal_the_count(probe: Probe, curves: MergeCurves, schedule: tuple[int, ...]) -> None:
     costs = merge_costs_in_macs(probe.model, curves)
     picks = [list(curves.amounts_G).index(amount) for amount in itertools.accumulate(schedule)]
     merged = traced_model.with_merging(probe.model, Merging(schedule=schedule))
@@ -102,7 +102,7 @@ def merging_at(tokens: int, amounts_G: Any, cost: float) -> Any:
     return merging_GG
 
 
-def test_a_schedule_on_the_hull_is_the_best_of_all() -> None:
+def test_schedule_on_the_hull_is_optimal() -> None:
     """Three blocks, every path by brute force: none that costs as little errs less."""
     random = np.random.default_rng(0)
     amounts_G = np.arange(0, 17, 4)
@@ -144,7 +144,7 @@ def free_merging(tokens: int, blocks: int) -> tuple[MergeCurves, MergeCosts]:
 
 
 @pytest.mark.parametrize("share", [0.8, 0.6, 0.5, 0.4])
-def test_plain_schedules_reach_small_budgets_and_end_where_tokens_do(share: float) -> None:
+def test_plain_schedules_reach_small_budgets(share: float) -> None:
     """Of 257 tokens in 12 blocks, as at 224 pixels: 20 and more a block, and growing to more than 36."""
     curves, costs = free_merging(257, 12)
     for shape in shapes(12)[1:]:
@@ -181,9 +181,7 @@ def planned(probe: Probe) -> JointPlanner:
 
 @pytest.mark.slow("models")
 @pytest.mark.parametrize("share", [0.9, 0.8, 0.7, 0.6, 0.5])
-def test_a_budget_counts_merging_and_widths_and_loses_no_more_than_either_alone(
-    planned: JointPlanner, share: float
-) -> None:
+def test_joint_budget_is_no_worse_than_merging_or_widths_alone(planned: JointPlanner, share: float) -> None:
     probe, ranked, dense = planned.probe, planned.ranked(share), dense_cost(planned.probe.model, "macs")
     for way in ranked[:3]:
         reduced = reduce(probe.model, probe.moments, probe.method, widths=way.widths).model
@@ -199,7 +197,7 @@ def test_a_budget_counts_merging_and_widths_and_loses_no_more_than_either_alone(
 
 @pytest.mark.slow("models")
 @pytest.mark.parametrize("about", [1.0, ABOUT, 100.0])
-def test_of_schedules_about_as_good_the_plain_one_that_merges_latest_is_taken(
+def test_near_ties_prefer_late_plain_schedule(
     planned: JointPlanner, about: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(joint_planner, "ABOUT", about)
@@ -229,7 +227,7 @@ def test_of_schedules_about_as_good_the_plain_one_that_merges_latest_is_taken(
         ({}, {"class_token": False, "global_pool": "avg"}, ()),
     ],
 )
-def test_the_class_tokens_attention_is_tried_beside_the_default(
+def test_attended_metric_is_tried_beside_the_default(
     chosen: dict[str, Any], model: dict[str, Any], expected: tuple[str, ...]
 ) -> None:
     asked = ReduceOptions(merge_tokens="auto", macs=0.8, **chosen)
@@ -242,9 +240,7 @@ def asked(probe: Probe, merge_tokens: str, **options: Any) -> ReductionRequest:
 
 
 @pytest.mark.slow("models")
-def test_auto_is_carried_out_within_its_budget_and_refused_without_one(
-    probe: Probe, given: tuple[Checkpoint, Images]
-) -> None:
+def test_auto_merging_needs_and_keeps_a_budget(probe: Probe, given: tuple[Checkpoint, Images]) -> None:
     dense, images = given
     for loop in (None, "asymmetric"):
         looped = asked(probe, "auto", macs=0.6, closed_loop=loop)
@@ -262,7 +258,7 @@ def test_auto_is_carried_out_within_its_budget_and_refused_without_one(
 
 
 @pytest.mark.slow("models")
-def test_a_budget_with_a_schedule_is_of_the_whole(probe: Probe, given: tuple[Checkpoint, Images]) -> None:
+def test_budget_with_a_schedule_covers_the_whole_model(probe: Probe, given: tuple[Checkpoint, Images]) -> None:
     dense, images = given
     reduction, planned = reduce_as_asked(dense, probe.moments, asked(probe, "4", macs=0.6), images=images)
     merging = traced_model.merging_of(reduction.model)

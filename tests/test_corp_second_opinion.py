@@ -63,7 +63,7 @@ def lines_of(home: Path, place: int) -> tuple[str, list[str]]:
 
 
 @pytest.mark.slow("graph")
-def test_inputs_and_golden_answers_are_those_of_the_proof(home: Path) -> None:
+def test_inputs_and_golden_outputs_equal_those_of_the_proof(home: Path) -> None:
     pixels = np.load(home / "images.npy")
     fed = polygraphy_json.load_json(str(home / "p" / "1-fp32.inputs.json"))
     (name,) = fed[0]
@@ -81,7 +81,7 @@ def test_inputs_and_golden_answers_are_those_of_the_proof(home: Path) -> None:
 
 
 @pytest.mark.parametrize("place", [0, 1])
-def test_the_printed_line_passes_in_their_tool(home: Path, place: int) -> None:
+def test_printed_polygraphy_command_passes(home: Path, place: int) -> None:
     line, _ = lines_of(home, place)
     assert line in (home / "printed.txt").read_text()
     code, told = polygraphy(line, home / "p")
@@ -90,7 +90,7 @@ def test_the_printed_line_passes_in_their_tool(home: Path, place: int) -> None:
 
 
 @pytest.mark.slow("models")
-def test_a_damaged_graph_fails_there_and_inside(home: Path) -> None:
+def test_damaged_graph_fails_in_both_tools(home: Path) -> None:
     model = onnx.load(str(home / "fp32.onnx"))
     weight = [each for each in model.graph.initializer if len(each.dims) == 2][-1]
     values = numpy_helper.to_array(weight).copy()
@@ -110,7 +110,7 @@ def test_a_damaged_graph_fails_there_and_inside(home: Path) -> None:
     assert len(onnx.load(str(home / "p" / "1-fp32.smallest.onnx")).graph.node) < len(model.graph.node)
 
 
-def test_what_it_cannot_write_is_refused_before_the_proof(home: Path, tmp_path: Path) -> None:
+def test_unwritable_second_opinion_is_refused_before_the_proof(home: Path, tmp_path: Path) -> None:
     shutil.copytree(home / "dense", tmp_path / "reduced")
     words = ("--images", home / "images.npy", "-o", tmp_path / "parity.json", "--polygraphy", tmp_path / "p")
     said = invoked("verify", home / "dense", tmp_path / "reduced", *words, code=2).stderr
@@ -121,7 +121,7 @@ def test_what_it_cannot_write_is_refused_before_the_proof(home: Path, tmp_path: 
     assert not (tmp_path / "p").exists()
 
 
-def test_without_polygraphy_the_remedy_is_said(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_polygraphy_names_the_package(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "polygraphy.json", None)
     words = ("--images", home / "images.npy", "-o", tmp_path / "parity.json", "--polygraphy", tmp_path / "p")
     said = invoked("verify", home / "dense", home / "fp32.onnx", *words, code=4).stderr

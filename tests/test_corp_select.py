@@ -27,7 +27,7 @@ def layer(channels: int, outputs: int, tokens: int, *, seed: int = 0, rank: int 
     return torch.nn.functional.gelu(hidden), weight
 
 
-def test_scores_of_rows_are_their_formulas() -> None:
+def test_row_scores_equal_their_formulas() -> None:
     w = layer(11, 5, 300)[1].numpy()
     first = torch.from_numpy(w.T.copy())  # any rows will do
     np.testing.assert_allclose(select.producer(first, 1), [sum(abs(v) for v in row) for row in w.T], rtol=1e-12)
@@ -66,7 +66,7 @@ def test_obs_equals_plain_greedy(block: int, tokens: int, rank: int | None) -> N
     assert_errors(result, cov, weight, 1, every=16)
 
 
-def test_constant_and_unread_channels_go_first_for_nothing() -> None:
+def test_constant_and_unread_channels_are_removed_first_without_loss() -> None:
     samples, weight = layer(30, 6, 400)
     samples[:, 7], samples[:, 21] = 3.5, 0.0
     weight[:, 12] = 0.0
@@ -78,7 +78,7 @@ def test_constant_and_unread_channels_go_first_for_nothing() -> None:
 
 
 @pytest.mark.parametrize("ridge_rel", [0.0, 1e-12, 1e-4])
-def test_singular_covariance_is_eliminated_down_to_its_rank_for_next_to_nothing(ridge_rel: float) -> None:
+def test_singular_covariance_is_eliminated_to_its_rank_almost_without_loss(ridge_rel: float) -> None:
     generator = torch.Generator().manual_seed(5)
     source = torch.randn(300, 8, generator=generator, dtype=torch.float64)
     samples = source @ torch.randn(8, 32, generator=generator, dtype=torch.float64)
@@ -89,7 +89,7 @@ def test_singular_covariance_is_eliminated_down_to_its_rank_for_next_to_nothing(
     assert result.error_at(7) > result.error_at(8)
 
 
-def test_nothing_varies_at_all_or_nothing_goes() -> None:
+def test_constant_inputs_and_full_width_are_handled() -> None:
     nothing, ones = torch.zeros(5, 5, dtype=torch.float64), torch.ones(2, 5, dtype=torch.float64)
     result = obs(nothing, ones, ridge_rel=1e-4)
     assert result.order_F.tolist() == [0, 1, 2, 3, 4]
@@ -113,7 +113,7 @@ def test_elimination_refuses_impossible_widths() -> None:
 
 @given(seed=st.integers(0, 10_000), width=st.integers(2, 10))
 @settings(max_examples=25, deadline=None)
-def test_swap_ends_where_no_exchange_helps_and_knows_its_loss(seed: int, width: int) -> None:
+def test_swap_ends_at_a_local_optimum_with_its_exact_loss(seed: int, width: int) -> None:
     samples, weight = layer(12, 3, 60, seed=seed)
     cov = covariance_of(samples)
     ridge = 1e-3 * float(cov.diagonal().mean())
@@ -128,7 +128,7 @@ def test_swap_ends_where_no_exchange_helps_and_knows_its_loss(seed: int, width: 
         assert ridge_loss(cov, weight, exchanged, ridge) >= result.error * (1.0 - 2e-6)
 
 
-def test_swap_undoes_a_bad_choice_and_leaves_dead_channels_out() -> None:
+def test_swap_corrects_a_bad_choice_and_excludes_dead_channels() -> None:
     samples, weight = layer(60, 8, 800)
     samples[:, :3] = 1.0
     cov = covariance_of(samples)
@@ -200,7 +200,7 @@ def test_elimination_is_greedy_over_all_readers(seed: int, taps: list[int], part
     assert torch.allclose(eliminated.error_F, torch.tensor(errors, dtype=torch.float64), rtol=1e-6)
 
 
-def test_a_channel_that_others_are_made_of_goes_first() -> None:
+def test_redundant_channel_is_removed_first() -> None:
     """Of singular statistics: the copy costs nothing where every reader sees it as one."""
     base = torch.randn(50, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     x_NC = torch.cat([base, 2.0 * base[:, :2]], dim=1)
@@ -210,7 +210,7 @@ def test_a_channel_that_others_are_made_of_goes_first() -> None:
     assert float(eliminated.error_F[1]) < 1e-6 < 1e-3 < float(eliminated.error_F[2])
 
 
-def test_readers_that_nothing_reaches_have_no_say() -> None:
+def test_readers_with_zero_inputs_are_ignored() -> None:
     covariance = torch.eye(4, dtype=torch.float64)
     weight = torch.diag(torch.tensor([3.0, 1.0, 2.0, 4.0], dtype=torch.float64))
     silent = torch.zeros(4, 4, dtype=torch.float64)
@@ -297,7 +297,7 @@ def assert_errors(result: Elimination, cov: Tensor, weight: Tensor, taps: int, *
 
 @pytest.mark.parametrize(("channels", "taps", "places", "rank"), [(8, 4, 300, None), (12, 9, 60, None), (9, 4, 300, 5)])
 @pytest.mark.parametrize("outputs", [2, 10])
-def test_every_step_is_that_of_explicit_inverses(
+def test_every_step_equals_explicit_inverses(
     channels: int, taps: int, places: int, rank: int | None, outputs: int
 ) -> None:
     """Full rank, fewer places than columns, and a nearly flat input; few outputs and many."""
@@ -309,7 +309,7 @@ def test_every_step_is_that_of_explicit_inverses(
     assert_errors(result, cov, weight, taps)
 
 
-def test_many_removals_between_two_formings() -> None:
+def test_blocked_removals_equal_single_ones() -> None:
     """Wide enough for late removals to be applied, matrices to shrink and to be formed anew, several times."""
     u, weight = patches_of(72, 4, 2000, seed=2), weight_of(6, 288)
     cov = covariance_of(u)
@@ -318,7 +318,7 @@ def test_many_removals_between_two_formings() -> None:
     assert_errors(result, cov, weight, 4, every=9)
 
 
-def test_one_tap_is_obs() -> None:
+def test_one_by_one_convolution_equals_obs() -> None:
     u, weight = patches_of(60, 1, 500), weight_of(5, 60)
     cov = covariance_of(u)
     alone = obs(cov, weight, ridge_rel=1e-3)
@@ -329,7 +329,7 @@ def test_one_tap_is_obs() -> None:
 
 @pytest.mark.parametrize("taps", [1, 4])
 @pytest.mark.parametrize("places", [20, 400])
-def test_groups_lose_a_channel_each_in_every_round(taps: int, places: int) -> None:
+def test_every_group_loses_one_channel_per_round(taps: int, places: int) -> None:
     u, weight = patches_of(12, taps, places, seed=3), weight_of(5, 12 * taps)
     group = [0, 1, 2, 2, 1, 0, 0, 1, 2, 0, 1, 2]
     cov = covariance_of(u)
@@ -342,7 +342,7 @@ def test_groups_lose_a_channel_each_in_every_round(taps: int, places: int) -> No
         assert sorted(group[channel] for channel in kept) == sorted([0, 1, 2] * (width // 3))
 
 
-def test_separate_eliminations_are_joined_round_by_round() -> None:
+def test_grouped_elimination_joins_separate_ones_by_round() -> None:
     """A convolution in groups: its covariance and its weights are block diagonal."""
     parts = [(covariance_of(patches_of(5, 4, 300, seed=seed)), weight_of(3, 20, seed=seed)) for seed in (6, 7, 8)]
     alone = [eliminate_blocks(cov, weight, 4, ridge_rel=1e-3) for cov, weight in parts]
@@ -358,7 +358,7 @@ def test_separate_eliminations_are_joined_round_by_round() -> None:
 
 
 @pytest.mark.parametrize("taps", [1, 4])
-def test_dead_channels_leave_first_by_index_and_cost_nothing(taps: int) -> None:
+def test_dead_channels_are_removed_first_by_index_without_loss(taps: int) -> None:
     """Constants, and channels that nothing reads; in rounds they are the first of their groups."""
     u, weight = patches_of(8, taps, 300, seed=10), weight_of(3, 8 * taps)
     weight[:, 5 * taps : 6 * taps] = 0.0
@@ -375,7 +375,7 @@ def test_dead_channels_leave_first_by_index_and_cost_nothing(taps: int) -> None:
     assert rounds.error_F[2] == 0.0
 
 
-def test_where_nothing_varies_channels_leave_in_rounds_at_no_cost() -> None:
+def test_constant_channels_are_removed_in_rounds_without_loss() -> None:
     zeros, weight = torch.zeros(16, 16, dtype=torch.float64), weight_of(2, 16)
     result = eliminate_blocks(zeros, weight, 4, ridge_rel=1e-3)
     assert (result.order_F.tolist(), result.error_F.tolist(), result.ridge) == ([0, 1, 2, 3], [0.0] * 4, 0.0)
@@ -384,7 +384,7 @@ def test_where_nothing_varies_channels_leave_in_rounds_at_no_cost() -> None:
 
 
 @pytest.mark.parametrize("places", [30, 1000])
-def test_singular_patches_with_next_to_no_ridge(places: int) -> None:
+def test_singular_patches_with_a_minimal_ridge_stay_accurate(places: int) -> None:
     """More columns than places, and a ridge at the floor: only matrices formed anew keep the errors right."""
     u, weight = patches_of(40, 9, places, seed=12, rank=36), weight_of(8, 360)
     cov = covariance_of(u)

@@ -64,7 +64,7 @@ def by_hand(directory: Path, ids: NDArray[np.int64], sizes: tuple[int, int, int]
 
 
 @pytest.mark.parametrize("name", [*KINDS, *NARROWED])
-def test_the_graph_says_what_transformers_says(home: Path, name: str) -> None:
+def test_graph_equals_transformers(home: Path, name: str) -> None:
     """At once, token by token and in fours with the cache; longer than the window of the one that has one."""
     import transformers
 
@@ -85,7 +85,7 @@ def test_the_graph_says_what_transformers_says(home: Path, name: str) -> None:
     assert np.abs(at_once - expected).max() < 1e-4
 
 
-def test_a_step_is_timed_behind_a_cache(home: Path) -> None:
+def test_step_is_timed_with_a_filled_cache(home: Path) -> None:
     """What a timed call gives are the logits of the last token, however often it is called."""
     graph = graph_of_directory(home / "onnx" / "llama")
     ids = decoders.ids(3, 20).numpy()
@@ -99,7 +99,7 @@ def test_a_step_is_timed_behind_a_cache(home: Path) -> None:
         assert np.abs(answer - every[:, -1:]).max() < 1e-5
 
 
-def test_export_tells_the_cache(home: Path, tmp_path: Path) -> None:
+def test_export_reports_the_cache_size(home: Path, tmp_path: Path) -> None:
     """Half of the groups is half of the cache: 2 x layers x groups x head x 4 bytes a token."""
     words = ("--baseline", home / "llama", "--length", 100, "--batch", 3, "--json", "-q")
     told = json.loads(invoked("export-decoder", home / "llama-narrow", "-o", tmp_path / "g", *words).stdout)
@@ -118,7 +118,7 @@ def test_export_tells_the_cache(home: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("precision", "most", "value_bytes"), [("int8", 0.1, 4), ("fp16", 0.01, 2)])
-def test_other_precisions_are_measured(
+def test_other_precisions_are_exported_and_measured(
     home: Path, tmp_path: Path, precision: str, most: float, value_bytes: int
 ) -> None:
     invoked("export-decoder", home / "llama", "-o", tmp_path / "g", "--precision", precision, "-q")
@@ -131,14 +131,14 @@ def test_other_precisions_are_measured(
     assert json.loads(invoked(*words, "--max-error", 1e-6, code=1).stdout)["links"][0]["status"] == "FAIL"
 
 
-def test_what_a_cpu_has_no_kernel_for(home: Path, tmp_path: Path) -> None:
+def test_precisions_without_a_cpu_kernel_are_refused(home: Path, tmp_path: Path) -> None:
     """Norms of queries and keys are inside of FP16's attention."""
     invoked("export-decoder", home / "qwen3", "-o", tmp_path / "g", "--precision", "fp16", "-q")
     told = invoked("verify", "--random", 2, home / "qwen3", tmp_path / "g", "-o", tmp_path / "p.json", code=2).stderr
     assert "a graph in fp16 is for provider cuda" in told
 
 
-def test_verify_finds_what_is_wrong(home: Path, tmp_path: Path) -> None:
+def test_verify_finds_wrong_weights_and_positions(home: Path, tmp_path: Path) -> None:
     """A graph of the same widths and other weights; positions that turn at another pace are found too."""
     graph, sequences = home / "onnx" / "llama", ("verify", "--random", 2)
     words = (graph, "-o", tmp_path / "p.json", "--length", 16, "--json", "-q")
@@ -155,7 +155,7 @@ def test_verify_finds_what_is_wrong(home: Path, tmp_path: Path) -> None:
     refuses("65 tokens", *sequences, home / "llama", *words[:3], "--length", 65)
 
 
-def test_bench_times_both(home: Path, tmp_path: Path) -> None:
+def test_bench_times_dense_and_reduced(home: Path, tmp_path: Path) -> None:
     """Every length and batch has both, in turns, from graphs and from plain directories alike."""
     words = (home / "onnx" / "llama", home / "llama-narrow", "--length", 4, "--batch", 2, "--cached", 16)
     told = json.loads(invoked("bench", *words, *QUICK, "-o", tmp_path / "b.json", "--json", "-q").stdout)
@@ -192,7 +192,9 @@ def test_bench_times_both(home: Path, tmp_path: Path) -> None:
         ("bench {graph} {graph} --provider cuda --cached 8 --length 8 -o {out}", {}, "fp16"),
     ],
 )
-def test_what_is_refused(home: Path, tmp_path: Path, command: str, changes: Mapping[str, Any], said: str) -> None:
+def test_invalid_calls_are_refused(
+    home: Path, tmp_path: Path, command: str, changes: Mapping[str, Any], said: str
+) -> None:
     changed, out = tmp_path / "changed", tmp_path / "out"
     shutil.copytree(home / "llama", changed)
     config = json.loads((changed / "config.json").read_text()) | changes
@@ -204,7 +206,7 @@ def test_what_is_refused(home: Path, tmp_path: Path, command: str, changes: Mapp
     assert not out.exists()
 
 
-def test_what_the_builder_cannot_do_is_told(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_graphs_are_reported(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is left of a graph that failed, and what stood there stays."""
     out = tmp_path / "out"
     invoked("export-decoder", home / "llama", "-o", out, "-q")
@@ -222,13 +224,13 @@ def test_what_the_builder_cannot_do_is_told(home: Path, tmp_path: Path, monkeypa
     assert not (tmp_path / "new").exists()
 
 
-def test_without_the_package(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_is_named(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime_genai", None)
     told = invoked("export-decoder", home / "llama", "-o", tmp_path / "out", code=4).stderr
     assert "install the extra `genai`" in told
 
 
-def test_settings_that_contradict_the_graph(home: Path, tmp_path: Path) -> None:
+def test_settings_that_contradict_the_graph_are_refused(home: Path, tmp_path: Path) -> None:
     shutil.copytree(home / "onnx" / "llama", tmp_path, dirs_exist_ok=True)
     settings = json.loads((tmp_path / "genai_config.json").read_text())
     for entry, value, said in (
@@ -247,7 +249,7 @@ def opened(directory: Path) -> DecoderRunner:
     return DecoderRunner(graph.path, graph.cache, 4).__enter__()
 
 
-def test_a_cache_by_hand() -> None:
+def test_cache_size_equals_a_computation_by_hand() -> None:
     """Llama-2-7B in half precision: 32 layers, 32 groups of 128, 512 KiB a token."""
     cache = KvCache(layers=32, groups=32, head=128, value_bytes=2)
     assert cache.token_bytes == 524_288

@@ -47,13 +47,13 @@ def core(wheel: Path) -> bytes:
 
 
 @pytest.mark.slow("process")
-def test_the_wheel_of_the_source_distribution_is_that_of_the_tree(scratch: Path, wheel: Path) -> None:
+def test_wheel_from_the_sdist_equals_that_of_the_tree(scratch: Path, wheel: Path) -> None:
     again = scratch / "of-sdist" / wheel.name
     assert sha256_of_file(again) == sha256_of_file(wheel)
 
 
 @pytest.mark.slow("process")
-def test_another_wheel_from_the_source_distribution_is_refused(
+def test_different_wheel_from_the_sdist_is_refused(
     tmp_path: Path, scratch: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def built(source: Path, into: Path, _: int) -> Path:
@@ -67,7 +67,7 @@ def test_another_wheel_from_the_source_distribution_is_refused(
 
 
 @pytest.mark.slow("process")
-def test_the_source_distribution_holds_the_commit_and_says_nothing_of_who_packed_it(scratch: Path) -> None:
+def test_sdist_contains_the_commit_and_no_packer(scratch: Path) -> None:
     with tarfile.open(scratch / f"{STEM}.tar.gz") as archive:
         members = {member.name.removeprefix(f"{STEM}/"): member for member in archive}
     assert members.keys() == {"PKG-INFO", *tracked()}
@@ -81,7 +81,7 @@ def test_the_source_distribution_holds_the_commit_and_says_nothing_of_who_packed
 
 
 @pytest.mark.slow("process")
-def test_the_source_distribution_has_the_same_bytes_again(tmp_path: Path, scratch: Path, wheel: Path) -> None:
+def test_sdist_is_reproducible(tmp_path: Path, scratch: Path, wheel: Path) -> None:
     first = scratch / f"{STEM}.tar.gz"
     time.sleep(max(0.0, 1.1 - (time.time() - first.stat().st_mtime)))  # times in a tar have steps of a second
     assert sdist.write_sdist(wheel, tmp_path, EPOCH).read_bytes() == first.read_bytes()
@@ -89,7 +89,7 @@ def test_the_source_distribution_has_the_same_bytes_again(tmp_path: Path, scratc
 
 
 @pytest.mark.slow("process")
-def test_the_metadata_are_valid_and_say_what_was_promised(core: bytes) -> None:
+def test_metadata_is_valid_and_complete(core: bytes) -> None:
     said = Metadata.from_email(core, validate=True)
     assert (said.name, str(said.version), str(said.license_expression)) == ("corp-deploy", __version__, "Apache-2.0")
     assert set(said.license_files or ()) == {"LICENSE"}
@@ -104,7 +104,7 @@ def test_the_metadata_are_valid_and_say_what_was_promised(core: bytes) -> None:
 
 
 @pytest.mark.slow("process")
-def test_the_floors_are_those_that_doctor_knows(core: bytes) -> None:
+def test_lower_bounds_equal_those_of_doctor(core: bytes) -> None:
     used = floors.floors(floors.requirements(core, *floors.extras(core) - floors.DEVELOPING))
     assert used == dict(machine.FLOORS)
     held = {each.name: each for each in map(Requirement, floors.constraints(core).splitlines())}
@@ -115,7 +115,7 @@ def test_the_floors_are_those_that_doctor_knows(core: bytes) -> None:
     assert not floors.LINTERS & held.keys()
 
 
-def test_a_requirement_without_one_lower_bound_has_no_floor() -> None:
+def test_requirement_without_a_single_lower_bound_is_refused() -> None:
     assert floors.floors([Requirement("A.b>=1.2; python_version > '3'"), Requirement("a-b>=1.2")]) == {"a-b": "1.2"}
     for line in ("a", "a==1", "a>=1,<2", "a~=1.0"):
         with pytest.raises(click.ClickException, match="a: expected one lower bound"):
@@ -124,7 +124,7 @@ def test_a_requirement_without_one_lower_bound_has_no_floor() -> None:
         floors.floors([Requirement("a>=1"), Requirement("A>=2")])
 
 
-def test_requirements_are_those_of_the_extras_that_were_asked_for() -> None:
+def test_requirements_follow_the_requested_extras() -> None:
     core = b"""Metadata-Version: 2.4
 Name: some
 Version: 1
@@ -137,12 +137,12 @@ Requires-Dist: elsewhere>=3; sys_platform == "no such" and extra == "x"
     assert [each.name for each in floors.requirements(core, "x")] == ["always", "of-x"]
 
 
-def test_the_steps_end_at_the_first_that_fails(tmp_path: Path) -> None:
+def test_steps_end_at_the_first_failure(tmp_path: Path) -> None:
     *_, done = installs.run({"well": ["true"], "badly": ["sh", "-c", "exit 3"], "never": ["true"]}, tmp_path)
     assert [(each["step"], each["exit_code"]) for each in done] == [("well", 0), ("badly", 3)]
 
 
-def test_an_outcome_counts_what_pytest_wrote(tmp_path: Path) -> None:
+def test_outcome_counts_pytests_report(tmp_path: Path) -> None:
     cases = "".join(
         f'<testcase classname="tests.test_a" name="{name}">{inside}</testcase>'
         for name, inside in (("good", ""), ("bad", "<failure/>"), ("broken", "<error/>"), ("left", "<skipped/>"))
@@ -157,7 +157,7 @@ def test_an_outcome_counts_what_pytest_wrote(tmp_path: Path) -> None:
     }
 
 
-def test_the_lowest_and_the_highest_versions_ran_the_demo_and_passed() -> None:
+def test_recorded_lowest_and_highest_versions_passed() -> None:
     record = json.loads(installs.RECORD.read_text())
     assert record["kind"] == installs.KIND
     for name, part in record["environments"].items():

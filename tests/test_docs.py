@@ -31,19 +31,19 @@ def unrun() -> list[tuple[str, list[str]]]:
     return found
 
 
-def test_there_are_such_commands() -> None:
+def test_documented_commands_exist() -> None:
     assert {"bench", "export", "gate", "verify"} <= {words[0] for page, words in unrun() if page == TYPED_GRAPHS.name}
 
 
 @pytest.mark.parametrize(("page", "words"), unrun(), ids=lambda each: " ".join(each)[:70] if each else "")
-def test_a_command_parses(page: str, words: list[str]) -> None:
+def test_documented_commands_parse(page: str, words: list[str]) -> None:
     name, command, rest = main.resolve_command(click.Context(main), words)
     some(command).make_context(name, rest)  # raises what a wrong option or value is refused with
     if name == "gate":
         assert all(rule_from_text(rule) for option, rule in pairwise(words) if option == "--fail-if")
 
 
-def test_every_option_stands_on_a_page_that_somebody_wrote() -> None:
+def test_every_option_appears_on_a_written_page() -> None:
     text = "".join(page.read_text(encoding="utf-8") for page in pages())
     without = [
         f"{name} {option.opts[0]}"
@@ -55,7 +55,7 @@ def test_every_option_stands_on_a_page_that_somebody_wrote() -> None:
     assert not without, without
 
 
-def test_options_that_the_page_names_are_options() -> None:
+def test_options_named_on_a_page_exist() -> None:
     text = TYPED_GRAPHS.read_text()
     ours = {option for command in main.commands.values() for each in command.params for option in each.opts}
     right = re.findall(r"\|([^|\n]*)\|\n", text)
@@ -64,7 +64,7 @@ def test_options_that_the_page_names_are_options() -> None:
     assert named <= ours
 
 
-def test_the_flags_that_are_said_to_be_gone_are_gone() -> None:
+def test_removed_flags_are_absent() -> None:
     if importlib.util.find_spec("tensorrt_rtx") is None:
         pytest.skip("tensorrt-rtx, which has TensorRT 11's object model, is not installed")
     import tensorrt_rtx
@@ -74,7 +74,7 @@ def test_the_flags_that_are_said_to_be_gone_are_gone() -> None:
     assert {"VERSION_COMPATIBLE", "SPARSE_WEIGHTS"} <= set(tensorrt_rtx.BuilderFlag.__members__)
 
 
-def test_the_record_of_fusion_breaks_shows_what_the_page_says() -> None:
+def test_page_quotes_the_record_of_fusion_breaks() -> None:
     import json
 
     record = json.loads((ROOT / "benchmarks" / "results" / "break_fusion.json").read_text())

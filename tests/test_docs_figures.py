@@ -191,7 +191,7 @@ QUOTED = {
 
 
 @pytest.mark.parametrize("page", QUOTED)
-def test_a_page_quotes_its_records(page: str) -> None:
+def test_pages_quote_their_records(page: str) -> None:
     text = re.sub(r"\s+", " ", (DOCS / page).read_text(encoding="utf-8"))
     missing = [said for quoted in QUOTED[page] for said in quoted() if said not in text]
     assert not missing, f"{page} says otherwise than its records: {missing}"

@@ -142,14 +142,14 @@ PREPARED: Mapping[str, Callable[[Path], None]] = {
 
 @pytest.mark.slow("graph", "engine", "process")
 @pytest.mark.parametrize("page", [of_tier(page) for page in FOLLOWED])
-def test_a_page_does_what_it_says(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_commands_run_as_written(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     digits(tmp_path)
     if (prepare := PREPARED.get(page.relative_to(DOCS).as_posix())) is not None:
         prepare(tmp_path)
     follow(page, tmp_path, monkeypatch)
 
 
-def test_ci_follows_each_command_on_a_page() -> None:
+def test_ci_runs_each_documented_command() -> None:
     """No page that CI follows runs those that depend on the machine or that only tables name."""
     assert set(DAILY) <= {page.relative_to(DOCS).as_posix() for page in FOLLOWED}
     followed = "\n".join(page.read_text() for page in (ROOT / "README.md", *(DOCS / name for name in DAILY)))
@@ -157,7 +157,7 @@ def test_ci_follows_each_command_on_a_page() -> None:
     assert absent == {"bench compare", "demo", "doctor", "doctor completion"}
 
 
-def test_blocks_are_of_a_kind_that_is_looked_at() -> None:
+def test_code_blocks_have_a_tested_language() -> None:
     """A command in a block of another kind would be run by nobody."""
     kinds = {"console", "python", "toml", "json", "yaml", "sh", "text", "mermaid", "xml"}
     for page in pages():
@@ -169,11 +169,11 @@ def test_blocks_are_of_a_kind_that_is_looked_at() -> None:
         assert len(fences) == 2 * len(blocks(page)), f"{page.name}: a fence without a kind or an end"
 
 
-def test_pages_that_are_prepared_are_there() -> None:
+def test_prepared_pages_exist() -> None:
     assert all((DOCS / page).is_file() for page in PREPARED)
 
 
-def test_every_option_that_a_page_names_is_one() -> None:
+def test_options_in_running_text_exist() -> None:
     """In running text too."""
     ours = {
         option
@@ -193,7 +193,7 @@ def test_every_option_that_a_page_names_is_one() -> None:
         assert named <= ours | others, (page.name, named - ours - others)
 
 
-def test_pictures_are_shown(tmp_path: Path) -> None:
+def test_every_picture_is_shown_and_exists(tmp_path: Path) -> None:
     """No picture that no page shows, none shown that isn't there."""
     shown = {name for page in pages() for name in re.findall(r"pictures/([\w.-]+)", page.read_text())}
     shown |= set(re.findall(r"docs/pictures/([\w.-]+)", (ROOT / "README.md").read_text()))
@@ -201,7 +201,7 @@ def test_pictures_are_shown(tmp_path: Path) -> None:
     assert shown == there
 
 
-def test_what_is_shown_has_to_be_printed() -> None:
+def test_shown_output_must_be_printed() -> None:
     printed = (
         "reading ━━━ 3/3\n┃ site         ┃ lost    ┃\n│ blocks.0.mlp │ 3.1e-03 │\n│ blocks.1.mlp │ 0.24    │\n"
         "│              │ by far  │\nwarning: 12 of\n  64 images, sha256 9f5ba9a44e942808, tool 1.7.1\n"
@@ -224,7 +224,7 @@ def test_what_is_shown_has_to_be_printed() -> None:
     assert lacking("│ blocks.3.mlp │ 0.31 │", printed, varies=True)
 
 
-def test_the_page_on_python_shows_every_line_of_the_worked_example() -> None:
+def test_python_page_shows_the_worked_example() -> None:
     shown = (DOCS / "how-to" / "python.md").read_text(encoding="utf-8")
     for line in (ROOT / "examples" / "worked.py").read_text(encoding="utf-8").splitlines():
         assert line.startswith("# %%") or line.removeprefix("# ") in shown, line

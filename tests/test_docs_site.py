@@ -41,7 +41,7 @@ def text_of(page: Path) -> str:
 
 @pytest.mark.nightly
 @pytest.mark.slow("process")
-def test_every_link_of_the_site_leads_somewhere(site: Path) -> None:
+def test_site_links_resolve(site: Path) -> None:
     built = sorted(site.rglob("*.html"))
     assert len(built) > 15
     ids = {page: set(re.findall(r'\bid="([^"]+)"', text_of(page))) for page in built}
@@ -59,7 +59,7 @@ def test_every_link_of_the_site_leads_somewhere(site: Path) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.slow("process")
-def test_the_site_asks_no_other_host_and_leads_to_others_by_https(site: Path) -> None:
+def test_site_loads_nothing_external_and_links_by_https(site: Path) -> None:
     for page in site.rglob("*.html"):
         for tag in re.findall(r"<(?:script|link|img|iframe)\b[^>]*>", text_of(page)):
             assert not re.search(r'\b(?:src|href)="(?:https?:)?//', tag), (page.name, tag)
@@ -69,7 +69,7 @@ def test_the_site_asks_no_other_host_and_leads_to_others_by_https(site: Path) ->
 
 @pytest.mark.nightly
 @pytest.mark.slow("process")
-def test_every_option_of_every_command_is_shown(site: Path) -> None:
+def test_site_shows_every_option_of_every_command(site: Path) -> None:
     built = {page: html.unescape(text_of(page)) for page in (site / "reference" / "commands").glob("*.html")}
     for name, command in main.commands.items():
         anchor = f'id="corp-deploy-{name.replace(" --", "-").replace(" ", "-")}"'
@@ -79,7 +79,7 @@ def test_every_option_of_every_command_is_shown(site: Path) -> None:
             assert all(each in section for each in option.opts if each.startswith("--")), (name, option)
 
 
-def test_every_command_and_all_that_is_public_has_a_reference() -> None:
+def test_every_command_and_public_name_has_a_reference() -> None:
     shown = [text_of(page) for page in sorted((REFERENCE / "commands").glob("*.md"))]
     named = dict(re.findall(r"^    :command: (\w+)\n    :prog_name: corp-deploy (.+)$", "\n".join(shown), re.MULTILINE))
     listed = re.findall(r"^\| \[`([^`]+)`\]", text_of(REFERENCE / "commands" / "index.md"), re.MULTILINE)
@@ -97,7 +97,7 @@ def default_of(key: Key) -> str:
     return "-" if key.default in (None, (), {}) else f"`{json.encode(key.default).decode()}`"
 
 
-def test_every_key_of_a_recipe_is_explained_with_its_default() -> None:
+def test_every_recipe_key_is_documented_with_its_default() -> None:
     _, *parts = re.split(r"^## `", text_of(REFERENCE / "recipe.md"), flags=re.MULTILINE)
     told = {
         part.partition("`")[0]: re.findall(r"^\| `(\w+)` \|.*?(?<!\\)\| ([^|]+) \| [^|]+", part, re.MULTILINE)
@@ -108,21 +108,21 @@ def test_every_key_of_a_recipe_is_explained_with_its_default() -> None:
         assert told[heading] == [(key.name, default_of(key)) for key in keys_of(record).values()]
 
 
-def test_the_exit_codes_are_those_of_the_help() -> None:
+def test_exit_codes_equal_those_of_the_help() -> None:
     words = re.search(r"Exit codes: (.*)", (main.help or "").replace("\n", " "))
     assert words
     told = re.findall(r"^\| `(\d+)` \|", text_of(REFERENCE / "exit-codes.md"), re.MULTILINE)
     assert sorted(map(int, told)) == sorted(map(int, re.findall(r"\b\d+\b", words[1])))
 
 
-def test_a_link_to_what_is_not_there_is_an_error() -> None:
+def test_broken_link_is_an_error() -> None:
     assert led_anew("[a](docs/start.md#x) [b](pyproject.toml)", "README.md", "x/y.md") == "[a](../start.md#x) b"
     assert led_anew("[s](../SECURITY.md)", "docs/start.md", "start.md") == "[s](security/index.md)"
     with pytest.raises(FileNotFoundError, match=r"docs/start\.md: a link to docs/gone\.md"):
         led_anew("[a](gone.md)", "docs/start.md", "start.md")
 
 
-def test_links_between_the_files_at_the_root_lead_somewhere() -> None:
+def test_links_between_root_files_resolve() -> None:
     for page in sorted(ROOT.glob("*.md")):
         for link in re.findall(r"\]\((?!https?://|#|mailto:)([^)#\s]+)", text_of(page)):
             assert (ROOT / link).exists(), (page.name, link)

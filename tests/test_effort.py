@@ -44,7 +44,7 @@ def clock(*times: float) -> Callable[[], float]:
     return lambda: next(given)
 
 
-def test_turns_of_a_part_add_up_and_keep_the_highest_peak() -> None:
+def test_repeated_timings_add_up_and_keep_the_highest_peak() -> None:
     host, device = FakePeak(10, 50, 30), FakePeak(3, 7, 9)
     watch = Stopwatch(host=host, device=device, clock=clock(0.0, 2.0, 10.0, 11.0, 20.0, 20.5))
     for name in ("select", "recover", "select"):
@@ -57,7 +57,7 @@ def test_turns_of_a_part_add_up_and_keep_the_highest_peak() -> None:
     assert (host.resets, device.resets, list(watch.efforts)) == (6, 6, ["select", "recover"])
 
 
-def test_a_turn_inside_another_one_is_not_counted_twice() -> None:
+def test_nested_timing_is_not_counted_twice() -> None:
     host = FakePeak(10, 50, 20, 40, 30)
     watch = Stopwatch(host=host, clock=clock(0.0, 1.0, 5.0, 5.5, 7.5, 8.0))
     with watch.measure("whole"):
@@ -72,7 +72,7 @@ def test_a_turn_inside_another_one_is_not_counted_twice() -> None:
     }
 
 
-def test_what_failed_is_the_outer_turns_or_not_counted() -> None:
+def test_failed_part_counts_for_its_outer_part() -> None:
     watch = Stopwatch(host=FakePeak(1, 2, 3), clock=clock(0.0, 1.0, 6.0))
     with watch.measure("whole"), suppress(KeyError), watch.measure("select"):
         raise KeyError
@@ -90,11 +90,11 @@ def test_what_failed_is_the_outer_turns_or_not_counted() -> None:
         (Effort(seconds=1.0, peak_bytes=None, device_peak_bytes=MIB), "1.0 s, on the GPU 1 MiB"),
     ],
 )
-def test_words_leave_out_what_is_not_known(effort: Effort, words: str) -> None:
+def test_text_omits_unknown_figures(effort: Effort, words: str) -> None:
     assert effort.describe == words
 
 
-def test_the_peak_of_one_step_is_not_that_of_an_earlier_one() -> None:
+def test_peak_memory_is_per_step() -> None:
     gauge = resident_gauge()
     if gauge is None:
         pytest.skip("the system does not let this process reset its peak")
@@ -111,7 +111,7 @@ def test_the_peak_of_one_step_is_not_that_of_an_earlier_one() -> None:
 
 
 @pytest.mark.slow("graph")
-def test_commands_tell_what_they_took_and_write_the_same_bytes(tmp_path: Path) -> None:
+def test_commands_report_their_effort_and_write_equal_bytes(tmp_path: Path) -> None:
     tiny.written(tmp_path, 12)
     moments = tmp_path / "m.safetensors"
     dense = ("--model", tmp_path / "dense")
@@ -154,7 +154,7 @@ def told(*words: object) -> dict[str, Any]:
         ("grail", {"mlp_sparsity": 0.5, "heads_sparsity": 0.5}),
     ],
 )
-def test_whatever_ranks_is_selecting(
+def test_ranking_counts_as_selection_time(
     tmp_path: Path, preset: str, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a clock that only what ranks channels moves on."""

@@ -64,7 +64,7 @@ def commands(plan: Path, folder: Path) -> list[list[object]]:
     ]
 
 
-def test_a_flipped_byte_is_refused_before_any_library_is_asked(plan: Path, tmp_path: Path) -> None:
+def test_flipped_byte_is_refused_before_deserialisation(plan: Path, tmp_path: Path) -> None:
     save(tiny.checkpoint(), tmp_path / "dense")
     flip(plan)
     for words in commands(plan, tmp_path):
@@ -73,7 +73,7 @@ def test_a_flipped_byte_is_refused_before_any_library_is_asked(plan: Path, tmp_p
             assert not [path for path in tmp_path.iterdir() if path.name in ("b.json", "p.json", "golden")]
 
 
-def test_an_engine_from_elsewhere_needs_a_word(plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_foreign_engine_needs_trust(plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its record came with it, and says of it whatever its maker wanted."""
     save(tiny.checkpoint(), tmp_path / "dense")
     forget()
@@ -93,7 +93,7 @@ def no_library(backend: str) -> None:
     raise BadInput(f"the library is asked for {backend}")
 
 
-def test_an_engine_that_was_built_here_may_lie_anywhere(plan: Path, tmp_path: Path) -> None:
+def test_locally_built_engine_is_trusted_anywhere(plan: Path, tmp_path: Path) -> None:
     assert record_of_trusted_plan(plan) == record_of_plan(plan)
     (tmp_path / "there").mkdir()
     for name in ("m.plan", "m.plan.json"):
@@ -108,13 +108,13 @@ def test_trust_ends_with_the_command(plan: Path) -> None:
     rejects("it was not built here", record_of_trusted_plan, plan)
 
 
-def test_a_plan_without_a_record_is_none_of_ours(plan: Path) -> None:
+def test_plan_without_a_record_is_foreign(plan: Path) -> None:
     plan.with_name("m.plan.json").unlink()
     with trusting_engines(True), pytest.raises(BadInput, match="no engine record beside it"):
         record_of_trusted_plan(plan)
 
 
-def test_the_bytes_that_are_loaded_are_those_that_were_checked(plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loaded_bytes_are_the_checked_ones(plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever puts another plan there in the meantime gains nothing."""
     known = sha256_of(plan.read_bytes())
     flip(plan)
@@ -124,7 +124,7 @@ def test_the_bytes_that_are_loaded_are_those_that_were_checked(plan: Path, monke
     rejects("the library is asked", EngineRunner(plan, sha256=known).__enter__)
 
 
-def test_the_list_is_the_users_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_list_of_built_engines_is_private(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     record_built_engine("a" * 64)
     path = engine_list_path()
     assert path == tmp_path / "state" / "corp-deploy" / "engines"
@@ -141,7 +141,7 @@ def test_the_list_is_the_users_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert engine_list_path() == tmp_path / "home" / ".local" / "state" / "corp-deploy" / "engines"
 
 
-def test_a_list_that_cannot_be_written_makes_engines_foreign(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_unwritable_list_makes_engines_foreign(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     record_built_engine("a" * 64)

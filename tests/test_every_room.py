@@ -45,7 +45,7 @@ def run(*words: str) -> str:
     return invoked(*words).output
 
 
-def test_the_demo(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_runs(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (home / "dense").rename(home / "model")
     monkeypatch.setattr(demo, "EXAMPLE", home)
     monkeypatch.setattr(demo, "write_images", write_images)
@@ -57,7 +57,7 @@ def test_the_demo(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert json.loads((home / "out" / "parity.json").read_text())["links"]
 
 
-def test_a_release(home: Path) -> None:
+def test_release_runs(home: Path) -> None:
     (home / "recipe.toml").write_text(RECIPE)
     run("release", "recipe.toml", "-o", "out")
     files = json.loads((home / "out" / "manifest.json").read_text())["files"]
@@ -66,7 +66,7 @@ def test_a_release(home: Path) -> None:
     assert files.keys() <= there
 
 
-def test_graphs_of_python_are_timed(home: Path) -> None:
+def test_python_graphs_are_timed(home: Path) -> None:
     """The other functions are looked at closely in test_api."""
     graph = corp_deploy.export(home / "dense", home / "model.onnx")
     same = shutil.copy(graph.path, home / "same.onnx")
@@ -74,7 +74,7 @@ def test_graphs_of_python_are_timed(home: Path) -> None:
     assert [row.batch for row in speed.summary.rows] == [2]
 
 
-def test_a_latency_table(home: Path) -> None:
+def test_latency_table_is_measured(home: Path) -> None:
     align = ("--align", "mlp=192,head=16", "--heads", "square")
     run("latency-table", "--model", "dense", "--batch", "1", "--backend", "torch", *align, "-o", "tables")
     assert json.loads(min((home / "tables").glob("*.json")).read_text())["kind"] == "latency-table"

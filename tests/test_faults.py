@@ -83,7 +83,9 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, point: int, *, ever: bool, kind: ty
 
 @pytest.mark.parametrize("point", range(1, 5))
 @pytest.mark.parametrize("ever", [False, True])
-def test_all_of_them_change_or_none(old: Path, monkeypatch: pytest.MonkeyPatch, point: int, ever: bool) -> None:
+def test_transaction_changes_all_files_or_none(
+    old: Path, monkeypatch: pytest.MonkeyPatch, point: int, ever: bool
+) -> None:
     before = names(old)
     with monkeypatch.context() as disturbed:
         fail_at(disturbed, point, ever=ever)
@@ -101,7 +103,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize(("point", "where"), [(2, "nothing moved"), (3, "one moved"), (4, "all moved")])
-def test_what_a_killed_process_left_is_put_back(
+def test_leftovers_of_a_killed_process_are_rolled_back(
     old: Path, monkeypatch: pytest.MonkeyPatch, point: int, where: str
 ) -> None:
     before = names(old)
@@ -119,14 +121,14 @@ def test_what_a_killed_process_left_is_put_back(
         assert names(old) == before
 
 
-def test_files_of_nothing_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_empty_transaction_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fail_at(monkeypatch, 3, ever=False)
     with pytest.raises(OSError, match="the disk"):
         pair(tmp_path / "new" / "deeper", "new")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_folders_move_to_where_nothing_is(tmp_path: Path) -> None:
+def test_folders_move_only_to_free_places(tmp_path: Path) -> None:
     (tmp_path / "made" / "1").mkdir(parents=True)
     (tmp_path / "made" / "1" / "x").write_text("new")
     (tmp_path / "there" / "m" / "1").mkdir(parents=True)
@@ -135,7 +137,7 @@ def test_folders_move_to_where_nothing_is(tmp_path: Path) -> None:
     assert names(tmp_path / "there") == {"n/1/x": "new"}
 
 
-def test_two_packages_at_once_keep_what_each_expects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_packages_keep_their_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     graph, read, both = write_onnx(tmp_path / "model.onnx"), read_expected, threading.Barrier(2)
 
     def slow(path: Path) -> Any:
@@ -154,7 +156,7 @@ def test_two_packages_at_once_keep_what_each_expects(tmp_path: Path, monkeypatch
     assert {version for each in read(tmp_path / "r" / "expected.json").values() for version in each} == {"1", "2"}
 
 
-def test_a_model_is_read_as_it_was_before_a_killed_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_is_read_as_before_a_killed_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tiny.checkpoint(), tmp_path / "m")
     before = (tmp_path / "m" / "model.safetensors").read_bytes()
     with monkeypatch.context() as disturbed:
@@ -190,7 +192,7 @@ main()
 @pytest.mark.parametrize(
     ("kind", "number", "code"), [*(("killed", number, -9) for number in (1, 2, 3, 4)), ("full", 2000, 4)]
 )
-def test_a_process_that_is_killed_or_has_no_room_leaves_the_old_or_the_new(
+def test_killed_or_full_disk_process_leaves_the_old_or_the_new_file(
     home: Path, tmp_path: Path, kind: str, number: int, code: int
 ) -> None:
     calibrate(home, tmp_path / "m.safetensors")
@@ -233,7 +235,7 @@ def _default_handlers() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_command_that_is_asked_to_end_cleans_up(
+def test_terminated_command_cleans_up(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
     monkeypatch.setattr("os.fsync", lambda handle: os.kill(os.getpid(), number))
@@ -244,7 +246,7 @@ def test_a_command_that_is_asked_to_end_cleans_up(
     assert signal.getsignal(number) is signal.SIG_DFL
 
 
-def test_handlers_of_somebody_elses_stay() -> None:
+def test_foreign_signal_handlers_are_kept() -> None:
     heard: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -258,7 +260,7 @@ def test_handlers_of_somebody_elses_stay() -> None:
     assert describe_interruption(ended.value)[1] == 143
 
 
-def test_what_stops_by_itself_first_has_ended_too() -> None:
+def test_signal_after_the_end_is_handled() -> None:
     def stopping() -> None:
         try:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -277,7 +279,7 @@ ENDED = pytest.mark.parametrize(("number", "kind"), [(signal.SIGTERM, Terminated
 
 
 @ENDED
-def test_a_signal_that_native_code_lost_is_told(number: signal.Signals, kind: type[BaseException]) -> None:
+def test_signal_lost_in_native_code_is_reported(number: signal.Signals, kind: type[BaseException]) -> None:
     def losing(error: Exception) -> None:
         with suppress(KeyboardInterrupt):
             os.kill(os.getpid(), number)
@@ -322,7 +324,7 @@ def in_a_callback_of_a_weak_reference(number: int) -> None:
         lambda number: ctypes.pythonapi.PyRun_SimpleString(f"import os; os.kill(os.getpid(), {number:d})".encode()),
     ],
 )
-def test_a_signal_that_python_could_but_print_comes_again(
+def test_signal_swallowed_by_a_finaliser_is_raised_again(
     capfd: pytest.CaptureFixture[str],
     losing: Callable[[int], object],
     number: signal.Signals,
@@ -340,9 +342,7 @@ def test_a_signal_that_python_could_but_print_comes_again(
     assert (sys.unraisablehook, sys.excepthook) == hooks
 
 
-def test_what_a_module_calls_as_it_is_imported_is_not_broken_into(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_signal_does_not_interrupt_a_native_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Native modules run Python as they begin, and what that raises ends the process."""
     monkeypatch.syspath_prepend(tmp_path)
     module = "import os, signal, time\nos.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(0.2)\nwhole = True\n"
@@ -360,7 +360,7 @@ def test_what_a_module_calls_as_it_is_imported_is_not_broken_into(
     assert [each.whole for each in imported] == [True, True]
 
 
-def test_a_second_signal_at_once_breaks_into_no_cleaning_up() -> None:
+def test_second_signal_does_not_interrupt_the_cleanup() -> None:
     """Service managers send SIGHUP behind SIGTERM."""
     cleaned = []
 
@@ -399,9 +399,7 @@ main()
         ("release recipe.toml -o out --quiet", "torch.utils.weak"),
     ],
 )
-def test_a_command_that_is_asked_to_end_while_it_imports_says_one_line(
-    home: Path, tmp_path: Path, words: str, place: str
-) -> None:
+def test_command_terminated_during_imports_prints_one_line(home: Path, tmp_path: Path, words: str, place: str) -> None:
     shutil.copytree(home, tmp_path / "here")
     (tmp_path / "here" / "recipe.toml").write_text(RECIPE)
     done = subprocess.run(
@@ -414,7 +412,7 @@ def test_a_command_that_is_asked_to_end_while_it_imports_says_one_line(
 
 
 @pytest.mark.parametrize(("number", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
-def test_a_signal_while_the_command_itself_is_imported_says_one_line(number: str, code: int) -> None:
+def test_signal_during_import_of_the_command_prints_one_line(number: str, code: int) -> None:
     interrupted = AT_AN_IMPORT.replace("corp_deploy.cli", "corp_deploy.__main__").replace("SIGTERM", number)
     heard = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)"
     done = subprocess.run(
@@ -426,7 +424,7 @@ def test_a_signal_while_the_command_itself_is_imported_says_one_line(number: str
     assert done.stderr == f"Error: {how}; finished files are whole, nothing half-written is left\n"
 
 
-def test_memory_that_runs_out_in_a_batch_takes_a_smaller_one(
+def test_out_of_memory_retries_with_a_smaller_batch(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert calibrate(home, tmp_path / "one.safetensors", "--batch-size", 1).exit_code == 0
@@ -464,7 +462,7 @@ WORDED = [
 
 
 @pytest.mark.parametrize(("error", "number"), WORDED, ids=str)
-def test_libraries_word_the_systems_errors_in_their_way(error: Exception, number: int | None) -> None:
+def test_system_errors_worded_by_libraries_are_recognised(error: Exception, number: int | None) -> None:
     said = os_error_from(error)
     assert (None if said is None else said.errno) == number
 
@@ -478,7 +476,7 @@ CODES = {
 
 
 @pytest.mark.parametrize("number", CODES, ids=errno.errorcode.__getitem__)
-def test_what_the_machine_lacks_is_told_from_a_wrong_path(
+def test_machine_errors_are_separated_from_wrong_paths(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     save_bench(bench_of_release(0, 2.5), tmp_path / "bench.json")
@@ -501,9 +499,7 @@ LACKING = {
 
 
 @pytest.mark.parametrize("said", LACKING)
-def test_what_the_machine_lacks_is_no_bug(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str
-) -> None:
+def test_machine_errors_are_not_bugs(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str) -> None:
     def failing(self: Collector, inputs: Inputs) -> None:
         raise LACKING[said]
 

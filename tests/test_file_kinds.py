@@ -84,20 +84,20 @@ OTHERS: dict[str, tuple[Callable[[], bytes], str]] = {
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
 @pytest.mark.parametrize("kind", OTHERS)
-def test_weights_of_another_kind_are_named_with_a_remedy(tmp_path: Path, kind: str, suffix: str) -> None:
+def test_foreign_weight_formats_are_named_with_a_remedy(tmp_path: Path, kind: str, suffix: str) -> None:
     content, said = OTHERS[kind]
     (tmp_path / suffix).write_bytes(content())
     rejects(said, read_weights, tmp_path / suffix)
 
 
-def test_what_torch_itself_exports_is_recognised(tmp_path: Path) -> None:
+def test_torch_exports_are_recognised(tmp_path: Path) -> None:
     program = torch.export.export(nn.Linear(2, 2), (torch.ones(1, 2),))
     torch.export.save(program, tmp_path / "w.pt2")
     rejects(r"torch\.export\.load", read_weights, tmp_path / "w.pt2")
 
 
 @pytest.mark.parametrize("suffix", [*SUFFIXES, "w.weights", "w"])
-def test_a_misnamed_file_is_read_as_what_it_is(tmp_path: Path, suffix: str) -> None:
+def test_misnamed_file_is_read_by_its_content(tmp_path: Path, suffix: str) -> None:
     save_file(STATE, tmp_path / "a")
     torch.save(STATE, tmp_path / "b")
     torch.save(STATE, tmp_path / "c", _use_new_zipfile_serialization=False)
@@ -106,7 +106,7 @@ def test_a_misnamed_file_is_read_as_what_it_is(tmp_path: Path, suffix: str) -> N
         assert torch.equal(read_weights(tmp_path / suffix, STATE).state["a.weight"], STATE["a.weight"])
 
 
-def test_a_directory_and_a_text_are_no_weights(tmp_path: Path) -> None:
+def test_directories_and_texts_are_refused_as_weights(tmp_path: Path) -> None:
     rejects("a directory, expected a file of weights.*or give --model", read_weights, tmp_path)
     (tmp_path / "w.txt").write_text("weights")
     rejects("a text, 'weights', expected weights", read_weights, tmp_path / "w.txt")
@@ -115,7 +115,7 @@ def test_a_directory_and_a_text_are_no_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
-def test_safetensors_that_are_cut_short_are_said_to_be(tmp_path: Path, suffix: str) -> None:
+def test_truncated_safetensors_are_reported(tmp_path: Path, suffix: str) -> None:
     save_file({f"a.{number}": torch.ones(9) for number in range(99)}, tmp_path / "whole")
     (tmp_path / suffix).write_bytes((tmp_path / "whole").read_bytes()[:900])
     rejects("can't be read as safetensors.*the file is truncated", read_weights, tmp_path / suffix)
@@ -144,7 +144,7 @@ READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_a_pointer_and_a_page_are_named_wherever_files_are_read(tmp_path: Path, reader: str) -> None:
+def test_lfs_pointers_and_html_pages_are_named(tmp_path: Path, reader: str) -> None:
     name, read = READERS[reader]
     if "shard" in reader:
         (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {}}')
@@ -153,13 +153,13 @@ def test_a_pointer_and_a_page_are_named_wherever_files_are_read(tmp_path: Path, 
         rejects(said, read, tmp_path / name)
 
 
-def test_a_graph_that_is_a_checkpoint_is_named(tmp_path: Path) -> None:
+def test_checkpoint_given_as_a_graph_is_named(tmp_path: Path) -> None:
     torch.save(STATE, tmp_path / "g.onnx")
     rejects("a checkpoint of torch.save, expected an ONNX graph; export the model", read_onnx, tmp_path / "g.onnx")
     assert onnx.IR_VERSION  # a graph's first bytes are its version
 
 
-def test_an_adapter_of_peft_is_no_model(tmp_path: Path) -> None:
+def test_peft_adapter_is_refused_as_a_model(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     for read in (config_of_directory, config_of_transformers):
         rejects(r"an adapter of PEFT.*merge_and_unload\(\)", read, tmp_path)
@@ -179,5 +179,5 @@ HUB = {
 
 
 @pytest.mark.parametrize("name", HUB)
-def test_a_name_of_a_hub_is_refused_with_the_command_that_downloads_it(name: str) -> None:
+def test_hub_name_is_refused_with_a_download_command(name: str) -> None:
     rejects(f"{GET} {HUB[name]}", load_dense, name, weights=None, kwargs={})

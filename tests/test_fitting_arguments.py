@@ -50,7 +50,7 @@ DIFFERENT: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", DIFFERENT)
-def test_suggested_arguments_make_the_model_of_the_weights(kind: str) -> None:
+def test_suggested_arguments_build_the_weights_model(kind: str) -> None:
     arguments = {**SMALL, **DIFFERENT[kind]}
     state = built(**arguments).state_dict()
     found = suggested(state)
@@ -61,7 +61,7 @@ def test_suggested_arguments_make_the_model_of_the_weights(kind: str) -> None:
     assert suggested(state, **SMALL).arguments.keys() <= {*SMALL, *DIFFERENT[kind]}
 
 
-def test_a_gated_mlp_is_suggested_as_it_is_spelled_here() -> None:
+def test_gated_mlp_is_suggested_in_our_spelling() -> None:
     gated = {"mlp_layer": SwiGLUPacked, "act_layer": torch.nn.SiLU, "init_values": 1e-5, "num_classes": 0}
     found = suggested(built(**{**SMALL, **gated}).state_dict())
     assert found.arguments["mlp_layer"] == "swiglu_packed"
@@ -73,7 +73,7 @@ def test_a_gated_mlp_is_suggested_as_it_is_spelled_here() -> None:
 
 
 @pytest.mark.parametrize("spelling", ["swiglu_packed", "SwiGLUPacked", "timm.layers.SwiGLUPacked", "swigluPacked"])
-def test_a_gated_mlp_may_be_spelled_as_timm_does(spelling: str, tmp_path: Path) -> None:
+def test_gated_mlp_accepts_timms_spelling(spelling: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     arguments = {**SMALL, "act_layer": "silu"}
     state = timm.create_model(NAME, **{**arguments, "mlp_layer": SwiGLUPacked}).state_dict()
@@ -82,7 +82,7 @@ def test_a_gated_mlp_may_be_spelled_as_timm_does(spelling: str, tmp_path: Path) 
     assert torch.equal(loaded.model.state_dict()["blocks.0.mlp.fc2.weight"], state["blocks.0.mlp.fc2.weight"])
 
 
-def test_heads_are_those_given_or_of_the_usual_size() -> None:
+def test_head_count_is_the_given_or_usual_one() -> None:
     wide = built(embed_dim=384, depth=1, num_heads=6).state_dict()
     assert suggested(wide).arguments["num_heads"] == 6
     assert suggested(wide, num_heads=4, embed_dim=64).arguments["num_heads"] == 4
@@ -91,13 +91,13 @@ def test_heads_are_those_given_or_of_the_usual_size() -> None:
     assert suggested(normed).arguments["num_heads"] == 12
 
 
-def test_arguments_that_the_weights_contradict_are_left_out() -> None:
+def test_contradicted_arguments_are_omitted() -> None:
     state = built(**SMALL).state_dict()
     found = suggested(state, **SMALL, init_values=1e-5, reg_tokens=2, mlp_layer=None)
     assert built(**found.arguments).state_dict().keys() == state.keys()
 
 
-def test_nothing_is_suggested_that_does_not_fit() -> None:
+def test_only_fitting_arguments_are_suggested() -> None:
     state = built(**SMALL).state_dict()
     assert fitting_arguments(built(), NAME, {**state, "more.weight": torch.ones(1)}, {}) is None
     assert fitting_arguments(built("resnet18"), "resnet18", state, {}) is None
@@ -105,7 +105,7 @@ def test_nothing_is_suggested_that_does_not_fit() -> None:
 
 
 @pytest.mark.parametrize("classes", [0, 5])
-def test_a_message_has_the_arguments_and_they_load_the_weights(classes: int, tmp_path: Path) -> None:
+def test_suggested_arguments_load_the_weights(classes: int, tmp_path: Path) -> None:
     torch.manual_seed(0)
     arguments = {**SMALL, "init_values": 0.1, "reg_tokens": 4, "num_classes": classes}
     state = timm.create_model(NAME, **arguments).state_dict()
@@ -127,7 +127,7 @@ ADAPTERS = {
 
 
 @pytest.mark.parametrize("kind", ADAPTERS)
-def test_adapters_are_named_with_how_to_merge_them(kind: str, tmp_path: Path) -> None:
+def test_adapters_are_named_with_merge_instructions(kind: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     name, said = ADAPTERS[kind]
     state = timm.create_model(NAME, **SMALL).state_dict()
@@ -153,7 +153,7 @@ HEADS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
 
 
 @pytest.mark.parametrize("kind", HEADS)
-def test_classes_are_read_off_the_weights_where_timm_renames_the_head(kind: str, tmp_path: Path) -> None:
+def test_class_count_is_read_from_renamed_heads(kind: str, tmp_path: Path) -> None:
     name, arguments, older = HEADS[kind]
     torch.manual_seed(0)
     state = dict(timm.create_model(name, **arguments, num_classes=5).state_dict())

@@ -28,11 +28,11 @@ def graph(
     ids=["own names", "fixed batch", "half inputs"],
 )
 @pytest.mark.parametrize("backend", ["onnxruntime", "tensorrt"])
-def test_graph_of_another_tool_is_taken_by_any_names(theirs: onnx.ModelProto, backend: str) -> None:
+def test_graph_of_another_tool_is_accepted_with_any_names(theirs: onnx.ModelProto, backend: str) -> None:
     assert check_onnx(theirs, backend=backend) == []
 
 
-def test_open_size_behind_batch_is_refused_with_remedy_and_own_graphs_keep_their_names() -> None:
+def test_dynamic_size_is_refused_with_a_remedy() -> None:
     (reason,) = check_onnx(graph(side="height"))
     assert "pixel_values must have a fixed size behind the batch" in reason
     assert "make_dynamic_shape_fixed" in reason

@@ -36,12 +36,12 @@ def formats(home: Path) -> dict[str, fuzz.Format]:
     return fuzz.formats(home)
 
 
-def test_every_format_is_tried(formats: dict[str, fuzz.Format]) -> None:
+def test_every_format_is_fuzzed(formats: dict[str, fuzz.Format]) -> None:
     assert tuple(formats) == NAMES
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_valid_files_are_accepted_and_changed_ones_taken_or_refused(
+def test_valid_files_are_accepted_and_mutated_ones_accepted_or_refused(
     name: str, formats: dict[str, fuzz.Format], tmp_path: Path
 ) -> None:
     each = formats[name]
@@ -63,7 +63,7 @@ def test_valid_files_are_accepted_and_changed_ones_taken_or_refused(
 
 @pytest.mark.parametrize("codes", [(0x110000, 97), (97, 0xD800), (0xFFFFFFFF, 0xFFFFFFFF)])
 @pytest.mark.parametrize("order", "<>")
-def test_labels_of_groups_that_are_no_letters(tmp_path: Path, codes: tuple[int, int], order: str) -> None:
+def test_group_labels_with_control_characters(tmp_path: Path, codes: tuple[int, int], order: str) -> None:
     images = tiny.opened(tmp_path / "images.npy", tiny.images(2))
     np.save(tmp_path / "groups.npy", np.array(codes, dtype=f"{order}u4").view(f"{order}U1"))
     rejects("no Unicode characters", group_ids, images, str(tmp_path / "groups.npy"))
@@ -71,7 +71,7 @@ def test_labels_of_groups_that_are_no_letters(tmp_path: Path, codes: tuple[int, 
     assert len(set(group_ids(images, str(tmp_path / "groups.npy")).tolist())) == 2
 
 
-def test_a_graph_whose_fault_can_t_be_told() -> None:
+def test_graph_whose_fault_cannot_be_printed() -> None:
     """The checker names an input that nothing gives, of which it can't make a text."""
     content = relu(of="none").SerializeToString().replace(b"none", b"\xf1one")
     said = "onnx.checker: it is not valid, and names what is no text in UTF-8"
@@ -87,7 +87,7 @@ def relu(of: str = "x") -> onnx.ModelProto:
 
 
 @pytest.mark.parametrize("text", [b"node", b"text", b"made", b"Relu"])
-def test_a_graph_of_texts_that_are_none(tmp_path: Path, text: bytes) -> None:
+def test_graph_with_invalid_utf8(tmp_path: Path, text: bytes) -> None:
     content = relu().SerializeToString()
     (tmp_path / "m.onnx").write_bytes(content)
     assert read_onnx(tmp_path / "m.onnx").graph.node[0].name == "node"
@@ -95,20 +95,20 @@ def test_a_graph_of_texts_that_are_none(tmp_path: Path, text: bytes) -> None:
     rejects("no text in UTF-8", read_onnx, tmp_path / "m.onnx")
 
 
-def test_a_type_that_is_none() -> None:
+def test_unknown_element_type() -> None:
     model = relu()
     model.graph.input[0].type.tensor_type.elem_type = 55
     model.graph.initializer.add(name="w", data_type=55, dims=[1], raw_data=b"x")
     assert any(reason.startswith("onnx.checker: ") and "55" in reason for reason in check_onnx(model))
 
 
-def test_a_message_can_be_read() -> None:
+def test_messages_are_printable() -> None:
     assert message_line("no such option: --batch") == "no such option: --batch"
     assert message_line("word " + "n" * 10_000).endswith("... (10000 letters)")
     assert len(message_line("many words " * 1000)) <= LONGEST_MESSAGE
 
 
-def test_nothing_is_written_below_a_file(tmp_path: Path) -> None:
+def test_no_output_is_written_below_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(Exception, match="no directory"):
         FILE.convert(str(tmp_path / "file" / "below" / "out.json"), None, None)

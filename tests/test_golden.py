@@ -71,11 +71,11 @@ def figures(folder: Path, name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", FIGURES)
-def test_a_golden_file_reads_as_when_it_was_written(name: str) -> None:
+def test_golden_file_is_read_unchanged(name: str) -> None:
     require_same(plain(figures(GOLDEN, name)), EXPECTED[name], name)
 
 
-def test_a_changed_file_is_noticed(golden: Path) -> None:
+def test_changed_golden_file_is_noticed(golden: Path) -> None:
     """Else the test above would be decoration."""
     shutil.rmtree(golden / "models/vit")
     (golden / "models/vit-padded").rename(golden / "models/vit")
@@ -121,7 +121,7 @@ def kinds_of_source() -> Iterator[str]:
                 yield kind.value
 
 
-def test_the_page_has_every_kind_of_the_source_and_each_has_a_golden_file() -> None:
+def test_every_file_kind_is_documented_and_has_a_golden_file() -> None:
     assert set(kinds_of_source()) == VERSIONS.keys()
     assert VERSIONS.keys() - KEPT.keys() == NO_FILE
 
@@ -138,7 +138,7 @@ def whoever_reads(golden: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_a_file_of_another_version_is_refused_before_all_else_with_what_makes_it_again(kind: str, golden: Path) -> None:
+def test_file_of_another_version_is_refused_with_the_command_to_remake_it(kind: str, golden: Path) -> None:
     words = r"(corp-deploy [a-z]+|run calibrate|run the step|remove (it|the file)|write it again|delete it)"
     _, written = head_of(golden / REFUSED[kind], kind)
     for version in (written - 1, None, str(written), True, written + 1):
@@ -156,7 +156,7 @@ def _of_version(head: dict[str, Any], version: object) -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(READ.keys() - REFUSED.keys()))
-def test_state_of_another_version_counts_as_none(kind: str, golden: Path) -> None:
+def test_state_of_another_version_is_ignored(kind: str, golden: Path) -> None:
     set_version(golden / READ[kind], kind, 2)
     with pytest.raises(AssertionError, match="json"):  # the figures assert that something was read
         whoever_reads(golden, READ[kind])
@@ -184,9 +184,7 @@ PLACES = {
 
 
 @pytest.mark.parametrize("kind", COMMANDS)
-def test_a_command_refuses_a_newer_file_and_writes_nothing(
-    kind: str, golden: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_newer_file_is_refused_and_nothing_is_written(kind: str, golden: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, version = head_of(golden / REFUSED[kind], kind)
     set_version(golden / REFUSED[kind], kind, version + 1)
     if kind in PLACES:
@@ -200,7 +198,7 @@ def test_a_command_refuses_a_newer_file_and_writes_nothing(
     assert files_of(golden) == before
 
 
-def test_a_history_leaves_newer_records_out_and_says_so(golden: Path) -> None:
+def test_history_skips_newer_records_and_reports_them(golden: Path) -> None:
     kept = golden / "kept"
     kept.mkdir()
     shutil.copyfile(golden / "release/bench.json", kept / "newer.json")
@@ -212,7 +210,7 @@ def test_a_history_leaves_newer_records_out_and_says_so(golden: Path) -> None:
     assert "of version 2, written by a newer corp-deploy" in left_out["reason"]
 
 
-def test_a_newer_release_is_not_run_on_by_an_older_tool(golden: Path) -> None:
+def test_newer_release_is_refused_by_an_older_tool(golden: Path) -> None:
     """A recipe has no version: a key of later is refused by its name."""
     path = golden / "release" / "recipe.toml"
     path.write_text(path.read_text(encoding="utf-8") + tomli_w.dumps({"later": {"key": 1}}), encoding="utf-8")
@@ -220,7 +218,7 @@ def test_a_newer_release_is_not_run_on_by_an_older_tool(golden: Path) -> None:
     assert not (golden / "again").exists()
 
 
-def test_no_golden_file_tells_of_the_folders_of_a_machine() -> None:
+def test_golden_files_contain_no_local_paths() -> None:
     for path in GOLDEN.rglob("*"):
         if path.suffix in (".json", ".md", ".toml", ".html", ".xml"):
             assert not re.search(r'["\s=(]/(?:home|root|tmp|work|Users)/', path.read_text(encoding="utf-8")), path

@@ -92,7 +92,7 @@ def new_record(tmp_path: Path, gpu: str = "one") -> Record:
 
 
 @pytest.mark.slow("graph")
-def test_latency_compares_every_geometry_with_dense_in_the_same_rounds(latency: Path) -> None:
+def test_every_geometry_is_compared_with_dense_in_the_same_rounds(latency: Path) -> None:
     record = json.loads((latency / "gpu_latency.json").read_text())
     assert (record["kind"], record["version"], record["skipped"]) == ("benchmarks/gpu/latency", 1, [])
     assert {row["status"] for row in record["rows"]} == {"done"}
@@ -117,7 +117,7 @@ def test_latency_compares_every_geometry_with_dense_in_the_same_rounds(latency: 
 
 
 @pytest.mark.slow("graph")
-def test_a_second_run_makes_one_row_that_is_gone_and_no_other(latency: Path) -> None:
+def test_second_run_measures_only_missing_rows(latency: Path) -> None:
     path = latency / "gpu_latency.json"
     before = json.loads(path.read_text())
     kept = [row for row in before["rows"] if row["key"] != "DeiT-H graph 50% batch 2"]
@@ -129,7 +129,7 @@ def test_a_second_run_makes_one_row_that_is_gone_and_no_other(latency: Path) -> 
     assert "## Latency\n\ntorch fp32" in (latency / "gpu.md").read_text()
 
 
-def test_wrong_options_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--output", str(tmp_path), "--only", "speed"])
     assert "expected some of latency, variants, engines, real" in capsys.readouterr().err
@@ -138,7 +138,7 @@ def test_wrong_options_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.skipif(not NO_GPU, reason="there is a GPU here")
-def test_a_gpu_asked_for_and_not_there_is_refused(tmp_path: Path) -> None:
+def test_absent_gpu_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="sees no CUDA GPU"):
         main(["--output", str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
@@ -156,7 +156,7 @@ def test_latency_and_variants_run_small_on_the_gpu(tmp_path: Path) -> None:
 # Rows, time and interruptions
 
 
-def test_what_the_time_does_not_allow_is_listed_and_made_by_the_next_run(tmp_path: Path) -> None:
+def test_rows_beyond_the_budget_are_listed_and_made_by_the_next_run(tmp_path: Path) -> None:
     clock = Clock()
     tasks = [clock.task("a", 1.0, 4.0), clock.task("b", 2.0, 2.0), clock.task("c", 1.0, 1.0)]
     record = new_record(tmp_path)
@@ -170,7 +170,7 @@ def test_what_the_time_does_not_allow_is_listed_and_made_by_the_next_run(tmp_pat
     assert new_record(tmp_path).as_json()["skipped"] == []
 
 
-def test_errors_are_rows_and_are_tried_again_by_the_next_run_alone(tmp_path: Path) -> None:
+def test_failed_rows_are_retried_by_the_next_run(tmp_path: Path) -> None:
     clock = Clock()
     cases: dict[str, Exception] = {
         "absent": Missing("no such library"),
@@ -192,7 +192,7 @@ def test_errors_are_rows_and_are_tried_again_by_the_next_run_alone(tmp_path: Pat
     assert len(again.rows) == len(cases)
 
 
-def test_an_interrupt_loses_no_finished_row(tmp_path: Path) -> None:
+def test_interrupt_keeps_finished_rows(tmp_path: Path) -> None:
     clock = Clock()
 
     def interrupted() -> Row:
@@ -207,7 +207,7 @@ def test_an_interrupt_loses_no_finished_row(tmp_path: Path) -> None:
 # What is timed
 
 
-def test_a_timed_call_with_another_answer_is_refused(setting: Setting) -> None:
+def test_timed_call_with_different_outputs_is_refused(setting: Setting) -> None:
     plain = torch.ones(2, 3)
     subjects.refuse_unequal(plain * 1.005, plain, 1e-2)
     for wrong in (plain * 1.02, torch.full_like(plain, torch.nan), torch.zeros_like(plain)):
@@ -227,7 +227,7 @@ class Forgetful(nn.Module):
         return x.flatten(1) * self.calls
 
 
-def test_a_refused_geometry_is_told_and_a_refused_dense_model_ends_the_row() -> None:
+def test_refused_geometry_is_reported_and_refused_dense_model_ends_the_row() -> None:
     batch = np.ones((1, 3, 2, 2), dtype=np.float32)
 
     def subject(module: nn.Module) -> subjects.Subject:
@@ -255,7 +255,7 @@ def test_a_refused_geometry_is_told_and_a_refused_dense_model_ends_the_row() -> 
         ("none seen", ["aten::layer_norm", "cudnn::nhwc_conv", "sm90_xmma_gemm_f16"]),
     ],
 )
-def test_kernels_are_told_apart_by_name(kind: str, names: list[str]) -> None:
+def test_kernels_are_classified_by_name(kind: str, names: list[str]) -> None:
     assert attention_kind(names) == kind
 
 
@@ -304,7 +304,7 @@ def test_ratios_are_judged_by_their_intervals() -> None:
 
 
 @pytest.mark.slow("models")
-def test_every_variant_is_measured_at_the_share_that_it_is_asked_for(tmp_path: Path) -> None:
+def test_every_variant_is_measured_at_its_requested_share(tmp_path: Path) -> None:
     record = run(tmp_path, "variants")
     assert [(row["about"], row["model"], row["status"], row["refused"]) for row in record["rows"]] == [
         ("bf16", "DeiT-T", "done", {}),
@@ -341,7 +341,7 @@ def by_loops(linear: nn.Linear, x: Tensor, how: str) -> Tensor:
 
 
 @pytest.mark.parametrize("how", ["fp8", "int8"])
-def test_a_product_in_eight_bits_is_that_of_rounded_factors(how: Any) -> None:
+def test_eight_bit_product_equals_that_of_rounded_factors(how: Any) -> None:
     torch.manual_seed(0)
     linear, x = nn.Linear(32, 16), torch.randn(2, 10, 32)
     made = QuantisedLinear(linear, float(x.abs().max()), how)
@@ -352,7 +352,7 @@ def test_a_product_in_eight_bits_is_that_of_rounded_factors(how: Any) -> None:
     assert 1e-4 < float((expected - plain).detach().norm() / plain.detach().norm()) < 0.1
 
 
-def test_only_the_layers_of_blocks_that_fit_are_in_eight_bits(setting: Setting) -> None:
+def test_only_fitting_block_layers_use_eight_bits(setting: Setting) -> None:
     model = models.dense("DeiT-T", setting)
     images = torch.randn(2, 3, 32, 32)
     made = quantised(model, models.block_names(model), images, "int8")
@@ -362,7 +362,7 @@ def test_only_the_layers_of_blocks_that_fit_are_in_eight_bits(setting: Setting) 
     assert not any(isinstance(module, QuantisedLinear) for module in model.modules())
 
 
-def test_a_model_far_from_the_plain_one_is_refused(monkeypatch: pytest.MonkeyPatch, setting: Setting) -> None:
+def test_quantised_model_far_from_the_plain_one_is_refused(monkeypatch: pytest.MonkeyPatch, setting: Setting) -> None:
     def wrong(*given: Any) -> nn.Module:
         made = quantised(*given)
         for module in made.modules():
@@ -413,7 +413,7 @@ def folder(ready: Path) -> Path:
     return ready.with_name("packed")
 
 
-def test_what_is_unpacked_is_what_was_packed_but_for_rounding(ready: Path, folder: Path) -> None:
+def test_packed_weights_round_trip_up_to_rounding(ready: Path, folder: Path) -> None:
     found = packed.unpack(folder)
     dense = tiny.checkpoint(**KWARGS)
     for name, tensor in found.dense.model.state_dict().items():
@@ -431,7 +431,7 @@ def test_what_is_unpacked_is_what_was_packed_but_for_rounding(ready: Path, folde
 
 
 @pytest.mark.slow("training")
-def test_every_reduction_of_real_weights_is_made_and_judged(folder: Path, tmp_path: Path) -> None:
+def test_every_real_weight_reduction_is_made_and_judged(folder: Path, tmp_path: Path) -> None:
     record = run(tmp_path, "real", "--packed", str(folder))
     assert {row["status"] for row in record["rows"]} == {"done"}
     first, *reductions = record["rows"]
@@ -446,7 +446,7 @@ def test_every_reduction_of_real_weights_is_made_and_judged(folder: Path, tmp_pa
         assert ("closed loop" in row["efforts"]) == (row["loop"] == "closed")
 
 
-def test_without_what_was_packed_every_row_says_so(tmp_path: Path) -> None:
+def test_missing_packed_weights_are_reported_in_every_row(tmp_path: Path) -> None:
     rows = run(tmp_path, "real", "--packed", str(tmp_path / "none"))["rows"]
     assert {row["status"] for row in rows} == {"absent"}
     assert all("nothing packed here" in row["reason"] for row in rows)

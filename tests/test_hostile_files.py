@@ -99,7 +99,7 @@ NPY = {
 
 
 @pytest.mark.parametrize("kind", NPY)
-def test_an_array_is_what_its_file_holds(tmp_path: Path, kind: str) -> None:
+def test_array_size_must_match_its_file(tmp_path: Path, kind: str) -> None:
     content, said = NPY[kind]
     path = tmp_path / "x.npy"
     path.write_bytes(content)
@@ -111,7 +111,7 @@ def test_an_array_is_what_its_file_holds(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("array", [np.arange(6.0).reshape(2, 3).T, np.array(["a", "bc"]), np.zeros((0, 3), np.uint8)])
-def test_arrays_come_back_whole(tmp_path: Path, array: Any) -> None:
+def test_arrays_round_trip(tmp_path: Path, array: Any) -> None:
     np.save(tmp_path / "x.npy", array)
     np.savez(tmp_path / "x.npz", x=array)
     np.savez_compressed(tmp_path / "y.npz", labels=array)
@@ -139,7 +139,7 @@ def packed(
     return path
 
 
-def test_an_archive_does_not_inflate_without_end(tmp_path: Path) -> None:
+def test_archive_inflation_is_bounded(tmp_path: Path) -> None:
     bomb = packed(tmp_path / "bomb.npz", says=4_000_000_000)
     assert bomb.stat().st_size < 10_000
     for read in (lambda: array_from_npz(bomb, "images"), lambda: arrays_from_npz(bomb)):
@@ -152,7 +152,7 @@ def test_an_archive_does_not_inflate_without_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../images.npy", "/tmp/images.npy", "a/../../images.npy"])
-def test_names_in_an_archive_stay_in_it_and_other_packings_are_not_tried(tmp_path: Path, name: str) -> None:
+def test_archive_names_cannot_escape_and_other_compressions_are_refused(tmp_path: Path, name: str) -> None:
     refused(lambda: arrays_from_npz(packed(tmp_path / "x.npz", name=name)), "leaves the archive")
     refused(
         lambda: arrays_from_npz(packed(tmp_path / "x.npz", method=zipfile.ZIP_BZIP2)),
@@ -195,14 +195,14 @@ PICTURES = {
 
 
 @pytest.mark.parametrize("kind", PICTURES)
-def test_films_documents_and_large_pictures_are_refused(tmp_path: Path, kind: str) -> None:
+def test_videos_documents_and_huge_images_are_refused(tmp_path: Path, kind: str) -> None:
     content, said = PICTURES[kind]
     (tmp_path / "a.png").write_bytes(content)
     images = open_images(tmp_path, image_shape=SHAPE, transform=_never)
     refused(lambda: next(images.batches(1)), said)
 
 
-def test_a_file_that_no_picture_is_as_large_as(tmp_path: Path) -> None:
+def test_file_larger_than_any_image_is_refused(tmp_path: Path) -> None:
     with (tmp_path / "a.png").open("wb") as file:
         file.truncate(2**40)
     with cheap():
@@ -268,7 +268,7 @@ TARS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("kind", [*TARS, *OF_MEMBER])
-def test_a_tar_file_is_walked_forward_and_only_read(tmp_path: Path, kind: str) -> None:
+def test_tar_file_is_read_forward_only(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "x.tar"
     if kind in TARS:
         make, said = TARS[kind]
@@ -280,7 +280,7 @@ def test_a_tar_file_is_walked_forward_and_only_read(tmp_path: Path, kind: str) -
     refused(lambda: open_images(path, image_shape=SHAPE, transform=_never), said)
 
 
-def test_a_chain_of_extended_headers_ends(tmp_path: Path) -> None:
+def test_chain_of_extended_tar_headers_is_bounded(tmp_path: Path) -> None:
     whole = tar_of(tmp_path / "one.tar", (member("a.png", pax={"comment": "x"}), b"y")).read_bytes()
     head, rest = whole[:1024], whole[1024:]
     (tmp_path / "long.tar").write_bytes(head * 2_000 + rest)
@@ -288,7 +288,7 @@ def test_a_chain_of_extended_headers_ends(tmp_path: Path) -> None:
         refused(lambda: list(members_of_tar(tmp_path / "long.tar")), "not a valid uncompressed tar")
 
 
-def test_a_pattern_of_shards_is_counted_before_it_is_written_out() -> None:
+def test_shard_pattern_is_counted_before_expansion() -> None:
     for pattern in ("a-{0..999999999999}.tar", "a-{0..999}-{0..999}.tar"):
         refused(lambda pattern=pattern: paths_from_pattern(pattern), "100000 at most")  # type: ignore[misc]
     assert paths_from_pattern("a-{0..9999999999999999}.tar") == [Path("a-{0..9999999999999999}.tar")]
@@ -321,13 +321,13 @@ TENSORS = {
 
 
 @pytest.mark.parametrize("kind", TENSORS)
-def test_a_checkpoint_holds_the_numbers_that_it_names(tmp_path: Path, kind: str) -> None:
+def test_checkpoint_must_hold_the_declared_numbers(tmp_path: Path, kind: str) -> None:
     content, said = TENSORS[kind]
     torch.save(content if isinstance(content, dict) else {"a": content}, tmp_path / "w.pth")
     refused(lambda: read_weights(tmp_path / "w.pth"), said.replace("(", r"\("))
 
 
-def test_a_packed_checkpoint_is_not_inflated(tmp_path: Path) -> None:
+def test_compressed_checkpoint_is_refused(tmp_path: Path) -> None:
     torch.save({"a": torch.zeros(1000)}, tmp_path / "w.pth")
     with zipfile.ZipFile(tmp_path / "w.pth") as plain, zipfile.ZipFile(tmp_path / "p.pth", "w", 8) as bomb:
         for name in plain.namelist():
@@ -339,7 +339,7 @@ GLOBAL = b"\x80\x02cposix\nmkdir\nX\x06\x00\x00\x00canary\x85R."
 
 
 @pytest.mark.parametrize("suffix", [".pth", ".pt", ".bin", ".ckpt", ".tar"])
-def test_an_opcode_that_names_code_is_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
+def test_pickle_opcodes_that_name_code_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
     monkeypatch.chdir(tmp_path)
     tried: list[bool] = []
     load = torch.load
@@ -383,7 +383,7 @@ SAFETENSORS = {
 
 
 @pytest.mark.parametrize("kind", SAFETENSORS)
-def test_a_broken_header_of_safetensors(tmp_path: Path, kind: str) -> None:
+def test_broken_safetensors_header_is_refused(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "x.safetensors"
     path.write_bytes(SAFETENSORS[kind])
     refused(lambda: read_weights(path), "can't be read as safetensors")
@@ -391,7 +391,7 @@ def test_a_broken_header_of_safetensors(tmp_path: Path, kind: str) -> None:
     refused(lambda: open_images(path, image_shape=SHAPE, transform=_never), "not a valid .safetensors file")
 
 
-def test_an_empty_tensor_of_any_size_takes_nothing(tmp_path: Path) -> None:
+def test_empty_tensor_of_any_size_allocates_nothing(tmp_path: Path) -> None:
     text = json.dumps({"images": {"dtype": "F32", "shape": [0, 2**40, 2**20], "data_offsets": [0, 0]}})
     path = tmp_path / "x.safetensors"
     path.write_bytes(header_of(text, b""))
@@ -400,7 +400,7 @@ def test_an_empty_tensor_of_any_size_takes_nothing(tmp_path: Path) -> None:
         assert read_weights(path).state["images"].numel() == 0
 
 
-def test_names_of_safetensors_are_not_echoed_whole(tmp_path: Path) -> None:
+def test_long_safetensors_names_are_shortened(tmp_path: Path) -> None:
     (tmp_path / "x.safetensors").write_bytes(safetensors_bytes({"n" * 10**6: torch.ones(1)}))
     refused(lambda: open_images(tmp_path / "x.safetensors", image_shape=SHAPE, transform=_never), "no key 'images'")
 
@@ -412,11 +412,11 @@ def test_names_of_safetensors_are_not_echoed_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "/etc/passwd", "../x", "a/../../x", "a\0b", "..\\x"])
-def test_a_name_that_leaves_its_directory(tmp_path: Path, name: str) -> None:
+def test_name_that_leaves_its_directory_is_refused(tmp_path: Path, name: str) -> None:
     refused(lambda: path_inside(tmp_path, name, where="record"), "record: .* leads out of its directory")
 
 
-def test_a_name_that_goes_through_a_link(tmp_path: Path) -> None:
+def test_name_through_a_symlink_is_refused(tmp_path: Path) -> None:
     (tmp_path / "release" / "in").mkdir(parents=True)
     (tmp_path / "release" / "in" / "x.npy").write_bytes(b"x")
     assert path_inside(tmp_path / "release", "in/x.npy", where="r") == tmp_path / "release" / "in" / "x.npy"
@@ -427,7 +427,7 @@ def test_a_name_that_goes_through_a_link(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../images.npy", "/etc/images.npy"])
-def test_samples_of_a_release_lie_in_it(tmp_path: Path, name: str) -> None:
+def test_release_samples_must_lie_in_the_release(tmp_path: Path, name: str) -> None:
     np.save(tmp_path / "images.npy", np.zeros((1, *SHAPE), np.float32))
     for images, expected in ((name, "a.npy"), ("images.npy", name)):
         graphs = {"m.onnx": {"expected": expected, "max_relative_error": 1.0}}
@@ -437,7 +437,7 @@ def test_samples_of_a_release_lie_in_it(tmp_path: Path, name: str) -> None:
         refused(lambda: replay(tmp_path / "r"), "leads out of its directory")
 
 
-def test_the_list_of_a_release_is_no_link(tmp_path: Path) -> None:
+def test_checksum_list_of_a_release_cannot_be_a_symlink(tmp_path: Path) -> None:
     (tmp_path / "r").mkdir()
     (tmp_path / "r" / "SHA256SUMS").symlink_to("/dev/zero")
     assert check_release(tmp_path / "r").differs == ("SHA256SUMS: a link, expected the file itself",)
@@ -469,7 +469,7 @@ JOURNALS = [json.dumps([name]) for name in ("", "sub/..", "../beside", "link/fil
 
 
 @pytest.mark.parametrize("journal", [*JOURNALS, "{", "[]"])
-def test_a_foreign_journal_removes_nothing(tmp_path: Path, journal: str) -> None:
+def test_foreign_journal_removes_nothing(tmp_path: Path, journal: str) -> None:
     """Files of a directory are put back before it is read: its journal may come from whoever made it."""
     place, beside = tmp_path / "model", tmp_path / "beside"
     for path in (place / "sub" / "file", beside / "file", place / ".former" / "config.json"):
@@ -485,13 +485,13 @@ def test_a_foreign_journal_removes_nothing(tmp_path: Path, journal: str) -> None
     assert (place / ".former" / "config.json").exists() == (journal != "[]"), "what one was put back before the link"
 
 
-def test_a_picture_is_read_by_its_content(tmp_path: Path) -> None:
+def test_image_is_read_by_its_content(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(picture("JPEG"))
     images = open_images(tmp_path, image_shape=SHAPE, transform=lambda _: torch.ones(SHAPE))
     assert next(images.batches(1)).shape == (1, *SHAPE)
 
 
-def test_labels_of_groups_are_bounded_as_any_record(tmp_path: Path) -> None:
+def test_group_labels_are_bounded_in_size(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", np.zeros((2, *SHAPE), np.float32))
     images = open_images(tmp_path / "x.npy", image_shape=SHAPE, transform=_never)
     (tmp_path / "labels.json").write_text("[" * 100_000)

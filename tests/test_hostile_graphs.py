@@ -85,7 +85,7 @@ LOCATIONS = {
 
 
 @pytest.mark.parametrize("kind", LOCATIONS)
-def test_weights_outside_stay_below_the_graph(graph: ModelProto, tmp_path: Path, kind: str) -> None:
+def test_external_weights_must_lie_below_the_graph(graph: ModelProto, tmp_path: Path, kind: str) -> None:
     location, said = LOCATIONS[kind]
     (tmp_path / "canary").write_bytes(CANARY)
     inside = tmp_path / "in"
@@ -109,13 +109,13 @@ ENTRIES: dict[str, tuple[dict[str, str], str]] = {
 
 
 @pytest.mark.parametrize("kind", ENTRIES)
-def test_weights_outside_end_where_their_file_ends(graph: ModelProto, tmp_path: Path, kind: str) -> None:
+def test_external_weights_must_end_within_their_file(graph: ModelProto, tmp_path: Path, kind: str) -> None:
     entries, said = ENTRIES[kind]
     (tmp_path / "in" / "w.bin").write_bytes(CANARY)
     refused_by_all(written(outside(graph, location="w.bin", **entries), tmp_path), said)
 
 
-def test_weights_outside_are_read_where_they_may_be(graph: ModelProto, tmp_path: Path) -> None:
+def test_external_weights_are_read_from_allowed_places(graph: ModelProto, tmp_path: Path) -> None:
     (tmp_path / "in" / "w.bin").write_bytes(bytes(8) + CANARY)
     path = written(outside(graph, location="w.bin", offset="8", length="64"), tmp_path)
     read = numpy_helper.to_array(read_onnx(path).graph.initializer[0])
@@ -144,7 +144,7 @@ def in_function(proto: ModelProto, tensor: TensorProto) -> None:
 
 
 @pytest.mark.parametrize("place", [in_attribute, in_subgraph, in_sparse, in_function])
-def test_no_place_of_a_tensor_is_forgotten(
+def test_every_tensor_location_is_checked(
     graph: ModelProto, tmp_path: Path, place: Callable[[ModelProto, TensorProto], None]
 ) -> None:
     tensor = outside(ModelProto.FromString(graph.SerializeToString()), location="/etc/hostname").graph.initializer[0]
@@ -169,7 +169,7 @@ HELD = numpy_helper.from_array(np.eye(4, dtype=np.float32), "w").raw_data
         ({"data_type": 0}, "weight 'w' is of element type 0"),
     ],
 )
-def test_a_weight_has_the_numbers_that_it_says(graph: ModelProto, tmp_path: Path, weight: Any, said: str) -> None:
+def test_weight_must_have_its_declared_numbers(graph: ModelProto, tmp_path: Path, weight: Any, said: str) -> None:
     if isinstance(weight, dict):
         own: dict[str, Any] = {"name": "w", "data_type": TensorProto.FLOAT, "dims": (4, 4), "raw_data": HELD}
         given = {key: value for key, value in (own | weight).items() if value != b""}
@@ -180,7 +180,7 @@ def test_a_weight_has_the_numbers_that_it_says(graph: ModelProto, tmp_path: Path
 
 
 @pytest.mark.parametrize("operator", ["EPContext", "PyOp"])
-def test_a_node_that_holds_an_engine_or_code(graph: ModelProto, tmp_path: Path, operator: str) -> None:
+def test_nodes_with_engines_or_code_are_refused(graph: ModelProto, tmp_path: Path, operator: str) -> None:
     graph.graph.node[0].op_type = operator
     graph.graph.node[0].domain = "com.microsoft"
     refused_by_all(written(graph, tmp_path), f"is of {operator}, which holds compiled code")
@@ -196,7 +196,7 @@ def calling(graph: ModelProto, calls: dict[str, list[str]]) -> ModelProto:
     return graph
 
 
-def test_functions_end(graph: ModelProto, tmp_path: Path) -> None:
+def test_recursive_functions_are_refused(graph: ModelProto, tmp_path: Path) -> None:
     path = written(calling(graph, {"F0": ["F1"], "F1": ["F0"]}), tmp_path)
     refused_by_all(path, "call one another in a circle")
     del graph.functions[:], graph.graph.node[1:], graph.opset_import[1:]
@@ -264,13 +264,13 @@ TYPED: dict[str, Callable[[ModelProto, int], None]] = {
 
 @pytest.mark.parametrize("number", [99, -5])
 @pytest.mark.parametrize("place", TYPED)
-def test_an_element_type_is_one_of_onnx(graph: ModelProto, tmp_path: Path, place: str, number: int) -> None:
+def test_unknown_element_types_are_refused(graph: ModelProto, tmp_path: Path, place: str, number: int) -> None:
     TYPED[place](graph, number)
     said = rf"m.onnx: .* is of element type {number}, which ONNX lacks; expected 1 \(float32\) to \d+ "
     refused_by_all(written(graph, tmp_path), said)
 
 
-def test_bits_of_element_types_are_what_onnx_packs() -> None:
+def test_element_type_bits_equal_onnxs() -> None:
     for name, number in TensorProto.DataType.items():
         if number not in (TensorProto.UNDEFINED, TensorProto.STRING):
             packed = helper.make_tensor("x", number, [8], np.zeros(8))
@@ -322,7 +322,7 @@ UNREAD: dict[str, tuple[Callable[[ModelProto], ModelProto], str]] = {
 
 
 @pytest.mark.parametrize("kind", UNREAD)
-def test_outputs_that_nothing_reads_are_refused_by_their_types(graph: ModelProto, tmp_path: Path, kind: str) -> None:
+def test_unsupported_output_types_are_refused(graph: ModelProto, tmp_path: Path, kind: str) -> None:
     change, said = UNREAD[kind]
     path = written(change(graph), tmp_path)
     for read in (read_onnx_ports, READERS["runner"]):
@@ -332,9 +332,7 @@ def test_outputs_that_nothing_reads_are_refused_by_their_types(graph: ModelProto
 @pytest.mark.parametrize(
     ("number", "name"), [(TensorProto.STRING, "string"), (TensorProto.DOUBLE, "float64"), (TensorProto.INT8, "int8")]
 )
-def test_inputs_that_nothing_feeds_are_refused_by_their_types(
-    graph: ModelProto, tmp_path: Path, number: int, name: str
-) -> None:
+def test_unsupported_input_types_are_refused(graph: ModelProto, tmp_path: Path, number: int, name: str) -> None:
     graph.graph.node[0].input[0] = "z"
     graph.graph.node.insert(0, helper.make_node("Cast", ["x"], ["z"], "c", to=TensorProto.FLOAT))
     graph.graph.input[0].type.tensor_type.elem_type = number
@@ -343,17 +341,17 @@ def test_inputs_that_nothing_feeds_are_refused_by_their_types(
         rejects(rf"expected inputs .* of float32, .*; found x: {name} ", read, path)
 
 
-def test_an_input_that_is_no_tensor_is_named_for_what_it_is(graph: ModelProto, tmp_path: Path) -> None:
+def test_non_tensor_input_is_named(graph: ModelProto, tmp_path: Path) -> None:
     graph.graph.input[0].type.CopyFrom(helper.make_sequence_type_proto(tensor_of(1)))
     rejects(r"expected inputs with a batch in front, got x: sequence \[\]", facts_of_onnx, written(graph, tmp_path))
 
 
-def test_an_input_fits_into_some_memory(graph: ModelProto, tmp_path: Path) -> None:
+def test_input_beyond_any_memory_is_refused(graph: ModelProto, tmp_path: Path) -> None:
     graph.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 2**62
     refused_by_all(written(graph, tmp_path), r"the tensor 'x' is \[4611686018427387904, 4\], 1099511627776 numbers at")
 
 
-def test_a_size_below_none_is_open_and_a_batch_of_none_is_fed_nothing(graph: ModelProto, tmp_path: Path) -> None:
+def test_negative_size_is_dynamic_and_zero_batch_is_refused(graph: ModelProto, tmp_path: Path) -> None:
     graph.graph.input[0].type.tensor_type.shape.dim[0].dim_value = -7
     path = written(graph, tmp_path)
     assert (facts_of_onnx(path).batch, read_onnx_ports(path)[2]) == (None, None)
@@ -365,7 +363,7 @@ def test_a_size_below_none_is_open_and_a_batch_of_none_is_fed_nothing(graph: Mod
 
 
 @pytest.mark.parametrize("version", [-1, 2**62])
-def test_a_set_of_operators_has_a_version_that_is_reached(graph: ModelProto, tmp_path: Path, version: int) -> None:
+def test_opset_version_must_be_supported(graph: ModelProto, tmp_path: Path, version: int) -> None:
     said = rf"imports the operators 'ai.onnx' of version {version}, expected 0 to 10000"
     graph.opset_import[0].version = version
     refused_by_all(written(graph, tmp_path), said)
@@ -403,7 +401,7 @@ def computed_scales(proto: ModelProto) -> None:
         (computed_scales, "d: its FP8 scales are not stored in the graph"),
     ],
 )
-def test_a_graph_that_can_not_be_rounded_is_refused(
+def test_unroundable_graph_is_refused(
     graph: ModelProto, tmp_path: Path, change: Callable[[ModelProto], None], said: str
 ) -> None:
     change(graph)
@@ -412,7 +410,7 @@ def test_a_graph_that_can_not_be_rounded_is_refused(
     assert not path.with_suffix(".rounded").exists()
 
 
-def test_scales_of_fp8_stand_on_the_second_axis_where_none_is_named(graph: ModelProto, tmp_path: Path) -> None:
+def test_fp8_scales_default_to_the_second_axis(graph: ModelProto, tmp_path: Path) -> None:
     fp8(graph)
     path = written(graph, tmp_path)
     round_file(path, path.with_suffix(".onnx.rounded"))
@@ -442,7 +440,7 @@ ROWLESS = {
 
 
 @pytest.mark.parametrize("kind", ROWLESS)
-def test_answers_have_a_row_for_each_input(graph: ModelProto, tmp_path: Path, kind: str) -> None:
+def test_outputs_need_one_row_per_input(graph: ModelProto, tmp_path: Path, kind: str) -> None:
     change, said = ROWLESS[kind]
     change(graph)
     path, ports = written(graph, tmp_path), [OutputPort(name="y", role="logits")]
@@ -456,12 +454,12 @@ def test_answers_have_a_row_for_each_input(graph: ModelProto, tmp_path: Path, ki
         rejects(expected, whole, feeds)
 
 
-def test_a_graph_that_gives_nothing_is_not_served(graph: ModelProto, tmp_path: Path) -> None:
+def test_graph_without_outputs_is_not_served(graph: ModelProto, tmp_path: Path) -> None:
     path = written(only_a_break(graph), tmp_path)
     rejects("takes x and gives nothing, expected inputs and outputs", signature_from_onnx, path)
 
 
-def test_every_command_that_reads_graphs_says_the_same_of_one(tmp_path: Path) -> None:
+def test_every_command_reports_a_bad_graph_alike(tmp_path: Path) -> None:
     both, out = tmp_path / "both", tmp_path / "out"
     for name in ("dense", "reduced"):
         save(tiny.checkpoint(depth=1), both / name)
@@ -485,7 +483,7 @@ def test_every_command_that_reads_graphs_says_the_same_of_one(tmp_path: Path) ->
         assert [each.name for each in tmp_path.iterdir()] == ["both"]
 
 
-def test_notes_of_a_graph_are_bounded_as_any_record(tmp_path: Path) -> None:
+def test_graph_metadata_is_bounded_in_size(tmp_path: Path) -> None:
     path = write_onnx(tmp_path / "m.onnx")
     proto = onnx.load(str(path))
     for note in ("export.outputs", NORMALISED, f"{PREFIX}{SPARSITY}"):

@@ -163,7 +163,7 @@ def every() -> Iterator[tuple[str, Write]]:
 
 
 @pytest.mark.parametrize(("output", "write"), list(every()), ids=[name for name, _ in every()])
-def test_nothing_drives_a_terminal_or_turns_letters_about(output: str, write: Write) -> None:
+def test_control_and_bidi_characters_are_escaped(output: str, write: Write) -> None:
     """What is shown to people has none of it; what is read back by machines spells it out."""
     text = write(NAME)
     seen = set(text) & DANGEROUS
@@ -173,7 +173,7 @@ def test_nothing_drives_a_terminal_or_turns_letters_about(output: str, write: Wr
 
 
 @pytest.mark.parametrize("output", HTML)
-def test_pages_get_no_element(output: str) -> None:
+def test_html_gets_no_element(output: str) -> None:
     hostile, plain = elements(HTML[output](NAME)), elements(HTML[output](PLAIN))
     assert not [tag for tag, attributes in hostile.seen if tag in ("img", "script") or "onerror" in attributes]
     assert {tag for tag, _ in hostile.seen} == {tag for tag, _ in plain.seen}
@@ -182,14 +182,14 @@ def test_pages_get_no_element(output: str) -> None:
 
 @pytest.mark.parametrize("name", [NAME, HOSTILE], ids=["name", "hostile"])
 @pytest.mark.parametrize("output", XML)
-def test_junit_and_drawings_stay_xml(output: str, name: str) -> None:
+def test_junit_and_svg_stay_valid_xml(output: str, name: str) -> None:
     hostile, plain = (ElementTree.fromstring(XML[output](each)) for each in (name, PLAIN))
     assert [each.tag for each in hostile.iter()] == [each.tag for each in plain.iter()]
 
 
 @pytest.mark.parametrize("name", [NAME, HOSTILE], ids=["name", "hostile"])
 @pytest.mark.parametrize("output", MARKDOWN)
-def test_markdown_gets_no_tag_no_link_and_no_line(output: str, name: str) -> None:
+def test_markdown_gets_no_tag_link_or_line(output: str, name: str) -> None:
     hostile, plain = (MARKDOWN[output](each).partition("\n## Commands")[0] for each in (name, PLAIN))
     outside_of_code = re.sub(r"`p50 > [^\n]*?` \|", "|", hostile)
     assert not re.search(TAG, outside_of_code)
@@ -201,7 +201,7 @@ def test_markdown_gets_no_tag_no_link_and_no_line(output: str, name: str) -> Non
 
 
 @pytest.mark.parametrize("output", CSV)
-def test_no_cell_is_a_formula(output: str) -> None:
+def test_csv_cells_are_never_formulas(output: str) -> None:
     rows = list(csv.reader(io.StringIO(CSV[output](NAME))))
     plain = list(csv.reader(io.StringIO(CSV[output](PLAIN))))
     assert [len(row) for row in rows] == [len(row) for row in plain]
@@ -211,13 +211,13 @@ def test_no_cell_is_a_formula(output: str) -> None:
 
 
 @pytest.mark.parametrize("first", ["=", "+", "-", "@", "\t", "\r", "\n", "＝", "＋", "－", "＠"])
-def test_a_cell_that_begins_like_a_formula_is_a_text(first: str) -> None:
+def test_csv_cell_like_a_formula_becomes_text(first: str) -> None:
     assert str(csv_cell(f"{first}1")).startswith("'")
     assert csv_cell(-1.5) == -1.5
     assert csv_cell("a=1") == "a=1"
 
 
-def test_what_is_read_back_is_what_was_meant() -> None:
+def test_escaped_texts_round_trip() -> None:
     assert json.loads(as_json(NAME)) == {NAME: NAME}
     message = parse(config(NAME))
     assert message.text("name") == NAME
@@ -231,7 +231,7 @@ def test_what_is_read_back_is_what_was_meant() -> None:
 
 
 @pytest.mark.parametrize("output", SHELL)
-def test_a_shell_reads_one_word(output: str) -> None:
+def test_shell_reads_a_quoted_name_as_one_word(output: str) -> None:
     """A comment ends with its line, and elsewhere the name is one word of the same words."""
     hostile, plain = (shlex.split(SHELL[output](name), comments=True) for name in (NAME, PLAIN))
     assert len(hostile) == len(plain)
@@ -243,7 +243,7 @@ def test_names_in_comments_stay_on_their_line() -> None:
     assert "\n" not in comment_line(NAME + "\nid") + markdown_line(NAME + "\nid")
 
 
-def test_a_hostile_file_name_goes_through_the_commands(tmp_path: Path) -> None:
+def test_commands_accept_hostile_file_names(tmp_path: Path) -> None:
     folder = tmp_path / NAME
     folder.mkdir()
     (folder / f"{NAME}.png").write_bytes(b"no picture")
@@ -268,7 +268,7 @@ def test_a_hostile_file_name_goes_through_the_commands(tmp_path: Path) -> None:
     rejects("not a readable image", next, images.batches(1))
 
 
-def test_a_class_name_with_control_characters_is_not_packaged(tmp_path: Path) -> None:
+def test_class_name_with_control_characters_is_refused(tmp_path: Path) -> None:
     graph = write_onnx(tmp_path / "m.onnx")
     labels = ("cat", "dog", "=1+1", "ç名", NAME)
     rejects("has unprintable characters", Package, name="vit", onnx=graph, labels=labels)

@@ -51,7 +51,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_files_that_a_server_would_run(repository: Path, name: str) -> None:
+def test_executable_repository_files_are_found(repository: Path, name: str) -> None:
     (repository / name).parent.mkdir(exist_ok=True)
     (repository / name).write_bytes(b"import os\n")
     found = errors(repository, name)
@@ -59,14 +59,14 @@ def test_files_that_a_server_would_run(repository: Path, name: str) -> None:
     assert found[0].remedy
 
 
-def test_only_this_tools_own_model_py_is_taken(repository: Path) -> None:
+def test_only_our_own_model_py_is_accepted(repository: Path) -> None:
     own = repository / "vit_cpu/1/model.py"
     assert own.read_bytes() == BACKEND_MODEL.read_bytes()
     own.write_bytes(own.read_bytes()[:-1] + b" ")
     assert errors(repository, "vit_cpu/1/model.py")
 
 
-def test_links_and_pipes(repository: Path, tmp_path: Path) -> None:
+def test_links_and_pipes_are_found(repository: Path, tmp_path: Path) -> None:
     (tmp_path / "canary").write_text("x")
     (repository / "vit/1/labels.txt").unlink()
     (repository / "vit/1/labels.txt").symlink_to(tmp_path / "canary")
@@ -108,7 +108,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("text", CONFIGS)
-def test_what_a_config_leads_to(repository: Path, text: str) -> None:
+def test_dangerous_config_settings_are_found(repository: Path, text: str) -> None:
     path = repository / "vit_onnx" / "config.pbtxt"
     written = path.read_text()
     path.write_text(written + text)
@@ -125,19 +125,19 @@ def test_what_a_config_leads_to(repository: Path, text: str) -> None:
         ('backend: "onnxruntime"', 'backend: "evil"', "a backend that this tool doesn't know, 'evil'"),
     ],
 )
-def test_what_a_config_was_changed_to(repository: Path, old: str, new: str, told: str) -> None:
+def test_changed_config_is_found(repository: Path, old: str, new: str, told: str) -> None:
     replaced(repository / "vit_onnx" / "config.pbtxt", old, new)
     assert any(told in each.what for each in errors(repository, "vit_onnx/config.pbtxt")), lint_repository(repository)
 
 
-def test_a_config_without_end_is_not_read(repository: Path) -> None:
+def test_huge_config_is_not_read(repository: Path) -> None:
     with (repository / "vit_onnx" / "config.pbtxt").open("r+b") as file:
         file.truncate(2**33)
     found = errors(repository, "vit_onnx/config.pbtxt")
     assert [each.what for each in found] == ["it has 8589934592 bytes, 1048576 at most are read"]
 
 
-def test_an_old_server_is_warned_of(repository: Path) -> None:
+def test_vulnerable_server_release_gives_a_warning(repository: Path) -> None:
     run: Callable[..., object] = CliRunner().invoke
     done = run(main, ["package", "lint", str(repository), "--server", "26.05"])
     told = " ".join(done.stdout.split())  # type: ignore[attr-defined]
@@ -153,7 +153,7 @@ def test_an_old_server_is_warned_of(repository: Path) -> None:
     assert any("CVE-2025-23319" in warning for warning in written.warnings)
 
 
-def test_nothing_of_a_repository_is_run(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lint_runs_nothing_of_the_repository(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (repository / "vit_cpu/1/model.py").write_text("raise SystemExit('run')\n")
     before = set(sys.modules)
     assert CliRunner().invoke(main, ["package", "lint", str(repository)]).exit_code == 1

@@ -19,7 +19,7 @@ def graph() -> grimp.ImportGraph:
 
 
 @pytest.mark.parametrize("room", ROOMS)
-def test_no_files_import_each_other_in_a_circle(graph: grimp.ImportGraph, room: str) -> None:
+def test_imports_have_no_cycles(graph: grimp.ImportGraph, room: str) -> None:
     inside = {module for module in graph.modules if module.split(".")[0] == room}
     imports = {module: graph.find_modules_directly_imported_by(module) & inside for module in inside}
     if room == "corp_deploy":
@@ -27,20 +27,20 @@ def test_no_files_import_each_other_in_a_circle(graph: grimp.ImportGraph, room: 
     graphlib.TopologicalSorter(imports).prepare()
 
 
-def test_corp_deploy_is_read_in_one_look() -> None:
+def test_corp_deploy_has_few_entries() -> None:
     aside = {"__pycache__", "py.typed"}
     entries = [path.name for path in (ROOT / "corp_deploy").iterdir() if path.name not in aside]
     assert len(entries) <= 19, sorted(entries)
 
 
-def test_a_room_is_imported_for_nothing() -> None:
+def test_package_initialisers_are_empty() -> None:
     """An empty __init__ keeps `--help` light."""
     for room in ("corp_deploy", "export", "perf"):
         for initial in (ROOT / room).glob("*/__init__.py"):
             assert not [node for node in ast.parse(initial.read_text()).body if not isinstance(node, ast.Expr)], initial
 
 
-def test_modules_of_a_model_go_by_name_in_families_alone() -> None:
+def test_only_families_name_modules_of_models() -> None:
     spelled = [
         f"{path}:{node.lineno} .{node.attr}"
         for path, tree in trees().items()
@@ -51,7 +51,7 @@ def test_modules_of_a_model_go_by_name_in_families_alone() -> None:
     assert not spelled
 
 
-def test_no_ladder_over_kinds_of_site() -> None:
+def test_no_if_chains_over_kinds_of_site() -> None:
     """What differs by kind is asked of the kind; the lists of Sites are the one place that sorts."""
     ladders = [
         f"{path}:{node.lineno}"

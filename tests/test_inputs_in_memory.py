@@ -74,6 +74,6 @@ def test_every_function_with_inputs_refuses_a_loader(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("values", [IMAGES, IMAGES.numpy(), list(IMAGES), [each.numpy() for each in IMAGES]])
-def test_arrays_tensors_and_lists_of_them_are_inputs(values: Any) -> None:
+def test_arrays_tensors_and_lists_are_accepted_as_inputs(values: Any) -> None:
     with as_file(values) as path:
         assert np.load(path).shape == (4, 3, 8, 8)
