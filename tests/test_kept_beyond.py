@@ -30,7 +30,7 @@ class Large(nn.Module):
         return scores
 
 
-def test_auto_keeps_layers_beyond_half_precision_and_those_named() -> None:
+def test_auto_keeps_overflowing_and_named_layers_in_float32() -> None:
     dense = checkpoint_from_module(Large())
     assert modules_beyond(dense.model, FLOAT16) == ("large",)
     assert modules_beyond(dense.model, BFLOAT16) == ()
@@ -39,7 +39,7 @@ def test_auto_keeps_layers_beyond_half_precision_and_those_named() -> None:
     assert sites_to_keep(dense, dense, feeds, opset=None, keep_fp32=("head",)).kept == ("head", "large")
 
 
-def test_patterns_may_stand_next_to_auto() -> None:
+def test_patterns_combine_with_auto() -> None:
     options = ExportOptions(precision=("mixed",), auto=True, keep_fp32=("head",))
     assert options.auto
     assert options.keep_fp32 == ("head",)

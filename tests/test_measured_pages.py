@@ -9,7 +9,7 @@ from tests import decoders
 from tests.pages import DOCS, ROOT
 
 
-def test_every_page_of_figures_begins_with_a_question_and_a_finding() -> None:
+def test_every_measured_page_begins_with_a_question_and_a_finding() -> None:
     for page in PAGES.keys() - {SUPPORT}:
         _, question, *others = (ROOT / page).read_text().split("\n\n")
         assert re.match(r"\*[A-Z][^*]*\?\*", question), page
@@ -17,13 +17,13 @@ def test_every_page_of_figures_begins_with_a_question_and_a_finding() -> None:
         assert len(re.findall(r"\d+", finding)) >= 4, page
 
 
-def test_the_first_page_leads_to_all_others() -> None:
+def test_index_page_links_all_measured_pages() -> None:
     first = (DOCS / "measured" / "index.md").read_text()
     for page in (*PAGES, ON_GPUS):
         assert f"({Path(page).name})" in first or page == SUPPORT, page
 
 
-def test_the_table_of_decoders_is_of_those_that_are_read_and_tried() -> None:
+def test_decoder_table_lists_supported_and_tested_decoders() -> None:
     named = re.findall(r"^\| [^`|]*\(`(\w+)`\)", (ROOT / SUPPORT).read_text(), re.MULTILINE)
     assert named == list(MODEL_TYPES)
     assert set(named) <= set(decoders.KINDS)

@@ -18,7 +18,7 @@ def build():
 """
 
 
-def test_half_of_64_channels_is_removed_and_the_multiple_is_told(
+def test_half_of_64_channels_is_removed_and_the_multiple_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

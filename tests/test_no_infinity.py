@@ -115,20 +115,20 @@ def test_no_infinity_is_printed(what: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["bench", "decoders", "report.html", "report.md", "report.csv"])
-def test_what_there_was_no_time_for_is_named(what: str) -> None:
+def test_unmeasured_rows_are_named(what: str) -> None:
     assert "out of time" in EVERY[what]()
 
 
 @pytest.mark.parametrize("what", ["bench --json", "decoders --json", "sweep", "gate.md", "report.md"])
-def test_the_time_that_it_takes_is_shown(what: str) -> None:
+def test_needed_time_is_shown(what: str) -> None:
     assert WHY in EVERY[what]()
 
 
 @pytest.mark.parametrize("what", ["bench", "decoders", "sweep", "gate.md", "compare", "report.html", "report.md"])
-def test_a_value_of_too_few_rounds_says_that_it_has_no_interval(what: str) -> None:
+def test_value_from_too_few_rounds_has_no_interval(what: str) -> None:
     assert "(no interval)" in EVERY[what]()
 
 
-def test_a_trial_of_a_sweep_keeps_that_it_has_no_interval() -> None:
+def test_sweep_trial_records_a_missing_interval() -> None:
     (kept,) = swept()
     assert record_from_text(json.dumps(json_from_record(kept)), SweepPoint, where="here") == kept

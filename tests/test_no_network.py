@@ -36,7 +36,7 @@ def _nothing_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     stay_here(monkeypatch, loopback=False)
 
 
-def test_the_guard_sees_what_goes_out() -> None:
+def test_network_guard_sees_outgoing_connections() -> None:
     with pytest.raises(WentOut):
         urllib.request.urlopen("http://example.org", timeout=1)
     with pytest.raises(WentOut), socket.socket() as out:
@@ -79,7 +79,7 @@ def calls(home: Path) -> dict[str, tuple[list[object], int]]:
     }  # fmt: skip
 
 
-def test_no_command_asks_a_network(tmp_path: Path) -> None:
+def test_commands_use_no_network(tmp_path: Path) -> None:
     save(tiny.checkpoint(depth=1), tmp_path / "dense")
     for seed, name in enumerate(("images", "others")):
         np.save(tmp_path / f"{name}.npy", tiny.images(6, seed=seed))
@@ -107,7 +107,7 @@ def test_no_command_asks_a_network(tmp_path: Path) -> None:
         ("--model", "torchvision:vit_b_16", "--weights", "https://example.org/w.pth"),
     ],
 )  # fmt: skip
-def test_no_name_of_a_model_leads_to_one(words: tuple[str, ...]) -> None:
+def test_model_names_cause_no_network_access(words: tuple[str, ...]) -> None:
     """What libraries would fetch by these names is refused, or built with no weights but those that are given."""
     done = run("inspect", *words)
     assert not isinstance(done.exception, WentOut), done.output
@@ -115,14 +115,14 @@ def test_no_name_of_a_model_leads_to_one(words: tuple[str, ...]) -> None:
     assert "Traceback" not in done.output
 
 
-def test_openvino_tells_nobody(tmp_path: Path) -> None:
+def test_openvino_sends_no_telemetry(tmp_path: Path) -> None:
     pytest.importorskip("openvino", reason="the extra openvino is not installed")
     feeds = {"images": np.zeros((1, 3, 4, 4), np.float32)}
     with OpenVinoRunner(write_onnx(tmp_path / "m.onnx")) as runner:
         assert runner(feeds)["logits"].shape == (1, CLASSES)
 
 
-def test_one_file_alone_could_ask_one() -> None:
+def test_only_one_file_can_use_the_network() -> None:
     imports = re.compile(rf"^\s*(?:import|from) (?:{'|'.join(WAYS_OUT)})\b", re.MULTILINE)
     files = (path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
     found = {str(path.relative_to(ROOT)) for path in files if imports.search(path.read_text(encoding="utf-8"))}

@@ -63,7 +63,7 @@ def parameters() -> Iterator[tuple[str, click.Parameter]]:
 NUMBERED = [(name, each) for name, each in parameters() if form(each)]
 
 
-def test_every_parameter_is_a_number_of_a_quantity_or_no_number() -> None:
+def test_every_numeric_parameter_has_a_quantity() -> None:
     others = [(name, each) for name, each in parameters() if not form(each) and not isinstance(each.type, WORDED)]
     others = [(name, each) for name, each in others if getattr(each.type, "values", None) not in (JSON, OUTPUT_NAMES)]
     free = [f"{name} {each.name}" for name, each in others if each.name not in TEXTS]
@@ -74,7 +74,7 @@ OF_QUANTITIES = {repr(getattr(each.type, "values", None)): each for _, each in N
 
 
 @pytest.mark.parametrize(("command", "option"), NUMBERED, ids=lambda each: getattr(each, "name", each))
-def test_what_is_no_number_is_refused_by_every_option(command: str, option: click.Parameter) -> None:
+def test_every_option_refuses_invalid_numbers(command: str, option: click.Parameter) -> None:
     """All of them by one option of each quantity, by the others one."""
     form_of_option = form(option)
     assert form_of_option
@@ -88,16 +88,16 @@ def test_what_is_no_number_is_refused_by_every_option(command: str, option: clic
 
 
 @pytest.mark.parametrize("value", ["8,8", "1,8,8", "1,99999999999", "1," + "9" * 400, "65537", "0"])
-def test_lists_of_batches(value: str) -> None:
+def test_batch_lists_are_parsed(value: str) -> None:
     refuses("--batch", "bench", "--batch", value)
 
 
 @pytest.mark.parametrize("value", ["mlp=8,mlp=16", "mlp", "=8", "mlp=8,", "width=8", "mlp==8", "head=0"])
-def test_multiples_of_widths(value: str) -> None:
+def test_width_multiples_are_parsed(value: str) -> None:
     refuses("--align", "sweep", "--align", value)
 
 
-def test_bounds_belong_to_their_side() -> None:
+def test_bounds_are_open_or_closed_as_declared() -> None:
     assert quantities.SHARE_REMOVED.from_text("0") == 0.0
     assert quantities.SHARE_KEPT.from_text("1.") == 1.0
     assert Real(low=-1.0, high=1.0).from_text("-.5e-1") == -0.05
@@ -109,7 +109,7 @@ def test_bounds_belong_to_their_side() -> None:
     assert not quantities.ERROR.holds(10**400)
 
 
-def test_the_rooms_agree_on_the_largest_batch_and_the_operator_sets() -> None:
+def test_rooms_agree_on_the_largest_batch_and_opsets() -> None:
     assert BATCH.high == LARGEST_BATCH
     assert (quantities.OPSET.low, quantities.OPSET.high) == (OPSETS[0], OPSETS[-1])
 
@@ -121,7 +121,7 @@ def test_the_rooms_agree_on_the_largest_batch_and_the_operator_sets() -> None:
         *("p50@b٣ > 1", "p50@b99999999999 > 1", f"p50@b1 > {'9' * 5000}", "p50@b1 > +1", "p50@b1 > baseline * nan"),
     ],
 )
-def test_rules_take_the_same_numbers(rule: str) -> None:
+def test_gate_rules_accept_the_same_numbers(rule: str) -> None:
     with pytest.raises(BadInput, match="rule ") as caught:
         rule_from_text(rule)
     assert len(str(caught.value)) < 500
@@ -136,7 +136,7 @@ NUMERIC_KEYS = [
 ]
 
 
-def test_no_key_of_a_recipe_takes_a_number_without_bounds() -> None:
+def test_every_numeric_recipe_key_has_bounds() -> None:
     assert len(NUMERIC_KEYS) > 20
     for table, word, key in KEYS:
         for value in (math.nan, math.inf, 10**400, *(() if word == "logit_threshold" else (-1,))):
@@ -144,7 +144,7 @@ def test_no_key_of_a_recipe_takes_a_number_without_bounds() -> None:
 
 
 @pytest.mark.parametrize("value", ["nan", "-1", "9" * 5000, "true", "'1'"])
-def test_recipes_take_the_same_numbers(tmp_path: Path, value: str) -> None:
+def test_recipes_accept_the_same_numbers(tmp_path: Path, value: str) -> None:
     path = tmp_path / "r.toml"
     for table, word in NUMERIC_KEYS:
         if (word, value) == ("logit_threshold", "-1"):
@@ -156,7 +156,7 @@ def test_recipes_take_the_same_numbers(tmp_path: Path, value: str) -> None:
 
 @pytest.mark.parametrize("value", ["[1, 99999999999]", "[0]", "[true]", "[1, 1]", "[1.0]"])
 @pytest.mark.parametrize("table", ["parity", "bench"])
-def test_a_recipe_with_batches_that_cannot_be_fails_when_it_is_read(tmp_path: Path, table: str, value: str) -> None:
+def test_recipe_with_impossible_batches_is_refused_on_reading(tmp_path: Path, table: str, value: str) -> None:
     path = tmp_path / "r.toml"
     path.write_text(f"{LEAST}[{table}]\nbatches = {value}\n")
     rejects(f"{table}.batches is ", load_recipe, path)

@@ -56,7 +56,7 @@ COMMANDS: dict[tuple[str, str], tuple[str, ...]] = {
 }  # fmt: skip
 
 
-def test_every_option_that_names_an_output_is_tried() -> None:
+def test_every_output_option_is_tested() -> None:
     found = {(name, str(each.name)) for name, command in main.commands.items() for each in command.params}
     assert {(name, option) for name, option in found if option in WRITTEN} <= set(COMMANDS)
 
@@ -78,14 +78,14 @@ def sealed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_an_unwritable_folder_is_refused_first(command: tuple[str, str], sealed: Path) -> None:
+def test_unwritable_folder_is_refused_first(command: tuple[str, str], sealed: Path) -> None:
     place = sealed / "new.json"
     refuses(f"{place}: can't be written in {sealed} (Permission denied); give another path", *COMMANDS[command], place)
     assert list(sealed.iterdir()) == []
 
 
 @pytest.mark.parametrize("command", [each for each in COMMANDS if each[0] not in ("release", "package serve")])
-def test_a_file_in_place_of_a_folder_is_refused_first(command: tuple[str, str], tmp_path: Path) -> None:
+def test_file_in_place_of_a_folder_is_refused_first(command: tuple[str, str], tmp_path: Path) -> None:
     file, folder = tmp_path / "file.json", tmp_path / "folder"
     file.touch()
     folder.mkdir()
@@ -102,7 +102,7 @@ def test_a_file_in_place_of_a_folder_is_refused_first(command: tuple[str, str], 
     (("reduce", *MODEL, "--moments", "x", "--mlp", "0.5", "-o", "r"), "r/config.json"),
     (("build", "m.onnx", "-o", "m.plan"), "m.plan.json"),
 ], ids=lambda each: each if isinstance(each, str) else each[0])  # fmt: skip
-def test_a_folder_in_the_way_of_a_file_beside_the_output_is_refused_first(
+def test_folder_in_place_of_a_companion_file_is_refused_first(
     words: tuple[str, ...], beside: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -110,7 +110,7 @@ def test_a_folder_in_the_way_of_a_file_beside_the_output_is_refused_first(
     refuses(f"{beside}: a directory, expected a regular file", *words)
 
 
-def test_a_polish_needs_the_folder_of_its_state(sealed: Path) -> None:
+def test_polish_needs_the_folder_of_its_state(sealed: Path) -> None:
     (sealed / "r").mkdir()
     words = ("reduce", *MODEL, "--moments", "x", "--mlp", "0.5", "-o", sealed / "r")
     said = "r.polish-unfinished.safetensors: can't be written in"
@@ -118,7 +118,7 @@ def test_a_polish_needs_the_folder_of_its_state(sealed: Path) -> None:
     assert said not in run(*words).stderr
 
 
-def test_a_dry_run_needs_no_writable_folder(sealed: Path, tmp_path: Path) -> None:
+def test_dry_run_needs_no_writable_folder(sealed: Path, tmp_path: Path) -> None:
     refuses("r.toml: no such recipe", "release", tmp_path / "r.toml", "--dry-run", "-o", sealed / "out")
 
 
@@ -134,7 +134,7 @@ def as_another_user() -> Iterator[None]:
         os.seteuid(user)
 
 
-def test_permissions_of_the_system_are_asked(tmp_path: Path) -> None:
+def test_permissions_are_checked_by_the_system(tmp_path: Path) -> None:
     for each in (tmp_path, *tmp_path.parents[:2]):
         each.chmod(0o755)
     closed, hidden = tmp_path / "closed", tmp_path / "hidden"
@@ -149,7 +149,7 @@ def test_permissions_of_the_system_are_asked(tmp_path: Path) -> None:
     hidden.chmod(0o700)
 
 
-def test_names_and_links_that_nothing_can_be_written_under_are_refused(tmp_path: Path) -> None:
+def test_unwritable_names_and_links_are_refused(tmp_path: Path) -> None:
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     for path, said in (
@@ -165,7 +165,7 @@ def test_names_and_links_that_nothing_can_be_written_under_are_refused(tmp_path:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dangling", "loop"], "nothing is left"
 
 
-def test_a_full_disk_is_the_machines_lack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_reported_as_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*, dir: Path) -> object:
         raise OSError(28, "No space left on device")
 
@@ -173,13 +173,13 @@ def test_a_full_disk_is_the_machines_lack(tmp_path: Path, monkeypatch: pytest.Mo
     refuses(f"{tmp_path / 'b.json'}: the disk is full", "bench", "a.onnx", "b.onnx", "-o", tmp_path / "b.json", code=4)
 
 
-def test_too_little_space_is_told_with_both_figures(tmp_path: Path) -> None:
+def test_insufficient_space_is_reported_with_both_figures(tmp_path: Path) -> None:
     require_space(tmp_path / "new" / "x", 1, what="the moments take")
     with pytest.raises(Missing, match=r"x: the moments take about 1,073,741,824 MiB, and the disk has [\d,]+ MiB free"):
         require_space(tmp_path / "new" / "x", 2.0**50, what="the moments take")
 
 
-def test_a_calibration_asks_for_the_space_of_all_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calibration_checks_the_space_for_all_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = list[float]()
     monkeypatch.setattr(
         "corp_deploy.reduction.moments_files.require_space", lambda path, size_bytes, what: asked.append(size_bytes)
@@ -191,7 +191,7 @@ def test_a_calibration_asks_for_the_space_of_all_its_files(tmp_path: Path, monke
     assert asked[1] == 4 * asked[0]
 
 
-def test_functions_refuse_outputs_before_inputs_are_opened(sealed: Path) -> None:
+def test_functions_refuse_bad_outputs_before_opening_inputs(sealed: Path) -> None:
     place, absent = sealed / "x", "absent"
     calls = (
         lambda: corp_deploy.calibrate(absent, absent, place),

@@ -36,20 +36,20 @@ def saved(path: Path, *, level: int = 200, mode: str = "RGB", form: str | None =
 @pytest.mark.parametrize(
     "name", ["a.tif", "a.TIFF", "a.gif", "a.ppm", "a.tga", "a.jp2", "a.dib", "a.pcx", "a.avif", "a.qoi", "a.ico"]
 )
-def test_pictures_of_every_format_are_read(tmp_path: Path, name: str) -> None:
+def test_every_image_format_is_read(tmp_path: Path, name: str) -> None:
     saved(tmp_path / name)
     (batch,) = opened(tmp_path).batches(1)
     assert torch.allclose(batch, torch.full((1, *SHAPE), 200 / 255), atol=0.01)
     assert opened(tmp_path).skipped == ""
 
 
-def test_other_names_of_jpeg_are_read(tmp_path: Path) -> None:
+def test_other_jpeg_suffixes_are_read(tmp_path: Path) -> None:
     for name in ("a.jfif", "b.jpe"):
         saved(tmp_path / name, form="JPEG")
     assert opened(tmp_path).available == 2
 
 
-def test_grey_of_sixteen_bits_is_read_and_of_thirty_two_refused(tmp_path: Path) -> None:
+def test_sixteen_bit_grey_is_read_and_thirty_two_bit_refused(tmp_path: Path) -> None:
     levels = np.full((4, 6), 200 * 257, np.uint16)
     Image.fromarray(levels).save(tmp_path / "a.tif")
     (tmp_path / "b.pgm").write_bytes(b"P5 6 4 65535\n" + levels.astype(">u2").tobytes())
@@ -74,18 +74,18 @@ def test_hidden_and_system_folders_are_skipped_and_counted(tmp_path: Path) -> No
     )
 
 
-def test_a_hidden_folder_that_is_named_itself_is_read(tmp_path: Path) -> None:
+def test_hidden_folder_is_read_if_named_itself(tmp_path: Path) -> None:
     saved(tmp_path / ".cache/0.jpg")
     assert pictures_below(tmp_path / ".cache")[0] == ("0.jpg",)
 
 
-def test_annotations_beside_pictures_are_not_counted(tmp_path: Path) -> None:
+def test_annotation_files_are_not_counted(tmp_path: Path) -> None:
     skips = Skips()
     assert select_pictures(["./0.jpg", "./0.cls", "1.seg.png", "1.json", "2.json"], skips) == ["./0.jpg", "1.seg.png"]
     assert skips.line == "1 file of another kind (.json)"
 
 
-def test_linked_class_folders_are_read_once_and_cycles_end(tmp_path: Path) -> None:
+def test_symlinked_class_folders_are_read_once_and_cycles_end(tmp_path: Path) -> None:
     saved(tmp_path / "elsewhere/cat/0.jpg")
     saved(tmp_path / "photos/dog/1.jpg")
     root = tmp_path / "photos"
@@ -99,7 +99,7 @@ def test_linked_class_folders_are_read_once_and_cycles_end(tmp_path: Path) -> No
     assert opened(root).available == 2
 
 
-def test_digests_of_releases_cover_the_images_that_are_read(tmp_path: Path) -> None:
+def test_release_digests_cover_the_images_read(tmp_path: Path) -> None:
     saved(tmp_path / "elsewhere/0.jpg", level=10)
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos/cat").symlink_to(tmp_path / "elsewhere")
@@ -111,7 +111,7 @@ def test_digests_of_releases_cover_the_images_that_are_read(tmp_path: Path) -> N
     assert digests.of_path(tmp_path / "photos", pictures=True) != before
 
 
-def test_a_folder_without_permission_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_folder_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved(tmp_path / "a/0.jpg")
     saved(tmp_path / "b/1.jpg")
     scan = os.scandir
@@ -127,6 +127,6 @@ def test_a_folder_without_permission_is_told(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("command", ["calibrate", "verify"])
-def test_help_names_every_form_of_images(command: str) -> None:
+def test_help_lists_every_form_of_images(command: str) -> None:
     text = " ".join(run(command, "--help").stdout.split())
     assert all(word in text for word in ("formats that Pillow reads", "tar shards", "float32", "uint8")), text

@@ -69,7 +69,7 @@ WRAPPED: dict[str, Callable[[nn.Sequential], Any]] = {
 
 
 @pytest.mark.parametrize("name", WRAPPED)
-def test_wrapped_modules_are_taken_out_with_note(name: str) -> None:
+def test_wrapped_modules_are_unwrapped_with_a_note(name: str) -> None:
     expected = net()(pixels())
     plain, notes = plain_module_(WRAPPED[name](net()).eval())
     assert type(plain) is nn.Sequential
@@ -81,7 +81,7 @@ def test_wrapped_modules_are_taken_out_with_note(name: str) -> None:
     assert plain_module_(net())[1] == ()
 
 
-def test_wrapper_says_input_size_for_its_module() -> None:
+def test_wrapper_declares_the_input_size_of_its_module() -> None:
     inner = net()
     del inner.input_size
     wrapper = nn.DataParallel(inner)
@@ -105,7 +105,7 @@ def spectral(module: nn.Sequential) -> None:
 
 
 @pytest.mark.parametrize("change_", [masked, normed, spectral])
-def test_masks_and_norms_of_weights_are_folded_in_copy_alone(change_: Callable[[nn.Sequential], None]) -> None:
+def test_masks_and_weight_norms_are_folded_in_a_copy(change_: Callable[[nn.Sequential], None]) -> None:
     given = net()
     change_(given)
     given.eval()
@@ -120,7 +120,7 @@ def test_masks_and_norms_of_weights_are_folded_in_copy_alone(change_: Callable[[
     copy.deepcopy(plain)
 
 
-def test_masked_module_in_memory_is_traced_and_noted() -> None:
+def test_masked_module_in_memory_is_traced_with_a_note() -> None:
     given = net()
     masked(given)
     checkpoint = checkpoint_from_module(given.eval())
@@ -139,7 +139,7 @@ def make():
 """
 
 
-def test_function_that_compiles_its_model_is_traced_with_note() -> None:
+def test_compiled_model_of_a_function_is_traced_with_a_note() -> None:
     code = Code(file="net.py", function="make", source=SOURCE)
     with trusting_code(True):
         model = build_from_code(architecture_of_code(code, {}, Preprocessing()))
@@ -172,7 +172,7 @@ def scripted() -> Any:
         (lambda: (net(), None), "give the module in it alone"),
     ],
 )
-def test_what_has_no_calls_to_follow_is_refused_with_remedy(make: Callable[[], Any], said: str) -> None:
+def test_untraceable_objects_are_refused_with_a_remedy(make: Callable[[], Any], said: str) -> None:
     rejects(f"^net.py: make\\(\\) gives an? .*{said}", require_module, make(), "net.py: make() gives")
 
 
@@ -181,7 +181,7 @@ def test_module_in_memory_on_meta_and_exported_program_are_refused() -> None:
     rejects("on the meta device", checkpoint_from_module, partly_on_meta())
 
 
-def test_directory_takes_compiled_module_beside_it() -> None:
+def test_directory_loads_beside_its_compiled_module() -> None:
     checkpoint = checkpoint_from_module(net())
     compiled: Any = torch.compile(net())
     assert unwrapped(compiled).__class__ is nn.Sequential

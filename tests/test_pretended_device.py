@@ -211,7 +211,7 @@ def there() -> Iterator[str]:
         lambda x, y: nn.Linear(2, 2)(x),
     ],
 )
-def test_both_places_in_one_operation_are_refused(there: str, mixing: object) -> None:
+def test_mixed_devices_in_one_operation_are_refused(there: str, mixing: object) -> None:
     assert callable(mixing)
     with pytest.raises(RuntimeError, match="CPU"):
         mixing(torch.ones(2, 2, device=there), torch.ones(2, 2))
@@ -265,7 +265,7 @@ def require_same(found: nn.Module, expected: nn.Module, kind: str, where: str) -
 
 
 @pytest.mark.parametrize("kind", ["vit", pytest.param("resnet18d", marks=pytest.mark.slow("models"))])
-def test_statistics_are_those_of_the_cpu(there: str, kind: str) -> None:
+def test_statistics_equal_those_of_the_cpu(there: str, kind: str) -> None:
     found = calibrate(dense(kind), images(kind), batch_size=8, device=there, statistics=statistics(kind))
     for site, own in moments(kind).sites.items():
         for name, tensor in tensors_of(own).items():
@@ -283,7 +283,7 @@ def tensors_of(statistics: object) -> dict[str, Tensor]:
 @pytest.mark.slow("models")
 @pytest.mark.parametrize("preset", ["best", "corp", "grail"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_reductions_are_those_of_the_cpu(there: str, kind: str, preset: str) -> None:
+def test_reductions_equal_those_of_the_cpu(there: str, kind: str, preset: str) -> None:
     own = dense(kind).model
     expected = reduce(own, moments(kind), method(preset, kind)).model
     found = reduce(on_device(dense(kind), there).model, moments(kind), method(preset, kind)).model
@@ -292,7 +292,7 @@ def test_reductions_are_those_of_the_cpu(there: str, kind: str, preset: str) -> 
 
 @pytest.mark.slow("models")
 @pytest.mark.parametrize("kind", KINDS)
-def test_closed_loops_are_those_of_the_cpu(there: str, kind: str) -> None:
+def test_closed_loops_equal_those_of_the_cpu(there: str, kind: str) -> None:
     for loop, preset in ((Loop(), "best"), (None, "grail")):
         expected = reduce_traced(dense(kind).model, images(kind), method(preset, kind), loop=loop).model
         found = reduce_traced(on_device(dense(kind), there).model, images(kind), method(preset, kind), loop=loop).model
@@ -301,7 +301,7 @@ def test_closed_loops_are_those_of_the_cpu(there: str, kind: str) -> None:
 
 @pytest.mark.slow("models")
 @pytest.mark.parametrize("merge", [None, "2"])
-def test_a_budget_is_planned_and_carried_out_there(there: str, merge: str | None) -> None:
+def test_budget_is_planned_and_applied_on_the_device(there: str, merge: str | None) -> None:
     asked = request_of(ReduceOptions(macs=0.8, merge_tokens=merge, align={"mlp": 8, "head": 4}))
     own = dense("vit")
     taken = moments("vit")
@@ -311,7 +311,7 @@ def test_a_budget_is_planned_and_carried_out_there(there: str, merge: str | None
 
 
 @pytest.mark.slow("training")
-def test_a_polish_runs_there(there: str) -> None:
+def test_polish_runs_on_the_device(there: str) -> None:
     own, options = on_device(dense("vit"), there), PolishOptions(steps=2)
     start = reduce(dense("vit").model, moments("vit"), method("best", "vit")).model
     begun = on_device(replace(dense("vit"), model=start), there).model
@@ -321,7 +321,7 @@ def test_a_polish_runs_there(there: str) -> None:
     assert result.report.error == pytest.approx(expected.report.error, rel=1e-3)
 
 
-def test_an_encoder_is_judged_there(there: str) -> None:
+def test_encoder_is_judged_on_the_device(there: str) -> None:
     model = tiny.checkpoint(num_classes=0).model
     head, pixels = SaliencyHead((48, 8), patch=8).eval(), torch.from_numpy(tiny.images(4))
     here = outputs(model, pixels, head)
@@ -332,7 +332,7 @@ def test_an_encoder_is_judged_there(there: str) -> None:
     torch.testing.assert_close(found.patches_BNC, here.patches_BNC)
 
 
-def test_what_is_made_there_is_there(there: str) -> None:
+def test_new_tensors_are_on_the_device(there: str) -> None:
     made = (
         torch.zeros(2, device=there),
         torch.tensor([1.0, 2.0], device=there),
@@ -346,7 +346,7 @@ def test_what_is_made_there_is_there(there: str) -> None:
     assert torch.ones(2, device=there).cpu().device.type == "cpu"
 
 
-def test_arrays_are_refused_and_numbers_and_indices_of_the_cpu_are_not(there: str) -> None:
+def test_arrays_are_refused_and_cpu_scalars_and_indices_accepted(there: str) -> None:
     x = torch.ones(2, 2, device=there)
     with pytest.raises(TypeError, match="copy it to the CPU"):
         x.numpy()

@@ -25,7 +25,7 @@ def loaded(path: Path) -> Any:
     return yaml.safe_load(path.read_text(encoding="utf-8"))
 
 
-def test_the_changelog_begins_with_what_is_to_come_and_this_version() -> None:
+def test_changelog_begins_with_unreleased_and_this_version() -> None:
     heads = re.findall(r"^## \[(.+?)\](?: - (\S+))?$", text_of("CHANGELOG.md"), re.MULTILINE)
     assert heads[0] == ("Unreleased", "")
     assert heads[1][0] == __version__ == tomllib.loads(text_of("pyproject.toml"))["project"]["version"]
@@ -34,7 +34,7 @@ def test_the_changelog_begins_with_what_is_to_come_and_this_version() -> None:
     assert (dates, versions) == (sorted(dates, reverse=True), sorted(set(versions), reverse=True))
 
 
-def test_changes_stand_under_known_heads_and_name_every_command() -> None:
+def test_changelog_uses_standard_headings_and_names_every_command() -> None:
     text = text_of("CHANGELOG.md")
     assert set(re.findall(r"^### (.+)$", text, re.MULTILINE)) <= set(CHANGES)
     assert set(main.commands) <= set(re.findall(r"`([a-z -]+)`", text))
@@ -42,13 +42,13 @@ def test_changes_stand_under_known_heads_and_name_every_command() -> None:
         assert (ROOT / path).is_file(), path
 
 
-def test_every_option_that_the_changelog_names_is_one() -> None:
+def test_options_in_the_changelog_exist() -> None:
     ours = {option for command in main.commands.values() for each in command.params for option in each.opts}
     ours |= {"--help", "--help-all"}
     assert set(re.findall(r"`(--[a-z-]+)", text_of("CHANGELOG.md"))) <= ours
 
 
-def test_the_citation_is_of_this_version_and_has_what_the_format_asks_for() -> None:
+def test_citation_is_valid_and_of_this_version() -> None:
     citation = loaded(ROOT / "CITATION.cff")
     project = tomllib.loads(text_of("pyproject.toml"))["project"]
     assert citation["cff-version"] == "1.2.0"
@@ -67,7 +67,7 @@ def test_the_citation_is_of_this_version_and_has_what_the_format_asks_for() -> N
         assert re.fullmatch(r"https://arxiv\.org/abs/\d{4}\.\d{5}", each["url"])
 
 
-def test_holes_in_security_are_not_told_in_the_open() -> None:
+def test_vulnerabilities_are_reported_privately() -> None:
     config = loaded(TEMPLATES / "config.yml")
     assert config["blank_issues_enabled"] is False
     (link,) = config["contact_links"]
@@ -78,7 +78,7 @@ def test_holes_in_security_are_not_told_in_the_open() -> None:
     assert "SECURITY.md" in text_of(".github/PULL_REQUEST_TEMPLATE.md")
 
 
-def test_a_pull_request_is_asked_for_what_the_project_holds() -> None:
+def test_pull_request_template_asks_for_the_projects_rules() -> None:
     text = text_of(".github/PULL_REQUEST_TEMPLATE.md")
     for path in re.findall(r"`([\w./]+/?)`", text):
         assert (ROOT / path).exists() or path == "make", path

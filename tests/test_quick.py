@@ -33,7 +33,7 @@ ORDERED = ("-p", "tests.quick", "-m", quick.QUICK)
 
 
 @pytest.mark.parametrize("also", [[], pytest.param(["--numprocesses", "1"], marks=pytest.mark.slow("process"))])
-def test_a_run_fails_with_the_names_of_tests_that_take_too_much_of_it(
+def test_quick_run_fails_with_the_names_of_slow_tests(
     also: list[str], monkeypatch: pytest.MonkeyPatch, pytester: pytest.Pytester
 ) -> None:
     pytester.makepyfile(BUSY)
@@ -48,21 +48,21 @@ def test_a_run_fails_with_the_names_of_tests_that_take_too_much_of_it(
     assert not re.search(r"test_(quick|waits|slow) took", text)
 
 
-def test_of_few_tests_or_of_all_any_may_take_its_time(pytester: pytest.Pytester) -> None:
+def test_small_and_full_runs_have_no_time_limit(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(BUSY)
     assert pytester.runpytest_inprocess(*ORDERED).ret == pytest.ExitCode.OK
     assert pytester.runpytest_inprocess("-p", "tests.quick").ret == pytest.ExitCode.OK
 
 
 @pytest.mark.parametrize("reasons", ["", '"because"', '"graph", "because"'])
-def test_a_marker_without_a_reason_is_refused(pytester: pytest.Pytester, reasons: str) -> None:
+def test_slow_marker_without_a_reason_is_refused(pytester: pytest.Pytester, reasons: str) -> None:
     pytester.makepyfile(f"import pytest\n@pytest.mark.slow({reasons})\ndef test_it(): pass")
     result = pytester.runpytest_inprocess("-p", "tests.quick")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["*test_it: slow(*give one or more of graph, server*"])
 
 
-def test_ci_runs_quick_and_slow_tests_and_the_nightly_workflow_all() -> None:
+def test_ci_runs_quick_and_slow_tests_and_nightly_runs_all() -> None:
     make = (ROOT / "Makefile").read_text()
     assert f'$(PYTEST) -m "{quick.QUICK}"' in make
     assert f'$(PYTEST) -m "{quick.SLOW}"' in make
@@ -72,7 +72,7 @@ def test_ci_runs_quick_and_slow_tests_and_the_nightly_workflow_all() -> None:
     assert "run: make test-all\n" in (ROOT / ".github" / "workflows" / "nightly.yml").read_text()
 
 
-def test_every_reason_is_somebodys() -> None:
+def test_every_reason_is_used() -> None:
     used = {
         word
         for path in (ROOT / "tests").glob("test_*.py")

@@ -22,7 +22,7 @@ def commands() -> list[list[str]]:
 
 
 @pytest.mark.slow("graph")
-def test_the_commands_run_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_run_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     np.savez(tmp_path / "images.npz", images=load("train").images[:128])
     np.savez(tmp_path / "held-out.npz", images=load("held-out").images)
@@ -31,25 +31,25 @@ def test_the_commands_run_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyP
     follow(README, tmp_path, monkeypatch)
 
 
-def test_every_command_is_in_the_readme() -> None:
+def test_readme_names_every_command() -> None:
     shown = {main.resolve_command(click.Context(main), words[1:])[0] for words in commands()}
     text = README.read_text()
     assert {name for name in main.commands if name not in shown and f"`{name}`" not in text} == set()
 
 
-def test_it_is_read_in_three_minutes() -> None:
+def test_readme_takes_three_minutes() -> None:
     """At 240 words a minute, but for blocks and tables."""
     prose = re.sub(r"```.*?```|^\|.*?$", "", README.read_text(), flags=re.DOTALL | re.MULTILINE)
     assert len(prose.split()) <= 720
 
 
 @pytest.mark.parametrize("page", contents())
-def test_the_tables_are_those_of_the_records(page: str) -> None:
+def test_tables_follow_the_records(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     assert with_records(text, contents()[page]) == text, "run python -m benchmarks.pages.measured"
 
 
-def test_every_record_that_has_a_table_is_there() -> None:
+def test_every_record_with_a_table_exists() -> None:
     for page, tables in PAGES.items():
         for name in tables:
             assert (ROOT / "benchmarks" / "results" / name).is_file(), (page, name)
@@ -58,11 +58,11 @@ def test_every_record_that_has_a_table_is_there() -> None:
 
 
 @pytest.mark.parametrize("name", DRAWINGS)
-def test_the_pictures_are_those_of_the_records(name: str) -> None:
+def test_pictures_follow_the_records(name: str) -> None:
     drawn = DRAWINGS[name]().standalone
     assert (PICTURES / name).read_text(encoding="utf-8") == drawn, "run python -m benchmarks.pages.pictures"
     assert len(drawn) < 40_000
 
 
-def test_every_picture_is_drawn_by_the_script_or_by_hand() -> None:
+def test_every_picture_has_a_source() -> None:
     assert {path.name for path in PICTURES.iterdir()} == {*DRAWINGS, "parity-chain.svg", "pipeline.svg"}

@@ -38,7 +38,7 @@ def graph() -> Path:
 
 
 @pytest.mark.slow("models")
-def test_model_and_head_give_what_the_graph_gives(graph: Path, tmp_path: Path) -> None:
+def test_model_and_head_equal_the_graph(graph: Path, tmp_path: Path) -> None:
     onnx_model = onnx.load(graph)
     model: Any = dense_from_architecture(weights.ARCHITECTURE)
     model.load_state_dict(weights.backbone(onnx_model))
@@ -58,12 +58,12 @@ def test_model_and_head_give_what_the_graph_gives(graph: Path, tmp_path: Path) -
         assert np.linalg.norm(own - graphs) <= 1e-5 * np.linalg.norm(graphs)
 
 
-def test_no_photograph_is_both_calibrated_on_and_held_out() -> None:
+def test_calibration_and_held_out_photographs_are_disjoint() -> None:
     assert (len(photographs.CALIBRATION), len(photographs.HELD_OUT)) == (37, 16)
     assert len({*photographs.CALIBRATION, *photographs.HELD_OUT}) == 53
 
 
-def test_any_first_crops_have_every_photograph_about_equally_often() -> None:
+def test_first_crops_cover_photographs_evenly() -> None:
     order = photographs.rounds(512, 37, seed=0)
     for count in (37, 128, 256, 512):
         _, times = np.unique(order[:count], return_counts=True)
@@ -72,7 +72,7 @@ def test_any_first_crops_have_every_photograph_about_equally_often() -> None:
     assert list(order[:37]) != sorted(order[:37])
 
 
-def test_crops_are_parts_of_their_own_photograph_as_the_model_wants_them(tmp_path: Path) -> None:
+def test_crops_come_from_their_photograph_and_are_preprocessed(tmp_path: Path) -> None:
     colours = {"red.png": (255, 0, 0), "grey.png": (128, 128, 128), "blue.png": (0, 0, 255)}
     for name, colour in colours.items():
         Image.new("RGB", (300, 260), colour).save(tmp_path / name)
@@ -99,7 +99,7 @@ def state() -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("picture", "said"), [("chelsea.png", "cat"), ("coffee.png", "espresso"), ("rocket.jpg", "missile")]
 )
-def test_it_says_what_photographs_show(state: dict[str, torch.Tensor], picture: str, said: str) -> None:
+def test_model_classifies_the_photographs(state: dict[str, torch.Tensor], picture: str, said: str) -> None:
     files = sorted(wheels().glob(f"skimage/**/{picture}"))
     if not files:
         pytest.skip(f"no {picture}; `make real` brings scikit-image's photographs")

@@ -74,7 +74,7 @@ def run(path: Path, *more: str) -> dict[str, Any]:
 
 @pytest.mark.slow("models")
 @pytest.mark.usefixtures("_ready")
-def test_methods_have_their_rows_and_a_table(tmp_path: Path) -> None:
+def test_every_method_has_a_row_and_a_table(tmp_path: Path) -> None:
     wanted = ("none", "corp", "best, grouped", "best, by site, closed loop", "merging", "dropping")
     record = run(tmp_path / "r.json", "--shares", "0.8", *(word for name in wanted for word in ("--only", name)))
     rows = {row["method"]: row for row in record["rows"]}
@@ -88,7 +88,7 @@ def test_methods_have_their_rows_and_a_table(tmp_path: Path) -> None:
     assert f"| none | {rows['none']['class_error']:.3f} |" in table(record)
 
 
-def test_without_weights_it_skips_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_weights_skip_with_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subjects, "assembled", lambda: tmp_path)
     done = CliRunner().invoke(real_vit.main, ["--output", str(tmp_path / "out.json")])
     assert done.exit_code == 0
@@ -96,7 +96,7 @@ def test_without_weights_it_skips_with_the_reason(tmp_path: Path, monkeypatch: p
     assert not list(tmp_path.iterdir())
 
 
-def test_figures_are_those_of_loops_over_tokens() -> None:
+def test_figures_equal_explicit_loops_over_tokens() -> None:
     generator = torch.Generator().manual_seed(0)
     class_BC, patches_BNC, saliency_BSS = (
         torch.rand(6, *shape, generator=generator) for shape in ((5,), (4, 5), (3, 3))
@@ -140,7 +140,7 @@ def test_figures_are_those_of_loops_over_tokens() -> None:
 
 
 @pytest.mark.slow("models")
-def test_merged_tokens_are_given_back_to_their_patches_and_dropped_ones_are_not() -> None:
+def test_merged_tokens_are_restored_to_patches_and_dropped_ones_not() -> None:
     model, images = tiny.checkpoint(**KWARGS).model, torch.from_numpy(tiny.images(6))
     head = lively_head()
     dense = outputs(model, images, head)
@@ -158,7 +158,7 @@ def test_merged_tokens_are_given_back_to_their_patches_and_dropped_ones_are_not(
     assert dropped["class_error"] > 0.0
 
 
-def test_the_least_uniform_sparsity_that_meets_a_share_is_taken() -> None:
+def test_smallest_sufficient_uniform_sparsity_is_chosen() -> None:
     sparsities = Sparsities(tiny.checkpoint(**KWARGS, embed_dim=192).model)
     joint = sparsities.of("joint", 0.7)
     assert sparsities.left(joint, joint) <= 0.7 < sparsities.left(joint - 0.01, joint - 0.01)
@@ -166,7 +166,7 @@ def test_the_least_uniform_sparsity_that_meets_a_share_is_taken() -> None:
 
 
 @pytest.mark.slow("models")
-def test_the_fewest_merged_tokens_that_meet_a_share_are_taken() -> None:
+def test_fewest_sufficient_merged_tokens_are_chosen() -> None:
     schedules = Schedules(tiny.checkpoint(**KWARGS, depth=4).model)
     for which, start in (("each", ""), ("grow", "grow:")):
         text = schedules.of(which, 0.9)  # type: ignore[arg-type]
@@ -175,7 +175,7 @@ def test_the_fewest_merged_tokens_that_meet_a_share_are_taken() -> None:
     rejects(r"merging 255 tokens leaves more than 0.1 of the MACs", schedules.of, "each", 0.1)
 
 
-def test_what_uniform_sparsities_leave_is_what_the_model_then_costs(tmp_path: Path) -> None:
+def test_predicted_cost_of_uniform_sparsity_equals_the_count(tmp_path: Path) -> None:
     checkpoint = tiny.checkpoint(**KWARGS)
     np.save(tmp_path / "images.npy", tiny.images(4))
     moments = calibrate(checkpoint, images_for_model(checkpoint.model, tmp_path / "images.npy"), batch_size=4)

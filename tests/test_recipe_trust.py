@@ -41,7 +41,7 @@ OUTSIDE = [
 
 
 @pytest.mark.parametrize("outside", OUTSIDE, ids=lambda entry: f"{entry[0]}.{entry[1]}-{entry[2]}")
-def test_every_path_that_leads_out_is_refused_by_its_key(tmp_path: Path, outside: tuple[str, str, str]) -> None:
+def test_every_escaping_path_is_refused_by_its_key(tmp_path: Path, outside: tuple[str, str, str]) -> None:
     table, key, value = outside
     recipe = written(tmp_path / "own", outside)
     rejects(rf"{table}\.{key} leads out of .*/own, .* give --trust-paths if you agree", load_recipe, recipe)
@@ -51,14 +51,14 @@ def test_every_path_that_leads_out_is_refused_by_its_key(tmp_path: Path, outside
     assert load_recipe(written(tmp_path / "own", (table, key, inside)))
 
 
-def test_files_of_measures_are_paths_too(tmp_path: Path) -> None:
+def test_metric_files_count_as_paths(tmp_path: Path) -> None:
     metric = ("parity", "metric", "[\"map=python score.py {outputs}\"]")  # fmt: skip
     away = written(tmp_path / "own", metric, ("parity", "metric_files", '["../score.py"]'))
     rejects(r"parity\.metric_files leads out", load_recipe, away)
     assert load_recipe(written(tmp_path / "own", metric, ("parity", "metric_files", '["score.py"]')))
 
 
-def test_a_link_leads_where_it_points(tmp_path: Path) -> None:
+def test_symlinks_are_resolved(tmp_path: Path) -> None:
     recipe = written(tmp_path / "own")
     (tmp_path / "photos").mkdir()
     (tmp_path / "own" / "train").symlink_to(tmp_path / "photos")
@@ -66,7 +66,7 @@ def test_a_link_leads_where_it_points(tmp_path: Path) -> None:
     assert load_recipe(recipe, trust_paths=True).calibration.images == tmp_path.resolve() / "photos"
 
 
-def test_what_is_extended_is_bound_by_the_directory_of_what_was_typed(tmp_path: Path) -> None:
+def test_extended_recipe_is_confined_to_the_typed_recipes_directory(tmp_path: Path) -> None:
     written(tmp_path / "own" / "bases", ("calibration", "images", '"../train"'), name="base.toml")
     recipe = written(tmp_path / "own", ("reduce", "mlp", "0.25"), head='extends = "bases/base.toml"\n')
     assert load_recipe(recipe).calibration.images == tmp_path.resolve() / "own" / "train"
@@ -87,7 +87,7 @@ def test_nothing_is_written_until_paths_are_trusted(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_starter_says_when_it_names_files_beyond(tmp_path: Path) -> None:
+def test_starter_recipe_reports_outside_files(tmp_path: Path) -> None:
     words = ("--init", "vit_tiny_patch16_224")
     for photos in (tmp_path / "own" / "photos", tmp_path / "photos"):
         photos.mkdir(parents=True)
@@ -100,7 +100,7 @@ def test_a_starter_says_when_it_names_files_beyond(tmp_path: Path) -> None:
     invoked("release", tmp_path / "own" / "b.toml", "-o", tmp_path / "out", "--dry-run", code=2)
 
 
-def test_commands_of_a_recipe_are_run_where_code_is_trusted_alone(tmp_path: Path) -> None:
+def test_recipe_commands_run_only_if_trusted(tmp_path: Path) -> None:
     text = "hits=python score.py {outputs}"
     rejects(r"parity\.metric: .*score\.py.* give --trust-code if you trust it", trusted_metrics, [text])
     with trusting_code(True):
@@ -109,7 +109,7 @@ def test_commands_of_a_recipe_are_run_where_code_is_trusted_alone(tmp_path: Path
     assert trusted_metrics([]) == ()
 
 
-def test_printed_commands_carry_what_they_need(tmp_path: Path) -> None:
+def test_printed_commands_include_trust_options(tmp_path: Path) -> None:
     """A release's own recipe names its inputs from the directory of the release, which they lie beyond."""
     plain = load_recipe(written(tmp_path))
     measured = load_recipe(written(tmp_path, ("parity", "metric", '["map=python score.py {outputs}"]')))

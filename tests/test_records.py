@@ -81,7 +81,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("text", REFUSED)
-def test_what_is_wrong_is_said_by_path_with_what_was_got_and_expected(text: str) -> None:
+def test_errors_state_path_got_and_expected(text: str) -> None:
     with pytest.raises(BadInput) as refused:
         record_from_text(text, Whole, where="r.json")
     assert REFUSED[text] in str(refused.value)
@@ -89,7 +89,7 @@ def test_what_is_wrong_is_said_by_path_with_what_was_got_and_expected(text: str)
     assert "\n" not in str(refused.value)
 
 
-def test_kind_and_version_are_judged_before_anything_else() -> None:
+def test_kind_and_version_are_checked_first() -> None:
     for head, said in {
         '"kind": "other", "version": 2': "r.json: expected a whole record, got 'other'",
         '"kind": "whole", "version": 2': "r.json: whole record of version 2, written by a newer corp-deploy; this tool "
@@ -107,7 +107,7 @@ def test_kind_and_version_are_judged_before_anything_else() -> None:
     rejects("got a list of 1, expected a JSON object", record_from_text, "[1]", Whole, where="r.json", kind="whole")
 
 
-def test_null_stands_for_what_is_not_finite_and_comes_back_as_inf() -> None:
+def test_nonfinite_numbers_are_stored_as_null() -> None:
     part = Part(error=-math.inf, errors=(1.5, math.nan))
     plain = json_from_record({"parts": [part]})
     assert plain["parts"][0]["error"] is None
@@ -119,7 +119,7 @@ def test_null_stands_for_what_is_not_finite_and_comes_back_as_inf() -> None:
     rejects(said, record_from_value, {"error": []}, Part, where="r", remedy="do it again")
 
 
-def test_names_that_are_no_utf8_survive() -> None:
+def test_non_utf8_names_round_trip() -> None:
     text = '{"first": {}, "named": {"\\udc80": {}}}'
     assert list(record_from_text(text, Whole, where="r").named) == ["\udc80"]
     assert record_from_text('["\udc80"]', list[str], where="r") == ["\udc80"]
@@ -131,7 +131,7 @@ def nested(depth: int, opening: str, closing: str) -> str:
 
 
 @pytest.mark.parametrize(("opening", "closing"), [("[", "]"), ('{"a":[', "]}")])
-def test_what_is_nested_without_end_is_refused(opening: str, closing: str) -> None:
+def test_deep_nesting_is_refused(opening: str, closing: str) -> None:
     levels = len(opening.replace('"a":', ""))
     assert record_from_text(nested(DEEPEST // levels, opening, closing), Any, where="r") is not None
     for depth in (DEEPEST // levels + 1, 100_000):
@@ -144,22 +144,22 @@ def test_what_is_nested_without_end_is_refused(opening: str, closing: str) -> No
 @pytest.mark.parametrize(
     "text", ['"' + "[" * 500 + '"', r'["\"' + "[" * 500 + r'\\"]', r'{"\\": "' + "{" * 500 + '"}', '["[", "[", "]"]']
 )
-def test_brackets_in_texts_are_no_nesting(text: str) -> None:
+def test_brackets_in_strings_are_not_nesting(text: str) -> None:
     assert record_from_text(text, Any, where="r") is not None
 
 
-def test_a_bracket_after_an_escape_is_one() -> None:
+def test_bracket_after_an_escape_counts() -> None:
     rejects("nested too deep", record_from_text, r'["a\\", ' + nested(50, "[", "]") + "]", Any, where="r")
 
 
-def test_huge_texts_are_refused_without_building_them() -> None:
+def test_huge_texts_are_refused_without_parsing() -> None:
     began = perf_counter()
     data = b'{"first": [' + b"{}," * 5_000_000 + b"{}]}"
     rejects("first: got a list, expected a JSON object", record_from_bytes, data + b" " * 2_000_000, Whole, where="r")
     assert perf_counter() - began < 30
 
 
-def test_only_regular_files_of_a_bounded_size_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_regular_files_of_bounded_size_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "r.json"
     rejects("cannot be read: no such file", record_from_file, path, Whole)
     os.mkfifo(path)
@@ -183,7 +183,7 @@ QUICK = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCh
 @pytest.mark.parametrize("kind", ["bench", "parity"])
 @given(data=st.data())
 @QUICK
-def test_a_report_of_one_value_of_another_type(kind: str, data: st.DataObject) -> None:
+def test_single_value_of_wrong_type_is_reported(kind: str, data: st.DataObject) -> None:
     document = json.loads((GOLDEN / "records" / f"{kind}.json").read_text())
     path = data.draw(st.sampled_from(list(paths_of(document))))
     changed = replaced(document, path, data.draw(VALUES | st.sampled_from([1e308, 1e-308, []])))

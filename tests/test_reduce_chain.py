@@ -54,7 +54,7 @@ def test_nine_calls_lead_from_the_command_to_the_solver(
         (("sweep", "--sparsity", 0.5, "--preset", "none", "--images", "images.npy"), ["m"]),
     ],
 )
-def test_a_command_opens_each_moments_file_once(
+def test_command_opens_each_moments_file_once(
     words: tuple[object, ...], opened: list[str], home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths, read = list[str](), store._read_header

@@ -25,7 +25,7 @@ REQUIRED = [
     ],
     ids=lambda words: words[0],
 )  # fmt: skip
-def test_the_output_is_asked_for(words: tuple[str, ...]) -> None:
+def test_output_option_is_required(words: tuple[str, ...]) -> None:
     done = run(*words)
     assert done.exit_code == 2
     assert "Missing option '--output' / '-o'." in done.output
@@ -42,7 +42,7 @@ def test_bench_needs_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(("name", "option"), REQUIRED, ids=lambda each: each if isinstance(each, str) else each.opts[0])
-def test_a_missing_option_is_named(name: str, option: click.Option) -> None:
+def test_missing_option_is_named(name: str, option: click.Option) -> None:
     context = click.Context(main.commands[name], info_name=name)
     with pytest.raises(click.MissingParameter) as error:
         option.handle_parse_result(context, {}, [])

@@ -72,9 +72,9 @@ def test_batch_of_graph_without_sizes_is_refused() -> None:
     assert any("logits must have a batch in front" in reason for reason in reasons)
 
 
-def test_error_of_one_number_is_each_inputs_own() -> None:
+def test_scalar_output_has_an_error_per_input() -> None:
     assert float(relative_square(torch.tensor([2.0, 2.0]), torch.tensor([1.0, 2.0]))) == 0.5
 
 
-def test_several_outputs_are_joined_with_one_number_each() -> None:
+def test_several_scalar_outputs_are_judged() -> None:
     assert joined([torch.ones(4), torch.ones(4, 3)]).shape == (4, 4)

@@ -66,7 +66,7 @@ def pixels(count: int, seed: int = 1) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", ["pooled", "thrice", "mlp"])
-def test_effects_of_shared_layers_to_first_order_are_those_of_small_changes(kind: str) -> None:
+def test_first_order_effects_of_shared_layers_equal_small_changes(kind: str) -> None:
     """Compare the effects with outputs of changed models in float64; one output, so that its sign does not matter."""
     model = shared(kind).model
     program, shown = tracing(model).running, pixels(11).double()

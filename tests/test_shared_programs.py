@@ -106,13 +106,13 @@ def test_another_setting_of_timm_is_traced_separately(traces: list[str]) -> None
     assert len(traces) == 2
 
 
-def test_models_that_a_user_registered_are_traced_at_every_load(traces: list[str]) -> None:
+def test_user_registered_models_are_traced_at_every_load(traces: list[str]) -> None:
     architecture = Architecture(name=small_models.NAMES[0], kwargs={"num_classes": 7})
     assert shared(architecture).program is not shared(architecture).program
     assert len(traces) == 2
 
 
-def test_a_model_with_weights_is_not_shared(traces: list[str]) -> None:
+def test_model_with_weights_is_not_shared(traces: list[str]) -> None:
     for _ in range(2):
         checkpoint = tiny.checkpoint()
         assert isinstance(checkpoint.model, TracedModule)
@@ -121,7 +121,7 @@ def test_a_model_with_weights_is_not_shared(traces: list[str]) -> None:
     assert len(traces) == 2
 
 
-def test_a_model_changed_after_loading_does_not_change_the_next_load(reduced: Path) -> None:
+def test_changing_a_loaded_model_does_not_affect_the_next_load(reduced: Path) -> None:
     images = torch.from_numpy(tiny.images(2))
     changed = load_checkpoint(reduced).model
     with torch.no_grad():
@@ -138,7 +138,7 @@ def test_a_model_changed_after_loading_does_not_change_the_next_load(reduced: Pa
         assert torch.equal(load_checkpoint(reduced).model(images), expected)
 
 
-def test_few_programs_are_kept_and_none_holds_numbers() -> None:
+def test_few_programs_are_cached_without_weights() -> None:
     first = weakref.ref(shared(with_arguments(num_classes=20)).program.graph)
     for classes in range(MOST_PROGRAMS):
         graph = shared(with_arguments(num_classes=classes + 1)).program.graph
@@ -148,7 +148,7 @@ def test_few_programs_are_kept_and_none_holds_numbers() -> None:
     assert shared_programs._traced.cache_info().currsize == MOST_PROGRAMS
 
 
-def test_another_default_type_does_not_share_a_program() -> None:
+def test_default_dtype_is_part_of_the_key() -> None:
     with torch.device("meta"):
         model = dense_model(tiny.ARCHITECTURE)
     assert isinstance(model, TracedModule)
@@ -162,7 +162,7 @@ def test_another_default_type_does_not_share_a_program() -> None:
     assert key == shared_programs._key(model, tiny.ARCHITECTURE) != other
 
 
-def test_sites_are_found_once_and_what_is_looked_for_later_is_not_shared() -> None:
+def test_sites_are_found_once_per_program() -> None:
     one, other = shared(), shared()
     assert one is not other
     assert one.analysis is other.analysis

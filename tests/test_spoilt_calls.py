@@ -115,7 +115,7 @@ def contents(home: Path) -> dict[Path, bytes]:
 
 
 @pytest.mark.parametrize("command", sorted(main.commands))
-def test_a_spoilt_call_is_refused_and_changes_nothing(
+def test_corrupted_call_is_refused_and_changes_nothing(
     command: str, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every eleventh one of each command."""

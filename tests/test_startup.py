@@ -57,7 +57,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_what_reads_records_imports_no_torch(home: Path) -> None:
+def test_record_commands_import_no_torch(home: Path) -> None:
     bench = home / "records" / "bench.json"
     calls: Calls = [
         ("bench compare", ["bench", "compare", home / "before.json", bench], 0),
@@ -71,7 +71,7 @@ def test_what_reads_records_imports_no_torch(home: Path) -> None:
         assert ("onnx" in modules) == (name in ("package lint", "check")), name
 
 
-def test_graphs_are_timed_and_verified_without_torch_and_without_models(home: Path) -> None:
+def test_graphs_are_timed_and_verified_without_torch(home: Path) -> None:
     graph, parity = home / "model.onnx", home / "parity.json"
     quick = ["--batch", 1, "--time-limit", 0.2, "--half-width", 0.9, "--min-rounds", 6, "--block-ms", 1]
     limit = ["--max-error", 1e-3, "--batch", 2, "-o", parity]
@@ -86,7 +86,7 @@ def test_graphs_are_timed_and_verified_without_torch_and_without_models(home: Pa
 
 
 @pytest.mark.slow("process")
-def test_the_doctor_imports_no_compiler() -> None:
+def test_doctor_imports_no_compiler() -> None:
     (modules,) = imported_by([("doctor", ["doctor", "--json"], 0)]).values()
     assert not modules & (OF_THE_COMPILER - {"onnxruntime"})
 

@@ -58,7 +58,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("README.md", (WORDS,)),
     ],
 )
-def test_a_change_selects_files_that_import_it_or_read_the_root(
+def test_change_selects_files_that_import_it_or_read_the_root(
     repository: Path, path: str, selected: tuple[str, ...]
 ) -> None:
     assert Imports(repository, ("shelf",), "shelf_tests").select([path]) == Selection(files=selected)
@@ -73,20 +73,20 @@ def test_a_change_selects_files_that_import_it_or_read_the_root(
         ("shelf_tests/plugs.py", "every test depends on shelf_tests/plugs.py"),
     ],
 )
-def test_a_change_that_imports_dont_tell_of_selects_everything(repository: Path, path: str, reason: str) -> None:
+def test_change_without_import_information_selects_everything(repository: Path, path: str, reason: str) -> None:
     selection = Imports(repository, ("shelf",), "shelf_tests").select([BOOKS, path])
     assert selection.files == (BOOKS, DESK, WORDS)
     assert selection.everything.startswith(reason)
 
 
-def test_the_nearest_test_files_are_run_first(repository: Path) -> None:
+def test_nearest_test_files_run_first(repository: Path) -> None:
     near = repository / "shelf_tests/test_zoo.py"
     near.write_text("from shelf.books import few\n\ndef test_few(): assert few(2)\n")
     selection = Imports(repository, ("shelf",), "shelf_tests").select(["shelf/books.py"])
     assert selection.files == ("shelf_tests/test_zoo.py", BOOKS, WORDS)
 
 
-def test_a_map_selects_test_files_that_ran_the_changed_file(repository: Path) -> None:
+def test_coverage_map_selects_tests_that_ran_the_changed_file(repository: Path) -> None:
     (repository / "shelf_tests/test_new.py").write_text("from shelf import books\n")
     imports = Imports(repository, ("shelf",), "shelf_tests")
     ran = {"shelf/books.py": {DESK}, "shelf/lamps.py": {BOOKS, WORDS}}
@@ -96,7 +96,7 @@ def test_a_map_selects_test_files_that_ran_the_changed_file(repository: Path) ->
     assert imports.select([BOOKS], ran).files == (BOOKS, WORDS)
 
 
-def test_the_map_leaves_out_lines_that_only_imports_ran(tmp_path: Path) -> None:
+def test_coverage_map_excludes_lines_run_by_imports(tmp_path: Path) -> None:
     data = coverage.CoverageData(str(tmp_path / "tests.cov"))
     books, limits = (str(tmp_path / "shelf" / name) for name in ("books.py", "limits.py"))
     data.set_context("")
@@ -107,7 +107,7 @@ def test_the_map_leaves_out_lines_that_only_imports_ran(tmp_path: Path) -> None:
     assert mapped_tests(tmp_path / "tests.cov", tmp_path) == {"shelf/books.py": {BOOKS}}
 
 
-def test_files_are_compared_with_where_the_branch_left_main(repository: Path) -> None:
+def test_files_are_compared_with_the_merge_base(repository: Path) -> None:
     assert changed_files(repository, default_base(repository)) == []
     git(repository, "checkout", "-b", "branch")
     (repository / "shelf/books.py").write_text("")
@@ -142,7 +142,7 @@ def run(repository: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     return commands
 
 
-def test_the_command_runs_the_selected_files_and_says_how_many(repository: Path, run: list[list[str]]) -> None:
+def test_command_runs_the_selected_files_and_reports_their_number(repository: Path, run: list[list[str]]) -> None:
     words = ["--", "pytest", "-m", "not slow"]
     done = CliRunner().invoke(changed.main, words)
     assert (done.exit_code, run) == (0, [])

@@ -25,7 +25,7 @@ def package(name: str, licence: str, *requires: str) -> InstalledPackage:
     return InstalledPackage(name=name, version="1.0", licence=licence, requires=requires)
 
 
-def test_what_is_installed_is_told_as_the_metadata_has_it(packages: tuple[InstalledPackage, ...]) -> None:
+def test_installed_packages_follow_their_metadata(packages: tuple[InstalledPackage, ...]) -> None:
     by_name = {each.name: each for each in packages}
     assert [each.name for each in packages] == sorted(by_name)
     for name in ("torch", "jinja2", "tomli-w"):
@@ -37,7 +37,7 @@ def test_what_is_installed_is_told_as_the_metadata_has_it(packages: tuple[Instal
     assert (by_name["jinja2"].licence, by_name["click"].licence) == ("BSD-3-Clause", "BSD-3-Clause")
 
 
-def test_every_licence_may_be_and_the_page_says_it(packages: tuple[InstalledPackage, ...]) -> None:
+def test_every_licence_is_allowed_and_documented(packages: tuple[InstalledPackage, ...]) -> None:
     ours, by = licences.ours(), policy()
     assert licences.refused(ours, by) == []
     rows = {tuple(line.strip("| ").split(" | ")) for line in licences.PAGE.read_text().splitlines()}
@@ -52,7 +52,7 @@ def test_every_licence_may_be_and_the_page_says_it(packages: tuple[InstalledPack
     [("MIT", True), ("GPL-3.0-only", False), ("MIT AND GPL-3.0-only", False), ("MIT OR GPL-3.0-only", True),
      ("MIT AND BSD-2-Clause OR GPL-3.0-only", True), ("GPL-3.0-only OR MIT AND AGPL-3.0-only", False), ("", False)],
 )  # fmt: skip
-def test_an_expression_is_allowed_by_one_of_its_alternatives(expression: str, may_be: bool) -> None:
+def test_licence_expression_needs_one_allowed_alternative(expression: str, may_be: bool) -> None:
     by = Policy(allowed={"MIT": "", "BSD-2-Clause": ""}, unsaid={"quiet": "MIT"})
     assert by.allows(expression) is may_be
     assert licences.refused([package("loud", expression), package("quiet", "")], by) == (
@@ -60,7 +60,7 @@ def test_an_expression_is_allowed_by_one_of_its_alternatives(expression: str, ma
     )
 
 
-def test_the_lock_has_a_digest_of_every_pinned_version() -> None:
+def test_lock_file_has_a_digest_of_every_pinned_version() -> None:
     text = lock.LOCK.read_text(encoding="utf-8")
     locked = lock.digests_from_text(text)
     assert lock.unlike(locked, pinned()) == [], "run make lock"
@@ -73,7 +73,7 @@ def test_the_lock_has_a_digest_of_every_pinned_version() -> None:
     assert lock.unlike({("a", "1"): set()}, {"a": "1"}) == ["a==1: no digest"]
 
 
-def test_a_file_of_another_digest_is_found() -> None:
+def test_file_with_wrong_digest_is_found() -> None:
     text = f"A_b[extra]==1.0 ; python_version > '3' \\\n    --hash=sha256:{'a' * 64} \\\n    --hash=sha256:{'b' * 64}\n"
     locked = lock.digests_from_text(text)
     assert locked == {("a-b", "1.0"): {"a" * 64, "b" * 64}}
@@ -86,7 +86,7 @@ def test_a_file_of_another_digest_is_found() -> None:
     assert lock.foreign(report("c" * 64), locked) == [f"a-b==1.0: sha256 {'c' * 64}, in no line of requirements.lock"]
 
 
-def test_the_bill_of_this_environment_is_cyclonedx(packages: tuple[InstalledPackage, ...]) -> None:
+def test_sbom_of_the_environment_is_valid_cyclonedx(packages: tuple[InstalledPackage, ...]) -> None:
     bill = bill_of_environment(packages)
     assert bill == bill_of_environment(packages), "nothing in it is of the time"
     assert {each["name"] for each in bill["components"]} == {each.name for each in packages} - {"corp-deploy"}
@@ -104,7 +104,7 @@ def test_the_bill_of_this_environment_is_cyclonedx(packages: tuple[InstalledPack
     assert validator.validate_str(json.dumps(bill)) is not None
 
 
-def test_licences_that_spdx_knows_and_others() -> None:
+def test_licences_are_spdx_expressions_or_names() -> None:
     assert told_licences("MIT OR Apache-2.0") == [{"expression": "MIT OR Apache-2.0"}]
     assert told_licences("LicenseRef-NVIDIA-Proprietary") == [{"license": {"name": "NVIDIA-Proprietary"}}]
     assert told_licences("mit AND LicenseRef-ours") == [{"expression": "MIT AND LicenseRef-ours"}]

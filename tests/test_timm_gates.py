@@ -23,7 +23,7 @@ def rows(model: nn.Module, form: str, kind: str = "weight") -> Tensor | None:
 
 @pytest.mark.parametrize("form", GATES)
 @pytest.mark.parametrize("preset", ["best", "vbp"])
-def test_rows_are_kept_in_pairs(form: str, preset: str) -> None:
+def test_gated_rows_are_kept_in_pairs(form: str, preset: str) -> None:
     dense = checkpoint(form).model
     narrower = reduce(dense, moments(form), method(preset, attention_sparsity=None), widths={SITE: 40}).model
     kept_K = torch.from_numpy(kept_of(narrower)[SITE])
@@ -37,7 +37,7 @@ def test_rows_are_kept_in_pairs(form: str, preset: str) -> None:
 
 @pytest.mark.parametrize("form", GATES)
 @pytest.mark.parametrize("ranking", ["producer-l1", "producer-l2"])
-def test_rows_of_both_layers_rank_a_channel(form: str, ranking: str) -> None:
+def test_both_layers_rank_a_gated_channel(form: str, ranking: str) -> None:
     dense, asked = checkpoint(form).model, method("corp", mlp_selection=ranking, attention_sparsity=None)
     by_channel = rows(dense, form)
     assert by_channel is not None
@@ -47,7 +47,7 @@ def test_rows_of_both_layers_rank_a_channel(form: str, ranking: str) -> None:
 
 
 @pytest.mark.parametrize("form", GATES)
-def test_folding_leaves_gated_layers_alone_and_says_why(form: str) -> None:
+def test_folding_skips_gated_layers_with_a_reason(form: str) -> None:
     dense, asked = checkpoint(form).model, method("fold", attention_sparsity=None)
     done = reduce(dense, moments(form), asked, images=opened(dense))
     assert (done.sites, set(done.coverage.refused)) == ((), {"blocks.0.mlp", "blocks.1.mlp"})
@@ -55,7 +55,7 @@ def test_folding_leaves_gated_layers_alone_and_says_why(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", GATES)
-def test_costs_are_those_of_three_layers(form: str) -> None:
+def test_gated_mlp_costs_three_layers(form: str) -> None:
     dense = checkpoint(form).model
     site, costs = sites_of(dense).by_name[SITE], site_costs(dense, "macs")
     tokens = 17 if form == "packed gate" else 16

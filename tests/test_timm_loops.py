@@ -33,7 +33,7 @@ from tests.timm_models import (
 
 @pytest.mark.slow("models")
 @pytest.mark.parametrize("form", numbered(FORMS, nightly=PLANTED_ALONE))
-def test_a_loop_errs_little_more_and_both_are_read_again(form: str, tmp_path: Path) -> None:
+def test_closed_loop_error_is_bounded_and_models_round_trip(form: str, tmp_path: Path) -> None:
     """Of random weights a loop may err more than the open reduction, by a bound for each sort of form."""
     dense, images = checkpoint(form), pixels(checkpoint(form).model, 8, seed=5)
     best, loop = reduced(form).model, looped(form).model
@@ -55,7 +55,7 @@ def test_a_loop_errs_little_more_and_both_are_read_again(form: str, tmp_path: Pa
     "form",
     numbered(("turned, norms inside", "learned angles", "q/k norm, groups", "residual post-norm", "side by side")),
 )
-def test_a_closed_loop_is_better(form: str) -> None:
+def test_closed_loop_reduces_the_error(form: str) -> None:
     """What is behind a norm behind the heads is fitted too."""
     model = checkpoint(form).model
     images = pixels(model, 24)
@@ -71,7 +71,7 @@ HEADS = {
 
 @pytest.mark.slow("models")
 @pytest.mark.parametrize("form", HEADS)
-def test_half_of_the_heads_go_with_their_biases_scales_and_turns(form: str, tmp_path: Path) -> None:
+def test_half_of_the_heads_are_removed_with_biases_scales_and_rotations(form: str, tmp_path: Path) -> None:
     """Where the class token alone asks, a third of these is much."""
     own, others = checkpoint(form), pixels(checkpoint(form).model, 8, seed=5)
     none: dict[str, Any] = dict.fromkeys(("mlp_sparsity", "attention_sparsity", "conv_sparsity"), 0.0)

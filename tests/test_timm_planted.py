@@ -105,7 +105,7 @@ LEFT = {
 
 @pytest.mark.slow("models")
 @pytest.mark.parametrize("form", numbered(form for form in PLANTED if form != "talking heads"))
-def test_planted_redundancy_goes_at_no_loss(form: str) -> None:
+def test_planted_redundancy_is_removed_without_loss(form: str) -> None:
     """`best` at half the width everywhere; without a repair it is a loss."""
     dense = planted(form)
     # EfficientFormer's values are four times as wide as its queries.
@@ -131,7 +131,7 @@ BUDGETS = (
 
 @pytest.mark.slow("models")
 @pytest.mark.parametrize("form", numbered(BUDGETS))
-def test_a_budget_is_used_and_met(form: str) -> None:
+def test_budget_is_used_up_and_met(form: str) -> None:
     own, asked = checkpoint(form), method(mlp_sparsity=None, attention_sparsity=None, conv_sparsity=None)
     sited = sum(row["macs"] for row in inspection_of_model(own.model)["sites"])
     share = 1.0 - 0.2 * sited / macs(own.model)

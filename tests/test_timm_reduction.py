@@ -23,7 +23,7 @@ from tests.timm_models import (
 
 @pytest.mark.slow("models")
 @pytest.mark.parametrize("form", numbered(FORMS, nightly=PLANTED_ALONE))
-def test_nothing_removed_is_the_dense_model(form: str) -> None:
+def test_full_width_equals_the_dense_model(form: str) -> None:
     model = checkpoint(form).model
     for preset in ("best", "corp") if form in VITS or form in EVAS else ("best",):
         whole = reduced(form, preset, mlp_sparsity=0.0, attention_sparsity=0.0, conv_sparsity=0.0).model
@@ -32,7 +32,7 @@ def test_nothing_removed_is_the_dense_model(form: str) -> None:
 
 @pytest.mark.slow("models")
 @pytest.mark.parametrize("form", numbered(FORMS, nightly=PLANTED_ALONE))
-def test_best_errs_no_more_than_its_repairs_promise(form: str) -> None:
+def test_best_meets_the_error_its_repairs_report(form: str) -> None:
     """By the reports of sites, where presets tell errors in one unit; in the outputs no theorem says by how much, and
     random queries and keys leave little to repair within planes.
     """
@@ -56,7 +56,7 @@ def test_best_errs_no_more_than_its_repairs_promise(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", numbered(("learned angles", "halves turned, biases", "turned, attention pool")))
-def test_half_of_it_has_whole_planes(form: str) -> None:
+def test_half_width_keeps_whole_planes(form: str) -> None:
     before, after = (
         sites_of(each).by_name for each in (checkpoint(form).model, reduced(form, geometry="square").model)
     )
@@ -69,14 +69,14 @@ def test_half_of_it_has_whole_planes(form: str) -> None:
             assert site.repair.mixing == before[name].repair.mixing  # type: ignore[attr-defined]
 
 
-def test_queries_that_are_pooled_stay_with_the_reason() -> None:
+def test_pooled_queries_are_kept_with_a_reason() -> None:
     reduction = reduced("hiera")
     kept = {note.partition(" ")[0] for note in reduction.notes if "keeps Q/K" in note}
     assert kept == {f"blocks.{number}.attn.qk" for number in (1, 3, 4)}
     assert {each.part for each in reduction.sites if each.site.startswith("blocks.1.")} == {"mlp"}
 
 
-def test_an_odd_alignment_leaves_whole_planes() -> None:
+def test_odd_alignment_keeps_whole_planes() -> None:
     done = reduced("halves turned, biases", align_head=5, attention_sparsity=0.4)
     turned = [site for site in sites_of(done.model).every if isinstance(site, TracedPairs)]
     assert [site.dims for site in turned] == [10, 10]

@@ -44,7 +44,7 @@ FORMS = [
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_those_of_channels_are_those_of_a_loop_over_images(form: str) -> None:
+def test_channel_statistics_equal_a_loop_over_images(form: str) -> None:
     """To the rounding of a float32 model, whose products depend on how many images go through it at once."""
     theirs, images = library(form), pixels(checkpoint(form).model, 24)
     found = {name: each for name, each in moments(form).sites.items() if isinstance(each, ChannelMoments)}
@@ -102,7 +102,7 @@ def counted_by_hand(block: Any, maps_BHWC: Tensor) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("form", ["windows", "padding"])
-def test_those_in_windows_are_those_of_a_loop_over_images_and_windows(form: str) -> None:
+def test_window_statistics_equal_a_loop_over_images_and_windows(form: str) -> None:
     """11 images, so that a piece is filled up; as the dot product takes them, with their scale."""
     own, theirs = checkpoint(form).model, library(form).double()
     heard: dict[str, Tensor] = {}
@@ -146,7 +146,7 @@ def by_timm(eva: Eva, index: int, image: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize(
     "form", ["neighbours turned, packed gate", "turned, norms inside", "halves turned, registers", "learned angles"]
 )
-def test_those_of_planes_are_those_of_a_loop_over_images(form: str) -> None:
+def test_plane_statistics_equal_a_loop_over_images(form: str) -> None:
     """To the rounding of float32; dimensions p and P + p are a plane, whichever timm's are."""
     raw, halves = library(form), form.startswith("halves")
     assert isinstance(raw, Eva)

@@ -84,7 +84,7 @@ def mixing_of(model: nn.Module) -> Counter[str]:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_weights_under_timms_names_are_the_model_and_its_sites_are_found(form: str, tmp_path: Path) -> None:
+def test_timm_weights_load_and_sites_are_found(form: str, tmp_path: Path) -> None:
     """At another size than its class's where that is another table or other angles."""
     changes = {"img_size": 48} if form in EVAS else {}
     theirs = library(form, **changes)
@@ -113,7 +113,7 @@ def test_weights_under_timms_names_are_the_model_and_its_sites_are_found(form: s
 
 @pytest.mark.slow("models")
 @pytest.mark.parametrize("form", [form for form in FORMS if form not in NUMERIC or form in PLANTED_ALONE])
-def test_half_width_saves_what_sites_cost_and_is_read_again(form: str, tmp_path: Path) -> None:
+def test_half_width_saves_the_cost_of_its_sites_and_round_trips(form: str, tmp_path: Path) -> None:
     """Narrowing itself is proved on random inputs, and saved and loaded without a repair."""
     dense = checkpoint(form)
     every, widths = sites_of(dense.model).every, uniform_widths(dense.model, method())
@@ -149,7 +149,7 @@ RESAMPLED: dict[str, tuple[Any, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("form", RESAMPLED)
-def test_weights_of_another_size_are_resampled_as_timm_does(form: str, tmp_path: Path) -> None:
+def test_weights_of_another_size_are_resampled_like_timm(form: str, tmp_path: Path) -> None:
     module, changes, note = RESAMPLED[form]
     theirs, state = library(form, **changes), library(form).state_dict()
     with warnings.catch_warnings():
@@ -161,7 +161,7 @@ def test_weights_of_another_size_are_resampled_as_timm_does(form: str, tmp_path:
 
 
 @pytest.mark.parametrize("form", ["halves turned, biases", "halves turned, registers"])
-def test_weights_under_metas_names_are_loaded(form: str, tmp_path: Path) -> None:
+def test_weights_under_metas_names_load(form: str, tmp_path: Path) -> None:
     """A bias of keys is there, and is none."""
     theirs, state = library(form), {}
     for name, value in theirs.state_dict().items():
@@ -187,7 +187,7 @@ MERGED = {
 
 
 @pytest.mark.parametrize("form", MERGED)
-def test_merging_is_refused_with_the_reason(form: str) -> None:
+def test_token_merging_is_refused_with_the_reason(form: str) -> None:
     if form in FORMS:
         model = checkpoint(form).model
     else:  # windows of each image's own size are those that it was traced with
@@ -196,12 +196,12 @@ def test_merging_is_refused_with_the_reason(form: str) -> None:
     rejects(MERGED[form], traced_model.with_merging, model, Merging(schedule=(2, 2)))
 
 
-def test_a_size_that_windows_dont_divide_is_refused() -> None:
+def test_size_that_windows_do_not_divide_is_refused() -> None:
     with pytest.raises(BadInput, match=r"MaxxVit can.t be traced: height .* must be divisible by window"):
         sites_of(dense_from_architecture(architecture("maxvit_tf", img_size=72)))
 
 
-def test_positions_of_another_size_are_resampled_with_what_turns(tmp_path: Path) -> None:
+def test_positions_and_rotations_are_resampled_for_another_size(tmp_path: Path) -> None:
     form = "neighbours turned, packed gate"
     loaded = loaded_from(library(form), form, tmp_path, img_size=48)
     assert any("pos_embed resampled by timm" in note for note in loaded.notes)

@@ -141,15 +141,13 @@ def _forward(line: str) -> nn.Module:
         (lambda: tower("ViTModel"), lambda: tower("ViTModel", layer_norm_eps=0.1)),
     ],
 )
-def test_models_that_differ_in_one_thing_have_other_keys(
-    one: Callable[[], nn.Module], other: Callable[[], nn.Module]
-) -> None:
+def test_models_that_differ_have_different_keys(one: Callable[[], nn.Module], other: Callable[[], nn.Module]) -> None:
     assert digest(one()) == digest(one())
     assert digest(one()) != digest(other())
 
 
 @pytest.mark.parametrize("changed", ["a global", "a function", "a method", "the tracer"])
-def test_code_as_it_is_in_the_process_decides(changed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_in_the_process_is_part_of_the_key(changed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Mutants and patches change what files don't show."""
     before = digest(Mlp(), TRACE)
     match changed:
@@ -164,7 +162,7 @@ def test_code_as_it_is_in_the_process_decides(changed: str, monkeypatch: pytest.
     assert digest(Mlp(), TRACE) != before
 
 
-def test_shared_tensors_strides_and_kinds_of_numbers_count() -> None:
+def test_shared_tensors_strides_and_dtypes_are_part_of_the_key() -> None:
     x = torch.zeros(2, 2)
     variants: list[Any] = [
         [x, x], [x, x.clone()], [x, x.view(2, 2)], [x, x.t()], [x, x.to(torch.bfloat16)], [1], [1.0], [True], ["1"],
@@ -176,7 +174,7 @@ def test_shared_tensors_strides_and_kinds_of_numbers_count() -> None:
 
 
 @pytest.mark.parametrize("made", [threading.Lock, lambda: (number for number in range(1)), lambda: tiny])
-def test_what_cant_be_read_has_no_key(made: Callable[[], object]) -> None:
+def test_unreadable_objects_have_no_key(made: Callable[[], object]) -> None:
     with pytest.raises(NotCacheable, match=r"lock|generator|module tests\.tiny"):
         digest(_edited(lambda model: setattr(model, "extra", made())))
 
@@ -188,7 +186,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.slow("graph")
-def test_a_second_call_reads_the_graph_and_others_trace(counted: Callable[[], dict[str, int]], tmp_path: Path) -> None:
+def test_second_call_reads_the_cached_graph(counted: Callable[[], dict[str, int]], tmp_path: Path) -> None:
     trace = tracing.cached(TRACE, tmp_path)
 
     def traced(model: nn.Module, rows: int = 2, **options: Any) -> onnx.ModelProto:
@@ -210,7 +208,7 @@ def test_a_second_call_reads_the_graph_and_others_trace(counted: Callable[[], di
     assert not [path for path in tmp_path.iterdir() if path.suffix != ".onnx"]
 
 
-def test_attributes_of_the_projects_modules_count() -> None:
+def test_module_attributes_are_part_of_the_key() -> None:
     def of(value: float) -> FunctionType:
         space: dict[str, Any] = {"tiny": tiny}
         exec("def forward(x):\n    return tiny.relative(x, x) * VALUE", space | {"VALUE": value}, space)
@@ -223,7 +221,7 @@ def test_attributes_of_the_projects_modules_count() -> None:
     assert tiny.images not in contents.alive
 
 
-def test_operators_of_unknown_code_have_no_key() -> None:
+def test_operators_without_known_code_have_no_key() -> None:
     with pytest.raises(NotCacheable, match="operator mine"):
         digest(_forward("import torch; y = torch.ops.mine.double(y)"))
 
@@ -236,7 +234,7 @@ def test_keys_are_the_same_in_other_processes() -> None:
     assert subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip() == mine
 
 
-def test_random_numbers_are_the_same_behind_a_hit_and_a_trace(tmp_path: Path) -> None:
+def test_random_state_is_equal_after_a_hit_and_a_trace(tmp_path: Path) -> None:
     def draw(model: nn.Module) -> onnx.ModelProto:
         torch.rand(3)
         return onnx.ModelProto()

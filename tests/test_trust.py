@@ -46,7 +46,7 @@ def kinds_of(tree: ast.AST) -> set[str]:
     return {kind for kind, known in CALLS.items() for pair in names if known & set(pair)}
 
 
-def test_the_page_has_every_place_and_no_other() -> None:
+def test_trust_page_lists_exactly_every_place() -> None:
     _, *sections = re.split(r"^## ", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
     told = {section.partition("\n")[0]: re.findall(r"^\| `([\w/.]+)`", section, re.MULTILINE) for section in sections}
     found = {path: kinds_of(tree) for path, tree in trees().items()}
@@ -63,7 +63,7 @@ def test_the_page_has_every_place_and_no_other() -> None:
         *(("model.eval()", ""), ("re.compile('x')", ""), ("text.replace('a', 'b')", "")),
     ],
 )
-def test_a_new_place_is_found(line: str, kind: str) -> None:
+def test_new_place_is_found(line: str, kind: str) -> None:
     assert kinds_of(ast.parse(line)) == ({kind} if kind else set())
 
 
@@ -77,7 +77,7 @@ def wrong_in(call: ast.Call) -> list[str]:
     return found + (["shell"] if given.get("shell") else [])
 
 
-def test_no_place_unpickles_unpacks_or_asks_a_shell() -> None:
+def test_no_code_unpickles_unpacks_or_uses_a_shell() -> None:
     """torch.load is told weights_only, numpy not to unpickle, processes get words and no shell."""
     calls = [(path, node) for path, tree in trees().items() for node in ast.walk(tree) if isinstance(node, ast.Call)]
     assert [f"{path}:{call.lineno}: {what}" for path, call in calls for what in wrong_in(call)] == []
@@ -90,7 +90,7 @@ def test_no_place_unpickles_unpacks_or_asks_a_shell() -> None:
     assert imports == [("corp_deploy/store/weight_file.py", "from pickle import UnpicklingError")]
 
 
-def test_the_policy_names_what_there_is() -> None:
+def test_policy_names_existing_files() -> None:
     text = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
     for name in {word for word in text.replace("`", " ").split() if word.startswith(("test_", "tests/test_"))}:
         assert (ROOT / "tests" / Path(name.rstrip(",.")).name).is_file(), name

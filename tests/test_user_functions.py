@@ -39,7 +39,7 @@ def made(**arguments: int) -> Checkpoint:
     return Checkpoint(model=dense_from_architecture(architecture), architecture=architecture, lineage=lineage)
 
 
-def test_function_with_other_weights_at_each_call_is_refused_unless_weights_are_given() -> None:
+def test_function_with_random_weights_is_refused_without_weights() -> None:
     with trusting_code(True):
         refuse_other_weights(made(seed=0))
         random = made()
@@ -51,7 +51,7 @@ def test_function_with_other_weights_at_each_call_is_refused_unless_weights_are_
         refuse_other_weights(replace(random, lineage={"source": {"code": "net.py", "weights": "w.safetensors"}}))
 
 
-def test_size_and_preprocessing_that_a_module_does_not_say_are_called_assumed(tmp_path: Path) -> None:
+def test_undeclared_size_and_preprocessing_are_reported_as_assumed(tmp_path: Path) -> None:
     with trusting_code(True):
         silent, saying = made(seed=0), made(seed=0, size=32)
     assert "assumed: the size and ImageNet's mean and std (let the module say `input_size" in preprocessing_line(silent)
@@ -67,7 +67,7 @@ def test_size_and_preprocessing_that_a_module_does_not_say_are_called_assumed(tm
 @pytest.mark.parametrize(
     ("indices", "names"), [([0, 2], "feature0_map,feature2_map"), (None, "feature1_map,feature3_map")]
 )
-def test_features_only_is_refused_with_outputs_that_give_its_maps(indices: list[int] | None, names: str) -> None:
+def test_features_only_is_refused_with_the_equivalent_outputs(indices: list[int] | None, names: str) -> None:
     kwargs = {"features_only": True} | ({} if indices is None else {"out_indices": indices})
     rejects(f"--outputs {names}$", refuse_reserved, kwargs)
 
@@ -102,11 +102,11 @@ class Fixed(nn.Module):
         ("output", r"\[1, 5\] for a batch of 2 .*is a batch size written into its code"),
     ],
 )
-def test_batch_size_in_code_is_named_with_its_line(kind: str, said: str) -> None:
+def test_hard_coded_batch_size_is_named_with_its_line(kind: str, said: str) -> None:
     rejects(said, facts_of_module, Fixed(kind), Preprocessing())
 
 
-def test_batch_size_in_code_is_named_without_input_size() -> None:
+def test_hard_coded_batch_size_is_named_without_an_input_size() -> None:
     module = Fixed("buffer")
     module.input_size = None  # type: ignore[assignment]
     rejects("batch of 4 but", facts_of_module, module, Preprocessing())

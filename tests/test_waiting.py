@@ -55,19 +55,17 @@ COMMAND: Place = ("corp_deploy.commands.calibrate", "calibrate")
         ([("corp_deploy.release.recipe_checks", "read_inputs"), COMMAND], "checking what the recipe names"),
     ],
 )  # fmt: skip
-def test_the_phase_is_that_of_the_innermost_package_of_ours_or_the_library_it_loads(
-    places: Sequence[Place], phase: str
-) -> None:
+def test_phase_is_the_innermost_own_package_or_imported_library(places: Sequence[Place], phase: str) -> None:
     assert phase_of(frames(*places)) == phase
 
 
-def test_phases_name_packages_that_are_there() -> None:
+def test_phases_name_existing_packages() -> None:
     for module in PHASES:
         path = ROOT / module.replace(".", "/")
         assert path.is_dir() or path.with_suffix(".py").is_file(), module
 
 
-def test_silence_is_broken_after_two_seconds_once_a_phase(capsys: pytest.CaptureFixture[str]) -> None:
+def test_waiting_line_appears_after_two_seconds_once_per_phase(capsys: pytest.CaptureFixture[str]) -> None:
     now, at, said = [0.0], frames("torch", COMMAND), list[str]()
     waiting = Waiting(say=said.append, clock=lambda: now[0], frames=lambda: at)
     out = Output(json=False, quiet=False, waiting=waiting)
@@ -91,7 +89,7 @@ def test_silence_is_broken_after_two_seconds_once_a_phase(capsys: pytest.Capture
     assert "read" in capsys.readouterr().err
 
 
-def test_lines_are_for_people_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_lines_appear_only_on_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     assert not waits_quietly(["corp-deploy", "calibrate"])
     for flag in ("-q", "--quiet", "--json"):
@@ -118,6 +116,6 @@ main()
 
 
 @pytest.mark.parametrize(("flags", "expected"), [((), "working ...\n"), (("--json",), ""), (("--quiet",), "")])
-def test_a_command_that_takes_long_says_what_it_is_at(flags: tuple[str, ...], expected: str) -> None:
+def test_long_command_reports_its_phase(flags: tuple[str, ...], expected: str) -> None:
     done = subprocess.run([sys.executable, "-c", SLOW, *flags], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stderr == expected

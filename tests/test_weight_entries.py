@@ -50,7 +50,7 @@ def same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("attribute", ["model", "module", "timm_model", "backbone", "net", "ema"])
 @pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "model.", "module._orig_mod.net.", "a.b."])
-def test_a_module_loads_its_own_names_behind_any_prefix(tmp_path: Path, attribute: str, prefix: str) -> None:
+def test_module_loads_its_names_behind_any_prefix(tmp_path: Path, attribute: str, prefix: str) -> None:
     own = Small(attribute).state_dict()
     taken = read({"state_dict": before(prefix, own) | {"loss.weight": torch.ones(1)}}, tmp_path, own)
     same({name: each for name, each in taken.state.items() if name != "loss.weight"}, own)
@@ -74,7 +74,7 @@ class Wrapped(nn.Module):
 """
 
 
-def test_a_directory_of_a_module_with_a_network_inside_is_read_back(tmp_path: Path) -> None:
+def test_directory_of_a_nested_module_round_trips(tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(CODE)
     model = f"module:{tmp_path / 'net.py'}:Wrapped"
     with trusting_code(True):
@@ -90,7 +90,7 @@ def test_a_directory_of_a_module_with_a_network_inside_is_read_back(tmp_path: Pa
         rejects("ema says which weights of a file", load_dense, model, weights=None, kwargs={}, ema=True)
 
 
-def test_an_averaged_model_of_torch_loads_without_its_counter(tmp_path: Path) -> None:
+def test_torch_averaged_model_loads_without_its_counter(tmp_path: Path) -> None:
     model = Small()
     averaged = AveragedModel(model, use_buffers=True)
     for content in (averaged.state_dict(), {"model_ema": averaged.state_dict(), "model": before("module.", by=1.0)}):
@@ -103,7 +103,7 @@ KEYS = ("model_state_dict", "net", "network", "model", "module", "params", "gene
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_a_lone_entry_is_taken_whatever_its_key(tmp_path: Path, key: str) -> None:
+def test_single_entry_is_used_under_any_key(tmp_path: Path, key: str) -> None:
     content = {"epoch": 3, "optimizer": {"state": {0: {"exp_avg": torch.ones(1)}}}, "ema_decay": 0.9, key: STATE}
     taken = read(content, tmp_path)
     same(taken.state, STATE)
@@ -111,7 +111,7 @@ def test_a_lone_entry_is_taken_whatever_its_key(tmp_path: Path, key: str) -> Non
     same(read({"checkpoint": {"deep": {key: STATE}}, "other": None}, tmp_path).state, STATE)
 
 
-def test_all_entries_that_hold_tensors_are_listed_and_the_choice_is_said(tmp_path: Path) -> None:
+def test_all_tensor_entries_are_listed_and_the_choice_reported(tmp_path: Path) -> None:
     content: dict[str, Any] = {
         "epoch": 1,
         "model": STATE,
@@ -128,7 +128,7 @@ def test_all_entries_that_hold_tensors_are_listed_and_the_choice_is_said(tmp_pat
     same(read(content, tmp_path, ema=True).state, content["ema"])
 
 
-def test_an_average_that_does_not_fit_gives_way_to_weights_that_do(tmp_path: Path) -> None:
+def test_unsuitable_average_yields_to_fitting_weights(tmp_path: Path) -> None:
     content = {"ema": {"decay": torch.ones(1)}, "model": STATE}
     same(read(content, tmp_path).state, STATE)
 
@@ -144,7 +144,7 @@ PAIRS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", PAIRS)
-def test_of_two_networks_one_is_taken_and_the_other_named(tmp_path: Path, kind: str) -> None:
+def test_fitting_network_of_two_is_used_and_the_other_named(tmp_path: Path, kind: str) -> None:
     content, entry = PAIRS[kind]
     taken = read(content, tmp_path)
     assert taken.entry == entry
@@ -157,7 +157,7 @@ def test_of_two_networks_one_is_taken_and_the_other_named(tmp_path: Path, kind: 
     ("key", "by"),
     [("a", 0.0), ("a.net", 0.0), ("b", 1.0), ("b.teacher", 2.0), ("b.student", 1.0), ("c.d", 3.0), ("c", 3.0)],
 )
-def test_a_key_names_an_entry_or_a_prefix_behind_it(tmp_path: Path, key: str, by: float) -> None:
+def test_key_names_an_entry_or_a_prefix_in_it(tmp_path: Path, key: str, by: float) -> None:
     content = {
         "a": before("net."),
         "b": before("student.", by=1.0) | before("teacher.", by=2.0),
@@ -181,12 +181,12 @@ HARMLESS: dict[str, Any] = {
 
 @pytest.mark.parametrize("kind", HARMLESS)
 @pytest.mark.parametrize("zipped", [True, False])
-def test_values_beside_weights_are_no_code(tmp_path: Path, kind: str, zipped: bool) -> None:
+def test_non_tensor_values_are_not_executed(tmp_path: Path, kind: str, zipped: bool) -> None:
     torch.save({"model": STATE, "x": HARMLESS[kind]}, tmp_path / "w.pth", _use_new_zipfile_serialization=zipped)
     same(read_weights(tmp_path / "w.pth", STATE).state, STATE)
 
 
-def test_values_between_weights_are_left_out_and_named(tmp_path: Path) -> None:
+def test_non_tensor_values_between_weights_are_skipped_and_named(tmp_path: Path) -> None:
     taken = read({**STATE, "epoch": 3, "arch": "small"}, tmp_path)
     same(taken.state, STATE)
     assert taken.notes == ("w.pth: left out what is no tensor: epoch, arch",)
@@ -212,7 +212,7 @@ FORMS: dict[str, tuple[Callable[[nn.Module], object], str]] = {
 @pytest.mark.parametrize(
     "make", [lambda: nn.Conv2d(3, 4, 3), lambda: nn.ConvTranspose2d(3, 4, 3), lambda: nn.Linear(5, 3)]
 )
-def test_weights_kept_in_parts_are_folded(tmp_path: Path, form: str, make: Callable[[], nn.Module]) -> None:
+def test_parametrised_weights_are_folded(tmp_path: Path, form: str, make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
     model, (apply, label) = nn.Sequential(make()), FORMS[form]
     apply(model[0])
@@ -227,16 +227,16 @@ def test_weights_kept_in_parts_are_folded(tmp_path: Path, form: str, make: Calla
     same(read(model.state_dict(), tmp_path, model.state_dict()).state, model.state_dict())
 
 
-def test_parts_of_shapes_that_do_not_fit_are_refused() -> None:
+def test_mismatched_parametrisations_are_refused() -> None:
     state = {"a.weight_orig": torch.ones(2, 2), "a.weight_mask": torch.ones(3)}
     rejects(r"w: a\.weight: pruning masks of shapes that don't fit", folded_state, state, where="w")
 
 
-def test_a_name_of_a_million_dots_takes_no_time(tmp_path: Path) -> None:
+def test_name_with_a_million_dots_is_handled_quickly(tmp_path: Path) -> None:
     same(read({"model": {"." * 1_000_000 + "x": torch.ones(1)} | before("net.")}, tmp_path).state, STATE)
 
 
-def test_an_average_in_a_callback_is_found_and_its_scores_are_not(tmp_path: Path) -> None:
+def test_average_in_a_callback_is_found(tmp_path: Path) -> None:
     average = before("", by=1.0)
     callbacks = {"Averaging": {"ema_state_dict": average}, "Best": {"scores": {"a.ckpt": torch.ones(())}}}
     taken = read({"state_dict": STATE, "callbacks": callbacks, "optimizer_states": [{"state": {}}]}, tmp_path)
@@ -244,12 +244,12 @@ def test_an_average_in_a_callback_is_found_and_its_scores_are_not(tmp_path: Path
     assert taken.notes[0].endswith("the moving average of the weights; --no-ema takes state_dict")
 
 
-def test_weights_beside_an_optimizer_at_the_top_are_taken(tmp_path: Path) -> None:
+def test_top_level_weights_beside_an_optimizer_are_used(tmp_path: Path) -> None:
     optimizer = {"state": {"0": {"exp_avg": torch.ones(1)}}}
     same(read({**STATE, "optimizer": optimizer}, tmp_path).state, STATE)
 
 
-def test_an_average_without_names_is_said_to_be_unread(tmp_path: Path) -> None:
+def test_average_without_names_is_reported_as_unread(tmp_path: Path) -> None:
     content = {"model": STATE, "ema": {"decay": 0.9, "shadow_params": list(before("").values())}}
     taken = read(content, tmp_path)
     same(taken.state, STATE)
@@ -257,16 +257,16 @@ def test_an_average_without_names_is_said_to_be_unread(tmp_path: Path) -> None:
     rejects(r"ema\.shadow_params: tensors without names", read, content, tmp_path, ema=True)
 
 
-def test_the_state_of_the_inner_network_alone_fits_a_module_around_it(tmp_path: Path) -> None:
+def test_state_of_the_inner_network_fits_its_wrapper(tmp_path: Path) -> None:
     inner = Small()
     around = nn.Sequential(OrderedDict(inner=inner)).state_dict()
     same(read(inner.state_dict(), tmp_path, around).state, around)
 
 
-def test_a_compiled_or_distributed_part_gets_its_plain_name(tmp_path: Path) -> None:
+def test_compiled_and_distributed_prefixes_are_removed(tmp_path: Path) -> None:
     parts = {name.replace("model.0", "model._orig_mod.0.module"): each for name, each in STATE.items()}
     same(read(parts, tmp_path).state, STATE)
 
 
-def test_arrays_of_objects_are_refused(tmp_path: Path) -> None:
+def test_object_arrays_are_refused(tmp_path: Path) -> None:
     rejects("pickled code", read, {"model": STATE, "x": np.array([object()], dtype=object)}, tmp_path)

@@ -87,7 +87,7 @@ def run(python: Path, *words: str, cwd: Path) -> str:
 
 
 @pytest.mark.slow("process")
-def test_every_file_of_the_rooms_is_in_the_wheel(wheel: Path) -> None:
+def test_wheel_contains_every_package_file(wheel: Path) -> None:
     """Templates, styles, tables and the example's model among them; nothing else is."""
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     files = {path for room in ROOMS for path in (ROOT / room).rglob("*") if path.is_file()}
@@ -98,14 +98,14 @@ def test_every_file_of_the_rooms_is_in_the_wheel(wheel: Path) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.slow("process")
-def test_the_rooms_are_found_in_the_wheel_alone(python: Path, tmp_path: Path) -> None:
+def test_packages_are_imported_from_the_wheel(python: Path, tmp_path: Path) -> None:
     for name, place in zip(ROOMS, run(python, "-c", LOADED, *ROOMS, cwd=tmp_path).splitlines(), strict=True):
         assert Path(place).is_relative_to(python.parents[1]), name
 
 
 @pytest.mark.nightly
 @pytest.mark.slow("process")
-def test_help_and_versions(python: Path, tmp_path: Path) -> None:
+def test_help_and_version_work(python: Path, tmp_path: Path) -> None:
     assert "Usage:" in run(python, "-m", "corp_deploy", "--help", cwd=tmp_path)
     assert "corp-deploy 0." in run(python, "-m", "corp_deploy", "--version", cwd=tmp_path)
 
@@ -135,7 +135,7 @@ def started(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.nightly
 @pytest.mark.slow("process")
-def test_the_ten_minutes_of_the_start_page(started: Path) -> None:
+def test_start_page_works_from_the_wheel(started: Path) -> None:
     for name in ("start/reduced/model.fp16.onnx", "start/parity.json", "start/gate.json", "repository/expected.json"):
         assert (started / name).is_file()
     assert str(ROOT) not in (started / "start" / "report.html").read_text(encoding="utf-8")
@@ -147,7 +147,7 @@ REASON = lack()
 @pytest.mark.nightly
 @pytest.mark.slow("process", "server")
 @pytest.mark.skipif(REASON is not None, reason=str(REASON))
-def test_a_real_server_answers_as_the_start_page_says(
+def test_server_answers_as_the_start_page_says(
     started: Path, python: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     with Server(started / "repository", tmp_path_factory.mktemp("server")) as server:
