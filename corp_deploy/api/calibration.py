@@ -1,4 +1,4 @@
-"""corp_deploy.calibrate."""
+"""The function corp_deploy.calibrate."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,8 +20,10 @@ from .values import InputsLike
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration(Written):
-    """A file of moments: `path`, which `os.fspath` gives too; `held_out`, the moments of the inputs left out; how many
-    `inputs` were fitted to; `record`, what the command prints of the file as JSON.
+    """A file of moments, by its `path`, which `os.fspath` returns too.
+
+    `held_out` is the file with moments of the inputs held out, `inputs` the number of fitted inputs, and `record` what
+    the command prints as JSON.
     """
 
     held_out: Path | None
@@ -30,12 +32,12 @@ class Calibration(Written):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Return why a reduction by these moments is unsure: too few different inputs, or values of another scale."""
+        """Reasons why a reduction by these moments is unsure: too few different inputs, or values of another scale."""
         return tuple(self.record.get("warnings", ()))
 
     @property
     def moments(self) -> Moments:
-        """The sums themselves, site by site, float64; each is read from the file when it is asked for."""
+        """The sums, site by site, in float64; each is read from the file on use."""
         return load_moments(self.path)
 
 
@@ -46,7 +48,7 @@ class _On(OfModel):
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrateCall(Decoded, Drawn, CalibrateOptions, CalibrateFiles, _On):
-    """The options, with what is calibrated on what."""
+    """The parameters of `calibrate`."""
 
 
 @verb(CalibrateCall)

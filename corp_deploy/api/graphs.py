@@ -1,4 +1,4 @@
-"""corp_deploy.export."""
+"""The function corp_deploy.export."""
 
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -19,8 +19,9 @@ from .values import InputsLike
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Graph(Written):
-    """An ONNX file: `path`, which `os.fspath` gives too, its precision and operator set, its digest and bytes, the
-    multiply-adds of one input, and the modules that were kept in more bits than its precision has.
+    """An ONNX file, by its `path`, which `os.fspath` returns too.
+
+    `macs` are the multiply-adds of one input; `kept` are the modules that keep a higher precision.
     """
 
     precision: str
@@ -33,7 +34,7 @@ class Graph(Written):
 
 @dataclass(frozen=True, kw_only=True)
 class ExportCall(Drawn, ExportOptions, ExportFiles, OfModel):
-    """The options, with what is exported and what it looks at."""
+    """The parameters of `export`."""
 
     dense: ModelLike | None = None
     inputs: InputsLike | None = None
@@ -49,8 +50,8 @@ class ExportCall(Drawn, ExportOptions, ExportFiles, OfModel):
 def export(call: ExportCall) -> Graph:
     """Write a dense or reduced model as one typed ONNX file, whose inputs and outputs are float32 in every precision.
 
-    `auto` looks on `inputs` for the modules that must stay in more bits, until the graph errs no more than a multiple
-    of what that type does to the `dense` model (by default to the model itself).
+    `auto` finds, on `inputs`, the modules that need a higher precision, until the graph errs no more than a multiple of
+    what rounding to the type does to the `dense` model (by default to the model itself).
 
     Raises BadInput for options that the precision would ignore or lacks, for a model that can't be typed so, and for
     a graph that fails ONNX's or our own check; nothing is written then.

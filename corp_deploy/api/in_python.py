@@ -1,5 +1,7 @@
-"""A public function of what a record declares, its parameters with their types, defaults and help; and messages, which
-name options as commands spell them, with parameters in their place.
+"""Public functions made from records, and messages in terms of Python.
+
+A record declares the parameters of a function, with types, defaults and help. Messages name options as commands spell
+them; here parameters take their place.
 """
 
 import inspect
@@ -36,12 +38,12 @@ INPUTS = ("images", "text", "arrays", "tokens")
 
 
 def _typed(records: Collection[type[Record]]) -> dict[str, Option]:
-    """Their options by what a command calls them."""
+    """Return the options of records by the names that commands have for them."""
     return {each.typed: each for record in records for each in options_of(record).values()}
 
 
 def _argument(options: Mapping[str, Option], name: str, value: str, form: str = "{}") -> str | None:
-    """Return an option of these as an argument, None for another; a value that is none of its own goes behind."""
+    """Return an option as an argument, None if it isn't among these; a value that isn't its own follows it."""
     if (negated := options.get(name.removeprefix("no_"))) is not None and name not in options:
         return f"`{form.format(f'{negated.name}=False')}` {value}".rstrip()
     if (option := options.get(name)) is None:
@@ -53,7 +55,7 @@ def _argument(options: Mapping[str, Option], name: str, value: str, form: str = 
 
 
 def in_python(message: str, *records: type[Record], parameters: Collection[str] = ()) -> str:
-    """Return a message with parameters where it names options: those of these records first, then `parameters`."""
+    """Return a message with parameters in place of options: those of these records first, then `parameters`."""
     of_function = _typed(records)
 
     def spelled(word: str, name: str, value: str) -> str | None:
@@ -82,7 +84,7 @@ def in_python(message: str, *records: type[Record], parameters: Collection[str] 
 
 @contextmanager
 def speaking_python(*records: type[Record], parameters: Collection[str] = ()) -> Iterator[None]:
-    """Have errors within it speak of parameters, see in_python."""
+    """Replace options with parameters in the errors that are raised within, see in_python."""
     try:
         yield
     except (BadInput, Missing) as error:
@@ -91,10 +93,10 @@ def speaking_python(*records: type[Record], parameters: Collection[str] = ()) ->
 
 
 def verb(record: Callable[P, R]) -> Callable[[Callable[[R], T]], Callable[P, T]]:
-    """A decorator of a function that takes a record alone: what is called takes the record's fields in its place.
+    """Return a decorator for a function of one record; the decorated function takes the record's fields instead.
 
-    It raises TypeError for what is no parameter, as a function does, and BadInput for what would be ignored, in words
-    of parameters.
+    That function raises TypeError for unknown parameters, and BadInput for wrong ones and for those that it would
+    ignore.
     """
     signature = inspect.signature(record)
     assert isinstance(record, type), record

@@ -1,4 +1,4 @@
-"""Which model and which inputs, of files or in memory: corp_deploy.load and corp_deploy.sites."""
+"""Models and inputs from files or memory, and the functions corp_deploy.load and corp_deploy.sites."""
 
 import json
 import os
@@ -35,8 +35,9 @@ from .values import InputsLike, as_file, refuse_other_inputs
 
 @contextmanager
 def opened_inputs(model: nn.Module, inputs: InputsLike, **how: Any) -> Iterator[InputSet]:
-    """What the model takes, of a path or of an array: images, or texts of a file, or token ids of a decoder, or arrays
-    by the names of its inputs; `how` they are drawn and decoded. Raises BadInput for what it doesn't take.
+    """Yield the inputs of a path or in memory as the model takes them: images, texts, token ids or arrays by name.
+
+    `how` are the options of drawing and decoding. Raises BadInput for inputs that the model doesn't take.
     """
     with as_file(inputs) as path:
         opened_set = inputs_for_model(model, path, **how)
@@ -50,9 +51,9 @@ class Source(ModelSource):
     __doc__ = (
         (ModelSource.__doc__ or "")
         + """
-    In Python `name` may be a module that is in memory too, with `kwargs` that it was made with and doesn't show, or
-    with what it takes: {"input_size": (3, 32, 32)}. `module` is what a directory needs beside it that was reduced from
-    a module which no library makes.
+    In Python `name` may also be a module in memory, with `kwargs` that it was made with and doesn't show, or with the
+    size of its inputs: {"input_size": (3, 32, 32)}. A directory that was reduced from a module which no library makes
+    needs that `module` beside it.
     """
     )
 
@@ -72,14 +73,14 @@ ModelLike: TypeAlias = Source | str | os.PathLike[str] | nn.Module
 
 @dataclass(frozen=True, kw_only=True)
 class OfModel(Record):
-    """What a call begins with."""
+    """The first parameter of functions on a model."""
 
     model: ModelLike = field(kw_only=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """What a function wrote: `path`, which `os.fspath` gives too."""
+    """A written file or directory, by its `path`, which `os.fspath` returns too."""
 
     path: Path
 
@@ -89,7 +90,7 @@ class Written:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Directory(Written):
-    """A model's; `module`: what it needs beside it, where that was in memory and no library makes it."""
+    """The directory of a model, with the `module` that it needs if no library makes its model."""
 
     module: nn.Module | None = None
 
@@ -123,17 +124,18 @@ def _of_module(named: Source, module: nn.Module, example: InputsLike | Moments |
 
 
 def module_beside(directories: PathLike | Sequence[PathLike]) -> AbstractContextManager[None]:
-    """Within it directories of a module in memory load beside it, where one of these brings it."""
+    """Return a context in which directories load with the module in memory that one of these brings, if any."""
     every = directories if isinstance(directories, list | tuple) else [directories]
     return available_module(next((each.module for each in every if isinstance(each, Directory)), None))
 
 
 @contextmanager
 def opened(model: ModelLike, example: InputsLike | Moments | None = None) -> Iterator[Checkpoint]:
-    """The model of a source, of a path or of a module in memory, for as long as its own code may be run, where it has
-    some. `example`: inputs or moments that show what a module takes.
+    """Yield the model of a source, a path or a module in memory; a model's own code may run within this context.
 
-    Raises BadInput for a path where nothing is, and as load does.
+    `example` are inputs or moments that show what a module takes.
+
+    Raises BadInput for a path without a model, and as load does.
     """
     if example is not None and not isinstance(example, Moments):
         refuse_other_inputs(example)
@@ -157,11 +159,14 @@ def opened(model: ModelLike, example: InputsLike | Moments | None = None) -> Ite
 
 
 def load(model: Source | str | os.PathLike[str], *, trust_code: bool = False) -> nn.Module:
-    """A model as an ordinary nn.Module in eval mode, on the CPU, in float32: of a directory written by corp-deploy, or
-    of any other source.
+    """Load a model as an ordinary nn.Module in eval mode, on the CPU, in float32.
 
-    `trust_code`: whether the code of a model that has some may be run. Raises BadInput when a directory is missing,
-    foreign or damaged, for weights that don't fit, and for code that isn't trusted.
+    Args:
+        model: A directory written by corp-deploy, or any other source.
+        trust_code: True if the code that comes with a model may be run.
+
+    Raises:
+        BadInput: A directory is missing, foreign or damaged, weights don't fit, or code isn't trusted.
     """
     with speaking_python(parameters=("trust_code",)):
         source = model if isinstance(model, Source) else Source(model, trust_code=trust_code)
@@ -179,16 +184,24 @@ def sites(
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
 ) -> nn.Module:
-    """A traced copy of any module of images [B,*inputs] of whose sites those are offered that are named; it has one
-    output of this role.
+    """Return a traced copy of a module of images in which only the named sites can be reduced.
 
-    `mlps`: by the name of a module, the names inside it of the linear layers that hidden channels lie between, first
-    and last, and of a gated MLP the first one that is not activated. `attentions`: by the name of a module `qkv` and
-    `proj`, the names of its fused projection and of the output's, `heads`, and, where it is to be held against the
-    program's, `scale`. `mean`, `std`: of the images' preprocessing.
+    All names are checked against the traced program.
 
-    Everything that is said is looked for in the program. Raises BadInput for names that are none, for layers between
-    which channels are mixed, for other heads than the program has, and for a module that can't be traced.
+    Args:
+        model: A module with one output.
+        inputs: The shape of one image, [C, H, W].
+        mlps: By the name of a module, the names inside it of the first and last linear layer around hidden channels,
+            and for a gated MLP that of the first layer without an activation.
+        attentions: By the name of a module, the names `qkv` and `proj` of its fused projection and of its output
+            projection, its number of `heads` and, to be checked, its `scale`.
+        output: The role of the output.
+        mean: The mean of the images' preprocessing.
+        std: The standard deviation of the images' preprocessing.
+
+    Raises:
+        BadInput: A name doesn't exist, channels are mixed between the layers, the heads differ from the program's, or
+            the module can't be traced.
     """
     with speaking_python():
         settings = Preprocessing(mean=None if mean is None else tuple(mean), std=None if std is None else tuple(std))

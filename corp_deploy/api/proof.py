@@ -1,4 +1,4 @@
-"""corp_deploy.verify."""
+"""The function corp_deploy.verify."""
 
 import os
 import warnings
@@ -35,7 +35,7 @@ def _paths_of_candidates(paths: PathLike | Sequence[PathLike]) -> list[PathLike]
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyCall(HoldOutOptions, Drawn, ProofOptions, ProofFiles):
-    """The options, with what is held against what, and on what."""
+    """The parameters of `verify`."""
 
     reference: ModelLike = field(kw_only=False)
     candidates: PathLike | Sequence[PathLike] = field(kw_only=False)
@@ -48,20 +48,20 @@ class VerifyCall(HoldOutOptions, Drawn, ProofOptions, ProofFiles):
 def verify(call: VerifyCall) -> Parity:
     """Prove on real inputs, link by link, how far candidates are from a reference model.
 
-    `candidates` in the order in which they were made: reduced directory, FP32 graph, FP16 graph, engine. Each is held
-    against the one before. The reduced model is judged, at every output, by `min_agreement` (the share of inputs that
-    agree) and `max_error` (‖candidate − reference‖ / ‖reference‖), or by `output_limit` at single ones, unless
-    `exclude_output` names it. `labels` are class indices [N] of all inputs, also where `hold_out` leaves some of these
-    to judge: an array, a list, a file, a mapping from file names, or the word folders; `moments` tell whether these
-    inputs look like those of calibration. `output` gets the record, parity.json, with the figures of every input
-    beside it.
+    `candidates` are in the order in which they were made: reduced directory, FP32 graph, FP16 graph, engine. Each
+    is compared with the one before. The reduced model is judged, at every output, by `min_agreement` (the share of
+    inputs that agree) and `max_error` (‖candidate − reference‖ / ‖reference‖), or by `output_limit` at single ones,
+    unless `exclude_output` names it. `labels` are class indices [N] of all inputs, also where `hold_out` leaves
+    some of these to judge: an array, a list, a file, a mapping from file names, or the word folders; `moments` show
+    whether these inputs look like those of calibration. The record is written to `output`, parity.json, with the
+    figures of every input beside it.
 
-    Least shares are met by an interval of this `confidence`. Warns before any work of one that so few inputs can never
-    show to be kept.
+    Least shares are judged by an interval of this `confidence`. Warns, before any work, of shares that so few inputs
+    can't show.
 
     Returns the proof: `verdict` is PASS, FAIL, INCONCLUSIVE (a limit lies within its interval) or UNJUDGED (no limit
     judged one of the outputs, which `unjudged` names), `links` hold every figure, `located` names the block where a
-    link breaks, `fitted` tells how many of the inputs a candidate was fitted to. Raises BadInput for candidates that
+    link breaks, `fitted` has the number of inputs that a candidate was fitted to. Raises BadInput for candidates that
     aren't of this model and for engines that were not built here unless `trust_engine`; Missing where this machine
     can't run one.
     """

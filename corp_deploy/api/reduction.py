@@ -1,4 +1,4 @@
-"""corp_deploy.reduce."""
+"""The function corp_deploy.reduce."""
 
 import os
 from collections.abc import Mapping
@@ -37,10 +37,12 @@ class ReduceOptions(reduction.ReduceOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduced(Directory):
-    """A reduced model: its directory `path`, which `os.fspath` gives too, and `model`, an ordinary nn.Module in eval
-    mode on the CPU. `sites` tell what was lost at each, `notes` what stayed as it is and why; `macs` and `parameters`
-    are pairs, dense and reduced; `record` is what the command prints as JSON; `module`, what the directory needs beside
-    it, where that was in memory and no library makes it: `Source(path, module=module)`.
+    """A reduced model, by the `path` of its directory, which `os.fspath` returns too.
+
+    `model` is an ordinary nn.Module in eval mode on the CPU. `sites` have the loss at each site, `notes` what was not
+    reduced and why; `macs` and `parameters` are pairs, dense and reduced; `record` is what the command prints as JSON.
+    If the dense model was in memory and no library makes it, the directory needs `module` beside it:
+    `Source(path, module=module)`.
     """
 
     model: nn.Module
@@ -53,7 +55,7 @@ class Reduced(Directory):
 
 @dataclass(frozen=True, kw_only=True)
 class ReduceCall(HoldOutOptions, Drawn, reduction.ReduceOptions, reduction.ReduceFiles, OfModel):
-    """The options, with what is reduced and what it looks at."""
+    """The parameters of `reduce`."""
 
     inputs: InputsLike | None = None
 
@@ -62,14 +64,14 @@ class ReduceCall(HoldOutOptions, Drawn, reduction.ReduceOptions, reduction.Reduc
 def reduce(call: ReduceCall) -> Reduced:
     """Remove channels, dimensions and heads of a model, repair the loss in closed form, and write it to `output`.
 
-    `moments` are of this model, by `calibrate`; `inputs` the calibration inputs themselves, which budgets, the closed
-    loop, a polish, presets that merge, and sparse weights look at, without those that `calibrate` left out by the same
-    `hold_out` and `groups`, so that they may prove the result. The directory holds
-    model.safetensors and config.json; `load` gives the module, without pruning code. The method is CORP's and
-    GRAIL's by preset, and `best`, the default.
+    `moments` are those of this model, by `calibrate`. `inputs` are the calibration inputs, which budgets, the closed
+    loop, a polish, presets that merge, and sparse weights need; those that `calibrate` held out by the same `hold_out`
+    and `groups` are left out, so that they may prove the result. The directory holds model.safetensors and
+    config.json; `load` returns the module, without pruning code. The presets are CORP's and GRAIL's methods, and
+    `best`, the default.
 
-    Raises BadInput where nothing or contradictory things are asked for, for moments of another model, for options that
-    the others would ignore, and where sites can't do what was asked unless `allow_partial`; Missing without the device.
+    Raises BadInput for options that ask for nothing, contradict one another or would be ignored, for moments of another
+    model, and for sites that can't be reduced as asked unless `allow_partial`; Missing without the device.
     """
     require_device(call.device)
     moments_file, in_files = Path(call.moments), call.inputs is None or isinstance(call.inputs, str | os.PathLike)

@@ -1,4 +1,4 @@
-"""corp_deploy.bench."""
+"""The function corp_deploy.bench."""
 
 import os
 from collections.abc import Mapping
@@ -22,8 +22,10 @@ from .values import InputsLike, as_file
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """Dense against reduced: `record`, raw samples and all, and what `summary` makes of it, by batch size: times in
-    milliseconds, speed-ups with 95 % intervals, the noise of the dense model against itself.
+    """A measurement of dense against reduced: the `record` with raw samples, and its `summary` by batch size.
+
+    The summary has times in milliseconds, speed-ups with 95 % intervals, and the noise of the dense model against
+    itself.
     """
 
     record: Bench
@@ -31,18 +33,18 @@ class Speed:
 
     @property
     def speedups(self) -> Mapping[int, Interval | None]:
-        """Dense over reduced median time by batch size; None where one could not run or there was no time."""
+        """Dense over reduced median time by batch size, None for a batch size that could not be timed."""
         return {row.batch: row.speedup for row in self.summary.rows}
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Return what makes the figures less sure."""
+        """Reasons why the figures are less sure."""
         return self.record.warnings
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchCall(BenchOptions, TextFed, BenchFiles):
-    """The options, with what is measured and on what."""
+    """The parameters of `bench`."""
 
     dense: PathLike = field(kw_only=False)
     reduced: PathLike = field(kw_only=False)
@@ -56,12 +58,12 @@ def bench(call: BenchCall) -> Speed:
     """Time two models in one process, interleaved, with the first against itself beside them.
 
     Both are ONNX files, engines, model directories or AOTInductor packages. `batches` are measured one after the other;
-    one that takes longer than `time_limit` has no speed-up, and a warning says how long. `inputs` (preprocessed,
-    [N,C,H,W]) or lines of `text` are fed, or noise, which costs the same time. An option that what runs them would
-    ignore is refused. `output` gets the record with its raw samples.
+    one that takes longer than `time_limit` has no speed-up, and a warning says how long it takes. The models run on
+    `inputs` (preprocessed, [N,C,H,W]), on lines of `text`, or on noise, which costs the same time. Options that the
+    backend would ignore are refused. The record with its raw samples is written to `output`.
 
-    Raises BadInput for models that are not of one task, and for code or engines that are not trusted; Missing where
-    this machine can't run them.
+    Raises BadInput for models with different inputs, and for code or engines that are not trusted; Missing if this
+    machine can't run them.
     """
     if odd := [each for each in (call.dense, call.reduced) if not isinstance(each, str | os.PathLike)]:
         raise BadInput(f"a {type(odd[0]).__name__} in memory can't be timed; export both, and give the two .onnx files")

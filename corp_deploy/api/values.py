@@ -1,4 +1,4 @@
-"""Inputs that functions take: a path, or numbers in memory, which become a file of a fixed name."""
+"""Inputs of functions: a path, or arrays in memory, which become a file of a fixed name."""
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,7 +16,7 @@ from ground.errors import BadInput
 
 Array: TypeAlias = NDArray[Any] | Tensor
 InputsLike: TypeAlias = str | os.PathLike[str] | NDArray[Any] | Tensor | Mapping[str, Array]
-IN_MEMORY = "inputs.npy"  # the same name wherever an array comes from: names are part of digests
+IN_MEMORY = "inputs.npy"  # a fixed name, as names are part of digests
 
 
 ACCEPTED = (
@@ -32,7 +32,7 @@ def _refused(values: object, why: str, name: str) -> BadInput:
 
 
 def _array(values: object, name: str = "inputs") -> NDArray[Any]:
-    """Return numbers in memory as an array. Raises BadInput for other objects, without iterating over them."""
+    """Return numbers in memory as an array; raise BadInput for other objects, without iterating over them."""
     if not isinstance(values, Tensor | np.ndarray | list | tuple):
         raise _refused(values, "", name)
     rows = values if isinstance(values, list | tuple) else ()
@@ -50,7 +50,7 @@ def _array(values: object, name: str = "inputs") -> NDArray[Any]:
 
 
 def refuse_other_inputs(inputs: object) -> None:
-    """Raise BadInput for what no function takes as inputs."""
+    """Raise BadInput for objects that no function takes as inputs."""
     if isinstance(inputs, Mapping):
         if not inputs or not all(isinstance(name, str) for name in inputs):
             raise _refused(inputs, " without names" if inputs else " that is empty", "inputs")
@@ -62,7 +62,7 @@ def refuse_other_inputs(inputs: object) -> None:
 
 @contextmanager
 def as_file(values: InputsLike, *, name: str = IN_MEMORY) -> Iterator[Path]:
-    """The path itself, or that of a file with the array for as long as the context is open."""
+    """Yield a path as it is, or the path of a temporary file with the array."""
     if isinstance(values, str | os.PathLike):
         yield Path(values)
         return

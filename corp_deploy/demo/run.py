@@ -1,6 +1,4 @@
-"""The whole pipeline on the digits example: trained weights and real images in, a smaller model with its proof and
-report out.
-"""
+"""The whole pipeline on the digits example, from trained weights and images to a smaller model, proof and report."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -42,21 +40,21 @@ CONV_SPARSITY = 0.4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """A trained model among the digits, in `folder`, and how the demo reduces it.
-
-    `demo_options`: what its command says of it; `reduce`: the options of reduce that settle the method; `method`: the
-    same widths as fields of a Method, for presets that stand beside in `beside`; `narrower`: what is done, in words;
-    `max_error`: of the outputs, for the proof.
-    """
+    """A model trained on the digits, and how the demo reduces it."""
 
     folder: str
     title: str
     narrower: str
+    """What the reduction does, in words."""
     reduce: Mapping[str, Any]
+    """The options of `reduce`."""
     method: Mapping[str, Any]
+    """The same widths as fields of a Method, for the presets `beside`, which are compared with the reduction."""
     beside: tuple[str, ...]
     max_error: float
+    """The largest relative error of the outputs in the proof."""
     demo_options: Mapping[str, str] = field(default_factory=dict)
+    """The options of `demo` that choose the example."""
 
 
 VIT = Example(
@@ -86,9 +84,7 @@ MODEL = (f"dense/{CONFIG}", f"dense/{WEIGHTS}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoScale:
-    """How much of the example is used: images to calibrate on (None: all) and to leave out of the fit, types of graphs
-    beside fp32, timing.
-    """
+    """The extent of the demo: calibration images (None: all) and held-out ones, timing, precisions beside fp32."""
 
     samples: int | None = None
     hold_out: int = 200
@@ -170,9 +166,9 @@ def write_images(directory: Path) -> None:
 
 
 def write_inputs(directory: Path, example: Example = VIT) -> Checkpoint:
-    """What the demo begins with: the example's trained model in dense/, its images in images/.
+    """Write the example's trained model to dense/ and its images to images/.
 
-    Raises Missing when the example or what it needs is absent.
+    Raises Missing if the example or scikit-learn is absent.
     """
     if not (EXAMPLE / example.folder).is_dir():
         raise Missing(f"{EXAMPLE}: the digits example is missing from this installation; install corp-deploy again")
@@ -250,10 +246,11 @@ def run_demo(
     step: Callable[[int], None],
     scale: DemoScale | None = None,
 ) -> dict[str, Any]:
-    """Run every step into `directory`; what they came to. `note` hears what is done next, `step` how many steps are
-    finished.
+    """Run every step into `directory`, and return the record of the results.
 
-    Raises Missing when the example or what it needs is absent.
+    `note` is called with the next step in words, `step` with the number of finished steps.
+
+    Raises Missing if the example or scikit-learn is absent.
     """
     scale = scale or SCALE
     place = StageDirs(root=directory, into=directory, unfinished=directory / ".unfinished.safetensors")
@@ -287,7 +284,7 @@ def run_demo(
     with stage("timing dense against reduced"):
         bench = steps.write_bench(place, *of_command["bench"])
     with stage("writing the report"):
-        # Once for the report to tell of, once more with the report in it.
+        # The first manifest goes into the report, the second lists the report, too.
         write_manifest(directory, made_by(example, scale), command=str(itself(example)))
         steps.write_page(place, *of_command["report"])
         write_manifest(directory, made_by(example, scale), command=str(itself(example)))

@@ -1,5 +1,6 @@
-"""What a command says: results on stdout (a table, or JSON for machines), progress and notes on stderr; what this
-machine has, and reasons in tables, of one line each: a longer one stands below its table.
+"""The output of commands: results on stdout (tables or JSON), progress and notes on stderr.
+
+A reason in a table has one line; a longer one stands below its table.
 """
 
 import json
@@ -53,9 +54,7 @@ class _Count(MofNCompleteColumn):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """A progress bar as those who do the work see it: called with how many units are done, and of how many where that
-    is known by then alone.
-    """
+    """A progress bar that is called with the number of finished units and, if only then known, of all units."""
 
     progress: Progress
     task: TaskID
@@ -111,7 +110,7 @@ class Output:
 
 
 MOST = 40
-"""Characters that a cell holds beside others on a terminal."""
+"""The most characters of a reason within a table."""
 
 
 def reason_cell(reason: str) -> str:

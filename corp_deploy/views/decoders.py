@@ -1,6 +1,4 @@
-"""Decoders' graphs on a terminal: what was written, how near it is, how fast, what a cache takes, and what a decoder
-and what was made of it tell of a text.
-"""
+"""Decoders on the terminal: parity, speed and caches of their graphs, and their perplexities."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict

@@ -1,6 +1,4 @@
-"""A model's sites and their cost on the terminal, and where its preprocessing and weights come from, for people and
-machines.
-"""
+"""Views of a model: its sites and their costs, and the origin of its preprocessing and weights."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -58,9 +56,9 @@ def _assumed(checkpoint: Checkpoint) -> str:
 
 
 SHOWN = 0.005
-"""Of the MACs: what is less is left out of a plan."""
+"""The least share of the MACs that a plan shows."""
 NAMED = 2
-"""Layers of those that stay, or sites of those that can't be reduced, for one reason."""
+"""The number of layers or sites that are named for one reason."""
 
 
 def _mmacs(macs: int) -> str:
@@ -115,8 +113,10 @@ def _plan_lines(plan: "FirstPlan") -> list[str]:
 
 
 def inspection_shown(checkpoint: Checkpoint, record: Mapping[str, Any], plan: "FirstPlan") -> list[RenderableType]:
-    """The table; why sites can't be reduced, what is given by name, how tokens merge, what can't be narrowed, reason
-    by reason; the whole model in one line, its preprocessing, and what a budget takes.
+    """Return the table of sites, and lines below it.
+
+    These are reasons against reductions, named outputs, merged tokens, channels that stay, the size of the model, its
+    preprocessing, and the plan of a budget.
     """
     outputs = [f"{each['name']} {each['shape']} ({each['role']})" for each in record.get("outputs", ())]
     named = [f"outputs of one image: {', '.join(outputs)}"] if outputs else []

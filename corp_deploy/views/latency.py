@@ -1,4 +1,4 @@
-"""What blocks cost at each width, on the terminal."""
+"""Latencies of blocks at each width, on the terminal."""
 
 from collections.abc import Sequence
 from typing import Any

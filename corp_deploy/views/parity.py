@@ -1,4 +1,4 @@
-"""A parity proof, and what the gate judged, on the terminal."""
+"""A parity proof, and the verdicts of a gate, on the terminal."""
 
 from rich.console import RenderableType
 from rich.table import Table
@@ -33,8 +33,10 @@ def parity_table(parity: Parity) -> Table:
 
 
 def parity_shown(parity: Parity) -> list[RenderableType]:
-    """The table; why each verdict is what it is, but for those that the proof's own line tells; what engines were built
-    from; where each failing FP16 link starts to err, and the command for it; and measures of the user's own.
+    """Return the table of links, and lines below it.
+
+    These are the reasons of verdicts (but those in the proof's own line), the sources of engines, the blocks where
+    failing links break, and metrics of the user's own.
     """
     every = [(link.name, link.reason) for link in parity.links]
     every += [(f"{each.test} of {each.candidate}", each.reason) for each in parity.structure if each.status != "PASS"]

@@ -1,4 +1,4 @@
-"""Moments and the redundancy that they tell, and what a reduction by them did, as lines, tables and a plot."""
+"""Views of moments, of the redundancy that they show, and of a reduction by them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -43,8 +43,9 @@ STREAM: tuple[tuple[str, Cell], ...] = (
 
 
 def site_table(sites: Sequence[SiteReport]) -> Table:
-    """Per part: width asked and got, and the share of the dense signal lost without the repair, with it and, where
-    that was judged, on held-out images; after the closed loop, what the residual stream lacks too.
+    """Return the table of sites: widths, and the shares of the dense signal lost without and with the repair.
+
+    If they were judged, it has the losses on held-out images and, after a closed loop, of the residual stream.
     """
     judged = HELD_OUT if any(site.held_out for site in sites) else ()
     looped = STREAM if any(site.loop for site in sites) else ()
@@ -68,7 +69,7 @@ def reduction_shown(reduction: Reduction, plan: WidthPlan) -> list[RenderableTyp
 
 
 def polishing_shown(progress: PolishProgress) -> tuple[str, int, int, str]:
-    """Return title, count, total and unit of a polish under way."""
+    """Return title, count, total and unit of a progress bar for a polish."""
     errors = f"held-out error {progress.error:.4f} from {progress.error_before:.4f}"
     return f"polishing {progress.part}, {errors}", round(100.0 * progress.share), 100, "%"
 
@@ -77,8 +78,9 @@ Entry = ChannelRedundancy | HeadRedundancy
 
 
 def redundancy_tables(entries: Sequence[Entry]) -> list[Table]:
-    """The paper's Table 9 for linear layers, as MLPs have them, the same for convolutions and for Q/K (largest head);
-    none of what the model hasn't.
+    """Return the paper's Table 9 for the linear layers of MLPs, for convolutions, and for Q/K of the largest head.
+
+    A kind of sites that the model lacks has no table.
     """
     columns = ("site", "dim", "effective rank", "ratio", "k95", "ratio", "activation sparsity")
     channels = {"mlp": Table(*columns, title="Linear layers"), "convolution": Table(*columns, title="Convolutions")}

@@ -28,8 +28,9 @@ def _figures(speed: SpeedAtBatch | None) -> tuple[str, str]:
 
 
 def sweep_table(trials: Sequence[SweepPoint]) -> Table:
-    """One row a trial; the front of least error at least MACs is starred. Columns of sites are those that any trial
-    narrows, MLPs and attention where budgets alone say.
+    """Return a table with a row for each trial; stars mark the front of least error at least MACs.
+
+    Kinds of sites have columns if a trial narrows them; budgets alone have those of MLPs and attention.
     """
     several = [f"error of {score.name}" for trial in trials[:1] for score in trial.outputs]
     conv = any(trial.conv_sparsity for trial in trials)
@@ -70,8 +71,9 @@ def lines_of_gaps(trials: Sequence[SweepPoint]) -> list[str]:
 
 
 def sweep_speeds(trials: Sequence[SweepPoint]) -> Table | None:
-    """How fast each trial is beside the dense model, and what its engine is like, where any was timed or built; stars
-    are the batch sizes at which no other is faster and nearer to the dense model.
+    """Return a table of each trial's speed beside the dense model, and of its engine; None without either.
+
+    A star marks a trial that no other beats in both speed and error at a batch size.
     """
     batches, engines = batches_of(trials), any(trial.engine for trial in trials)
     if not batches and not engines:

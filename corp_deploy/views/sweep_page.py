@@ -1,4 +1,4 @@
-"""A sweep as one self-contained HTML page: the trials nothing beats, plots against latency and MACs, all figures."""
+"""A sweep as a self-contained HTML page: the best trials, plots against latency and MACs, all figures."""
 
 from collections.abc import Callable, Sequence
 
@@ -134,7 +134,7 @@ def sweep_page(
     size: CalibrationSize | None = None,
     fitted: FittedInputs | None = None,
 ) -> str:
-    """The page; `size`: how many calibration images are enough, `fitted`: how many that judge were among them."""
+    """Return the page; `size` shows how many calibration images are enough, `fitted` how many of them judge, too."""
     remarks = (
         () if fitted is None or not fitted.has_overlap else (Remark(text=_as_sentence(fitted.warning), warns=True),)
     )

@@ -1,6 +1,6 @@
-"""Lines on stderr that name what a command is at while it says nothing else, as an import or a trace takes long.
+"""Lines on stderr that name the phase of a command while it prints nothing else, such as an import or a trace.
 
-Imports nothing heavy: it is at work before torch is loaded.
+Imports nothing heavy, since it runs before torch is loaded.
 """
 
 import os
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 AFTER_S = 2.0
-"""Seconds that a command may be silent."""
+"""The seconds that a command may be silent."""
 PHASES = {
     "corp_deploy.traced.programs": "tracing the model",
     "corp_deploy.traced": "looking for what can be reduced",
@@ -30,19 +30,19 @@ PHASES = {
     "export": "making a graph",
     "perf": "running the models",
 }
-"""The phase of a command by the beginnings of modules' names; the first that fits counts."""
+"""The phases of a command by beginnings of modules' names; the first match counts."""
 OWN = ("corp_deploy", "calib", "export", "ground", "perf")
 _IMPORT, _IMPORTER = "_find_and_load", "<frozen importlib"
 
 
 def phase_of(frames: Sequence[FrameType]) -> str:
-    """Return what frames, the innermost first, are at: a phase of ours, or the library that is loaded meanwhile."""
+    """Return the phase that frames, the innermost first, are in, or the library that they load."""
     loaded = ""
     for frame in frames:
         code, module = frame.f_code, str(frame.f_globals.get("__name__", ""))
         if code.co_filename.startswith(_IMPORTER):
             package = str(frame.f_locals.get("name", "")).partition(".")[0] if code.co_name == _IMPORT else ""
-            loaded = loaded if package in (*OWN, "") else package  # of libraries that import others the outermost one
+            loaded = loaded if package in (*OWN, "") else package  # the outermost of libraries that import one another
         elif module.partition(".")[0] not in OWN:
             loaded = loaded if code.co_name == "<module>" else ""  # a function of a library loads something small
         elif loaded:
@@ -66,7 +66,7 @@ def _say(line: str) -> None:
 
 
 class Waiting:
-    """Lines that are printed while a command is silent: each phase once."""
+    """A printer of phases while a command is silent, each phase once."""
 
     def __init__(
         self,
@@ -80,11 +80,11 @@ class Waiting:
         self._ended = threading.Event()
 
     def restart(self) -> None:
-        """Count the time from now on, as something was said."""
+        """Start the silence anew, as something was printed."""
         self._heard_at = self._clock()
 
     def look(self) -> None:
-        """Say the phase where nothing was said for long, and no bar is shown."""
+        """Print the phase after a long silence without a progress bar."""
         if self._bars or self._clock() - self._heard_at < AFTER_S:
             return
         phase = phase_of(self._frames())
@@ -95,7 +95,7 @@ class Waiting:
 
     @contextmanager
     def bar(self) -> Iterator[None]:
-        """Say nothing while a progress bar is shown."""
+        """Print nothing while a progress bar is shown."""
         self._bars += 1
         try:
             yield
@@ -105,7 +105,7 @@ class Waiting:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Look from a thread of its own for as long as this is open."""
+        """Call `look` from a thread of its own within this context."""
 
         def watch() -> None:
             while not self._ended.wait(AFTER_S / 8):
@@ -119,5 +119,5 @@ class Waiting:
 
 
 def waits_quietly(words: Sequence[str]) -> bool:
-    """Return whether a command says no lines: it is quiet, its output is JSON, or another process speaks."""
+    """Return True if a command prints no phases: it is quiet, prints JSON, or is another process than the first."""
     return bool({"-q", "--quiet", "--json"} & {*words}) or os.environ.get("RANK", "0") != "0"

@@ -1,6 +1,4 @@
-"""scikit-learn's 1,797 handwritten digits as model input: upsampled, three equal channels, normalised; a fixed held-
-out split.
-"""
+"""The 1,797 handwritten digits of scikit-learn as model inputs, upsampled and normalised, with a fixed split."""
 
 from dataclasses import dataclass
 
@@ -18,7 +16,7 @@ SPLIT_SEED = 0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Digits:
-    """images [N,3,32,32] float32 in [-1, 1], labels [N] int64."""
+    """Images [N,3,32,32], float32 in [-1, 1], of three equal channels, and labels [N], int64."""
 
     images: NDArray[np.float32]
     labels: NDArray[np.int64]

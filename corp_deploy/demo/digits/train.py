@@ -59,7 +59,7 @@ def _augmented(images: torch.Tensor, generator: torch.Generator) -> torch.Tensor
 
 
 def accuracy(model: nn.Module, part: str) -> float:
-    """Share of images of `part` whose top-1 class is the label."""
+    """Return the share of images of `part` whose top-1 class is the label."""
     digits = load(part)
     with torch.inference_mode():
         logits = model.eval()(torch.from_numpy(digits.images))
@@ -67,7 +67,7 @@ def accuracy(model: nn.Module, part: str) -> float:
 
 
 def train(make: Callable[[], nn.Module], *, epochs: int, rate: float) -> nn.Module:
-    """AdamW, one-cycle learning rate, label smoothing, gradient clipping; returns the trained model."""
+    """Train a model by AdamW with a one-cycle learning rate, label smoothing and gradient clipping."""
     torch.manual_seed(SEED)
     generator = torch.Generator().manual_seed(SEED)
     model = make()
@@ -96,7 +96,7 @@ def _save_vit(model: nn.Module, reached: Mapping[str, float], directory: Path) -
 
 
 def _save_snapshot(model: nn.Module, reached: Mapping[str, float], directory: Path) -> None:
-    """timm's own names, norms among them, as one of its repositories has them."""
+    """Save a model as a snapshot of one of timm's repositories, with timm's names of weights."""
     kwargs: dict[str, Any] = dict(RESNET.kwargs)
     prepared = {"crop_pct": 1.0, "interpolation": "bicubic", "mean": [MEAN] * 3, "std": [STD] * 3}
     config = {
@@ -117,7 +117,7 @@ def _save_snapshot(model: nn.Module, reached: Mapping[str, float], directory: Pa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """How an example's weights are made."""
+    """The training of an example: its model, epochs and learning rate, and how it is saved."""
 
     make: Callable[[], nn.Module]
     epochs: int
