@@ -29,7 +29,7 @@ VERSIONS = {kind: int(version) for kind, version, _ in ROWS}
 OTHERS_OF = {kind: other for kind, _, other in ROWS}
 """By kind what becomes of a file of another version."""
 READ = {kind: name for kind, name in KEPT.items() if OTHERS_OF[kind] != "not read"}
-REFUSED = {kind: name for kind, name in READ.items() if "counts as none" not in OTHERS_OF[kind]}
+REFUSED = {kind: name for kind, name in READ.items() if "counts as missing" not in OTHERS_OF[kind]}
 NO_FILE = {"corp-deploy/digests", "server-releases"}
 """Kinds without a golden file: absolute paths of one machine, and a table of the tool itself."""
 
