@@ -10,7 +10,7 @@ import corp_deploy
 from calib.moments import ChannelMoments, Moments
 from calib.store import load_moments, rows_and_widths, save_moments
 from corp_deploy.families.family import image_spec
-from corp_deploy.reduction.calibration_warnings import far_range, few_inputs, range_warning
+from corp_deploy.reduction.calibration_warnings import far_range_warning, few_inputs_warning, range_warning
 from corp_deploy.store.checkpoint import save as save_model
 from tests import tiny
 
@@ -25,7 +25,7 @@ def moments_of(ids: list[int], *, width: int = 192, rows: int = 17) -> Moments:
 
 @pytest.mark.parametrize("ids", [[1], [1] * 50, [1, 2, 3] * 10, list(range(11))])
 def test_few_distinct_images_are_warned_of_despite_repetition(ids: list[int]) -> None:
-    said = few_inputs(moments_of(ids), "images")
+    said = few_inputs_warning(moments_of(ids), "images")
     copies = f" ({len(ids)} with copies)" if len(set(ids)) < len(ids) else ""
     own = "image" if len(set(ids)) == 1 else "images"
     assert said.startswith(
@@ -34,15 +34,15 @@ def test_few_distinct_images_are_warned_of_despite_repetition(ids: list[int]) ->
 
 
 def test_enough_distinct_images_give_no_warning() -> None:
-    assert few_inputs(moments_of(list(range(12))), "images") == ""
-    assert few_inputs(moments_of(list(range(8)), width=4), "images") == ""
-    assert "needs at least 8" in few_inputs(moments_of(list(range(7)), width=4), "images")
+    assert few_inputs_warning(moments_of(list(range(12))), "images") == ""
+    assert few_inputs_warning(moments_of(list(range(8)), width=4), "images") == ""
+    assert "needs at least 8" in few_inputs_warning(moments_of(list(range(7)), width=4), "images")
 
 
 def test_image_tokens_count_for_few_rows_and_text_tokens_for_all() -> None:
     many = moments_of(list(range(20)), width=1024, rows=10_000)
-    assert "1024 wide, needs at least 32" in few_inputs(many, "images")
-    assert few_inputs(many, "sequences") == ""
+    assert "1024 wide, needs at least 32" in few_inputs_warning(many, "images")
+    assert few_inputs_warning(many, "sequences") == ""
 
 
 def test_rows_and_widths_of_a_file_are_those_in_memory(tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_rows_and_widths_of_a_file_are_those_in_memory(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_values_far_from_the_preprocessing_are_warned_of(low: float, high: float, said: str) -> None:
-    found = far_range(low, high, image_spec(tiny.checkpoint().model))
+    found = far_range_warning(low, high, image_spec(tiny.checkpoint().model))
     assert (said in found) if said else not found
 
 

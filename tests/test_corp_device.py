@@ -111,7 +111,7 @@ def test_captured_removals_equal_single_ones(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_captured_graphs_are_kept_until_the_outermost_context_ends() -> None:
-    captured: Any = obs.Captured(lambda tensor, count: (tensor[:count] * 2.0,))
+    captured: Any = obs.CapturedWork(lambda tensor, count: (tensor[:count] * 2.0,))
     with captured.keeping():
         captured.graphs["outer"] = None
         with captured.keeping():

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from corp_deploy.algebra import channels, scores
 from corp_deploy.algebra.block_obs import eliminate_blocks
 from corp_deploy.algebra.channels import ChannelRecovery
-from corp_deploy.algebra.patches import PatchStatistics, columns, recover_convolution, rescaled_outputs
+from corp_deploy.algebra.patches import PatchStatistics, columns, recover_convolution, rescale_outputs
 
 Array = NDArray[np.floating[Any]]
 FORMS = ["affine", "bias", "gram", "im2col", "none"]
@@ -195,7 +195,7 @@ def rescaled(
 ) -> tuple[Tensor, Tensor]:
     """On inputs of these moments."""
     own = weight_OU @ mean_U + bias_O, ((weight_OU @ covariance_UU) * weight_OU).sum(dim=1).clamp_min(0.0)
-    return rescaled_outputs(weight_OU, bias_O, *own, mean_O, variance_O)
+    return rescale_outputs(weight_OU, bias_O, *own, mean_O, variance_O)
 
 
 @pytest.mark.parametrize("kind", KINDS)

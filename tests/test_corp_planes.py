@@ -20,12 +20,12 @@ from corp_deploy.algebra.ridges import ridges_from
 from corp_deploy.algebra.scores import kept_from_scores, logit_energy, shared_by_groups
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.head_attention import apply_rotary
-from corp_deploy.reduction.calibrate import Statistics, calibrate, kept_dims, kept_widths, narrower
+from corp_deploy.reduction.calibrate import Statistics, calibrate, kept_dims, kept_widths, restricted_widths
 from corp_deploy.reduction.heads import kept_planes
 from corp_deploy.reduction.logits import system_of as logits_system
 from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.moments import splits_at
-from corp_deploy.reduction.snapshots import in_splits
+from corp_deploy.reduction.snapshots import moments_in_splits
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.traced.models.pairs import TracedPairs
 from ground.errors import BadInput
@@ -223,14 +223,14 @@ def test_restricted_system_reduces_like_the_full_one(whole: Checkpoint, kept: di
 
 
 def test_offered_sparsities_keep_whole_planes(whole: Checkpoint) -> None:
-    for _, widths in narrower(whole.model, taps(whole), 3):
+    for _, widths in restricted_widths(whole.model, taps(whole), 3):
         assert all(width % 2 == 0 for width in widths.values()), widths
 
 
 def test_halves_of_the_images_choose_the_ridge(whole: Checkpoint) -> None:
     """The factors of either half lose least of the logits of the other with the strength that is reported."""
     statistics = Statistics(attention_system=True)
-    taken = in_splits(
+    taken = moments_in_splits(
         opened(whole.model),
         torch.arange(24) // 4,
         lambda half, number: calibrate(whole, half, batch_size=8, statistics=statistics),

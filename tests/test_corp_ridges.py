@@ -18,8 +18,8 @@ from corp_deploy.algebra.ridges import RIDGES, choose_ridge, ridges_from
 from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
-from corp_deploy.reduction.overfitting import from_splits, overfitting
-from corp_deploy.reduction.snapshots import in_splits
+from corp_deploy.reduction.overfitting import estimate_from_splits, estimate_overfitting
+from corp_deploy.reduction.snapshots import moments_in_splits
 from corp_deploy.store.checkpoint import save
 from corp_deploy.store.input_sets import images_for_model
 from tests import tiny
@@ -46,7 +46,7 @@ def moments(tmp_path_factory: pytest.TempPathFactory) -> Moments:
     path = tmp_path_factory.mktemp("images") / "images.npy"
     np.save(path, photographs())
     dense, statistics = tiny.checkpoint(), Statistics(attention_system=True)
-    return in_splits(
+    return moments_in_splits(
         opened(path),
         torch.tensor(GROUPS),
         lambda half, number: calibrate(dense, half, batch_size=8, statistics=statistics),
@@ -166,7 +166,7 @@ def test_more_groups_close_the_gap() -> None:
     """The law J (1 -+ s / n): what half of the groups show gives back what all of them, and more, would."""
     limit, slack, groups = 0.07, 9.0, 37
     fitted, held_out = limit * (1 - slack / (groups / 2)), limit * (1 + slack / (groups / 2))
-    gap = from_splits(fitted, held_out, groups=groups, weights=768)
+    gap = estimate_from_splits(fitted, held_out, groups=groups, weights=768)
     assert gap.share_fitted == pytest.approx(limit * (1 - slack / groups))
     assert gap.share_held_out == pytest.approx(limit * (1 + slack / groups))
     assert gap.more_groups is not None
@@ -174,15 +174,15 @@ def test_more_groups_close_the_gap() -> None:
     assert limit * (1 + slack / enough) <= 1.1 * limit * (1 - slack / enough) * 1.001
     assert limit * (1 + slack / (enough - 2)) > 1.1 * limit * (1 - slack / (enough - 2))
     assert gap.tokens_effective == pytest.approx(768 * groups / slack)
-    assert from_splits(0.07, 0.06, groups=9, weights=8).more_groups is None
+    assert estimate_from_splits(0.07, 0.06, groups=9, weights=8).more_groups is None
 
 
 def test_overfitting_is_reported_with_groups(moments: Moments) -> None:
-    gap = overfitting(tiny.checkpoint().model, moments)
+    gap = estimate_overfitting(tiny.checkpoint().model, moments)
     assert gap is not None
     assert gap.groups == COUNT // CROPS
     assert gap.share_held_out > gap.share_fitted > 0.0
-    assert overfitting(tiny.checkpoint().model, replace(moments, half=None)) is None
+    assert estimate_overfitting(tiny.checkpoint().model, replace(moments, half=None)) is None
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from calib.images import Images
 from calib.moments import Moments
-from corp_deploy.algebra.rotation import hadamard, rotatable, rotated_back, rotated_maps
+from corp_deploy.algebra.rotation import hadamard, is_rotatable, rotate_maps, rotate_weight
 from corp_deploy.invocation.method_choice import MethodChoice
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.reduction.calibrate import calibrate
@@ -58,7 +58,7 @@ def test_rotation_is_sylvesters_hadamard_matrix() -> None:
         expected = torch.tensor(signs, dtype=torch.float64) / width**0.5
         torch.testing.assert_close(hadamard(width), expected, rtol=0.0, atol=0.0)
         torch.testing.assert_close(hadamard(width) @ hadamard(width).T, torch.eye(width, dtype=torch.float64))
-    assert [width for width in range(20) if rotatable(width)] == [2, 4, 8, 16]
+    assert [width for width in range(20) if is_rotatable(width)] == [2, 4, 8, 16]
 
 
 @pytest.mark.parametrize("how", ["random", "ill-conditioned", "singular"])
@@ -68,10 +68,10 @@ def test_rotation_preserves_logits_and_outputs(width: int, how: str) -> None:
     q_HRD, k_HRD, v_HRD = (spread(width, how) * scale for scale in (1.0, 2.0, -1.0))
     x_XD = torch.randn(20, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     weight_OK = torch.randn(5, 3 * width, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    rotated = rotated_back(weight_OK, 3)
+    rotated = rotate_weight(weight_OK, 3)
     for head in range(3):
         q, k, v, q2, k2, v2 = (
-            x_XD @ each[head].T for maps in (lambda m: m, rotated_maps) for each in map(maps, (q_HRD, k_HRD, v_HRD))
+            x_XD @ each[head].T for maps in (lambda m: m, rotate_maps) for each in map(maps, (q_HRD, k_HRD, v_HRD))
         )
         own = slice(head * width, (head + 1) * width)
         torch.testing.assert_close(q2 @ k2.T, q @ k.T, rtol=1e-12, atol=1e-12)

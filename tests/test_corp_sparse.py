@@ -25,7 +25,7 @@ from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.sparse_places import LayerSparsity, SparsityReport
-from corp_deploy.reduction.sparsify import Sparsifying, sparsified
+from corp_deploy.reduction.sparsify import Sparsifying, sparsify
 from corp_deploy.spec.architecture import Architecture
 from corp_deploy.spec.merging import Merging
 from corp_deploy.spec.sparsity import Sparsity
@@ -53,7 +53,7 @@ def images() -> Images:
 
 @cache
 def made(permute: Any = "none", target: Any = "reduced") -> tuple[nn.Module, SparsityReport]:
-    return sparsified(tiny.checkpoint().model, images(), Sparsifying(kinds=ALL, permute=permute, target=target))
+    return sparsify(tiny.checkpoint().model, images(), Sparsifying(kinds=ALL, permute=permute, target=target))
 
 
 def groups(weight: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ def test_layers_of_a_convolutional_model_are_refitted(architecture: Architecture
     """Its kinds are those of the sites that a layer writes or reads."""
     dense, pixels = checkpoint_of(architecture).model, traced_images(48, seed=1)
     source = tiny.opened(Path(small_convnets._FOLDER.name) / "traced.npy", pixels, dense)
-    model, report = sparsified(dense, source, Sparsifying(kinds=ALL))
+    model, report = sparsify(dense, source, Sparsifying(kinds=ALL))
     program, layers = build_layered_model(model)
     paths = {each.name: each.path for each in layers}
     assert len(report.patterns) == sparse
@@ -137,7 +137,7 @@ def test_layers_of_a_convolutional_model_are_refitted(architecture: Architecture
             assert each.reason == "it sums over 3 channels, fewer than 4"
     permutes: tuple[Any, ...] = ("inside", "stream") if architecture is PVT else ("inside",)
     for permute in permutes:
-        other, reordered = sparsified(dense, source, Sparsifying(kinds=ALL, permute=permute))
+        other, reordered = sparsify(dense, source, Sparsifying(kinds=ALL, permute=permute))
         for each in reordered.layers:
             assert not each.pattern or int(groups(weight_of(other, each.layer)).max()) == 2, (permute, each)
         assert any(each.reordered for each in reordered.layers) == (architecture is PVT)
@@ -166,13 +166,13 @@ def test_channel_orders_are_reported(permute: str, layers: tuple[str, ...] | Non
 def test_equal_groups_share_one_order() -> None:
     mixed: Any = {"mlp": TWO_OF_FOUR, "head": Sparsity(kept=4, of=8)}
     with pytest.raises(BadInput, match="one order of 48 channels can't serve groups of 4 and 8"):
-        sparsified(tiny.checkpoint().model, images(), Sparsifying(kinds=mixed, permute="stream"))
+        sparsify(tiny.checkpoint().model, images(), Sparsifying(kinds=mixed, permute="stream"))
 
 
 @pytest.mark.parametrize("name", ["resnext50_32x4d", "small_mobilenetv4"])
 def test_convolutions_are_sparse_along_channels_at_each_tap(name: str) -> None:
     own, source = small_convnets.checkpoint(name), small_convnets.images_of(name, 48)
-    model, report = sparsified(own.model, source, Sparsifying(kinds=ALL))
+    model, report = sparsify(own.model, source, Sparsifying(kinds=ALL))
     assert report.patterns
     theirs, unseen = small_convnets.library(name), small_convnets.pixels(16, seed=5)
     for each in report.layers:
@@ -193,14 +193,14 @@ def test_nonfinite_activations_are_refused() -> None:
     own = replace_submodules(tiny.checkpoint().model, {})
     with torch.no_grad():
         own.get_parameter("blocks.0.mlp.fc1.bias")[3] = float("inf")
-    rejects(r"NaN or Inf in the activations", sparsified, own, images(), Sparsifying(kinds=ALL))
+    rejects(r"NaN or Inf in the activations", sparsify, own, images(), Sparsifying(kinds=ALL))
 
 
 def test_merged_tokens_are_weighted_by_size_in_the_sparse_refit() -> None:
     own = tiny.checkpoint().model
     merging = Merging(schedule=(2, 2), metric="ward", how="merge", unmerged=False)
     merged = traced_model.with_merging(own, merging)
-    new, report = sparsified(merged, images(), Sparsifying(kinds=ALL, permute="none"))
+    new, report = sparsify(merged, images(), Sparsifying(kinds=ALL, permute="none"))
     assert traced_model.merging_of(new) == merging
     assert {each.macs for each in report.layers if each.layer.endswith("mlp.fc1")} == {17 * 48 * 192}
     assert (report.target, len(report.patterns)) == ("own", 8)
@@ -210,13 +210,13 @@ def test_merged_tokens_are_weighted_by_size_in_the_sparse_refit() -> None:
 def test_unsparsifiable_layer_is_kept_with_a_reason() -> None:
     own = tiny.checkpoint(embed_dim=54, num_heads=3)
     source = tiny.opened(Path(small_convnets._FOLDER.name) / "narrow.npy", tiny.images(24), own.model)
-    model, report = sparsified(own.model, source, Sparsifying(kinds=ALL))
+    model, report = sparsify(own.model, source, Sparsifying(kinds=ALL))
     assert list(report.patterns) == ["blocks.0.mlp.fc2", "blocks.1.mlp.fc2"]
     left = {each.layer: each.reason for each in report.layers if each.reason}
     assert set(left.values()) == {"it sums over 54 inputs, no multiple of 4"}
     assert torch.equal(weight_of(model, "blocks.0.attn.qkv"), weight_of(own.model, "blocks.0.attn.qkv"))
     with pytest.raises(BadInput, match=r"--sparse head=2:4: no layer can be sparse.*54 inputs"):
-        sparsified(own.model, source, Sparsifying(kinds={"head": TWO_OF_FOUR}))
+        sparsify(own.model, source, Sparsifying(kinds={"head": TWO_OF_FOUR}))
 
 
 # The command
@@ -328,13 +328,13 @@ def sparse_form(form: str) -> Checkpoint:
     """A ViT, one of narrower layers, or a convolutional network in groups, all of whose layers are 2:4."""
     if form == "resnext50_32x4d":
         network = small_convnets.checkpoint(form)
-        model, report = sparsified(network.model, small_convnets.images_of(form, 48), Sparsifying(kinds=ALL))
+        model, report = sparsify(network.model, small_convnets.images_of(form, 48), Sparsifying(kinds=ALL))
         return replace(network, model=model, sparsity=report.patterns)
     own, (model, report) = tiny.checkpoint(), made()
     if form == "narrow":
         moments = calibrate(own, images(), batch_size=16)
         method = method_from_preset("best", mlp_sparsity=0.5, attention_sparsity=0.5, align_hidden=16, align_head=8)
-        model, report = sparsified(reduce(own.model, moments, method).model, images(), Sparsifying(kinds=ALL))
+        model, report = sparsify(reduce(own.model, moments, method).model, images(), Sparsifying(kinds=ALL))
     return replace(own, model=model, sparsity=report.patterns)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from corp_deploy.algebra.regression import Regression
 from corp_deploy.algebra.sparse_patterns import cast_mask, cast_order, holds, magnitude_mask, obs_mask, saliency
-from corp_deploy.algebra.sparse_refit import Objective, Sparse, damped, refit_mask, sparse_layer
+from corp_deploy.algebra.sparse_refit import Objective, Sparse, damp, refit_mask, sparse_layer
 from corp_deploy.spec.sparsity import Rule, Sparsity, sparsity_from_text
 from tests.refusals import rejects
 
@@ -178,7 +178,7 @@ def test_damped_covariance_is_positive_definite(eps: float) -> None:
     covariance_KK = direction_K.outer(direction_K) - eps * direction_K.square().sum() * torch.eye(
         8, dtype=torch.float64
     )
-    damped_KK = damped(covariance_KK)
+    damped_KK = damp(covariance_KK)
     assert float(torch.linalg.eigvalsh(damped_KK)[0]) > 0.0
     off_KK = damped_KK - covariance_KK
     torch.testing.assert_close(off_KK, off_KK.diagonal().mean() * torch.eye(8, dtype=torch.float64))

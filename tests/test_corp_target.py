@@ -17,7 +17,7 @@ from corp_deploy.algebra.channels import affine
 from corp_deploy.algebra.obs import obs
 from corp_deploy.algebra.regression import RegressionSums, refit_toward
 from corp_deploy.reduction.closed_loop import reduce_traced
-from corp_deploy.reduction.correct import STRENGTHS, divided_by_scale, fit_corrections
+from corp_deploy.reduction.correct import STRENGTHS, divide_by_scale, fit_corrections
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import method_from_preset
 from tests import tiny
@@ -128,7 +128,7 @@ def test_layer_is_fitted_with_the_ridge_chosen_on_halves(count: int) -> None:
     (changes,), fit = fit_corrections([sums], 1.0, STRENGTHS, both_ways=True)
     assert fit.strength == best
     assert (fit.error_held_out, fit.error_recovered) == pytest.approx((errors[best], errors[None]), rel=1e-3)
-    weight_OF, bias_O = (divided_by_scale(each, scale) for each in changes)
+    weight_OF, bias_O = (divide_by_scale(each, scale) for each in changes)
     for row in (0, 1):
         torch.testing.assert_close(weight_OF[row], expected[0][row] / scale[row], rtol=5e-3, atol=5e-3)
         torch.testing.assert_close(bias_O[row], expected[1][row] / scale[row], rtol=1e-4, atol=1e-4)

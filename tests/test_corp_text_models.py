@@ -19,7 +19,7 @@ from corp_deploy.families import traced_model
 from corp_deploy.families.family import text_spec
 from corp_deploy.families.inspection import inspection_of_model
 from corp_deploy.families.traced_model import tracing
-from corp_deploy.reduction.read_tokens import places_read
+from corp_deploy.reduction.read_tokens import find_read_places
 from corp_deploy.spec.merging import Merging
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
@@ -148,7 +148,7 @@ FIRST = ("attention.self.query", "attention.output.dense", "intermediate.dense",
 @pytest.mark.parametrize(("pooling", "layers"), [("mean", ()), ("first", FIRST)])
 def test_outputs_read_only_pooled_tokens(pooling: str, layers: tuple[str, ...], hf: Path) -> None:
     """Of the last block the first token alone, where that is the embedding."""
-    read = places_read(tracing(load_transformers(hf, {"pooling": pooling}).model), torch.device("cpu"))
+    read = find_read_places(tracing(load_transformers(hf, {"pooling": pooling}).model), torch.device("cpu"))
     places = {
         str(node.all_input_nodes[1].target): places_P.nonzero().flatten().tolist() for node, places_P in read.items()
     }

@@ -22,7 +22,7 @@ from corp_deploy.reduction.closed_loop import reduce_traced
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
-from corp_deploy.reduction.sparsify import Sparsifying, sparsified
+from corp_deploy.reduction.sparsify import Sparsifying, sparsify
 from corp_deploy.spec.architecture import Architecture
 from corp_deploy.spec.sparsity import Sparsity
 from corp_deploy.store.checkpoint import Checkpoint
@@ -244,7 +244,7 @@ def looped(dense: Checkpoint, texts: InputSet) -> nn.Module:
 
 def made_sparse(dense: Checkpoint, texts: InputSet) -> nn.Module:
     kinds = Sparsifying(kinds={"head": Sparsity(kept=2, of=4), "mlp": Sparsity(kept=2, of=4)}, permute="none")
-    return sparsified(dense.model, texts, kinds)[0]
+    return sparsify(dense.model, texts, kinds)[0]
 
 
 def folded(dense: Checkpoint, texts: InputSet) -> nn.Module:

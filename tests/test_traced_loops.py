@@ -16,11 +16,11 @@ from corp_deploy.algebra.norm_behind import DAMPING, NormBehind
 from corp_deploy.families.traced_model import tracing
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.closed_loop import reduce_traced
-from corp_deploy.reduction.layer_targets import Target, _passed, find_target, output_rows
+from corp_deploy.reduction.layer_targets import Target, _pass_through, find_target, output_rows
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
-from corp_deploy.reduction.read_tokens import places_read
+from corp_deploy.reduction.read_tokens import find_read_places
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.input_sets import images_for_model
 from corp_deploy.traced.finding.cuts import input_free_nodes
@@ -162,7 +162,7 @@ def moves_the_outputs(model: nn.Module, layer: str, place: int, pixels: Tensor) 
 def test_read_positions_are_those_that_change_the_outputs(read: int) -> None:
     model, pixels = own_checkpoint(read=read).model, torch.from_numpy(images(2, seed=1))
     own = tracing(model)
-    found = places_read(own, torch.device("cpu"))
+    found = find_read_places(own, torch.device("cpu"))
     for layer in layers(own.program):
         if layer.name.startswith("h."):
             every = [moves_the_outputs(model, layer.name, place, pixels) for place in range(16)]
@@ -206,7 +206,7 @@ def test_residual_error_is_propagated_back_to_the_layer(weight: str) -> None:
         found = target.residual(wanted, values)
         assert found.gain_O is not None
         change = found.residual / found.gain_O
-        before, behind = (_passed(node, own, target.way, values) for own in (values[node], values[node] + change))
+        before, behind = (_pass_through(node, own, target.way, values) for own in (values[node], values[node] + change))
         moved = behind.output - before.output
     assert torch.allclose(moved, wanted[target.at] - values[target.at], atol=1e-4)
     if weight == "cut.weight":

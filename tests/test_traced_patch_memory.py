@@ -19,10 +19,10 @@ from calib.patch_moments import PatchMoments
 from corp_deploy.families.family import sites_of
 from corp_deploy.planning.curves import eliminations
 from corp_deploy.planning.probe_split import set_apart
-from corp_deploy.reduction.calibrate import Statistics, calibrate, chosen_sites, memory_needed
+from corp_deploy.reduction.calibrate import Statistics, calibrate, choose_sites, memory_needed
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import Reduction, reduce
-from corp_deploy.reduction.snapshots import in_splits
+from corp_deploy.reduction.snapshots import moments_in_splits
 from corp_deploy.store.checkpoint import Checkpoint, save
 from corp_deploy.traced.models.sites import Site
 from ground.errors import BadInput
@@ -69,7 +69,7 @@ def pair(groups: int) -> Checkpoint:
 def limit_of(own: Checkpoint, share: float | None) -> Statistics:
     if share is None:
         return Statistics()
-    needed = memory_needed(own, chosen_sites(own, Statistics()), Statistics())
+    needed = memory_needed(own, choose_sites(own, Statistics()), Statistics())
     return Statistics(patch_bytes=int(share * sum(needed.values())))
 
 
@@ -80,7 +80,7 @@ def moments(groups: int, share: float | None = 0.4, seed: int = 1, halved: bool 
         images = tiny.opened(Path(folder) / "images.npy", noise(COUNT, seed).numpy(), own.model)
         taken = partial(calibrate, batch_size=16, statistics=limit_of(own, share))
         if halved:
-            return in_splits(images, torch.arange(COUNT) // 2, lambda part, _: taken(own, part), seed=0)
+            return moments_in_splits(images, torch.arange(COUNT) // 2, lambda part, _: taken(own, part), seed=0)
         return taken(own, images)
 
 
@@ -204,7 +204,7 @@ def test_options_that_need_other_patches_are_refused(preset: str, kept: int) -> 
 def whole_bytes(own: Checkpoint) -> int:
     """Of all sums but those of what streams alone are read by."""
     statistics = Statistics(patch_bytes=10**12)
-    return sum(memory_needed(own, chosen_sites(own, statistics), statistics).values())
+    return sum(memory_needed(own, choose_sites(own, statistics), statistics).values())
 
 
 def test_streams_are_summed_only_on_request() -> None:
@@ -217,11 +217,11 @@ def test_streams_are_summed_only_on_request() -> None:
         calibrate(own, source, batch_size=16, statistics=replace(limit, residual=True))
     enough = int(1e9 * float(str(refused.value).split("at least --patch-memory ")[1].split(",")[0]))
     with pytest.raises(BadInput, match="need more than --patch-memory"):
-        chosen_sites(own, Statistics(residual=True, patch_bytes=int(0.95 * enough)))
+        choose_sites(own, Statistics(residual=True, patch_bytes=int(0.95 * enough)))
     told = Statistics(residual=True, patch_bytes=enough)
-    assert sum(memory_needed(own, chosen_sites(own, told), told).values()) <= enough
+    assert sum(memory_needed(own, choose_sites(own, told), told).values()) <= enough
     with pytest.raises(BadInput, match="sites need more than --patch-memory"):
-        chosen_sites(tiny.checkpoint(), Statistics(patch_bytes=1000))
+        choose_sites(tiny.checkpoint(), Statistics(patch_bytes=1000))
 
 
 def test_budget_uses_the_collected_patches(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from corp_deploy.reduction.closed_loop import reduce_traced
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.reduction.model import reduce, uniform_widths
-from corp_deploy.reduction.sparsify import Sparsifying, sparsified
+from corp_deploy.reduction.sparsify import Sparsifying, sparsify
 from corp_deploy.spec.sparsity import KINDS, Sparsity
 
 TWO_OF_FOUR = Sparsifying(kinds=dict.fromkeys(KINDS, Sparsity(kept=2, of=4)))
@@ -82,7 +82,7 @@ def sparse(how: Sparsifying, of_widths: float, subject: Subject) -> tuple[nn.Mod
     """Make weights sparse, of layers that are narrower by a share if one is given."""
     dense = subject.dense.model
     model = narrower(subject, method_at(of_widths), loop=True) if of_widths else dense
-    result, report = sparsified(model, subject.inputs, how, batch_size=BATCH)
+    result, report = sparsify(model, subject.inputs, how, batch_size=BATCH)
     return result, report.macs_of_zeros
 
 

@@ -24,7 +24,7 @@ from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.planning.execution import reduce_as_asked
 from corp_deploy.planning.request import request_of
 from corp_deploy.reduction.calibrate import Statistics, calibrate
-from corp_deploy.reduction.snapshots import in_splits
+from corp_deploy.reduction.snapshots import moments_in_splits
 
 SHARES = (0.9, 0.8, 0.7, 0.6, 0.5)
 LOOP: Mapping[str, Any] = {"closed_loop": "asymmetric"}
@@ -124,7 +124,7 @@ class Encoder:
 
             grouped = method.grouped
             groups_B = group_ids(inputs, str(self.groups)) if grouped else None
-            self.kept[kind] = take(inputs) if groups_B is None else in_splits(inputs, groups_B, take, seed=0)
+            self.kept[kind] = take(inputs) if groups_B is None else moments_in_splits(inputs, groups_B, take, seed=0)
         return self.kept[kind]
 
     def options(self, method: Method, share: float) -> dict[str, Any]:

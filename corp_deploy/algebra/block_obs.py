@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .obs import DEAD_VARIANCE_REL, Elimination, obs, shifted_covariance, without_cost
+from .obs import DEAD_VARIANCE_REL, Elimination, obs, order_without_cost, shifted_covariance
 from .patches import columns
 from .quadratic import diagonal_blocks, variance
 
@@ -97,7 +97,7 @@ class _Surgeon:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Alike:
+class _ReadersOfTaps:
     """Inverses and Grams of the best weights of all readers with `taps` columns per channel."""
 
     inverses_RUU: Tensor
@@ -158,7 +158,9 @@ class _Readers:
         for reader in readers:
             by_taps.setdefault(reader.taps, []).append(reader.formed(here_M))
         stacked = {taps: [torch.stack(each) for each in zip(*formed, strict=True)] for taps, formed in by_taps.items()}
-        self.alike = [_Alike(inverses_RUU=both[0], norms_RUU=both[1], taps=taps) for taps, both in stacked.items()]
+        self.alike = [
+            _ReadersOfTaps(inverses_RUU=both[0], norms_RUU=both[1], taps=taps) for taps, both in stacked.items()
+        ]
 
     def costs(self) -> Tensor:
         cost_M = torch.stack([each.costs() for each in self.alike]).sum(dim=0)
@@ -170,7 +172,7 @@ class _Readers:
         self.gone_M[place] = True
 
 
-def _in_order(form: Callable[[Tensor], _Surgeon | _Readers], part_C: Tensor) -> tuple[Tensor, Tensor]:
+def _remove_all(form: Callable[[Tensor], _Surgeon | _Readers], part_C: Tensor) -> tuple[Tensor, Tensor]:
     """Remove everything; return the order of removal and the cost of each removal.
 
     The matrices are formed anew at each halving, so that rounding never piles up. A round removes one of every part.
@@ -219,7 +221,7 @@ def eliminate_blocks(
     variance_U = covariance_UU.diagonal()
     read_OU = weight_OU * (variance_U > DEAD_VARIANCE_REL * variance_U.mean())
     if not bool(read_OU.any()):
-        return without_cost(group_of_C)
+        return order_without_cost(group_of_C)
     shifted = shifted_covariance(covariance_UU, ridge_rel)
     target_OU = read_OU @ shifted.matrix_FF
 
@@ -230,7 +232,7 @@ def eliminate_blocks(
         factor_mm = torch.linalg.cholesky(shifted.matrix_FF[here_m[:, None], here_m])
         return _Surgeon(here_M, factor_mm, torch.cholesky_solve(target_OU[:, here_m].T, factor_mm).T)
 
-    order_C, cost_C = _in_order(surgeon, group_of_C)
+    order_C, cost_C = _remove_all(surgeon, group_of_C)
     return Elimination(order_F=order_C, error_F=cost_C.cumsum(0), ridge=shifted.ridge)
 
 
@@ -257,7 +259,7 @@ def eliminate_coupled(
     part_C = torch.zeros(channels, dtype=torch.int64, device=where) if part_C is None else part_C
     varying_readers = [place for place, each in enumerate(covariances) if float(each.diagonal().sum()) > 0.0]
     if not varying_readers:  # no channel varies for any reader: biases absorb them all
-        return without_cost(part_C)
+        return order_without_cost(part_C)
     shifted = {place: shifted_covariance(covariances[place], ridge_rel) for place in varying_readers}
     energies = {place: variance(weights[place], covariances[place]) for place in varying_readers}
     readers = [
@@ -269,5 +271,5 @@ def eliminate_coupled(
         )
         for place in varying_readers
     ]
-    order_C, cost_C = _in_order(lambda here_M: _Readers(readers, here_M), part_C)
+    order_C, cost_C = _remove_all(lambda here_M: _Readers(readers, here_M), part_C)
     return Elimination(order_F=order_C, error_F=cost_C.cumsum(0), ridge=max(each.ridge for each in shifted.values()))

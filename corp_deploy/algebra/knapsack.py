@@ -44,7 +44,7 @@ class Selection:
     error: float
 
 
-def _priced(sites: Sequence[SiteOptions], price: float) -> list[int]:
+def _best_at_price(sites: Sequence[SiteOptions], price: float) -> list[int]:
     """Return every site's best option at a price on cost, the cheaper one on a tie."""
     return [min(range(len(s.widths)), key=lambda n: (s.errors[n] + price * s.costs[n], s.costs[n])) for s in sites]
 
@@ -55,14 +55,14 @@ def _total_cost(sites: Sequence[SiteOptions], picks: Sequence[int]) -> float:
 
 def _price_of_budget(sites: Sequence[SiteOptions], budget: float) -> float:
     """Return the least price (to rounding) at which the sites' own best options stay within the budget."""
-    if _total_cost(sites, _priced(sites, 0.0)) <= budget:
+    if _total_cost(sites, _best_at_price(sites, 0.0)) <= budget:
         return 0.0
     low, high = 0.0, 1e-30
-    while _total_cost(sites, _priced(sites, high)) > budget:
+    while _total_cost(sites, _best_at_price(sites, high)) > budget:
         low, high = high, high * 16.0
     for _ in range(80):
         middle = 0.5 * (low + high)
-        low, high = (low, middle) if _total_cost(sites, _priced(sites, middle)) <= budget else (middle, high)
+        low, high = (low, middle) if _total_cost(sites, _best_at_price(sites, middle)) <= budget else (middle, high)
     return high
 
 
@@ -86,7 +86,7 @@ def solve_knapsack(sites: Sequence[SiteOptions], budget: float) -> Selection:
         raise BadInput(f"budget {budget:g} is less than the {least:g} that the narrowest widths cost; raise the budget")
     limit = max(budget, least) * (1.0 + 1e-12)
     price = _price_of_budget(sites, limit)
-    ceiling = sum(site.errors[pick] for site, pick in zip(sites, _priced(sites, price), strict=True))
+    ceiling = sum(site.errors[pick] for site, pick in zip(sites, _best_at_price(sites, price), strict=True))
     slack = 1e-9 * ceiling + 1e-14 * len(sites) * price * limit  # rounding of the bound below
     rest_bound = [min(e + price * c for e, c in zip(s.errors, s.costs, strict=True)) for s in sites]
     rest_cost = [min(s.costs) for s in sites]

@@ -52,7 +52,7 @@ class Elimination:
         return 0.0 if removed == 0 else float(self.error_F[removed - 1])
 
 
-def without_cost(part_C: Tensor) -> Elimination:
+def order_without_cost(part_C: Tensor) -> Elimination:
     """Return an elimination without losses: each round removes the first channel left of every part."""
     place_C = torch.stack([(part_C[:i] == part).sum() for i, part in enumerate(part_C)])
     order_C = place_C.argsort(stable=True)
@@ -166,7 +166,7 @@ Graph = tuple[torch.cuda.CUDAGraph, list[Tensor], tuple[Tensor, ...]]
 
 
 @dataclass(slots=True)
-class Captured:
+class CapturedWork:
     """`work(*tensors, count)`, thousands of tiny kernels, replayed as a CUDA graph on a GPU, called directly elsewhere.
 
     The launches of such work by the host take longer than its kernels. A graph is captured once per shape. `work`
@@ -221,7 +221,7 @@ class Captured:
                 self.graphs.clear()
 
 
-removals = Captured(removals_of_block)
+removals = CapturedWork(removals_of_block)
 
 
 def _eliminate(shifted: RegularisedCovariance, weight_OF: Tensor, block: int) -> tuple[Tensor, Tensor]:

@@ -94,7 +94,7 @@ def recover_convolution(
     )
 
 
-def rescaled_outputs(
+def rescale_outputs(
     weight_OU: Tensor,
     bias_O: Tensor,
     own_mean_O: Tensor,

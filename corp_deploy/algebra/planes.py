@@ -124,7 +124,7 @@ def image_loss(system: ImageSystem) -> PlaneLoss:
     return replace(exact_loss(_gram(product)), cross_HX=torch.cat((real_HP, other_HP), dim=1))
 
 
-def _fitted(loss: PlaneLoss, kept_HK: Tensor, ridge_rel: float) -> tuple[Tensor, float, float]:
+def _fit_factors(loss: PlaneLoss, kept_HK: Tensor, ridge_rel: float) -> tuple[Tensor, float, float]:
     """Return the factors [H,K,2] of least loss, one complex number per kept plane, and the worst condition and ridge.
 
     ridge_rel * the mean diagonal of G over the kept planes pulls the factors toward 1.
@@ -142,7 +142,7 @@ def _fitted(loss: PlaneLoss, kept_HK: Tensor, ridge_rel: float) -> tuple[Tensor,
     return torch.stack(factors), max(conditions), max(ridges)
 
 
-def _maps(factor_HK2: Tensor, kept_HK: Tensor, dims: int, grouped: int) -> tuple[Tensor, Tensor]:
+def _build_maps(factor_HK2: Tensor, kept_HK: Tensor, dims: int, grouped: int) -> tuple[Tensor, Tensor]:
     """Return the maps [H,2K,D] of q and of k.
 
     Each takes the root of a factor's modulus, q its angle. With grouped keys q takes the whole factor.
@@ -195,12 +195,12 @@ def order_planes(gram_HXX: Tensor, *, ridge_rel: float, grouped: int = 1) -> Ten
     return torch.stack(order, dim=1)
 
 
-def _left(order_HP: Tensor, planes: int) -> Tensor:
+def _last_planes(order_HP: Tensor, planes: int) -> Tensor:
     """Return the planes [H,K] that stay, ascending."""
     return order_HP[:, order_HP.shape[1] - planes :].sort(dim=1).values
 
 
-def _recovered(
+def _judge_factors(
     fitted: tuple[Tensor, float, float],
     kept_HK: Tensor,
     plain_HK: Tensor,
@@ -210,12 +210,12 @@ def _recovered(
 ) -> QkRecovery:
     """Return planes with fitted factors, judged beside planes without, by the residual of maps of q and of k."""
     factor_HK2, condition, ridge = fitted
-    maps, plain = _maps(factor_HK2, kept_HK, dims, grouped), selection(dims_of_planes(plain_HK, dims), dims)
+    maps, plain = _build_maps(factor_HK2, kept_HK, dims, grouped), selection(dims_of_planes(plain_HK, dims), dims)
     own = judge_maps(maps, residual(*maps), residual(plain, plain), condition=condition, ridge=ridge)
     return replace(own, planes_HK=kept_HK)
 
 
-def _aggregated(
+def _fit_aggregated(
     q_second_HDD: Tensor, k_second_HDD: Tensor, kept_HK: Tensor, plain_HK: Tensor, *, ridge_rel: float, grouped: int
 ) -> QkRecovery:
     """Return planes with fitted factors on the aggregated objective.
@@ -224,8 +224,8 @@ def _aggregated(
     share keys do so together.
     """
     dims, residual = q_second_HDD.shape[1], partial(residual_aggregated, q_second_HDD, k_second_HDD)
-    fitted = _fitted(aggregated_loss(q_second_HDD, k_second_HDD), kept_HK, ridge_rel)
-    own = _recovered(fitted, kept_HK, plain_HK, dims, grouped, residual)
+    fitted = _fit_factors(aggregated_loss(q_second_HDD, k_second_HDD), kept_HK, ridge_rel)
+    own = _judge_factors(fitted, kept_HK, plain_HK, dims, grouped, residual)
     plain, plain_H = selection(dims_of_planes(plain_HK, dims), dims), own.residual_uncompensated_H
     worse_H = shared_by_groups((own.residual_H - plain_H).unsqueeze(1), grouped).squeeze(1) > 0.0
     q_map, k_map = (torch.where(worse_H[:, None, None], plain, each) for each in (own.q_map_HRD, own.k_map_HRD))
@@ -239,10 +239,10 @@ def eliminate_planes(
 ) -> QkRecovery:
     """Keep as many planes of each head as the greedy elimination leaves. Pass k's second moment centred per image."""
     gram_HXX = aggregated_loss(q_second_HDD, k_second_HDD).gram_HXX
-    kept_HK = _left(order_planes(gram_HXX, ridge_rel=ridge_rel, grouped=grouped), planes)
+    kept_HK = _last_planes(order_planes(gram_HXX, ridge_rel=ridge_rel, grouped=grouped), planes)
     energy_HD = q_second_HDD.diagonal(dim1=1, dim2=2) * k_second_HDD.diagonal(dim1=1, dim2=2)
     plain_HK = kept_from_scores(shared_by_groups(plane_scores(energy_HD), grouped), planes)
-    return _aggregated(q_second_HDD, k_second_HDD, kept_HK, plain_HK, ridge_rel=ridge_rel, grouped=grouped)
+    return _fit_aggregated(q_second_HDD, k_second_HDD, kept_HK, plain_HK, ridge_rel=ridge_rel, grouped=grouped)
 
 
 def eliminate_planes_exactly(gram_HXX: Tensor, planes: int, *, ridge_rel: float, grouped: int = 1) -> QkRecovery:
@@ -251,18 +251,18 @@ def eliminate_planes_exactly(gram_HXX: Tensor, planes: int, *, ridge_rel: float,
     The uncompensated case keeps the planes that alone move attention most.
     """
     loss = exact_loss(gram_HXX)
-    kept_HK = _left(order_planes(loss.gram_HXX, ridge_rel=ridge_rel, grouped=grouped), planes)
-    fitted, dims = _fitted(loss, kept_HK, ridge_rel), gram_HXX.shape[1]
+    kept_HK = _last_planes(order_planes(loss.gram_HXX, ridge_rel=ridge_rel, grouped=grouped), planes)
+    fitted, dims = _fit_factors(loss, kept_HK, ridge_rel), gram_HXX.shape[1]
     own_HP = loss.gram_HXX.diagonal(dim1=1, dim2=2)[:, : dims // 2]
     plain_HK = kept_from_scores(shared_by_groups(own_HP, grouped), planes)
-    return _recovered(fitted, kept_HK, plain_HK, dims, grouped, partial(residual_exact, loss.gram_HXX))
+    return _judge_factors(fitted, kept_HK, plain_HK, dims, grouped, partial(residual_exact, loss.gram_HXX))
 
 
 def logit_v1_planes(
     q_second_HDD: Tensor, k_second_HDD: Tensor, kept_HK: Tensor, *, ridge_rel: float, grouped: int = 1
 ) -> QkRecovery:
     """Fit factors of these planes by the equation of CORP's first version, on second moments of all tokens."""
-    return _aggregated(q_second_HDD, k_second_HDD, kept_HK, kept_HK, ridge_rel=ridge_rel, grouped=grouped)
+    return _fit_aggregated(q_second_HDD, k_second_HDD, kept_HK, kept_HK, ridge_rel=ridge_rel, grouped=grouped)
 
 
 def logit_planes(system: ImageSystem, kept_HK: Tensor, *, ridge_rel: float, grouped: int = 1) -> QkRecovery:
@@ -271,5 +271,5 @@ def logit_planes(system: ImageSystem, kept_HK: Tensor, *, ridge_rel: float, grou
     The system has to cover the planes.
     """
     inside_HK = torch.searchsorted(covered_planes(system).contiguous(), kept_HK.contiguous())
-    fitted = _fitted(image_loss(system), inside_HK, ridge_rel)
-    return _recovered(fitted, kept_HK, kept_HK, system.head_dim, grouped, partial(residual_per_image, system))
+    fitted = _fit_factors(image_loss(system), inside_HK, ridge_rel)
+    return _judge_factors(fitted, kept_HK, kept_HK, system.head_dim, grouped, partial(residual_per_image, system))

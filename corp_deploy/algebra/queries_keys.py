@@ -88,7 +88,7 @@ def select(kept_HR: Tensor, *, q_second_HDD: Tensor, k_second_HDD: Tensor) -> Qk
     return replace(judge_maps((map_HRD, map_HRD), residual_H, residual_H.clone(), condition=1.0, ridge=0.0), r2=0.0)
 
 
-def _folded(m_HRR: Tensor, kept_HR: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+def _fold_maps(m_HRR: Tensor, kept_HR: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
     """Fold I + M = U S V' into maps: q_map = (U S^1/2)' on the kept rows, k_map = (V S^1/2)' (eq. 16)."""
     u_HRR, s_HR, vt_HRR = torch.linalg.svd(_identity(m_HRR) + m_HRR)
     root_HR1 = s_HR.sqrt().unsqueeze(-1)
@@ -113,7 +113,7 @@ def logit(system: ImageSystem, kept_HR: Tensor, *, ridge_rel: float) -> QkRecove
         ridges.append(solved.ridge)
     residual_H = system.energy_H.new_tensor(residuals)
     uncompensated_H = system.energy_H.new_tensor(missing)
-    maps = _folded(torch.stack(ms), kept_HR, system.head_dim)
+    maps = _fold_maps(torch.stack(ms), kept_HR, system.head_dim)
     return judge_maps(maps, residual_H, uncompensated_H, condition=max(conditions), ridge=max(ridges))
 
 
@@ -137,7 +137,7 @@ def logit_v1(q_second_HDD: Tensor, k_second_HDD: Tensor, kept_HR: Tensor, *, rid
     largest_H11 = values_HRR.amax(dim=(1, 2), keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
     inverse_HRR = torch.where(values_HRR > 1e-14 * largest_H11, 1.0 / values_HRR, 0.0)
     m_HRR = q_basis_HRR @ ((q_basis_HRR.mT @ cross_HRR @ k_basis_HRR) * inverse_HRR) @ k_basis_HRR.mT
-    maps = _folded(m_HRR, kept_HR, head_dim)
+    maps = _fold_maps(m_HRR, kept_HR, head_dim)
     residual_H = residual_aggregated(q_second_HDD, k_second_HDD, *maps)
     uncompensated_H = residual_aggregated(q_second_HDD, k_second_HDD, rows_HRD, rows_HRD)
     smallest_H = values_HRR.amin(dim=(1, 2)).clamp_min(torch.finfo(torch.float64).eps * largest_H11.flatten())
@@ -168,7 +168,7 @@ def lowrank(q_second_HDD: Tensor, k_second_HDD: Tensor, width: int, *, floor_rel
     root_HR1 = s_HD[:, :width].sqrt().unsqueeze(-1)
     q_map_HRD = root_HR1 * (u_HDD[:, :, :width].mT @ q_inverse_HDD)
     k_map_HRD = root_HR1 * (vt_HDD[:, :width] @ k_inverse_HDD)
-    q_map_HRD, k_map_HRD = _of_like_size(q_map_HRD, k_map_HRD)
+    q_map_HRD, k_map_HRD = _balance_norms(q_map_HRD, k_map_HRD)
     residual_H = residual_aggregated(q_second_HDD, k_second_HDD, q_map_HRD, k_map_HRD)
 
     energy_HD = q_second_HDD.diagonal(dim1=1, dim2=2) * k_second_HDD.diagonal(dim1=1, dim2=2)
@@ -181,7 +181,7 @@ def lowrank(q_second_HDD: Tensor, k_second_HDD: Tensor, width: int, *, floor_rel
     return judge_maps(maps, torch.minimum(residual_H, plain_H), plain_H, condition=condition, ridge=ridge)
 
 
-def _of_like_size(q_map_HRD: Tensor, k_map_HRD: Tensor) -> tuple[Tensor, Tensor]:
+def _balance_norms(q_map_HRD: Tensor, k_map_HRD: Tensor) -> tuple[Tensor, Tensor]:
     """Scale both maps inversely, without changing the logits, so that neither norm is over MOST_APART times the other.
 
     Keys that hardly vary would otherwise get a map that no float32 holds.

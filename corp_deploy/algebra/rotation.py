@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 
-def rotatable(width: int) -> bool:
+def is_rotatable(width: int) -> bool:
     """Return whether Sylvester's Hadamard matrices have this size: powers of two, of which 1 changes nothing."""
     return width > 1 and width & (width - 1) == 0
 
 
 def hadamard(width: int, device: torch.device | None = None) -> Tensor:
     """Return Sylvester's Hadamard matrix over its root in float64 [R, R]: orthogonal and symmetric."""
-    assert rotatable(width), width
+    assert is_rotatable(width), width
     two = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64, device=device)
     whole = two
     while len(whole) < width:
@@ -27,16 +27,16 @@ def hadamard(width: int, device: torch.device | None = None) -> Tensor:
     return out_RR
 
 
-def rotated_maps(map_HRD: Tensor) -> Tensor:
+def rotate_maps(map_HRD: Tensor) -> Tensor:
     """Rotate a map's outputs within each head; leave it unchanged where its width has no Hadamard matrix."""
     width = map_HRD.shape[1]
-    return hadamard(width, map_HRD.device) @ map_HRD if rotatable(width) else map_HRD
+    return hadamard(width, map_HRD.device) @ map_HRD if is_rotatable(width) else map_HRD
 
 
-def rotated_back(weight_OK: Tensor, heads: int) -> Tensor:
+def rotate_weight(weight_OK: Tensor, heads: int) -> Tensor:
     """Return the weight that reads rotated channels of all heads side by side and gives the same output."""
     width = weight_OK.shape[1] // heads
-    if not rotatable(width):
+    if not is_rotatable(width):
         return weight_OK
     back_OK: Tensor = (weight_OK.unflatten(1, (heads, width)) @ hadamard(width, weight_OK.device)).flatten(1)
     return back_OK

@@ -68,7 +68,7 @@ def _is_singular(factor_XSS: Tensor, info_X: Tensor) -> Tensor:
     return (info_X != 0) | ~(pivots_XS.amin(dim=-1) > _SINGULAR * pivots_XS.amax(dim=-1))
 
 
-def _solved(right_XS: Tensor, system_XSS: Tensor) -> Tensor:
+def _solve_rows(right_XS: Tensor, system_XSS: Tensor) -> Tensor:
     """Solve each row by Cholesky; a row whose system is singular to working precision takes the shortest solution."""
     factor_XSS, info_X = torch.linalg.cholesky_ex(system_XSS)
     solved_XS = torch.cholesky_solve(right_XS.unsqueeze(-1), factor_XSS).squeeze(-1)
@@ -104,7 +104,7 @@ def refit_on_support(right_OK: Tensor, system_KK: Tensor, mask_OK: Tensor, start
         for rows_X in torch.arange(len(mask_OK), device=mask_OK.device).split(each):
             kept_XS = kept_OS[rows_X]
             system_XSS = system_KK[kept_XS[:, :, None], kept_XS[:, None, :]]
-            new_OK[rows_X[:, None], kept_XS] = _solved(residual_OK[rows_X[:, None], kept_XS], system_XSS)
+            new_OK[rows_X[:, None], kept_XS] = _solve_rows(residual_OK[rows_X[:, None], kept_XS], system_XSS)
     return new_OK + start_OK * mask_OK
 
 
@@ -134,7 +134,7 @@ def best_dense(objective: Objective) -> Tensor:
     return torch.cholesky_solve(objective.right_OK.T, factor_KK).T
 
 
-def damped(system_KK: Tensor) -> Tensor:
+def damp(system_KK: Tensor) -> Tensor:
     """Add PATTERN_DAMP of its mean diagonal to a matrix, or 1 where that is 0, so that it is positive definite.
 
     The damping grows tenfold while that isn't enough, as for covariances that rounding made of inputs far from zero
@@ -162,7 +162,7 @@ def sparse_layer(
     elif rule == "cast":
         mask_OK = cast_mask(objective.dense_OK, objective.regression.second_KK, sparsity)
     else:
-        mask_OK = obs_mask(best_dense(objective), damped(objective.inputs_KK), sparsity)
+        mask_OK = obs_mask(best_dense(objective), damp(objective.inputs_KK), sparsity)
     return refit_mask(objective, dense_bias_O, mask_OK, refits=refits)
 
 

@@ -36,10 +36,10 @@ class ValueRecovery(ChannelRecovery):
     @property
     def as_dense_OC(self) -> Tensor:
         """Values and projection together as a projection of the dense z."""
-        return self.weight_OK @ _beside(self.v_map_HRV)
+        return self.weight_OK @ _block_diagonal(self.v_map_HRV)
 
 
-def _beside(v_map_HRV: Tensor) -> Tensor:
+def _block_diagonal(v_map_HRV: Tensor) -> Tensor:
     """Return all maps as one: [H, R, V] -> block diagonal [K, C]."""
     out_KC: Tensor = torch.block_diag(*v_map_HRV)
     return out_KC
@@ -50,7 +50,7 @@ def head_slices(weight_OC: Tensor, heads: int) -> Tensor:
     return weight_OC.view(weight_OC.shape[0], heads, -1).transpose(0, 1)
 
 
-def _dropped(second_CC: Tensor, weight_OC: Tensor, heads: int, width: int) -> float:
+def _dropping_error(second_CC: Tensor, weight_OC: Tensor, heads: int, width: int) -> float:
     """Return E||y - y'||^2 when the least coordinates of every head are dropped and nothing is fitted."""
     kept_HR = kept_from_scores((second_CC.diagonal() * weight_OC.square().sum(dim=0)).view(heads, -1), width)
     change_HOV = head_slices(weight_OC, heads).clone()
@@ -68,7 +68,7 @@ def keep_values(weight_OC: Tensor, bias_O: Tensor | None, heads: int) -> ValueRe
     )
 
 
-def _cut(whitened_HOV: Tensor, root_HV: Tensor, basis_HVV: Tensor, width: int) -> tuple[Tensor, Tensor]:
+def _truncate(whitened_HOV: Tensor, root_HV: Tensor, basis_HVV: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Return the best weight_HOR v_map_HRV of this rank.
 
     It is the SVD of the full map times its input's S^1/2, in the eigenbasis of S. Maps with orthonormal rows keep the
@@ -84,13 +84,13 @@ def _cut(whitened_HOV: Tensor, root_HV: Tensor, basis_HVV: Tensor, width: int) -
     return q_HVR.mT, (u_HOV[:, :, :width] * s_HV[:, None, :width]) @ r_HRR.mT
 
 
-def _swept(
+def _sweep_heads(
     covariance_CC: Tensor, weight_OC: Tensor, v_map_HRV: Tensor, new_OK: Tensor, ridge_rel: float
 ) -> tuple[Tensor, Tensor]:
     """Fit each head in turn to the residual of the others: a reduced-rank ridge toward its current map."""
     _, width, head_dim = v_map_HRV.shape
     v_map_HRV, new_OK = v_map_HRV.clone(), new_OK.clone()
-    left_OC = weight_OC - new_OK @ _beside(v_map_HRV)
+    left_OC = weight_OC - new_OK @ _block_diagonal(v_map_HRV)
     for head, v_map_RV in enumerate(v_map_HRV):
         own, new = slice(head * head_dim, (head + 1) * head_dim), slice(head * width, (head + 1) * width)
         had_OV = new_OK[:, new] @ v_map_RV
@@ -100,7 +100,7 @@ def _swept(
         moment_VV.diagonal().add_(ridge)
         cross_OV = left_OC @ covariance_CC[:, own] + ridge * had_OV
         root_1V, basis_1VV = floored_roots(moment_VV.unsqueeze(0), 1e-12)
-        maps_1RV, cut_1OR = _cut((cross_OV @ basis_1VV) / root_1V.unsqueeze(1), root_1V, basis_1VV, width)
+        maps_1RV, cut_1OR = _truncate((cross_OV @ basis_1VV) / root_1V.unsqueeze(1), root_1V, basis_1VV, width)
         v_map_HRV[head], new_OK[:, new] = maps_1RV[0], cut_1OR[0]
         left_OC[:, own] -= new_OK[:, new] @ v_map_HRV[head]
     return v_map_HRV, new_OK
@@ -110,7 +110,7 @@ _FLOOR_REL = 1e-6
 _NOISE = 4.0  # times the least eigenvalue of the heads' own covariances, as a bound of the whole one's
 
 
-def _denoised(covariance_CC: Tensor, heads: int) -> Tensor:
+def _raise_eigenvalues(covariance_CC: Tensor, heads: int) -> Tensor:
     """Add to the diagonal of a covariance whose heads' own covariances have eigenvalues below zero.
 
     A difference of float32 sums has such eigenvalues where z hardly changes compared with its mean, and a solve with
@@ -142,20 +142,20 @@ def lowrank_values(
     head's map again to the residual of the others and repeats the refit; nothing raises the error. Eigenvalues of S_z,h
     are raised to _FLOOR_REL * their mean.
     """
-    covariance_CC = _denoised(second_CC - torch.outer(mean_C, mean_C), heads)
+    covariance_CC = _raise_eigenvalues(second_CC - torch.outer(mean_C, mean_C), heads)
     root_HV, basis_HVV = floored_roots(diagonal_blocks(covariance_CC, heads), _FLOOR_REL)
     whitened_HOV = (head_slices(weight_OC, heads) @ basis_HVV) * root_HV.unsqueeze(1)
-    v_map_HRV, cut_HOR = _cut(whitened_HOV, root_HV, basis_HVV, width)
+    v_map_HRV, cut_HOR = _truncate(whitened_HOV, root_HV, basis_HVV, width)
     solved = solve_ridge_toward(
-        cut_HOR.transpose(0, 1).flatten(1), weight_OC, covariance_CC, _beside(v_map_HRV), ridge_rel=ridge_rel
+        cut_HOR.transpose(0, 1).flatten(1), weight_OC, covariance_CC, _block_diagonal(v_map_HRV), ridge_rel=ridge_rel
     )
     for _ in range(sweeps):
-        v_map_HRV, swept_OK = _swept(covariance_CC, weight_OC, v_map_HRV, solved.solution_OK, ridge_rel)
-        solved = solve_ridge_toward(swept_OK, weight_OC, covariance_CC, _beside(v_map_HRV), ridge_rel=ridge_rel)
+        v_map_HRV, swept_OK = _sweep_heads(covariance_CC, weight_OC, v_map_HRV, solved.solution_OK, ridge_rel)
+        solved = solve_ridge_toward(swept_OK, weight_OC, covariance_CC, _block_diagonal(v_map_HRV), ridge_rel=ridge_rel)
     new_OK = solved.solution_OK
-    change_OC = weight_OC - new_OK @ _beside(v_map_HRV)
+    change_OC = weight_OC - new_OK @ _block_diagonal(v_map_HRV)
     old_O = weight_OC.new_zeros(weight_OC.shape[0]) if bias_O is None else bias_O
-    residual, dropped = variance(change_OC, covariance_CC), _dropped(second_CC, weight_OC, heads, width)
+    residual, dropped = variance(change_OC, covariance_CC), _dropping_error(second_CC, weight_OC, heads, width)
     return ValueRecovery(
         v_map_HRV=v_map_HRV,
         weight_OK=new_OK,

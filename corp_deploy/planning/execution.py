@@ -16,8 +16,8 @@ from corp_deploy.families.family import sites_of
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.reduction.calibration_warnings import warnings_of_moments
 from corp_deploy.reduction.model import Reduction, uniform_widths
-from corp_deploy.reduction.moments import merging_note, require_apart, require_same_model, without_held_out
-from corp_deploy.reduction.sparsify import Sparsifying, sparsified
+from corp_deploy.reduction.moments import merging_note, require_disjoint, require_same_model, without_held_out
+from corp_deploy.reduction.sparsify import Sparsifying, sparsify
 from corp_deploy.store.checkpoint import Checkpoint, on_device, save
 from corp_deploy.store.transformers_saved import FOLDER, transformers_form, write_transformers
 from ground.effort import Stopwatch, measure_effort
@@ -77,7 +77,7 @@ def reduce_as_asked(
     assert held_out is None or not (request.options.loop or request.options.composes), request.options
     if held_out is not None:
         require_same_model(dense.model, held_out)
-        require_apart(moments, held_out)
+        require_disjoint(moments, held_out)
     reduced = partial(carry_out, moments=moments, request=request, held_out=held_out, watch=watch)
     if request.options.limit is not None:
         if images is None or judges is None:
@@ -180,7 +180,7 @@ def reduce_checkpoint(
             fitted = without_held_out(images, held_out) if polish_inputs is None else polish_inputs.fitted
             assert fitted is not None, options
             sparse = Sparsifying(kinds=options.patterns, rule=options.sparse_pattern, permute=options.sparse_permute)
-            model, report = sparsified(reduction.model, fitted, sparse, on_progress=on_progress)
+            model, report = sparsify(reduction.model, fitted, sparse, on_progress=on_progress)
             decisions = (*reduction.decisions, *report.sentences())
             reduction = replace(reduction, model=model, sparsity=report, decisions=decisions)
     notes = (*reduction.notes, *warnings_of_moments(dense.model, moments))

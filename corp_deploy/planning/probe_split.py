@@ -12,7 +12,7 @@ from calib.combination import moments_without
 from calib.inputs import Inputs, InputSet, to_device
 from calib.moments import Moments
 from corp_deploy.families import traced_model
-from corp_deploy.reduction.calibrate import as_taken, calibrate
+from corp_deploy.reduction.calibrate import calibrate, statistics_of
 from corp_deploy.reduction.moments import merging_note
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.input_sets import merging_of_moments
@@ -79,7 +79,7 @@ def _moments_without(dense: Checkpoint, moments: Moments, chosen: InputSet) -> M
         places = (torch.isin(chosen.ids, left.image_ids) & (in_half == is_half)).nonzero().squeeze(1).tolist()
         if places:
             with torch.inference_mode(False), torch.no_grad():
-                own = as_taken(left)
+                own = statistics_of(left)
                 part = calibrate(dense, chosen.subset(places), batch_size=16, device=where.type, statistics=own)
             left = moments_without(left, part)
             half = moments_without(half, part) if is_half and half is not None else half

@@ -16,7 +16,7 @@ from corp_deploy.traced.models.module import device_of
 from corp_deploy.traced.models.token_merging import Tokens
 from ground.errors import BadInput
 
-from .walk import AT_ONCE, joined_answers, last_stream
+from .walk import AT_ONCE, joined_outputs, last_stream
 
 _MOST = 64  # held-out inputs: more hardly make the error more certain, and each evaluation costs a pass
 _LEAST = 1e-12
@@ -96,7 +96,7 @@ def held_out_error(dense: nn.Module, reduced: nn.Module, inputs: InputSet, *, re
         here = to_device(batch, device_of(dense))
         x_BNC, weights_BN = traced_model.first_stream(dense, here), traced_model.token_weights(dense, here)
         exact, found = (last_stream(model, x_BNC, weights_BN) for model in (dense, reduced))
-        error = relative_square(joined_answers(reduced, found, here), joined_answers(dense, exact, here))
+        error = relative_square(joined_outputs(reduced, found, here), joined_outputs(dense, exact, here))
         if reads_all:
             error = (error + stream_error(found, exact.x)) / 2.0
         total, count = total + float(error) * len(x_BNC), count + len(x_BNC)

@@ -56,7 +56,7 @@ class Newton:
     looks: tuple[int, ...] = (3, 8)
 
 
-def counts(read: Tensor | None, pair: StreamPair) -> Tensor:
+def token_weights_behind(read: Tensor | None, pair: StreamPair) -> Tensor:
     """Return the weight of each token of the reduced stream behind a segment [B,N]; 0 if unread or padding."""
     x_BNC, present_BN, _ = pair.reduced.tokens
     is_read_N = torch.ones(pair.target.shape[1], device=x_BNC.device)
@@ -68,7 +68,7 @@ def counts(read: Tensor | None, pair: StreamPair) -> Tensor:
     return is_read_BN * present_BN.to(is_read_BN)
 
 
-def _counted(pair: StreamPair, read: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def _wanted_stream(pair: StreamPair, read: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Return the wanted reduced stream at the tokens that are read, and the weight of each token, None for all alike.
 
     The stream is [B,N,C], or one row of tokens [1,X,C] where some are padding.
@@ -90,14 +90,14 @@ class _SublayerJudge:
         self.step, self.read, self.pairs = sublayer.step, sublayer.read, pairs
         energy = StreamEnergy()
         for pair in pairs:
-            energy.add(*_counted(pair, self.read))
+            energy.add(*_wanted_stream(pair, self.read))
         self.energy = energy.variance()
 
     def error(self) -> float:
         sums, weights = list[Tensor](), list[Tensor]()
         for pair in self.pairs:
             behind_BNC = self.step(*pair.reduced.tokens[:2])
-            counts_BN = counts(self.read, pair)
+            counts_BN = token_weights_behind(self.read, pair)
             square_BN = (pair.target - behind_BNC).square().sum(dim=-1)
             sums.append(torch.where(counts_BN > 0.0, square_BN * counts_BN, 0.0).double().sum())
             weights.append(counts_BN.double().sum())
@@ -138,7 +138,7 @@ class Sublayer:
         return tuple(matrix for group in self.groups for matrix in group.matrices)
 
 
-def _take_(group: LayerGroup, pairs: Sequence[StreamPair], judge: _SublayerJudge, how: Newton, error: float) -> float:
+def _step_(group: LayerGroup, pairs: Sequence[StreamPair], judge: _SublayerJudge, how: Newton, error: float) -> float:
     """Move layers by the share of a Gauss-Newton step that errs least on held-out inputs; return that error."""
     start_RD = best_RD = group.rows_RD
     steps = gauss_newton(group.linearised(pairs), ridge_rel=how.ridge_rel, iterations=how.looks[-1])
@@ -184,7 +184,7 @@ class SweepBudget:
         return min(1.0, max(by_sweeps, seconds / self.seconds if self.seconds > 0.0 else 1.0))
 
 
-def _some(pairs: Sequence[StreamPair], sweep: int) -> Sequence[StreamPair]:
+def _sample_pairs(pairs: Sequence[StreamPair], sweep: int) -> Sequence[StreamPair]:
     """Return evenly spaced pairs of at most MOST_TOKENS tokens together, or one pair; other pairs in each sweep."""
     tokens = sum(pair.reduced.tokens.x.shape[:2].numel() for pair in pairs)
     stride = min(-(-tokens // MOST_TOKENS), len(pairs))
@@ -210,9 +210,9 @@ def fit_sublayer_(
     report = PartReport(part=sublayer.step.name, steps=0, seconds=0.0, error_before=before, error=before)
     gained = True
     while gained and budget.spent(report.steps, report.seconds) < 1.0:
-        some = _some(fitted, report.steps)
+        some = _sample_pairs(fitted, report.steps)
         for group in sublayer.groups:
-            error = _take_(group, some, judge, how or Newton(), error)
+            error = _step_(group, some, judge, how or Newton(), error)
         error = judge.error()  # again, after the last step
         gained = judge.relative(error) < report.error
         report = replace(report, steps=report.steps + 1, seconds=time.monotonic() - began, error=judge.relative(error))

@@ -30,7 +30,7 @@ from corp_deploy.traced.programs.folding import is_mean_weight
 from corp_deploy.traced.programs.program import Program
 from corp_deploy.traced.programs.readers import LINEAR, CalledLayer, layer_as_module, layers
 
-from .newton import LayerGroup, Matrix, Sublayer, counts
+from .newton import LayerGroup, Matrix, Sublayer, token_weights_behind
 from .walk import StreamPair
 
 _CACHED_BYTES = 2**30
@@ -40,7 +40,7 @@ def spatial_sites(model: nn.Module, sites: Sequence[str]) -> list[str]:
     """Return those of a traced model's sites that convolutions with larger kernels write or read."""
     own, by_name = tracing(model), sites_of(model).by_name
     of_places = {each.weight for each in layers(own.program, in_groups=True) if not _is_linear(own.program, each)}
-    return [name for name in sites if not of_places.isdisjoint(_touched(by_name[name]))]
+    return [name for name in sites if not of_places.isdisjoint(_site_weights(by_name[name]))]
 
 
 def segment_sublayer(model: nn.Module, step: SegmentStep) -> Sublayer:
@@ -51,7 +51,7 @@ def segment_sublayer(model: nn.Module, step: SegmentStep) -> Sublayer:
     own, by_name = tracing(model), sites_of(model).by_name
     program, segment = own.running, next(each for each in own.segments if each.name == step.name)
     inside = [by_name[name] for name in step.sites if name in by_name]
-    touched = {name for site in inside if not isinstance(site, TracedStream) for name in _touched(site)}
+    touched = {name for site in inside if not isinstance(site, TracedStream) for name in _site_weights(site)}
     nodes = required_nodes(program, segment.before, [segment.after], beside=segment.beside)
     together = dict[tuple[fx.Node, bool], list[CalledLayer]]()
     for layer in layers(program):
@@ -61,19 +61,19 @@ def segment_sublayer(model: nn.Module, step: SegmentStep) -> Sublayer:
         is_own = isinstance(weight, nn.Parameter) and not is_mean_weight(layer.weight)
         if is_own and weight.numel() > 0 and _is_linear(program, layer):
             together.setdefault((layer.node.all_input_nodes[0], layer.bias in own.added), []).append(layer)
-    read, groups = _read(own, segment, step.module), list[LayerGroup]()
+    read, groups = _find_read_tokens(own, segment, step.module), list[LayerGroup]()
     for (_, is_biasless), called in together.items():
-        way = _Way(
+        way = _SegmentPath(
             program=program, nodes=tuple(nodes), segment=segment, read_X=read, step=step.module, called=tuple(called)
         )
         alone = [CalledLayer(node=each.node, weight=each.weight, bias="") if is_biasless else each for each in called]
         matrices = (Matrix(name=each.name, layer=layer_as_module(program, each)) for each in alone)
-        look = partial(_lacking, way, is_biasless)
-        groups.append(LayerGroup(matrices=tuple(matrices), linearised=partial(_Linearised, look)))
+        look = partial(_find_residuals, way, is_biasless)
+        groups.append(LayerGroup(matrices=tuple(matrices), linearised=partial(_CachedResiduals, look)))
     return Sublayer(step=step, read=read, groups=tuple(groups))
 
 
-def _touched(site: Site) -> set[str]:
+def _site_weights(site: Site) -> set[str]:
     return {span.name for span in (*site.groups.writers, *site.groups.readers)}
 
 
@@ -86,7 +86,7 @@ def _is_linear(program: Program, layer: CalledLayer) -> bool:
     return module.kernel_size == module.stride == (1, 1) and module.padding == (0, 0)
 
 
-def _read(own: Tracing, segment: ProgramSegment, module: TokenRows) -> Tensor | None:
+def _find_read_tokens(own: Tracing, segment: ProgramSegment, module: TokenRows) -> Tensor | None:
     """Return the tokens behind the segment that any output depends on, None for all."""
     gone = unread_queries(own.program, segment.cut) if module.leaving.axis == len(module.leaving.sizes) else None
     read_N = None if gone is None else ~gone.flatten()
@@ -96,7 +96,7 @@ def _read(own: Tracing, segment: ProgramSegment, module: TokenRows) -> Tensor | 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Way:
+class _SegmentPath:
     """The computation from the inputs of the `called` layers to the end of their segment, whose nodes are `nodes`."""
 
     program: Program
@@ -127,7 +127,7 @@ class _Way:
         """Return the rows of the stream behind the segment that count, for these outputs of the layers."""
         behind, nodes = list(self.behind()), [each.node for each in self.called]
         parts = given_XR.split([values[layer].shape[_axis(layer)] for layer in nodes], dim=-1)
-        outputs = {layer: _laid(part, values[layer], layer) for layer, part in zip(nodes, parts, strict=True)}
+        outputs = {layer: _unflatten_rows(part, values[layer], layer) for layer, part in zip(nodes, parts, strict=True)}
         beside = {each: values[each] for node in behind for each in node.all_input_nodes if each not in behind}
         before = {self.segment.before: values[self.segment.before]}
         with sdpa_kernel(SDPBackend.MATH):  # other backends have no second derivative
@@ -139,12 +139,12 @@ def _axis(node: fx.Node) -> int:
     return -1 if node.target is LINEAR else 1
 
 
-def _laid(rows_XR: Tensor, like: Tensor, node: fx.Node) -> Tensor:
+def _unflatten_rows(rows_XR: Tensor, like: Tensor, node: fx.Node) -> Tensor:
     axis = _axis(node)
     return rows_XR.reshape(like.movedim(axis, -1).shape).movedim(-1, axis)
 
 
-def _lacking(way: _Way, is_biasless: bool, pair: StreamPair) -> tuple[Residuals, int]:
+def _find_residuals(way: _SegmentPath, is_biasless: bool, pair: StreamPair) -> tuple[Residuals, int]:
     """Return a pair's residuals behind the segment, and the bytes that they hold."""
     x_BNC, present_BN, _ = pair.reduced.tokens
     values = way.values(x_BNC, present_BN)
@@ -153,7 +153,7 @@ def _lacking(way: _Way, is_biasless: bool, pair: StreamPair) -> tuple[Residuals,
     given_XR = torch.cat([output_rows(values[each.node], each.node) for each in way.called], dim=-1)
     entering_XD = entering_XD if is_biasless else with_one(entering_XD)
     tangent = LayerTangent.of(entering_XD, given_XR, partial(way.through, values))
-    weight_X = way.read(counts(way.read_X, pair).unsqueeze(-1)).flatten()
+    weight_X = way.read(token_weights_behind(way.read_X, pair).unsqueeze(-1)).flatten()
     lacking = Residuals(
         tangent=tangent,
         residual_XO=way.read(pair.target) - tangent.out_XO.detach(),
@@ -162,7 +162,7 @@ def _lacking(way: _Way, is_biasless: bool, pair: StreamPair) -> tuple[Residuals,
     return lacking, tangent.size_bytes
 
 
-class _Linearised:
+class _CachedResiduals:
     """The residuals of some pairs; those beyond a gigabyte are computed again in each iteration."""
 
     def __init__(self, look: Callable[[StreamPair], tuple[Residuals, int]], pairs: Sequence[StreamPair]) -> None:

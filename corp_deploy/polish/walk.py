@@ -50,7 +50,7 @@ def last_stream(model: nn.Module, x_BNC: Tensor, weights_BN: Tensor | None) -> T
     return state.tokens
 
 
-def joined_answers(model: nn.Module, last: Tokens, inputs: Inputs) -> Tensor:
+def joined_outputs(model: nn.Module, last: Tokens, inputs: Inputs) -> Tensor:
     """Return the outputs that read the last stream [B,...], or that stream where none does.
 
     Several outputs are joined to [B,F], in which a token counts by its share of an output.

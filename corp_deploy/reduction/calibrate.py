@@ -121,19 +121,19 @@ class Statistics:
     like: Moments | None = None
 
 
-def as_taken(moments: Moments) -> Statistics:
+def statistics_of(moments: Moments) -> Statistics:
     """Return statistics whose sums can be subtracted from these moments."""
     counted = (each.eps for each in moments.sites.values() if isinstance(each, ChannelMoments | PatchMoments))
     precision = cast(Precision, moments.lineage.get("dtype", "float32"))
     return Statistics(like=moments, active_eps=next(counted, ACTIVE_EPS), precision=precision)
 
 
-def _like(tap: Site, moments: SiteMoments) -> Site:
+def _with_same_channels(tap: Site, moments: SiteMoments) -> Site:
     fewer = moments.channels_GR if isinstance(moments, PatchMoments) else None
     return tap if fewer is None else replace(cast(Any, tap), channels_GR=fewer)
 
 
-def chosen_sites(checkpoint: Checkpoint, statistics: Statistics) -> list[Site]:
+def choose_sites(checkpoint: Checkpoint, statistics: Statistics) -> list[Site]:
     """Return the model's sites that the statistics name.
 
     Raises:
@@ -160,7 +160,7 @@ def chosen_sites(checkpoint: Checkpoint, statistics: Statistics) -> list[Site]:
     ]
     if statistics.like is not None:
         taken = statistics.like.sites
-        return [_like(each, taken[each.name]) for each in named if each.name in set(taken)]
+        return [_with_same_channels(each, taken[each.name]) for each in named if each.name in set(taken)]
     if statistics.patch_bytes is None:
         return named
     if not statistics.residual:  # layers that only read streams are left out: they need patches of all channels
@@ -226,7 +226,9 @@ def kept_dims(model: nn.Module, first: Moments, widths: Mapping[str, int]) -> di
     return kept
 
 
-def narrower(model: nn.Module, sites: Sequence[Site], align_head: int) -> Iterator[tuple[float, dict[str, int]]]:
+def restricted_widths(
+    model: nn.Module, sites: Sequence[Site], align_head: int
+) -> Iterator[tuple[float, dict[str, int]]]:
     """Yield the sparsities that a restricted system can be taken for, ascending, with the widths of every site."""
     sizes = {(each.dims, math.lcm(align_head, each.both.joined)) for each in _queries(model).values()}
     shares = {1.0 - width / size for size, step in sizes for width in aligned_widths(size, step)[:-1]}
@@ -238,7 +240,7 @@ def sparsity_that_fits(
     checkpoint: Checkpoint, sites: Sequence[Site], statistics: Statistics, align_head: int, available: int
 ) -> float | None:
     """Return the least sparsity whose restricted system fits into the available bytes."""
-    for sparsity, widths in narrower(checkpoint.model, sites, align_head):
+    for sparsity, widths in restricted_widths(checkpoint.model, sites, align_head):
         if sum(memory_needed(checkpoint, sites, statistics, widths).values()) <= available:
             return sparsity
     return None
@@ -266,7 +268,7 @@ def calibrate(
     """
     statistics = statistics or Statistics()
     there = on_device(checkpoint, device)
-    sites = chosen_sites(there, statistics)
+    sites = choose_sites(there, statistics)
     require_steady_on(there.model, images)
     refuse_other_weights(checkpoint)
     options = Options(

@@ -30,7 +30,7 @@ FAR = 8.0
 """The limit of values, as a multiple of the largest one that the preprocessing gives."""
 
 
-def few_inputs(moments: Moments, noun: str) -> str:
+def few_inputs_warning(moments: Moments, noun: str) -> str:
     """Return a warning if the moments are of too few different inputs, else an empty text."""
     distinct = len(moments.image_ids.unique()) or moments.images
     most = ROWS_OF_IMAGE if noun == Images.noun else math.inf
@@ -52,7 +52,7 @@ def few_inputs(moments: Moments, noun: str) -> str:
     )
 
 
-def far_range(low: float, high: float, spec: ImageSpec) -> str:
+def far_range_warning(low: float, high: float, spec: ImageSpec) -> str:
     """Return a warning if the images have values that the model's mean and std hardly produce, else an empty text."""
     if spec.normalisation_refusal:
         return ""
@@ -74,21 +74,21 @@ def far_range(low: float, high: float, spec: ImageSpec) -> str:
 
 
 def range_warning(model: nn.Module, images: InputSet) -> str:
-    """Return far_range of some images of a raw array; images from files are in range by construction."""
+    """Return far_range_warning of some images of a raw array; images from files are in range by construction."""
     if not isinstance(images, Images) or not isinstance(images.source, Array) or images.source.pixels is not None:
         return ""
     rows = images.source.images_N3HW[list(images.places[:: -(-images.count // LOOKED_AT)])]
     low, high = float(rows.min()), float(rows.max())
-    return far_range(low, high, image_spec(model)) if math.isfinite(low + high) else ""
+    return far_range_warning(low, high, image_spec(model)) if math.isfinite(low + high) else ""
 
 
 def warnings_of_moments(model: nn.Module, moments: Moments) -> list[str]:
     """Return warnings about the calibration inputs, as far as the moments record them."""
     takes_images = traced_model.input_spec(model).medium == Images.noun
-    found = [few_inputs(moments, Images.noun if takes_images else "inputs")]
+    found = [few_inputs_warning(moments, Images.noun if takes_images else "inputs")]
     ranges = moments.lineage.get(PIXEL_RANGE)
     if takes_images and ranges is not None:
         with suppress(ValueError):  # the text holds no numbers; verify refuses it
             ends = [float(end) for pair in ranges.split("+") for end in pair.split(":")]
-            found.append(far_range(min(ends), max(ends), image_spec(model)))
+            found.append(far_range_warning(min(ends), max(ends), image_spec(model)))
     return list(filter(None, found))

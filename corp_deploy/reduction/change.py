@@ -79,7 +79,7 @@ class Mapped:
     added_HR: Tensor | None = None
 
 
-def mapped_layer(
+def map_layer(
     program: Program, rows: CalledLayer | Side, of_both: Mapping[str, Tensor], added_HR: Tensor | None = None
 ) -> tuple[Mapped, Mapped]:
     """Return the weight and the bias of a layer, whose rows are mixed alike; `added_HR` is added to the bias."""
@@ -115,13 +115,13 @@ def changed_tensors(new: Mapping[str, TracedReduced]) -> dict[str, Tensor]:
     """
     tensors: dict[str, Tensor] = {}
     for kept_K, change in ((reduced.kept_K, change) for reduced in new.values() for change in reduced.changes):
-        _add(tensors, change, kept_K)
+        _add_change(tensors, change, kept_K)
     for mapped in (mapped for reduced in new.values() for mapped in reduced.mapped):
-        _map(tensors, mapped)
+        _mix_rows(tensors, mapped)
     return tensors
 
 
-def _map(tensors: dict[str, Tensor], mapped: Mapped) -> None:
+def _mix_rows(tensors: dict[str, Tensor], mapped: Mapped) -> None:
     """Mix rows of the layer as changed so far; removed rows become 0, as in a narrower program."""
     now = tensors.get(mapped.name, mapped.dense).clone()
     rows_HDI = now.flatten(1)[mapped.rows_HD] if now.dim() > 1 else now[mapped.rows_HD][..., None]
@@ -134,7 +134,7 @@ def _map(tensors: dict[str, Tensor], mapped: Mapped) -> None:
     tensors[mapped.name] = now
 
 
-def _add(tensors: dict[str, Tensor], change: Change, kept_K: Tensor) -> None:
+def _add_change(tensors: dict[str, Tensor], change: Change, kept_K: Tensor) -> None:
     read, reading, recovery = change.read, change.read.reading, change.recovery
     layer = reading.layer
     assert layer.bias is not None, reading.name

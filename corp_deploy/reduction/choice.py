@@ -23,7 +23,7 @@ from corp_deploy.algebra.swap import swap
 from ground.errors import BadInput
 
 from .change import Change
-from .reader_stats import ReaderStats, of_places
+from .reader_stats import ReaderStats, without_squeezes
 
 _SCORES: Mapping[str, Callable[["ReaderStats"], Tensor]] = {
     "energy": lambda read: scores.energy(read.second_U, read.columns),
@@ -35,13 +35,13 @@ _SCORES: Mapping[str, Callable[["ReaderStats"], Tensor]] = {
 }
 
 
-def _stacked(reads: Sequence[ReaderStats]) -> list[ReaderStats]:
+def _stack_layers(reads: Sequence[ReaderStats]) -> list[ReaderStats]:
     """Stack layers that read the very same tensor into one, without squeezes.
 
     Rows are in units of the model's output where those are known.
     """
     stacked: dict[Any, list[ReaderStats]] = {}
-    for read in of_places(reads):
+    for read in without_squeezes(reads):
         stacked.setdefault((read.sees, (read.portion.number, read.portion.columns_CM.tobytes())), []).append(read)
     return [
         replace(each[0], weight_OU=torch.cat([read.weighed_OU for read in each]), metric_OO=None)
@@ -54,31 +54,34 @@ def eliminate_groups(reads: Sequence[ReaderStats], part_C: Tensor | None, *, rid
 
     Groups without patches go first.
     """
-    stacked, groups = _stacked(reads), len(reads[0].reading.columns_GM)
+    stacked, groups = _stack_layers(reads), len(reads[0].reading.columns_GM)
     if any(read.target is not None for read in stacked):
-        return _among_chosen(stacked, part_C, ridge_rel)
+        return _order_with_patches(stacked, part_C, ridge_rel)
     if len(stacked) == 1:
         (read,) = stacked
         return eliminate_blocks(
             read.stats.covariance_UU, read.weight_OU, read.columns, ridge_rel=ridge_rel, group_of_C=part_C
         )
     if len({read.sees for read in stacked}) == 1 and sum(len(read.groups_C) for read in stacked) == groups:
-        return _by_portions(stacked, part_C, ridge_rel)
-    sets = [_as_one([read for read in stacked if read.sees == sees]) for sees in dict.fromkeys(r.sees for r in stacked)]
+        return _order_by_portions(stacked, part_C, ridge_rel)
+    sets = [
+        _join_portions([read for read in stacked if read.sees == sees])
+        for sees in dict.fromkeys(r.sees for r in stacked)
+    ]
     covariances, weights, joined = zip(*sets, strict=True)
     return eliminate_coupled(covariances, weights, ridge_rel=ridge_rel, taps=joined, part_C=part_C)
 
 
-def _among_chosen(stacked: Sequence[ReaderStats], part_C: Tensor | None, ridge_rel: float) -> Elimination:
+def _order_with_patches(stacked: Sequence[ReaderStats], part_C: Tensor | None, ridge_rel: float) -> Elimination:
     """Order groups with patches by columns refitted to the layer's whole output."""
     every = [(read, read.target) for read in stacked if read.target is not None]
     refits = [refit_toward(read.weight_OU, target, strength=ridge_rel) for read, target in every]
     among = [replace(read, weight_OU=refit.weight_OK) for (read, _), refit in zip(every, refits, strict=True)]
-    order, groups = _by_portions(among, part_C, ridge_rel), len(stacked[0].reading.columns_GM)
+    order, groups = _order_by_portions(among, part_C, ridge_rel), len(stacked[0].reading.columns_GM)
     return others_first(order, groups, sum(refit.residual for refit in refits))
 
 
-def _by_portions(stacked: Sequence[ReaderStats], part_C: Tensor | None, ridge_rel: float) -> Elimination:
+def _order_by_portions(stacked: Sequence[ReaderStats], part_C: Tensor | None, ridge_rel: float) -> Elimination:
     """Order the groups of a site that a grouped convolution reads, no two of the convolution's groups the same one."""
     orders = []
     for read in stacked:
@@ -92,7 +95,7 @@ def _by_portions(stacked: Sequence[ReaderStats], part_C: Tensor | None, ridge_re
     return replace(together, order_F=groups_C[together.order_F])
 
 
-def _as_one(portions: Sequence[ReaderStats]) -> tuple[Tensor, Tensor, int]:
+def _join_portions(portions: Sequence[ReaderStats]) -> tuple[Tensor, Tensor, int]:
     """Return covariance [F,F] and weights [X,F] of all inputs of a layer, and the number of inputs per group.
 
     The covariance is zero between the groups of a convolution.
@@ -111,7 +114,7 @@ def _as_one(portions: Sequence[ReaderStats]) -> tuple[Tensor, Tensor, int]:
 
 def swap_groups(reads: Sequence[ReaderStats], kept_K: Tensor, *, ridge_rel: float) -> Tensor:
     """Exchange kept groups while that lowers the loss, where one layer reads one element of each."""
-    stacked = _stacked(reads)
+    stacked = _stack_layers(reads)
     if len(stacked) > 1 or stacked[0].columns > 1:
         return kept_K
     return swap(stacked[0].stats.covariance_UU, stacked[0].weight_OU, kept_K, ridge_rel=ridge_rel).kept_K
@@ -128,12 +131,12 @@ def rank_groups(
         score_C = scores.producer(writing_CX, 1 if selection == "producer-l1" else 2)
     else:
         by_layer: dict[tuple[str, int, bool], Tensor] = {}
-        for read in _stacked(reads):
+        for read in _stack_layers(reads):
             so_far_C = by_layer.setdefault(read.sees, writing_CX.new_zeros(len(writing_CX)))
             so_far_C.index_add_(0, read.groups_C, _SCORES[selection](read))
         score_C = reduce(torch.add, [each / each.sum().clamp_min(1e-300) for each in by_layer.values()])
     has_patches_C = torch.zeros_like(score_C, dtype=torch.bool)
-    for read in of_places(reads):
+    for read in without_squeezes(reads):
         has_patches_C[read.groups_C] = True
     score_C = score_C.masked_fill(~has_patches_C, -math.inf)
     if part_C is None:
@@ -151,7 +154,7 @@ def repair_layer(read: ReaderStats, *, recovery: str, kept_K: Tensor, ridge_rel:
         BadInput: there are no patches of those groups.
     """
     if read.target is not None:
-        return Change(read=read, recovery=_fitted(read, recovery, kept_K, ridge_rel))
+        return Change(read=read, recovery=_fit_with_patches(read, recovery, kept_K, ridge_rel))
     stats, kept_k, layer = read.stats, read.kept_k(kept_K), (read.weight_OU, read.bias_O)
     if read.is_of_maps:
         form = "affine" if recovery == "affine-v1" else recovery
@@ -161,7 +164,7 @@ def repair_layer(read: ReaderStats, *, recovery: str, kept_K: Tensor, ridge_rel:
     return Change(read=read, recovery=new)
 
 
-def without_patches(chosen: int, every: int, width: int, recovery: str) -> BadInput:
+def missing_patches(chosen: int, every: int, width: int, recovery: str) -> BadInput:
     """Return the error that explains why this repair can't keep so many channels."""
     return BadInput(
         f"the moments have patches of {chosen} of {every} channels (calibrate --patch-memory), of which preset best "
@@ -170,14 +173,14 @@ def without_patches(chosen: int, every: int, width: int, recovery: str) -> BadIn
     )
 
 
-def _fitted(read: ReaderStats, recovery: str, kept_K: Tensor, ridge_rel: float) -> ChannelRecovery:
+def _fit_with_patches(read: ReaderStats, recovery: str, kept_K: Tensor, ridge_rel: float) -> ChannelRecovery:
     """Fit columns of channels with patches to the layer's dense output, by a ridge toward the columns themselves."""
     assert read.target is not None, read.reading.name
     kept_U, parts = columns(read.kept_k(kept_K), read.stats.taps), len(read.reading.portions)
     if read.has_all_patches(kept_K):
         return ChannelRecovery(weight_OK=read.weight_OU[:, kept_U], bias_O=read.bias_O)
     if recovery != "im2col" or len(kept_U) * parts != len(kept_K) * read.columns:
-        raise without_patches(len(read.groups_C) * parts, len(read.reading.columns_GM), len(kept_K), recovery)
+        raise missing_patches(len(read.groups_C) * parts, len(read.reading.columns_GM), len(kept_K), recovery)
     weight_OK, target = read.weight_OU[:, kept_U], read.target.of(kept_U)
     refit = refit_toward(weight_OK, target, strength=ridge_rel)
     return ChannelRecovery(
@@ -191,14 +194,14 @@ def _fitted(read: ReaderStats, recovery: str, kept_K: Tensor, ridge_rel: float) 
     )
 
 
-def mean_of_kept(read: ReaderStats, kept_K: Tensor) -> ChannelRecovery:
+def repair_mean(read: ReaderStats, kept_K: Tensor) -> ChannelRecovery:
     """Repair a mean over all groups that is used as a divisor, so that it is computed from the kept groups alone."""
     weight_K = mean_from_kept(read.stats.second_UU, read.weight_OU[0], read.kept_k(kept_K))
     plain = repair_layer(read, recovery="none", kept_K=kept_K, ridge_rel=0.0).recovery
     return replace(plain, weight_OK=weight_K[None], bias_O=read.bias_O)
 
 
-def error_of(recovery: ChannelRecovery, kept_K: Tensor, other: ReaderStats) -> float:
+def repair_error(recovery: ChannelRecovery, kept_K: Tensor, other: ReaderStats) -> float:
     """Return E||y - y'||^2 of a repaired layer on other statistics of its input.
 
     Raises:

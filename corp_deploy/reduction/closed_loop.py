@@ -30,20 +30,20 @@ from corp_deploy.traced.programs.readers import CalledLayer, layers
 from ground.errors import BadInput
 
 from .change import TracedReduced, changed_tensors, groups_left
-from .correct import Grouped, correct_layer_, grouped
+from .correct import GroupedWeights, correct_layer_, weights_by_group
 from .coverage import coverage
-from .folded_site import fold_site, merges
+from .folded_site import fold_site, merges_units
 from .kinds import kind_of
 from .layer_sums import LayerSums, SplitStatistics, combine_halves, sum_heads, sum_layers
 from .layer_targets import Target, find_target
 from .loop import Loop
 from .method import RESCALED, Method
 from .model import Reduction, notes_on, uniform_widths
-from .order import Step, irreducible_sites, refuse_shared_readers, steps_of
-from .read_tokens import counts_all, places_read
+from .order import Step, irreducible_sites, plan_steps, refuse_shared_readers
+from .read_tokens import counts_all, find_read_places
 from .report import LoopFit, SiteReport, as_allocated
 from .rescaling import RESCALING_NOTE, require_rescalable, rescale_
-from .stream_walk import Piece, Segment, Student, pieces_of, segments_of
+from .stream_walk import Piece, Segment, Student, read_pieces, split_segments
 
 Done = Callable[[int, int], None] | None
 
@@ -82,10 +82,10 @@ def reduce_traced(
     half_ids = _half_ids(images, loop)
     every_one = None if loop is None else loop.held_out_every
     weights = partial(token_weights, model)
-    pieces = pieces_of(
+    pieces = read_pieces(
         images, device_of(model), batch_size, weights=weights, half_ids=half_ids, held_out_every=every_one
     )
-    read = {} if loop is None or counts_all(model, loop.reads) else places_read(dense, device_of(model))
+    read = {} if loop is None or counts_all(model, loop.reads) else find_read_places(dense, device_of(model))
     state = _ClosedLoop(
         student=student,
         method=method,
@@ -97,7 +97,7 @@ def reduce_traced(
         both_ways=half_ids is not None,
     )
     with evaluating(model):
-        for segment in segments_of(dense, student):
+        for segment in split_segments(dense, student):
             state.run_(segment, on_progress)
     if method.rescales:
         rescale_(dense, student, images, batch_size=batch_size)
@@ -160,7 +160,7 @@ class _ClosedLoop:
         }
         self.constants = input_free_nodes(program)
         self.order = {node.name: place for place, node in enumerate(program.nodes)}
-        self.steps = steps_of(self.student.tracing, traced_sites(self.student.tracing), self.widths, self.method)
+        self.steps = plan_steps(self.student.tracing, traced_sites(self.student.tracing), self.widths, self.method)
 
     def run_(self, segment: Segment, on_progress: Done) -> None:
         """Reduce the sites of a segment and advance the streams behind it."""
@@ -189,7 +189,7 @@ class _ClosedLoop:
             for layer in readers:
                 targets[layer] = replace(find_target(layer.node, self.constants), read_P=self._read(segment, layer))
         sums = {} if isinstance(site, TracedPairs) else sum_layers(segment, self.pieces, targets)
-        before = {layer: grouped(self.student.program, layer) for layer in readers}
+        before = {layer: weights_by_group(self.student.program, layer) for layer in readers}
         new = self._reduced(segment, step, sums)
         self.student.set_(changed_tensors({site.name: new}))
         # Whole heads were removed before; now dimensions of those left are.
@@ -227,7 +227,7 @@ class _ClosedLoop:
             return kind.moments_at(site, Moments(sites=moments, lineage={}, images=1, metrics=self.metrics), where)
 
         whole = at({name: combine_halves(name, halves) for name, halves in by_name.items()})
-        if not merges(site, step.method):
+        if not merges_units(site, step.method):
             apart = None
             if self.both_ways:
                 apart = tuple(at({name: halves[half] for name, halves in by_name.items()}) for half in (0, 1))
@@ -254,7 +254,7 @@ class _ClosedLoop:
             self.finished.add(layer.node)
         return fits[0] if fits else None
 
-    def _fit(self, layer: CalledLayer, sums: LayerSums, was: Grouped | None = None) -> LoopFit:
+    def _fit(self, layer: CalledLayer, sums: LayerSums, was: GroupedWeights | None = None) -> LoopFit:
         assert self.loop is not None, layer
         return correct_layer_(self.student, layer, sums, self.loop.strengths, was, both_ways=self.both_ways)
 

@@ -25,7 +25,7 @@ _SILENT_REL = 1e-3  # of the root mean square layer scale: rows with a smaller o
 _Ways = Sequence[tuple[Regression, Regression]]
 
 
-def _tried(groups: Sequence[_Ways], strength: float | None) -> tuple[float, float]:
+def _errors_at(groups: Sequence[_Ways], strength: float | None) -> tuple[float, float]:
     """Return the errors of a strength, None for no correction, on the fitted and on the held-out images.
 
     They are means of all ways round, summed over the groups.
@@ -59,7 +59,7 @@ def fit_corrections(
     for fit, held_out in groups:
         pair = fit.regression(), held_out.regression()
         each_way.append((pair, pair[::-1]) if both_ways else (pair,))
-    trials = {each: _tried(each_way, each) for each in (None, *sorted(strengths, reverse=True))}
+    trials = {each: _errors_at(each_way, each) for each in (None, *sorted(strengths, reverse=True))}
     strength = min(trials, key=lambda each: trials[each][1])
     changes = [(torch.zeros_like(ways[0][0].cross_OK), torch.zeros_like(ways[0][0].mean_O)) for ways in each_way]
     del each_way
@@ -79,25 +79,25 @@ def fit_corrections(
     return changes, report
 
 
-def divided_by_scale(rows: Tensor, scale_C: Tensor) -> Tensor:
+def divide_by_scale(rows: Tensor, scale_C: Tensor) -> Tensor:
     """Divide rows [C,...] by the layer scale behind the layer; 0 where the scale is almost 0."""
     scale = scale_C.double().view(-1, *[1] * (rows.ndim - 1))
     silent = scale.abs() <= _SILENT_REL * scale.square().mean().sqrt()
     return torch.where(silent, 0.0, rows / torch.where(silent, 1.0, scale))
 
 
-Grouped: TypeAlias = tuple[Tensor, Tensor]
+GroupedWeights: TypeAlias = tuple[Tensor, Tensor]
 """A weight [G,P,K] and a bias [G,P], float64."""
 
 
-def grouped(program: Program, layer: CalledLayer) -> Grouped:
+def weights_by_group(program: Program, layer: CalledLayer) -> GroupedWeights:
     """Return copies of a layer's weight and bias by groups."""
     weight, bias = program.tensor(layer.weight).double(), program.tensor(layer.bias).double()
     groups = group_count(layer.node)
     return weight.reshape(groups, len(weight) // groups, -1).clone(), bias.reshape(groups, -1).clone()
 
 
-def _columns(student: Student, layer: CalledLayer, weight_GPK: Tensor) -> list[Tensor]:
+def _kept_columns(student: Student, layer: CalledLayer, weight_GPK: Tensor) -> list[Tensor]:
     keep = next((keep for _, _, keep in student.masks.get(layer.node, ())), None)
     groups, _, columns = weight_GPK.shape
     if keep is None:
@@ -112,7 +112,7 @@ def correct_layer_(
     layer: CalledLayer,
     sums: LayerSums,
     strengths: Sequence[float],
-    was: Grouped | None = None,
+    was: GroupedWeights | None = None,
     *,
     both_ways: bool,
 ) -> LoopFit:
@@ -120,9 +120,9 @@ def correct_layer_(
 
     `was`: its weights when the sums were taken, None if unchanged since. `both_ways`: the held-out inputs are one half.
     """
-    weight_GPK, bias_GP = grouped(student.program, layer)
+    weight_GPK, bias_GP = weights_by_group(student.program, layer)
     gain_GP = torch.ones_like(bias_GP) if sums.gain_O is None else sums.gain_O.double().view_as(bias_GP)
-    columns_G, is_biasless = _columns(student, layer, weight_GPK), layer.bias in student.tracing.biasless
+    columns_G, is_biasless = _kept_columns(student, layer, weight_GPK), layer.bias in student.tracing.biasless
 
     def still(half: RegressionSums, group: int) -> RegressionSums:
         half = half.uncentred() if is_biasless else half
@@ -138,8 +138,8 @@ def correct_layer_(
     left = [(still(fit, group), still(out, group)) for group, (fit, out) in enumerate(sums.groups())]
     changes, fit = fit_corrections(left, sums.variance(), strengths, both_ways=both_ways)
     for group, ((change_PK, change_P), columns) in enumerate(zip(changes, columns_G, strict=True)):
-        weight_GPK[group][:, columns] += divided_by_scale(change_PK, gain_GP[group])
-        bias_GP[group] += divided_by_scale(change_P, gain_GP[group])
+        weight_GPK[group][:, columns] += divide_by_scale(change_PK, gain_GP[group])
+        bias_GP[group] += divide_by_scale(change_P, gain_GP[group])
     weight = student.program.tensor(layer.weight)
     student.set_({layer.weight: weight_GPK.view_as(weight), layer.bias: bias_GP.flatten()})
     return fit

@@ -21,9 +21,9 @@ from ground.effort import Stopwatch, measure_effort
 from ground.errors import BadInput
 
 from .change import TracedReduced
-from .folded_site import TracedFold, fold_site, merges
+from .folded_site import TracedFold, fold_site, merges_units
 from .method import Method
-from .reader_stats import reads_of
+from .reader_stats import stats_of_readers
 from .stream_walk import input_tensors, run_nodes
 
 BATCH_SIZE = 32
@@ -112,7 +112,7 @@ def _show(model: nn.Module, shown: ShownInputs, own: Tracing, every: Collection[
             entering = beside | {node: values[node] for node in [after] if node in values}
 
 
-def merged_sites(
+def merge_sites(
     model: nn.Module,
     widths: Widths,
     moments: Moments,
@@ -137,11 +137,13 @@ def merged_sites(
     sites = [site for site in sites_of(model).every if site.name in widths]
     with measure_effort(watch, "select"):
         folds = {
-            site.name: fold_site(site, reads_of(site, moments, where), method, widths[site.name])
+            site.name: fold_site(site, stats_of_readers(site, moments, where), method, widths[site.name])
             for site in sites
-            if merges(site, method)
+            if merges_units(site, method)
         }
     _show(model, shown, own, folds.values())
-    others = {name: None if held_out is None else reads_of(fold.site, held_out, where) for name, fold in folds.items()}
+    others = {
+        name: None if held_out is None else stats_of_readers(fold.site, held_out, where) for name, fold in folds.items()
+    }
     reduced = {name: fold.reduced(method, others[name]) for name, fold in folds.items()}
     return reduced, (few,) if shown.fitted < moments.images else ()

@@ -30,14 +30,14 @@ from corp_deploy.traced.programs.readers import replace_tensors
 from ground.errors import BadInput
 
 from .change import Change, Mapped, TracedReduced, changed_tensors, site_report
-from .choice import without_patches
+from .choice import missing_patches
 from .kinds import kind_of
 from .method import Method
 from .reader_kind import TracedKind
 from .reader_stats import ReaderStats
 from .report import HeldOut
 from .stream_walk import Values, run_nodes
-from .values_kind import TracedValuesKind, beside_heads
+from .values_kind import TracedValuesKind, groups_of_heads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +146,7 @@ class TracedFold:
             (only,) = changes
             widths = units, units * method.heads_kept, count
             report = site_report(site.name, "heads", widths, only.recovery, energy=only.read.energy, held_out=elsewhere)
-            beside = beside_heads(site, self.kept_K)
+            beside = groups_of_heads(site, self.kept_K)
         else:
             assert isinstance(kind, TracedKind), site.name
             report, beside = kind.report(site, method, changes, count, elsewhere), {}
@@ -159,7 +159,7 @@ class TracedFold:
         )
 
 
-def merges(site: Site, method: Method) -> bool:
+def merges_units(site: Site, method: Method) -> bool:
     """Return whether the method merges units of the site."""
     kind = kind_of(site)
     if isinstance(site, TracedValues) and isinstance(kind, TracedValuesKind):
@@ -199,15 +199,15 @@ def fold_site(site: Site, reads: tuple[ReaderStats, ...], method: Method, width:
         kept_K=kept_K,
         program=replace_tensors(site.program, tensors),
         mapped=mapped,
-        reads=tuple(_folded(read, units, map_KU, kept_K, recovery, method.ridge_rel) for read in reads),
+        reads=tuple(_fold_reader(read, units, map_KU, kept_K, recovery, method.ridge_rel) for read in reads),
     )
 
 
-def _folded(
+def _fold_reader(
     read: ReaderStats, units: Units, map_KU: Tensor, kept_K: Tensor, recovery: str, ridge_rel: float
 ) -> FoldedRead:
     if len(read.groups_C) < units.groups_UV.numel():
-        raise without_patches(len(read.groups_C), units.groups_UV.numel(), len(kept_K), recovery)
+        raise missing_patches(len(read.groups_C), units.groups_UV.numel(), len(kept_K), recovery)
     columns_UF = columns(units.groups_UV.flatten(), read.joined).view(len(units.groups_UV), -1).to(map_KU.device)
     order_F = columns_UF.flatten()
     parts = (

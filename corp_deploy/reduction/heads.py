@@ -77,7 +77,7 @@ def recover_qk(
 
     def fit(of: HeadMoments, strength: float) -> QkRecovery:
         own = replace(method, ridge_rel=strength)
-        return _recovered(site, of, own, scores_HD, width, in_planes=in_planes, grouped=grouped)
+        return _recover_at_ridge(site, of, own, scores_HD, width, in_planes=in_planes, grouped=grouped)
 
     def judged(recovery: QkRecovery, half: HeadMoments) -> HeldOut:
         return judge_qk(site, recovery, half, method)
@@ -93,7 +93,7 @@ def judge_qk(site: str, recovery: QkRecovery, moments: HeadMoments, method: Meth
     return HeldOut(energy=float(logit_scale(site, moments, method).sum()), error=float(error_H.sum()))
 
 
-def _recovered(
+def _recover_at_ridge(
     site: str, moments: HeadMoments, method: Method, scores_HD: Tensor, width: int, *, in_planes: bool, grouped: int
 ) -> QkRecovery:
     """Recover at a fixed ridge; `lowrank`, which would mix planes, keeps those of least loss instead."""
@@ -112,7 +112,7 @@ def _recovered(
         if not system.covered_HS.shape[1] < width == system.head_dim:
             refuse_uncovered(site, system, width, method.align_head)
             covered_HX = planes.covered_planes(system) if in_planes else system.covered_HS
-            inside_HX = _inside(site, method, covered_HX, scores_HX, kept_HX)
+            inside_HX = _best_covered(site, method, covered_HX, scores_HX, kept_HX)
             if in_planes:
                 return planes.logit_planes(system, inside_HX, ridge_rel=ridge_rel, grouped=grouped)
             return queries_keys.logit(system, inside_HX, ridge_rel=ridge_rel)
@@ -126,7 +126,7 @@ def _recovered(
     return replace(selected, planes_HK=kept_HX) if in_planes else selected
 
 
-def _inside(site: str, method: Method, covered_HX: Tensor, scores_HX: Tensor, kept_HX: Tensor) -> Tensor:
+def _best_covered(site: str, method: Method, covered_HX: Tensor, scores_HX: Tensor, kept_HX: Tensor) -> Tensor:
     """Return as many of the best as are kept among those that the moments' system covers.
 
     Raises:

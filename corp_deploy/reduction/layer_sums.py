@@ -34,16 +34,16 @@ def combine_halves(name: str, halves: SplitStatistics) -> SiteMoments:
     return halves[0] if len(halves) == 1 else add_statistics(name, *halves)
 
 
-def _both(one_X: Tensor | None, other_X: Tensor | None) -> Tensor | None:
+def _combine_masks(one_X: Tensor | None, other_X: Tensor | None) -> Tensor | None:
     """Return the places that both masks have, None for all; or the product of weights, None for 1."""
     return other_X if one_X is None else one_X if other_X is None else one_X * other_X
 
 
-def _at(x_XK: Tensor, places_X: Tensor | None) -> Tensor:
+def _select_places(x_XK: Tensor, places_X: Tensor | None) -> Tensor:
     return (x_XK if places_X is None else x_XK[places_X]).unsqueeze(0)
 
 
-class _OfRows:
+class _LinearSums:
     """Sums of a linear layer; places that no output reads count in the input's moments only, not in fits."""
 
     def __init__(self, layer: nn.Linear) -> None:
@@ -57,22 +57,26 @@ class _OfRows:
         is_of_tokens = weights_BN is not None and x.shape[:2] == weights_BN.shape and x.dim() == 3
         of_tokens_X = weights_BN.flatten() if weights_BN is not None and is_of_tokens else None
         there_X = None if of_tokens_X is None else of_tokens_X > 0.0
-        weights_X = _both(of_tokens_X, None if lacking is None else lacking.weights)
+        weights_X = _combine_masks(of_tokens_X, None if lacking is None else lacking.weights)
 
         def counted(places_X: Tensor | None) -> Tensor | None:
-            return None if weights_X is None else _at(weights_X, places_X)
+            return None if weights_X is None else _select_places(weights_X, places_X)
 
         if lacking is None:
-            self.sums.x.add(_at(x_XK, there_X), counted(there_X))
+            self.sums.x.add(_select_places(x_XK, there_X), counted(there_X))
         else:
-            there_X = _both(there_X, lacking.counts)
-            fitted_X = _both(there_X, lacking.read)
-            self.sums.add(_at(x_XK, fitted_X), _at(lacking.residual.flatten(0, -2), fitted_X), counted(fitted_X))
+            there_X = _combine_masks(there_X, lacking.counts)
+            fitted_X = _combine_masks(there_X, lacking.read)
+            self.sums.add(
+                _select_places(x_XK, fitted_X),
+                _select_places(lacking.residual.flatten(0, -2), fitted_X),
+                counted(fitted_X),
+            )
             if lacking.read is not None:
                 self.unread = self.unread or Gram.empty(x_XK.shape[1], x.device)
-                unread_X = _both(there_X, ~lacking.read)
-                self.unread.add(_at(x_XK, unread_X), counted(unread_X))
-        add_active_(self.active_K, _at(x_XK, there_X), ACTIVE_EPS, counted(there_X))
+                unread_X = _combine_masks(there_X, ~lacking.read)
+                self.unread.add(_select_places(x_XK, unread_X), counted(unread_X))
+        add_active_(self.active_K, _select_places(x_XK, there_X), ACTIVE_EPS, counted(there_X))
 
     @property
     def is_empty(self) -> bool:
@@ -86,7 +90,7 @@ class _OfRows:
         return [self.sums]
 
 
-class _OfPatches:
+class _ConvolutionSums:
     """Sums of a convolution, whose maps have no padding among their tokens."""
 
     def __init__(self, layer: nn.Conv2d, name: str, *, is_fitted: bool) -> None:
@@ -131,8 +135,8 @@ class _OfPatches:
 class LayerSums:
     """Sums of one layer; `gain_O`: the factor of its output in the residual, None for 1."""
 
-    fit: _OfRows | _OfPatches
-    held_out: _OfRows | _OfPatches
+    fit: _LinearSums | _ConvolutionSums
+    held_out: _LinearSums | _ConvolutionSums
     gain_O: Tensor | None = None
     energy: StreamEnergy = field(default_factory=StreamEnergy)
     weights: list[Tensor] = field(default_factory=list)
@@ -140,7 +144,7 @@ class LayerSums:
     @classmethod
     def of(cls, layer: Layer, name: str, *, is_fitted: bool) -> "LayerSums":
         fit, held_out = (
-            _OfRows(layer) if isinstance(layer, nn.Linear) else _OfPatches(layer, name, is_fitted=is_fitted)
+            _LinearSums(layer) if isinstance(layer, nn.Linear) else _ConvolutionSums(layer, name, is_fitted=is_fitted)
             for _ in range(2)
         )
         return cls(fit=fit, held_out=held_out)
@@ -159,8 +163,12 @@ class LayerSums:
             self.gain_O = lacking.gain_O
             wanted_XO = output_rows(lacking.target, layer.node)
             is_of_tokens = weights_BN is not None and weights_BN.numel() == len(wanted_XO)
-            counted = None if weights_BN is None or not is_of_tokens else _at(weights_BN.reshape(-1, 1), lacking.read)
-            self.energy.add(_at(wanted_XO, lacking.read), counted)
+            counted = (
+                None
+                if weights_BN is None or not is_of_tokens
+                else _select_places(weights_BN.reshape(-1, 1), lacking.read)
+            )
+            self.energy.add(_select_places(wanted_XO, lacking.read), counted)
             if lacking.weights is not None:
                 self.weights.append(lacking.weights if lacking.counts is None else lacking.weights[lacking.counts])
 

@@ -41,7 +41,7 @@ class TargetResidual:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Passed:
+class _PassedOutput:
     """The result of ops that only move and scale a tensor's elements.
 
     `gain`: the scale of each element, 0 where it is left out; `pulled` is the ops' vector-Jacobian product.
@@ -56,7 +56,7 @@ class _Passed:
         return torch.where(self.gain == 0.0, 0.0, self.pulled(x)[0] / torch.where(self.gain == 0.0, 1.0, self.gain))
 
 
-def _passed(first: fx.Node, own: Tensor, way: Sequence[fx.Node], values: Values) -> _Passed:
+def _pass_through(first: fx.Node, own: Tensor, way: Sequence[fx.Node], values: Values) -> _PassedOutput:
     def through(own: Tensor) -> Tensor:
         here = values | {first: own}
         for node in way:
@@ -66,10 +66,10 @@ def _passed(first: fx.Node, own: Tensor, way: Sequence[fx.Node], values: Values)
 
     # torch's types have a third result, which only has_aux asks for.
     output, pulled = torch.func.vjp(through, own)  # type: ignore[misc]
-    return _Passed(output=output, gain=pulled(torch.ones_like(output))[0], pulled=pulled)
+    return _PassedOutput(output=output, gain=pulled(torch.ones_like(output))[0], pulled=pulled)
 
 
-def _gain(rows_XO: Tensor) -> tuple[Tensor, Tensor] | None:
+def _channel_gain(rows_XO: Tensor) -> tuple[Tensor, Tensor] | None:
     """Return the gain of each channel, and the places that count; None if there are none or they differ."""
     counts_X = (rows_XO != 0.0).any(1)
     if not bool(counts_X.any()):
@@ -124,8 +124,8 @@ class Target:
         return result if self.read_P is None else replace(result, read=self.read_P.repeat(len(target)))
 
     def _of_stream(self, dense_sum: Tensor, beside: Tensor, student: Values) -> TargetResidual | None:
-        passed = _passed(self.layer, student[self.layer], self.way, student)
-        found = _gain(output_rows(passed.gain, self.layer))
+        passed = _pass_through(self.layer, student[self.layer], self.way, student)
+        found = _channel_gain(output_rows(passed.gain, self.layer))
         if found is None or (self.layer.target is not LINEAR and not bool(found[1].all())):
             return None
         return TargetResidual(
@@ -142,17 +142,17 @@ class Target:
         norm_args = (*norm_node.args[2:5], *_NORM_ARGS[len(norm_node.args) - 2 :])
         weight, eps = norm_args[0], norm_args[2]
         assert isinstance(eps, float), self
-        front = _passed(self.layer, student[self.layer], self.front, student)
+        front = _pass_through(self.layer, student[self.layer], self.front, student)
         normed = call_node(norm_node, student | {norm_node.all_input_nodes[0]: source})
-        behind = _passed(norm_node, normed, self.way, student)
-        found = _gain(behind.gain.flatten(0, -2))
+        behind = _pass_through(norm_node, normed, self.way, student)
+        found = _channel_gain(behind.gain.flatten(0, -2))
         if found is None or self.layer.target is not LINEAR:
             return None
         gain_C = found[0] * student[weight] if isinstance(weight, fx.Node) else found[0]
         norm = NormBehind(gain_C=gain_C, eps=eps)
         added = gain_C * F.layer_norm(source, source.shape[-1:], eps=eps)
         target = norm.before(added + behind.back(dense_sum - beside - behind.output), source)
-        own = _gain(output_rows(front.gain * front.back(gain_C.expand_as(source)), self.layer))
+        own = _channel_gain(output_rows(front.gain * front.back(gain_C.expand_as(source)), self.layer))
         if own is None:
             return None
         return TargetResidual(

@@ -24,10 +24,10 @@ from ground.effort import Stopwatch, measure_effort
 from . import pool
 from .change import TracedReduced, changed_tensors, groups_left
 from .coverage import Coverage, coverage
-from .fold_inputs import merged_sites
+from .fold_inputs import merge_sites
 from .kinds import kind_of
 from .method import Method
-from .moments import require_apart, require_same_model, site_moments, splits_at, without_held_out
+from .moments import require_disjoint, require_same_model, site_moments, splits_at, without_held_out
 from .overfitting import Overfitting
 from .report import SiteReport, as_allocated
 from .rescaling import RESCALING_NOTE, require_rescalable, rescaled_tensors
@@ -100,7 +100,7 @@ def reduce_site(
     return kind_of(site).reduced(site, own, method, width, cached=cached, held_out=others, splits=splits)
 
 
-def _carried_out(
+def _build_narrower(
     model: nn.Module, new: Mapping[str, TracedReduced], images: InputSet | None
 ) -> tuple[nn.Module, dict[str, str]]:
     """Return the narrower model, and by name why sites were left unchanged.
@@ -153,11 +153,11 @@ def reduce(
     require_same_model(model, moments)
     if held_out is not None:
         require_same_model(model, held_out)
-        require_apart(moments, held_out)
+        require_disjoint(moments, held_out)
     shown = require_rescalable(model, without_held_out(images, held_out)) if method.rescales else None
     target_widths = uniform_widths(model, method) if widths is None else widths
     sites, where = sites_of(model), device_of(model)
-    merged, few = merged_sites(model, target_widths, moments, method, images, held_out, watch)
+    merged, few = merge_sites(model, target_widths, moments, method, images, held_out, watch)
     affected = [site for site in sites.every if site.name in target_widths]
 
     def choose(site: Site) -> Tensor | None:
@@ -183,7 +183,7 @@ def reduce(
             if on_progress is not None:
                 on_progress(len(found), len(affected))
     found = {site.name: found[site.name] for site in affected}
-    reduced, unreduced = _carried_out(model, found, shown)
+    reduced, unreduced = _build_narrower(model, found, shown)
     reports = [report for name, new in found.items() if name not in unreduced for report in new.reports]
     few = (*few, *(f"{name} kept as it is: {reason}" for name, reason in unreduced.items()))
     return Reduction(

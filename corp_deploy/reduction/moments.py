@@ -38,7 +38,7 @@ def splits_at(site: Site, moments: Moments, own: OfSite, device: torch.device) -
     return half, kind_of(site).rest_of(own, half)
 
 
-def require_apart(moments: Moments, held_out: Moments) -> None:
+def require_disjoint(moments: Moments, held_out: Moments) -> None:
     """Raise BadInput if any image is in both; a site would judge itself."""
     common = int(torch.isin(held_out.image_ids, moments.image_ids).sum())
     if common:

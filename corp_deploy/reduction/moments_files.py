@@ -27,17 +27,17 @@ from ground.transaction import replacing_files
 from .calibrate import (
     Statistics,
     calibrate,
-    chosen_sites,
+    choose_sites,
     kept_dims,
     kept_widths,
     memory_needed,
     sparsity_that_fits,
 )
-from .calibration_warnings import few_inputs, range_warning
+from .calibration_warnings import few_inputs_warning, range_warning
 from .method import PRESETS
 from .moments import summary_of_moments
-from .overfitting import overfitting
-from .snapshots import SUMS_HELD, SnapshotFiles, in_splits, refuse_snapshots
+from .overfitting import estimate_overfitting
+from .snapshots import SUMS_HELD, SnapshotFiles, moments_in_splits, refuse_snapshots
 
 FIRST, HALVES = ".first", (".half1", ".half2")
 STATES = (FIRST, *HALVES, "")
@@ -146,7 +146,7 @@ class _Passes:
             Missing: the disk is too full.
         """
         checkpoint, request, run, statistics = self.checkpoint, self.request, self.run, self.request.statistics
-        sites, available = chosen_sites(checkpoint, statistics), memory.bytes_available(request.device)
+        sites, available = choose_sites(checkpoint, statistics), memory.bytes_available(request.device)
         copies, needed = run.copies(request, images), memory_needed(checkpoint, sites, statistics, widths)
         bytes_needed = {name: copies * size for name, size in needed.items()}
         run.on_bytes_needed(sum(bytes_needed.values()))
@@ -225,7 +225,7 @@ class _Passes:
             state = self.run.state(HALVES[number])
             return self.take(half, statistics, f"{name}, half {number + 1}", state, snapshots[number])
 
-        return in_splits(images, groups_B, take, seed=self.request.seed)
+        return moments_in_splits(images, groups_B, take, seed=self.request.seed)
 
 
 def _written(moments: Moments, path: Path, ranks: Ranks, *, gone: Sequence[str] = ()) -> list[dict[str, Any]]:
@@ -255,7 +255,7 @@ def write_moments(
     passes = _Passes(checkpoint=checkpoint, request=request, run=run, output=output)
     statistics, widths, restriction = request.statistics, dict[str, int](), request.restriction
     if restriction is not None:
-        sites = chosen_sites(checkpoint, statistics)
+        sites = choose_sites(checkpoint, statistics)
         widths = kept_widths(checkpoint.model, sites, restriction.sparsities, restriction.align_head)
     passes.refuse_too_large(parts.fitted, widths)
     if restriction is not None:
@@ -267,9 +267,9 @@ def write_moments(
     if summaries and run.snapshots:
         summaries[0]["snapshots"] = run.files(output).summaries()
     if summaries:
-        warnings = [range_warning(checkpoint.model, images), few_inputs(moments, images.noun)]
+        warnings = [range_warning(checkpoint.model, images), few_inputs_warning(moments, images.noun)]
         summaries[0] |= {"warnings": list(filter(None, warnings))} if any(warnings) else {}
-    if summaries and (gap := overfitting(checkpoint.model, moments)) is not None:
+    if summaries and (gap := estimate_overfitting(checkpoint.model, moments)) is not None:
         summaries[0]["overfitting"] = gap.as_json()
     if parts.held_out is not None:
         # Held-out images are few: only the passes over all the others are worth continuing.

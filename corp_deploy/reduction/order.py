@@ -23,7 +23,7 @@ from ground.errors import BadInput
 from .change import TracedReduced, groups_left
 from .kinds import kind_of
 from .method import Method
-from .values_kind import TracedValuesKind, beside_heads
+from .values_kind import TracedValuesKind, groups_of_heads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,22 +41,24 @@ class Step:
     beside: tuple[Site, ...] = ()
 
 
-def steps_of(tracing: Tracing, sites: Sites, widths: Widths, method: Method) -> list[Step]:
+def plan_steps(tracing: Tracing, sites: Sites, widths: Widths, method: Method) -> list[Step]:
     """Return the steps of all sites in `widths`, in program order."""
     order = {node.name: place for place, node in enumerate(tracing.program.nodes)}
     every = list(sites.every)
-    steps = [step for site in every if site.name in widths for step in _steps(site, every, widths, method, order)]
+    steps = [step for site in every if site.name in widths for step in _site_steps(site, every, widths, method, order)]
     return sorted(steps, key=lambda step: (step.place, not step.beside))
 
 
-def _steps(site: Site, every: list[Site], widths: Widths, method: Method, order: Mapping[str, int]) -> Iterator[Step]:
+def _site_steps(
+    site: Site, every: list[Site], widths: Widths, method: Method, order: Mapping[str, int]
+) -> Iterator[Step]:
     def place(*sites: Site) -> int:
         return min(order[span.reader] for each in sites for span in each.groups.listening)
 
     width, left = widths[site.name], _heads_left(site, method)
     most = site.width // site.parts * left
     if left < site.parts:
-        others = beside_heads(site, torch.arange(left))
+        others = groups_of_heads(site, torch.arange(left))
         beside = tuple(each for each in every if each.name in others)
         yield Step(site=site, width=most, method=method, place=place(site, *beside), beside=beside)
     if left == site.parts or width < most:
@@ -77,7 +79,7 @@ def irreducible_sites(dense: Tracing, sites: Sites, widths: Widths, method: Meth
         site = sites.by_name[name]
         left = _heads_left(site, method)
         kept_K = torch.from_numpy(first_groups(site.groups, width, parts=left))
-        beside = beside_heads(site, torch.arange(left)) if left < site.parts else {}
+        beside = groups_of_heads(site, torch.arange(left)) if left < site.parts else {}
         first[name] = TracedReduced(reports=[], kept_K=kept_K, beside=beside)
     names = {groups.key: name for name, groups in named.items()}
     kept = {named[name].key: groups for name, groups in groups_left(first).items() if len(groups)}

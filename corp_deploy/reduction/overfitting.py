@@ -60,7 +60,7 @@ class Overfitting:
         return f"{lost}; about {self.more_groups:,} more groups would bring the two within 10 % of each other"
 
 
-def from_splits(fitted: float, held_out: float, *, groups: int, weights: float) -> Overfitting:
+def estimate_from_splits(fitted: float, held_out: float, *, groups: int, weights: float) -> Overfitting:
     """Estimate from the losses of fits to half of the groups, with `weights` per output."""
     limit, gap = 0.5 * (fitted + held_out), held_out - fitted
     is_bounded = gap > 0.0 and limit > 0.0
@@ -75,7 +75,7 @@ def from_splits(fitted: float, held_out: float, *, groups: int, weights: float) 
     )
 
 
-def overfitting(model: nn.Module, moments: Moments) -> Overfitting | None:
+def estimate_overfitting(model: nn.Module, moments: Moments) -> Overfitting | None:
     """Estimate on some MLPs; None for moments without groups or MLPs."""
     mlps = (site for site in sites_of(model).every if kind_of(site).sparsity(_METHOD))
     held = [site for site in mlps if all(each.name in moments.sites for each in site.listening())]
@@ -84,8 +84,12 @@ def overfitting(model: nn.Module, moments: Moments) -> Overfitting | None:
     if moments.half is None or not every:
         return None
     sites, groups = every[:: max(1, len(every) // LOOKED_AT)], len(moments.group_ids.unique())
-    fitted, held_out = zip(*(_at(site, moments, width, device_of(model)) for site, width in sites), strict=True)
-    return from_splits(fmean(fitted), fmean(held_out), groups=groups, weights=fmean(width for _, width in sites))
+    fitted, held_out = zip(
+        *(_shares_lost(site, moments, width, device_of(model)) for site, width in sites), strict=True
+    )
+    return estimate_from_splits(
+        fmean(fitted), fmean(held_out), groups=groups, weights=fmean(width for _, width in sites)
+    )
 
 
 def data_gap(reports: Iterable[SiteReport], moments: Moments) -> Overfitting | None:
@@ -93,7 +97,7 @@ def data_gap(reports: Iterable[SiteReport], moments: Moments) -> Overfitting | N
     fits = [(report.ridge_fit, report.width) for report in reports if report.ridge_fit is not None]
     if not fits:
         return None
-    return from_splits(
+    return estimate_from_splits(
         fmean(fit.share_fitted for fit, _ in fits),
         fmean(fit.share_held_out for fit, _ in fits),
         groups=len(moments.group_ids.unique()),
@@ -101,7 +105,7 @@ def data_gap(reports: Iterable[SiteReport], moments: Moments) -> Overfitting | N
     )
 
 
-def _at(site: Site, moments: Moments, width: int, where: torch.device) -> tuple[float, float]:
+def _shares_lost(site: Site, moments: Moments, width: int, where: torch.device) -> tuple[float, float]:
     own, kind = site_moments(site, moments, where), kind_of(site)
     splits = splits_at(site, moments, own, where)
     assert splits is not None, site.name

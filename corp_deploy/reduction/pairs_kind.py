@@ -14,14 +14,14 @@ from torch import Tensor
 from calib.combination import subtract_statistics
 from calib.moments import HeadMoments, Moments, moments_on_device
 from corp_deploy.algebra import queries_keys, scores
-from corp_deploy.algebra.rotation import rotated_maps
+from corp_deploy.algebra.rotation import rotate_maps
 from corp_deploy.spec.widths import aligned_width, aligned_widths
 from corp_deploy.traced.models.pairs import Side, TracedPairs
 
-from .change import Mapped, TracedReduced, mapped_layer
+from .change import Mapped, TracedReduced, map_layer
 from .heads import qk_report, recover_qk
 from .method import Method
-from .reader_stats import lacking
+from .reader_stats import missing_statistics
 
 
 class TracedPairsKind:
@@ -32,7 +32,7 @@ class TracedPairsKind:
     def moments_at(self, site: TracedPairs, moments: Moments, device: torch.device) -> HeadMoments:
         statistics = moments.sites.get(site.name)
         if not isinstance(statistics, HeadMoments):
-            raise lacking(site.name)
+            raise missing_statistics(site.name)
         return moments_on_device(statistics, device)
 
     def rest_of(self, own: HeadMoments, half: HeadMoments) -> HeadMoments:
@@ -44,10 +44,10 @@ class TracedPairsKind:
     def uniform(self, site: TracedPairs, method: Method) -> int | None:
         if not method.reduces_attention or self.refusal(site, method):
             return None
-        return _groups(site, aligned_width(site.dims, method.attention_kept, _step(site, method)))
+        return _group_count(site, aligned_width(site.dims, method.attention_kept, _step(site, method)))
 
     def widths(self, site: TracedPairs, method: Method) -> tuple[int, ...]:
-        return tuple(_groups(site, each) for each in aligned_widths(site.dims, _step(site, method)))
+        return tuple(_group_count(site, each) for each in aligned_widths(site.dims, _step(site, method)))
 
     def offers(self, site: TracedPairs, method: Method) -> tuple[int, ...]:
         stays = method.qk_recovery == "keep" or self.refusal(site, method)
@@ -90,7 +90,7 @@ class TracedPairsKind:
             seconds = {"q_second_HDD": moments.q_second_HDD, "k_second_HDD": moments.k_centred_HDD}
             recovery = queries_keys.select(_dims_at(site, kept_HK), **seconds)
             report = qk_report(site.name, site.dims, recovery, moments, method, held_out)
-            return TracedReduced(reports=[report], kept_K=_kept(site, kept_HK), selected=narrower)
+            return TracedReduced(reports=[report], kept_K=_kept_groups(site, kept_HK), selected=narrower)
         in_planes, grouped = repair.mixing == "planes", site.both.shared
         recovery, ridge = recover_qk(
             site.name, moments, method, scores_HD, dims, splits, in_planes=in_planes, grouped=grouped
@@ -98,7 +98,7 @@ class TracedPairsKind:
         report = qk_report(site.name, site.dims, recovery, moments, method, held_out, ridge)
         maps = recovery.q_map_HRD, recovery.k_map_HRD
         if method.rotates and narrower and repair.mixing == "free":  # the same logits, with more even ranges
-            maps = rotated_maps(maps[0]), rotated_maps(maps[1])
+            maps = rotate_maps(maps[0]), rotate_maps(maps[1])
         if recovery.planes_HK is not None:
             kept_HK = recovery.planes_HK
         else:  # mixtures take the places of the largest scales, the first ones among equals
@@ -106,8 +106,8 @@ class TracedPairsKind:
             kept_HK = scores.kept_from_scores(torch.minimum(*least), places)
         kept_HR = _dims_at(site, kept_HK)
         sides = zip(repair.sides, maps, strict=True)
-        mapped = tuple(each for side, map_HRD in sides for each in _mapped(site, side, map_HRD, kept_HR))
-        return TracedReduced(reports=[report], kept_K=_kept(site, kept_HK), mapped=mapped if narrower else ())
+        mapped = tuple(each for side, map_HRD in sides for each in _map_side(site, side, map_HRD, kept_HR))
+        return TracedReduced(reports=[report], kept_K=_kept_groups(site, kept_HK), mapped=mapped if narrower else ())
 
     def elimination(self, site: TracedPairs, moments: HeadMoments, method: Method) -> None:
         """Return None: there is no elimination."""
@@ -122,12 +122,12 @@ def _step(site: TracedPairs, method: Method) -> int:
     return math.lcm(method.align_head, site.both.joined)
 
 
-def _groups(site: TracedPairs, dims: int) -> int:
+def _group_count(site: TracedPairs, dims: int) -> int:
     """Return the groups of all heads with `dims` dimensions each."""
     return len(site.groups_HP) * (dims // site.both.joined)
 
 
-def _kept(site: TracedPairs, kept_HK: Tensor) -> Tensor:
+def _kept_groups(site: TracedPairs, kept_HK: Tensor) -> Tensor:
     """Return the site's groups at these places of heads."""
     return site.groups_HP.to(kept_HK.device).gather(1, kept_HK[:: site.both.shared]).flatten().sort().values
 
@@ -153,11 +153,11 @@ def _scores(site: TracedPairs, moments: HeadMoments, method: Method) -> Tensor:
     return scores.shared_by_groups(own_HD, site.both.shared)
 
 
-def _mapped(site: TracedPairs, side: Side, map_HRD: Tensor, kept_HR: Tensor) -> tuple[Mapped, Mapped]:
+def _map_side(site: TracedPairs, side: Side, map_HRD: Tensor, kept_HR: Tensor) -> tuple[Mapped, Mapped]:
     rows_HTR, map_HTRD, added_HTR = side.on_rows(map_HRD, kept_HR.to(map_HRD.device))
     of_both = {
         "rows_HD": side.rows_HTD.flatten(0, 1).to(map_HRD.device),
         "map_HRD": map_HTRD.flatten(0, 1),
         "kept_HR": rows_HTR.flatten(0, 1),
     }
-    return mapped_layer(site.program, side, of_both, added_HTR.flatten(0, 1))
+    return map_layer(site.program, side, of_both, added_HTR.flatten(0, 1))

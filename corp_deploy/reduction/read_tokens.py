@@ -37,13 +37,13 @@ def random_stream(like_1NC: Tensor) -> Tensor:
     return stream_BNC.to(like_1NC).requires_grad_()
 
 
-def drawn(output: Tensor) -> Tensor:
+def random_sum(output: Tensor) -> Tensor:
     """Return a random sum of an output's numbers."""
     generator = torch.Generator(device="cpu").manual_seed(1)
     return (output * torch.randn(output.shape, generator=generator, device="cpu").to(output)).sum()
 
 
-def _is_read(model: nn.Module) -> Tensor:
+def _read_mask(model: nn.Module) -> Tensor:
     """Return of each token of the last stream whether the outputs' gradient is not zero there for random streams."""
     with torch.inference_mode(False), evaluating(model):
         example = example_of(model)
@@ -57,7 +57,7 @@ def _is_read(model: nn.Module) -> Tensor:
             # The outlets behind the last step read the random stream too.
             kept = tuple((name, last if tokens is walk.tokens else tokens) for name, tokens in walk.kept)
             outputs = outputs_of_walk(model, StreamState(tokens=last, kept=kept), example)
-            total = torch.stack([drawn(output) for output in outputs]).sum()
+            total = torch.stack([random_sum(output) for output in outputs]).sum()
             (gradient_BNC,) = torch.autograd.grad(total, stream_BNC)
     return (gradient_BNC != 0.0).any(dim=2).any(dim=0)
 
@@ -75,12 +75,12 @@ def tokens_to_fit(model: nn.Module, reads: Reads | None = None) -> Tensor | None
     """
     if counts_all(model, reads):
         return None
-    is_read_N = _is_read(model)
+    is_read_N = _read_mask(model)
     tokens = is_read_N.nonzero().squeeze(1)
     return None if len(tokens) in (0, len(is_read_N)) else tokens
 
 
-def places_read(dense: Tracing, where: torch.device) -> dict[fx.Node, Tensor]:
+def find_read_places(dense: Tracing, where: torch.device) -> dict[fx.Node, Tensor]:
     """Return the places [P] that are read of linear layers with unread ones, among layers behind the first cut."""
     program, read = dense.program, dict[fx.Node, Tensor]()
     linear = [
@@ -111,7 +111,7 @@ def _gradients(
     values = run_nodes(
         program, required_nodes(program, cut, outputs), {cut: x, **build_full_masks(program, len(x), x.device)}
     )
-    terms = [drawn(each) for node in outputs if (each := values[node]).requires_grad]
+    terms = [random_sum(each) for node in outputs if (each := values[node]).requires_grad]
     own = [values[node] if node in values and values[node].requires_grad else None for node in nodes]
     inputs = [stream_BNC, *(each for each in own if each is not None)]
     found = iter(torch.autograd.grad(sum(terms), inputs, allow_unused=True) if terms else [None] * len(inputs))  # type: ignore[arg-type]

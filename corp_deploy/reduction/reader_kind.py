@@ -19,10 +19,10 @@ from corp_deploy.traced.models.sites import Site, TracedChannels
 from corp_deploy.traced.programs.folding import is_mean_weight
 
 from .change import Change, TracedReduced
-from .choice import eliminate_groups, error_of, mean_of_kept, rank_groups, repair_layer, swap_groups
+from .choice import eliminate_groups, rank_groups, repair_error, repair_layer, repair_mean, swap_groups
 from .heads import ridge_by_halves
 from .method import Method
-from .reader_stats import ReaderStats, of_places, reads_of, rest_of
+from .reader_stats import ReaderStats, stats_of_readers, subtract_half, without_squeezes
 from .report import HeldOut, SiteReport
 
 OfSite = TypeVar("OfSite", bound=Site)
@@ -59,10 +59,10 @@ class TracedKind(Generic[OfSite]):
         return max(align, site.multiple)
 
     def moments_at(self, site: OfSite, moments: Moments, device: torch.device) -> Reads:
-        return reads_of(site, moments, device)
+        return stats_of_readers(site, moments, device)
 
     def rest_of(self, own: Reads, half: Reads) -> Reads:
-        return tuple(rest_of(each, part) for each, part in zip(own, half, strict=True))
+        return tuple(subtract_half(each, part) for each, part in zip(own, half, strict=True))
 
     def sparsity(self, method: Method) -> float | None:
         return self._choices(method)[0]
@@ -135,17 +135,17 @@ class TracedKind(Generic[OfSite]):
         recovery = self._choices(method)[3] if width else "affine"
         chooses = width and recovery == _LEAST_SQUARES[self.part]
         strength, ridge = ridge_by_halves(
-            (of_places(splits[0]), of_places(splits[1])) if splits is not None and chooses else None,
+            (without_squeezes(splits[0]), without_squeezes(splits[1])) if splits is not None and chooses else None,
             method.ridge_rel,
             lambda of, strength: tuple(map(_changer(recovery, kept_K, strength), of)),
             lambda changes, half: _judged(changes, kept_K, half),
         )
-        changes = tuple(map(_changer(recovery, kept_K, strength), of_places(moments)))
-        others = None if held_out is None else _judged(changes, kept_K, of_places(held_out))
+        changes = tuple(map(_changer(recovery, kept_K, strength), without_squeezes(moments)))
+        others = None if held_out is None else _judged(changes, kept_K, without_squeezes(held_out))
         report = replace(self.report(site, method, changes, len(kept_K), others), ridge_fit=ridge)
         squeezes = [read for read in moments if read.reading.is_squeeze]
         means = tuple(read for read in squeezes if is_mean_weight(read.reading.weight))
-        changes += tuple(Change(read=read, recovery=mean_of_kept(read, kept_K)) for read in means)
+        changes += tuple(Change(read=read, recovery=repair_mean(read, kept_K)) for read in means)
         gated = tuple(read for read in squeezes if not is_mean_weight(read.reading.weight))
         changes += tuple(map(_changer("none" if recovery == "none" else "affine", kept_K, method.ridge_rel), gated))
         return TracedReduced(reports=[report], kept_K=kept_K, changes=changes if width < site.width else ())
@@ -193,5 +193,5 @@ def _judged(changes: tuple[Change, ...], kept_K: Tensor, others: Reads) -> HeldO
     pairs = list(zip(changes, others, strict=True))
     return HeldOut(
         energy=sum(other.energy for _, other in pairs),
-        error=sum(error_of(change.recovery, kept_K, other) for change, other in pairs),
+        error=sum(repair_error(change.recovery, kept_K, other) for change, other in pairs),
     )

@@ -112,12 +112,12 @@ class ReaderStats:
         return torch.zeros_like(self.weight_OU).index_copy_(1, kept_U, recovery.weight_OK)
 
 
-def lacking(site: str, of: str = "this site") -> BadInput:
+def missing_statistics(site: str, of: str = "this site") -> BadInput:
     """Return the error for moments that were taken without statistics that a site needs."""
     return BadInput(f"{site}: the moments hold no statistics of {of}; calibrate again without leaving it out")
 
 
-def reads_of(site: Site, moments: Moments, where: torch.device) -> tuple[ReaderStats, ...]:
+def stats_of_readers(site: Site, moments: Moments, where: torch.device) -> tuple[ReaderStats, ...]:
     """Return the statistics of every layer that reads the site, all its uses as one, each group of a convolution apart.
 
     Raises:
@@ -127,19 +127,19 @@ def reads_of(site: Site, moments: Moments, where: torch.device) -> tuple[ReaderS
     for reading in site.readings:
         own = moments.sites.get(reading.name)
         if not isinstance(own, ChannelMoments | PatchMoments):
-            raise lacking(site.name, f"{reading.name}, which reads it")
+            raise missing_statistics(site.name, f"{reading.name}, which reads it")
         before = moments_of.get(first.setdefault(reading.weight, reading).weight)
         moments_of[reading.weight] = own if before is None else add_statistics(reading.name, before, own)
     there = {weight: moments_on_device(own, where) for weight, own in moments_of.items()}
     metrics = moments.metrics
     return tuple(
-        _read(each, part, there[weight], metrics.get(weight))
+        _portion_stats(each, part, there[weight], metrics.get(weight))
         for weight, each in first.items()
         for part in each.portions
     )
 
 
-def _target_of(
+def _find_target(
     moments: PatchMoments, portion: Portion, places_F: Tensor, gain_P: Tensor, stats: PatchStatistics
 ) -> Regression:
     """Return the regression on the output of a group of the layer, scaled by the norm behind it.
@@ -157,7 +157,7 @@ def _target_of(
     )
 
 
-def _read(reading: SiteReader, portion: Portion, moments: Moment, metric_OO: Tensor | None) -> ReaderStats:
+def _portion_stats(reading: SiteReader, portion: Portion, moments: Moment, metric_OO: Tensor | None) -> ReaderStats:
     """Return the statistics of one portion of a layer, with the columns of a group side by side."""
     layer, where = reading.layer, reading.layer.weight.device
     if reading.is_biasless and isinstance(moments, ChannelMoments):
@@ -183,7 +183,7 @@ def _read(reading: SiteReader, portion: Portion, moments: Moment, metric_OO: Ten
         weight_OU=weight.reshape(*weight.shape[:2], -1)[:, index_F].flatten(1),
         bias_O=bias_O * gain_O,
         active_C=active_F.view(len(portion.groups_C), -1).mean(dim=1),
-        target=None if chosen_GR is None else _target_of(moments, portion, places_F, gain_O, stats),  # type: ignore[arg-type]
+        target=None if chosen_GR is None else _find_target(moments, portion, places_F, gain_O, stats),  # type: ignore[arg-type]
         metric_OO=None if metric_OO is None else metric_OO[portion.rows][:, portion.rows].to(where),
     )
 
@@ -223,7 +223,7 @@ def _above_rounding(second_UU: Tensor, mean_U: Tensor) -> Tensor:
     return second_UU + rounding * torch.eye(len(mean_U), dtype=second_UU.dtype, device=second_UU.device)
 
 
-def rest_of(own: ReaderStats, half: ReaderStats) -> ReaderStats:
+def subtract_half(own: ReaderStats, half: ReaderStats) -> ReaderStats:
     """Subtract the statistics of the images of `half`, some of its own."""
     tokens = own.tokens - half.tokens
 
@@ -239,6 +239,6 @@ def rest_of(own: ReaderStats, half: ReaderStats) -> ReaderStats:
     return replace(own, tokens=tokens, stats=stats, active_C=left(own.active_C, half.active_C), target=target)
 
 
-def of_places(reads: Sequence[ReaderStats]) -> tuple[ReaderStats, ...]:
+def without_squeezes(reads: Sequence[ReaderStats]) -> tuple[ReaderStats, ...]:
     """Return all layers except squeezes, which follow the others' choice."""
     return tuple(read for read in reads if not read.reading.is_squeeze)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from calib.inputs import InputSet
-from corp_deploy.algebra.patches import rescaled_outputs
+from corp_deploy.algebra.patches import rescale_outputs
 from corp_deploy.families.family import CONVOLUTIONS, kinds_of
 from corp_deploy.families.traced_model import tracing
 from corp_deploy.traced.finding.site_groups import Index
@@ -24,7 +24,7 @@ from corp_deploy.traced.programs.program import Program
 from corp_deploy.traced.programs.readers import CONV2D, CalledLayer, every_layer
 from ground.errors import BadInput
 
-from .stream_walk import Piece, Segment, Student, Values, pieces_of, segments_of
+from .stream_walk import Piece, Segment, Student, Values, read_pieces, split_segments
 from .streams import refuse_nonfinite
 
 RESCALING_NOTE = "every convolution rescaled to the dense one's means and variances, channel by channel"
@@ -95,9 +95,9 @@ def rescale_(dense: Tracing, student: Student, images: InputSet, *, batch_size: 
     removed rows have no effect.
     """
     where = device_of(dense.program.graph)
-    pieces = list(pieces_of(images, where, batch_size, weights=lambda _: None, half_ids=None, held_out_every=None))
+    pieces = list(read_pieces(images, where, batch_size, weights=lambda _: None, half_ids=None, held_out_every=None))
     left = list(rescalable_convolutions(dense.program))
-    for segment in segments_of(dense, student):
+    for segment in split_segments(dense, student):
         inside = set(segment.up_to([segment.after or dense.program.output]))
         own = [layer for layer in left if layer.node in inside]
         for layer, dense_sums in _sums(segment, own, pieces, segment.run_dense).items():
@@ -129,5 +129,5 @@ def _rescale_(student: Student, layer: CalledLayer, own: OutputSums, dense: Outp
     found, wanted = ((sums.mean_O, sums.variance_O) for sums in (own, dense))
     if not all(map(torch.equal, found, wanted)):
         weight, bias = (student.program.tensor(name) for name in (layer.weight, layer.bias))
-        new_OU, bias_O = rescaled_outputs(weight.double().flatten(1), bias.double(), *found, *wanted)
+        new_OU, bias_O = rescale_outputs(weight.double().flatten(1), bias.double(), *found, *wanted)
         student.set_({layer.weight: new_OU.view_as(weight), layer.bias: bias_O})

@@ -29,7 +29,7 @@ from corp_deploy.traced.models.module import TracedModule
 from corp_deploy.traced.models.sites import calibration_taps
 from ground.errors import BadInput
 
-from .calibrate import Statistics, chosen_sites
+from .calibrate import Statistics, choose_sites
 from .moments import summary_of_moments
 from .moments_files import held_out_path
 
@@ -81,7 +81,7 @@ class _Part:
             return False
 
 
-def _block(
+def _load_block(
     layers: DecoderLayers, index: int, where: str, site_names: Collection[str]
 ) -> tuple[TracedModule, list[Site]]:
     block = traced_block(index, layers.block(index).to(where), layers.arguments)
@@ -108,7 +108,7 @@ def _run_block(block: nn.Module, sites: list[Site], part: _Part, index: int, run
     save_moments(replace(collector.moments(part.lineage), image_ids=part.ids.sort().values), part.of_block(index))
 
 
-def _parts(
+def _embed_parts(
     layers: DecoderLayers, inputs: InputSet, run: SequentialRun, output: Path, *, hold_out: int | None, seed: int
 ) -> Iterator[_Part]:
     sets = {output: inputs}
@@ -128,7 +128,9 @@ def _parts(
 def _refuse_memory(layers: DecoderLayers, parts: list[_Part], site_names: Collection[str], run: SequentialRun) -> None:
     """Raise BadInput if the first block's sums don't fit: all blocks are alike."""
     own = {name for name in site_names if name.startswith("blocks.0.")}
-    block, sites = _block(layers, 0, run.device, own or {f"blocks.0.{name.split('.', 2)[2]}" for name in site_names})
+    block, sites = _load_block(
+        layers, 0, run.device, own or {f"blocks.0.{name.split('.', 2)[2]}" for name in site_names}
+    )
     shapes = shapes_of_sites(hooked_model(block), sites, example=parts[0].streams[0][:1], device=run.device)
     required_bytes = bytes_needed(shapes, attention_system=run.statistics.attention_system, kept={})
     streams = sum(x_BNC.nbytes for part in parts for x_BNC in part.streams)
@@ -146,12 +148,12 @@ def write_moments_by_block(
     Raises:
         BadInput: there is no site or too little memory.
     """
-    site_names = {site.name for site in chosen_sites(layers.checkpoint, run.statistics)}
-    parts = list(_parts(layers, inputs, run, output, hold_out=hold_out, seed=seed))
+    site_names = {site.name for site in choose_sites(layers.checkpoint, run.statistics)}
+    parts = list(_embed_parts(layers, inputs, run, output, hold_out=hold_out, seed=seed))
     _refuse_memory(layers, parts, site_names, run)
     indices = range(layers.arguments.decoder.layers)
     for index in indices:
-        block, sites = _block(layers, index, run.device, site_names)
+        block, sites = _load_block(layers, index, run.device, site_names)
         for part in parts:
             _run_block(hooked_model(block), sites, part, index, run)
         del block, sites  # before the next one is read

@@ -27,7 +27,7 @@ from .moments import summary_of_moments
 SUMS_HELD = 3  # times what one pass takes: both halves, and their sum
 
 
-def of_splits(images: InputSet, groups_B: Tensor, first: Moments, second: Moments) -> Moments:
+def join_splits(images: InputSet, groups_B: Tensor, first: Moments, second: Moments) -> Moments:
     """Return the moments of all images, given those of both halves."""
     merged = merge_moments(first, second)
     group_of = dict(zip(images.ids.tolist(), groups_B.tolist(), strict=True))
@@ -35,7 +35,9 @@ def of_splits(images: InputSet, groups_B: Tensor, first: Moments, second: Moment
     return replace(merged, lineage={**merged.lineage, "images": images.digest}, group_ids=groups, half=second)
 
 
-def in_splits(images: InputSet, groups_B: Tensor, take: Callable[[InputSet, int], Moments], *, seed: int) -> Moments:
+def moments_in_splits(
+    images: InputSet, groups_B: Tensor, take: Callable[[InputSet, int], Moments], *, seed: int
+) -> Moments:
     """Return the moments of all images with those of one half; `take` receives a half and its number, 0 or 1.
 
     Raises:
@@ -43,7 +45,7 @@ def in_splits(images: InputSet, groups_B: Tensor, take: Callable[[InputSet, int]
     """
     second_B = second_half_mask(groups_B, seed=seed, noun=images.noun)
     first, second = (take(half, number) for number, half in enumerate(split_by_mask(images, second_B)))
-    return of_splits(images, groups_B, first, second)
+    return join_splits(images, groups_B, first, second)
 
 
 def refuse_snapshots(counts: tuple[int, ...], images: InputSet, ranks: Ranks) -> None:
@@ -121,7 +123,7 @@ class SnapshotFiles:
         def write(part: int, second: Moments) -> None:
             for count in of(part):
                 first, some = load_moments(self._unfinished(count - part)), images.subset(range(count))
-                save_moments(of_splits(some, groups_B[:count], first, second), self._path(count))
+                save_moments(join_splits(some, groups_B[:count], first, second), self._path(count))
 
         def written(part: int) -> bool:
             return all(self._path(count).is_file() for count in of(part))

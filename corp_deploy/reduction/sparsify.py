@@ -56,7 +56,7 @@ class _Reached(Exception):
     """A signal that ends a run once the wanted layer has run."""
 
 
-def onward(part: nn.Module, entering: State) -> State:
+def run_part(part: nn.Module, entering: State) -> State:
     """Return the input of the next part."""
     return (part(*entering), *entering[1:])
 
@@ -72,7 +72,7 @@ def inputs_and_outputs(part: nn.Module, state: State, layer: nn.Module) -> tuple
     handle = layer.register_forward_hook(hear)
     try:
         with suppress(_Reached):
-            onward(part, state)
+            run_part(part, state)
     finally:
         handle.remove()
     return found[0]
@@ -83,7 +83,7 @@ def called_layers(part: nn.Module, state: State, layers: Mapping[str, nn.Module]
     came: list[str] = []
     handles = [layer.register_forward_hook(lambda *_, name=name: came.append(name)) for name, layer in layers.items()]
     try:
-        return came, onward(part, state)
+        return came, run_part(part, state)
     finally:
         for handle in handles:
             handle.remove()
@@ -155,7 +155,7 @@ def _sums(
     return sums
 
 
-def _made_sparse_(
+def _make_sparse_(
     place: SparsePlace, sums: Sequence[RegressionSums], how: Sparsifying, inputs: int
 ) -> tuple[LayerSparsity, Tensor | None]:
     """Set the layer to its new weights, by sums over `inputs` inputs.
@@ -198,7 +198,7 @@ def _made_sparse_(
     return report, order_K
 
 
-def _chosen(
+def _sort_places(
     every: list[SparsePlace], how: Sparsifying, state: State, model: nn.Sequential
 ) -> tuple[list[SparsePlace], dict[str, str]]:
     """Return the places in the order they run, and by name why some are left out."""
@@ -217,7 +217,7 @@ def _chosen(
     return sorted(every, key=lambda place: order.get(place.name, len(came))), left
 
 
-def _streams_reordered(model: nn.Module, kinds: Mapping[SparseKind, Sparsity]) -> nn.Module:
+def _reorder_streams(model: nn.Module, kinds: Mapping[SparseKind, Sparsity]) -> nn.Module:
     sizes = {sparsity.of for sparsity in kinds.values()}
     for stream in find_streams(model):
         score_C = stream_scores(model, stream)
@@ -231,7 +231,7 @@ def _streams_reordered(model: nn.Module, kinds: Mapping[SparseKind, Sparsity]) -
 
 
 @torch.no_grad()
-def sparsified(
+def sparsify(
     reduced: nn.Module,
     inputs: InputSet,
     how: Sparsifying,
@@ -249,7 +249,7 @@ def sparsified(
         BadInput: no layer can be sparse, or activations are not finite.
     """
     if how.permute == "stream":
-        reduced = _streams_reordered(reduced, how.kinds)
+        reduced = _reorder_streams(reduced, how.kinds)
     before, traced = build_layered_model(reduced)
     own = copy.deepcopy(before)
     orders = list[tuple[SiteGroups, Tensor]]()
@@ -258,7 +258,7 @@ def sparsified(
         how = replace(how, target="own")
     with evaluating(before), evaluating(own):
         pairs = list(read_pairs(before, inputs, batch_size, partial(traced_model.token_weights, reduced)))
-        places, left = _chosen(every, how, pairs[0].sparse, own)
+        places, left = _sort_places(every, how, pairs[0].sparse, own)
         count, reports = sum(pair.inputs for pair in pairs), dict[str, LayerSparsity]()
         waiting = {place.name: place for place in places if place.name not in left}
         for parts in zip(before, own, strict=True):
@@ -266,7 +266,7 @@ def sparsified(
             for name in called_layers(parts[1], pairs[0].sparse, layers)[0]:
                 place = waiting.pop(name)
                 target = before.get_submodule(place.path) if how.target == "reduced" else None
-                reports[name], order_K = _made_sparse_(place, _sums(place, target, parts, pairs), how, count)
+                reports[name], order_K = _make_sparse_(place, _sums(place, target, parts, pairs), how, count)
                 if order_K is not None and place.site is not None:
                     orders.append((place.site, order_K))
                 if on_progress is not None:
@@ -274,7 +274,7 @@ def sparsified(
             if not waiting:
                 break
             for pair in pairs:
-                pair.reduced, pair.sparse = onward(parts[0], pair.reduced), onward(parts[1], pair.sparse)
+                pair.reduced, pair.sparse = run_part(parts[0], pair.reduced), run_part(parts[1], pair.sparse)
     listed = [
         reports.get(each.name) or LayerSparsity(layer=each.name, kind=each.kind, reason=left[each.name])
         for each in places

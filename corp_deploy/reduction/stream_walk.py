@@ -49,7 +49,7 @@ def run_nodes(
             assert count is not None, node
             values[node] = batch * count
         else:
-            here = values if masks is None or node not in masks else values | _masked(values, masks[node])
+            here = values if masks is None or node not in masks else values | _apply_masks(values, masks[node])
             module = program.graph.get_submodule(str(node.target)) if node.op == "call_module" else None
             values[node] = call_node(node, here, module)
     return values
@@ -67,14 +67,14 @@ def call_node(node: fx.Node, values: Values, module: nn.Module | None = None) ->
     return node.target(*args, **kwargs)
 
 
-def _masked(values: Values, masks: Sequence[Mask]) -> Values:
+def _apply_masks(values: Values, masks: Sequence[Mask]) -> Values:
     masked: Values = {}
     for source, axes, keep in masks:
         masked[source] = zero_removed((values | masked)[source], axes, keep)
     return masked
 
 
-def _behind(program: Program, entering: Collection[fx.Node], ends: Sequence[fx.Node]) -> list[fx.Node]:
+def _nodes_between(program: Program, entering: Collection[fx.Node], ends: Sequence[fx.Node]) -> list[fx.Node]:
     """Return the nodes that have to run for these ends, in order, if some are known; sizes need none."""
     found, front = set(ends), list(ends)
     while front:
@@ -102,7 +102,7 @@ class Piece:
     ahead: Tensor | None = None
 
 
-def pieces_of(
+def read_pieces(
     inputs: InputSet,
     where: torch.device,
     batch_size: int,
@@ -245,7 +245,7 @@ class Segment:
             stands[node.name]: [(stands[source.name], axes, keep) for source, axes, keep in each]
             for node, each in student.masks.items()
         }
-        values = run_nodes(fewer.program, _behind(fewer.program, here, ends), here, masks=masks)
+        values = run_nodes(fewer.program, _nodes_between(fewer.program, here, ends), here, masks=masks)
         return values | {node: values[stands[node.name]] for node in (*nodes, *entering)}
 
     def weights_at(self, piece: Piece, values: Values, node: fx.Node) -> Tensor | None:
@@ -289,7 +289,7 @@ class Segment:
             piece.ahead = None
 
 
-def segments_of(dense: Tracing, student: Student) -> Iterator[Segment]:
+def split_segments(dense: Tracing, student: Student) -> Iterator[Segment]:
     """Yield the segments from the inputs to the outputs, cut by cut."""
     beside = side_inputs(dense.program)
     for before, after in pairwise([None, *(cut.node for cut in find_cuts(dense.analysis, beside_outputs=True)), None]):

@@ -15,13 +15,13 @@ from corp_deploy.algebra.block_obs import eliminate_blocks
 from corp_deploy.algebra.channels import ChannelRecovery
 from corp_deploy.algebra.obs import Elimination
 from corp_deploy.algebra.patches import columns
-from corp_deploy.algebra.rotation import rotated_back, rotated_maps
+from corp_deploy.algebra.rotation import rotate_maps, rotate_weight
 from corp_deploy.spec.widths import aligned_width, aligned_widths
 from corp_deploy.traced.finding.site_groups import Index
 from corp_deploy.traced.models.sites import Site
 from corp_deploy.traced.models.values import TracedValues
 
-from .change import Change, Mapped, TracedReduced, mapped_layer, site_report
+from .change import Change, Mapped, TracedReduced, map_layer, site_report
 from .heads import HeadOutputs, kept_groups, recover_heads, recover_values
 from .method import Method
 from .reader_kind import Reads, TracedKind
@@ -128,13 +128,17 @@ class TracedValuesKind(TracedKind[TracedValues]):
         left = self.heads_left(site, method)
         if method.geometry != "square" or not method.reduces_attention:
             return left * dense if left < heads else None
-        return left * _square(site, aligned_width(_head(site), method.attention_kept, method.align_head)) // heads
+        return (
+            left
+            * _width_beside(site, aligned_width(_square_width(site), method.attention_kept, method.align_head))
+            // heads
+        )
 
     def widths(self, site: TracedValues, method: Method) -> tuple[int, ...]:
         """Return the queries' widths if heads are square, else every aligned one."""
         if method.geometry != "square":
             return super().widths(site, method)
-        return tuple(_square(site, size) for size in aligned_widths(_head(site), method.align_head))
+        return tuple(_width_beside(site, size) for size in aligned_widths(_square_width(site), method.align_head))
 
     def offers(self, site: TracedValues, method: Method) -> tuple[int, ...]:
         stays = method.value_recovery == "keep" or self._keeps_heads(site, method)
@@ -165,7 +169,7 @@ class TracedValuesKind(TracedKind[TracedValues]):
         def with_dims(of: _Heads) -> TracedReduced:
             each = width // len(of.groups_HV)
             if site.rows is not None:
-                return _mixed(site, of, method, each)
+                return _mix_values(site, of, method, each)
             return super(TracedValuesKind, self).reduced(
                 site, moments, method, width, cached=of.chosen(method, each), **others
             )
@@ -186,7 +190,7 @@ class TracedValuesKind(TracedKind[TracedValues]):
         recovery, report = recover_heads(site.name, heads, full.own, method, kept_M, full.held_out, full.splits)
         fewer = full.fewer(kept_M, recovery)
         new = fewer.reduced(recovery, []) if width == left * dense else with_dims(fewer)
-        return replace(new, reports=[report, *new.reports], beside=beside_heads(site, kept_M))
+        return replace(new, reports=[report, *new.reports], beside=groups_of_heads(site, kept_M))
 
     def elimination(self, site: TracedValues, moments: Reads, method: Method) -> Elimination | None:
         return None if site.rows is not None else super().elimination(site, moments, method)
@@ -201,18 +205,18 @@ class TracedValuesKind(TracedKind[TracedValues]):
         return tuple(float(lost_H[:, width // len(lost_H)].sum()) for width in self.offers(site, method))
 
 
-def _head(site: TracedValues) -> int:
+def _square_width(site: TracedValues) -> int:
     """Return the width that square heads follow: the queries', or the values' own."""
     return site.queries or site.groups_HV.shape[1]
 
 
-def _square(site: TracedValues, size: int) -> int:
+def _width_beside(site: TracedValues, size: int) -> int:
     """Return the width of all heads beside queries of this size; whole where the queries are."""
     heads, dense = site.groups_HV.shape
-    return heads * (dense if size == _head(site) else min(size, dense))
+    return heads * (dense if size == _square_width(site) else min(size, dense))
 
 
-def beside_heads(site: Site, kept_M: Tensor) -> dict[str, Index]:
+def groups_of_heads(site: Site, kept_M: Tensor) -> dict[str, Index]:
     """Return the groups of other sites that belong to these heads."""
     assert isinstance(site, TracedValues), site.name
     others = site.with_heads()
@@ -231,7 +235,7 @@ def _head_stats(site: TracedValues, reads: Reads) -> HeadOutputs:
     )
 
 
-def _mixed(site: TracedValues, heads: _Heads, method: Method, each: int) -> TracedReduced:
+def _mix_values(site: TracedValues, heads: _Heads, method: Method, each: int) -> TracedReduced:
     """Mix the values to `each` dimensions per head."""
     own, (count, dense) = heads.own, heads.groups_HV.shape
     recovery, ridge = recover_values(own, method, count, each, heads.splits)
@@ -241,8 +245,8 @@ def _mixed(site: TracedValues, heads: _Heads, method: Method, each: int) -> Trac
     if each == dense:
         return TracedReduced(reports=[report], kept_K=heads.kept_K(each))
     if method.rotates:  # the same outputs, from channels with more even ranges
-        weight_OK, v_map_HRV = rotated_back(recovery.weight_OK, count), rotated_maps(recovery.v_map_HRV)
+        weight_OK, v_map_HRV = rotate_weight(recovery.weight_OK, count), rotate_maps(recovery.v_map_HRV)
         recovery = replace(recovery, weight_OK=weight_OK, v_map_HRV=v_map_HRV)
     of_both = {"rows_HD": heads.rows_HV.to(recovery.v_map_HRV.device), "map_HRD": recovery.v_map_HRV}
     assert site.rows is not None, site.name
-    return heads.reduced(recovery, [report], mapped=mapped_layer(site.program, site.rows, of_both))
+    return heads.reduced(recovery, [report], mapped=map_layer(site.program, site.rows, of_both))
