@@ -126,10 +126,10 @@ REFUSED: list[tuple[Callable[[], Checkpoint], str, str]] = [
     (
         VIT,
         "nose",
-        "'nose' is none; expected logits, pooled, class, registers, patches, tokens, map, or a layer such as",
+        "got 'nose', expected logits, pooled, class, registers, patches, tokens, map, or a layer such as",
     ),
     (VIT, "class,block3", "block3: the model has no such layer; it has block0, block1, block2"),
-    (VIT, "", "'' is none"),
+    (VIT, "", "got ''"),
     (tiny.checkpoint, "pooled", "pooled is the output of one built with num_classes 0"),
     (
         partial(tiny.checkpoint, num_classes=0, class_token=False, global_pool="avg"),

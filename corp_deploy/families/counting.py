@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from corp_deploy.spec.widths import Width, Widths
+from corp_deploy.spec.widths import Widths
 from corp_deploy.traced.finding.shares import LayerCosts
 from corp_deploy.traced.models.module import parameters as parameters
 from corp_deploy.traced.models.sites import Currency, Site
@@ -40,7 +40,7 @@ class SiteCosts:
     layers: LayerCosts
     biases: Mapping[str, int]
 
-    def of(self, site: Site, width: Width) -> int:
+    def of(self, site: Site, width: int) -> int:
         """At another width."""
         return (site.macs_now if self.currency == "macs" else site.parameters_now) * width // site.width
 

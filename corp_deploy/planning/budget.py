@@ -9,7 +9,6 @@ from corp_deploy.algebra import knapsack
 from corp_deploy.reduction.method import Method
 from corp_deploy.reduction.model import uniform_widths
 from corp_deploy.spec.merging import Merging
-from corp_deploy.spec.widths import Width
 from ground.errors import BadInput
 
 from .curves import CostCurve
@@ -22,7 +21,7 @@ class Allocation:
     `merging` is the token merging that is part of the allocation; `name` tells it from others of the same budget.
     """
 
-    widths: dict[str, Width]
+    widths: dict[str, int]
     share: float
     predicted_error: float
     merging: Merging | None = None

@@ -22,7 +22,6 @@ from corp_deploy.reduction import pool
 from corp_deploy.reduction.kinds import kind_of
 from corp_deploy.reduction.method import Method
 from corp_deploy.reduction.moments import site_moments
-from corp_deploy.spec.widths import Width, is_empty
 from corp_deploy.traced.models.module import device_of
 from corp_deploy.traced.models.sites import Currency, Site
 from ground.errors import BadInput
@@ -48,7 +47,7 @@ def cost_of_all_tokens(model: nn.Module, currency: Currency) -> int:
 class ErrorCurve:
     """The error of a site, in its own unit, at each width that a budget may choose, narrowest first."""
 
-    widths: tuple[Width, ...]
+    widths: tuple[int, ...]
     errors: tuple[float, ...]
 
     def __post_init__(self) -> None:
@@ -64,7 +63,7 @@ class CostCurve:
     """
 
     site: str
-    widths: tuple[Width, ...]
+    widths: tuple[int, ...]
     costs: tuple[int, ...]
     errors: tuple[float, ...]
     cost_now: int
@@ -73,7 +72,7 @@ class CostCurve:
 
 def narrowable(model: nn.Module) -> list[Site]:
     """List the sites that are not a constant already."""
-    return [site for site in sites_of(model).every if not is_empty(site.width)]
+    return [site for site in sites_of(model).every if site.width > 0]
 
 
 def _sites_with_choice(model: nn.Module, method: Method) -> list[Site]:
@@ -106,7 +105,7 @@ def eliminations(model: nn.Module, moments: Moments, method: Method) -> dict[str
 def _probed_positions(curve: ErrorCurve) -> list[int]:
     """Return the positions of a quarter, half and three quarters of the widths, and that of a constant if offered."""
     narrower = len(curve.errors) - 1
-    empty = {0} if is_empty(curve.widths[0]) else set[int]()
+    empty = {0} if curve.widths[0] == 0 else set[int]()
     return sorted(empty | {min(max(round(part * len(curve.errors)) - 1, 0), narrower - 1) for part in TRIED})
 
 
@@ -116,7 +115,7 @@ def _in_outputs(curve: ErrorCurve, effects: Sequence[float]) -> tuple[float, ...
     The ratio of effect to error is interpolated geometrically between these positions and constant beyond them. The
     effect of a constant stands for itself alone.
     """
-    empty = effects[0] if is_empty(curve.widths[0]) else None
+    empty = effects[0] if curve.widths[0] == 0 else None
     trials = [
         (at, math.log(effect / curve.errors[at]))
         for at, effect in zip(_probed_positions(curve), effects, strict=True)
@@ -168,7 +167,7 @@ def site_curves(probe: Probe) -> SiteCurves:
     with pool.mapping(len(sites), where) as each:
         by_site = dict(zip((site.name for site in sites), each(curve_at, sites), strict=True))
     plain = SiteCurves(by_site=by_site, folded_to_constant={})
-    empty = [trial for trial in plain.trials if is_empty(trial[1])]
+    empty = [trial for trial in plain.trials if trial[1] == 0]
     return replace(plain, folded_to_constant=probe.on_few_inputs.effects(empty) if empty else {})
 
 

@@ -26,7 +26,7 @@ from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import Method
 from corp_deploy.reduction.model import reduce, reduce_site
 from corp_deploy.spec.merging import Merging
-from corp_deploy.spec.widths import Width, Widths
+from corp_deploy.spec.widths import Widths
 from corp_deploy.traced.models.module import device_of
 from corp_deploy.traced.programs.program import Program
 from corp_deploy.traced.programs.sizes import changes_in_place
@@ -100,7 +100,7 @@ def effects_of_new_tensors(
 
 
 FEW = 8  # inputs on which effects are computed exactly
-Trial = tuple[str, Width]
+Trial = tuple[str, int]
 
 
 @dataclass(frozen=True, kw_only=True)  # without slots, so that the outputs can be kept

@@ -23,7 +23,7 @@ from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import Method
 from corp_deploy.reduction.model import Reduction
 from corp_deploy.spec.merging import Merging, cap_schedule, schedule_from_text
-from corp_deploy.spec.widths import Widths, is_empty
+from corp_deploy.spec.widths import Widths
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.class_names import CLASS_NAMES
 from corp_deploy.store.fitted import fitted_of_lineage
@@ -151,8 +151,8 @@ NAMED = 6  # sites that the sentence on sparing names
 
 def sentences_on_spared(model: nn.Module, widths: Widths) -> tuple[str, ...]:
     """Name the sites that a budget leaves at their widths, in one sentence or none."""
-    sites = [site for site in sites_of(model).every if not is_empty(site.width)]
-    removed = [site for site in sites if isinstance(site, TracedValues) and is_empty(widths.get(site.name, site.width))]
+    sites = [site for site in sites_of(model).every if site.width > 0]
+    removed = [site for site in sites if isinstance(site, TracedValues) and widths.get(site.name, site.width) == 0]
     gone = {name for site in removed for name in site.queries_gone}
     unreduced = [
         site.name for site in sites if widths.get(site.name, site.width) == site.width and site.name not in gone

@@ -15,7 +15,6 @@ from calib.sites import evaluating
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import sites_of
 from corp_deploy.reduction.read_tokens import Reads, tokens_to_fit
-from corp_deploy.spec.widths import is_empty
 from corp_deploy.store.input_sets import model_digest
 from corp_deploy.traced.models.module import device_of, replace_submodules
 from corp_deploy.traced.models.sites import TracedStream
@@ -82,7 +81,7 @@ def reduced_sites(dense: nn.Module, model: nn.Module) -> list[str]:
     """Return the sites that are narrower than the dense model's and not empty."""
     widths = {site.name: site.as_metadata() for site in sites_of(dense).every}
     narrower = (site for site in sites_of(model).every if widths.get(site.name) != site.as_metadata())
-    return [site.name for site in narrower if not is_empty(site.width)]
+    return [site.name for site in narrower if site.width > 0]
 
 
 def fitted_steps(dense: nn.Module, model: nn.Module) -> dict[str, SegmentStep]:

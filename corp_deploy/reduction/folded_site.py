@@ -20,7 +20,6 @@ from corp_deploy.algebra.patches import columns
 from corp_deploy.algebra.quadratic import explained
 from corp_deploy.algebra.regression import RegressionSums, refit_toward
 from corp_deploy.algebra.whole_heads import recover_projection
-from corp_deploy.spec.widths import Width
 from corp_deploy.traced.models.sites import Site, TracedChannels
 from corp_deploy.traced.models.units import Units
 from corp_deploy.traced.models.values import TracedValues
@@ -167,7 +166,7 @@ def merges_units(site: Site, method: Method) -> bool:
     return isinstance(site, TracedChannels) and method.merges
 
 
-def fold_site(site: Site, reads: tuple[ReaderStats, ...], method: Method, width: Width) -> TracedFold:
+def fold_site(site: Site, reads: tuple[ReaderStats, ...], method: Method, width: int) -> TracedFold:
     """Merge the site's units at one width."""
     is_of_heads = isinstance(site, TracedValues)
     units = site.units() if isinstance(site, TracedValues | TracedChannels) else ""

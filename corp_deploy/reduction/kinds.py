@@ -11,7 +11,6 @@ from torch import Tensor
 
 from calib.moments import Moments
 from corp_deploy.algebra.obs import Elimination
-from corp_deploy.spec.widths import Width
 from corp_deploy.traced.models.sites import Site
 
 from .change import TracedReduced
@@ -36,13 +35,13 @@ class Kind(Protocol):
     def sparsity(self, method: Method) -> float | None:
         """Return the share that uniform sparsities remove here."""
 
-    def uniform(self, site: Any, method: Method) -> Width | None:
+    def uniform(self, site: Any, method: Method) -> int | None:
         """Return the width for the method's own sparsity, aligned; None where the method leaves the site alone."""
 
-    def widths(self, site: Any, method: Method) -> tuple[Width, ...]:
+    def widths(self, site: Any, method: Method) -> tuple[int, ...]:
         """Return every width that a single number can describe, narrowest first."""
 
-    def offers(self, site: Any, method: Method) -> tuple[Width, ...]:
+    def offers(self, site: Any, method: Method) -> tuple[int, ...]:
         """Return every width that a budget may choose, narrowest first, the site's own last."""
 
     def refusal(self, site: Any, method: Method) -> str:

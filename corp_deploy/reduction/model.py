@@ -15,7 +15,7 @@ from calib.inputs import InputSet
 from calib.moments import Moments
 from corp_deploy.algebra.obs import Elimination
 from corp_deploy.families.family import sites_of
-from corp_deploy.spec.widths import Width, Widths
+from corp_deploy.spec.widths import Widths
 from corp_deploy.traced.models.module import device_of, replace_submodules
 from corp_deploy.traced.models.narrowed_model import narrow_model, prove_kept
 from corp_deploy.traced.models.sites import Site, Sites
@@ -66,7 +66,7 @@ class Reduction:
         }
 
 
-def uniform_widths(model: nn.Module, method: Method) -> dict[str, Width]:
+def uniform_widths(model: nn.Module, method: Method) -> dict[str, int]:
     """Return the width of every site that the method reduces, with the same share kept everywhere, aligned."""
     widths = {site.name: kind_of(site).uniform(site, method) for site in sites_of(model).every}
     return {name: width for name, width in widths.items() if width is not None}

@@ -1,6 +1,4 @@
-"""How a dense model is built again: all that config.json says of it; and what may be set of how an image becomes its
-input, in timm's words. Imports no torch.
-"""
+"""The architecture of a dense model as config.json records it, with preprocessing settings in timm's terms."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -15,7 +13,7 @@ CROP_MODES = ("center", "squash", "border")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preprocessing:
-    """The evaluation preprocessing; None leaves a value to timm's configuration of the model's name."""
+    """Settings of the evaluation preprocessing; None leaves a value to timm's configuration of the model's name."""
 
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
@@ -38,11 +36,11 @@ class Preprocessing:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What is set, by timm's names."""
+        """The values that are set, by timm's names."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     def for_channels(self, channels: int) -> "Preprocessing":
-        """One mean and std for each channel. Raises BadInput when there are neither as many nor a single one."""
+        """Spread mean and std to all channels; raise BadInput for another number of them than 1 or one a channel."""
         for name, values in (("mean", self.mean), ("std", self.std)):
             if values is not None and len(values) not in (1, channels):
                 expected = "1" if channels == 1 else f"1 or {channels}"
@@ -50,19 +48,20 @@ class Preprocessing:
         return self.spread(channels)
 
     def spread(self, channels: int) -> "Preprocessing":
-        """A single mean and std as one for each channel, others as they are."""
+        """Repeat a single mean and std for each channel."""
         mean, std = (each * channels if each and len(each) == 1 else each for each in (self.mean, self.std))
         return replace(self, mean=mean, std=std)
 
 
-OF_TRANSFORMERS = "hf:"  # before a directory that transformers wrote
+OF_TRANSFORMERS = "hf:"
+"""The prefix of a directory that transformers wrote."""
 OF_TORCHVISION = "torchvision:"
-"""In front of the name of a model of torchvision's."""
+"""The prefix of a torchvision model's name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """A family's model by name and keyword arguments, and what of its preprocessing is set."""
+    """A family's model by name and keyword arguments, with the settings of its preprocessing."""
 
     name: str
     kwargs: Mapping[str, Any] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Ways to say which class each image shows, as options and recipes name them."""
+"""Class labels of images as options and recipes name them."""
 
 from pathlib import Path
 
@@ -11,5 +11,5 @@ LABELS_HELP = (
 
 
 def labels_file(path: Path) -> Path | None:
-    """Return the file that labels are in, None where the word for folders is given and no file is called so."""
+    """Return the file of labels, or None for the word `folders` if no file has that name."""
     return None if path.name == FOLDERS and not path.exists() else path

@@ -1,7 +1,6 @@
-"""Which tokens are merged away where: the values, their rules and the arithmetic of token counts; and what merging
-makes of a model, in numbers and in words. No torch.
+"""Schedules of token merging, the arithmetic of token counts, and records of what merging makes of a model.
 
-Token merging (Bolya et al., ToMe, arXiv 2210.09461): between the attention and the MLP of a block the r most alike
+Token merging (Bolya et al., ToMe, arXiv 2210.09461): between the attention and the MLP of a block the r most similar
 tokens are merged into others, so that every later product has r tokens fewer.
 """
 
@@ -20,14 +19,13 @@ MOST_BLOCKS, MOST_TOKENS = 256, 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Merging:
-    """What happens between the attention and the MLP of each block.
+    """The tokens that are merged away between the attention and the MLP of each block.
 
-    `schedule`: tokens merged away, an entry a block, 0 none. `metric`: how alike tokens are, by what merging them adds
-    to the sum of squares within tokens of the stream behind the attention (Ward 1963), by that times the sum of the
-    roots of what the class token attends to both with, or by the cosine of that stream or of the keys of all heads side
-    by side. `how`: `merge` takes the mean of tokens that are alike, weighted by how
-    many stand in each; with `drop` those go that the class token attends to least. `unmerged`: dense outputs, every
-    source token has the value of the token that it was merged into. Raises BadInput for what is none.
+    `schedule`: the number of tokens per block. `metric`: `ward` is what a merge adds to the sum of squares within
+    tokens of the stream behind the attention (Ward 1963), `attended` that times the sum of the roots of the class
+    token's attention to both, `stream` and `keys` the cosine of that stream or of all heads' keys. `how`: `merge` takes
+    means weighted by the number of source tokens, `drop` removes the tokens that the class token attends to least.
+    `unmerged`: outputs are dense, every source token gets the value of the token it is in. Raises BadInput.
     """
 
     schedule: tuple[int, ...]
@@ -46,15 +44,15 @@ class Merging:
 
     @property
     def compares_attention(self) -> bool:
-        """Whether it asks attentions for their keys or for what they attend to."""
+        """The flag of a merging that reads keys or weights of attentions."""
         return self.how == "drop" or self.metric in ("attended", "keys")
 
     def as_json(self) -> dict[str, Any]:
-        """As config.json and lineages have it."""
+        """Return the values as config.json and lineages have them."""
         return {"schedule": list(self.schedule), "metric": self.metric, "how": self.how, "unmerged": self.unmerged}
 
     def describe(self) -> str:
-        """For people: `grows from 0 to 36` is read off the numbers, so they stand there."""
+        """Describe the merging in a few words with all numbers of its schedule."""
         alike = len(set(self.schedule)) == 1
         counts = f"{self.schedule[0]} in each block" if alike else ",".join(map(str, self.schedule))
         by = "" if self.how == "drop" else f", compared by {self.metric}"
@@ -62,13 +60,13 @@ class Merging:
 
 
 def most_merged(how: How, tokens: int, protected: int) -> int:
-    """Return how many of the tokens one block can merge away: half of the unprotected, in all but one when dropping."""
+    """Return the most tokens that one block can merge away: half of the unprotected ones, all but one with drop."""
     free = max(0, tokens - protected)
     return free // 2 if how == "merge" else max(0, free - 1)
 
 
 def tokens_after(merging: Merging, tokens: int, protected: int) -> tuple[int, ...]:
-    """Return the tokens behind each block. Raises BadInput for a block that is to merge more than it can."""
+    """Return the numbers of tokens behind each block; raise BadInput for a block that would merge more than it can."""
     behind = []
     for block, count in enumerate(merging.schedule):
         most = most_merged(merging.how, tokens, protected)
@@ -83,7 +81,7 @@ def tokens_after(merging: Merging, tokens: int, protected: int) -> tuple[int, ..
 
 
 def cap_schedule(schedule: tuple[int, ...], how: How, tokens: int, protected: int) -> tuple[int, ...]:
-    """The same, with no more in a block than it can merge away."""
+    """Limit a schedule to what each block can merge away."""
     fitting = []
     for count in schedule:
         fitting.append(min(count, most_merged(how, tokens, protected)))
@@ -92,12 +90,12 @@ def cap_schedule(schedule: tuple[int, ...], how: How, tokens: int, protected: in
 
 
 def grow_schedule(last: int, depth: int) -> tuple[int, ...]:
-    """A schedule that grows evenly from 0 in the first block to `last` in the last one."""
+    """Return a schedule that grows evenly from 0 in the first block to `last` in the last one."""
     return tuple(round(last * block / max(1, depth - 1)) for block in range(depth))
 
 
 def schedule_from_text(text: str, depth: int) -> tuple[int, ...]:
-    """`12` for each block, `grow:36` for 0 to 36, or as many numbers as blocks. Raises BadInput for anything else."""
+    """Read a schedule: `12` for each block, `grow:36` for 0 to 36, or a number per block; raise BadInput for others."""
     number = text.removeprefix("grow:")
     parts = [part.strip() for part in number.split(",")]
     if not all(part.isascii() and part.isdigit() and len(part) < 9 for part in parts) or len(parts) not in (1, depth):
@@ -122,11 +120,11 @@ COMPARED: Mapping[Metric, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergingRecord(Merging):
-    """A schedule, and what it comes to.
+    """A merging with its token counts and multiply-adds of one input.
 
-    `tokens`: those that enter the first block, then those behind each; `protected` of them are never merged. Multiply-
-    adds of one input: `macs` of the model, `macs_of_merging` those of them that compare and merge tokens, and
-    `macs_with_all_tokens` at the same widths with nothing merged.
+    `tokens`: the numbers that enter the first block and that leave each; `protected` of them are never merged. `macs`:
+    those of the model, `macs_of_merging` of them to compare and merge tokens, `macs_with_all_tokens`: those at the same
+    widths without merging.
     """
 
     protected: int
@@ -137,17 +135,16 @@ class MergingRecord(Merging):
 
     @property
     def verb(self) -> str:
-        """What happens to tokens."""
         return "merged" if self.how == "merge" else "dropped"
 
     @property
     def rows(self) -> tuple[tuple[int, int, int, int], ...]:
-        """By block: its place, the tokens that enter it, those merged away, those behind it."""
+        """The rows of a table by block: its number, tokens that enter, that are merged away, and that leave."""
         each = zip(pairwise(self.tokens), self.schedule, strict=True)
         return tuple((block, entering, count, behind) for block, ((entering, behind), count) in enumerate(each))
 
     def sentences(self) -> tuple[str, ...]:
-        """In plain words, the first letter small and no full stop."""
+        """Describe the record in sentences without capital and full stop."""
         which = (
             f"merges the tokens that are most alike by {COMPARED[self.metric]}"
             if self.how == "merge"

@@ -1,10 +1,9 @@
-"""Names of what a model gives: its head's output, tokens of its last stream, and the streams behind its layers. No
-torch.
+"""Names of a model's outputs: those of its head, tokens of its last stream, and streams behind its layers.
 
 The grammar of a name: `logits` or `pooled`; `class`, `registers`, `patches` or `tokens` behind the last norm; `block8`
-for the patch tokens behind block 8 as they stand there, `block8_class` and so on for others of its tokens, and
-`block8_norm` for the same through the model's last norm. `map`, `block8_map` and `stage1_map` are patch tokens as a map
-[B,C,H,W], rows and columns as in the image. Layers count from 0, as their names in the model do.
+for the patch tokens right behind block 8, `block8_class` and so on for others of its tokens, and `block8_norm` for the
+same through the model's last norm. `map`, `block8_map` and `stage1_map` are patch tokens as a map [B,C,H,W], rows and
+columns as in the image. Layers count from 0, as their names in the model do.
 """
 
 import re
@@ -25,8 +24,9 @@ EXAMPLE = "class,patches,block8"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedOutput:
-    """One output. `layer`: the path of the layer behind which it stands, `blocks.8`; empty for the last stream or,
-    where `part` is None, the head.
+    """An output that is asked for by name, of the layer with path `layer`; empty for the last stream or the head.
+
+    `part`: None for an output of the head.
     """
 
     name: str
@@ -36,18 +36,18 @@ class NamedOutput:
 
     @property
     def has_patches(self) -> bool:
-        """Whether it has a vector for each place of the image."""
+        """The flag of an output with a vector for each place of the image."""
         return self.part in ("patches", "tokens", "map")
 
     @property
     def port(self) -> OutputPort:
-        """Of an output that is read off a stream."""
+        """The port of an output that is read off a stream."""
         assert self.part is not None, self.name
         return OutputPort(name=self.name, role="embedding" if self.part == "class" else "feature map")
 
 
 def output_from_name(name: str) -> NamedOutput:
-    """Raises BadInput for a name that is none."""
+    """Parse an output's name; raise BadInput for an unknown one."""
     if name in HEADS:
         return NamedOutput(name=name, part=None)
     if name in PARTS:
@@ -55,7 +55,7 @@ def output_from_name(name: str) -> NamedOutput:
     match = _LAYER.fullmatch(name)
     if match is None:
         raise BadInput(
-            f"outputs: {quoted(name)} is none; expected {', '.join((*HEADS, *PARTS))}, or a layer such as block8, "
+            f"outputs: got {quoted(name)}, expected {', '.join((*HEADS, *PARTS))}, or a layer such as block8, "
             "block8_class, block8_norm, stage1_map"
         )
     word, number, part, norm = match.groups()
@@ -65,7 +65,7 @@ def output_from_name(name: str) -> NamedOutput:
 
 @dataclass(frozen=True, slots=True)
 class NamedOutputs:
-    """What a model gives, in this order. Raises BadInput for a name that is none or stands there twice."""
+    """The outputs that are asked for by name, in this order; raises BadInput for unknown or repeated names."""
 
     names: tuple[str, ...]
 
@@ -74,7 +74,7 @@ class NamedOutputs:
             raise BadInput(f"outputs: got {len(self.names)}, expected 1 to {MOST_OUTPUTS} names, such as {EXAMPLE}")
         twice = [name for name in dict.fromkeys(self.names) if self.names.count(name) > 1]
         if twice:
-            raise BadInput(f"outputs: {', '.join(twice)} twice; each has a name of its own")
+            raise BadInput(f"outputs: got {', '.join(twice)} twice, expected each name once")
         _ = self.every
 
     @property
@@ -83,14 +83,12 @@ class NamedOutputs:
 
     @property
     def has_patches(self) -> bool:
-        """Whether any output has a vector for each place of the image."""
         return any(output.has_patches for output in self.every)
 
     def describe(self) -> str:
-        """For people."""
         return ", ".join(self.names)
 
 
 def outputs_from_text(text: str) -> NamedOutputs:
-    """`class,patches,block8`. Raises BadInput for what is none."""
+    """Read names such as `class,patches,block8`; raise BadInput for unknown ones."""
     return NamedOutputs(tuple(part.strip() for part in text.split(",")))

@@ -1,4 +1,4 @@
-"""k:n sparsity: a number of weights that may stay of every few neighbours, and how they are set to zero. No torch."""
+"""K:N sparsity, at most K nonzero of every N neighbouring weights, and the choices of how weights are zeroed."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -6,16 +6,14 @@ from typing import Literal, get_args
 from ground.errors import BadInput
 
 Rule = Literal["obs", "cast", "magnitude"]
-"""By what weights stay: the exact cost of dropping them, CAST's cost of a group by itself, their size."""
+"""The rule that chooses weights: the exact cost of dropping them, CAST's cost of a group by itself, or their size."""
 SparseKind = Literal["mlp", "head", "conv"]
-"""Of which sites layers are."""
+"""The kind of site that a sparse layer belongs to."""
 Permute = Literal["none", "inside", "stream"]
-"""What is put into another order first: nothing, what a site's last layer reads by the rows that give it, and the
-residual stream too.
-"""
+"""The channels that are reordered first: none, those inside sites, or those of the residual stream too."""
 Target = Literal["reduced", "own"]
-"""What a layer is fitted to: what it gave in the model without zeros, or what its weights without zeros give on the
-stream as it is by then.
+"""The outputs that a layer is fitted to: those in the model without zeros, or those of its dense weights on the current
+stream.
 """
 KINDS: tuple[SparseKind, ...] = get_args(SparseKind)
 DEFAULT_RULE: Rule = "obs"
@@ -26,7 +24,7 @@ LONGEST = 8  # 4:8 has 70 patterns of a group, 8:16 has 12,870
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sparsity:
-    """At most `kept` of every `of` neighbouring weights along the summed axis are not zero."""
+    """A sparsity with at most `kept` nonzero of every `of` neighbouring weights along the summed axis."""
 
     kept: int
     of: int
@@ -40,12 +38,12 @@ class Sparsity:
 
     @property
     def share(self) -> float:
-        """Of the weights, that stay."""
+        """The share of weights that stay."""
         return self.kept / self.of
 
 
 def sparsity_from_text(text: str) -> Sparsity:
-    """2:4 as people write it. Raises BadInput for anything else than K:N."""
+    """Read K:N, such as 2:4; raise BadInput for anything else."""
     words = text.strip().split(":")
     if len(words) != 2 or not all(word.isascii() and word.isdigit() and len(word) <= 2 for word in words):
         raise BadInput(f"sparsity {text[:40]!r}: expected K:N, such as 2:4")

@@ -1,4 +1,4 @@
-"""Code of a user's that makes a model: never run unless the user said that it may be. Imports no torch."""
+"""A user's code that makes a model, which runs only if the user allowed it."""
 
 import hashlib
 import sys
@@ -20,7 +20,7 @@ _TRUSTED: ContextVar[bool] = ContextVar("trusted", default=False)
 
 @contextmanager
 def trusting_code(trust: bool) -> Iterator[None]:
-    """Within it, whether code of models may be run; without it none is."""
+    """Allow or forbid models' code to run within this context; outside of any, it is forbidden."""
     token = _TRUSTED.set(trust)
     try:
         yield
@@ -29,25 +29,25 @@ def trusting_code(trust: bool) -> Iterator[None]:
 
 
 def refuse_untrusted(where: str, *, to: str = "make the model") -> None:
-    """Raise BadInput where a user's code may not be run."""
+    """Raise BadInput unless the context allows a user's code to run."""
     if not _TRUSTED.get():
         raise BadInput(f"{where} is code, which would be run to {to}: read it, and give --trust-code if you trust it")
 
 
 def is_code(text: str) -> bool:
-    """Whether a model's name is that of a function of a file."""
+    """Check whether a model's name is `module:PATH.py:FUNCTION`."""
     return text.startswith(PREFIX)
 
 
 def file_and_function(text: str) -> tuple[Path, str]:
-    """Of `module:PATH.py:FUNCTION`; whether there are such is not asked."""
+    """Split `module:PATH.py:FUNCTION`, without a check that they exist."""
     path, _, function = text.removeprefix(PREFIX).rpartition(":")
     return Path(path), function
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Code:
-    """A Python file's text and which of its functions makes the model."""
+    """A Python file's text, and the name of its function that makes the model."""
 
     file: str
     function: str
@@ -58,7 +58,7 @@ class Code:
         return hashlib.sha256(self.source.encode()).hexdigest()
 
     def called(self, arguments: dict[str, Any]) -> Any:
-        """What the function gives. Raises BadInput where code isn't trusted, and for code that fails."""
+        """Call the function; raise BadInput for code that isn't trusted or fails."""
         refuse_untrusted(self.file)
         try:
             return self._function()(**arguments)
@@ -73,7 +73,7 @@ class Code:
     def _function(self) -> Callable[..., Any]:
         module = ModuleType(f"corp_deploy_model_{self.sha256[:16]}")
         module.__file__ = self.file
-        sys.modules[module.__name__] = module  # where dataclasses look their annotations up
+        sys.modules[module.__name__] = module  # dataclasses look their annotations up there
         exec(compile(self.source, self.file, "exec"), module.__dict__)
         function: Callable[..., Any] | None = module.__dict__.get(self.function)
         if not callable(function):
