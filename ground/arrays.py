@@ -20,7 +20,7 @@ from safetensors import safe_open
 
 from .errors import BadInput
 from .file_kinds import refuse_stand_in_file
-from .files import escapes_directory, regular_file
+from .files import escapes_directory
 
 LONGEST_HEADER = 4096
 # An archive may inflate to FREE_BYTES, or to MOST_INFLATED times the size of its file if that is more.
@@ -35,16 +35,6 @@ _READERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0
 
 def _damaged(where: str, kind: str, reason: object) -> BadInput:
     return BadInput(f"{where}: not a valid {kind} file ({reason!s:.200})")
-
-
-def _nonempty(path: Path, kind: str) -> Path:
-    """Return the path of a regular file that is not empty.
-
-    Raises BadInput for another kind of file and an empty one, FileNotFoundError for a missing one.
-    """
-    if not regular_file(path).stat().st_size:
-        raise _damaged(str(path), kind, "the file is empty")
-    return path
 
 
 def _header(file: IO[bytes], where: str) -> tuple[tuple[int, ...], "np.dtype[Any]", int]:
@@ -85,13 +75,17 @@ def _require_held(file: IO[bytes], size_bytes: int, where: str) -> None:
 
 
 @contextmanager
-def _as_damage(where: str, kind: str) -> Iterator[None]:
+def _reading(path: Path, kind: str) -> Iterator[None]:
+    """Raise BadInput for an empty file, a stand-in and any error of the body but lack of memory or of the file."""
+    refuse_stand_in_file(path)
     try:
+        if not path.stat().st_size:
+            raise _damaged(str(path), kind, "the file is empty")
         yield
     except (BadInput, MemoryError, FileNotFoundError):
         raise
     except Exception as error:
-        raise _damaged(where, kind, f"{type(error).__name__}: {error}") from error
+        raise _damaged(str(path), kind, f"{type(error).__name__}: {error}") from error
 
 
 def array_from_npy(path: Path, *, mapped: bool = False) -> NDArray[Any]:
@@ -99,8 +93,7 @@ def array_from_npy(path: Path, *, mapped: bool = False) -> NDArray[Any]:
 
     Raises BadInput for pickled objects, for a shape that needs more bytes than the file has, and for other files.
     """
-    refuse_stand_in_file(path)
-    with _as_damage(str(path), ".npy"), _nonempty(path, ".npy").open("rb") as file:
+    with _reading(path, ".npy"), path.open("rb") as file:
         _require_held(file, path.stat().st_size, str(path))
         file.seek(0)
         array: NDArray[Any] = np.load(path if mapped else file, mmap_mode="r" if mapped else None, allow_pickle=False)
@@ -136,19 +129,19 @@ def _array_of(archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: Path) -> 
     return array
 
 
-def _require_key(path: Path, key: str, names: Iterable[str]) -> None:
+def _chosen_keys(path: Path, key: str | None, names: Iterable[str]) -> Iterable[str]:
+    if key is None:
+        return names
     if key not in names:
         raise BadInput(f"{path}: has no key {key!r}, only {', '.join(sorted(names))[:300] or 'none'}")
+    return (key,)
 
 
 def arrays_from_npz(path: Path, *, key: str | None = None) -> dict[str, NDArray[Any]]:
     """Return all arrays of a .npz file by name, or only `key`. Raises BadInput as `array_from_npy` does."""
-    refuse_stand_in_file(path)
-    with _as_damage(str(path), ".npz"), zipfile.ZipFile(_nonempty(path, ".npz")) as archive:
+    with _reading(path, ".npz"), zipfile.ZipFile(path) as archive:
         members = _members(archive, path)
-        if key is not None:
-            _require_key(path, key, members)
-        return {name: _array_of(archive, each, path) for name, each in members.items() if key in (None, name)}
+        return {name: _array_of(archive, members[name], path) for name in _chosen_keys(path, key, members)}
 
 
 def array_from_npz(path: Path, key: str) -> NDArray[Any]:
@@ -157,16 +150,12 @@ def array_from_npz(path: Path, key: str) -> NDArray[Any]:
 
 def arrays_from_safetensors(path: Path, *, key: str | None = None) -> dict[str, NDArray[Any]]:
     """Return all arrays of a .safetensors file by name, or only `key`. Raises BadInput for a damaged file."""
-    refuse_stand_in_file(path)
-    with _as_damage(str(path), ".safetensors"), safe_open(_nonempty(path, ".safetensors"), framework="np") as file:
-        names = list(file.keys())
-        if key is not None:
-            _require_key(path, key, names)
-        return {name: file.get_tensor(name) for name in names if key in (None, name)}
+    with _reading(path, ".safetensors"), safe_open(path, framework="np") as file:
+        return {name: file.get_tensor(name) for name in _chosen_keys(path, key, list(file.keys()))}
 
 
 def array_from_file(path: Path, key: str) -> NDArray[Any]:
     """Return the array of a .npy file, or `key` of a .npz file; the content decides, not the suffix."""
-    with _as_damage(str(path), ".npy"), _nonempty(path, ".npy").open("rb") as file:
+    with _reading(path, ".npy"), path.open("rb") as file:
         packed = file.read(2) == b"PK"
     return array_from_npz(path, key) if packed else array_from_npy(path)

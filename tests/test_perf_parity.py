@@ -14,7 +14,7 @@ from perf.parity.locate import FaultLocation
 from perf.parity.measures import figures_by_input
 from perf.parity.parity import ImageSet, Parity, parity_from_value
 from perf.parity.shift import Scatter, SiteShift, Stats, shift_of_sites, site_shift
-from perf.parity.structure import check_outputs
+from perf.parity.structure import check_output_values
 from perf.parity.tolerance import Tolerance, exact_tolerance, user_tolerance
 from tests.refusals import rejects
 
@@ -102,7 +102,7 @@ def test_verdict_follows_from_the_links() -> None:
     assert bad.line.startswith(
         "FAIL (2 links judged, 1 measured without a limit; no limit judged logits) on 40 images: bad: "
     )
-    failed = parity(good, structure=tuple(check_outputs("b", {"logits": REF * np.nan})))
+    failed = parity(good, structure=tuple(check_output_values("b", {"logits": REF * np.nan})))
     assert failed.verdict == "FAIL"
     assert "finite of b: NaN or Inf on 40 of 40 images" in failed.reason
 
@@ -118,7 +118,7 @@ def full() -> Parity:
     return parity(
         linked(REF, kind="exact", tolerance=exact_tolerance(products=38, largest_logit=9.0), name="onnx"),
         linked(REF, spoilt, name="fp16"),
-        structure=tuple(check_outputs("b", {"logits": spoilt})),
+        structure=tuple(check_output_values("b", {"logits": spoilt})),
         located=(
             FaultLocation(link="fp16", site="blocks.1.attn", measure="nonfinite", value=float("inf"), noise=1e-3,
                     largest_activation=7e4, half_limit=65504.0, reason="r", command="c"),

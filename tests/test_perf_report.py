@@ -18,7 +18,7 @@ from perf.parity.labels import Accuracy
 from perf.parity.link import measure_link
 from perf.parity.locate import FaultLocation
 from perf.parity.parity import ImageSet, Parity
-from perf.parity.structure import check_batch_sizes, check_outputs
+from perf.parity.structure import check_batch_sizes, check_output_values
 from perf.parity.tolerance import user_tolerance
 from perf.record.runs import Bench, BenchTrial, Row, SubjectRecord, TimedBlock
 from perf.report import tables
@@ -81,8 +81,8 @@ def broken_parity() -> Parity:
     """A graph that gives NaN, and the block where it begins."""
     logits = np.random.default_rng(1).standard_normal((6, 3))
     structure = (
-        *check_outputs("onnx fp16", {"logits": logits}),
-        *check_outputs("onnx fp32", {"logits": logits * np.nan}),
+        *check_output_values("onnx fp16", {"logits": logits}),
+        *check_output_values("onnx fp32", {"logits": logits * np.nan}),
         *check_batch_sizes("onnx fp16", {1: {"logits": logits}, 2: {"logits": logits}}, bound=0.0),
     )
     located = FaultLocation(link="fp16", site="blocks.1.attn", measure="nonfinite", value=np.inf, noise=1e-3,

@@ -83,7 +83,7 @@ def test_batch_one_is_compared_with_larger_batches() -> None:
 def test_nonfinite_outputs_are_found(bad: float) -> None:
     logits = sound(IMAGES)
     logits[1, 2] = bad
-    finite, constant = structure.check_outputs("r", {"logits": logits})
+    finite, constant = structure.check_output_values("r", {"logits": logits})
     assert (finite.status, constant.status) == ("FAIL", "PASS")
     assert "on 1 of 8 images" in finite.reason
 
@@ -91,8 +91,8 @@ def test_nonfinite_outputs_are_found(bad: float) -> None:
 def test_constant_outputs_are_found() -> None:
     alike = np.tile(sound(IMAGES)[:1], (8, 1))
     for rows, status in ((alike, "FAIL"), (np.zeros((8, 5)), "FAIL"), (sound(IMAGES), "PASS")):
-        assert [f.status for f in structure.check_outputs("r", {"logits": rows})] == ["PASS", status]
-    assert [f.test for f in structure.check_outputs("r", {"logits": sound(IMAGES[:1])})] == ["finite"]
+        assert [f.status for f in structure.check_output_values("r", {"logits": rows})] == ["PASS", status]
+    assert [f.test for f in structure.check_output_values("r", {"logits": sound(IMAGES[:1])})] == ["finite"]
 
 
 def test_outputs_of_the_timed_run_are_checked() -> None:
@@ -145,7 +145,7 @@ def test_structural_tests_accept_integers_and_several_outputs() -> None:
     tests = [
         structure.check_batch_slots("r", two_outputs, one, batch=4, bound=1e-6),
         structure.check_permutation("r", two_outputs, TEXTS, bound=1e-6),
-        *structure.check_outputs("r", two_outputs(TEXTS), noun="inputs"),
+        *structure.check_output_values("r", two_outputs(TEXTS), noun="inputs"),
         *structure.check_batch_sizes("r", {6: two_outputs(TEXTS), 1: two_outputs(one)}, bound=1e-6),
     ]
     assert {each.status for each in tests} == {"PASS"}
@@ -163,7 +163,9 @@ def test_worst_of_several_outputs_is_named() -> None:
     assert shuffled.status == "FAIL"
     assert "(tokens)" in shuffled.reason
     assert "; inputs " in shuffled.reason
-    finite = structure.check_outputs("r", {**two_outputs(TEXTS), "tokens": np.full((6, 5, 6), np.nan)}, noun="inputs")
+    finite = structure.check_output_values(
+        "r", {**two_outputs(TEXTS), "tokens": np.full((6, 5, 6), np.nan)}, noun="inputs"
+    )
     assert [(each.test, each.status) for each in finite][2] == ("finite", "FAIL")
     assert finite[2].reason == "tokens: NaN or Inf on 6 of 6 inputs"
 

@@ -178,7 +178,7 @@ def compare_engines(
             by_batch = {size: run_in_batches(run, feeds, size) for size in each.sizes(batches)}
         answers = by_batch[max(by_batch)]
         answered(each.source.label, answers)
-        findings += structure.check_outputs(each.source.label, answers, noun=golden.images.kind)
+        findings += structure.check_output_values(each.source.label, answers, noun=golden.images.kind)
         own_name = each.candidate.name.lstrip("-")  # which a file in this directory has in front
         name = own_name if len(candidates) == 1 else f"{place + 1} {own_name}"
         for port in golden.outputs:

@@ -45,7 +45,7 @@ def run_structural_tests(
             untested = StructuralTest(
                 candidate=label, test="batch-slot", status="NOTED", value=0.0, bound=bound, reason=why
             )
-            return [*structure.check_outputs(label, by_batch[max(by_batch)], noun=noun), untested]
+            return [*structure.check_output_values(label, by_batch[max(by_batch)], noun=noun), untested]
         feeds = select_rows(feeds, firm_N)
         by_batch = {size: select_rows(rows, firm_N[firm_N < batch_size(rows)]) for size, rows in by_batch.items()}
         by_batch = {size: rows for size, rows in by_batch.items() if batch_size(rows)}
@@ -56,7 +56,7 @@ def run_structural_tests(
         structure.check_permutation(
             label, run, select_rows(feeds, some), bound=bound, straight=select_rows(straight, some)
         ),
-        *structure.check_outputs(label, straight, noun=noun),
+        *structure.check_output_values(label, straight, noun=noun),
         *(() if candidate.takes_pixels else structure.check_extremes(label, run, extreme)),
         *structure.check_batch_sizes(label, by_batch, bound=bound, noun=noun),
     ]

@@ -104,7 +104,11 @@ def bench_subjects(
             late = [row for row in rows if row.batch < batch and row.stop == OUT_OF_TIME]
             late = [row for row in late if least_of([*row.trials.values()])]
             slow = max(late, key=lambda row: row.batch, default=None)  # a larger batch size is slower still
-            row, own = size.timed() if slow is None else (size.skipped_as_too_slow(slow), [])
+            try:
+                row, own = size.timed() if slow is None else (size.skipped_as_too_slow(slow), [])
+            finally:
+                for subject in opened:
+                    subject.release()
             rows.append(row)
             tests += own
             # Time left of this limit pays for the opening; time beyond it is not taken from other batch sizes.

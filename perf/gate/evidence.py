@@ -28,23 +28,20 @@ class Evidence:
 
     def reading(self, rule: Rule, subject: str | None, where: str) -> Reading:
         """Return the rule's figure for a subject, None for the candidate. Raises BadInput if the records lack it."""
-        bench = self._bench(rule, where) if rule.is_of_bench else None
-        _require_subject(rule, subject, () if bench is None else [each.name for each in bench.subjects], where)
-        if bench is not None:
+        if rule.is_of_bench:
+            if self.bench is None:
+                raise BadInput(f"rule {rule.text!r}: {rule.metric} needs a bench record, {where} has none")
+            _require_subject(rule, subject, [each.name for each in self.bench.subjects], where)
             if rule.metric in TIMED:
-                return _timed(bench, rule, subject, where, self.confidence)
-            return _counted(bench, rule, subject, where)
+                return _timed(self.bench, rule, subject, where, self.confidence)
+            return _counted(self.bench, rule, subject, where)
+        _require_subject(rule, subject, (), where)
         if rule.is_own:
             return own_reading(find_own_metric(self.parity, rule, subject, where), self.confidence)
         return parity_reading(self.parity, rule, subject, where, self.confidence)
 
     def covers(self, rule: Rule) -> bool:
         return (self.bench if rule.is_of_bench else self.parity) is not None
-
-    def _bench(self, rule: Rule, where: str) -> Bench:
-        if self.bench is None:
-            raise BadInput(f"rule {rule.text!r}: {rule.metric} needs a bench record, {where} has none")
-        return self.bench
 
 
 def require_figure(rule: Rule, subjects: Collection[str], where: str) -> None:

@@ -27,13 +27,7 @@ from perf.stats.decision import (
 )
 from perf.stats.stats import UNBOUNDED, Interval, exact_interval
 
-from .evidence import (
-    Evidence,
-    divided_by_machine_change,
-    find_incomparable_keys,
-    machine_change,
-    paired_change,
-)
+from .evidence import Evidence, divided_by_machine_change, find_incomparable_keys, machine_change, paired_change
 from .parity_figures import Reading, rules_by_output
 from .rule import ACCURACY, BASELINE, Rule
 

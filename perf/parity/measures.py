@@ -118,8 +118,7 @@ def feature_map_measures(reference: NDArray[np.floating], candidate: NDArray[np.
     images = len(rows.finite_N)
     tokens = token_figures(reference, candidate, rows.finite_N)
     return FeatureMapMeasures(
-        **rows.figures(),
-        **tokens | bounded_share("neighbour_agreement", tokens.get("neighbour_agreement"), images),
+        **rows.figures(), **tokens | bounded_share("neighbour_agreement", tokens.get("neighbour_agreement"), images)
     )
 
 

@@ -70,7 +70,7 @@ def check_batch_sizes(
     return tests
 
 
-def check_outputs(candidate: str, answers: Outputs, *, noun: str = "images") -> list[StructuralTest]:
+def check_output_values(candidate: str, answers: Outputs, *, noun: str = "images") -> list[StructuralTest]:
     """Test that outputs are finite and depend on the input."""
     tests = []
     for name, rows in answers.items():

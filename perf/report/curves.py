@@ -33,7 +33,7 @@ class ImagesPoint:
     high: float
 
 
-def draw_images(points: Sequence[ImagesPoint]) -> Drawing:
+def draw_calibration_sizes(points: Sequence[ImagesPoint]) -> Drawing:
     """Draw losses on fitted and held-out images, or the output's error if there are no held-out images."""
 
     def series(name: str, tone: str, values: Sequence[float]) -> PlotSeries:
@@ -56,7 +56,7 @@ def draw_images(points: Sequence[ImagesPoint]) -> Drawing:
 
 
 def images_figure(points: Sequence[ImagesPoint]) -> Figure:
-    return Figure("Where the lines meet, more images of the same kind bring nothing.", draw_images(points))
+    return Figure("Where the lines meet, more images of the same kind bring nothing.", draw_calibration_sizes(points))
 
 
 def images_table(points: Sequence[ImagesPoint], *, sentence: str) -> ReportTable:

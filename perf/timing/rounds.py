@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from itertools import count, islice
-from typing import Any
+from typing import Any, NotRequired, TypedDict, Unpack
 
 from perf.record.runs import TimedBlock
 from perf.stats.quiet import QuietSpans, comparison_measure, samples
@@ -31,25 +31,26 @@ def settle_calls(calls: int) -> int:
     return 1 if calls >= 4 else 0
 
 
+class RoundOptions(TypedDict):
+    """Options of rounds: calls per block, clock, watch, and a function called with the number of rounds done."""
+
+    calls: int
+    clock: Clock
+    watch: NotRequired[Watch]
+    on_round: NotRequired[Callable[[int], None] | None]
+
+
 def measure_pair(
-    bounds: Mapping[str, Bound],
-    plan: Plan,
-    *,
-    calls: int,
-    clock: Clock,
-    watch: Watch = unwatched,
-    on_round: Callable[[int], None] | None = None,
-    limit_s: float | None = None,
+    bounds: Mapping[str, Bound], plan: Plan, *, limit_s: float | None = None, **how: Unpack[RoundOptions]
 ) -> tuple[tuple[TimedBlock, ...], str]:
     """Measure two warm subjects, the reference first, in ABBA rounds, and return the blocks and why it stopped.
 
-    A round with a throttled block doesn't count. `on_round` is called with the number of rounds done; `limit_s` is the
-    plan's if None.
+    A round with a throttled block doesn't count. `limit_s` is the plan's if None.
     """
     reference, candidate = bounds
     blocks, quiet = list[TimedBlock](), QuietSpans(bounds)
     limit_s = plan.time_limit_s if limit_s is None else limit_s
-    for latest in _rounds(bounds, calls, clock, watch, on_round, limit_s):
+    for latest in _rounds(bounds, limit_s, **how):
         blocks += latest
         quiet.add(latest[0].round, latest)
         stop = _stop(blocks, quiet, (reference, candidate), plan)
@@ -59,18 +60,10 @@ def measure_pair(
 
 
 def measure_rounds(
-    bounds: Mapping[str, Bound],
-    rounds: int,
-    *,
-    calls: int,
-    clock: Clock,
-    watch: Watch = unwatched,
-    on_round: Callable[[int], None] | None = None,
-    limit_s: float = math.inf,
+    bounds: Mapping[str, Bound], rounds: int, *, limit_s: float = math.inf, **how: Unpack[RoundOptions]
 ) -> tuple[TimedBlock, ...]:
     """Measure subjects for `rounds` rounds, forth and back (1 2 3 3 2 1), or fewer within `limit_s` seconds."""
-    every = _rounds(bounds, calls, clock, watch, on_round, limit_s)
-    return tuple(block for blocks in islice(every, rounds) for block in blocks)
+    return tuple(block for blocks in islice(_rounds(bounds, limit_s, **how), rounds) for block in blocks)
 
 
 @contextmanager
@@ -101,11 +94,12 @@ def quick_garbage_collection() -> Iterator[None]:
 
 def _rounds(
     bounds: Mapping[str, Bound],
+    limit_s: float,
+    *,
     calls: int,
     clock: Clock,
-    watch: Watch,
-    on_round: Callable[[int], None] | None,
-    limit_s: float,
+    watch: Watch = unwatched,
+    on_round: Callable[[int], None] | None = None,
 ) -> Iterator[list[TimedBlock]]:
     """Yield the blocks of each round that is expected to end in time; drop all blocks of an unfinished round."""
     started, last_s = clock(), 0.0
