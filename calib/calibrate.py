@@ -150,15 +150,14 @@ class _Share:
         if self.snapshots and self.position in self.snapshots.counts:
             self.snapshots.write(self.position, self._moments(self.fingerprints))
         if self.checkpoint and before // self.checkpoint.every < self.collector.images // self.checkpoint.every:
-            moments = self.collector.moments({}).with_fingerprints(self.fingerprints)
-            assert self.collector.kernel is not None
+            moments = replace(self.collector.moments({}), fingerprints=self.fingerprints)
             kernel = self.collector.kernel
-            self.checkpoint.save(
-                moments, ResumeState(position=self.position, bad=tuple(self.bad), kernel=kernel, run=run)
-            )
+            assert kernel is not None
+            state = ResumeState(position=self.position, bad=tuple(self.bad), kernel=kernel, run=run)
+            self.checkpoint.save(moments, state)
 
     def _moments(self, fingerprints: Fingerprints) -> Moments:
-        return self.collector.moments({}).with_fingerprints(fingerprints.sorted())
+        return replace(self.collector.moments({}), fingerprints=fingerprints.sorted())
 
     def take_snapshots(self, end: int, batch_size: int) -> None:
         """Write the snapshots whose counts lie inside the next batch, from a copy of the sums."""
@@ -254,4 +253,4 @@ def calibrate_sites(
     if ranks.size > 1:
         _sum_over_ranks(share.collector, ranks)
     fingerprints = Fingerprints.concatenated(ranks.all_gather(share.fingerprints)).sorted()
-    return share.collector.moments(lineage).with_fingerprints(fingerprints)
+    return replace(share.collector.moments(lineage), fingerprints=fingerprints)

@@ -91,8 +91,8 @@ def merge_moments(a: Moments, b: Moments) -> Moments:
     lineage, fingerprints = _merge_lineage(a.lineage, b.lineage), _merge_images(a, b)
     groups, half = _merge_groups(a, b, fingerprints.ids)
     sites = {name: add_statistics(name, a.sites[name], b.sites[name]) for name in a.sites}
-    merged = Moments(sites=sites, lineage=lineage, images=a.images + b.images).with_fingerprints(fingerprints)
-    return replace(merged, group_ids=groups, half=half)
+    images = a.images + b.images
+    return Moments(sites=sites, lineage=lineage, images=images, fingerprints=fingerprints, group_ids=groups, half=half)
 
 
 def subtract_statistics(site: OneKind, half: OneKind) -> OneKind:
@@ -122,8 +122,9 @@ def moments_without(total: Moments, part: Moments) -> Moments:
     }
     groups = total.group_ids[remaining_N] if len(total.group_ids) else total.group_ids
     fingerprints = total.fingerprints.select(remaining_N)
-    left = Moments(sites=sites, lineage=total.lineage, images=len(fingerprints), group_ids=groups)
-    return left.with_fingerprints(fingerprints)
+    return Moments(
+        sites=sites, lineage=total.lineage, images=len(fingerprints), fingerprints=fingerprints, group_ids=groups
+    )
 
 
 def _without_system(site: SiteMoments) -> SiteMoments:

@@ -15,7 +15,7 @@ from torch import Tensor
 from ground.errors import BadInput
 
 from .axes import refuse_impossible, shape_of, triangle_size
-from .fingerprints import Fingerprints, no_hashes, no_ids
+from .fingerprints import Fingerprints, no_ids
 from .patch_moments import PatchMoments
 from .sites import SiteKind
 
@@ -28,6 +28,7 @@ class ChannelMoments:
     """
 
     kind: ClassVar[SiteKind] = "mlp"
+    system_width: ClassVar[int | None] = None
     tokens: float
     eps: float
     sum_F: Tensor
@@ -40,10 +41,6 @@ class ChannelMoments:
     @property
     def entering(self) -> tuple[Tensor, Tensor]:
         return self.mean_F, self.covariance_FF
-
-    @property
-    def system_width(self) -> int | None:
-        return None
 
     @property
     def mean_F(self) -> Tensor:
@@ -157,17 +154,16 @@ def moments_on_device(moments: OneKind, device: torch.device | str) -> OneKind:
 class Moments:
     """A calibration's result: statistics by site, their lineage, and the calibrated images.
 
-    Merging needs the same `model`, `preprocessing` and `dtype` in `lineage`. `image_ids` [images] are sorted content
-    hashes, `image_hashes` [images,2] perceptual hashes in that order; both are empty when unknown. `group_ids` are the
-    images' groups, `half` the moments of about half of the groups. `metrics` [O,O], by weight, weigh changes of a
-    layer's outputs by their effect on the model's; they are never stored.
+    Merging needs the same `model`, `preprocessing` and `dtype` in `lineage`. `fingerprints` are sorted by content hash,
+    and empty when unknown. `group_ids` [images] are the images' groups in that order, `half` the moments of about half
+    of the groups. `metrics` [O,O], by weight, weigh changes of a layer's outputs by their effect on the model's; they
+    are never stored.
     """
 
     sites: Mapping[str, SiteMoments]
     lineage: Mapping[str, str]
     images: int
-    image_ids: Tensor = field(default_factory=no_ids)
-    image_hashes: Tensor = field(default_factory=no_hashes)
+    fingerprints: Fingerprints = field(default_factory=Fingerprints)
     group_ids: Tensor = field(default_factory=no_ids)
     half: "Moments | None" = None
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
@@ -179,17 +175,14 @@ class Moments:
             raise BadInput("Moments.sites: got none, expected at least one site")
         if len(self.image_ids) not in (0, self.images):
             raise BadInput(f"Moments.image_ids: got {len(self.image_ids)} for {self.images} images")
-        if len(self.image_hashes) not in (0, len(self.image_ids)):
-            raise BadInput(f"Moments.image_hashes: got {len(self.image_hashes)} for {self.images} images")
+        if len(hashes := self.fingerprints.hashes_M2) not in (0, len(self.image_ids)):
+            raise BadInput(f"Moments.image_hashes: got {len(hashes)} for {self.images} images")
         if self.half is not None:
             self._refuse_half(self.half)
 
     @property
-    def fingerprints(self) -> Fingerprints:
-        return Fingerprints(ids=self.image_ids, hashes_M2=self.image_hashes)
-
-    def with_fingerprints(self, fingerprints: Fingerprints) -> "Moments":
-        return replace(self, image_ids=fingerprints.ids, image_hashes=fingerprints.hashes_M2)
+    def image_ids(self) -> Tensor:
+        return self.fingerprints.ids
 
     def _refuse_half(self, half: "Moments") -> None:
         if len(self.group_ids) != self.images or len(self.image_ids) != self.images:

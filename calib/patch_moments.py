@@ -25,6 +25,7 @@ class PatchMoments:
     """
 
     kind: ClassVar[SiteKind] = "convolution"
+    system_width: ClassVar[int | None] = None
     taps: int
     tokens: float
     eps: float
@@ -55,10 +56,6 @@ class PatchMoments:
     @property
     def entering(self) -> tuple[Tensor, Tensor]:
         return self.map_mean_GC.flatten(), torch.block_diag(*self.map_covariance_GCC)
-
-    @property
-    def system_width(self) -> int | None:
-        return None
 
     @property
     def mean_GU(self) -> Tensor:

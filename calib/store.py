@@ -18,7 +18,7 @@ from ground.files import regular_file
 from ground.records import record_from_text, record_from_value
 
 from .axes import UPPER, name_in_file, pack_if_upper, unpack_triangles
-from .fingerprints import no_hashes
+from .fingerprints import Fingerprints, no_hashes
 from .moments import ChannelMoments, HeadMoments, Moments, SiteMoments
 from .patch_moments import PatchMoments
 from .tensor_file import TensorEntry, entries_of_file, write_tensors
@@ -38,8 +38,8 @@ def _sha256(tensor: Tensor) -> str:
 
 def _flatten(moments: Moments, prefix: str = "") -> tuple[dict[str, Tensor], dict[str, Any]]:
     tensors = {prefix + IMAGE_IDS: moments.image_ids}
-    if len(moments.image_hashes):
-        tensors[prefix + IMAGE_HASHES] = moments.image_hashes
+    if len(hashes := moments.fingerprints.hashes_M2):
+        tensors[prefix + IMAGE_HASHES] = hashes
     sites: dict[str, dict[str, Any]] = {}
     for name, site in moments.sites.items():
         sites[name] = {"type": site.kind}
@@ -227,14 +227,12 @@ def _int64_tensor(path: Path, name: str, digests: Mapping[str, str], trailing: t
 
 
 def _moments_of_part(path: Path, header: _Header, own: _Sites, *, prefix: str = "") -> Moments:
-    hashes = prefix + IMAGE_HASHES
-    return Moments(
-        sites=_SitesOfFile(path, own, header.sha256, prefix=prefix),
-        lineage=header.lineage,
-        images=own.images,
-        image_ids=_int64_tensor(path, prefix + IMAGE_IDS, header.sha256),
-        image_hashes=_int64_tensor(path, hashes, header.sha256, (2,)) if hashes in header.sha256 else no_hashes(),
-    )
+    sites = _SitesOfFile(path, own, header.sha256, prefix=prefix)
+    ids, hashes = _int64_tensor(path, prefix + IMAGE_IDS, header.sha256), no_hashes()
+    if prefix + IMAGE_HASHES in header.sha256:
+        hashes = _int64_tensor(path, prefix + IMAGE_HASHES, header.sha256, (2,))
+    fingerprints = Fingerprints(ids=ids, hashes_M2=hashes)
+    return Moments(sites=sites, lineage=header.lineage, images=own.images, fingerprints=fingerprints)
 
 
 def load_moments(path: Path, *, remedy: str = _REMEDY) -> Moments:

@@ -1,6 +1,7 @@
 """Digests and perceptual hashes of inputs, and finding inputs again by them."""
 
 import io
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -108,11 +109,14 @@ def test_malformed_fingerprint_texts_are_refused(ids: str, hashes: str) -> None:
 
 def test_merging_and_splitting_moments_keeps_hashes_with_their_images() -> None:
     one, other = moments(ids=(3, 8)), moments(1, ids=(5, 6))
-    marked = [each.with_fingerprints(Fingerprints(ids=each.image_ids, hashes_M2=each.image_ids[:, None].repeat(1, 2)))
-              for each in (one, other)]  # fmt: skip
+    hashes = [each.image_ids[:, None].repeat(1, 2) for each in (one, other)]
+    marked = [
+        replace(each, fingerprints=Fingerprints(ids=each.image_ids, hashes_M2=own))
+        for each, own in zip((one, other), hashes, strict=True)
+    ]
     whole = merge_moments(*marked)
     assert whole.image_ids.tolist() == [3, 5, 6, 8]
-    assert whole.image_hashes[:, 0].tolist() == [3, 5, 6, 8]
-    assert not len(merge_moments(marked[0], other).image_hashes)
+    assert whole.fingerprints.hashes_M2[:, 0].tolist() == [3, 5, 6, 8]
+    assert not len(merge_moments(marked[0], other).fingerprints.hashes_M2)
     left = moments_without(whole, marked[1])
-    assert (left.image_ids.tolist(), left.image_hashes[:, 1].tolist()) == ([3, 8], [3, 8])
+    assert (left.image_ids.tolist(), left.fingerprints.hashes_M2[:, 1].tolist()) == ([3, 8], [3, 8])

@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 
 from calib.combination import merge_moments, subtract_statistics
+from calib.fingerprints import Fingerprints
 from calib.groups import group_ids, held_out_groups, merged_labels, second_half_mask
 from calib.images import Images, open_images
 from calib.moments import ChannelMoments, Moments, SiteMoments
@@ -123,7 +124,12 @@ def halved(first: int) -> Moments:
 
     def of(numbers: list[int]) -> Moments:
         parts = [
-            Moments(sites={"mlp": every[n - first]}, lineage={"model": "m"}, images=1, image_ids=torch.tensor([n]))
+            Moments(
+                sites={"mlp": every[n - first]},
+                lineage={"model": "m"},
+                images=1,
+                fingerprints=Fingerprints(ids=torch.tensor([n])),
+            )
             for n in numbers
         ]
         whole = parts[0]

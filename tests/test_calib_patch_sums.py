@@ -16,6 +16,7 @@ from torch.nn import functional
 from calib import patch_sums
 from calib.collect import Collector, collect
 from calib.combination import merge_moments, moments_without
+from calib.fingerprints import Fingerprints
 from calib.memory import Shape, bytes_needed, patch_channels_that_fit, shapes_of_sites
 from calib.moments import ChannelMoments, Moments
 from calib.patch_moments import PatchMoments
@@ -99,7 +100,7 @@ def test_batch_size_and_order_do_not_matter(batch: int, order: list[int]) -> Non
 
 
 def with_ids(moments: Moments, first: int) -> Moments:
-    return replace(moments, image_ids=torch.arange(first, first + moments.images))
+    return replace(moments, fingerprints=Fingerprints(ids=torch.arange(first, first + moments.images)))
 
 
 def test_calibrations_merge_and_split() -> None:

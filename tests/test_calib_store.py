@@ -14,6 +14,7 @@ from torch import Tensor
 from calib import store
 from calib.axes import SYMMETRIC
 from calib.combination import merge_moments
+from calib.fingerprints import Fingerprints
 from calib.moments import ChannelMoments, HeadMoments, Moments, SiteMoments
 from calib.store import load_moments, save_moments
 from calib.sums import move_to_host
@@ -47,7 +48,10 @@ def attention(seed: int = 0, *, system: bool = False) -> HeadMoments:
 def moments(seed: int = 0, *, ids: tuple[int, ...] = (1, 2), system: bool = False, **lineage: str) -> Moments:
     sites: dict[str, SiteMoments] = {"blocks.0.attn": attention(seed, system=system), "blocks.0.mlp": mlp(seed)}
     return Moments(
-        sites=sites, lineage={"model": "m", "preprocessing": "p"} | lineage, images=2, image_ids=torch.tensor(ids)
+        sites=sites,
+        lineage={"model": "m", "preprocessing": "p"} | lineage,
+        images=2,
+        fingerprints=Fingerprints(ids=torch.tensor(ids)),
     )
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import corp_deploy
+from calib.fingerprints import Fingerprints
 from calib.moments import ChannelMoments, Moments
 from calib.store import load_moments, rows_and_widths, save_moments
 from corp_deploy.families.family import image_spec
@@ -20,7 +21,9 @@ def moments_of(ids: list[int], *, width: int = 192, rows: int = 17) -> Moments:
         tokens=float(rows * len(ids)), eps=0.0, sum_F=torch.ones(width, dtype=torch.float64),
         gram_FF=torch.eye(width, dtype=torch.float64), active_F=torch.ones(width, dtype=torch.float64),
     )  # fmt: skip
-    return Moments(sites={"mlp": site}, lineage={}, images=len(ids), image_ids=torch.tensor(sorted(ids)))
+    return Moments(
+        sites={"mlp": site}, lineage={}, images=len(ids), fingerprints=Fingerprints(ids=torch.tensor(sorted(ids)))
+    )
 
 
 @pytest.mark.parametrize("ids", [[1], [1] * 50, [1, 2, 3] * 10, list(range(11))])

@@ -231,7 +231,7 @@ def test_fitted_images_never_judge(home: Home) -> None:
     rejects("none of the 40 images was used in the moments", Judges().apart, judging.inputs, home.moments)
     with pytest.raises(BadInput, match="--judge: 24 of its 64 images are calibration images too"):
         Judges(inputs=home.images).apart(home.fitted, home.moments)
-    unknown = home.moments.with_fingerprints(Fingerprints())
+    unknown = replace(home.moments, fingerprints=Fingerprints())
     rejects("the moments don't record their images", Judges().apart, home.images, unknown)
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from calib.collect import Collector, Options
+from calib.fingerprints import Fingerprints
 from calib.inputs import InputSet, held_out_split, tensors_by_name
 from calib.memory import bytes_available, bytes_needed, refuse_too_large, shapes_of_sites
 from calib.sites import Site
@@ -105,7 +106,8 @@ def _run_block(block: nn.Module, sites: list[Site], part: _Part, index: int, run
     with collector:
         for number, x_BNC in enumerate(part.streams):
             part.streams[number] = collector.outputs_of(x_BNC).cpu()
-    save_moments(replace(collector.moments(part.lineage), image_ids=part.ids.sort().values), part.of_block(index))
+    fingerprints = Fingerprints(ids=part.ids.sort().values)
+    save_moments(replace(collector.moments(part.lineage), fingerprints=fingerprints), part.of_block(index))
 
 
 def _embed_parts(
