@@ -1,5 +1,4 @@
-"""What a model costs: the multiply-adds of one forward pass, counted product by product on the meta device, for one
-input at the shapes it takes; and what every site costs now, and at any other width, by formula.
+"""Costs of models: multiply-adds of one input, counted on the meta device, and costs of sites at any width.
 
 One multiply-add counts once, in every convolution and matrix product that runs and at the shape it runs with, so a
 zero-padded head counts its padded width. Biases, normalisations, softmax and activations are not counted.
@@ -31,21 +30,21 @@ from .family import sites_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteCosts:
-    """Costs in one currency. `layers`: what sites, which share them, save together; `biases`: what layers get that have
-    none, by name, where a site that they read is narrower.
-    """
+    """The costs of a model's sites in one currency."""
 
-    currency: Currency
     now: Mapping[str, int]
+    """The cost of each site at its present width."""
     layers: LayerCosts
+    """The costs of layers, which several sites may share."""
     biases: Mapping[str, int]
+    """The sizes of biases that layers get where a site that they read is narrowed, by name."""
 
     def of(self, site: Site, width: int) -> int:
-        """At another width."""
-        return (site.macs_now if self.currency == "macs" else site.parameters_now) * width // site.width
+        """Return the cost of a site at another width."""
+        return self.now[site.name] * width // site.width
 
     def saved(self, sites: Iterable[Site], widths: Widths) -> float:
-        """By these widths, exactly."""
+        """Return the exact cost that these widths save."""
         found = [site for site in sites if site.name in widths]
         left = {site.groups.key: widths[site.name] / site.width for site in found}
         added = {each.bias for site in found if left[site.groups.key] < 1.0 for each in site.readings}
@@ -53,12 +52,12 @@ class SiteCosts:
 
 
 def site_costs(model: nn.Module, currency: Currency) -> SiteCosts:
-    """The costs of this model's sites, of which its program says what goes with each: never less than it will be."""
+    """Return the costs of a model's sites, each with all layers that get narrower with it."""
     own, every = traced_model.tracing(model), sites_of(model).every
     layers = own.shares.macs if currency == "macs" else own.shares.parameters
     biases = {name: own.program.tensor(name).numel() for name in own.added if currency == "params"}
     now = {site.name: site.macs_now if currency == "macs" else site.parameters_now for site in every}
-    return SiteCosts(currency=currency, now=now, layers=layers, biases=biases)
+    return SiteCosts(now=now, layers=layers, biases=biases)
 
 
 aten = torch.ops.aten
@@ -69,18 +68,18 @@ PRODUCTS: Mapping[Any, Product] = {
     aten.addmm: lambda inputs, out: out.numel() * inputs[1].shape[-1],
     aten.bmm: lambda inputs, out: out.numel() * inputs[0].shape[-1],
     aten.baddbmm: lambda inputs, out: out.numel() * inputs[1].shape[-1],
-    # A transposed convolution spreads each input, a plain one gathers for each output; weight[0] is what one takes.
+    # A transposed convolution multiplies each input by weight[0], a plain one computes each output with weight[0].
     aten.convolution: lambda inputs, out: (inputs[0] if inputs[6] else out).numel() * inputs[1][0].numel(),
 }
-"""Multiply-adds of each operation that multiplies, from its inputs and what comes out."""
+"""The number of multiply-adds of each operation that multiplies, from its inputs and its output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MacCounts:
-    """Multiply-adds of one input by the module that ran them ('' is the model's own code).
+    """The multiply-adds of one input, by the module that ran them ('' is the model's own code).
 
-    `chain` is the longest row of products from the input to the output, each fed by the one before; `shapes` those of
-    the outputs behind the batch.
+    `chain` is the length of the longest row of products from the input to the output in which each reads the result of
+    the one before. `shapes` are those of the outputs without the batch.
     """
 
     by_module: Mapping[str, int]
@@ -89,16 +88,16 @@ class MacCounts:
 
     @property
     def macs(self) -> int:
-        """All of them."""
+        """The number of multiply-adds."""
         return sum(self.by_module.values())
 
     def within(self, name: str) -> int:
-        """Those of one module and everything inside it."""
+        """Return the multiply-adds of one module and all modules in it."""
         return sum(count for path, count in self.by_module.items() if path == name or path.startswith(f"{name}."))
 
 
 class _Counting(TorchDispatchMode):
-    """Adds up the products that run, by the module on top of `running`, and how many stand in a row."""
+    """A mode that counts the products that run, by the module on top of `running`, and the longest row of them."""
 
     def __init__(self, running: list[tuple[str, str]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -117,14 +116,15 @@ class _Counting(TorchDispatchMode):
 
 
 _Kind = tuple[torch.Size, tuple[int, ...], torch.dtype]
-# Blocks repeat each other, and each operator takes torch longer to think through than to look up.
+# Blocks repeat each other, and looking up an operator's outputs is faster than computing them on the meta device.
 _OUTCOMES: dict[Any, tuple[list[_Kind], Any]] = {}
 _OUTCOMES_KEPT = 20_000
 
 
 def _outcome(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What an operator gives on the meta device: of inputs of the same kinds it was run once, as long as it changes
-    none of them and gives tensors alone.
+    """Return the outputs of an operator on the meta device, from the cache where it ran with inputs of the same kinds.
+
+    Operators that change their inputs, or return anything but tensors, are not cached.
     """
     if func._schema.is_mutable:
         return func(*args, **kwargs)
@@ -152,9 +152,9 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def count_products(model: nn.Module, ports: Sequence[Port]) -> MacCounts:
-    """Run one input through a copy of the model that has no memory, and count.
+    """Run one input through a copy of the model without memory, and count its products.
 
-    Attention is run as its two products, whichever kernel computes it elsewhere.
+    Attention runs as its two products, whatever kernel computes it elsewhere.
     """
     as_inputs = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
     with torch.inference_mode(False), torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
@@ -170,11 +170,10 @@ def count_products(model: nn.Module, ports: Sequence[Port]) -> MacCounts:
 
 
 def count_macs(model: nn.Module) -> MacCounts:
-    """The multiply-adds of one input by module, and the longest row of products."""
-    ports = traced_model.input_spec(model).ports
-    return count_products(traced_model.counted_form(model), ports)
+    """Count the multiply-adds of one input of a traced model."""
+    return count_products(traced_model.counted_form(model), traced_model.input_spec(model).ports)
 
 
 def macs(model: nn.Module) -> int:
-    """Multiply-adds of one input."""
+    """Return the number of multiply-adds of one input of a traced model."""
     return count_macs(model).macs

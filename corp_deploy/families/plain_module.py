@@ -140,6 +140,11 @@ def _fold_(path: str, module: nn.Module) -> Iterator[str]:
         yield f"{path}.{name}" if path else name
 
 
+def plain_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class of a module, which for a traced module is the class that was traced."""
+    return traced_state(module).plain if isinstance(module, TracedModule) else type(module)
+
+
 def copy_with_forward(model: TracedModule, forward: Callable[..., Any]) -> nn.Module:
     """Return a plain copy of a dense traced module, of a class of the same name with this forward."""
     plain = traced_state(model).plain

@@ -1,6 +1,4 @@
-"""timm's models: how one is built from a name, its preprocessing, its own arguments, the state dicts it takes, the port
-it answers on, and its norms. Nothing here knows where a model's sites are.
-"""
+"""timm's models: their builder, configurations, inputs and outputs, state dicts and norms."""
 
 import json
 import sys
@@ -26,6 +24,7 @@ from ground.ports import LOGITS, OutputPort
 from ground.quantity import quoted
 from ground.records import record_from_value
 
+from .plain_module import plain_class
 from .timm_arguments import build_from_arguments, refuse_unbounded
 from .timm_images import BY_CHANNEL, ImageSpec
 from .timm_names import look_alikes, refuse_reserved, require_local_name
@@ -36,7 +35,7 @@ _Size = Annotated[int, msgspec.Meta(ge=1, le=16_384)]
 
 
 class _Configured(msgspec.Struct, frozen=True, kw_only=True):
-    """What is read of a pretrained_cfg beside its preprocessing."""
+    """The entries of a pretrained_cfg that are read, beside its preprocessing."""
 
     input_size: tuple[_Size, _Size, _Size]
     classifier: str | tuple[str, ...] | None = None
@@ -48,41 +47,41 @@ def _config(model: nn.Module) -> dict[str, Any]:
 
 
 def architecture(model: nn.Module) -> str:
-    """timm's name of the model as it was built, without its tag."""
+    """Return timm's name of the model as it was built, without its tag."""
     return str(_config(model).get("architecture") or "")
 
 
 def pretrained_tag(model: nn.Module) -> str:
-    """The tag whose configuration timm took for this name; empty where the name has none."""
+    """Return the tag whose configuration timm took for the model's name; empty for a name without tags."""
     return str(_config(model).get("tag") or "")
 
 
 def class_count(model: nn.Module) -> int:
-    """How many classes the model tells apart; 0 for one that has no classifier."""
+    """Return the number of classes; 0 for a model without a classifier."""
     count: Any = model.num_classes
     return int(count)
 
 
 def channels(model: nn.Module) -> int:
-    """Of an image."""
+    """Return the number of channels of the model's images."""
     count: Any = model.in_chans
     return int(count)
 
 
 def configured_size(model: nn.Module) -> tuple[int, int]:
-    """Height and width of a model that takes any: those it was trained or asked for."""
+    """Return height and width of the configured images, also of a model that takes images of any size."""
     _, height, width = _config(model)["input_size"]
     return int(height), int(width)
 
 
 def made_size(model: nn.Module) -> tuple[int, int]:
-    """Height and width of the images that a module was made for, whoever made it."""
+    """Return height and width of the images that a module was built for, by timm or by a user's call."""
     size: Any = getattr(dict(model.named_children()).get("patch_embed"), "img_size", None)
     return configured_size(model) if size is None else (int(size[0]), int(size[1]))
 
 
 def configured_image_spec(model: nn.Module, size: tuple[int, int]) -> ImageSpec:
-    """Images of this height and width, the rest of the preprocessing from timm's data config of the model."""
+    """Return the spec of images of this height and width, with the preprocessing of timm's data config."""
     shape = (channels(model), *size)
     config = dict(timm.data.resolve_model_data_config(model))
     config["input_size"] = shape
@@ -90,12 +89,12 @@ def configured_image_spec(model: nn.Module, size: tuple[int, int]) -> ImageSpec:
 
 
 def input_and_classes(model: nn.Module, size: tuple[int, int]) -> dict[str, Any]:
-    """The arguments that a name's tag or timm's defaults decided, spelled out: classes, image size and channels."""
+    """Return the arguments that a name's tag or timm's defaults decided: classes, image size and channels."""
     arguments = {"num_classes": class_count(model), "img_size": list(size)}
     if channels(model) != 3:
         return arguments | {"in_chans": channels(model)}
     config = configured_image_spec(model, size).config
-    # In place of those of other channels the name's own, of three colours, would be taken.
+    # Without an overlay the name's own values, of three colours, would replace those of other channels.
     others = {name: list(config[name]) for name in BY_CHANNEL if len(config[name]) != 3}
     return arguments | ({"pretrained_cfg_overlay": others} if others else {})
 
@@ -105,11 +104,12 @@ def _classifiers(model: nn.Module) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(names)
 
 
-def filter_state(model: nn.Module, library: str, state: State) -> dict[str, Tensor]:
-    """A state dict brought to a model whose class is of this module of timm's, by the filter that stands there, if any:
-    older and other projects' names are mapped, and what is of another size resampled as timm does for it.
+def filter_state(model: nn.Module, state: State) -> dict[str, Tensor]:
+    """Return a state dict after the filter of timm's module that defines the model's class, where it has one.
+
+    The filter maps names of older versions and other projects, and resamples tensors of another size.
     """
-    adapt: Any = vars(sys.modules[library]).get("checkpoint_filter_fn")
+    adapt: Any = vars(sys.modules[plain_class(model).__module__]).get("checkpoint_filter_fn")
     if adapt is None:
         return dict(state)
     how: dict[str, Any] = {}
@@ -118,7 +118,7 @@ def filter_state(model: nn.Module, library: str, state: State) -> dict[str, Tens
         if any(word in architecture(model) for word in ("flexi", "radio")):
             how |= {"interpolation": "bilinear", "antialias": False}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of torch, at what timm does to resample a table
+        warnings.simplefilter("ignore", UserWarning)  # torch warns where timm resamples a table
         return dict(adapt(dict(state), model, **how))
 
 
@@ -127,21 +127,22 @@ def _classifier_of(model: nn.Module, state: State) -> Tensor | None:
     return next((each for each in named if each.ndim in (2, 4)), None)
 
 
-def count_classes(model: nn.Module, library: str, state: State) -> int | None:
-    """Return how many classes a state dict's classifier tells apart, by today's name for it or by an older one that
-    the filter in this module of timm's knows; None where it has none.
+def count_classes(model: nn.Module, state: State) -> int | None:
+    """Return the number of classes of a state dict's classifier, None where it has none.
+
+    The classifier is found by its present name, or by an older name that timm's filter knows.
     """
     weight = _classifier_of(model, state)
     if weight is None:
         try:
-            weight = _classifier_of(model, filter_state(model, library, state))
+            weight = _classifier_of(model, filter_state(model, state))
         except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError, AssertionError):
-            return None  # which is told where the weights are fitted
+            return None  # the error is reported where the weights are fitted
     return None if weight is None else len(weight)
 
 
 def arguments_shown(model: nn.Module, state: State) -> dict[str, Any]:
-    """Return the classes and channels of a state dict where they are others than the model's."""
+    """Return the numbers of classes and channels of a state dict where they differ from the model's."""
     own, shown = model.state_dict(), dict[str, Any]()
     weight, mine = _classifier_of(model, state), _classifier_of(model, own)
     if mine is not None and (weight is None or len(weight) != len(mine)):
@@ -153,39 +154,39 @@ def arguments_shown(model: nn.Module, state: State) -> dict[str, Any]:
 
 
 def unused(model: nn.Module) -> tuple[str, ...]:
-    """Prefixes of the weights of a classifier or of a pooling by attention, for a model that was built without."""
+    """Return the prefixes of weights of a classifier and an attention pooling that the model was built without."""
     pool = () if "attn_pool" in dict(model.named_children()) else ("attn_pool.",)
     return pool if class_count(model) else (*(f"{name}." for name in _classifiers(model)), *pool)
 
 
 def set_preprocessing_(model: nn.Module, preprocessing: Preprocessing) -> None:
-    """Let a model just built carry this evaluation preprocessing, where timm looks for it, in all its copies too."""
+    """Set a model's evaluation preprocessing where timm looks for it, so that copies have it too."""
     config: Any = {**_config(model), **preprocessing.settings}
     model.pretrained_cfg = config
 
 
 def set_size_(model: nn.Module, size: Any) -> None:
-    """Likewise the size of the images, for a model that takes any."""
+    """Set the size of the images of a model that takes any size."""
     height, width = size if isinstance(size, list | tuple) else (size, size)
     config: Any = {**_config(model), "input_size": (channels(model), int(height), int(width))}
     model.pretrained_cfg = config
 
 
 def timm_output_ports(model: nn.Module) -> tuple[OutputPort, ...]:
-    """Logits, or the pooled features of a model that has no classifier; of every token where nothing is pooled."""
+    """Return the port of logits, or of features of a model without classifier; of every token without pooling."""
     if getattr(model, "global_pool", None) == "":
         return (OutputPort(name=LOGITS.name, role="token logits" if class_count(model) else "feature map"),)
     return (LOGITS if class_count(model) else OutputPort(name=LOGITS.name, role="embedding"),)
 
 
 def facts(model: nn.Module) -> Facts:
-    """As timm's configuration of the model says."""
+    """Return the inputs and outputs that timm's configuration of the model says."""
     spec = configured_image_spec(model, configured_size(model))
     return Facts(spec=spec, outputs=timm_output_ports(model), classes=class_count(model))
 
 
 def _created(name: str, arguments: dict[str, Any]) -> nn.Module:
-    """timm's model; an image size that is no argument of a model that takes any is that of its configuration."""
+    """Return timm's model; an image size that is no argument of the model goes into its configuration."""
     try:
         model = build_from_arguments(name, arguments)
     except TypeError as error:
@@ -199,8 +200,9 @@ def _created(name: str, arguments: dict[str, Any]) -> nn.Module:
 
 
 class _Unfilled(TorchDispatchMode):
-    """Initial weights are not written, which on the meta device takes Python's time and does nothing. Other operations
-    in place, such as `unsqueeze_`, change shapes and are done.
+    """A mode that skips writing initial weights on the meta device, which takes time and changes nothing.
+
+    Other operations in place, such as `unsqueeze_`, change shapes and run.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -213,7 +215,7 @@ _FILLING = {f"aten::{name}_" for name in ("add", "clamp", "erfinv", "fill", "mul
 
 
 def _built(architecture: Architecture) -> nn.Module:
-    """Any error is one of the arguments: timm checks few of them."""
+    """Return timm's model. Raises BadInput for every error, since timm checks few of its arguments."""
     on_meta = torch.get_default_device().type == "meta"
     try:
         with _Unfilled() if on_meta else nullcontext():  # type: ignore[no-untyped-call]
@@ -230,7 +232,7 @@ def _built(architecture: Architecture) -> nn.Module:
 
 
 def is_installed(name: str) -> bool:
-    """Return whether timm itself builds models of this name, not a function that somebody registered."""
+    """Return whether timm's own code builds models of this name, not a function that a user registered."""
     base = name.partition(".")[0]
     return timm.is_model(base) and timm.model_entrypoint(base).__module__.partition(".")[0] == NAME
 
@@ -245,7 +247,7 @@ _sizes: dict[tuple[str, str], int] = {}
 
 
 def _size(architecture: Architecture) -> int:
-    """Parameters of a model that is not allocated; counted once in a process."""
+    """Return the number of parameters, counted once in a process on a model without memory."""
     try:
         key = architecture.name, json.dumps(dict(architecture.kwargs), sort_keys=True)
     except TypeError:  # code among the arguments
@@ -258,8 +260,9 @@ def _size(architecture: Architecture) -> int:
 
 
 def build_timm_model(architecture: Architecture) -> nn.Module:
-    """Any of timm's models with its initial weights, in eval mode: what it is decides its family. Raises BadInput for
-    an unknown name or arguments, and for more parameters than are built.
+    """Return one of timm's models with its initial weights, in eval mode.
+
+    Raises BadInput for an unknown name, for invalid arguments, and for more than MOST_PARAMETERS parameters.
     """
     require_local_name(architecture.name)
     refuse_reserved(architecture.kwargs)
@@ -272,7 +275,7 @@ def build_timm_model(architecture: Architecture) -> nn.Module:
         )
     model = _built(architecture).eval()
     where = f"--model {quoted(architecture.name)}: its pretrained_cfg"
-    for kind in (_Configured, Preprocessing):  # which arguments may overlay
+    for kind in (_Configured, Preprocessing):  # arguments may overlay both
         record_from_value(_config(model), kind, where=where, remedy="check --model-kwargs")
     set_preprocessing_(model, architecture.preprocessing)
     return model

@@ -150,7 +150,7 @@ def _fits(name: str, arguments: Mapping[str, Any], state: State) -> bool:
     try:
         with torch.device("meta"):
             built = timm_library.build_timm_model(Architecture(name=name, kwargs=arguments))
-        adapted = timm_library.filter_state(built, type(built).__module__, state)
+        adapted = timm_library.filter_state(built, state)
     except (BadInput, RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError, AssertionError):
         return False
     unused = (*timm_library.unused(built), *_TRAINING)

@@ -1,7 +1,7 @@
-"""What is told of a model: its sites are found in the program that torch traces of it.
+"""Traced models of all families: their steps between cuts, merging of tokens, exportable forms and extra files.
 
-Their steps are the segments between the program's cuts. The first stream is the input itself, the last one the output
-where a site stands behind the last cut; a map [B,C,H,W] is the stream [B,HW,C].
+A step runs the segment of the program between two cuts. The first stream is the input itself; the last one is the
+output where a site lies after the last cut. A map [B,C,H,W] is the stream [B,HW,C].
 """
 
 import copy
@@ -35,7 +35,6 @@ from corp_deploy.traced.models.narrowed_model import narrow_model
 from corp_deploy.traced.models.offered import sites_by_segment
 from corp_deploy.traced.models.offered import sites_of as sites_of
 from corp_deploy.traced.models.segments import Layout, ProgramSegment, TokenRows, layout_of
-from corp_deploy.traced.models.sites import Site
 from corp_deploy.traced.models.steps import Merge, OutputStep, SegmentStep, Step, StreamState, Unmerge
 from corp_deploy.traced.narrowing.whole_removal import fill_empty_readers_
 from corp_deploy.traced.programs.attention_masks import SDPA, SOFTMAX
@@ -48,7 +47,7 @@ from corp_deploy.traced.programs.exported import (
     unify_types_,
 )
 from corp_deploy.traced.programs.program import operation
-from corp_deploy.traced.programs.readers import Layer, layer_as_module, layers, remove_biases_, vocabulary_sizes
+from corp_deploy.traced.programs.readers import remove_biases_, vocabulary_sizes
 from ground.errors import BadInput
 
 from . import timm_library
@@ -56,15 +55,16 @@ from .module_facts import facts_of_module
 from .tokenizer import FILE as TOKENIZER
 from .tokenizer import SequenceSpec, TextSpec, content_of_tokenizer
 
-_WHOLE = (
+_NO_STREAM = (
     "its traced program takes several tensors that are no masks, or gives some that are of no one stream, so that none "
     "can be followed from block to block; leave --polish out"
 )
 
 
 def trace_model(model: nn.Module, architecture: Architecture) -> nn.Module:
-    """A model of no other family as one whose sites are found in its program. Raises BadInput where what it takes or
-    gives can't be told.
+    """Return the traced model of a module that a family has built.
+
+    Raises BadInput where the module's inputs or outputs can't be found.
     """
     if architecture.family == "timm":
         if architecture.kwargs.get("img_size") is not None:
@@ -75,53 +75,35 @@ def trace_model(model: nn.Module, architecture: Architecture) -> nn.Module:
 
 
 def hooked_model(model: nn.Module) -> nn.Module:
-    """What hears the model's sites while it runs."""
+    """Return the module that runs the model's program, with a submodule at every place that a tap hooks."""
     return tracing(model).hooked[0]
 
 
 def count_ids(model: nn.Module) -> dict[str, int]:
-    """Of inputs that are looked up in tables, by their ports, how many rows there are."""
+    """Return the number of rows of the table in which each input of ids is looked up, by the input's name."""
     return vocabulary_sizes(tracing(model).program)
 
 
 def token_weights(model: nn.Module, inputs: Inputs) -> Tensor | None:
-    """What its one mask [B,N] says, 0 for padding; None where it takes none, or several."""
+    """Return the mask [B,N] of the inputs as weights, 0 for padding; None where the model takes none or several."""
     masks = [port.name for port in input_spec(model).ports if is_mask(port) and len(port.shape) == 1]
     return tensors_by_name(inputs)[masks[0]].float() if len(masks) == 1 else None
-
-
-def layers_of(model: nn.Module, site: Site) -> dict[str, Layer]:
-    """The layers that write or read a site's groups by name, as modules that share the model's own parameters."""
-    own = tracing(model)
-    touched = {span.name for span in (*site.groups.writers, *site.groups.readers)}
-    return {
-        layer.name: layer_as_module(own.program, replace(layer, bias="") if layer.bias in own.added else layer)
-        for layer in layers(own.program)
-        if layer.weight in touched and isinstance(own.program.tensor(layer.weight), nn.Parameter)
-    }
 
 
 def _layout_at(model: nn.Module, *, is_first: bool) -> Layout:
     own = tracing(model)
     if not own.segments:
-        raise BadInput(f"{type(model).__name__}: {_WHOLE}")
+        raise BadInput(f"{type(model).__name__}: {_NO_STREAM}")
     first, last = own.segments[0], own.segments[-1]
     return layout_of(first.before if is_first else last.after, input_spec(model).shape)
 
 
 def steps(model: nn.Module) -> Iterator[SegmentStep | Merge | Unmerge]:
-    """The segments of the program, the last one where a site stands there or several outputs are of what is behind it,
-    and what becomes of tokens between them; none where no stream can be followed.
+    """Yield the segments of the program and the merging of tokens between them; nothing where no stream is followed.
+
+    The last segment is left out where it has no site and outputs are not computed from cuts.
     """
-    for segment, inside in _followed(model):
-        yield from _steps_of(segment, inside, input_spec(model).shape)
-
-
-def _followed(model: nn.Module) -> Iterator[tuple[ProgramSegment, tuple[str, ...]]]:
-    own = tracing(model)
-    for segment, inside in sites_by_segment(model).items():
-        if inside or own.cut_outputs or segment is not own.segments[-1]:
-            yield segment, inside
+    return (step for step in steps_to_outputs(model) if not isinstance(step, OutputStep))
 
 
 def _steps_of(
@@ -138,16 +120,21 @@ def _steps_of(
 
 
 def steps_to_outputs(model: nn.Module) -> Iterator[Step]:
-    """With an outlet where outputs are of a stream in front of the last."""
-    outlets = {cut_output.before: cut_output.name for cut_output in tracing(model).cut_outputs[:-1]}
-    for segment, inside in _followed(model):
-        yield from _steps_of(segment, inside, input_spec(model).shape)
-        if (name := outlets.get(segment.end.node)) is not None:
-            yield OutputStep(name=name)
+    """Yield the steps of `steps`, and an output step after each stream but the last that outputs are computed from."""
+    own, shape = tracing(model), input_spec(model).shape
+    outlets = {cut_output.before: cut_output.name for cut_output in own.cut_outputs[:-1]}
+    for segment, inside in sites_by_segment(model).items():
+        if inside or own.cut_outputs or segment is not own.segments[-1]:
+            yield from _steps_of(segment, inside, shape)
+            if (name := outlets.get(segment.end.node)) is not None:
+                yield OutputStep(name=name)
 
 
 def outputs_of_walk(model: nn.Module, walk: StreamState, inputs: Inputs) -> tuple[Tensor, ...]:
-    """The outputs for what is behind the last step; of several without those at whose outlets the walk wasn't."""
+    """Return the model's outputs from the last stream of a walk and the streams that it kept for output steps.
+
+    Outputs of output steps that the walk did not pass are left out.
+    """
     own, image, (_, *others) = tracing(model), input_spec(model).shape, tensors_by_name(inputs).values()
     if not own.cut_outputs:
         return (output_of_stream(model, walk.tokens.x, inputs),)
@@ -162,14 +149,14 @@ def outputs_of_walk(model: nn.Module, walk: StreamState, inputs: Inputs) -> tupl
 
 
 def first_stream(model: nn.Module, inputs: Inputs) -> Tensor:
-    """The first input itself. Raises BadInput where others than a mask stand beside it."""
+    """Return the stream of the first input. Raises BadInput where there are other inputs than it and a mask."""
     entering = _layout_at(model, is_first=True)
     x, *_ = tensors_by_name(inputs).values()
     return entering.rows(x)
 
 
 def output_of_stream(model: nn.Module, x_BNC: Tensor, inputs: Inputs) -> Tensor:
-    """Raises BadInput where the program gives several tensors."""
+    """Return the output computed from the last stream. Raises BadInput where the program returns several tensors."""
     leaving = _layout_at(model, is_first=False)
     last = tracing(model).segments[-1]
     if not sites_by_segment(model)[last]:
@@ -178,7 +165,10 @@ def output_of_stream(model: nn.Module, x_BNC: Tensor, inputs: Inputs) -> Tensor:
 
 
 def token_kinds(model: nn.Module) -> tuple[str, ...]:
-    """Of the streams that attentions add to, where tokens can be merged; those in front are called class tokens."""
+    """Return the kinds of the tokens that can be merged, `class` for protected tokens and `patch` for the others.
+
+    A model whose tokens can't be merged has none.
+    """
     found = tracing(model).mergeable
     if isinstance(found, str):
         return ()
@@ -186,20 +176,18 @@ def token_kinds(model: nn.Module) -> tuple[str, ...]:
 
 
 def depth(model: nn.Module) -> int:
-    """Sums that add attentions to a stream, else sites."""
+    """Return the number of blocks, counted by their attentions; of a model without blocks the number of sites."""
     found = find_blocks(tracing(model).program)
     return len(sites_of(model).every) if isinstance(found, str) else len(found)
 
 
 def merging_of(model: nn.Module) -> Merging | None:
-    """None for a model that merges nothing."""
+    """Return how a model merges tokens, or None."""
     return traced_state(model).merging
 
 
 def merging_refusal(model: nn.Module) -> str:
-    """Why its tokens can't be merged, or nothing: a schedule that suits one text would merge away all of another, and
-    each token of a decoder says what comes next.
-    """
+    """Return why a model's tokens can't be merged, or an empty string."""
     spec = input_spec(model)
     if isinstance(spec, TextSpec):
         return "a text encoder's tokens are not merged, since its texts are of different lengths"
@@ -210,14 +198,14 @@ def merging_refusal(model: nn.Module) -> str:
 
 
 def with_merging(model: nn.Module, merging: Merging | None) -> nn.Module:
-    """A copy in eval mode whose program merges tokens so, or none. Raises BadInput where it can't."""
+    """Return a copy in eval mode that merges tokens like this, or merges none. Raises BadInput where that can't be."""
     if merging is None and merging_of(model) is None:
         return replace_submodules(model, {}).eval()
     if merging is not None and (reason := merging_refusal(model)):
         raise BadInput(f"token merging: {reason}; leave --merge-tokens out")
     named = facts_of(model).named
     if merging is not None and named is not None:
-        if merging.how == "drop" and named.has_patches:  # merged ones are given back to each source
+        if merging.how == "drop" and named.has_patches:  # merged tokens are copied back to each source, dropped are not
             raise BadInput(
                 f"merging: {named.describe()} have a vector for each patch, and those that were dropped have none; "
                 "merge instead"
@@ -228,9 +216,7 @@ def with_merging(model: nn.Module, merging: Merging | None) -> nn.Module:
 
 
 def counted_form(model: nn.Module) -> nn.Module:
-    """What is run to count products: a dense model of timm's itself, else the program on meta, which looks at no
-    values.
-    """
+    """Return the module that runs while products are counted: timm's dense model, else the program on meta."""
     graph = _program(model)
     if graph is None:
         return model
@@ -241,8 +227,10 @@ def counted_form(model: nn.Module) -> nn.Module:
 
 
 def _program(model: nn.Module, *, is_padded: bool = False, is_exported: bool = False) -> fx.GraphModule | None:
-    """A copy of what runs at any batch, without biases that the model hasn't; None of timm's dense models, unless they
-    compute anew for every batch what is a constant: engines fuse attention with constants alone.
+    """Return a copy of the program for any batch size, without the biases that only narrowing would add.
+
+    timm's dense models have none, unless it `is_exported` and folds constants beside attention: engines fuse attention
+    only with constants, and the model itself computes them for every batch.
     """
     is_own = is_librarys(model)
     if (is_own and not is_exported) or not (program := tracing(model).running).any_batch:
@@ -256,14 +244,16 @@ def _program(model: nn.Module, *, is_padded: bool = False, is_exported: bool = F
 
 
 def has_uneven_heads(model: nn.Module) -> bool:
-    """Whether queries and keys are of another width than values anywhere."""
+    """Return whether queries and keys are of another width than values in any attention."""
     return has_heads_to_pad(tracing(model).running)
 
 
 def exportable(model: nn.Module, *, geometry: HeadGeometry | None = None) -> nn.Module:
-    """A copy in eval mode: of most of timm's dense models as it is, of others the program, which runs in any type, as
-    modules by the names of the model's own: the nodes of a graph are named after them, and norms are known. Of a
-    reduced one queries and keys are as wide as values, with zeros behind, unless they are to be ragged.
+    """Return a copy in eval mode for export: most of timm's dense models unchanged, other models as their program.
+
+    The program runs in any floating type. It consists of modules with the names of the model's own, after which the
+    nodes of a graph are named and by which norms are found. Queries and keys of a reduced model are padded with zeros
+    to the width of values, unless the geometry is ragged.
     """
     state = traced_state(model)
     graph = _program(model, is_padded=state.cut is not None and geometry != "ragged", is_exported=True)
@@ -276,24 +266,14 @@ def exportable(model: nn.Module, *, geometry: HeadGeometry | None = None) -> nn.
 
 
 def extra_files(model: nn.Module) -> Mapping[str, str]:
-    """The tokenizer of a model that takes texts."""
+    """Return the content of the files beside a model's weights, by name: the tokenizer of a model of texts."""
     spec = input_spec(model)
     return {TOKENIZER: spec.tokenizer_json} if isinstance(spec, TextSpec | SequenceSpec) else {}
 
 
 def load_extra_files_(model: nn.Module, directory: Path) -> None:
-    """Give a model just built the tokenizer of its directory. Raises BadInput for another one or none."""
+    """Set the tokenizer of a model from its directory. Raises BadInput where it is missing or was changed."""
     state, spec = traced_state(model), input_spec(model)
     if isinstance(spec, TextSpec | SequenceSpec):
         content = content_of_tokenizer(directory, sha256=spec.tokenization.sha256)
         state.facts = replace(facts_of(model), spec=replace(spec, tokenizer_json=content))
-
-
-def adapted_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict brought to this model by the filter that stands beside its class in timm, where one does."""
-    return timm_library.filter_state(model, traced_state(model).plain.__module__, state)
-
-
-def classes_of_weights(model: nn.Module, state: Mapping[str, Tensor]) -> int | None:
-    """Return the number of classes in a state dict of this timm model; None where it has no classifier."""
-    return timm_library.count_classes(model, traced_state(model).plain.__module__, state)

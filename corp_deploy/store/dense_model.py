@@ -54,7 +54,7 @@ def _of_other_classes(
     built: nn.Module, architecture: Architecture, read: Weights
 ) -> tuple[nn.Module, Architecture, Weights]:
     """The model just built, or one of as many classes as the weights tell apart, where none were asked for."""
-    count, own = traced_model.classes_of_weights(built, read.state), timm_library.class_count(built)
+    count, own = timm_library.count_classes(built, read.state), timm_library.class_count(built)
     if count in (None, own) or not own or "num_classes" in architecture.kwargs:
         return built, architecture, read
     note = f"{read.path.name}: tells {count} classes apart, where {architecture.name} has {own}: built with {count}"

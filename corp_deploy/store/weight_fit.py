@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from corp_deploy.algebra.sparse_patterns import holds
-from corp_deploy.families.timm_library import unused
-from corp_deploy.families.traced_model import adapted_state
+from corp_deploy.families.timm_library import filter_state, unused
 from corp_deploy.spec.architecture import Architecture
 from corp_deploy.spec.sparsity import sparsity_from_text
 from corp_deploy.traced.models.module import batch_counters
@@ -88,7 +87,7 @@ def fitted(model: nn.Module, weights: Weights, architecture: Architecture) -> tu
     if reason := shown_by(weights.state):
         raise BadInput(f"{weights.path}: {reason}")
     try:
-        state = adapted_state(model, weights.state)
+        state = filter_state(model, weights.state)
     except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError, AssertionError) as error:
         reason = str(error).partition("\n")[0][:150] or type(error).__name__
         words = f"{before}; nor can timm resample them ({reason})"
