@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from calib.inputs import InputSet
 from calib.moments import Moments
 from corp_deploy.families.family import with_outputs
-from corp_deploy.families.given_module import available_module, taken_of_arrays
+from corp_deploy.families.given_module import available_module, inputs_of_arrays
 from corp_deploy.families.named_layers import with_named_sites
 from corp_deploy.families.plain_module import require_module, unwrapped
 from corp_deploy.invocation.option import PathLike as PathLike
@@ -106,8 +106,8 @@ def _inputs_shown(model: nn.Module, example: InputsLike | Moments | None) -> dic
         return {name: record[name] for name in ("input_size", "inputs") if name in record}
     if isinstance(example, np.ndarray | Tensor):
         is_pixels = example.ndim == 4 and "float" not in str(example.dtype)
-        return {} if is_pixels else taken_of_arrays(model, example)
-    return taken_of_arrays(model, example) if isinstance(example, Mapping) else {}
+        return {} if is_pixels else inputs_of_arrays(model, example)
+    return inputs_of_arrays(model, example) if isinstance(example, Mapping) else {}
 
 
 def _of_module(named: Source, module: nn.Module, example: InputsLike | Moments | None) -> Checkpoint:

@@ -1,7 +1,6 @@
-"""How a model is built by the family that config.json names, what is told of it once it is traced, and which options
-are refused, as it has no sites of their kind.
+"""Dense models of any family: their builders, input specs and named outputs, and options that fit none of their sites.
 
-Builders alone spell their library's names. What is done at a site is the business of the kind of site.
+Only builders have names of their library. What is done at a site is decided by the kind of site.
 """
 
 from collections.abc import Callable, Mapping
@@ -66,7 +65,7 @@ def builds_installed_code(architecture: Architecture) -> bool:
 
 
 def dense_model(architecture: Architecture) -> nn.Module:
-    """The dense model with its initial weights, in eval mode, traced. Raises BadInput where it can't be built."""
+    """Return the traced dense model with its initial weights, in eval mode. Raises BadInput where it can't be built."""
     name = architecture.family
     if name not in _BUILDERS:
         raise BadInput(f"family {name[:100]!r}: expected one of {', '.join(_BUILDERS)}")
@@ -75,25 +74,27 @@ def dense_model(architecture: Architecture) -> nn.Module:
 
 
 def input_ports(model: nn.Module) -> tuple[Port, ...]:
-    """What a model of any family takes, in the order in which it is called."""
+    """Return the ports of a model's inputs, in the order in which it takes them."""
     return traced_model.input_spec(model).ports
 
 
 def named_outputs_of(model: nn.Module) -> NamedOutputs | None:
-    """The names of a model's outputs, None for one that gives its own."""
+    """Return the outputs that were named by the user, or None."""
     return traced_model.facts_of(model).named
 
 
 def gives_patches(model: nn.Module) -> bool:
-    """Whether the last stream's patch tokens are what a model is for, as of one without classifier; which tokens
-    outputs by name read its program tells.
+    """Return whether a model is for the patch tokens of its last stream, as one without classifier is.
+
+    Of a model with named outputs the program shows which tokens they read.
     """
     return named_outputs_of(model) is None and traced_model.classes(model) == 0
 
 
 def with_outputs(model: nn.Module, outputs: NamedOutputs | None) -> nn.Module:
-    """A copy of a dense model of any family that gives these outputs, itself for None. Raises BadInput for what it
-    hasn't.
+    """Return a copy of a dense model with these outputs, or the model itself for None.
+
+    Raises BadInput for an output that the model does not have.
     """
     if outputs is None:
         return model
@@ -104,7 +105,7 @@ def with_outputs(model: nn.Module, outputs: NamedOutputs | None) -> nn.Module:
 
 
 def token_weigher(model: nn.Module) -> TokenWeights:
-    """How much each token of inputs counts, where there are as many."""
+    """Return the function that weights the tokens of inputs by their mask."""
 
     def of_some(inputs: Inputs) -> PartialTokenWeights | None:
         weight_BN = traced_model.token_weights(model, inputs)
@@ -114,32 +115,32 @@ def token_weigher(model: nn.Module) -> TokenWeights:
 
 
 def example_of(model: nn.Module) -> Inputs:
-    """One input of zeros, as the model takes it and where it is; masks of ones, so that something is there."""
+    """Return one input of zeros on the model's device, with masks of ones."""
     ports = input_ports(model)
     tensors = build_plain_batch(ports, 1, device_of(model))
     return {port.name: each for port, each in zip(ports, tensors, strict=True)} if len(ports) > 1 else tensors[0]
 
 
 def image_spec(model: nn.Module) -> ImageSpec:
-    """How images become the model's input. Raises BadInput for a model that takes something else."""
+    """Return the spec of a model's images. Raises BadInput for a model that takes something else."""
     return _spec(model, ImageSpec)
 
 
 def text_spec(model: nn.Module) -> TextSpec:
-    """How each text becomes the model's input. Raises BadInput for a model that takes something else."""
+    """Return the spec of an encoder's texts. Raises BadInput for a model that takes something else."""
     if sequence_spec(model) is not None:
         raise BadInput("the model takes one text as sequences of tokens, not each text for itself")
     return _spec(model, TextSpec)
 
 
 def sequence_spec(model: nn.Module) -> SequenceSpec | None:
-    """How one text becomes a decoder's inputs; None for a model that takes something else."""
+    """Return the spec of a decoder's sequences; None for a model that takes something else."""
     spec = traced_model.input_spec(model)
     return spec if isinstance(spec, SequenceSpec) else None
 
 
 def array_ports(model: nn.Module) -> tuple[Port, ...]:
-    """What a model takes as arrays. Raises BadInput for a model that takes something else."""
+    """Return the ports of a model's arrays. Raises BadInput for a model that takes something else."""
     return _spec(model, ArraySpec).ports
 
 
@@ -151,10 +152,8 @@ def _spec(model: nn.Module, kind: type[Spec]) -> Spec:
 
 
 MLPS, HEADS, CONVOLUTIONS = "channels", "heads", "convolutions"
-WORDS: Mapping[str, str] = {MLPS: "MLPs", CONVOLUTIONS: "channels between convolutions", HEADS: "attention"}
-"""What a model without sites of a kind is said to be without."""
-
-
+_NOUNS: Mapping[str, str] = {MLPS: "MLPs", CONVOLUTIONS: "channels between convolutions", HEADS: "attention"}
+"""The noun for the sites of a kind in messages."""
 STREAMS = "traced streams"
 OPTION_KINDS: Mapping[str, str] = {
     "traced channels": MLPS,
@@ -163,29 +162,30 @@ OPTION_KINDS: Mapping[str, str] = {
     STREAMS: CONVOLUTIONS,
     "traced values": HEADS,
 }
-"""Which kind's options those honour that were found in a program."""
+"""The kind of options that apply to each kind of site found in a program."""
 
 
 def kinds_of(model: nn.Module) -> frozenset[str]:
-    """Of its sites, reducible or not."""
+    """Return the kinds of options that apply to a model's sites, reducible or not."""
     return frozenset(OPTION_KINDS[kind] for kind in sites_of(model).kinds)
 
 
 def taps_for(sites: Sites, kind: str) -> frozenset[str]:
-    """What is heard for those sites alone that honour the options of this kind."""
+    """Return the names of taps that only serve sites to which options of this kind apply."""
     taps = [(OPTION_KINDS[site.kind], tap.name) for site in sites.every for tap in site.listening()]
     return frozenset(name for _, name in taps) - {name for other, name in taps if other != kind}
 
 
 def require_streams(sites: Sites, name: str) -> None:
-    """Raise BadInput where no stream has channels that --residual could remove."""
+    """Raise BadInput for a model without a stream whose channels --residual could remove."""
     if STREAMS not in sites.kinds:
         raise BadInput(f"--residual: no stream of this model ({name}) has channels that can be removed")
 
 
 def refuse_idle_options(model: nn.Module, kind: str, options: Mapping[str, object]) -> None:
-    """Raise BadInput for an option, by its name and with what was given, that only sites of this kind honour, where
-    there are none; None and False were not given.
+    """Raise BadInput for an option of this kind where the model has no site that it applies to.
+
+    `options` are values by names; None and False stand for options that were not given.
     """
     kinds = kinds_of(model)
     if kind in kinds:
@@ -193,8 +193,8 @@ def refuse_idle_options(model: nn.Module, kind: str, options: Mapping[str, objec
     for name, value in options.items():
         if value is not None and value is not False:
             shown = name if value is True else f"{name} {value}"
-            there = ", ".join(WORDS[each] for each in sorted(kinds)) or "no sites"
+            there = ", ".join(_NOUNS[each] for each in sorted(kinds)) or "no sites"
             raise BadInput(
-                f"{shown} is not honoured by a model without {WORDS[kind]} ({type(model).__name__}, which has "
+                f"{shown} is not honoured by a model without {_NOUNS[kind]} ({type(model).__name__}, which has "
                 f"{there}); leave it out"
             )

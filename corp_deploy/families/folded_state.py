@@ -1,4 +1,4 @@
-"""Weights that a state dict keeps in parts (masks of pruning, weight norm, spectral norm), put together again."""
+"""Folding of weights that a state dict has in parts: pruning masks, weight norm and spectral norm."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ def masked(original: Tensor, mask: Tensor) -> Tensor:
 
 
 def weight_normed(magnitude: Tensor, direction: Tensor) -> Tensor:
-    """Return the weight of weight norm: the direction, as long as the magnitude says over the axes where that is 1."""
+    """Return the weight of weight norm: the direction, scaled to the magnitude over the axes where that has size 1."""
     if magnitude.ndim not in (0, direction.ndim):
         raise ValueError(f"magnitudes {list(magnitude.shape)} of a direction {list(direction.shape)}")
     axes = [axis for axis in range(direction.ndim) if magnitude.ndim == 0 or magnitude.shape[axis] == 1]
@@ -27,7 +27,7 @@ def weight_normed(magnitude: Tensor, direction: Tensor) -> Tensor:
 
 
 def spectral_normed(original: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """Return the weight of spectral norm, divided by the largest singular value as its stored vectors give it."""
+    """Return the weight of spectral norm: the original over the largest singular value, from its stored vectors."""
     for axis in range(original.ndim):
         rows = original.movedim(axis, 0).flatten(1)
         if rows.shape == (len(left), len(right)):
@@ -37,13 +37,13 @@ def spectral_normed(original: Tensor, left: Tensor, right: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """A way to keep a weight in parts: the first one's name, {at} a module's and {name} the weight's, and the parts in
-    the order in which `whole` takes them.
-    """
+    """A way to keep a weight in parts."""
 
     label: str
     first: re.Pattern[str]
+    """The pattern of the first part's name, with the groups `at` of the module's name and `name` of the weight's."""
     parts: tuple[str, ...]
+    """The names of the parts, in the order in which `whole` takes them."""
     whole: Callable[..., Tensor]
 
 
@@ -72,7 +72,7 @@ _FORMS = (
 
 
 def folded_state(state: State, *, where: str) -> tuple[State, dict[str, str]]:
-    """Return a state dict with each weight in one tensor, and by the name of each that was kept in parts what kept it.
+    """Return a state dict with each weight in one tensor, and the form of each folded weight by its name.
 
     Raises BadInput for parts that don't fit one another.
     """

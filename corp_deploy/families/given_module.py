@@ -1,4 +1,4 @@
-"""The builder of models that a user's code makes, and that of models which nothing but a module in memory describes."""
+"""The builders of models that a user's code makes, and of models that exist only as a module in memory."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,7 +20,7 @@ from ground.ports import Port
 from ground.records import record_from_value
 
 from .module_facts import facts_of_arrays, facts_of_images, facts_of_module
-from .plain_module import copy_of, plain_module_, require_module, unwrapped
+from .plain_module import copy_of, plain_class, plain_module_, require_module, unwrapped
 from .timm_images import ImageSpec
 
 NAME = "memory"
@@ -29,22 +29,22 @@ _Side = Annotated[int, Meta(ge=1, le=2**20)]
 
 
 class _Input(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a parameter of forward takes, behind the batch."""
+    """An array that a parameter of forward takes, with its shape without the batch."""
 
     name: str
     shape: Annotated[tuple[_Side, ...], Meta(min_length=1, max_length=8)]
     dtype: Literal["float32", "int64", "int32", "uint8", "bool"] = "float32"
 
 
-class Taken(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a module takes, where it doesn't say so itself: images of a size, or arrays."""
+class _Inputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The inputs of a module that does not declare them itself: images of a size, or arrays."""
 
     input_size: tuple[_Side, _Side, _Side] | None = None
     inputs: tuple[_Input, ...] = ()
 
 
-def taken_of_arrays(model: nn.Module, arrays: Mapping[str, Any] | Any) -> dict[str, Any]:
-    """As arrays [N, ...] show it: one of floats with four axes is of images."""
+def inputs_of_arrays(model: nn.Module, arrays: Mapping[str, Any] | Any) -> dict[str, Any]:
+    """Return the entries of the inputs that example arrays [N, ...] show; a single array with four axes is images."""
     if isinstance(arrays, Mapping):
         return {"inputs": [_entry(name, each) for name, each in arrays.items()]}
     entry = _entry(next(iter(parameters_of(model)), "inputs"), arrays)
@@ -57,7 +57,7 @@ def _entry(name: str, array: Any) -> dict[str, Any]:
 
 @contextmanager
 def available_module(module: nn.Module | None) -> Iterator[None]:
-    """Within it the module stands for what directories say that was in memory; None leaves what stood for it."""
+    """Use the module in the body for directories whose model was in memory; None leaves the present module."""
     token = _GIVEN.set(_GIVEN.get() if module is None else module)
     try:
         yield
@@ -65,21 +65,22 @@ def available_module(module: nn.Module | None) -> Iterator[None]:
         _GIVEN.reset(token)
 
 
-def _class_of(module: nn.Module) -> str:
-    plain = traced_state(module).plain if isinstance(module, TracedModule) else type(module)
+def _class_name(module: nn.Module) -> str:
+    plain = plain_class(module)
     return f"{plain.__module__}.{plain.__qualname__}"
 
 
 def architecture_in_memory(
     module: nn.Module, settings: Mapping[str, Any], preprocessing: Preprocessing
 ) -> Architecture:
-    """What config.json keeps."""
-    return Architecture(name=_class_of(module), kwargs=dict(settings), preprocessing=preprocessing, family=NAME)
+    """Return the architecture that config.json keeps of a module in memory."""
+    return Architecture(name=_class_name(module), kwargs=dict(settings), preprocessing=preprocessing, family=NAME)
 
 
 def build_in_memory(architecture: Architecture) -> nn.Module:
-    """A copy of the module that is given, traced, on the CPU. Raises BadInput where none is, or one of another class,
-    and for one that can't be copied or run.
+    """Return a traced copy of the available module on the CPU.
+
+    Raises BadInput where none is available, and for a module of another class, or one that can't be copied or run.
     """
     given = _GIVEN.get()
     if given is None:
@@ -90,8 +91,8 @@ def build_in_memory(architecture: Architecture) -> nn.Module:
         )
     require_module(given, f"{architecture.name}: got")
     module = unwrapped(given)
-    if _class_of(module) != architecture.name:
-        raise BadInput(f"module: a {_class_of(module)}, and the directory's model was a {architecture.name}; give that")
+    if (name := _class_name(module)) != architecture.name:
+        raise BadInput(f"module: a {name}, and the directory's model was a {architecture.name}; give that")
     with torch.device("cpu"), torch.inference_mode(False):
         try:
             copied, notes = plain_module_(copy_of(module))
@@ -101,32 +102,31 @@ def build_in_memory(architecture: Architecture) -> nn.Module:
         if isinstance(copied, TracedModule):
             return copied
         remedy = "of a module in memory say what it takes: input_size [3, height, width] of images"
-        taken = record_from_value(architecture.kwargs, Taken, where="a module in memory", remedy=remedy)
-        if taken.input_size is None and taken.inputs:
-            ports = tuple(Port(name=each.name, shape=each.shape, dtype=each.dtype) for each in taken.inputs)
+        declared = record_from_value(architecture.kwargs, _Inputs, where="a module in memory", remedy=remedy)
+        if declared.input_size is not None:
+            facts = facts_of_images(copied, declared.input_size, architecture.preprocessing)
+        elif declared.inputs:
+            ports = tuple(Port(name=each.name, shape=each.shape, dtype=each.dtype) for each in declared.inputs)
             facts = facts_of_arrays(copied, ports)
-        elif taken.input_size is None:
-            facts = facts_of_module(copied, architecture.preprocessing)
         else:
-            facts = facts_of_images(copied, taken.input_size, architecture.preprocessing)
-        return _with_notes(traced_module(copied, facts), notes)
-
-
-def _with_notes(model: TracedModule, notes: tuple[str, ...]) -> TracedModule:
-    traced_state(model).notes = notes
-    return model
+            facts = facts_of_module(copied, architecture.preprocessing)
+        traced = traced_module(copied, facts)
+        traced_state(traced).notes = notes
+        return traced
 
 
 def architecture_of_code(code: Code, arguments: Mapping[str, Any], preprocessing: Preprocessing) -> Architecture:
-    """What config.json keeps: the source itself, so that a directory needs no other file."""
+    """Return the architecture that config.json keeps, with the source, so that a directory needs no other file."""
     kwargs = {"source": code.source, "arguments": dict(arguments)}
     name = f"{code.file}:{code.function}"
     return Architecture(name=name, kwargs=kwargs, preprocessing=preprocessing, family=FAMILY)
 
 
 def build_from_code(architecture: Architecture) -> nn.Module:
-    """What the code makes, on the CPU whatever torch's default device is, since it may look at values: a module
-    with named sites or any other. Raises BadInput where code isn't trusted, and for what is no module.
+    """Return the traced model that the code makes, on the CPU.
+
+    torch's default device is not used, since the code may look at values. Raises BadInput where code is not trusted,
+    and where it does not return a module.
     """
     file, function = architecture.name.rsplit(":", 1) if ":" in architecture.name else (architecture.name, "")
     source, arguments = architecture.kwargs.get("source"), architecture.kwargs.get("arguments")
@@ -135,32 +135,28 @@ def build_from_code(architecture: Architecture) -> nn.Module:
     code = Code(file=file, function=function, source=source)
     with torch.device("cpu"):
         made = code.called(dict(arguments))
-        require_module(made, f"{code.file}: {code.function}() gives")
+        where = f"{code.file}: {code.function}() gives"
+        require_module(made, where)
         model, notes = plain_module_(made)
-        model = _evaluated(model, f"{code.file}: {code.function}() gives")
+        try:
+            model = model.eval().requires_grad_(False)
+        except NotImplementedError:  # of modules that torch.export made
+            raise BadInput(
+                f"{where} a module that torch.export made, expected a plain torch.nn.Module; give the one that it was "
+                "made from, with its weights"
+            ) from None
         if not isinstance(model, TracedModule):
             model = traced_module(model.float(), facts_of_module(model, architecture.preprocessing))
-    _with_notes(model, notes)
-    if (spec := images_of(model)) is not None:
-        state = traced_state(model)
+    state = traced_state(model)
+    state.notes = notes
+    if (spec := user_image_spec(model)) is not None:
         settings = architecture.preprocessing.spread(spec.shape[0]).settings
         state.facts = replace(facts_of(model), spec=replace(spec, config={**spec.config, **settings}))
     return model
 
 
-def _evaluated(model: nn.Module, where: str) -> nn.Module:
-    """Return the module in eval mode. Raises BadInput for one that has none, as what torch.export made."""
-    try:
-        return model.eval().requires_grad_(False)
-    except NotImplementedError:
-        raise BadInput(
-            f"{where} a module that torch.export made, expected a plain torch.nn.Module; give the one that it was made "
-            "from, with its weights"
-        ) from None
-
-
-def images_of(model: nn.Module) -> ImageSpec | None:
-    """How a traced module takes images, where that isn't timm's to say; None of any other."""
+def user_image_spec(model: nn.Module) -> ImageSpec | None:
+    """Return the image spec of a user's traced module; None for timm's models and models of other inputs."""
     if not isinstance(model, TracedModule) or is_librarys(model):
         return None
     spec = facts_of(model).spec

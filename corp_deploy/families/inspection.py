@@ -1,8 +1,7 @@
-"""What a model is made of, where its cost lies and what merging makes of it, counted, for people and machines; and how
-near a model that merges tokens is to merging others: the margins of its choices, input by input.
+"""Inspection of models: their sites and costs, what is fixed, token merging, and the margins of merging's choices.
 
-A choice is settled by comparing similarities. Two runtimes that round differently make the same choices where every
-margin is larger than what they can differ by, and may make others where one is smaller.
+Merging chooses tokens by comparing similarities. Two runtimes that round differently make the same choices where every
+margin is larger than their rounding errors, and may make different ones where a margin is smaller.
 
 Legend: B inputs, N tokens, A and D the unprotected at even and at odd places, R tokens merged, X dimensions compared.
 """
@@ -29,13 +28,14 @@ from .counting import count_macs
 from .family import named_outputs_of, output_ports
 
 ELSEWHERE = "all else"
-ROUNDED = 1e-3
-"""Of a total: what is left where shares are rounded."""
+_ROUNDED = 1e-3
+"""The largest share of a total that rounding of its parts leaves over."""
 
 
 def traced_rows(model: nn.Module, macs: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """A row for every site that is offered, reducible or not, with what goes with it, and one for all else; `macs` of
-    the model.
+    """Return a row of costs for every site, reducible or not, and a row for every other part of the model.
+
+    `macs` are those of the model. A site's costs are those of the layers that get narrower with it.
     """
     found, offered = tracing(model), sites_of(model)
     by_name = {site.name: site for site in offered.every}
@@ -55,7 +55,7 @@ def _fixed_rows(model: nn.Module, keys: Collection[str], left: Mapping[str, int]
     shares = tracing(model).shares
     macs = _by_part(shares.macs.without(keys))
     first = {each: name for name, each in model.named_parameters()}
-    # A parameter under several names is of the first of them, whichever it is traced by.
+    # A parameter under several names counts under the first one, whichever name the program has.
     every = _by_part({name: each.numel() for name, each in model.named_parameters()})
     renamed = {name: first[each] for name, each in model.named_parameters(remove_duplicate=False)}
     of_all, of_rest = (
@@ -76,11 +76,14 @@ def _fixed_rows(model: nn.Module, keys: Collection[str], left: Mapping[str, int]
 
 
 def _whole(figures: Mapping[str, float], total: int) -> dict[str, int]:
-    """In whole numbers, rounded so that their sum is this; what is no rounding is all else's."""
+    """Return figures rounded to whole numbers whose sum is the total.
+
+    A difference from rounding goes to the largest figure, a larger one is a figure of its own, ELSEWHERE.
+    """
     whole = {name: round(value) for name, value in figures.items()}
     over = total - sum(whole.values())
     largest = max(whole, key=lambda name: whole[name], default="")
-    if largest and abs(over) < max(ROUNDED * total, whole[largest] / 100) and whole[largest] + over >= 0:
+    if largest and abs(over) < max(_ROUNDED * total, whole[largest] / 100) and whole[largest] + over >= 0:
         return whole | {largest: whole[largest] + over}
     return whole | {ELSEWHERE: over}
 
@@ -93,21 +96,23 @@ def _by_part(figures: Mapping[str, float]) -> Counter[str]:
 
 
 def _part(name: str) -> str:
-    """What of the model a module or a parameter is of, down to where its blocks are numbered."""
+    """Return the part of the model that has a module or a parameter: its path up to the number of a block."""
     path = re.sub(r"\.(weight|bias|gamma)$", "", name).split(".")
     before = [*takewhile(lambda word: not word.isdigit(), path)]
     return ".".join(before[:2]) or ELSEWHERE
 
 
 def _reason(model: nn.Module, part: str) -> str:
-    """Why most of its channels stay."""
+    """Return the reason why most of a part's channels can't be removed, or an empty string."""
     stays = [each for each in tracing(model).analysis.stays if _part(each.name) == part]
     return max(stays, key=lambda each: each.count).reason if stays else ""
 
 
 def fixed_shares(model: nn.Module, currency: Currency, whole: Mapping[str, str]) -> list[tuple[str, float, str]]:
-    """What stays, with the share of each and why, largest first: sites that can't be narrower, or are left `whole` for
-    the reason told by their names, and the parts of the model that are no site.
+    """Return what can't get narrower: its name, its share of the cost and the reason, largest share first.
+
+    These are sites that can't be reduced, sites that stay `whole` for the reasons given by their names, and parts of
+    the model that are no site.
     """
     own, named = tracing(model), sites_by_name(tracing(model))
     layers = own.shares.macs if currency == "macs" else own.shares.parameters
@@ -130,7 +135,7 @@ def fixed_shares(model: nn.Module, currency: Currency, whole: Mapping[str, str])
 
 
 def stays_of(model: nn.Module) -> list[dict[str, Any]]:
-    """What can't be narrowed: by reason, those alike but for numbers together, the layers and their channels."""
+    """Return the layers that can't be narrowed and their channels, by reason; numbers in reasons don't count."""
     rows = dict[str, dict[str, Any]]()
     for stay in tracing(model).analysis.stays:
         row = rows.setdefault(re.sub(r"\d+", "0", stay.reason), {"reason": stay.reason, "layers": [], "count": 0})
@@ -140,7 +145,7 @@ def stays_of(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def merging_record(model: nn.Module) -> MergingRecord | None:
-    """Counted for one input; None for a model that merges nothing."""
+    """Return the record of a model's token merging for one input; None for a model that merges nothing."""
     merging = traced_model.merging_of(model)
     if merging is None:
         return None
@@ -157,9 +162,7 @@ def merging_record(model: nn.Module) -> MergingRecord | None:
 
 
 def inspection_of_model(model: nn.Module) -> dict[str, Any]:
-    """Sites with widths, parameters and MACs of one input and the reason where nothing can be reduced; the same figures
-    of everything that is no site; totals, which are the sums of both.
-    """
+    """Return sites with widths, parameters, MACs of one input and refusals, the same of other parts, and totals."""
     count, merging = count_macs(model), merging_record(model)
     sites, fixed = traced_rows(model, count.macs)
     outputs = [
@@ -180,19 +183,21 @@ def inspection_of_model(model: nn.Module) -> dict[str, Any]:
 
 
 def _gap_B(falling_BA: Tensor, count: int) -> Tensor:
-    """From the last that is taken to the first that is not; infinite where all are taken."""
+    """Return the gap from the last value that is taken to the first that is not; infinite where all are taken."""
     if count >= falling_BA.shape[1]:
         return torch.full(falling_BA.shape[:1], torch.inf, device=falling_BA.device)
     return falling_BA[:, count - 1] - falling_BA[:, count]
 
 
-def _of_merge(merge: TokenMerge, x_BNC: Tensor, compared: Tensor, sizes_BN: Tensor | None) -> Tensor:
-    """The lesser of the gap between the tokens that are merged and those kept, and, of each that is merged, the gap
-    from its best match to the second best; as shares of the tokens' spread, or of cosines.
+def _match_margins(merge: TokenMerge, x_BNC: Tensor, compared: Tensor, sizes_BN: Tensor | None) -> Tensor:
+    """Return the least margin of merging by similarity: [B], as a share of the tokens' spread or of cosines.
+
+    It is the smaller of the gap between merged and kept tokens, and the least gap between the best and the second best
+    match of a merged token.
     """
     count, alike_BAD = merge.count, token_similarity(merge.metric, x_BNC, compared, sizes_BN, merge.protected)
     if merge.metric in ("ward", "attended"):
-        # The mean squared norm of the unprotected tokens about their mean, which distances and their rounding are of.
+        # Distances, and their rounding errors, scale with the mean squared distance of tokens from their mean.
         free_BNC = x_BNC[:, merge.protected :].float()
         spread_B = (free_BNC - free_BNC.mean(dim=1, keepdim=True)).square().sum(dim=-1).mean(dim=1).clamp(min=1e-30)
         alike_BAD = alike_BAD / spread_B[:, None, None]
@@ -208,16 +213,16 @@ def _of_merge(merge: TokenMerge, x_BNC: Tensor, compared: Tensor, sizes_BN: Tens
 
 
 def choice_margins(merge: TokenMerge, x_BNC: Tensor, compared: Tensor, sizes_BN: Tensor | None) -> Tensor:
-    """The least margin of one merge's choices, of a stream of tokens of these sizes: [B]."""
+    """Return the least margin of one merge's choices in a stream of tokens of these sizes: [B]."""
     if merge.how != "drop":
-        return _of_merge(merge, x_BNC, compared, sizes_BN)
-    # The gap between the tokens dropped and those kept, as a share of the attention there.
+        return _match_margins(merge, x_BNC, compared, sizes_BN)
+    # The gap between dropped and kept tokens, as a share of the attention to the last dropped token.
     rising_BN = compared[:, merge.protected :].float().sort(dim=1).values
     return -_gap_B(rising_BN, merge.count) / rising_BN[:, merge.count - 1].clamp(min=1e-30)
 
 
 def merge_margins(model: nn.Module, inputs: Inputs) -> Tensor | None:
-    """The least margin of any choice on the way through the model, for each input [B]; None where nothing is merged."""
+    """Return the least margin of all choices in the model, for each input [B]; None where nothing is merged."""
     if traced_model.merging_of(model) is None:
         return None
     every = list[Tensor]()

@@ -1,6 +1,4 @@
-"""Inputs and outputs of a user's module that no library's family knows: as the module says, or as is seen where it is
-run without memory.
-"""
+"""Inputs and outputs of modules: as a module declares them, or as a run of it without memory shows."""
 
 import logging
 import math
@@ -38,11 +36,11 @@ from . import timm_library
 from .timm_images import ImageSpec
 
 SIDES = (224, 256, 384, 192, 128, 96, 64, 32, 28)
-"""Sizes of images, those that most models are made for first."""
+"""The sizes of images that are tried, the most common first."""
 BATCHES = (2, 3)
-"""Seen to be the batch of outputs, and no size of theirs."""
+"""The batch sizes of two runs, which show the axes of outputs that are the batch."""
 FIXED_BATCHES = (32, 16, 8, 4, 2, 1)
-"""Tried with a module that refuses BATCHES."""
+"""The batch sizes that are tried with a module that refuses BATCHES."""
 PREPARED = {
     "mean": (0.485, 0.456, 0.406),
     "std": (0.229, 0.224, 0.225),
@@ -50,15 +48,15 @@ PREPARED = {
     "interpolation": "bicubic",
     "crop_mode": "center",
 }
-"""Preprocessing with which torchvision and timm train most classifiers of ImageNet."""
+"""The preprocessing of most classifiers of ImageNet in torchvision and timm."""
 
 
 def facts_of_module(model: nn.Module, preprocessing: Preprocessing) -> Facts:
     """Return the inputs and outputs of a module.
 
-    Its inputs are those of its attribute `inputs`; else images of the size `input_size`, or of the first of SIDES that
-    it runs with. Its outputs are those of its attribute `outputs`, else all. Raises BadInput where these can't be
-    found, or the module can't be run on them.
+    Inputs are those of its attribute `inputs`, else images of its `input_size`, else images of the first of SIDES with
+    which it runs. Outputs are those of its attribute `outputs`, else all. Raises BadInput where these can't be found,
+    or the module can't be run on them.
     """
     declared = getattr(model, "inputs", None)
     if isinstance(declared, Mapping) and declared:
@@ -73,8 +71,9 @@ def facts_of_arrays(model: nn.Module, ports: tuple[Port, ...]) -> Facts:
 def facts_of_images(
     model: nn.Module, shape: tuple[int, int, int] | None, preprocessing: Preprocessing, role: Role | None = None
 ) -> Facts:
-    """Return the facts of a module that takes one image, of this shape or as facts_of_module says; with a `role` it
-    gives one tensor of this role. Raises BadInput likewise.
+    """Return the facts of a module that takes images of this shape, or of a shape found as in facts_of_module.
+
+    With a `role` the module returns one tensor of this role. Raises BadInput as facts_of_module does.
     """
     needed = [name for name, is_needed in parameters_of(model).items() if is_needed]
     if len(needed) > 1:
@@ -87,8 +86,9 @@ def facts_of_images(
 
 
 def facts_with(model: nn.Module, spec: InputSpec, parameters: Sequence[str], role: Role | None = None) -> Facts:
-    """Return the facts of a module that takes the ports of `spec` by these parameters, or by its first ones without
-    any; of this role, if one is given. Raises BadInput where it can't be run on them.
+    """Return the facts of a module that takes the ports of `spec` by these parameters, or by position without any.
+
+    With a `role` the module returns one tensor of this role. Raises BadInput where it can't be run on the ports.
     """
     try:
         result, other = (_run(model, spec.ports, parameters, count) for count in BATCHES)
@@ -109,7 +109,7 @@ def facts_with(model: nn.Module, spec: InputSpec, parameters: Sequence[str], rol
             )
         outputs = (replace(outputs[0], port=replace(outputs[0].port, role=role)),)
     is_plain = isinstance(result, Tensor) and takes_by_place(model, parameters)
-    # By other names than any input's, as a graph needs it.
+    # Inputs and outputs of a graph need different names.
     names_apart = (f"output_{each.port.name}" if each.port.name in inputs else each.port.name for each in outputs)
     return Facts(
         spec=spec,
@@ -122,7 +122,7 @@ def facts_with(model: nn.Module, spec: InputSpec, parameters: Sequence[str], rol
 
 
 def _refuse_written_batch(model: nn.Module, ports: Sequence[Port], parameters: Sequence[str], error: Exception) -> None:
-    """Raise BadInput for a module that runs at one batch size alone, with the line of its code that has the size."""
+    """Raise BadInput for a module that runs at one batch size only, with the line of its code that has the size."""
     batch = next((count for count in FIXED_BATCHES if _runs(model, ports, parameters, count)), None)
     if batch is not None:
         raise BadInput(
@@ -141,7 +141,7 @@ def _runs(model: nn.Module, ports: Sequence[Port], parameters: Sequence[str], co
 
 
 def _line_of(error: Exception) -> str:
-    """Return where an error rose in code that is neither torch's nor ours, to be put into a sentence."""
+    """Return the place in the user's code that raised an error, as the end of a sentence; empty without any."""
     theirs = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
     frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(theirs)]
     if not frames:
@@ -167,7 +167,7 @@ def _run(model: nn.Module, ports: Sequence[Port], parameters: Sequence[str], cou
 
 @contextmanager
 def _unlogged() -> Iterator[None]:
-    """Silence torch's log of operations that fail: the caller raises one message, or tries another size."""
+    """Silence torch's log of failed operations, since the caller raises one message or tries another size."""
     log = logging.getLogger(fake_tensor.__name__)
     before, log.disabled = log.disabled, True
     try:
@@ -177,7 +177,7 @@ def _unlogged() -> Iterator[None]:
 
 
 def _shape_of_images(model: nn.Module) -> tuple[int, int, int]:
-    """Return the image shape that the module says, or one with the first of SIDES that it runs with."""
+    """Return the image shape that the module declares, or one with the first of SIDES with which it runs."""
     input_size = getattr(model, "input_size", None)
     if isinstance(input_size, list | tuple) and len(input_size) == 3:
         return (int(input_size[0]), int(input_size[1]), int(input_size[2]))
@@ -194,7 +194,7 @@ def _shape_of_images(model: nn.Module) -> tuple[int, int, int]:
         return channels, side, side
     for side in SIDES:
         if any(_runs(model, [image_port((channels, side, side))], (), count) for count in FIXED_BATCHES):
-            return channels, side, side  # which is refused by its batch
+            return channels, side, side  # the caller refuses its fixed batch size
     raise BadInput(
         f"{type(model).__name__}: no size of images is known that it takes ({reason}); (a) let it say `input_size = "
         f"(3, height, width)`; (b) of other inputs {WRITE}; (c) say it to corp_deploy.sites(..., inputs=...)"

@@ -1,4 +1,4 @@
-"""Sites by the layers that their user names: of all that are found in a module's program those between these alone."""
+"""Sites between layers that the user names, chosen from all sites that are found in a module's program."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -35,8 +35,10 @@ def with_named_sites(
     role: Role,
     preprocessing: Preprocessing,
 ) -> TracedModule:
-    """See corp_deploy.sites. Raises BadInput for names that are none, for layers between which the program has no such
-    site, and for a module that can't be traced.
+    """Return a traced copy of a module with only the named sites, as `corp_deploy.sites` describes it.
+
+    Raises BadInput for names of no layers, for layers between which the program has no such site, and for a module that
+    can't be traced.
     """
     if not mlps and not attentions:
         raise BadInput("sites: none named; give mlps or attentions")
@@ -63,14 +65,14 @@ class _Found:
     named: Mapping[str, SiteGroups]
 
     def of_mlp(self, path: str, layers: tuple[str, ...]) -> list[str]:
-        """The names of what lies between its layers."""
+        """Return the names of the sites between an MLP's layers."""
         if len(layers) not in (2, 3) or not all(isinstance(layer, str) for layer in layers):
             raise BadInput(f"{_where(path)}: got {layers!r:.150}, expected {EXPECTED_MLP}")
         first, last, *up = (self._linear(path, layer) for layer in layers)
         return self._between(path, ("channels", "gated channels"), (first, *up), last)
 
     def of_attention(self, path: str, entry: Mapping[str, Any]) -> list[str]:
-        """The names of its values, and of its queries and keys where these are no lump."""
+        """Return the names of an attention's values, and of its queries and keys where these are sites of their own."""
         if not {"qkv", "proj", "heads"} <= entry.keys() <= {"qkv", "proj", "heads", "scale"}:
             raise BadInput(f"{_where(path)}: got {dict(entry)!r:.150}, expected {EXPECTED_ATTENTION}")
         qkv, proj = (self._linear(path, entry[part]) for part in ("qkv", "proj"))
@@ -99,7 +101,7 @@ class _Found:
         return name
 
     def _between(self, path: str, kinds: Sequence[str], firsts: Sequence[str], last: str) -> list[str]:
-        """The names of sites of these kinds that all first layers write and the last one reads."""
+        """Return the names of sites of these kinds that all first layers write and the last layer reads."""
         written = {name: groups for name, groups in self.named.items() if _is_written(groups, kinds, firsts)}
         names = [name for name, groups in written.items() if f"{last}.weight" in _names(groups.readers)]
         reasons = [each.reason for each in self.sites.refused if each.name in names]
@@ -135,7 +137,7 @@ def _is_written(groups: SiteGroups, kinds: Sequence[str], layers: Sequence[str])
 
 
 def _scale(site: TracedPairs) -> float | None:
-    """By what queries, keys and their products are multiplied; None where that is no one number."""
+    """Return the factor of products of queries and keys, or None where there is no single one."""
     by_product = score_factor(site.program, site.tracing.by_node[site.product])
     scales = [side.scale_HTD.flatten() for side in site.repair.sides if site.repair.mixing == "free"]
     if by_product is None or not scales or any(not torch.allclose(each, each[:1]) for each in scales):

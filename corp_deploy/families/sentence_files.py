@@ -1,7 +1,7 @@
-"""What sentence-transformers keeps beside an encoder: how its tokens become one embedding, and how long a text may be;
-and what transformers keeps beside a decoder and its tokenizer.json: to be written again beside a narrower one.
+"""The files that sentence-transformers and transformers write beside a model's weights.
 
-Only these files' values are read; no class that they name is ever looked up.
+Those of sentence-transformers say how an encoder's tokens are pooled and how long a text may be. All are written again
+beside a reduced model. Only their values are read; the classes that they name are not imported.
 """
 
 from collections.abc import Mapping
@@ -24,22 +24,22 @@ DECODER_FILES = (
     "chat_template.json",
 )
 LENGTH = 512
-"""Tokens of a sequence, where nobody says how many, or fewer where a model has fewer places."""
+"""The default number of tokens of a decoder's sequence, in models that have as many positions."""
 
 
 class Changes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What --model-kwargs may say of a decoder."""
+    """The entries of --model-kwargs for a decoder."""
 
     length: Annotated[int, Meta(ge=2, le=10_000_000)] | None = None
 
 
 def decoder_files(directory: Path) -> dict[str, Any]:
-    """The content of those that are there, by name."""
+    """Return the content of each of DECODER_FILES that the directory has, by name."""
     return {name: record_from_file(directory / name, Any) for name in DECODER_FILES if (directory / name).is_file()}
 
 
 def require_decoder_files(files: Mapping[str, Any]) -> None:
-    """Raises BadInput for a name that is none of them: it would be written to."""
+    """Raise BadInput for a name that is none of DECODER_FILES, since its file would be written."""
     if foreign := [name for name in files if name not in DECODER_FILES]:
         raise BadInput(
             f"lineage: a file of transformers at {foreign[0]!r:.150}; expected one of {', '.join(DECODER_FILES)}"
@@ -50,7 +50,7 @@ _MODES: Mapping[str, Pooling] = {"mean": "mean", "mean_tokens": "mean", "cls": "
 _MODE = "pooling_mode_"
 MODULES, _SENTENCE, _TOKENIZER = "modules.json", "sentence_bert_config.json", "tokenizer_config.json"
 FILES = (MODULES, _SENTENCE, _TOKENIZER)
-"""Those that stand beside an encoder whatever they say; the pooling's folder is named by the first."""
+"""The files beside an encoder; the first one names the folder of the pooling's configuration."""
 
 Record = TypeVar("Record")
 
@@ -61,14 +61,14 @@ class _Module(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PooledBy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How one embedding is made of a text's tokens."""
+    """The pooling of a text's tokens to one embedding."""
 
     pooling: Pooling
     normalize: bool
 
 
 def _read(path: Path, kind: type[Record]) -> Record | None:
-    """The file's values, typed; None where there is no such file."""
+    """Return the record in a file, or None where there is no such file."""
     if not path.exists():
         return None
     return record_from_file(path, kind, remedy="take it as sentence-transformers and transformers write it")
@@ -85,9 +85,9 @@ def _pooling(config: Mapping[str, Any], where: str) -> Pooling:
 
 
 def pooled_by(directory: Path) -> PooledBy | None:
-    """What modules.json and the files that it names say; None where there is no such file.
+    """Return the pooling that modules.json and the files that it names say; None without a modules.json.
 
-    Raises BadInput for modules that are not built here, such as a dense layer behind the pooling.
+    Raises BadInput for modules that are not built here, such as a dense layer after the pooling.
     """
     path = directory / MODULES
     modules = _read(path, list[_Module])
@@ -111,7 +111,7 @@ class _SentenceLength(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _TokenizerLength(msgspec.Struct, frozen=True, kw_only=True):
-    model_max_length: float | None = None  # a very large float where nobody said how long
+    model_max_length: float | None = None  # a very large float where the length is unlimited
 
 
 class TextLength(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,7 +122,7 @@ class TextLength(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def text_length(directory: Path, longest: int) -> TextLength:
-    """What sentence_bert_config.json, or else tokenizer_config.json, says; never more than the model has places for."""
+    """Return the length of sentence_bert_config.json, else tokenizer_config.json, limited to the model's positions."""
     sentence = _read(directory / _SENTENCE, _SentenceLength) or _SentenceLength()
     tokenizer = _read(directory / _TOKENIZER, _TokenizerLength) or _TokenizerLength()
     limit = sentence.max_seq_length or tokenizer.model_max_length or longest
@@ -132,19 +132,16 @@ def text_length(directory: Path, longest: int) -> TextLength:
 
 
 def sentence_files(directory: Path) -> dict[str, Any]:
-    """The content of what is there of these files, and of what transformers keeps of a tokenizer, by path: to be
-    written again beside a narrower encoder.
-    """
+    """Return the content of each of FILES and of the pooling's configuration that the directory has, by path."""
     modules = _read(directory / MODULES, list[_Module]) or []
     paths = (*FILES, *(f"{module.path}/config.json" for module in modules[1:2]))
     return {path: record_from_file(directory / path, Any) for path in paths if (directory / path).is_file()}
 
 
-def require_sentence_files(files: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The same. Raises BadInput for a path that is none of `sentence_files`: it would be written to."""
+def require_sentence_files(files: Mapping[str, Any]) -> None:
+    """Raise BadInput for a path that is none of `sentence_files`, since its file would be written."""
     for path in files:
         folder, _, name = path.rpartition("/")
         own = Path(folder).name == folder and folder not in (".", "..")
         if path not in FILES and not (folder and own and name == "config.json"):
             raise BadInput(f"lineage: a file of transformers at {path!r:.150}; expected one in the encoder's directory")
-    return files

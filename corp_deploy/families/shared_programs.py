@@ -1,8 +1,8 @@
 """Programs that are traced once in a process for equal architectures.
 
-A program is decided by the architecture, the outputs that were asked for by name, and the settings that libraries read
-while they build and run a model. Only models that installed libraries build by name share one: a user's code can change
-between two loads. No tensor is shared that holds numbers.
+A program is decided by the architecture, the named outputs, and the settings that libraries read while they build and
+run a model. Only models that installed libraries build by name share one, since a user's code can change between two
+loads. No tensor with values is shared.
 """
 
 import json
@@ -19,12 +19,12 @@ from . import timm_library
 from .family import builds_installed_code, named_outputs_of
 
 MOST_PROGRAMS = 4
-"""The number of programs that a process keeps, those used last."""
+"""The number of programs that a process keeps, the last used ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Key:
-    """All that decides the program of `model`, which is traced if no other was that has an equal key."""
+    """The values that decide a program, and the model that is traced where no equal key has a program."""
 
     architecture: str
     outputs: tuple[str, ...] | None
@@ -33,7 +33,7 @@ class _Key:
 
 
 def _key(model: TracedModule, architecture: Architecture) -> _Key | None:
-    """None for a model whose program is not shared."""
+    """Return the key of a model's program, or None where the program is not shared."""
     if not (builds_installed_code(architecture) and _is_without_numbers(model)):
         return None
     try:
@@ -51,13 +51,13 @@ def _is_without_numbers(module: nn.Module) -> bool:
 
 @lru_cache(maxsize=MOST_PROGRAMS)
 def _traced(key: _Key) -> Tracing | None:
-    """None for a program with constants that hold numbers."""
+    """Return the tracing of a key's model, or None where its program has constants with values."""
     own = tracing(key.model)
     return own if _is_without_numbers(own.program.graph) else None
 
 
 def share_program_(model: TracedModule, architecture: Architecture) -> None:
-    """Give a dense model that was just built without weights the program and sites of an equal one."""
+    """Set the program and sites of a dense model without weights to those of an equal model, if there is one."""
     key = _key(model, architecture)
     own = None if key is None else _traced(key)
     if own is not None:

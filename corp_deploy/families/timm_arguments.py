@@ -1,8 +1,8 @@
-"""timm's models from arguments that are plain JSON values, with what timm takes as code said in them too, bounded
-before they are built, since ten million blocks would fill any memory; and what a module shows of them.
+"""timm's models built from arguments that are plain JSON values, and the arguments that a module shows.
 
-`norm_layer` may be {"name": "layernorm", "eps": 1e-12}, `mlp_layer` one of MLPS, and `head` one of HEADS, which timm's
-own heads are not.
+Where timm takes code, JSON has names: `norm_layer` may be {"name": "layernorm", "eps": 1e-12}, `mlp_layer` one of MLPS,
+and `head` one of HEADS, which timm itself does not have. Numbers are bounded before a model is built, since ten million
+blocks would fill any memory.
 """
 
 import inspect
@@ -31,7 +31,7 @@ MLPS: Mapping[str, Callable[..., nn.Module]] = {"swiglu_packed": SwiGLUPacked, "
 
 
 def _mlp_of(name: str) -> Callable[..., nn.Module]:
-    """Return the layer of a name, which may be spelled as timm spells its class, with its module or without."""
+    """Return the layer of a name, which may also be that of timm's class, with or without its module."""
     bare = name.rpartition(".")[2].replace("_", "").lower()
     found = next((layer for each, layer in MLPS.items() if each.replace("_", "") == bare), None)
     if found is None:
@@ -45,16 +45,16 @@ class _Norm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class ClassAndPatches(VisionTransformer):
-    """A VisionTransformer whose classifier reads the class token and the mean of the patch tokens, side by side."""
+    """A VisionTransformer whose classifier reads the class token and the mean of the patch tokens, concatenated."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # Average pooling is what says of timm's models that patches are read; its own norm stays before it.
+        # Average pooling marks timm's models that read patches; the norm stays before the pooling.
         super().__init__(*args, **{**kwargs, "global_pool": "avg", "fc_norm": False})
         if self.num_classes:
             self.head = nn.Linear(2 * self.embed_dim, self.num_classes)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Normalised tokens [B,N,C] -> logits [B,classes], or what they are made of [B,2C]."""
+        """Return logits [B,classes] of normalised tokens [B,N,C], or the features [B,2C] before them."""
         features = torch.cat([x[:, 0], x[:, self.num_prefix_tokens :].mean(dim=1)], dim=1)
         return features if pre_logits else self.head(self.head_drop(features))
 
@@ -70,7 +70,7 @@ def _spelled(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build_from_arguments(name: str, kwargs: Mapping[str, Any]) -> nn.Module:
-    """The model on torch's default device with its initial weights. Any error is one of the arguments."""
+    """Return timm's model with its initial weights, on torch's default device. Any error is one of the arguments."""
     head, spelled = kwargs.get("head"), _spelled(kwargs)
     if head not in (None, *HEADS):
         raise ValueError(f"head is {head!r:.60}, expected one of {', '.join(HEADS)}")
@@ -96,13 +96,13 @@ _BOUNDS: Mapping[str, Quantity] = {
     "reg_tokens": Count(low=0, high=65_536),
 }
 _PLAIN = ("depth", "in_chans", "num_classes", "reg_tokens")
-"""What may be no list, of sides or of what each stage has."""
+"""The arguments that can't be lists of sides or of stages."""
 _ANY = Real(low=-1e9, high=1e9)
 _DEEPEST = 8
 
 
 def _numbers(value: Any, depth: int = 0) -> Iterator[Any]:
-    """The numbers in a value, lists and objects gone through; a depth beyond the limit counts as no number."""
+    """Yield the numbers in a value, also in its lists and objects, and None for a value nested too deep."""
     if depth > _DEEPEST:
         yield None
     elif isinstance(value, Mapping | list | tuple):
@@ -128,7 +128,7 @@ def _cut(value: object) -> str:
     return text if len(text) <= 100 else f"{text[:100]}..."
 
 
-def _first(model: nn.Module, path: str) -> Any:
+def _attribute(model: nn.Module, path: str) -> Any:
     found: Any = model
     for part in path.split("."):
         found = getattr(found, part, None)
@@ -136,23 +136,26 @@ def _first(model: nn.Module, path: str) -> Any:
 
 
 _SHOWN: Mapping[str, Callable[[nn.Module], Any]] = {
-    "depth": lambda model: len(_first(model, "blocks") or ()),
-    "depths": lambda model: [len(_first(stage, "blocks") or ()) for stage in _first(model, "stages") or ()],
-    "patch_size": lambda model: _first(model, "patch_embed.patch_size"),
-    "num_heads": lambda model: _first(model, "blocks.0.attn.num_heads"),
-    "mlp_ratio": lambda model: (_first(model, "blocks.0.mlp.fc1.out_features") or 0) / model.embed_dim,  # type: ignore[operator]
-    "init_values": lambda model: 1.0 if _first(model, "blocks.0.ls1.gamma") is not None else None,
-    "class_token": lambda model: _first(model, "cls_token") is not None,
-    "reg_tokens": lambda model: len(_first(model, "reg_token")[0]) if _first(model, "reg_token") is not None else 0,
-    "qk_norm": lambda model: not isinstance(_first(model, "blocks.0.attn.q_norm"), nn.Identity),
-    "qkv_bias": lambda model: _first(model, "blocks.0.attn.qkv.bias") is not None,
+    "depth": lambda model: len(_attribute(model, "blocks") or ()),
+    "depths": lambda model: [len(_attribute(stage, "blocks") or ()) for stage in _attribute(model, "stages") or ()],
+    "patch_size": lambda model: _attribute(model, "patch_embed.patch_size"),
+    "num_heads": lambda model: _attribute(model, "blocks.0.attn.num_heads"),
+    "mlp_ratio": lambda model: (_attribute(model, "blocks.0.mlp.fc1.out_features") or 0) / model.embed_dim,  # type: ignore[operator]
+    "init_values": lambda model: 1.0 if _attribute(model, "blocks.0.ls1.gamma") is not None else None,
+    "class_token": lambda model: _attribute(model, "cls_token") is not None,
+    "reg_tokens": lambda model: (
+        len(_attribute(model, "reg_token")[0]) if _attribute(model, "reg_token") is not None else 0
+    ),
+    "qk_norm": lambda model: not isinstance(_attribute(model, "blocks.0.attn.q_norm"), nn.Identity),
+    "qkv_bias": lambda model: _attribute(model, "blocks.0.attn.qkv.bias") is not None,
 }
-"""Of a transformer's arguments those that leave a trace of another name."""
+"""The arguments of a transformer that its attributes show under other names."""
 
 
 def _arguments_shown(model: nn.Module) -> dict[str, Any]:
-    """Of its constructor's arguments those that it shows as plain values; which ones mean what they say, a model built
-    of them shows.
+    """Return the constructor's arguments that a model shows as plain values.
+
+    They are candidates: a caller builds a model of them to prove that they are the arguments.
     """
     shown = dict[str, Any]()
     for name in inspect.signature(type(model).__init__).parameters:
@@ -167,6 +170,6 @@ def _arguments_shown(model: nn.Module) -> dict[str, Any]:
 
 
 def arguments_beside(model: nn.Module, plain: nn.Module) -> dict[str, Any]:
-    """The arguments in which a model differs from the one that its name alone makes, as far as it shows them."""
+    """Return the arguments in which a model visibly differs from the one that its name alone builds."""
     defaults = _arguments_shown(plain)
     return {name: value for name, value in _arguments_shown(model).items() if defaults.get(name) != value}

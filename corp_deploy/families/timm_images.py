@@ -1,7 +1,7 @@
-"""How timm prepares images for a model.
+"""timm's preprocessing of images for a model.
 
-A mean and a std have one number for each channel. Those of a preset for other images, such as the three colours of a
-name's tag for a model of grey ones, are never applied, and never written as the model's.
+A mean and a std have one number for each channel. Values for another number of channels, such as the three colours of a
+name's tag for a model of grey images, are never applied, and never written as the model's.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,8 +22,9 @@ BY_CHANNEL = ("mean", "std")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageSpec:
-    """What the model expects of an image: shape (channels, height, width) and timm's evaluation preprocessing, in which
-    the mean and the std may be of other images.
+    """The images of a model: their shape (channels, height, width) and timm's evaluation preprocessing.
+
+    The mean and the std in `config` may be for another number of channels.
     """
 
     shape: tuple[int, int, int]
@@ -36,13 +37,13 @@ class ImageSpec:
 
     @property
     def normalisation(self) -> Normalisation:
-        """What is done to pixels, by channel. Raises BadInput as require_normalisation does."""
+        """The normalisation of pixels by channel. Raises BadInput as require_normalisation does."""
         self.require_normalisation(where="the model's preprocessing")
         mean, std = (tuple(map(float, self.config[name])) for name in BY_CHANNEL)
         return Normalisation(mean=mean, std=std)
 
     def require_normalisation(self, *, where: str, instead: str = "") -> None:
-        """Raises BadInput where no mean or no std of the model's channels is known. `instead`: what to do without."""
+        """Raise BadInput where no mean or no std for the model's channels is known; `instead` is another remedy."""
         if not self.normalisation_refusal:
             return
         channels, height, width = self.shape
@@ -55,7 +56,7 @@ class ImageSpec:
 
     @property
     def normalisation_refusal(self) -> str:
-        """What mean and std are known instead, empty where those of the model's channels are."""
+        """The reason why pixels can't be normalised; empty where mean and std fit the model's channels."""
         own = self._fitting
         return "" if all(name in own for name in BY_CHANNEL) else " and ".join(map(self._source_of, BY_CHANNEL))
 
@@ -65,10 +66,15 @@ class ImageSpec:
 
     @property
     def _fitting(self) -> dict[str, Any]:
-        return fitting(self.config, self.shape[0])
+        """The preprocessing without a mean or a std for another number of channels."""
+
+        def fits(value: Any) -> bool:
+            return isinstance(value, list | tuple) and len(value) == self.shape[0]
+
+        return {name: value for name, value in self.config.items() if name not in BY_CHANNEL or fits(value)}
 
     def as_line(self) -> str:
-        """The preprocessing for people."""
+        """Return the preprocessing in words."""
         config = self._fitting
         size = "x".join(map(str, self.shape))
         crop = f"{config['interpolation']}, crop {config['crop_pct']:g} ({config['crop_mode']})"
@@ -76,22 +82,16 @@ class ImageSpec:
         return f"{size}, {crop}, {', '.join(values)}"
 
     def as_json(self) -> dict[str, Any]:
-        """The preprocessing as plain JSON values, in one order; no mean and no std of other channels."""
+        """Return the preprocessing as plain JSON values, sorted, without a mean or std for other channels."""
         return {key: list(value) if isinstance(value, tuple) else value for key, value in sorted(self._fitting.items())}
 
     def transform(self) -> Callable[[Any], Tensor]:
-        """timm's evaluation transform: an RGB image of PIL -> float32 [C,H,W]. Raises as `normalisation` does."""
+        """Return timm's evaluation transform of an RGB image of PIL -> float32 [C,H,W].
+
+        Raises BadInput as require_normalisation does.
+        """
         self.require_normalisation(where="pictures")
         return timm.data.create_transform(**self.config, is_training=False)
-
-
-def fitting(settings: Mapping[str, Any], channels: int | None) -> dict[str, Any]:
-    """A preprocessing without a mean or a std of other channels than these."""
-
-    def fits(value: Any) -> bool:
-        return isinstance(value, list | tuple) and len(value) == channels
-
-    return {name: value for name, value in settings.items() if name not in BY_CHANNEL or fits(value)}
 
 
 def _channels(count: int) -> str:
@@ -103,7 +103,7 @@ def _shown(values: Sequence[float]) -> str:
 
 
 def image_spec_of_note(text: str, shape: tuple[int, int, int], *, where: str) -> ImageSpec:
-    """Return the spec that `as_json` wrote as the text that a graph carries. Raises BadInput for another text."""
+    """Return the spec of a graph's note, the text of `as_json`. Raises BadInput for any other text."""
     again = "export the model again"
     settings = record_from_text(text, dict[str, Any], where=f"{where}: its preprocessing", remedy=again)
     overrides = {name: value for name, value in settings.items() if name != "input_size"}

@@ -1,6 +1,6 @@
-"""What a model's name may be: timm's own, never one that sends a load to the network; and what may have been meant.
+"""Checks of a model's name, which is timm's and never one that is loaded from a network, and hints at similar names.
 
-Asking about a name imports neither timm nor torch; looking for names that are alike does.
+Checking a name imports neither timm nor torch; looking for similar names does.
 """
 
 import difflib
@@ -12,15 +12,15 @@ from corp_deploy.spec.architecture import OF_TRANSFORMERS
 from ground.errors import BadInput
 
 _SIZES = {"s": "small", "b": "base", "l": "large", "h": "huge", "g": "giant"}
-# Other libraries' names of architectures that timm has, and timm's names of them.
+# Other projects' names of architectures that timm has, and timm's names.
 _TWINS = (
     (r"vit_([blh])_(\d+)", "vit_{size}_patch{patch}_224"),
     (r"dinov2_vit([sblg])(14)(_reg)?(?:_lc)?", "vit_{size}_patch{patch}{registers}_dinov2"),
     (r"dino_vit([sb])(\d+)", "vit_{size}_patch{patch}_224.dino"),
     (r"ViT-([BLHbl])[-/](\d+)", "vit_{size}_patch{patch}_clip_224"),
 )
-# Arguments of timm.create_model by which weights would come from elsewhere than --weights.
-RESERVED = ("pretrained", "pretrained_cfg", "checkpoint_path", "cache_dir")
+# Arguments of timm.create_model that would load weights from elsewhere than --weights.
+_RESERVED = ("pretrained", "pretrained_cfg", "checkpoint_path", "cache_dir")
 
 
 def _twin(name: str) -> str:
@@ -33,14 +33,14 @@ def _twin(name: str) -> str:
 
 
 def is_timm_name(name: str) -> bool:
-    """Whether timm has such an architecture, with or without a tag."""
+    """Return whether timm has an architecture of this name, with or without a tag."""
     import timm
 
     return bool(timm.is_model(name.partition(".")[0]))
 
 
 def look_alikes(name: str) -> str:
-    """A hint at timm's names that may have been meant."""
+    """Return a hint at timm's names that the user may have meant."""
     import timm
 
     base = name.partition(".")[0]
@@ -53,8 +53,8 @@ def look_alikes(name: str) -> str:
     return f"names that look alike: {', '.join(close) or 'none'}"
 
 
-def download(repository: str, *, library: str = "") -> str:
-    """Return how a repository of a hub is brought onto this machine and named then, as far as its library is known."""
+def download_hint(repository: str, *, library: str = "") -> str:
+    """Return the command that downloads a hub's repository, and the option that names it then."""
     name, _, revision = repository.partition("@")
     folder, of_revision = name.rpartition("/")[2], f" --revision {revision}" if revision else ""
     named = f"--model {folder}" if library == "timm" else f"--model {OF_TRANSFORMERS}{folder}"
@@ -65,12 +65,12 @@ def download(repository: str, *, library: str = "") -> str:
 def _refuse_hub(name: str, repository: str, library: str) -> None:
     raise BadInput(
         f"--model {name!r}: there is no such directory, and nothing is ever downloaded; "
-        f"{download(repository, library=library)}, or give a timm name with --weights"
+        f"{download_hint(repository, library=library)}, or give a timm name with --weights"
     )
 
 
 def require_local_name(name: str) -> None:
-    """Raise BadInput, at once, for a name that timm would look for on the network or in a folder elsewhere."""
+    """Raise BadInput for a name that timm would look for on the network or in another folder."""
     if match := re.match(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)", name):
         _refuse_hub(name, match[1], "timm" if match[1].startswith("timm/") else "")
     source, colon, rest = name.partition(":")
@@ -86,8 +86,8 @@ def require_local_name(name: str) -> None:
 
 
 def refuse_reserved(kwargs: Mapping[str, Any]) -> None:
-    """Raise BadInput for arguments by which weights would come from elsewhere."""
-    for key in RESERVED:
+    """Raise BadInput for arguments that would load weights from elsewhere, and for features_only."""
+    for key in _RESERVED:
         if key in kwargs:
             raise BadInput(
                 f"--model-kwargs: {key} is not taken; weights come from --weights or the model's directory, the "

@@ -1,4 +1,4 @@
-"""Arguments of timm's VisionTransformer that a state dict shows by its names and shapes, and whether they make it."""
+"""Arguments of timm's VisionTransformer that a state dict shows by its names and shapes, proved by building it."""
 
 import re
 from collections.abc import Mapping
@@ -28,14 +28,14 @@ _TRAINING = ("mask_token", "rope_embed.periods")
 
 @dataclass(frozen=True, slots=True)
 class Fitting:
-    """Arguments with which a model takes a state dict; `assumed`: those that weights don't tell, and why these."""
+    """Arguments of a model that fits a state dict; `assumed` lists those that weights don't show, with reasons."""
 
     arguments: dict[str, Any]
     assumed: list[str] = field(default_factory=list)
 
 
 def _today(state: State) -> dict[str, Tensor]:
-    """Return a state dict with today's names of layers of a transformer."""
+    """Return a state dict with timm's present names of layers."""
     names = dict[str, Tensor]()
     for name, tensor in state.items():
         for old, new in _OLD_NAMES:
@@ -45,7 +45,7 @@ def _today(state: State) -> dict[str, Tensor]:
 
 
 def _side(state: State, patch: int, front: int) -> tuple[int | None, bool]:
-    """Return the side of images that positions are for, and whether the tokens in front have none of their own."""
+    """Return the side of images that positions are for, and whether tokens in front have no positions."""
     positions = state.get("pos_embed")
     count = positions.shape[1] if positions is not None and positions.ndim == 3 else 0
     for own in (front, 1 if "cls_token" in state else 0, 0):
@@ -109,7 +109,7 @@ def _own_heads(model: VisionTransformer) -> int:
 
 
 def _heads(model: VisionTransformer, state: State, width: int, kwargs: Mapping[str, Any]) -> int:
-    """Return how many heads a width has: as norms of queries show, as said, or heads of the usual size."""
+    """Return the number of heads of a width: shown by norms of queries, given, or by the usual size of heads."""
     own = _own_heads(model)
     norm = state.get("blocks.0.attn.q_norm.weight")
     if norm is not None and width % len(norm) == 0:
@@ -121,10 +121,10 @@ def _heads(model: VisionTransformer, state: State, width: int, kwargs: Mapping[s
 
 
 def fitting_arguments(model: nn.Module, name: str, state: State, kwargs: Mapping[str, Any]) -> Fitting | None:
-    """Return the arguments with which timm's model of this name takes a state dict, proved by building that without
-    memory; None where the model is no VisionTransformer, or nothing that the state dict shows makes it fit.
+    """Return arguments with which timm's model of this name fits a state dict, proved by building it without memory.
 
-    `kwargs` made the model that the state dict doesn't fit.
+    `kwargs` are those of `model`, which does not fit. The result is None where the model is no VisionTransformer, and
+    where the arguments that the state dict shows don't make it fit.
     """
     theirs, ours = arguments_of_weights(state), arguments_of_weights(model.state_dict())
     if theirs is None or ours is None or not isinstance(model, VisionTransformer):
@@ -146,7 +146,7 @@ def fitting_arguments(model: nn.Module, name: str, state: State, kwargs: Mapping
 
 
 def _fits(name: str, arguments: Mapping[str, Any], state: State) -> bool:
-    """Return whether a model of these arguments has the names and shapes of a state dict, as timm adapts it."""
+    """Return whether a model of these arguments has the names and shapes of a state dict after timm's filter."""
     try:
         with torch.device("meta"):
             built = timm_library.build_timm_model(Architecture(name=name, kwargs=arguments))

@@ -1,6 +1,6 @@
-"""Texts -> token ids by a tokenizer.json: each of one length with its mask, or all as sequences of that length.
+"""Tokenization of texts by a tokenizer.json: each padded to one length with a mask, or all cut into full sequences.
 
-The file is data: nothing in it is executed.
+The file is data: no code of it is run.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,8 +28,9 @@ _TOKENS = Annotated[int, Meta(ge=1, le=1_000_000)]
 
 
 class Tokenization(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a text becomes tokens beside its tokenizer.json, whose digest is `sha256`: cut to `length` tokens, marks of
-    start and end among them, and padded to it on the right.
+    """The settings of tokenization beside the tokenizer.json, whose digest is `sha256`.
+
+    Texts are cut to `length` tokens, marks of start and end included, and padded to it on the right.
     """
 
     length: _TOKENS
@@ -39,13 +40,13 @@ class Tokenization(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def ports(self) -> tuple[Port, ...]:
-        """What a model is given of a text: `input_ids` and `attention_mask`, 1 for a token and 0 for padding."""
+        """The inputs of a model: `input_ids` and `attention_mask`, which is 1 for a token and 0 for padding."""
         return tuple(Port(name=name, shape=(self.length,), dtype="int64") for name in ("input_ids", "attention_mask"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Spec:
-    """How a text becomes what a model with this `vocabulary` takes; `tokenizer_json` is the content of the file."""
+    """The inputs of a model with this `vocabulary`; `tokenizer_json` is the content of the file."""
 
     tokenization: Tokenization
     tokenizer_json: str
@@ -58,14 +59,17 @@ class _Spec:
         return (self.tokenization.length,)
 
     def as_line(self) -> str:
-        """The preparation for people."""
+        """Return the tokenization in words."""
         lower = ", lower-cased" if self.tokenization.lower_case else ""
-        said = self.words.format(self.tokenization.length)
-        return f"{said}{lower}, {FILE} of sha256 {self.tokenization.sha256[:12]}..."
+        return (
+            f"{self.words.format(self.tokenization.length)}{lower}, {FILE} of sha256 {self.tokenization.sha256[:12]}..."
+        )
 
     def tokenizer(self) -> Any:
-        """Raises Missing without the package tokenizers, and BadInput for a tokenizer that can't be read, whose ids the
-        model does not know, or whose marks alone fill the length.
+        """Return the tokenizer of the package tokenizers.
+
+        Raises Missing without the package, and BadInput for a tokenizer that can't be read, has ids beyond the model's
+        vocabulary, or whose marks fill the length.
         """
         inner, length, pad_id = _tokenizer(self.tokenizer_json), self.tokenization.length, self.tokenization.pad_id
         largest = max([pad_id, *inner.get_vocab(with_added_tokens=True).values()])
@@ -79,13 +83,13 @@ class _Spec:
         return inner
 
     def as_json(self) -> dict[str, Any]:
-        """The preparation as plain JSON values."""
+        """Return the tokenization as plain JSON values."""
         return msgspec.to_builtins(self.tokenization)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextSpec(_Spec):
-    """What an encoder takes: a text, cut or padded."""
+    """The inputs of an encoder: a text, cut or padded."""
 
     words: ClassVar[str] = "texts of {} tokens, cut or padded"
 
@@ -94,7 +98,10 @@ class TextSpec(_Spec):
         return self.tokenization.ports
 
     def encoder(self) -> Callable[[Sequence[str]], Mapping[str, Tensor]]:
-        """Texts [B] -> `input_ids` and `attention_mask`, int64 [B,N]. Raises as `tokenizer` does."""
+        """Return the function of texts [B] -> `input_ids` and `attention_mask`, int64 [B,N].
+
+        Raises as `tokenizer` does.
+        """
         inner = self.tokenizer()
         length, pad_id = self.tokenization.length, self.tokenization.pad_id
         inner.enable_truncation(max_length=length)
@@ -115,7 +122,7 @@ class TextSpec(_Spec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceSpec(_Spec):
-    """What a decoder takes: full sequences of ids. A text is one stream, cut into such."""
+    """The inputs of a decoder: full sequences of ids, into which one text is cut."""
 
     words: ClassVar[str] = "text cut into sequences of {} tokens"
 
@@ -124,25 +131,26 @@ class SequenceSpec(_Spec):
         return (Port(name="input_ids", shape=self.shape, dtype="int64"),)
 
     def sequences(self, lines: Iterable[str], *, where: str) -> NDArray[np.int64]:
-        """One text, line by line with their ends, as rows [S,N]; each begins with the marks that the tokenizer puts in
-        front of a text, and what is left over at the end is dropped. Raises as `tokenizer` does, and BadInput for less
-        than one row.
+        """Return one text, given as lines with their ends, as rows of ids [S,N].
+
+        Each row begins with the marks that the tokenizer puts before a text; an incomplete row at the end is dropped.
+        Raises as `tokenizer` does, and BadInput for a text shorter than one row.
         """
         inner = self.tokenizer()
         inner.no_truncation()
         inner.no_padding()
         ids, left = list[int](), iter(lines)
         while some := list(islice(left, _LINES)):
-            encodings = inner.encode_batch(some, add_special_tokens=False)
-            ids += (id for encoding in encodings for id in encoding.ids)
-        encoding = inner.encode("a", add_special_tokens=True)
-        own = next((at for at, special in enumerate(encoding.special_tokens_mask) if not special), 0)
-        marks = encoding.ids[:own]
+            for encoding in inner.encode_batch(some, add_special_tokens=False):
+                ids += encoding.ids
+        example = inner.encode("a", add_special_tokens=True)
+        first = next((at for at, is_special in enumerate(example.special_tokens_mask) if not is_special), 0)
+        marks = example.ids[:first]
         rows = cut_into_rows(np.asarray(ids, dtype=np.int64), self.tokenization.length - len(marks), where=where)
         return np.concatenate([np.tile(np.asarray(marks, dtype=np.int64), (len(rows), 1)), rows], axis=1)
 
 
-_LINES = 1000  # tokenized at once
+_LINES = 1000  # the number of lines that are tokenized at once
 
 
 def _tokenizer(content: str) -> Any:
@@ -157,7 +165,7 @@ def _tokenizer(content: str) -> Any:
 
 
 def content_of_tokenizer(directory: Path, *, sha256: str | None = None) -> str:
-    """The tokenizer.json of a directory, of this digest where one is given. Raises BadInput where there is none."""
+    """Return the tokenizer.json of a directory. Raises BadInput where it is missing or has another digest."""
     path = directory / FILE
     if not path.exists():
         raise BadInput(f"{path}: no such file; save the model's fast tokenizer there: tokenizer.save_pretrained(DIR)")
@@ -179,7 +187,7 @@ def content_of_tokenizer(directory: Path, *, sha256: str | None = None) -> str:
 
 
 def digest_of_tokenizer(directory: Path, *, needed: bool = True) -> str:
-    """Of its content; zeros where there is none and none is `needed`, as of a model that is looked at alone."""
+    """Return the digest of a directory's tokenizer.json; zeros where it is missing and not `needed`."""
     if not needed and not (directory / FILE).exists():
         return "0" * 64
     return sha256_of_text(content_of_tokenizer(directory))

@@ -1,5 +1,6 @@
-"""torchvision's classifiers: built by torchvision and traced, images prepared as its weights take them. The library is
-imported where it is asked for.
+"""torchvision's classifiers, traced, with the preprocessing of torchvision's weights.
+
+The library is imported in the functions that use it.
 """
 
 import re
@@ -19,9 +20,9 @@ from .module_facts import facts_of_images
 PREFIX = OF_TORCHVISION
 State = Mapping[str, Tensor]
 _OF_TRAINING = {"googlenet": ("aux1.", "aux2."), "inception_v3": ("AuxLogits.",)}
-"""Beside the classifier, never run once trained."""
+"""The prefixes of layers that only run in training."""
 _OLD = re.compile(r"(.*denselayer\d+\.(?:norm|relu|conv))\.([12]\..+)")
-"""How torchvision's own files of DenseNets name layers."""
+"""The names of layers in torchvision's own files of DenseNets."""
 
 
 def _library() -> Any:
@@ -31,14 +32,16 @@ def _library() -> Any:
 
 
 def require_classifier(text: str) -> tuple[str, Any]:
-    """Of `torchvision:NAME`, meaning its first weights, or `torchvision:NAME.WEIGHTS` the name, and the entry that says
-    how images are prepared. Raises BadInput for any other.
+    """Return the name in `torchvision:NAME` or `torchvision:NAME.WEIGHTS`, and torchvision's entry of the weights.
+
+    The entry has the preprocessing; without WEIGHTS it is the first one. Raises BadInput for any other text.
     """
     name, _, weights = text.removeprefix(PREFIX).partition(".")
-    names = _library().list_models(module=_library())
+    library = _library()
+    names = library.list_models(module=library)
     if name not in names:
         raise BadInput(f"--model {text:.100}: no classifier of torchvision's; expected one of {', '.join(names)}")
-    entries = _library().get_model_weights(name)
+    entries = library.get_model_weights(name)
     if weights and weights not in entries.__members__:
         raise BadInput(
             f"--model {text:.100}: expected one of {', '.join(f'{name}.{each}' for each in entries.__members__)}"
@@ -49,9 +52,11 @@ def require_classifier(text: str) -> tuple[str, Any]:
 def architecture_of_classifier(
     text: str, kwargs: Mapping[str, Any], preprocessing: Preprocessing, state: State | None = None
 ) -> Architecture:
-    """As config.json keeps it: images of the size and the preparation of torchvision's own weights where none are said,
-    classes and a VisionTransformer's places as many as a `state` has. Raises BadInput for an unknown name, and for
-    arguments that ask for weights.
+    """Return the architecture that config.json keeps.
+
+    The size and the preprocessing of images are those of torchvision's weights where `kwargs` and `preprocessing` have
+    none; the numbers of classes and of a VisionTransformer's positions are those of the `state`. Raises BadInput for an
+    unknown name, and for arguments that ask for weights.
     """
     name, entry = require_classifier(text)
     if reserved := [key for key in kwargs if key.startswith("weights") or key in ("pretrained", "progress")]:
@@ -59,7 +64,7 @@ def architecture_of_classifier(
     own: dict[str, Any] = {"transform_input": True} if name in _OF_TRAINING else {}
     side = None
     if state is not None and {"encoder.pos_embedding", "conv_proj.weight"} <= state.keys():
-        # Of the square images that a VisionTransformer's positions are for.
+        # The side of the square images that a VisionTransformer's positions are for.
         side = isqrt(state["encoder.pos_embedding"].shape[1] - 1) * int(state["conv_proj.weight"].shape[-1])
         if kwargs.get("img_size", side) not in (side, [side, side]):
             raise BadInput(
@@ -71,7 +76,7 @@ def architecture_of_classifier(
         own["image_size"] = side or kwargs.get("img_size", entry.transforms().crop_size[0])
     prepares = entry.transforms()
     if state is not None and "num_classes" not in kwargs:
-        # As many as the weights tell apart, unless they are another model's.
+        # The number of rows of the classifier, unless the weights are another model's.
         with torch.device("meta"):
             model = _built(Architecture(name=PREFIX + name))
         classifier = [key for key, each in model.named_parameters() if each.dim() > 1][-1]
@@ -79,7 +84,7 @@ def architecture_of_classifier(
     images = Preprocessing(
         mean=tuple(prepares.mean),
         std=tuple(prepares.std),
-        # Rounded down: timm, which prepares images, takes the whole part of the side that it resizes to.
+        # Rounded down, since timm, which prepares the images, truncates the side that it resizes to.
         crop_pct=floor(prepares.crop_size[0] / prepares.resize_size[0] * 1e6) / 1e6,
         interpolation=prepares.interpolation.value,
         crop_mode="center",
@@ -93,9 +98,7 @@ def architecture_of_classifier(
 
 
 def possible_names(model: nn.Module) -> list[str]:
-    """Of torchvision's classifiers those that a module's class may be made by, as `torchvision:NAME`; none of another
-    library's.
-    """
+    """Return the names `torchvision:NAME` of classifiers that may be of a module's class; none for other libraries."""
     library, home = _library(), type(model).__module__
     if not home.startswith("torchvision.models."):
         return []
@@ -104,8 +107,9 @@ def possible_names(model: nn.Module) -> list[str]:
 
 
 def build_classifier(architecture: Architecture) -> nn.Module:
-    """The model with its initial weights, on torch's default device. Raises BadInput where torchvision can't build it
-    or it takes images of another size, and for more parameters than are built.
+    """Return the traced model with its initial weights, on torch's default device.
+
+    Raises BadInput where torchvision can't build it, it takes images of another size, or it has too many parameters.
     """
     refuse_larger(lambda: _built(architecture), architecture.name)
     model, size = _built(architecture).eval(), architecture.kwargs.get("img_size", 224)
@@ -127,8 +131,8 @@ def _built(architecture: Architecture) -> nn.Module:
     return model
 
 
-def own_state(architecture: Architecture, model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weights under the names of today's torchvision, without what only training runs."""
+def rename_state(architecture: Architecture, model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return weights under torchvision's present names, without layers that only run in training."""
     beside = _OF_TRAINING.get(architecture.name.removeprefix(PREFIX), ())
     renamed = {_OLD.sub(r"\1\2", name): each for name, each in state.items() if not name.startswith(beside or ("\0",))}
     return {**batch_counters(model), **renamed}

@@ -44,9 +44,9 @@ def config_of_directory(directory: Path, expected: str | None = None) -> dict[st
                 f"whole and give it: PeftModel.from_pretrained(model, {str(directory)!r}).merge_and_unload()"
             )
         if expected and not directory.is_dir() and re.fullmatch(r"([\w.-]+/)?[\w.-]+", str(directory)):
-            from corp_deploy.families.timm_names import download
+            from corp_deploy.families.timm_names import download_hint
 
-            how = download(str(directory), library="transformers")
+            how = download_hint(str(directory), library="transformers")
             raise BadInput(f"{directory}: no such directory, and nothing is ever downloaded; {how}")
         raise BadInput(f"{path}: no such file; {expected or ours}")
     return record_from_file(path, dict[str, Any])

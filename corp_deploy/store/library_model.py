@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from corp_deploy.families import torchvision_models
-from corp_deploy.families.given_module import architecture_of_code, images_of
+from corp_deploy.families.given_module import architecture_of_code, user_image_spec
 from corp_deploy.spec.architecture import Preprocessing
 from corp_deploy.spec.trusted_code import PREFIX, Code, file_and_function
 from corp_deploy.traced.models.module import is_reduced, notes_on_module
@@ -33,7 +33,7 @@ def load_library_model(
     read = choice.read(weights, named.state_dict().keys())
     architecture = torchvision_models.architecture_of_classifier(text, kwargs, preprocessing, read.state)
     model = dense_from_architecture(architecture)
-    read = replace(read, state=torchvision_models.own_state(architecture, model, read.state))
+    read = replace(read, state=torchvision_models.rename_state(architecture, model, read.state))
     load_weights(model, exactly_fitted(model, read), where=weights)
     notes = (*read.notes, f"{weights.name}: read as {architecture.name}, images prepared as torchvision does")
     source = {"weights": weights.name, "notes": list(notes), "preprocessing": "torchvision's of these weights"}
@@ -89,7 +89,7 @@ def load_from_code(
     code = code_of_file(text)
     architecture = architecture_of_code(code, kwargs, preprocessing)
     model = dense_from_architecture(architecture)
-    if (images := images_of(model)) is not None:
+    if (images := user_image_spec(model)) is not None:
         preprocessing.for_channels(images.shape[0])
     elif preprocessing.settings:
         options = ", ".join(f"--{name.replace('_', '-')}" for name in preprocessing.settings)
