@@ -408,7 +408,7 @@ def test_labels_must_be_one_class_index_per_image(home: Path, tmp_path: Path) ->
 
 
 def test_labels_are_refused_for_other_inputs(tmp_path: Path) -> None:
-    said = r"labels\.npy: labels are of images, the model takes texts; leave them out"
+    said = r"labels\.npy: labels are for images, the model takes texts; leave them out"
     texts: Any = SimpleNamespace(noun="texts")
     rejects(said, labels_for, tmp_path / "labels.npy", texts, tiny.checkpoint().model)
 

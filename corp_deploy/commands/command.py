@@ -48,12 +48,12 @@ class ModelChoice(ModelSource):
 
     def look(self, out: Output) -> "Checkpoint":
         """Return the model to inspect and not to run, without weights if none are given."""
-        from corp_deploy.store.dense_model import comes_with_weights, without_weights
+        from corp_deploy.store.dense_model import comes_with_weights, load_without_weights
 
         if self.weights is not None or comes_with_weights(self.model):
             return self.load(out)
         out.note(f"{self.model}: without weights, as none are given")
-        return without_weights(self.model, self.kwargs or {}, self.preprocessing, self.named_outputs)
+        return load_without_weights(self.model, self.kwargs or {}, self.preprocessing, self.named_outputs)
 
     def load(self, out: Output) -> "Checkpoint":
         checkpoint = self.opened()

@@ -70,11 +70,9 @@ def _class_name(module: nn.Module) -> str:
     return f"{plain.__module__}.{plain.__qualname__}"
 
 
-def architecture_in_memory(
-    module: nn.Module, settings: Mapping[str, Any], preprocessing: Preprocessing
-) -> Architecture:
+def architecture_in_memory(module: nn.Module, inputs: Mapping[str, Any]) -> Architecture:
     """Return the architecture that config.json keeps of a module in memory."""
-    return Architecture(name=_class_name(module), kwargs=dict(settings), preprocessing=preprocessing, family=NAME)
+    return Architecture(name=_class_name(module), kwargs=dict(inputs), family=NAME)
 
 
 def build_in_memory(architecture: Architecture) -> nn.Module:

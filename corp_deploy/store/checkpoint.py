@@ -1,8 +1,7 @@
-"""A model as a directory: model.safetensors and config.json. Holds no pruning code and runs no pickled code.
+"""Model directories: model.safetensors and config.json, written and read without pruning code or pickled code.
 
-config.json names the architecture, the widths of every site that differs from it, how tokens are merged, the outputs,
-the preprocessing, and the lineage: all that it takes to build the model again, wherever it came from, and which inputs
-it was fitted to, which are looked for among those that judge it.
+config.json has the architecture, the widths of every reduced site, token merging, outputs, preprocessing and the
+lineage: all that it takes to build the model again, and which inputs it was fitted to.
 """
 
 from collections import defaultdict
@@ -44,10 +43,10 @@ dense_from_architecture = dense_model
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A model, how it was built, its preprocessing and what led to it.
+    """A model with its architecture and its lineage.
 
-    `notes`: what whoever loaded it should hear about its weights; `unread`: tensors of its file that are no part of it;
-    `sparsity`: by layer the pattern, such as 2:4, that its weights hold.
+    `notes` are facts about its weights for the user who loaded it. `unread` has tensors of its file that are no part of
+    the model. `sparsity` has the pattern, such as 2:4, that a layer's weights hold.
     """
 
     model: nn.Module
@@ -59,7 +58,7 @@ class Checkpoint:
 
 
 def on_device(checkpoint: Checkpoint, device: torch.device | str) -> Checkpoint:
-    """The checkpoint with its model there: itself where it is there already, else with a copy of the model."""
+    """Return the checkpoint with a copy of its model on a device, or itself where the model is there already."""
     if device_of(checkpoint.model).type == torch.device(device).type:
         return checkpoint
     return replace(checkpoint, model=replace_submodules(checkpoint.model, {}).to(device))
@@ -67,7 +66,7 @@ def on_device(checkpoint: Checkpoint, device: torch.device | str) -> Checkpoint:
 
 @one_thread()
 def load_weights(model: nn.Module, state: State, *, where: Path) -> None:
-    """Set every weight of a model from a state dict. Raises BadInput for other names, shapes, types or NaN and Inf."""
+    """Set all weights of a model. Raises BadInput for other names, shapes or types, and for NaN and Inf."""
     require_fit(model, state, where)
     expected = model.state_dict()
     foreign = [
@@ -89,7 +88,7 @@ def load_weights(model: nn.Module, state: State, *, where: Path) -> None:
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    """Read once, where `isfinite` makes several tensors of its size; NaN is both the least and the largest."""
+    """Return whether a tensor has neither NaN nor Inf, in one read and without tensors of its size as `isfinite`."""
     return not tensor.numel() or bool(torch.stack(tensor.aminmax()).isfinite().all())
 
 
@@ -105,7 +104,7 @@ def _tied(model: nn.Module, state: State) -> State:
 
 
 def save(checkpoint: Checkpoint, directory: Path) -> None:
-    """Write model.safetensors and config.json, which carries its digest, both or none; other files stay."""
+    """Write model.safetensors and config.json with its digest, both or none; other files stay."""
     require_sparse(checkpoint.model, checkpoint.sparsity, str(directory / CONFIG))
     state = _apart(checkpoint.model.state_dict())
     beside = traced_model.extra_files(checkpoint.model)
@@ -117,7 +116,7 @@ def save(checkpoint: Checkpoint, directory: Path) -> None:
 
 
 def _apart(state: State) -> dict[str, torch.Tensor]:
-    """Each tensor with memory of its own, where weights are one under two names."""
+    """Return each tensor with memory of its own, also where one weight has two names."""
     storages, apart = set[int](), dict[str, torch.Tensor]()
     for name, tensor in state.items():
         is_first = tensor.untyped_storage().data_ptr() not in storages
@@ -158,7 +157,7 @@ def _recorded_at(where: str) -> Iterator[None]:
 
 
 def _fill_tables_(model: nn.Module, architecture: Architecture) -> None:
-    """Give a model what no file has and it was built without: tables that its library makes of its sizes."""
+    """Set the buffers that no file has: tables that the model's library computes from its sizes."""
     empty = [name for name, buffer in model.named_buffers() if buffer.is_meta]
     built = dense_from_architecture(architecture) if empty else model
     for name in empty:
@@ -187,7 +186,7 @@ def load_checkpoint(directory: Path) -> Checkpoint:
         model = dense_from_architecture(architecture)
     with _recorded_at(where):
         model = with_outputs(model, config.named_outputs)
-    if config.program is not None:  # weights are not set yet
+    if config.program is not None:  # before weights are set
         assert isinstance(model, TracedModule), type(model)
         share_program_(model, architecture)
         model = rebuild_narrowed(model, config.sizes, config.kept, asdict(config.program), where=where)

@@ -1,4 +1,4 @@
-"""The names of a classifier's classes, as configurations of transformers and timm have them. Imports no torch."""
+"""The names of a classifier's classes in configurations of transformers and timm. Imports no torch."""
 
 import re
 from collections import Counter
@@ -8,7 +8,7 @@ from typing import Any
 from ground.text import printable
 
 CLASS_NAMES = "class_names"
-"""Entry of a lineage: a name for each class, in the order of the logits."""
+"""The entry of a lineage that has a name for each class, in the order of the logits."""
 _UNNAMED = re.compile(r"LABEL_\d+")
 
 
@@ -41,7 +41,7 @@ def class_names_in(config: Mapping[str, Any], classes: int | None) -> list[str]:
 
 
 def class_names_of_lineage(lineage: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names that a model's lineage carries; none where it carries no list of texts."""
+    """Return the class names in a model's lineage; none where it has no list of texts."""
     names = lineage.get(CLASS_NAMES)
     is_list = isinstance(names, list) and all(isinstance(name, str) for name in names)
     return tuple(names) if is_list and names else ()

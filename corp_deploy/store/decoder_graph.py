@@ -1,8 +1,7 @@
-"""A decoder's graph on disk: the directory that export-decoder writes and onnxruntime-genai serves."""
+"""Graphs of decoders on disk: the directories that export-decoder writes and onnxruntime-genai serves."""
 
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,6 +28,7 @@ from perf.record.decoders import KvCache
 
 from .hub_snapshot import CONFIG, config_of_transformers
 from .transformers_directory import load_decoder
+from .transformers_saved import directory_for
 
 Size = Annotated[int, Meta(ge=1, le=10_000_000)]
 
@@ -48,14 +48,14 @@ class _Model(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """What is read of genai_config.json; the rest is its runtime's."""
+    """The entries of genai_config.json that are read; its runtime reads the others."""
 
     model: _Model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderGraph:
-    """A graph with a cache: how many words it knows and how many tokens it can place."""
+    """A graph with a key/value cache, the size of its vocabulary and the longest sequence that it takes."""
 
     path: Path
     cache: KvCache
@@ -64,12 +64,12 @@ class DecoderGraph:
 
     @property
     def size_bytes(self) -> int:
-        """Of the graph and its weights."""
+        """The size of the graph and its weights."""
         return sum(path.stat().st_size for path in self.path.parent.glob(f"{self.path.name}*") if path.is_file())
 
 
 def _value_bytes(graph: Path) -> int:
-    """Of a number in the cache. Raises BadInput for a graph without a cache."""
+    """Return the size of a number in the cache. Raises BadInput for a graph without a cache."""
     from onnx import TensorProto
 
     from ground.onnx_file import read_onnx
@@ -83,13 +83,13 @@ def _value_bytes(graph: Path) -> int:
 
 
 def is_of_decoder(directory: Path) -> bool:
-    """Whether it is a decoder's graph with its settings, or a plain directory that one can be built of."""
+    """Return whether a directory has a decoder's graph, or a decoder of transformers that one can be built from."""
     plain = (directory / CONFIG).is_file() and config_of_transformers(directory).get("model_type") in CLASSES
     return plain or (directory / SETTINGS).is_file()
 
 
 def graph_of_directory(directory: Path) -> DecoderGraph:
-    """Raises BadInput for a directory that is none, or whose files contradict one another."""
+    """Return the graph in a directory. Raises BadInput where there is none, or files contradict one another."""
     if not (directory / SETTINGS).is_file():
         raise BadInput(f"{directory}: no {SETTINGS} in it, expected a directory that export-decoder has written")
     model = record_from_file(directory / SETTINGS, _Settings, remedy="write it again by export-decoder").model
@@ -105,31 +105,16 @@ def _cache(layers: int, groups: int, head: int, value_bytes: int) -> KvCache:
 
 
 def cache_of_directory(directory: Path, *, precision: str = "fp32") -> KvCache:
-    """The cache of a plain directory's decoder in a graph of this precision. Raises BadInput for another directory."""
+    """Return the cache that the graph of a transformers directory has. Raises BadInput for another directory."""
     built = architecture_from_transformers(config_of_transformers(directory), where=str(directory / CONFIG))
     return _cache(built.layers, built.groups, built.head, 2 if PROVIDERS[precision] == "cuda" else 4)
 
 
-@contextmanager
-def _there(directory: Path) -> Iterator[None]:
-    """A directory, gone again where the body fails and it was made for that."""
-    created = [each for each in (directory, *directory.parents) if not each.exists()]
-    directory.mkdir(parents=True, exist_ok=True)
-    try:
-        yield
-    except BaseException:
-        for each in created:
-            with suppress(OSError):
-                each.rmdir()
-        raise
-
-
 def export_decoder(directory: Path, output: Path, *, precision: str = "fp32") -> DecoderGraph:
-    """Build the graph of a plain directory of transformers; `output` gets all of its files or stays as it is.
+    """Build the graph of a transformers directory; `output` gets all of its files or stays as it is.
 
-    Raises:
-        BadInput: a directory that is no decoder, that the builder does not take, or whose weights don't fit it.
-        Missing: the builder is not installed.
+    Raises BadInput for a directory that has no decoder, one that the builder can't build, or weights that don't fit,
+    and Missing where the builder is not installed.
     """
     require_builder()
     config = config_of_transformers(directory)
@@ -137,8 +122,8 @@ def export_decoder(directory: Path, output: Path, *, precision: str = "fp32") ->
     if output.resolve() == directory.resolve():
         raise BadInput(f"{output}: holds the model itself; give another directory for its graph")
     built_of = architecture_from_transformers(config, where=str(directory / CONFIG))
-    load_decoder(directory)  # nothing missing, nothing foreign, nothing pickled
-    with _there(output), tempfile.TemporaryDirectory(dir=output, prefix=".building-") as scratch:
+    load_decoder(directory)  # refuses missing, unknown and pickled weights
+    with directory_for(output), tempfile.TemporaryDirectory(dir=output, prefix=".building-") as scratch:
         built = Path(scratch) / "graph"
         build_graph(directory, built, precision=precision, window=built_of.window, scratch=Path(scratch) / "cache")
         moves = {path.name: path for path in sorted(built.iterdir())}
@@ -148,7 +133,7 @@ def export_decoder(directory: Path, output: Path, *, precision: str = "fp32") ->
 
 
 def facts_of_graph(graph: DecoderGraph) -> Mapping[str, Any]:
-    """What it is, for a record."""
+    """Return the facts about a graph that records have."""
     return {
         "path": str(graph.path),
         "sha256": sha256_of_file(graph.path),

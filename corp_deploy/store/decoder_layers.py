@@ -1,4 +1,4 @@
-"""A decoder of transformers on disk, block by block: no more of its weights is held than is asked for at once.
+"""A decoder of transformers on disk, read block by block, so that only one block's weights are in memory.
 
 Tensors are mapped from safetensors files and become float32 where a block is built.
 """
@@ -36,7 +36,7 @@ M = TypeVar("M", bound=nn.Module)
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderLayers:
-    """A directory's decoder; `files`: where each of its tensors lies."""
+    """A directory's decoder; `files` has the file of each of its tensors."""
 
     directory: Path
     kind: str
@@ -46,7 +46,7 @@ class DecoderLayers:
 
     @cached_property
     def checkpoint(self) -> Checkpoint:
-        """The model without its weights, which tells its sites and how texts become its inputs."""
+        """The model without its weights, with its sites and its tokenizer."""
         with torch.device("meta"):
             model = decoder.traced_decoder(TextDecoder(self.arguments.decoder), self.arguments.text)
         load_extra_files_(model, self.directory)
@@ -61,24 +61,24 @@ class DecoderLayers:
         return names_by_block(self.files, self.kind, where=str(self.weights))
 
     def embeddings(self) -> Embeddings:
-        """What makes the first residual stream of token ids."""
+        """Return the embeddings with their weights, which compute the first residual stream."""
         prefix, outside = "embeddings.", self._outside()
         of_words = {name.removeprefix(prefix): each for name, each in outside.items() if name.startswith(prefix)}
         return self._filled(Embeddings, of_words)
 
     def block(self, index: int) -> DecoderBlock:
-        """One block with its weights, float32. Raises BadInput for a tensor that is missing or has no place."""
+        """Return a block with its float32 weights. Raises BadInput for a missing or unknown tensor."""
         where = f"{self.weights}: block {index}"
         read = self._read(self._names[1].get(index, {}))
         state = block_from_transformers(read, self.kind, where=where, decoder=self.arguments.decoder)
         return self._filled(DecoderBlock, state)
 
     def digest(self) -> str:
-        """As `model_digest` of the whole model."""
+        """Return the `model_digest` of the whole model."""
         return digest_of_tensors(self._in_order())
 
     def _in_order(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor by its name here, sorted, float32; those of one block are held at once."""
+        """Yield every tensor as float32, in the order of our names; one block's tensors are in memory at a time."""
         numbers = sorted(range(self.arguments.decoder.layers), key=str)
         for index in numbers:
             state = self.block(index).state_dict()
@@ -93,7 +93,7 @@ class DecoderLayers:
         return mapped
 
     def _read(self, names: Mapping[str, str]) -> dict[str, Tensor]:
-        """Tensors by what they are called for; `names` has their names in the files."""
+        """Return tensors by their own names; `names` has their names in the files by these."""
         tensors = {}
         for own, name in names.items():
             try:
@@ -111,7 +111,7 @@ class DecoderLayers:
 
 
 def open_layers(directory: Path, kwargs: Mapping[str, Any]) -> DecoderLayers:
-    """Raises BadInput for a model that is no decoder, and for weights that are missing, pickled or cut off."""
+    """Open a directory's decoder. Raises BadInput for another model, and for missing, pickled or truncated weights."""
     kind, arguments = decoder_arguments(directory, kwargs)
     weights = weights_of_transformers(directory)
     layers = DecoderLayers(

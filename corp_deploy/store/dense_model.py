@@ -1,4 +1,4 @@
-"""A dense model as it is named: a directory, a snapshot of one of timm's repositories, or a timm name with weights."""
+"""Dense models by their names: directories, snapshots of timm's repositories, and names of libraries with weights."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -32,12 +32,12 @@ from .hub_snapshot import (
 from .library_model import load_from_code, load_library_model
 from .transformers_directory import decoder_arguments, encoder_architecture, load_decoder, load_transformers
 from .weight_file import KINDS
-from .weight_fit import fitted
+from .weight_fit import fit_weights
 from .weights import WeightChoice, Weights
 
 
 def _resolved(architecture: Architecture, built: nn.Module) -> Architecture:
-    """What builds the same model again without the tag or snapshot it came by, and under timm's later defaults."""
+    """Return the architecture with all arguments, so that neither its tag, its snapshot nor timm's defaults matter."""
     spec = image_spec(built)
     recorded = record_from_value(spec.as_json(), Preprocessing, where=architecture.name)
     kwargs = {**timm_library.input_and_classes(built, spec.shape[1:]), **architecture.kwargs}
@@ -50,10 +50,10 @@ def _preprocessing_source(directory: Path | None, built: nn.Module, preprocessin
     return f"{', '.join(preprocessing.settings)} as given, the rest from {source}" if preprocessing.settings else source
 
 
-def _of_other_classes(
+def _with_classes_of(
     built: nn.Module, architecture: Architecture, read: Weights
 ) -> tuple[nn.Module, Architecture, Weights]:
-    """The model just built, or one of as many classes as the weights tell apart, where none were asked for."""
+    """Return the model with the weights' number of classes, unless the user gave one, and a note on a change."""
     count, own = timm_library.count_classes(built, read.state), timm_library.class_count(built)
     if count in (None, own) or not own or "num_classes" in architecture.kwargs:
         return built, architecture, read
@@ -69,10 +69,10 @@ def with_weights(
     preprocessing: Preprocessing,
     source: Callable[[nn.Module], str],
 ) -> Checkpoint:
-    """The model just built with these weights; `preprocessing` goes before what `architecture` has of its own."""
-    built, architecture, read = _of_other_classes(built, architecture, read)
+    """Return the model with these weights; `preprocessing` overrides that of `architecture`."""
+    built, architecture, read = _with_classes_of(built, architecture, read)
     timm_library.set_preprocessing_(built, preprocessing.for_channels(image_spec(built).shape[0]))
-    state, changed = fitted(built, read, architecture)
+    state, changed = fit_weights(built, read, architecture)
     load_weights(built, state, where=read.path)
     notes = (*read.notes, *changed)
     weights = {"weights": read.path.name, "taken": read.entry, "notes": list(notes)}
@@ -85,7 +85,7 @@ def with_weights(
 
 
 def model_of_directory(directory: Path) -> Checkpoint:
-    """What a directory written by `save`, or a snapshot of one of timm's repositories, holds by itself."""
+    """Load a directory that `save` wrote, or a snapshot of one of timm's repositories."""
     return load_dense(str(directory), weights=None, kwargs={})
 
 
@@ -99,7 +99,7 @@ def _refuse_beside(directory: Path, extra: Mapping[str, Any]) -> None:
 
 
 def _refuse_other_decoder(directory: Path, config: Mapping[str, Any]) -> None:
-    """Raise BadInput for a model of any size of images, and for one that makes texts and is no decoder built here."""
+    """Raise BadInput for a model that takes images of any size, and for a generator of texts that is not built here."""
     kind = config.get("model_type")
     if kind == "siglip2" or hf_classes.looks_like_decoder(config):
         naflex = "; its images are of any size (NaFlex): take a fixed resolution's" if kind == "siglip2" else ""
@@ -111,7 +111,7 @@ def _refuse_other_decoder(directory: Path, config: Mapping[str, Any]) -> None:
 
 
 def _from_transformers(directory: Path, kwargs: Mapping[str, Any], preprocessing: Preprocessing) -> Checkpoint:
-    """An encoder or a decoder of transformers. Raises BadInput for any other model."""
+    """Load an encoder or a decoder of transformers. Raises BadInput for any other model."""
     config = config_of_transformers(directory)
     if config.get("model_type") in decoder_config.MODEL_TYPES:
         _refuse_beside(directory, preprocessing.settings)
@@ -130,13 +130,15 @@ def load_dense(
     preprocessing: Preprocessing | None = None,
     outputs: NamedOutputs | None = None,
 ) -> Checkpoint:
-    """A model from a directory written by `save`, from a snapshot of one of timm's repositories, from a directory
-    of transformers (`hf:DIR`), made by a function of a file (`module:PATH.py:FUNCTION`), or from a timm name with
-    its weights. `ema` and `key` as in read_weights; `preprocessing` goes before that of the name or snapshot; `outputs`
-    are given by name in place of the model's own.
+    """Load a dense model by its name.
 
-    Raises BadInput when a name comes without weights (random weights are never reduced), or a directory of ours with
-    anything that it has itself, and for outputs that the model hasn't got.
+    `model` is a directory that `save` wrote, a snapshot of one of timm's repositories, a directory of transformers
+    (`hf:DIR`), a function of a file (`module:PATH.py:FUNCTION`), or a name of torchvision or timm, which needs weights.
+    `ema` and `key` are those of read_weights. `preprocessing` overrides that of the name or snapshot, `outputs` replace
+    the model's own.
+
+    Raises BadInput for a name without weights (random weights are never reduced), for options beside a directory that
+    has them itself, and for outputs that the model does not have.
     """
     checkpoint = _loaded(model, WeightChoice(file=weights, ema=ema, key=key), kwargs, preprocessing or Preprocessing())
     own = named_outputs_of(checkpoint.model)
@@ -150,7 +152,7 @@ def load_dense(
 
 
 def comes_with_weights(model: str) -> bool:
-    """Whether a model is named with its weights, so that none have to be given: by code or a directory."""
+    """Return whether a model's name, of code or a directory, includes its weights."""
     if model.startswith(PREFIX):
         return has_weights(Path(model.removeprefix(PREFIX)))
     return model.startswith(trusted_code.PREFIX) or Path(model.removeprefix("local-dir:")).is_dir()
@@ -167,10 +169,10 @@ def _architecture_of_transformers(
     return encoder_architecture(directory, kwargs, preprocessing)
 
 
-def without_weights(
+def load_without_weights(
     model: str, kwargs: Mapping[str, Any], preprocessing: Preprocessing, outputs: NamedOutputs | None
 ) -> Checkpoint:
-    """A model by name or configuration, without memory: to be looked at. Raises BadInput as `load_dense`."""
+    """Build a model on the meta device by its name or configuration. Raises BadInput as `load_dense` does."""
     if model.startswith(torchvision_models.PREFIX):
         architecture = torchvision_models.architecture_of_classifier(model, kwargs, preprocessing)
     elif model.startswith(PREFIX):

@@ -1,4 +1,4 @@
-"""The inputs that a model was fitted to, by its lineage, and how many of them judge it. Comparing imports torch."""
+"""The inputs that a model was fitted to, and how many of them also judge it. Only comparing imports torch."""
 
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def fitted_of_lineage(lineage: Mapping[str, Any], *, where: str) -> FingerprintsText | None:
-    """What the model was fitted to; None where nothing tells. Raises BadInput for what can't be read."""
+    """Return the fingerprints of a model's fitted inputs, None without any. Raises BadInput for an invalid entry."""
     if FITTED not in lineage:
         return None
     text = record_from_value(lineage[FITTED], FingerprintsText, where=f"{where}: lineage.{FITTED}")
@@ -23,7 +23,7 @@ def fitted_of_lineage(lineage: Mapping[str, Any], *, where: str) -> Fingerprints
 
 
 def ids_of_lineage(lineage: Mapping[str, Any]) -> dict[str, Any]:
-    """The same entry as a graph carries it, which goes further than its model: digests, not what images look like."""
+    """Return the entry for a graph, with digests alone: graphs are given to others, and hide what images look like."""
     return {FITTED: {"ids": lineage[FITTED]["ids"]}} if FITTED in lineage else {}
 
 

@@ -24,29 +24,30 @@ NORMALISED = f"{PREFIX}normalised"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphFacts:
-    """What an ONNX file says about itself; costs are None for a graph that another tool wrote, a batch that is free is
-    None too. `rest`: of a quantised graph the precision of all else, `scales` where its ranges end, `weight_bits` how
-    many bits its weights use; `normalised`: of a graph that takes pixels, where it normalises them; `fitted`: what its
-    model was fitted to, `model_sha256` the digest of that, where it tells.
-    """
+    """Facts that an ONNX file states about itself; facts that another tool's graph lacks are None."""
 
     precision: str
     opset: int
     batch: int | None
+    """The fixed batch size, None for a free one."""
     inputs: tuple[Port, ...]
     macs: int | None
     parameters: int | None
     rest: str | None = None
+    """The precision of what a quantised graph does not quantise."""
     scales: str | None = None
+    """The choice of the ends of a quantised graph's ranges."""
     weight_bits: int = 8
     fusion_breaks: tuple[str, ...] = ()
     normalised: str | None = None
+    """Where a graph that takes pixels normalises them."""
     fitted: FingerprintsText | None = None
+    """The fingerprints of the inputs that its model was fitted to."""
     model_sha256: str | None = None
 
 
 def facts_of_onnx(path: Path) -> GraphFacts:
-    """Read a graph's facts. Raises BadInput for a file that is no ONNX model of inputs with a batch in front."""
+    """Read a graph's facts. Raises BadInput for a file that is no ONNX model whose inputs begin with a batch."""
     proto = read_onnx(path, weights=False)
     carried = {entry.key: entry.value for entry in proto.metadata_props}
     inputs, _ = ports_of_graph(proto)
@@ -74,7 +75,7 @@ def facts_of_onnx(path: Path) -> GraphFacts:
 
 
 def port_of(port: GraphPort) -> Port:
-    """A size that is open is -1."""
+    """Return the port of a graph's input without its batch; an open size is -1."""
     sizes = tuple(size if isinstance(size, int) else -1 for size in port.shape[1:])
     return Port(name=port.name, shape=sizes, dtype=port.dtype)
 

@@ -1,7 +1,7 @@
-"""Snapshots on disk, config.json beside weights, of one of timm's repositories on a model hub, or as save_pretrained of
-transformers has written them. Reads files alone.
+"""Directories with config.json and weights: snapshots of timm's repositories on a hub, and those of transformers.
 
-Weights are read from safetensors, whole or in shards; what else may hold them holds pickled code as well.
+Only local files are read. Weights of transformers are read from safetensors, whole or in shards, since its other
+formats hold pickled code.
 """
 
 import re
@@ -19,7 +19,7 @@ from ground.records import record_from_file, record_from_value
 from .model_config import CONFIG as CONFIG
 
 PREFIX = OF_TRANSFORMERS
-# In timm's order, shards where a single file would be.
+# In the order in which timm looks for them; an index of shards after its single file.
 _WEIGHTS = tuple(
     name + suffix
     for name in ("model.safetensors", "pytorch_model.bin", "pytorch_model.pth", "model.pth")
@@ -31,7 +31,7 @@ _ADAPTER = "adapter_config.json"
 
 
 def config_of_directory(directory: Path, expected: str | None = None) -> dict[str, Any]:
-    """The directory's config.json. Raises BadInput for a directory without one or with a damaged one."""
+    """Return a directory's config.json. Raises BadInput where it is missing or damaged."""
     path = directory / CONFIG
     if not path.exists():
         ours = (
@@ -53,12 +53,12 @@ def config_of_directory(directory: Path, expected: str | None = None) -> dict[st
 
 
 def is_ours(config: Mapping[str, Any]) -> bool:
-    """Whether corp-deploy wrote the directory."""
+    """Return whether corp-deploy wrote a config.json."""
     return str(config.get("kind", "")).startswith("corp-deploy/")
 
 
 def refuse_beside_directory(directory: Path, beside: Mapping[str, Any]) -> None:
-    """Raise BadInput for anything given beside a directory of ours, which has its own; `beside` by option or key."""
+    """Raise BadInput for values beside a directory that has its own; `beside` has them by options or keys."""
     extra = [name for name, value in beside.items() if value is not None and value != {}]
     if extra:
         raise BadInput(
@@ -84,7 +84,7 @@ _Size = Annotated[int, msgspec.Meta(ge=1, le=2**16)]
 
 
 class _Pretrained(msgspec.Struct, frozen=True, kw_only=True):
-    """timm's configuration of an architecture; mean, std and the like are read beside it."""
+    """timm's configuration of an architecture, beside its preprocessing."""
 
     num_classes: int | None = None
     input_size: tuple[_Size, _Size, _Size] | None = None
@@ -99,7 +99,7 @@ class _Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def model_of_snapshot(directory: Path, config: Mapping[str, Any]) -> tuple[str, dict[str, Any], Preprocessing]:
-    """timm's name, the arguments that build it, and its preprocessing. Raises BadInput for another library's."""
+    """Return timm's name, arguments and preprocessing. Raises BadInput for another library's snapshot."""
     path = directory / CONFIG
     _refuse_foreign(path, config)
     where, again = str(path), "take the snapshot again"
@@ -113,7 +113,7 @@ def model_of_snapshot(directory: Path, config: Mapping[str, Any]) -> tuple[str, 
         kwargs.setdefault("num_classes", classes)
     if channels != 3:
         kwargs.setdefault("in_chans", channels)
-    # A model that takes any size is built for the one that its snapshot names, and not for its name's own.
+    # A model that takes images of any size is built for the size in its snapshot, not for its name's default.
     named = pretrained.fixed_input_size is False and pretrained.input_size is not None
     if (pretrained.fixed_input_size or named) and not kwargs.get("dynamic_img_size"):
         kwargs.setdefault("img_size", sides)
@@ -122,7 +122,7 @@ def model_of_snapshot(directory: Path, config: Mapping[str, Any]) -> tuple[str, 
 
 
 def weights_of_snapshot(directory: Path) -> Path:
-    """The weights of a snapshot. Raises BadInput when none are there."""
+    """Return the file of a snapshot's weights. Raises BadInput where there is none."""
     weights = next((directory / name for name in _WEIGHTS if (directory / name).is_file()), None)
     if weights is None:
         raise BadInput(f"{directory}: no weights beside {CONFIG}, expected one of {', '.join(_WEIGHTS)}")
@@ -130,18 +130,18 @@ def weights_of_snapshot(directory: Path) -> Path:
 
 
 ORIGIN = "transformers"
-"""Entry of a lineage's source: the configuration and what else is to be written again."""
+"""The entry of a lineage's source that has the configuration and the files to be written again."""
 _OF_TRANSFORMERS = ("model.safetensors", "model.safetensors.index.json")
 C = TypeVar("C")
 
 
 def config_of_transformers(directory: Path) -> dict[str, Any]:
-    """Its config.json. Raises BadInput where there is none, or a damaged one."""
+    """Return the config.json of a transformers directory. Raises BadInput where it is missing or damaged."""
     return config_of_directory(directory, "expected a directory that save_pretrained of transformers has written")
 
 
-def changes_of(kwargs: Mapping[str, Any], changes: type[C], takes: str) -> C:
-    """What is said otherwise than the directory has it. Raises BadInput, saying what a kind of model `takes`."""
+def read_changes(kwargs: Mapping[str, Any], changes: type[C], takes: str) -> C:
+    """Return --model-kwargs as a record. Raises BadInput, with what the model `takes`, for invalid ones."""
     try:
         return msgspec.convert(dict(kwargs), changes)
     except msgspec.ValidationError as error:
@@ -149,12 +149,12 @@ def changes_of(kwargs: Mapping[str, Any], changes: type[C], takes: str) -> C:
 
 
 def has_weights(directory: Path) -> bool:
-    """Whether there are any, of a kind that is read or of another."""
+    """Return whether a directory has weights, in a format that is read or in another."""
     return any((directory / name).is_file() for name in _OF_TRANSFORMERS) or any(directory.glob("pytorch_model*"))
 
 
 def weights_of_transformers(directory: Path) -> Path:
-    """Raises BadInput where there are none, or only such as hold pickled code."""
+    """Return the file of a directory's weights. Raises BadInput where there is none, or only pickled ones."""
     for name in _OF_TRANSFORMERS:
         if (directory / name).is_file():
             for file in directory.glob("model*.safetensors"):

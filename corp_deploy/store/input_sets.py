@@ -1,4 +1,4 @@
-"""Images and texts prepared the way a given model was evaluated, and the digests that tie records together."""
+"""Images, texts and arrays prepared for a model, and the digests that tie records together."""
 
 import hashlib
 import io
@@ -34,15 +34,17 @@ from .checkpoint import Checkpoint
 from .model_config import MergingEntry
 
 MERGING = "merging"
-MOST_TEXT = 2**29  # bytes of a text that becomes one stream of tokens
+MOST_TEXT = 2**29  # the most bytes of a text that becomes one stream of tokens
 
 
 def images_for_model(
     model: nn.Module, path: Path, *, samples: int | None = None, seed: int = 0, workers: int = 0, max_bad: int = 0
 ) -> Images:
-    """Open images at the model's input shape, folders through timm's evaluation transform; pixels [N,C,H,W] uint8
-    are normalised. Raises calib's BadInput, one for folders where the model takes no RGB, and one for folders and
-    pixels of a model that is not known to normalise them.
+    """Open images at the model's input shape.
+
+    Folders go through timm's evaluation transform, and pixels [N,C,H,W] uint8 are normalised. Raises BadInput as
+    `open_images` does, for folders where the model takes no RGB, and for folders and pixels where no normalisation is
+    known.
     """
     spec = image_spec(model)
     try:
@@ -73,7 +75,7 @@ def left_out(path: Path, images: InputSet) -> str:
 def pictures_for_port(
     port: Port, preprocessing: str, path: Path, *, where: str, samples: int | None, seed: int
 ) -> Images:
-    """Open pictures without a model, by a graph's preprocessing; raw pixels as float32 for a port of uint8."""
+    """Open pictures by a graph's preprocessing; a port of uint8 gets pixels that are not normalised, as float32."""
     channels, height, width = port.shape
     prepared = image_spec_of_note(preprocessing, (channels, height, width), where=where)
     transform = _transform_of_folder(prepared, path)
@@ -82,18 +84,18 @@ def pictures_for_port(
 
 
 def normalising_by_note(preprocessing: str, port: Port, path: Path, *, where: str) -> Normalise:
-    """What makes images of a file's pixels by the preprocessing that a graph carries; raises as `normalising` does."""
+    """Return the normalisation of pixels by a graph's preprocessing. Raises BadInput as `normalising` does."""
     channels, height, width = port.shape
     return normalising(image_spec_of_note(preprocessing, (channels, height, width), where=where), where=str(path))
 
 
 def no_picture(picture: object) -> Tensor:
-    """In place of a transform, where arrays are taken as they are."""
+    """Stand in for a transform where there are only arrays, which are not transformed."""
     raise AssertionError(picture)
 
 
 def _transform_of_folder(spec: ImageSpec, path: Path) -> Callable[[Any], Tensor]:
-    """Raises BadInput for a model that takes no RGB, or is not known to normalise it."""
+    """Return the transform of pictures. Raises BadInput where the model takes no RGB or no normalisation is known."""
     channels, height, width = spec.shape
     refusal = spec.normalisation_refusal
     pixels = f"; pixels can't be normalised: {refusal}" if refusal else ", or uint8"
@@ -111,7 +113,7 @@ def _pixels_of_picture(prepared: ImageSpec, transform: Callable[[Any], Tensor], 
 
 
 def unnormalised() -> Normalise:
-    """Pixels as they are, in float32."""
+    """Return the function of pixels that only casts them to float32."""
     return _as_float
 
 
@@ -120,15 +122,16 @@ def _as_float(pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
 
 
 def normalising(spec: ImageSpec, *, where: str) -> Normalise:
-    """What makes images of pixels. Raises BadInput for a model that is not known to normalise them."""
+    """Return the normalisation of pixels. Raises BadInput where none is known."""
     spec.require_normalisation(where=where)
     return spec.normalisation.images
 
 
 def texts_for_model(model: nn.Module, path: Path, *, samples: int | None = None, seed: int = 0) -> Texts | Sequences:
-    """Open the documents of a text file, a line each, as the model's tokenizer cuts and pads them; for a decoder the
-    whole text as sequences, or their ids (.npy) as `ids_for_model`. Raises calib's BadInput, and one for a model that
-    takes no text.
+    """Open a text file: one text a line for an encoder, cut and padded; the whole text as sequences for a decoder.
+
+    A decoder also takes the ids of sequences (.npy), as `ids_for_model`. Raises BadInput as `open_texts` does, and for
+    a model that takes no text.
     """
     spec = sequence_spec(model)
     if spec is None:
@@ -142,7 +145,7 @@ def texts_for_model(model: nn.Module, path: Path, *, samples: int | None = None,
 
 
 def ids_for_model(model: nn.Module, path: Path, *, samples: int | None = None, seed: int = 0) -> Sequences:
-    """Open token ids for a decoder. Raises calib's BadInput, and one for a model that takes none."""
+    """Open token ids for a decoder. Raises BadInput as `open_ids` does, and for a model that takes none."""
     spec = sequence_spec(model)
     if spec is None:
         medium = traced_model.input_spec(model).medium
@@ -151,7 +154,7 @@ def ids_for_model(model: nn.Module, path: Path, *, samples: int | None = None, s
 
 
 def arrays_for_model(model: nn.Module, path: Path, *, samples: int | None = None, seed: int = 0) -> ArrayInputs:
-    """Open arrays, one for each of the model's inputs. Raises calib's BadInput, and one for a model of no arrays."""
+    """Open one array for each input. Raises BadInput as `open_arrays` does, and for a model that takes none."""
     ports = array_ports(model)
     return open_arrays(path, ports, id_counts=count_ids(model), samples=samples, seed=seed)
 
@@ -159,7 +162,7 @@ def arrays_for_model(model: nn.Module, path: Path, *, samples: int | None = None
 def inputs_for_model(
     model: nn.Module, path: Path, *, samples: int | None = None, seed: int = 0, workers: int = 0, max_bad: int = 0
 ) -> InputSet:
-    """Open what the model takes: images, texts, or arrays. Raises BadInput as these do."""
+    """Open the images, texts or arrays that the model takes. Raises BadInput as the functions for these do."""
     match traced_model.input_spec(model).medium:
         case "images":
             return images_for_model(model, path, samples=samples, seed=seed, workers=workers, max_bad=max_bad)
@@ -170,17 +173,17 @@ def inputs_for_model(
 
 
 def preprocessing_text(model: nn.Module) -> str:
-    """The evaluation preprocessing of this model as one text, to be kept, compared and shown."""
+    """Return the model's evaluation preprocessing as one text, which can be stored and compared."""
     return json.dumps(traced_model.input_spec(model).as_json(), sort_keys=True)
 
 
 def model_digest(model: nn.Module) -> str:
-    """Digest of every weight's name, type, shape and value; the same wherever and however the model was loaded."""
+    """Return the digest of every weight's name, type, shape and value, however the model was loaded."""
     return digest_of_tensors(sorted(model.state_dict().items()))
 
 
 def digest_of_tensors(named: Iterable[tuple[str, Tensor]]) -> str:
-    """The same of a model's tensors, given in the order of their names."""
+    """Return the digest of tensors that are given in the order of their names."""
     digest = hashlib.sha256()
     for name, tensor in named:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
@@ -189,29 +192,29 @@ def digest_of_tensors(named: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def merging_text(model: nn.Module) -> str:
-    """How the model merges tokens as one text, to be kept and compared; empty for one that merges none."""
+    """Return how the model merges tokens as one text, which can be stored and compared; empty without merging."""
     merging = traced_model.merging_of(model)
     return "" if merging is None else json.dumps(replace(merging, unmerged=False).as_json(), sort_keys=True)
 
 
 def merging_of_moments(lineage: Mapping[str, str]) -> Merging | None:
-    """How tokens were merged when moments of this lineage were taken. Raises BadInput for what is no merging."""
+    """Return how tokens were merged when moments were taken, by their lineage. Raises BadInput for an invalid entry."""
     text = lineage.get(MERGING)
     if text is None:
         return None
     return record_from_bytes(text.encode(), MergingEntry, where="the moments' merging").merging
 
 
-def lineage_of_model(model: nn.Module, digest: str | None = None) -> dict[str, str]:
-    """What tells moments which model they are of; `digest` is of its weights, where the model has none."""
-    lineage = {"model": digest or model_digest(model), "preprocessing": preprocessing_text(model)}
-    return lineage | ({MERGING: text} if (text := merging_text(model)) else {})
-
-
 def lineage_for_moments(checkpoint: Checkpoint, inputs: InputSet, digest: str | None = None) -> dict[str, str]:
-    """What moments carry so that they are never used for another model, and never merged across preprocessings."""
+    """Return the lineage by which moments are refused for another model and never merged across preprocessings.
+
+    `digest` is that of the weights, for a model that was built without them.
+    """
+    model, merging = checkpoint.model, merging_text(checkpoint.model)
     return {
         "architecture": checkpoint.architecture.name,
-        **lineage_of_model(checkpoint.model, digest),
+        "model": digest or model_digest(model),
+        "preprocessing": preprocessing_text(model),
+        **({MERGING: merging} if merging else {}),
         "images": inputs.digest,
     }

@@ -1,4 +1,4 @@
-"""Class indices of images: arrays, lists, tables that name files, and the folders that images lie in."""
+"""Class indices of images from arrays, lists, tables that name files, and the folders that have the images."""
 
 import csv
 import json
@@ -26,24 +26,24 @@ LABEL_COLUMNS = ("label", "labels", "class", "class_index", "target", "y")
 NAME_COLUMNS = ("file", "filename", "file_name", "name", "image", "image_id", "path", "id")
 TEXTS = (".txt", ".csv", ".tsv")
 MOST_BYTES = 2**26
-SHOWN = 20  # folders of which the class is told
+SHOWN = 20  # the number of folders whose class is noted
 Named = Mapping[str, Any]
-"""Labels by the names of files, or of the folders that images lie in."""
+"""Labels by the names of files, or of the folders that have the images."""
 
 
 def labels_for(
     labels: Any, images: InputSet, model: nn.Module, note: Callable[[str], None] = lambda text: None
 ) -> NDArray[np.int64]:
-    """Return the model's class indices of exactly these images.
+    """Return the class indices of exactly these images.
 
-    `labels`: a path, of what LABELS_HELP names, or values for all images in their order (array, tensor, list), or by
-    name. `note` is told which class each folder stands for. Raises BadInput for others, and for inputs that are no
-    images.
+    `labels` is a path of a kind that LABELS_HELP lists, or values for all images in order (array, tensor, list) or by
+    name. `note` is called with the class that each folder stands for. Raises BadInput for other labels, and for inputs
+    that are no images.
     """
     is_path = isinstance(labels, str | os.PathLike)
     where = os.fspath(labels) if is_path else "labels"
     if not isinstance(images, Images):
-        raise BadInput(f"{where}: labels are of images, the model takes {images.noun}; leave them out")
+        raise BadInput(f"{where}: labels are for images, the model takes {images.noun}; leave them out")
     classes = classes_of(model)
     if not classes:
         raise BadInput(f"{where}: the model has no classifier, so labels say nothing of its outputs; leave them out")
@@ -77,7 +77,7 @@ def _from_file(path: Path) -> Any:
 
 
 def _from_text(text: str, path: Path) -> list[Any] | Named:
-    """Return a list of one label a line, or of a table with a name and a label in each row the labels by name."""
+    """Return the list of labels, one a line, or the labels by name of a table with a name and a label in each row."""
     lines = [line for line in text.splitlines() if line.strip()]
     delimiter = next((each for each in "\t,;" if lines and each in lines[0]), None)
     split = (line.rsplit(None, 1) for line in lines) if delimiter is None else csv.reader(lines, delimiter=delimiter)
@@ -93,7 +93,7 @@ def _from_text(text: str, path: Path) -> list[Any] | Named:
     if column is not None:
         name_column = next((header.index(each) for each in NAME_COLUMNS if each in header), None)
         rows, label_column = rows[1:], column
-    elif len(header) > 2 or (len(header) == 2 and _as_number(header[1]) is None):
+    elif len(header) > 2 or (len(header) == 2 and _parse_number(header[1]) is None):
         raise BadInput(
             f"{path}: columns {', '.join(rows[0])[:150]}; expected a header with a column for the label "
             f"({', '.join(LABEL_COLUMNS)}), and one for the file ({', '.join(NAME_COLUMNS)}) unless rows are in order"
@@ -110,7 +110,7 @@ def _from_text(text: str, path: Path) -> list[Any] | Named:
     return dict(zip(names, values, strict=True))
 
 
-def _as_number(text: str) -> float | None:
+def _parse_number(text: str) -> float | None:
     word = {"true": "1", "false": "0"}.get(text.lower(), text)
     try:
         return int(word) if word.lstrip("+-").isdecimal() else float(word)
@@ -119,7 +119,7 @@ def _as_number(text: str) -> float | None:
 
 
 def _number(text: str, path: Path) -> float:
-    number = _as_number(text)
+    number = _parse_number(text)
     if number is None:
         raise BadInput(
             f"{path}: got {text[:60]!r}, expected a class index; to give classes by name, put images into folders "
@@ -129,7 +129,7 @@ def _number(text: str, path: Path) -> float:
 
 
 def _indices(values: Any, classes: int, where: str) -> NDArray[np.int64]:
-    """Return whole numbers of values that are so exactly: whole numbers, booleans, floats, or one-hot rows."""
+    """Return class indices of whole numbers, booleans, floats with whole values, or one-hot rows."""
     expected = f"expected whole numbers [N], or one-hot rows [N,{classes}]"
     try:
         array = np.asarray(values.detach().cpu() if isinstance(values, Tensor) else values)
@@ -191,7 +191,7 @@ def _by_name(labels: Named, images: Images, where: str) -> list[Any]:
 
 
 def _of_folders(images: Images, classes: int, note: Callable[[str], None]) -> list[int]:
-    """Return for every image the place of its folder among all, sorted as torchvision's ImageFolder does."""
+    """Return the index of each image's folder among all folders, sorted as in torchvision's ImageFolder."""
     source = images.source
     folders = [_folder_of(name) for name in source.names] if isinstance(source, Folder) else []
     if not all(folders) or not folders:

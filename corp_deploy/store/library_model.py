@@ -1,6 +1,4 @@
-"""Models with weights of files that are built by other code: by torchvision, or by a function of a user's file,
-`module:PATH.py:function`.
-"""
+"""Models that torchvision or a function of a user's file, `module:PATH.py:function`, builds, with weights of a file."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,28 +18,28 @@ from ground.files import refuse_utf16, regular_file
 
 from .checkpoint import Checkpoint, dense_from_architecture, load_weights
 from .weight_file import first_names
-from .weight_fit import exactly_fitted
+from .weight_fit import match_weights
 from .weights import WeightChoice
 
 
 def load_library_model(
     text: str, weights: Path, kwargs: Mapping[str, Any], choice: WeightChoice, preprocessing: Preprocessing
 ) -> Checkpoint:
-    """torchvision's model with weights of its own names. Raises BadInput for others."""
+    """Load torchvision's model with weights under its own names. Raises BadInput for other weights."""
     with torch.device("meta"):
         named = dense_from_architecture(torchvision_models.architecture_of_classifier(text, kwargs, preprocessing))
     read = choice.read(weights, named.state_dict().keys())
     architecture = torchvision_models.architecture_of_classifier(text, kwargs, preprocessing, read.state)
     model = dense_from_architecture(architecture)
     read = replace(read, state=torchvision_models.rename_state(architecture, model, read.state))
-    load_weights(model, exactly_fitted(model, read), where=weights)
+    load_weights(model, match_weights(model, read), where=weights)
     notes = (*read.notes, f"{weights.name}: read as {architecture.name}, images prepared as torchvision does")
     source = {"weights": weights.name, "notes": list(notes), "preprocessing": "torchvision's of these weights"}
     return Checkpoint(model=model, architecture=architecture, lineage={"source": source}, notes=notes)
 
 
 def refuse_other_weights(checkpoint: Checkpoint) -> None:
-    """Raise BadInput for a model whose code makes other weights at each call, so that no second command finds it."""
+    """Raise BadInput for a model whose code makes other weights at each call, which no second command could repeat."""
     source = checkpoint.lineage.get("source", {})
     if "code" not in source or "weights" in source or is_reduced(checkpoint.model):
         return
@@ -82,9 +80,10 @@ def code_of_file(text: str) -> Code:
 def load_from_code(
     text: str, kwargs: Mapping[str, Any], choice: WeightChoice, preprocessing: Preprocessing
 ) -> Checkpoint:
-    """What the function gives for these arguments, with its own weights or those of a file; `preprocessing` goes
-    before what was said with the sites. Raises BadInput where code isn't trusted, and for code, a model or weights
-    that will not do.
+    """Load the model that a function returns for these arguments, with its own weights or those of a file.
+
+    `preprocessing` overrides that of the model. Raises BadInput where code is not trusted, and for code, a model or
+    weights that can't be used.
     """
     code = code_of_file(text)
     architecture = architecture_of_code(code, kwargs, preprocessing)
@@ -102,7 +101,7 @@ def load_from_code(
         raise BadInput(f"--model {text:.200}: {idle[0]} says which weights of a file are taken; give --weights too")
     if weights is not None:
         read = choice.read(weights, model.state_dict().keys())
-        load_weights(model, exactly_fitted(model, read), where=weights)
+        load_weights(model, match_weights(model, read), where=weights)
         notes += read.notes
     source = {"code": code.file, "sha256": code.sha256, "notes": list(notes)}
     source |= {} if weights is None else {"weights": weights.name}

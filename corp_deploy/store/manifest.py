@@ -1,7 +1,8 @@
-"""What stands beside results: manifest.json tells what a directory holds, which command made it, and with which
-versions; effort.json in a directory, X.effort.json beside a file X, what a step took.
+"""Records beside results: manifest.json of a directory's files, and effort.json of the time and memory of a step.
 
-Never digested: the same step run again takes another time and makes the same bytes. Imports no torch.
+A manifest lists files, the commands that made them and the versions. The effort of a step stands in its directory, or
+in X.effort.json beside its file X; it is never digested, since a step that runs again makes the same bytes in another
+time. Imports no torch.
 """
 
 from collections import Counter
@@ -28,21 +29,21 @@ AGAIN = "make the directory again with `corp-deploy release`, `package` or `demo
 
 
 class ManifestEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One file: its digest, and the command that made it, empty where none is known."""
+    """A file's digest, and the command that made it, empty where it is unknown."""
 
     sha256: str
     made_by: str
 
 
 class ReleaseName(msgspec.Struct, frozen=True, kw_only=True):
-    """What a release is called; a version where its recipe gives one."""
+    """The name of a release, and the version if its recipe gives one."""
 
     name: str
     version: str | None = None
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What is read of a manifest; `release` in that of a release alone."""
+    """The entries of a manifest that are read; only a release has the entry `release`."""
 
     versions: dict[str, Any]
     files: dict[str, ManifestEntry]
@@ -50,24 +51,24 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def load_manifest(directory: Path) -> Manifest:
-    """The manifest of a directory. Raises BadInput, naming the entry, when it is none."""
+    """Return the manifest of a directory. Raises BadInput, naming the entry, for an invalid one."""
     return record_from_file(directory / MANIFEST, Manifest, kind=MANIFEST_KIND, remedy=AGAIN)
 
 
 def entry_of(path: Path, made_by: str = "") -> dict[str, Any]:
-    """The entry of a file: its digest and size, and the command that made it."""
+    """Return the entry of a file: its digest and size, and the command that made it."""
     return {"sha256": sha256_of_file(path), "size_bytes": path.stat().st_size, "made_by": made_by}
 
 
 def entries_of_model(reduced: ModelConfig) -> dict[str, Any]:
-    """What a manifest says of a model that merges tokens or gives outputs by name, nothing of another one."""
+    """Return the entries of a model that merges tokens or has named outputs; none for other models."""
     tokens = {} if reduced.merging is None else {"tokens": reduced.merging.merging.describe()}
     outputs = {} if reduced.outputs is None else {"outputs": list(reduced.outputs)}
     return {**tokens, **outputs}
 
 
 def input_of_graphs(directory: Path) -> dict[str, Any]:
-    """Return where graphs that take pixels normalise them; nothing for others."""
+    """Return the entry of the input of graphs that take pixels, with the place of normalisation; none for others."""
     from .graph_facts import facts_of_onnx
 
     facts = [facts_of_onnx(path) for path in sorted((directory / "reduced").glob("*.onnx"))]
@@ -80,11 +81,10 @@ def input_of_graphs(directory: Path) -> dict[str, Any]:
 
 
 def write_manifest(directory: Path, made_by: Mapping[str, str], *, command: str) -> None:
-    """Write manifest.json: digest, size and making command of every file below the directory, aside from itself and
-    what says how long something took; how its dense model takes its images, what of that its graphs do, how the
-    reduced one was polished, if it was, which tokens it merges, and its outputs by name, if any.
+    """Write manifest.json with the digest, size and command of every file below the directory.
 
-    `made_by` maps relative names to commands; a file that no command is known for is listed with an empty one.
+    The manifest itself and records of effort are left out. Entries of the models are the preprocessing, the polish, the
+    token merging, the named outputs and the input of graphs. `made_by` maps relative names to commands.
     """
     files = sorted(
         path for path in directory.rglob("*") if path.is_file() and path.name != MANIFEST and not is_effort(path)
@@ -114,10 +114,10 @@ Step = Literal["calibrate", "reduce", "export", "build"]
 
 
 class EffortRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What a step took when it was last run, by its parts; FILES is all that none of them was busy with.
+    """The time and memory of a step's last run, by its parts; the part FILES is the rest of the time.
 
-    `machine` is the processor's name, `gpu` that of the one whose memory is told, None where none is. `resumed`: the
-    step went on where an interrupted run stood, whose time is not in here.
+    `machine` is the processor's name, `gpu` that of the GPU whose memory was measured. A `resumed` step continued an
+    interrupted run, whose time is not included.
     """
 
     kind: Literal["corp-deploy/effort"] = KIND
@@ -131,24 +131,24 @@ class EffortRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Efforts = Mapping[tuple[Step, str], EffortRecord | None]
-"""By step and what it was about, None where nothing was written down."""
+"""The records by step and product, None for a step without a record."""
 
 
 def path_beside(output: Path) -> Path:
-    """Where the record of what made a file or directory stands."""
+    """Return the path of the effort record of a file or directory."""
     return output / NAME if output.is_dir() else output.with_name(f"{output.name}.{NAME}")
 
 
 @contextmanager
 def timed_on(device: str = "cpu", watch_of: Callable[[str], Stopwatch] = build_stopwatch) -> Iterator[Stopwatch]:
-    """All that is done meanwhile is taken; what no part of it claims is reading and writing."""
+    """Measure the body; time that no part of it claims counts as reading and writing."""
     watch = watch_of(device)
     with watch.measure(FILES):
         yield watch
 
 
 def write_effort(path: Path, step: Step, watch: Stopwatch, *, device: str = "cpu", resumed: bool = False) -> None:
-    """Write what this process took for a step on this machine, in place of an older record."""
+    """Write the effort of a step in this process, in place of an older record."""
     record = EffortRecord(
         step=step,
         machine=cpu_name(),
@@ -161,12 +161,12 @@ def write_effort(path: Path, step: Step, watch: Stopwatch, *, device: str = "cpu
 
 
 def load_effort(path: Path) -> EffortRecord:
-    """Read one. Raises BadInput for a damaged one."""
+    """Read an effort record. Raises BadInput for a damaged one."""
     return record_from_file(path, EffortRecord, kind=KIND, remedy=REMEDY)
 
 
 def efforts_below(directory: Path) -> Efforts:
-    """Those in a directory and in the folders in it, by what was made. Raises BadInput for a damaged one."""
+    """Return the effort records in a directory and its folders. Raises BadInput for a damaged one."""
     shown = (path for path in sorted(directory.iterdir()) if path.is_dir() and not path.name.startswith("."))
     paths = [path for folder in (directory, *shown) for path in sorted(folder.iterdir()) if is_effort(path)]
     records = [(load_effort(path), _artefact(path, directory)) for path in paths]
@@ -179,7 +179,7 @@ def _artefact(path: Path, directory: Path) -> str:
 
 
 def rows_of_efforts(efforts: Efforts) -> list[dict[str, Any]]:
-    """Return a row for each part, as a report takes them; the last one is what all steps read and wrote together."""
+    """Return a row of a report for each part of each step, and a last row for the reading and writing of all."""
     rows, of_files = list[dict[str, Any]](), list[Effort]()
     counts = Counter(step for step, _ in efforts)
     for (step, about), record in efforts.items():
@@ -194,7 +194,7 @@ def rows_of_efforts(efforts: Efforts) -> list[dict[str, Any]]:
             else:
                 where = {"machine": record.machine, "gpu": record.gpu}
                 rows.append({"step": f"{part}{name}", **asdict(effort), **where})
-    if of_files:  # seconds of all machines, as the steps' own
+    if of_files:  # the sum over all machines, like the steps' own seconds
         peaks = {
             key: max((peak for each in of_files if (peak := getattr(each, key)) is not None), default=None)
             for key in ("peak_bytes", "device_peak_bytes")

@@ -1,4 +1,4 @@
-"""config.json of a model directory, typed where it is read."""
+"""The typed config.json of a model directory."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,20 +12,20 @@ from ground.errors import BadInput
 from ground.records import Sha256, record_from_file
 
 CONFIG, KIND = "config.json", "corp-deploy/model"
-FITTED = "fitted"  # entry of a lineage: what identifies the inputs that the model was fitted to
+FITTED = "fitted"  # the entry of a lineage with the fingerprints of the inputs that the model was fitted to
 REMEDY = "write the model again, such as with `corp-deploy reduce`"
 _Pattern = Annotated[str, Meta(pattern="^[1-9]:[1-9]$")]
 
 
 class SiteEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The groups of a site in the dense model, and those that are kept where not all are."""
+    """The number of a site's groups in the dense model, and the kept groups of a reduced site."""
 
     groups: Annotated[int, Meta(ge=1, le=2**20)]
     kept: tuple[Annotated[int, Meta(ge=0, le=2**20)], ...] | UnsetType = UNSET
 
 
 class TracedProgram(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which program was narrowed: the digest of its sites, biases that repairs added, and what it was traced by."""
+    """The program that was narrowed: the digest of its sites, biases that repairs added, and the tracer's versions."""
 
     digest: Sha256
     biases: tuple[str, ...]
@@ -33,7 +33,7 @@ class TracedProgram(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class MergingEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the model merges tokens, an entry a block."""
+    """The token merging of a model; `schedule` has an entry for each block."""
 
     schedule: Annotated[tuple[Annotated[int, Meta(ge=0, le=MOST_TOKENS)], ...], Meta(min_length=1, max_length=256)]
     metric: Metric
@@ -49,14 +49,14 @@ class MergingEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class Built(msgspec.Struct, frozen=True, kw_only=True):
-    """What a family builds the dense model from."""
+    """The name and the arguments from which a family builds the dense model."""
 
     name: str
     kwargs: dict[str, Any]
 
 
 class ModelInput(msgspec.Struct, frozen=True, kw_only=True):
-    """The shape behind the batch, and how what a user has becomes that: all of it, as JSON values."""
+    """The shape of an input without the batch, and the preprocessing as JSON values."""
 
     shape: tuple[Annotated[int, Meta(ge=1, le=2**20)], ...] = ()
     preprocessing: dict[str, Any]
@@ -71,7 +71,7 @@ def _size(value: Any) -> str:
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of config.json: how the dense model is built, what is kept of its sites, and its weights' digest."""
+    """The content of config.json: the dense model's architecture, the kept groups of its sites, and the rest."""
 
     family: str = "timm"
     timm: Built | None = None
@@ -97,17 +97,17 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kept(self) -> dict[str, tuple[int, ...]]:
-        """The groups that are kept of each site that is reduced."""
+        """The kept groups of each reduced site."""
         return {name: site.kept for name, site in self.sites.items() if site.kept is not UNSET}
 
     @property
     def named_outputs(self) -> NamedOutputs | None:
-        """What the model gives by name, None for its own output."""
+        """The named outputs, None for the model's own output."""
         return None if self.outputs is None else NamedOutputs(self.outputs)
 
     @property
     def architecture_line(self) -> str:
-        """The class that the model's library calls it, else its name there, and the sizes that it was built with."""
+        """The class or the name of the model in its library, and the sizes that it was built with."""
         source = self.lineage.get("source")
         written = source.get("class") if isinstance(source, dict) else None
         sizes = (f"{name} {_size(value)}" for name, value in self.built.kwargs.items() if name in _SIZES)
@@ -121,6 +121,6 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def load_model_config(directory: Path) -> ModelConfig:
-    """Raises BadInput, naming the entry, for one that is missing, of another type or impossible."""
+    """Read config.json. Raises BadInput, naming the entry, for one that is missing, mistyped or impossible."""
     path = directory / CONFIG
     return record_from_file(path, ModelConfig, kind=KIND, remedy=REMEDY)

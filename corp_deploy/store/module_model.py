@@ -1,4 +1,4 @@
-"""A model that is in memory already: a library's is built anew by its name, any other is taken as it is."""
+"""Checkpoints of modules in memory: a library's module is rebuilt by its name, any other is copied."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
@@ -27,10 +27,10 @@ from .dense_model import load_dense, with_weights
 from .hub_snapshot import PREFIX
 from .weights import Weights
 
-WHERE = Path("the module")  # as notes and messages name weights that are in no file
+WHERE = Path("the module")  # stands for the file of weights in notes and messages
 IMAGES = 2
 NOTHING: Mapping[str, Any] = MappingProxyType({})
-MOST_APART = 1e-4  # of the outputs' norm: norms that are folded into convolutions round otherwise
+MOST_APART = 1e-4  # relative to the outputs' norm; norms that are folded into convolutions round differently
 INSTEAD = (
     "save its state_dict() with safetensors and give corp_deploy.Source(NAME, weights=FILE, kwargs={...}) with the "
     "arguments that it was made with, or the directory that it came from"
@@ -40,7 +40,7 @@ OF_A_DIRECTORY = 'or save model and tokenizer with save_pretrained(DIR), and giv
 
 
 def _of_timm(model: nn.Module, kwargs: Mapping[str, Any]) -> Checkpoint:
-    """timm's module built anew by its name with what it shows of its arguments, `kwargs` before that."""
+    """Rebuild timm's module by its name, with the arguments that it shows and `kwargs`, which override them."""
     settings = dict(getattr(model, "pretrained_cfg", None) or {})
     if not settings.get("architecture"):
         raise BadInput(f"model is {type(model).__name__}, which timm.create_model didn't make")
@@ -57,7 +57,7 @@ def _of_timm(model: nn.Module, kwargs: Mapping[str, Any]) -> Checkpoint:
 
 
 def _of_torchvision(model: nn.Module, kwargs: Mapping[str, Any]) -> Checkpoint:
-    """torchvision's, by the name whose weights have these shapes."""
+    """Rebuild torchvision's module by the name whose weights have the same shapes."""
     state = _state(model)
     shapes = {name: each.shape for name, each in state.items()}
     for name in torchvision_models.possible_names(model):
@@ -98,7 +98,7 @@ def _answers(model: nn.Module, images_NCHW: Tensor) -> Tensor:
 
 
 def _require_same(model: nn.Module, built: nn.Module) -> None:
-    """Raise BadInput where both answer otherwise: what a module was made with can't all be read off it."""
+    """Raise BadInput where the outputs differ, since a module does not show all arguments that it was made with."""
     if traced_model.input_spec(built).medium != "images":
         return
     images_NCHW = torch.randn(IMAGES, *image_spec(built).shape, generator=torch.Generator().manual_seed(0))
@@ -119,11 +119,11 @@ def _require_same(model: nn.Module, built: nn.Module) -> None:
         )
 
 
-def _in_memory(model: nn.Module, input_args: Mapping[str, Any], preprocessing: Preprocessing) -> Checkpoint:
-    """Any module, of which a directory loads beside the module alone."""
+def _in_memory(model: nn.Module, input_args: Mapping[str, Any]) -> Checkpoint:
+    """Copy any module; its directory only loads together with the module."""
     if isinstance(declared := input_args.get("inputs"), Mapping):
         input_args = {"inputs": [asdict(port) for port in read_ports(model, declared)]}
-    architecture = given_module.architecture_in_memory(model, input_args, preprocessing)
+    architecture = given_module.architecture_in_memory(model, input_args)
     try:
         with given_module.available_module(model):
             built = dense_from_architecture(architecture)
@@ -138,35 +138,35 @@ def _in_memory(model: nn.Module, input_args: Mapping[str, Any], preprocessing: P
 def checkpoint_from_module(
     model: nn.Module, kwargs: Mapping[str, Any] = NOTHING, input_args: Mapping[str, Any] = NOTHING
 ) -> Checkpoint:
-    """A copy of a module, which stays as it is: built anew by its library where that makes one that answers the same,
-    so that a directory needs nothing beside it; else the module itself.
+    """Return the checkpoint of a copy of a module.
 
-    `kwargs`: arguments that it was made with, which it doesn't show, or the `input_size` or `inputs` of one that no
-    library makes; `taken`: these where nobody says them. Raises BadInput for arguments of which no library makes it,
-    and for a module that can't be run on what it takes.
+    The copy is rebuilt by the module's library where that gives the same outputs, so that its directory loads without
+    the module. `kwargs` are arguments that the module does not show, or the `input_size` or `inputs` of a module of no
+    library; `input_args` are the latter for a module that does not declare them. Raises BadInput for arguments with
+    which no library makes the module, and for a module that can't be run on its inputs.
     """
     require_module(model, "model: got")
     is_said = kwargs.keys() <= {"input_size", "inputs"}
     reasons = list[str]()
     for way in () if kwargs and is_said else (_of_timm, _of_torchvision, _of_transformers):
         try:
-            return _of_size(model, partial(way, model), kwargs, input_args)
+            return _rebuilt(model, partial(way, model), kwargs, input_args)
         except BadInput as error:
             reasons.append(str(error))
     if not is_said:
         reason = next((each for each in reasons if not each.startswith("model is ")), reasons[-1])
         raise BadInput(f"kwargs {quoted(str(dict(kwargs)))} don't make this module: {reason}; {INSTEAD}")
     declares = any(hasattr(model, name) for name in ("input_size", "inputs"))
-    return _in_memory(model, kwargs or ({} if declares else input_args), Preprocessing())
+    return _in_memory(model, kwargs or ({} if declares else input_args))
 
 
-def _of_size(
+def _rebuilt(
     model: nn.Module,
     way: Callable[[Mapping[str, Any]], Checkpoint],
     kwargs: Mapping[str, Any],
     input_args: Mapping[str, Any],
 ) -> Checkpoint:
-    """As its library makes it: for images as they are taken, where it answers the same for those."""
+    """Return the rebuilt module, for images of the given size where the outputs are the same at that size."""
     found = way(kwargs)
     shape = tuple(input_args.get("input_size", ()))
     if shape and "img_size" not in kwargs and shape[1:] != input_ports(found.model)[0].shape[1:]:
@@ -175,6 +175,6 @@ def _of_size(
             _require_same(model, other.model)
             return other
         except BadInput:
-            pass  # the images are of a size that it doesn't take, which is said where they are read
+            pass  # images of a size that the module does not take are refused where they are read
     _require_same(model, found.model)
     return found

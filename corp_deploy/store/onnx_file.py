@@ -1,4 +1,4 @@
-"""ONNX graphs of our models: the exportable form, the lineage they carry, and what a graph says about itself."""
+"""ONNX graphs of our models: their exportable form, ports and metadata, and the file."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -30,14 +30,14 @@ from .fitted import ids_of_lineage
 from .graph_facts import DIGEST, NORMALISED, PREFIX, SPARSITY
 from .input_sets import model_digest
 
-# Digests and choices travel with the graph; command lines do not, they hold paths of the machine that ran them.
+# A graph carries digests and choices, but no command lines, since they hold paths of the machine that ran them.
 CARRIED = ("dense", "moments", "images", "preset")
 GraphInput = Literal["float32", "uint8"]
 AHEAD = "ahead of the model"
 
 
 def metadata_of_checkpoint(checkpoint: Checkpoint) -> dict[str, str]:
-    """Widths, cost, preprocessing, digest and lineage, as the flat text that an ONNX file carries."""
+    """Return widths, cost, preprocessing, digest and lineage as the flat metadata of an ONNX file."""
     widths = {site.name: site.as_metadata() for site in traced_model.sites_of(checkpoint.model).every}
     facts = {
         "version": __version__,
@@ -60,7 +60,7 @@ def metadata_of_checkpoint(checkpoint: Checkpoint) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportForm:
-    """What is traced: the exportable model, its ports, and what the graph's notes say of them."""
+    """The exportable model that is traced, its input ports, and the graph's notes on them."""
 
     model: nn.Module
     inputs: tuple[Port, ...]
@@ -68,7 +68,7 @@ class ExportForm:
 
 
 def graph_ports(checkpoint: Checkpoint, graph_input: GraphInput) -> tuple[Port, ...]:
-    """What the graph takes. Raises BadInput for uint8 of a model that isn't known to normalise images."""
+    """Return the graph's input ports. Raises BadInput for uint8 where no normalisation of images is known."""
     spec = traced_model.input_spec(checkpoint.model)
     if graph_input == "float32":
         return spec.ports
@@ -86,10 +86,10 @@ def export_form(
     graph_input: GraphInput = "float32",
     quantised: bool = False,
 ) -> ExportForm:
-    """The exportable form of a model. `graph_input` uint8: pixels [B,C,H,W], resized and cropped as its preprocessing
-    says; `quantised`: INT8 or FP8 is made of it.
+    """Return the exportable form of a model.
 
-    Raises BadInput as graph_ports does.
+    A `graph_input` of uint8 takes pixels [B,C,H,W], resized and cropped. A `quantised` form becomes INT8 or FP8. Raises
+    BadInput as graph_ports does.
     """
     ports = graph_ports(checkpoint, graph_input)
     model = traced_model.exportable(checkpoint.model, geometry=geometry)
@@ -102,16 +102,16 @@ def export_form(
 
 
 def paths_by_precision(path: Path, precisions: Sequence[str]) -> dict[str, Path]:
-    """One precision goes to the very file; several stand side by side: NAME.onnx for fp32, NAME.fp16.onnx for fp16."""
+    """Return the path itself for one precision; for several NAME.onnx for fp32, NAME.fp16.onnx for fp16 and so on."""
     if len(precisions) == 1:
         return {precisions[0]: path}
     return {name: path if name == "fp32" else path.with_suffix(f".{name}{path.suffix}") for name in precisions}
 
 
 def require_sparse_graph(proto: ModelProto, path: Path) -> None:
-    """Raise BadInput for a graph whose matrices, as they are stored in whatever type, are not as sparse as the layers.
+    """Raise BadInput for a graph whose stored matrices are not as sparse as the model's layers.
 
-    Matrices are known by the layer that their node is of; where a graph has other names, as many must be sparse.
+    Matrices are found by the layer's name in their node's; in a graph with other names as many must be sparse.
     """
     carried = {entry.key: entry.value for entry in proto.metadata_props}.get(f"{PREFIX}{SPARSITY}", "{}")
     patterns = record_from_text(carried, dict[str, str], where=f"{path}: its {SPARSITY}")
@@ -142,7 +142,7 @@ def export_checkpoint(
     breaks: Sequence[str] = (),
     graph_input: GraphInput = "float32",
 ) -> None:
-    """Write the model as one typed ONNX file; `breaks` name what builders must not fuse across."""
+    """Write the model as one typed ONNX file; `breaks` are names or patterns that builders must not fuse across."""
     form = export_form(checkpoint, precision=precision, geometry=geometry, graph_input=graph_input)
     proto = onnx_from_model(
         form.model,

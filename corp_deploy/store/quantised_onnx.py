@@ -1,4 +1,4 @@
-"""INT8 and FP8 graphs of our models, by what flows through them on inputs like those that they will meet."""
+"""INT8 and FP8 graphs of our models, with ranges measured on inputs like those in use."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,16 +23,17 @@ BATCH = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantisation:
-    """How it is done. `rest`: the precision of what isn't quantised; `keep_rest`: patterns of modules that stay so;
-    `balance`: whether norms share their outliers with the layers behind them; `weight_bits`: how many bits the weights
-    of INT8 use.
-    """
+    """The settings of quantisation."""
 
     rest: str = "fp16"
+    """The precision of what is not quantised."""
     scales: ScaleChoice = "auto"
     balance: bool = True
+    """Whether norms share their outliers with the layers after them."""
     keep_rest: tuple[str, ...] = ()
+    """Patterns of modules that are not quantised."""
     weight_bits: int = 8
+    """The number of bits of INT8 weights."""
 
     def __post_init__(self) -> None:
         if self.weight_bits not in WEIGHT_BITS:
@@ -50,7 +51,7 @@ def quantiser_of(
     geometry: HeadGeometry | None = None,
     graph_input: GraphInput = "float32",
 ) -> Quantiser:
-    """Return the quantiser of a model's graphs; `feeds` are as the graph takes them, see export_form."""
+    """Return the quantiser of a model's graphs; `feeds` are inputs of the graph, see export_form."""
     form = export_form(checkpoint, precision=chosen.rest, geometry=geometry, graph_input=graph_input, quantised=True)
 
     def batches() -> Iterator[Feeds]:

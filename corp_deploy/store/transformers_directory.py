@@ -1,7 +1,7 @@
-"""Encoders and decoders as transformers and sentence-transformers leave them in a directory."""
+"""Encoders and decoders in directories of transformers and sentence-transformers."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
@@ -32,13 +32,13 @@ from ground.errors import BadInput
 from ground.records import record_from_file
 
 from .checkpoint import Checkpoint, dense_from_architecture, load_weights
-from .hub_snapshot import CONFIG, ORIGIN, changes_of, config_of_transformers, weights_of_transformers
+from .hub_snapshot import CONFIG, ORIGIN, config_of_transformers, read_changes, weights_of_transformers
 from .weight_file import first_names
 from .weights import read_weights, state_as_named
 
 PREPROCESSOR, PROCESSOR = "preprocessor_config.json", "processor_config.json"
 SENTENCE_KINDS = ("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "electra")
-"""Kinds of encoders that give one embedding a text, where nobody says how: the mean of its tokens."""
+"""The types of encoders that give one embedding a text by default: the mean of its tokens."""
 _TAKES = (
     "an encoder of transformers takes img_size of images, and num_classes 0 for the tower without its head; pooling "
     "(mean, first), normalize and length of texts; or length of samples"
@@ -46,7 +46,7 @@ _TAKES = (
 
 
 class _Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What --model-kwargs may say otherwise than the directory."""
+    """The entries of --model-kwargs, which override those of the directory."""
 
     img_size: Sides | None = None
     num_classes: Literal[0] | None = None
@@ -57,31 +57,27 @@ class _Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Encoder:
-    """An encoder without weights, from its directory. `source`: what says how inputs are prepared; `whole`:
-    the class that wrote it, if the model below that is built.
-    """
+    """An encoder without weights, read from its directory."""
 
     arguments: Arguments
-    preprocessing: Preprocessing
-    notes: tuple[str, ...]
-    source: str
-    files: Mapping[str, Any]
-    whole: str | None
-
-    @property
-    def architecture(self) -> Architecture:
-        return architecture_of_encoder(self.arguments, self.preprocessing, where=CONFIG)
+    preprocessing: Preprocessing = field(default_factory=Preprocessing)
+    notes: tuple[str, ...] = ()
+    source: str = ""
+    """The file or default that says the preprocessing."""
+    files: Mapping[str, Any] = field(default_factory=dict)
+    whole: str | None = None
+    """The class that wrote the model, where the model is built without its head."""
 
 
-def _based(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the configuration of the model below any head."""
+def _without_head(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the configuration of the model without its head."""
     return {**config, "architectures": [hf_classes.base_of(config, where=where).__name__]}
 
 
-def _text(directory: Path, request: _Request, config: dict[str, Any], *, looked_at: bool) -> _Encoder:
+def _text_encoder(directory: Path, request: _Request, config: dict[str, Any], *, looked_at: bool) -> _Encoder:
     where, by = str(directory / CONFIG), pooled_by(directory)
     pools = by is not None or request.pooling is not None or request.normalize is not None
-    base = _based(config, where)
+    base = _without_head(config, where)
     is_base = hf_classes.class_of(config, where=where).__name__ == base["architectures"][0]
     pools = pools or (is_base and config.get("model_type") in SENTENCE_KINDS)
     own, arguments = base if pools else config, dict[str, Any]()
@@ -105,16 +101,13 @@ def _text(directory: Path, request: _Request, config: dict[str, Any], *, looked_
     written = hf_classes.written_class(config)
     return _Encoder(
         arguments=Arguments(config=own, **arguments),
-        preprocessing=Preprocessing(),
-        notes=(),
-        source="",
         files=sentence_files(directory),
         whole=written if written and written != base["architectures"][0] and (pools or is_base) else None,
     )
 
 
 def _preparation(directory: Path, model_type: str) -> tuple[Prepared | None, str, Mapping[str, Any]]:
-    """Return the preparation with the file that says it, and that file's content."""
+    """Return the preprocessing, the file or default that says it, and the file's content."""
     for name in (PREPROCESSOR, PROCESSOR):
         if not (directory / name).is_file():
             continue
@@ -133,11 +126,13 @@ def _preparation(directory: Path, model_type: str) -> tuple[Prepared | None, str
     return prepared({}, model_type, where=f"{directory}: no {PREPROCESSOR}"), source, {}
 
 
-def _images(directory: Path, request: _Request, config: dict[str, Any], preprocessing: Preprocessing) -> _Encoder:
+def _image_encoder(
+    directory: Path, request: _Request, config: dict[str, Any], preprocessing: Preprocessing
+) -> _Encoder:
     where = str(directory / CONFIG)
-    config = _based(config, where) if request.num_classes == 0 else config
+    config = _without_head(config, where) if request.num_classes == 0 else config
     preparation, source, content = _preparation(directory, str(config.get("model_type")))
-    # As requested; as they are prepared where the model's class takes any size; else those of its positions.
+    # The sides that are requested; those of the preprocessing where the class takes any size; else the positions'.
     takes_any = str(config.get("model_type")).startswith(("dinov2", "dinov3")) or "image_size" not in config
     own = list(preparation.sides) if preparation and content and takes_any else None
     sides = request.img_size if request.img_size is not None else own
@@ -148,9 +143,7 @@ def _images(directory: Path, request: _Request, config: dict[str, Any], preproce
     channels = config.get("num_channels", 3)
     settings = preprocessing.for_channels(channels).settings
     settings = {**(preparation.preprocessing.settings if preparation else {}), **settings}
-    output, notes = arguments.output or "all that its class gives", list[str]()
-    if output != "all that its class gives":
-        notes.append(f"{CONFIG}: its output is {output} of {name}")
+    notes = [f"{CONFIG}: its output is {arguments.output} of {name}"] if arguments.output else []
     if preparation is None and source:
         notes.append(source)
     if preparation and content and request.img_size is not None:
@@ -162,14 +155,13 @@ def _images(directory: Path, request: _Request, config: dict[str, Any], preproce
         notes=tuple(notes),
         source=source if preparation else "what is given beside the directory",
         files={PREPROCESSOR: dict(content)} if content and request.img_size is None else {},
-        whole=None,
     )
 
 
-def _encoder(
+def _read_encoder(
     directory: Path, kwargs: Mapping[str, Any], preprocessing: Preprocessing, *, looked_at: bool = False
 ) -> _Encoder:
-    request = changes_of(kwargs, _Request, _TAKES)
+    request = read_changes(kwargs, _Request, _TAKES)
     where = str(directory / CONFIG)
     config = hf_classes.tower_in(config_of_transformers(directory), where=where)
     main = hf_classes.class_of(config, where=where).main_input_name
@@ -184,16 +176,16 @@ def _encoder(
         options = ", ".join(f"--{name.replace('_', '-')}" for name in preprocessing.settings)
         raise BadInput(f"--model {directory} takes no images; drop {options}")
     if main == hf_classes.TEXT:
-        return _text(directory, request, config, looked_at=looked_at)
+        return _text_encoder(directory, request, config, looked_at=looked_at)
     if main == hf_classes.IMAGES:
-        return _images(directory, request, config, preprocessing)
-    arguments = Arguments(config=config, length=request.length)
-    return _Encoder(arguments=arguments, preprocessing=Preprocessing(), notes=(), source="", files={}, whole=None)
+        return _image_encoder(directory, request, config, preprocessing)
+    return _Encoder(arguments=Arguments(config=config, length=request.length))
 
 
 def encoder_architecture(directory: Path, kwargs: Mapping[str, Any], preprocessing: Preprocessing) -> Architecture:
     """Return the architecture of a directory with or without weights. Raises BadInput as load_transformers does."""
-    return _encoder(directory, kwargs, preprocessing, looked_at=True).architecture
+    encoder = _read_encoder(directory, kwargs, preprocessing, looked_at=True)
+    return architecture_of_encoder(encoder.arguments, encoder.preprocessing, where=CONFIG)
 
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -202,21 +194,25 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 def load_transformers(
     directory: Path, kwargs: Mapping[str, Any] = _NOTHING, preprocessing: Preprocessing | None = None
 ) -> Checkpoint:
-    """Load the encoder of a directory by transformers' own class, with its tokenizer where one lies there. Nothing of
-    the directory is executed, nothing looked for on a network.
+    """Load the encoder of a directory by transformers' own class, with its tokenizer if there is one.
+
+    No code of the directory is run, and no network is used.
 
     Args:
-        directory: what save_pretrained has written.
-        kwargs: go before what the directory says: img_size, and num_classes 0 for a tower without its head; pooling,
+        directory: A directory that save_pretrained has written.
+        kwargs: Overrides of the directory's entries: img_size, and num_classes 0 for a tower without its head; pooling,
             normalize and length of texts; or length of samples.
-        preprocessing: goes before the directory's.
+        preprocessing: Overrides of the directory's preprocessing.
 
     Raises:
-        BadInput: what the installed transformers can't build or read, weights that are missing or pickled, and a model
-            that can't be traced.
-        Missing: transformers is not installed.
+        BadInput: The installed transformers can't build or read the model, weights are missing or pickled, or the model
+            can't be traced.
+        Missing: Transformers is not installed.
     """
-    encoder, file = _encoder(directory, kwargs, preprocessing or Preprocessing()), weights_of_transformers(directory)
+    encoder, file = (
+        _read_encoder(directory, kwargs, preprocessing or Preprocessing()),
+        weights_of_transformers(directory),
+    )
     arguments, state, unused = state_of(directory, encoder.arguments)
     architecture = architecture_of_encoder(arguments, encoder.preprocessing, where=str(directory / CONFIG))
     model = dense_from_architecture(architecture)
@@ -248,10 +244,13 @@ def _named(file: Path, names: tuple[str, ...]) -> dict[str, Any]:
 def decoder_arguments(
     directory: Path, kwargs: Mapping[str, Any], *, looked_at: bool = False
 ) -> tuple[str, DecoderArguments]:
-    """The kind of decoder and what builds it; one `looked_at` may lack its tokenizer. Raises as `load_decoder`."""
+    """Return the model type and the arguments of a decoder; one that is only `looked_at` needs no tokenizer.
+
+    Raises BadInput as `load_decoder` does.
+    """
     config = config_of_transformers(directory)
     architecture = decoder_config.architecture_from_transformers(config, where=str(directory / CONFIG))
-    changes = changes_of(kwargs, Changes, "a decoder takes length, the tokens of a sequence")
+    changes = read_changes(kwargs, Changes, "a decoder takes length, the tokens of a sequence")
     text = Tokenization(
         length=changes.length or min(LENGTH, architecture.longest),
         sha256=digest_of_tokenizer(directory, needed=not looked_at),
@@ -260,7 +259,7 @@ def decoder_arguments(
 
 
 def lineage_of_decoder(directory: Path, arguments: DecoderArguments, weights: Path) -> dict[str, Any]:
-    """Where a model comes from, and what it takes to write it as its class of transformers again."""
+    """Return the lineage of a decoder, with the files that are written again for transformers."""
     return {
         "source": {
             "weights": weights.name,
@@ -271,10 +270,10 @@ def lineage_of_decoder(directory: Path, arguments: DecoderArguments, weights: Pa
 
 
 def load_decoder(directory: Path, kwargs: Mapping[str, Any] = _NOTHING) -> Checkpoint:
-    """The decoder in a directory with its tokenizer. Nothing is executed, nothing looked for on a network.
+    """Load the decoder of a directory with its tokenizer. No code of it is run, and no network is used.
 
-    `kwargs`: length, the tokens of a sequence. Raises BadInput for a model that is not built here, for weights that are
-    missing, pickled or another model's, and for a directory without a tokenizer.json.
+    `kwargs` may have `length`, the tokens of a sequence. Raises BadInput for a model that is not built here, weights
+    that are missing, pickled or another model's, and a directory without a tokenizer.json.
     """
     kind, arguments = decoder_arguments(directory, kwargs)
     architecture = decoder.architecture_of_decoder(kind, arguments)

@@ -1,8 +1,9 @@
-"""A reduced model as a plain directory of transformers, which loads there without this package."""
+"""Reduced models as directories of transformers, which loads them without this package."""
 
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,23 +30,24 @@ from .transformers_directory import PREPROCESSOR
 
 AGAIN = "write the model again"
 BESIDE = (PREPROCESSOR, *FILES)
-"""What would be read of an older model's files where a new one has none."""
+"""The files that are removed where an older model had them and the new one does not."""
 FOLDER = "hf"
-"""Beside model.safetensors and config.json of a model directory."""
+"""The name of the transformers directory in a model directory."""
 
 
 class _Origin(msgspec.Struct, frozen=True, kw_only=True):
-    """The source of a model: the content of the files beside its weights, by path; the configuration of a decoder;
-    and the class that holds an encoder and a head of training.
-    """
+    """The transformers directory that a model was read from."""
 
     files: dict[str, Any] = {}
+    """The content of the files beside its weights, by path."""
     config: dict[str, Any] = {}
+    """The configuration of a decoder."""
     whole: str | None = None
+    """The class that holds an encoder and a head of training."""
 
 
 def _origin_of(checkpoint: Checkpoint) -> _Origin:
-    """Raise BadInput for a model of no directory of transformers, or with a damaged lineage."""
+    """Return a model's origin. Raises BadInput for a model of another origin, or with a damaged lineage."""
     origin = dict(checkpoint.lineage.get("source", {})).get(ORIGIN)
     if not isinstance(origin, Mapping):
         raise BadInput(
@@ -63,9 +65,7 @@ def _origin_of(checkpoint: Checkpoint) -> _Origin:
 
 
 def refuse_unsayable(dense: Checkpoint, widths: Widths) -> None:
-    """Raise BadInput, naming the site, for a model of no class of transformers, or for widths that its configuration
-    can't say.
-    """
+    """Raise BadInput for a model of no class of transformers, and for a site's width that a configuration can't say."""
     origin, model = _origin_of(dense), dense.model
     if dense.architecture.family == DECODER:
         sayable = decoder_saved.sayable_widths(origin.config, sites_of(model), widths)
@@ -79,9 +79,9 @@ def refuse_unsayable(dense: Checkpoint, widths: Widths) -> None:
 
 
 def transformers_form(checkpoint: Checkpoint) -> tuple[Saved | nn.Module, Mapping[str, str]]:
-    """The model as its class of transformers has it, and the text of the files beside it, by path.
+    """Return the model in transformers' format, and the text of the files beside it by path.
 
-    Raises BadInput, naming the site, for what a configuration can't say.
+    Raises BadInput, naming the site, for a width that a configuration can't say.
     """
     origin = _origin_of(checkpoint)
     files = {path: json.dumps(content, indent=2) for path, content in origin.files.items()}
@@ -94,25 +94,32 @@ def transformers_form(checkpoint: Checkpoint) -> tuple[Saved | nn.Module, Mappin
     return hf_saved.convert_encoder(checkpoint.model, arguments, checkpoint.unread, origin.whole), files
 
 
-def write_transformers(form: Saved | nn.Module, files: Mapping[str, str], directory: Path) -> None:
-    """Write model.safetensors, config.json and the files beside them, all or none, in place of an older model's."""
-    created = not directory.exists()
+@contextmanager
+def directory_for(directory: Path) -> Iterator[None]:
+    """Create a directory, and remove what was created of its path where the body fails."""
+    created = [each for each in (directory, *directory.parents) if not each.exists()]
     directory.mkdir(parents=True, exist_ok=True)
     try:
-        with tempfile.TemporaryDirectory(dir=directory, prefix=".writing-") as name:
-            scratch = Path(name)
-            if isinstance(form, Saved):
-                save_file(form.state, scratch / WEIGHTS, metadata={"format": "pt"})
-                write_json(scratch / CONFIG, form.config)
-            else:
-                hf_classes.save_pretrained(form, scratch)
-            for path, text in files.items():
-                (scratch / path).parent.mkdir(exist_ok=True)
-                (scratch / path).write_text(text, encoding="utf-8")
-            moves = {str(each.relative_to(scratch)): each for each in sorted(scratch.rglob("*")) if each.is_file()}
-            stale = [each for each in BESIDE if each not in moves and (directory / each).is_file()]
-            install_files(directory, moves, removed=stale)
+        yield
     except BaseException:
-        if created and not any(directory.iterdir()):
-            directory.rmdir()
+        for each in created:
+            with suppress(OSError):
+                each.rmdir()
         raise
+
+
+def write_transformers(form: Saved | nn.Module, files: Mapping[str, str], directory: Path) -> None:
+    """Write model.safetensors, config.json and the files beside them, all or none, in place of an older model's."""
+    with directory_for(directory), tempfile.TemporaryDirectory(dir=directory, prefix=".writing-") as name:
+        scratch = Path(name)
+        if isinstance(form, Saved):
+            save_file(form.state, scratch / WEIGHTS, metadata={"format": "pt"})
+            write_json(scratch / CONFIG, form.config)
+        else:
+            hf_classes.save_pretrained(form, scratch)
+        for path, text in files.items():
+            (scratch / path).parent.mkdir(exist_ok=True)
+            (scratch / path).write_text(text, encoding="utf-8")
+        moves = {str(each.relative_to(scratch)): each for each in sorted(scratch.rglob("*")) if each.is_file()}
+        stale = [each for each in BESIDE if each not in moves and (directory / each).is_file()]
+        install_files(directory, moves, removed=stale)

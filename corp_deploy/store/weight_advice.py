@@ -1,4 +1,4 @@
-"""Advice from a state dict that doesn't fit: another library's names, adapters, arguments of the model."""
+"""Advice on a state dict that does not fit: another library's names, adapters, arguments of the model."""
 
 import json
 import re
@@ -15,7 +15,7 @@ _MERGE = (
     "merge it into the weights and save those: with PEFT model.merge_and_unload(), with loralib model.eval(); then "
     "torch.save({name: each for name, each in model.state_dict().items() if 'lora_' not in name}, 'weights.pth')"
 )
-# Names that no model here has, what they are, and what to do instead.
+# Patterns of names that no model here has, whose names they are, and what to do.
 _FOREIGN = (
     (
         r"(^|\.)parametrizations\.",
@@ -61,8 +61,8 @@ _FOREIGN = (
 )
 
 
-def shown_by(state: State) -> str:
-    """Return whose names a state dict has and what to do about it; nothing where no other library's are known."""
+def advice_on_names(state: State) -> str:
+    """Return whose names a state dict has and what to do about them; empty where they are of no known library."""
     for pattern, owner, advice in _FOREIGN:
         if match := next((name for name in state if re.search(pattern, name)), None):
             return f"these are {owner} ({match}): {advice}"
@@ -70,7 +70,7 @@ def shown_by(state: State) -> str:
 
 
 def advice_for(model: nn.Module, state: State, architecture: Architecture) -> str:
-    """Return the arguments that would make weights fit timm's model, where they tell."""
+    """Return the arguments of timm's model that the weights would fit, as far as they show them."""
     found = fitting_arguments(model, architecture.name, state, architecture.kwargs)
     if found is not None:
         assumed = f"; assumed: {', '.join(found.assumed)}" if found.assumed else ""

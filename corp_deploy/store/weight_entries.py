@@ -1,4 +1,4 @@
-"""The entries of a checkpoint that hold a model's tensors: the file itself, or what lies under its keys."""
+"""The state dicts in the content of a checkpoint: the content itself, or the values of its keys."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -14,8 +14,8 @@ from .weight_file import LONGEST_NAME, State, first_names
 
 _DEEPEST, _MOST = 4, 64
 _AVERAGE = re.compile(r"(^|_)(ema|swa|averaged?|avg|shadow|polyak)(_|$)", re.IGNORECASE)
-# Raw weights in the order in which they are taken, timm's own trainer's name first; then networks of two that learn
-# from one another, where the teacher is the one that is evaluated.
+# Keys of raw weights in the order in which they are taken, that of timm's trainer first; then those of two networks
+# that learn from one another, of which the teacher is evaluated.
 _RAW = ("state_dict", "model", "model_state_dict", "model_state", "net", "network", "module", "params", "weights")
 _PAIRS = ("teacher", "target", "student", "online")
 _NO_WEIGHTS = re.compile(
@@ -29,23 +29,23 @@ class Entry:
 
     key: str
     state: State
-    others: tuple[str, ...] = ()  # names of what is no tensor
-    is_nameless: bool = False  # a list of tensors, by its places
+    others: tuple[str, ...] = ()  # names of values that are no tensors
+    is_nameless: bool = False  # whether the names are places in a list
 
 
 def is_average(key: str) -> bool:
-    """Return whether a key or a prefix of names is said to be a moving average's."""
+    """Return whether a key or a prefix names a moving average."""
     return any(_AVERAGE.search(part) for part in key.split("."))
 
 
 def rank(key: str) -> int:
-    """Return the place of a key among those that may be taken, the first one first."""
+    """Return the rank of a key among those of weights; the lowest is taken first."""
     parts = key.lower().split(".")
     return next((place for place, word in enumerate((*_RAW, *_PAIRS)) if word in parts), len(_RAW) if key else 0)
 
 
 def entries_in(content: Any, path: Path) -> list[Entry]:
-    """Return all state dicts in a file. Raises BadInput where there are none, or the content is none."""
+    """Return all state dicts in a file's content. Raises BadInput where there are none."""
     if not isinstance(content, Mapping | list | tuple):
         raise BadInput(f"{path}: expected a state_dict (names to tensors), got {type(content).__name__}")
     found = list(_found(content, (), 0))[:_MOST]
@@ -95,7 +95,7 @@ def _fault(tensor: torch.Tensor) -> str:
 
 
 def require_plain(state: State, path: Path) -> None:
-    """Raise BadInput for tensors that are not dense, or not there."""
+    """Raise BadInput for tensors that are not dense, or have no values."""
     odd = [f"{name[:LONGEST_NAME]} ({fault})" for name, value in state.items() if (fault := _fault(value))]
     if odd:
         raise BadInput(f"{path}: {first_names(odd)}: expected dense tensors with their values; save them as such")

@@ -1,7 +1,7 @@
-"""Files of weights of several kinds and in shards, as anybody may have written them. What torch.save wrote is read
-without running any of it: never by the pickle that runs code, and never tried again.
+"""Files of weights in several formats and in shards, read whole and without running code.
 
-What is read here is the whole content; which of its entries are a model's weights is asked in weights.
+Files of torch.save are unpickled with weights_only, never by the pickle that runs code. `weights` decides which entries
+of the content are a model's.
 """
 
 import argparse
@@ -33,7 +33,7 @@ _INDEX = ".index.json"
 
 
 class _Inert:
-    """An object of a checkpoint that is no tensor, such as a number of numpy's or a path, made without its class."""
+    """A stand-in for an object of a checkpoint that is no tensor, such as a number of numpy or a path."""
 
     def __init__(self, *_: object) -> None:
         """Take any arguments."""
@@ -63,7 +63,7 @@ _VALUES = (
     *("numpy.dtype", "numpy.ndarray", "builtins.range", "builtins.slice", "torch.torch_version.TorchVersion"),
     *("types.SimpleNamespace", "decimal.Decimal", "fractions.Fraction", "uuid.UUID"),
 )
-# Trainers keep arguments and results beside the weights: these hold values and run nothing.
+# Trainers save arguments and results beside the weights; objects of these classes hold values and run nothing.
 _HARMLESS: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
     *(argparse.Namespace, Counter, list, dict, set, frozenset, int, float, str, bool, bytes, complex),
     *((_no_entries, "collections.defaultdict"), (_no_items, "collections.deque")),
@@ -72,13 +72,13 @@ _HARMLESS: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
 
 
 def first_names(names: list[str]) -> str:
-    """A few names for a message, and how many more there are."""
+    """Return the first names for a message, and the number of the others."""
     cut = [name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}..." for name in names[:3]]
     return ", ".join(cut) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _refuse_packed(path: Path) -> None:
-    """Raise BadInput for an archive whose members are packed, which torch never does: little would become much."""
+    """Raise BadInput for an archive with compressed members, which torch never writes and could fill the memory."""
     if not zipfile.is_zipfile(path):
         return
     with zipfile.ZipFile(path) as archive:
@@ -110,12 +110,12 @@ def _refused(path: Path, error: Exception) -> BadInput:
 
 
 def content_of_torch_file(path: Path) -> Any:
-    """Tensors, texts and numbers in mappings and lists. Raises BadInput for pickled code and for a damaged file."""
+    """Return tensors, texts and numbers in mappings and lists. Raises BadInput for pickled code and damaged files."""
     try:
         _refuse_packed(path)
         with torch.serialization.safe_globals(_HARMLESS), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of torch's own, about how odd tensors are kept; those are refused later
-            with path.open("rb") as file:  # by its path torch would read a file as its name's ending says
+            warnings.simplefilter("ignore")  # torch warns of tensors in odd formats, which are refused later
+            with path.open("rb") as file:  # with a path torch would choose the format by the name's suffix
                 return torch.load(file, map_location="cpu", weights_only=True)
     except BadInput:
         raise
@@ -125,7 +125,7 @@ def content_of_torch_file(path: Path) -> Any:
 
 @contextmanager
 def _as_safetensors(path: Path) -> Iterator[None]:
-    """Raises BadInput for a file that is none."""
+    """Turn errors of reading safetensors in the body into BadInput."""
     try:
         yield
     except (SafetensorError, OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
@@ -141,7 +141,7 @@ class _ShardIndex(msgspec.Struct, frozen=True):
 
 
 def _shards(index: Path) -> dict[str, list[str]]:
-    """The files of an index with the names that each must hold. Raises BadInput for a path that leaves the folder."""
+    """Return the names that each file of an index must hold. Raises BadInput for a path that leaves the folder."""
     files: dict[str, list[str]] = {}
     for name, file in record_from_file(index, _ShardIndex, remedy="expected an index of shards").weight_map.items():
         files.setdefault(file, []).append(name)
@@ -152,7 +152,7 @@ def _shards(index: Path) -> dict[str, list[str]]:
 
 
 def content_of_weight_file(path: Path) -> Any:
-    """Return what a file or shards hold, read as the kind that the first bytes show, whatever the name ends in.
+    """Return the content of a file or of shards, in the format that the first bytes show, whatever the suffix.
 
     Raises BadInput for a missing, damaged or other file, and for pickled code.
     """
@@ -185,7 +185,7 @@ def _content_of_shards(index: Path) -> dict[str, torch.Tensor]:
 
 
 def files_of_tensors(path: Path) -> dict[str, Path]:
-    """The safetensors file of each tensor by name. Raises BadInput for a missing, damaged or other file."""
+    """Return the safetensors file of each tensor by name. Raises BadInput for a missing, damaged or other file."""
     if path.name.endswith(_INDEX):
         files = {name: path.parent / file for file, names in _shards(path).items() for name in names}
     else:

@@ -1,6 +1,4 @@
-"""Whether weights are as a model has to have them: fit to it exactly, or through timm's own filter with a notice of
-everything that was changed, and as k:n sparse as they are said to be.
-"""
+"""Checks of weights against a model: their names and shapes, after timm's filter if need be, and their sparsity."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,13 +14,13 @@ from corp_deploy.traced.models.module import batch_counters
 from ground.errors import BadInput
 
 from .model_config import REMEDY
-from .weight_advice import advice_for, shown_by
+from .weight_advice import advice_for, advice_on_names
 from .weight_file import State, first_names
 from .weights import Weights
 
 
 class _Misfit:
-    """How a state dict and a model differ, in words where they do."""
+    """The differences between a state dict and a model; `words` is empty where there are none."""
 
     def __init__(self, state: State, expected: State) -> None:
         self.missing = sorted(expected.keys() - state.keys())
@@ -35,12 +33,12 @@ class _Misfit:
 
 
 def _sides(tensor: torch.Tensor) -> list[int]:
-    """Without those of 1: a 1x1 convolution's weights are a linear layer's."""
+    """Return the sides above 1, which the weights of a 1x1 convolution and a linear layer share."""
     return [side for side in tensor.shape if side > 1]
 
 
 def _notes(before: State, after: State) -> list[str]:
-    """Note what timm's filter did, told by names, shapes and memory."""
+    """Return notes on what timm's filter changed, found by names, shapes and memory."""
     kept = {tensor.untyped_storage().data_ptr() for tensor in after.values()}
     renamed = sorted(after.keys() - before.keys())
     dropped = sorted(n for n in before.keys() - after.keys() if before[n].untyped_storage().data_ptr() not in kept)
@@ -55,17 +53,17 @@ def _notes(before: State, after: State) -> list[str]:
 
 
 def require_fit(model: nn.Module, state: State, where: Path) -> None:
-    """Raise BadInput unless names and shapes are exactly the model's."""
+    """Raise BadInput for other names and shapes than the model's."""
     if words := _Misfit(state, model.state_dict()).words:
         raise BadInput(f"{where}: these weights don't fit the model beside them; {words}; write them again")
 
 
-def exactly_fitted(model: nn.Module, weights: Weights) -> State:
-    """Return the weights of a file under the model's names. Raises BadInput where these are not all, or others."""
+def match_weights(model: nn.Module, weights: Weights) -> State:
+    """Return weights that fit a model exactly. Raises BadInput for missing and other names, and other shapes."""
     state = {**batch_counters(model), **weights.state}
     if words := _Misfit(state, model.state_dict()).words:
         advice = "check that --model and --model-kwargs make the model whose weights these are"
-        raise _refusal(weights, words, shown_by(weights.state) or advice)
+        raise _refusal(weights, words, advice_on_names(weights.state) or advice)
     return state
 
 
@@ -74,17 +72,17 @@ def _refusal(weights: Weights, words: str, advice: str) -> BadInput:
     return BadInput(f"{weights.path}: these weights don't fit the model; {words}; {advice}{taken}")
 
 
-def fitted(model: nn.Module, weights: Weights, architecture: Architecture) -> tuple[State, tuple[str, ...]]:
-    """The weights under the model's names and shapes, and what was changed for that; `architecture` built the model.
+def fit_weights(model: nn.Module, weights: Weights, architecture: Architecture) -> tuple[State, tuple[str, ...]]:
+    """Return weights with the names and shapes of timm's model, and notes on changes; `architecture` built the model.
 
-    Raises BadInput, with the arguments that would fit where they can be told, or naming another library's format.
+    Raises BadInput, with the arguments that would fit as far as they are known, or the name of another library.
     """
     expected, counts = model.state_dict(), batch_counters(model)
     with_counts = {**counts, **weights.state}
     before = _Misfit(with_counts, expected).words
     if not before:
         return with_counts, ()
-    if reason := shown_by(weights.state):
+    if reason := advice_on_names(weights.state):
         raise BadInput(f"{weights.path}: {reason}")
     try:
         state = filter_state(model, weights.state)
@@ -105,7 +103,7 @@ def fitted(model: nn.Module, weights: Weights, architecture: Architecture) -> tu
 
 
 def rows_of_weight(weight: torch.Tensor) -> torch.Tensor:
-    """A row for each output, of what groups are taken of: inputs, or input channels at each place of a kernel."""
+    """Return a weight with the axis of its groups last: inputs, or input channels at each place of a kernel."""
     weight = weight.detach()
     return weight if weight.ndim == 2 else weight.flatten(2).transpose(1, 2)
 

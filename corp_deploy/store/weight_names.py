@@ -1,4 +1,4 @@
-"""Names of a state dict brought to a model's: as they are, or without what stands before all of them in the file."""
+"""Renaming of a state dict to a model's names, by removing prefixes and wrapping modules."""
 
 from collections import Counter
 from collections.abc import Collection
@@ -6,32 +6,34 @@ from dataclasses import dataclass
 
 from .weight_file import LONGEST_NAME, State, first_names
 
-# Modules around a model or a part of it: DistributedDataParallel, torch.compile, FSDP, activation checkpoints.
+# Modules that wrap a model or a part of it: DistributedDataParallel, torch.compile, FSDP, activation checkpoints.
 _AROUND = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-# Attributes under which Lightning modules and other wrappers keep a model whose names are another project's.
+# Attributes in which Lightning modules and other wrappers have a model.
 _OWNERS = ("model", "timm_model", "net", "network", "backbone", "encoder", "student", "teacher")
 _COUNT = "num_batches_tracked"
-SIMILAR = 0.8  # of the most names that any way covers, so that one lacking a head is still taken into account
-COUNTER = "n_averaged"  # of torch's AveragedModel
+SIMILAR = 0.8  # a way that covers this share of the most covered names counts too, such as one without a head
+COUNTER = "n_averaged"  # the counter of torch's AveragedModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Named:
-    """A state dict under a model's names. `prefix`: what stood before them; `covered`: how many of the model's names
-    are there, all of them if `is_complete`; `beside`: names of what is no part of the model; `renamed`: pairs of a
-    model's name and the file's.
-    """
+    """A state dict under a model's names."""
 
     state: State
     prefix: str = ""
+    """The prefix that was removed."""
     covered: int = 0
+    """The number of the model's names that the state dict has."""
     is_complete: bool = False
+    """Whether it has all of them."""
     beside: tuple[str, ...] = ()
+    """The names of tensors that are no part of the model."""
     renamed: tuple[tuple[str, str], ...] = ()
+    """Pairs of a model's name and the file's."""
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Return what a user should know of it."""
+        """Notes for the user on names that were changed or left out."""
         first = ", ".join(f"{old} as {new}" for new, old in self.renamed[:1])
         notes = (f"renamed {len(self.renamed)} tensors, {first}",) if self.renamed else ()
         if not self.beside:
@@ -44,20 +46,20 @@ def _bare(name: str) -> str:
 
 
 def _bare_names(names: Collection[str]) -> dict[str, str] | None:
-    """Return names by what is left of them without modules around parts; None where two become one."""
+    """Return names by their bare ones, without wrapping modules; None where two names become one."""
     bare = {_bare(name): name for name in names}
     return bare if len(bare) == len(names) else None
 
 
 def clashing(names: Collection[str]) -> list[str]:
-    """Return the names that are there with and without a module around them."""
+    """Return the names that are there with and without a wrapping module."""
     return sorted(name for name in names if (bare := _bare(name)) != name and bare in names)
 
 
 def _counts(names: Collection[str], own: Collection[str]) -> Counter[str]:
-    """Return how many of a model's names are there behind each prefix."""
+    """Return the number of a model's names that are there after each prefix."""
     counts: Counter[str] = Counter()
-    longest = max(map(len, own), default=0) + 2 * LONGEST_NAME  # a name of many dots would take for ever
+    longest = max(map(len, own), default=0) + 2 * LONGEST_NAME  # a name of very many dots would take too long
     for name in names:
         at = len(name) if len(name) > longest else 0
         while True:
@@ -70,7 +72,7 @@ def _counts(names: Collection[str], own: Collection[str]) -> Counter[str]:
 
 
 def _behind(state: State, theirs: dict[str, str], own: dict[str, str], prefix: str, covered: int) -> Named:
-    """Return what stands behind a prefix; `theirs` and `own`: the file's and the model's names by their bare ones."""
+    """Return the tensors after a prefix; `theirs` and `own` are the file's and the model's names by their bare ones."""
     kept, renamed, beside = dict[str, str](), [], []
     for bare, name in theirs.items():
         if bare.startswith(prefix) and bare != COUNTER:
@@ -90,7 +92,7 @@ def _behind(state: State, theirs: dict[str, str], own: dict[str, str], prefix: s
 
 
 def named_for(state: State, own: Collection[str]) -> list[Named]:
-    """Return the ways to name a state dict as a model's: by its own names, then behind each fitting prefix."""
+    """Return the state dict under a model's names in each possible way: with its own names, or without a prefix."""
     needed = [name for name in own if not name.endswith(_COUNT)]
     plain = {name: name for name in own}
     if all(name in state for name in needed):
@@ -105,14 +107,14 @@ def named_for(state: State, own: Collection[str]) -> list[Named]:
         whole = [prefix for prefix in chosen if counts[prefix] == len(needed)]
         return [_behind(state, theirs, ours, prefix, counts[prefix]) for prefix in whole or chosen]
     inner = {name.partition(".")[2]: full for name, full in ours.items()}
-    is_one = len({name.partition(".")[0] for name in ours}) == 1  # a module around the network that was saved
+    is_one = len({name.partition(".")[0] for name in ours}) == 1  # the model wraps the network that was saved
     if is_one and all(name.partition(".")[2] in theirs for name in ours if not name.endswith(_COUNT)):
         return [_behind(state, theirs, inner, "", len(needed))]
     return [without_wrappers(state)]
 
 
 def _without_copies(named: Named, own: Collection[str]) -> Named:
-    """Return the model under its own names, without other copies of it behind prefixes."""
+    """Return the model under its own names, without copies of it that have prefixes."""
     others = {name: tensor for name, tensor in named.state.items() if name not in own}
     copies = [prefix for prefix, count in _counts(others, own).items() if 2 * count > len(own)]
     beside = tuple(name for name in others if name.startswith(tuple(copies)))
@@ -121,7 +123,7 @@ def _without_copies(named: Named, own: Collection[str]) -> Named:
 
 
 def without_wrappers(state: State) -> Named:
-    """Return a state dict without what is known to stand around models, where all of its names begin with it."""
+    """Return a state dict without the names of known wrappers, where all of its names begin with them."""
     theirs = _bare_names(state) or {name: name for name in state}
     names = [name for name in theirs if name != COUNTER]
     prefix = ""

@@ -1,7 +1,7 @@
-"""State dicts as people have them: under keys of a checkpoint, behind wrappers' prefixes, beside moving averages and in
-parts. One of them becomes a model's, by the model's own names; what was taken, renamed and left out is said.
+"""A model's weights from a checkpoint with several state dicts, keys, wrappers' prefixes and moving averages.
 
-Whether shapes fit, and what could be done if not, is asked in weight_fit.
+The model's own names decide which state dict is taken; notes tell what was taken, renamed and left out. Shapes are
+checked in `weight_fit`.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -24,10 +24,7 @@ ITSELF = "the tensors of the file itself"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """The tensors of a file by a model's names. `entry`: the keys and the prefix in the file that they were under.
-
-    `notes`: what a user should know about what was taken and left.
-    """
+    """The tensors of a file by a model's names, and the keys and prefix that they have in the file."""
 
     path: Path
     state: State
@@ -45,7 +42,7 @@ class _Option:
 
     @property
     def label(self) -> str:
-        """Keys and prefix."""
+        """The keys and the prefix of the option in the file."""
         return ".".join(part for part in (self.entry.key, self.named.prefix.removesuffix(".")) if part)
 
     @property
@@ -85,7 +82,7 @@ def _entry_behind(key: str, entries: Sequence[Entry], path: Path) -> Entry:
 
 
 def _best(options: Sequence[_Option]) -> list[_Option]:
-    """Return those that have all of the model's names, else those that have about as many as any."""
+    """Return the options with all of the model's names, else those with about as many as the best one."""
     whole = [option for option in options if option.named.is_complete]
     most = max((option.named.covered for option in options), default=0)
     return whole or [option for option in options if option.named.covered >= SIMILAR * most]
@@ -122,12 +119,11 @@ def _chosen(options: Sequence[_Option], ema: bool | None, path: Path) -> tuple[_
 def read_weights(
     path: Path, own: Collection[str] | None = None, *, ema: bool | None = None, key: str | None = None
 ) -> Weights:
-    """Return the weights of a file or of shards by the names of a model, its `own`; by those of the file without
-    wrappers' prefixes where none are told.
+    """Return the weights of a file or of shards by a model's `own` names, or by the file's without wrappers' prefixes.
 
-    `ema`: take the moving average (True), the raw weights (False), or the former where there is one. `key`: take what
-    is under this key, or behind this prefix. Raises BadInput for a missing or damaged file, for pickled code, and for
-    an `ema` or a `key` that the file can't follow.
+    `ema` takes the moving average (True), the raw weights (False), or the moving average if there is one (None). `key`
+    takes the tensors under this key or prefix. Raises BadInput for a missing or damaged file, for pickled code, and
+    for an `ema` or a `key` that the file does not have.
     """
     entries = entries_in(content_of_weight_file(path), path)
     nameless = [entry.key for entry in entries if entry.is_nameless]
@@ -150,7 +146,7 @@ def read_weights(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightChoice:
-    """A file of weights and which of its entries is taken, as `read_weights` has it."""
+    """A file of weights and the choice of its entry, as in `read_weights`."""
 
     file: Path | None = None
     ema: bool | None = None
@@ -167,7 +163,7 @@ class WeightChoice:
 
 
 def state_as_named(path: Path) -> State:
-    """Return the tensors of a file or of shards by the names that they have there. Raises as `read_weights`."""
+    """Return the tensors of a file or of shards by their own names. Raises BadInput as `read_weights` does."""
     entries = entries_in(content_of_weight_file(path), path)
     state = entries[0].state
     require_plain(state, path)
