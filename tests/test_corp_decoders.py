@@ -16,9 +16,8 @@ from calib.store import load_moments
 from corp_deploy import load
 from corp_deploy.families import traced_model
 from corp_deploy.families.counting import macs, parameters
-from corp_deploy.families.decoder import traced_decoder
+from corp_deploy.families.decoder import TextDecoder, traced_decoder
 from corp_deploy.families.decoder_config import architecture_from_transformers
-from corp_deploy.families.decoder_model import TextDecoder
 from corp_deploy.families.family import hooked_model, sequence_spec, sites_of
 from corp_deploy.families.tokenizer import Tokenization
 from corp_deploy.invocation.method_choice import ALIGN, MethodChoice

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from corp_deploy.families import hf_classes
 from corp_deploy.families.family import image_spec, output_ports, sites_of
+from corp_deploy.families.hf_encoders import OUTPUTS
 from corp_deploy.families.hf_images import prepared, share_of
-from corp_deploy.families.hf_outputs import OUTPUTS
 from corp_deploy.spec.architecture import Preprocessing
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense

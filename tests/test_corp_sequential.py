@@ -10,7 +10,7 @@ from click.testing import Result
 
 from calib.collect import Collector
 from calib.store import join_moments, load_moments, save_moments
-from corp_deploy.families.decoder_model import DecoderBlock
+from corp_deploy.families.decoder import DecoderBlock
 from corp_deploy.reduction import sequential
 from corp_deploy.store.decoder_layers import DecoderLayers, open_layers
 from corp_deploy.store.dense_model import load_dense

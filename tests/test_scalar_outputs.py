@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import input_ports, output_ports
-from corp_deploy.planning.curvature import joined
+from corp_deploy.planning.curvature import join_outputs
 from corp_deploy.polish.held_out import relative_square
 from corp_deploy.store.module_model import checkpoint_from_module
 from export.graph.check import check_onnx
@@ -77,4 +77,4 @@ def test_scalar_output_has_an_error_per_input() -> None:
 
 
 def test_several_scalar_outputs_are_judged() -> None:
-    assert joined([torch.ones(4), torch.ones(4, 3)]).shape == (4, 4)
+    assert join_outputs([torch.ones(4), torch.ones(4, 3)]).shape == (4, 4)

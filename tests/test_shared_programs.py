@@ -12,9 +12,8 @@ import torch
 from timm import layers
 from torch import nn
 
-from corp_deploy.families import shared_programs
-from corp_deploy.families.family import dense_model, with_outputs
-from corp_deploy.families.shared_programs import MOST_PROGRAMS, share_program_
+from corp_deploy.families import family
+from corp_deploy.families.family import MOST_PROGRAMS, dense_model, share_program_, with_outputs
 from corp_deploy.spec.architecture import Architecture
 from corp_deploy.spec.outputs import NamedOutputs
 from corp_deploy.store.checkpoint import load_checkpoint, save
@@ -37,9 +36,9 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         return trace(model, inputs)
 
     monkeypatch.setattr(module, "trace", counted)
-    shared_programs._traced.cache_clear()
+    family._traced.cache_clear()
     yield traced
-    shared_programs._traced.cache_clear()
+    family._traced.cache_clear()
 
 
 @pytest.fixture
@@ -145,21 +144,21 @@ def test_few_programs_are_cached_without_weights() -> None:
         assert all(each.is_meta for each in (*graph.parameters(), *graph.buffers()))
     gc.collect()
     assert first() is None
-    assert shared_programs._traced.cache_info().currsize == MOST_PROGRAMS
+    assert family._traced.cache_info().currsize == MOST_PROGRAMS
 
 
 def test_default_dtype_is_part_of_the_key() -> None:
     with torch.device("meta"):
         model = dense_model(tiny.ARCHITECTURE)
     assert isinstance(model, TracedModule)
-    key = shared_programs._key(model, tiny.ARCHITECTURE)
+    key = family._key(model, tiny.ARCHITECTURE)
     torch.set_default_dtype(torch.float64)
     try:
-        other = shared_programs._key(model, tiny.ARCHITECTURE)
+        other = family._key(model, tiny.ARCHITECTURE)
     finally:
         torch.set_default_dtype(torch.float32)
     assert key is not None
-    assert key == shared_programs._key(model, tiny.ARCHITECTURE) != other
+    assert key == family._key(model, tiny.ARCHITECTURE) != other
 
 
 def test_sites_are_found_once_per_program() -> None:

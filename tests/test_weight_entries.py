@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 from torch.optim.swa_utils import AveragedModel
 
-from corp_deploy.families.folded_state import folded_state
 from corp_deploy.spec.trusted_code import trusting_code
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
-from corp_deploy.store.weights import Weights, read_weights
+from corp_deploy.store.weights import Weights, folded_state, read_weights
 from tests.refusals import rejects
 
 

@@ -21,8 +21,7 @@ from torch.nn import functional as F
 from calib.moments import Moments
 from calib.rows import Sequences, cut_into_rows, sample_sequences
 from corp_deploy.families import decoder
-from corp_deploy.families.decoder import DecoderArguments
-from corp_deploy.families.decoder_model import DecoderArchitecture, TextDecoder
+from corp_deploy.families.decoder import DecoderArchitecture, DecoderArguments, TextDecoder
 from corp_deploy.families.head_attention import Rope
 from corp_deploy.families.tokenizer import Tokenization
 from corp_deploy.machine import versions

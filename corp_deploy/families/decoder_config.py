@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from ground.errors import BadInput
 
-from .decoder_model import ACTIVATIONS, DecoderArchitecture, Eps, Heads, Layers, Rows, Width
+from .decoder import ACTIVATIONS, DecoderArchitecture, Eps, Heads, Layers, Rows, Width
 from .head_attention import Rope
 
 

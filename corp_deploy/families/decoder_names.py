@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ground.errors import BadInput
 
-from .decoder_model import DecoderArchitecture
+from .decoder import DecoderArchitecture
 
 _BUFFERS = re.compile(r".*(rotary_emb\.inv_freq|attn\.(masked_)?bias|embeddings\.(position_ids|token_type_ids))")
 _OLD = {"gamma": "weight", "beta": "bias"}

@@ -16,8 +16,8 @@ from corp_deploy.traced.models.pairs import TracedPairs
 from corp_deploy.traced.models.sites import Sites
 from corp_deploy.traced.models.values import TracedValues
 
+from .decoder import DecoderArchitecture
 from .decoder_config import architecture_from_transformers
-from .decoder_model import DecoderArchitecture
 from .decoder_names import hidden_entry, state_to_transformers
 from .family import sites_of
 from .hf_saved import WHERE, refusal

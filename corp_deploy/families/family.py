@@ -1,11 +1,19 @@
-"""Dense models of any family: their builders, input specs and named outputs, and options that fit none of their sites.
+"""Dense models of any family: builders, input specs, named outputs, shared programs, and options that fit no site.
 
 Only builders have names of their library. What is done at a site is decided by the kind of site.
+
+Models with equal keys share one program, which is traced once in a process. A key has the architecture, the named
+outputs, and the settings that libraries read while they build and run a model. Only models that installed libraries
+build by name share programs, since a user's code can change between two loads. No tensor with values is shared.
 """
 
+import json
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from typing import TypeVar
 
+import torch
 from torch import nn
 
 from calib.inputs import Inputs
@@ -14,7 +22,7 @@ from corp_deploy.spec.architecture import Architecture
 from corp_deploy.spec.outputs import NamedOutputs
 from corp_deploy.spec.trusted_code import FAMILY
 from corp_deploy.traced.models.array_inputs import ArraySpec, build_plain_batch
-from corp_deploy.traced.models.module import TracedModule, device_of, traced_state
+from corp_deploy.traced.models.module import TracedModule, Tracing, device_of, traced_state, tracing
 from corp_deploy.traced.models.sites import Sites
 from ground.errors import BadInput
 from ground.ports import Port
@@ -198,3 +206,49 @@ def refuse_idle_options(model: nn.Module, kind: str, options: Mapping[str, objec
                 f"{shown} is not honoured by a model without {_NOUNS[kind]} ({type(model).__name__}, which has "
                 f"{there}); leave it out"
             )
+
+
+MOST_PROGRAMS = 4
+"""The number of programs that a process keeps, the last used ones."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Key:
+    """The values that decide a program, and the model that is traced where no equal key has a program."""
+
+    architecture: str
+    outputs: tuple[str, ...] | None
+    settings: tuple[object, ...]
+    model: TracedModule = field(compare=False)
+
+
+def _key(model: TracedModule, architecture: Architecture) -> _Key | None:
+    """Return the key of a model's program, or None where the program is not shared."""
+    if not (builds_installed_code(architecture) and _is_without_numbers(model)):
+        return None
+    try:
+        text = json.dumps(asdict(architecture), sort_keys=True)
+    except TypeError:  # code among the arguments
+        return None
+    named = named_outputs_of(model)
+    settings = (torch.get_default_dtype(), *timm_library.settings())
+    return _Key(architecture=text, outputs=None if named is None else named.names, settings=settings, model=model)
+
+
+def _is_without_numbers(module: nn.Module) -> bool:
+    return all(each.is_meta for each in (*module.parameters(), *module.buffers()))
+
+
+@lru_cache(maxsize=MOST_PROGRAMS)
+def _traced(key: _Key) -> Tracing | None:
+    """Return the tracing of a key's model, or None where its program has constants with values."""
+    own = tracing(key.model)
+    return own if _is_without_numbers(own.program.graph) else None
+
+
+def share_program_(model: TracedModule, architecture: Architecture) -> None:
+    """Set the program and sites of a dense model without weights to those of an equal model, if there is one."""
+    key = _key(model, architecture)
+    own = None if key is None else _traced(key)
+    if own is not None:
+        traced_state(model).tracing = own.again()

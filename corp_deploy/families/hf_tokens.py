@@ -14,8 +14,7 @@ from corp_deploy.spec.outputs import NamedOutput, NamedOutputs
 from corp_deploy.traced.models.module import TracedModule, facts_of, traced_module, traced_state
 from ground.errors import BadInput
 
-from .hf_encoders import facts_in_transformers
-from .hf_outputs import called_of
+from .hf_encoders import called_of, facts_in_transformers
 from .plain_module import copy_with_forward
 from .timm_maps import KINDS, tokens_of_kind
 

@@ -14,7 +14,7 @@ from msgspec import Meta
 from ground.errors import BadInput
 from ground.records import record_from_file
 
-from .hf_outputs import Pooling
+from .hf_encoders import Pooling
 
 DECODER_FILES = (
     "tokenizer_config.json",

@@ -17,8 +17,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from corp_deploy.families import traced_model
-from corp_deploy.families.family import dense_model, named_outputs_of, with_outputs
-from corp_deploy.families.shared_programs import share_program_
+from corp_deploy.families.family import dense_model, named_outputs_of, share_program_, with_outputs
 from corp_deploy.spec.architecture import Architecture, Preprocessing
 from corp_deploy.traced.models.module import TracedModule, replace_submodules
 from corp_deploy.traced.models.module import device_of as device_of

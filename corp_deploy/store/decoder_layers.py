@@ -14,8 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from corp_deploy.families import decoder
-from corp_deploy.families.decoder import DecoderArguments
-from corp_deploy.families.decoder_model import DecoderArchitecture, DecoderBlock, Embeddings, TextDecoder
+from corp_deploy.families.decoder import DecoderArchitecture, DecoderArguments, DecoderBlock, Embeddings, TextDecoder
 from corp_deploy.families.decoder_names import (
     block_from_transformers,
     names_by_block,

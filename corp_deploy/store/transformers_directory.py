@@ -12,9 +12,16 @@ from msgspec.structs import asdict
 from corp_deploy.families import decoder, decoder_config, hf_classes
 from corp_deploy.families.decoder import DecoderArguments
 from corp_deploy.families.decoder_names import state_from_transformers
-from corp_deploy.families.hf_encoders import PREFIX, Arguments, architecture_of_encoder, most_tokens, state_of
+from corp_deploy.families.hf_encoders import (
+    OUTPUTS,
+    PREFIX,
+    Arguments,
+    Pooling,
+    architecture_of_encoder,
+    most_tokens,
+    state_of,
+)
 from corp_deploy.families.hf_images import Prepared, Sides, has_default, prepared
-from corp_deploy.families.hf_outputs import OUTPUTS, Pooling
 from corp_deploy.families.sentence_files import (
     LENGTH,
     Changes,
