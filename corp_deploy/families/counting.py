@@ -88,7 +88,6 @@ class MacCounts:
 
     @property
     def macs(self) -> int:
-        """The number of multiply-adds."""
         return sum(self.by_module.values())
 
     def within(self, name: str) -> int:

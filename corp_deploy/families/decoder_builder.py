@@ -22,6 +22,8 @@ from numpy.typing import NDArray
 
 from ground.errors import BadInput, Missing, is_out_of_memory, os_error_from
 
+from .hf_classes import library
+
 GRAPH, WEIGHTS, SETTINGS = "model.onnx", "model.onnx.data", "genai_config.json"
 PACKAGE = "onnxruntime-genai"
 PROVIDERS: Mapping[str, str] = {"fp32": "cpu", "int8": "cpu", "int4": "cpu", "fp16": "cuda"}
@@ -115,17 +117,8 @@ def _run_builder(directory: Path, output: Path, precision: str, scratch: Path) -
     config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     config.architectures = [CLASSES[config.model_type]]
     details = {"extra_kwargs": {"local_files_only": True}, "hf_name": str(directory), "hf_config": config}
-    builder.create_model(
-        "",
-        str(directory),
-        str(output),
-        precision,
-        PROVIDERS[precision],
-        str(scratch),
-        hf_details=details,
-        hf_token=False,
-        hf_remote=False,
-    )
+    places = (str(directory), str(output), precision, PROVIDERS[precision], str(scratch))
+    builder.create_model("", *places, hf_details=details, hf_token=False, hf_remote=False)
 
 
 def _set_producer_and_window(graph: Path, window: int | None) -> None:
@@ -181,15 +174,8 @@ def open_reference(directory: Path) -> Reference:
 
     Raises BadInput where tensors are missing or left over, and Missing without transformers.
     """
-    try:
-        import transformers
-    except ImportError as error:
-        raise Missing(
-            "transformers, the reference for the graph, is not installed; install the extra `genai`"
-        ) from error
-    causal: Any = transformers.AutoModelForCausalLM
     with restored_process():
-        model, loading = causal.from_pretrained(
+        model, loading = library().AutoModelForCausalLM.from_pretrained(
             directory,
             dtype=torch.float32,
             local_files_only=True,

@@ -184,6 +184,12 @@ _ROPE_ENTRIES = {
 }
 
 
+def hidden_entry(model_type: str) -> str:
+    """Return the name of the configuration entry that has the width of MLPs."""
+    common = _KINDS[model_type].common
+    return next((theirs for theirs, ours in common.items() if ours == "intermediate_size"), "intermediate_size")
+
+
 def _rope(entries: Mapping[str, Any], theta: float) -> Rope:
     """Return the rotary positions of `rope_parameters`, or of `rope_scaling` and `rope_theta` in older files."""
     kind = entries.get("rope_type", entries.get("type", "default"))

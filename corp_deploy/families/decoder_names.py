@@ -4,7 +4,7 @@
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -88,13 +88,7 @@ _NAMES: Mapping[str, Names] = {
     "gpt2": _GPT2,
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _LLAMA),
 }
-_HIDDEN = {"opt": "ffn_dim", "gpt2": "n_inner"}
 _LINEAR = ("attn.proj", "attn.qkv", "mlp.fc1", "mlp.fc2")
-
-
-def hidden_entry(model_type: str) -> str:
-    """Return the name of the configuration entry that has the width of MLPs."""
-    return _HIDDEN.get(model_type, "intermediate_size")
 
 
 def _laid_out(names: Names, path: str, tensor: Tensor) -> Tensor:
@@ -196,36 +190,25 @@ def state_from_transformers(
     return mapped
 
 
-def _block_to_transformers(
-    block: Mapping[str, Tensor], rows: tuple[int, int, int], names: Names
-) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in block.items():
-        path, _, entry = name.rpartition(".")
-        if path == "attn.qkv":
-            parts = tensor.split(rows) if len(names.fused) > 1 else (tensor,)
-            for theirs, part in zip(names.fused, parts, strict=True):
-                yield f"{theirs}.{entry}", _laid_out(names, path, part)
-        elif path != "attn.rotary":
-            yield f"{names.parts[path]}.{entry}", _laid_out(names, path, tensor)
-
-
 def state_to_transformers(
-    state: Mapping[str, Tensor], rows: tuple[int, int, int], layers: int, model_type: str
+    state: Mapping[str, Tensor], rows: tuple[int, int, int], model_type: str
 ) -> dict[str, Tensor]:
     """Return a whole model's state dict under transformers' names.
 
     `rows` are the numbers of rows of q, k and v in each block's fused projection.
     """
-    names = _NAMES[model_type]
+    names, named = _NAMES[model_type], dict[str, Tensor]()
     theirs = {ours: name for name, ours in names.ours_outside.items()}
-    named = {
-        f"{'' if name == 'head.weight' else names.base}{theirs[name]}": tensor
-        for name, tensor in state.items()
-        if name in theirs
-    }
-    for index in range(layers):
-        at = f"blocks.{index}."
-        block = {name.removeprefix(at): tensor for name, tensor in state.items() if name.startswith(at)}
-        theirs_of_block = _block_to_transformers(block, rows, names)
-        named |= {f"{names.base}{names.blocks}{index}.{name}": tensor for name, tensor in theirs_of_block}
+    for name, tensor in state.items():
+        match = re.fullmatch(r"blocks\.(\d+)\.(.+)\.(\w+)", name)
+        if match is None:
+            named[f"{'' if name == 'head.weight' else names.base}{theirs[name]}"] = tensor
+            continue
+        at, path, entry = f"{names.base}{names.blocks}{match[1]}", match[2], match[3]
+        if path == "attn.qkv":
+            parts = tensor.split(rows) if len(names.fused) > 1 else (tensor,)
+            for fused, part in zip(names.fused, parts, strict=True):
+                named[f"{at}.{fused}.{entry}"] = _laid_out(names, path, part)
+        elif path != "attn.rotary":
+            named[f"{at}.{names.parts[path]}.{entry}"] = _laid_out(names, path, tensor)
     return named

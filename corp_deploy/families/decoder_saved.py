@@ -17,8 +17,8 @@ from corp_deploy.traced.models.sites import Sites
 from corp_deploy.traced.models.values import TracedValues
 
 from .decoder import DecoderArchitecture
-from .decoder_config import architecture_from_transformers
-from .decoder_names import hidden_entry, state_to_transformers
+from .decoder_config import architecture_from_transformers, hidden_entry
+from .decoder_names import state_to_transformers
 from .family import sites_of
 from .hf_saved import WHERE, refusal
 
@@ -109,7 +109,7 @@ def convert_decoder(decoder: nn.Module, config: Mapping[str, Any]) -> Saved:
         changes |= {"num_attention_heads": heads, "num_key_value_heads": groups, "head_dim": dense.head}
     rows = heads * dense.head, groups * dense.head, groups * dense.head
     own = {key: value for key, value in config.items() if key != "torch_dtype"}
-    tensors = state_to_transformers(state, rows, dense.layers, kind)
+    tensors = state_to_transformers(state, rows, kind)
     return Saved(
         config={**own, "dtype": "float32", **changes},
         state={name: tensor.clone().contiguous() for name, tensor in tensors.items()},  # files can't share memory

@@ -71,7 +71,6 @@ def _class_name(module: nn.Module) -> str:
 
 
 def architecture_in_memory(module: nn.Module, inputs: Mapping[str, Any]) -> Architecture:
-    """Return the architecture that config.json keeps of a module in memory."""
     return Architecture(name=_class_name(module), kwargs=dict(inputs), family=NAME)
 
 

@@ -54,7 +54,6 @@ def quiet() -> Iterator[None]:
 
 
 def is_theirs(model: nn.Module) -> bool:
-    """Return whether a module's class is one of transformers."""
     return type(model).__module__.startswith("transformers.")
 
 

@@ -192,16 +192,13 @@ def facts_in_transformers(model: nn.Module, spec: InputSpec, parameters: Sequenc
 def plain_model(arguments: Arguments, *, where: str) -> nn.Module:
     """Return a model of transformers' class with its initial weights, whose forward returns the answer."""
     kind, config = class_of(arguments.config, where=where), arguments.config
-    resized = arguments.img_size is not None and both(arguments.img_size) != _own_sides(config)
+    size = config.get("image_size")
+    own_sides = tuple(size) if isinstance(size, list) else (size, size)
+    resized = arguments.img_size is not None and both(arguments.img_size) != own_sides
     more = {_INTERPOLATES: True} if resized and _INTERPOLATES in signature(kind.forward).parameters else {}
     return build_class(
         answering_class(CalledClass(kind, arguments.answer, more)), config, arguments.left_out, where=where
     )
-
-
-def _own_sides(config: Mapping[str, Any]) -> tuple[int, ...] | None:
-    size = config.get("image_size")
-    return None if size is None else tuple(size) if isinstance(size, list) else (size, size)
 
 
 def state_of(directory: Path, arguments: Arguments) -> tuple[Arguments, dict[str, Tensor], tuple[str, ...]]:

@@ -45,7 +45,6 @@ def _lost(name: str) -> str:
 
 
 def _dense_widths(model: nn.Module) -> dict[str, int]:
-    """Return the width that each site has in the dense model."""
     cut, every = traced_state(model).cut, sites_of(model).every
     sizes = {} if cut is None else cut.sizes
     return {site.name: site.width * sizes.get(site.name, site.groups.size) // site.groups.size for site in every}
@@ -118,7 +117,6 @@ def find_config_changes(model: nn.Module, arguments: Arguments, unread: Mapping[
 
 
 def _reasons(model: nn.Module, values: Mapping[str, Any], kind: str) -> Iterator[str]:
-    """Yield the reasons why no configuration can say the widths."""
     cut, every, dense = traced_state(model).cut, sites_of(model).every, _dense_widths(model)
     yield from (f"{name} is a constant" for name, kept in ({} if cut is None else cut.kept).items() if not len(kept))
     first = dict[int, Site]()
@@ -154,7 +152,6 @@ def _reasons_of_heads(sites: list[Site]) -> Iterator[str]:
 
 
 def _last_reason(model: nn.Module, arguments: Arguments, name: str, *, in_class: bool) -> str:
-    """Return why a parameter does not fit the class."""
     if not in_class and not name.endswith(".bias"):
         return _lost(name)
     kind = class_of(arguments.config, where=WHERE).__name__

@@ -20,7 +20,7 @@ from ground.errors import BadInput
 
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel, AveragedModel)
 _TIMMS = "timm.utils.model_ema"  # its classes have the averaged model in `module`
-_SAID = ("input_size", "inputs", "outputs")
+_DECLARED = ("input_size", "inputs", "outputs")
 _EAGER = "give the nn.Module that it was made from, with its weights: MODULE.load_state_dict(IT.state_dict())"
 
 
@@ -40,16 +40,6 @@ def _inside(module: nn.Module) -> nn.Module | None:
     else:
         inner = vars(module).get("_modules", {}).get("_orig_mod")  # torch.compile's
     return inner if isinstance(inner, nn.Module) else None
-
-
-def _unwrapped_(module: nn.Module) -> nn.Module:
-    """Return the module inside of wrappers, with the inputs and outputs that a wrapper declares for it."""
-    while (inner := _inside(module)) is not None:
-        for name in _SAID:
-            if name in vars(module) and not hasattr(inner, name):
-                setattr(inner, name, vars(module)[name])
-        module = inner
-    return module
 
 
 def require_module(model: object, where: str) -> None:
@@ -107,7 +97,12 @@ def plain_module_(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
 
     The argument itself is changed.
     """
-    notes, plain = list[str](), _unwrapped_(model)
+    notes, plain = list[str](), model
+    while (inner := _inside(plain)) is not None:
+        for name in _DECLARED:
+            if name in vars(plain) and not hasattr(inner, name):
+                setattr(inner, name, vars(plain)[name])
+        plain = inner
     if plain is not model:
         notes.append(f"{type(plain).__name__}: taken out of {type(model).__name__}")
     if compiled := [name for name, each in plain.named_modules() if name and "_orig_mod" in each._modules]:

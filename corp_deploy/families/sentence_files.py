@@ -4,7 +4,7 @@ Those of sentence-transformers say how an encoder's tokens are pooled and how lo
 beside a reduced model. Only their values are read; the classes that they name are not imported.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -33,9 +33,9 @@ class Changes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     length: Annotated[int, Meta(ge=2, le=10_000_000)] | None = None
 
 
-def decoder_files(directory: Path) -> dict[str, Any]:
-    """Return the content of each of DECODER_FILES that the directory has, by name."""
-    return {name: record_from_file(directory / name, Any) for name in DECODER_FILES if (directory / name).is_file()}
+def read_files(directory: Path, paths: Iterable[str] = DECODER_FILES) -> dict[str, Any]:
+    """Return the content of each of these files that the directory has, by its path there."""
+    return {path: record_from_file(directory / path, Any) for path in paths if (directory / path).is_file()}
 
 
 def require_decoder_files(files: Mapping[str, Any]) -> None:
@@ -68,10 +68,8 @@ class PooledBy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def _read(path: Path, kind: type[Record]) -> Record | None:
-    """Return the record in a file, or None where there is no such file."""
-    if not path.exists():
-        return None
-    return record_from_file(path, kind, remedy="take it as sentence-transformers and transformers write it")
+    remedy = "take it as sentence-transformers and transformers write it"
+    return record_from_file(path, kind, remedy=remedy) if path.exists() else None
 
 
 def _pooling(config: Mapping[str, Any], where: str) -> Pooling:
@@ -134,8 +132,7 @@ def text_length(directory: Path, longest: int) -> TextLength:
 def sentence_files(directory: Path) -> dict[str, Any]:
     """Return the content of each of FILES and of the pooling's configuration that the directory has, by path."""
     modules = _read(directory / MODULES, list[_Module]) or []
-    paths = (*FILES, *(f"{module.path}/config.json" for module in modules[1:2]))
-    return {path: record_from_file(directory / path, Any) for path in paths if (directory / path).is_file()}
+    return read_files(directory, (*FILES, *(f"{module.path}/config.json" for module in modules[1:2])))
 
 
 def require_sentence_files(files: Mapping[str, Any]) -> None:

@@ -30,15 +30,6 @@ class token beside the mean of the patches, as DINOv2 evaluates (arXiv 2304.0719
 MLPS: Mapping[str, Callable[..., nn.Module]] = {"swiglu_packed": SwiGLUPacked, "swiglu": SwiGLU, "mlp": Mlp}
 
 
-def _mlp_of(name: str) -> Callable[..., nn.Module]:
-    """Return the layer of a name, which may also be that of timm's class, with or without its module."""
-    bare = name.rpartition(".")[2].replace("_", "").lower()
-    found = next((layer for each, layer in MLPS.items() if each.replace("_", "") == bare), None)
-    if found is None:
-        raise ValueError(f"mlp_layer is {name!r:.60}, expected one of {', '.join(MLPS)}")
-    return found
-
-
 class _Norm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: str
     eps: float
@@ -64,8 +55,12 @@ def _spelled(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(spelled.get("norm_layer"), Mapping):
         norm = msgspec.convert(spelled["norm_layer"], _Norm)
         spelled["norm_layer"] = partial(get_norm_layer(norm.name), eps=norm.eps)
-    if isinstance(spelled.get("mlp_layer"), str):
-        spelled["mlp_layer"] = _mlp_of(spelled["mlp_layer"])
+    if isinstance(name := spelled.get("mlp_layer"), str):
+        layers = {each.replace("_", ""): layer for each, layer in MLPS.items()}
+        bare = name.rpartition(".")[2].replace("_", "").lower()  # also the name of timm's class, with its module
+        if bare not in layers:
+            raise ValueError(f"mlp_layer is {name!r:.60}, expected one of {', '.join(MLPS)}")
+        spelled["mlp_layer"] = layers[bare]
     return spelled
 
 

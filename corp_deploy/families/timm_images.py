@@ -74,7 +74,6 @@ class ImageSpec:
         return {name: value for name, value in self.config.items() if name not in BY_CHANNEL or fits(value)}
 
     def as_line(self) -> str:
-        """Return the preprocessing in words."""
         config = self._fitting
         size = "x".join(map(str, self.shape))
         crop = f"{config['interpolation']}, crop {config['crop_pct']:g} ({config['crop_mode']})"

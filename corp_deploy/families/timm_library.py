@@ -41,9 +41,8 @@ class _Configured(msgspec.Struct, frozen=True, kw_only=True):
     classifier: str | tuple[str, ...] | None = None
 
 
-def _config(model: nn.Module) -> dict[str, Any]:
-    config: Any = model.pretrained_cfg
-    return dict(config)
+def _config(model: Any) -> dict[str, Any]:
+    return dict(model.pretrained_cfg)
 
 
 def architecture(model: nn.Module) -> str:
@@ -56,16 +55,13 @@ def pretrained_tag(model: nn.Module) -> str:
     return str(_config(model).get("tag") or "")
 
 
-def class_count(model: nn.Module) -> int:
+def class_count(model: Any) -> int:
     """Return the number of classes; 0 for a model without a classifier."""
-    count: Any = model.num_classes
-    return int(count)
+    return int(model.num_classes)
 
 
-def channels(model: nn.Module) -> int:
-    """Return the number of channels of the model's images."""
-    count: Any = model.in_chans
-    return int(count)
+def channels(model: Any) -> int:
+    return int(model.in_chans)
 
 
 def configured_size(model: nn.Module) -> tuple[int, int]:
@@ -83,9 +79,7 @@ def made_size(model: nn.Module) -> tuple[int, int]:
 def configured_image_spec(model: nn.Module, size: tuple[int, int]) -> ImageSpec:
     """Return the spec of images of this height and width, with the preprocessing of timm's data config."""
     shape = (channels(model), *size)
-    config = dict(timm.data.resolve_model_data_config(model))
-    config["input_size"] = shape
-    return ImageSpec(shape=shape, config=config)
+    return ImageSpec(shape=shape, config=timm.data.resolve_model_data_config(model) | {"input_size": shape})
 
 
 def input_and_classes(model: nn.Module, size: tuple[int, int]) -> dict[str, Any]:
@@ -159,17 +153,15 @@ def unused(model: nn.Module) -> tuple[str, ...]:
     return pool if class_count(model) else (*(f"{name}." for name in _classifiers(model)), *pool)
 
 
-def set_preprocessing_(model: nn.Module, preprocessing: Preprocessing) -> None:
+def set_preprocessing_(model: Any, preprocessing: Preprocessing) -> None:
     """Set a model's evaluation preprocessing where timm looks for it, so that copies have it too."""
-    config: Any = {**_config(model), **preprocessing.settings}
-    model.pretrained_cfg = config
+    model.pretrained_cfg = _config(model) | preprocessing.settings
 
 
-def set_size_(model: nn.Module, size: Any) -> None:
-    """Set the size of the images of a model that takes any size."""
+def set_size_(model: Any, size: Any) -> None:
+    """Set the size of a model's images, one number or height and width, in its configuration."""
     height, width = size if isinstance(size, list | tuple) else (size, size)
-    config: Any = {**_config(model), "input_size": (channels(model), int(height), int(width))}
-    model.pretrained_cfg = config
+    model.pretrained_cfg = _config(model) | {"input_size": (channels(model), int(height), int(width))}
 
 
 def timm_output_ports(model: nn.Module) -> tuple[OutputPort, ...]:
@@ -186,17 +178,13 @@ def facts(model: nn.Module) -> Facts:
 
 
 def _created(name: str, arguments: dict[str, Any]) -> nn.Module:
-    """Return timm's model; an image size that is no argument of the model goes into its configuration."""
+    """Return timm's model, without an image size where that is no argument: tracing reads it from the configuration."""
     try:
-        model = build_from_arguments(name, arguments)
+        return build_from_arguments(name, arguments)
     except TypeError as error:
         if "img_size" not in arguments or "argument 'img_size'" not in str(error):
             raise
-        size = arguments.pop("img_size")
-        model = build_from_arguments(name, arguments)
-        if size is not None:
-            set_size_(model, size)
-    return model
+        return build_from_arguments(name, {key: value for key, value in arguments.items() if key != "img_size"})
 
 
 class _Unfilled(TorchDispatchMode):
@@ -238,7 +226,7 @@ def is_installed(name: str) -> bool:
 
 
 def settings() -> tuple[object, ...]:
-    """Return the settings that timm reads, beside arguments, while it builds and runs a model."""
+    """Return the global settings that timm reads while it builds and runs a model."""
     attention = [layers.use_fused_attn(experimental=each) for each in (False, True)]
     return (*attention, layers.is_exportable(), layers.is_scriptable(), layers.is_no_jit())
 

@@ -40,7 +40,6 @@ def is_timm_name(name: str) -> bool:
 
 
 def look_alikes(name: str) -> str:
-    """Return a hint at timm's names that the user may have meant."""
     import timm
 
     base = name.partition(".")[0]

@@ -34,16 +34,6 @@ class Fitting:
     assumed: list[str] = field(default_factory=list)
 
 
-def _today(state: State) -> dict[str, Tensor]:
-    """Return a state dict with timm's present names of layers."""
-    names = dict[str, Tensor]()
-    for name, tensor in state.items():
-        for old, new in _OLD_NAMES:
-            name = re.sub(old, new, name)
-        names[name] = tensor
-    return names
-
-
 def _side(state: State, patch: int, front: int) -> tuple[int | None, bool]:
     """Return the side of images that positions are for, and whether tokens in front have no positions."""
     positions = state.get("pos_embed")
@@ -57,7 +47,8 @@ def _side(state: State, patch: int, front: int) -> tuple[int | None, bool]:
 
 def arguments_of_weights(state: State) -> dict[str, Any] | None:
     """Return the arguments that a VisionTransformer's state dict shows; None for another model's."""
-    state = _today(state)
+    for old, new in _OLD_NAMES:
+        state = {re.sub(old, new, name): tensor for name, tensor in state.items()}
     patches, first = state.get("patch_embed.proj.weight"), state.get("blocks.0.norm1.weight")
     if patches is None or patches.ndim != 4 or first is None or "blocks.0.attn.qkv.weight" not in state:
         return None

@@ -59,7 +59,6 @@ class _Spec:
         return (self.tokenization.length,)
 
     def as_line(self) -> str:
-        """Return the tokenization in words."""
         lower = ", lower-cased" if self.tokenization.lower_case else ""
         return (
             f"{self.words.format(self.tokenization.length)}{lower}, {FILE} of sha256 {self.tokenization.sha256[:12]}..."
@@ -71,7 +70,15 @@ class _Spec:
         Raises Missing without the package, and BadInput for a tokenizer that can't be read, has ids beyond the model's
         vocabulary, or whose marks fill the length.
         """
-        inner, length, pad_id = _tokenizer(self.tokenizer_json), self.tokenization.length, self.tokenization.pad_id
+        try:
+            from tokenizers import Tokenizer
+        except ImportError:
+            raise Missing("the package tokenizers is not installed: pip install 'corp-deploy[hf]'") from None
+        try:
+            inner = Tokenizer.from_str(self.tokenizer_json)
+        except Exception as error:  # the package raises nothing narrower
+            raise BadInput(f"{FILE}: not a tokenizer of the tokenizers package ({str(error)[:200]})") from None
+        length, pad_id = self.tokenization.length, self.tokenization.pad_id
         largest = max([pad_id, *inner.get_vocab(with_added_tokens=True).values()])
         if largest >= self.vocabulary:
             raise BadInput(
@@ -83,7 +90,6 @@ class _Spec:
         return inner
 
     def as_json(self) -> dict[str, Any]:
-        """Return the tokenization as plain JSON values."""
         return msgspec.to_builtins(self.tokenization)
 
 
@@ -151,17 +157,6 @@ class SequenceSpec(_Spec):
 
 
 _LINES = 1000  # the number of lines that are tokenized at once
-
-
-def _tokenizer(content: str) -> Any:
-    try:
-        from tokenizers import Tokenizer
-    except ImportError:
-        raise Missing("the package tokenizers is not installed: pip install 'corp-deploy[hf]'") from None
-    try:
-        return Tokenizer.from_str(content)
-    except Exception as error:  # the package raises nothing narrower
-        raise BadInput(f"{FILE}: not a tokenizer of the tokenizers package ({str(error)[:200]})") from None
 
 
 def content_of_tokenizer(directory: Path, *, sha256: str | None = None) -> str:

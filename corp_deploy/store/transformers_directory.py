@@ -26,8 +26,8 @@ from corp_deploy.families.sentence_files import (
     LENGTH,
     Changes,
     PooledBy,
-    decoder_files,
     pooled_by,
+    read_files,
     sentence_files,
     text_length,
 )
@@ -271,7 +271,7 @@ def lineage_of_decoder(directory: Path, arguments: DecoderArguments, weights: Pa
         "source": {
             "weights": weights.name,
             "tokenizer_sha256": arguments.text.sha256,
-            ORIGIN: {"config": config_of_transformers(directory), "files": decoder_files(directory)},
+            ORIGIN: {"config": config_of_transformers(directory), "files": read_files(directory)},
         }
     }
 
