@@ -211,7 +211,7 @@ def _refuse_recursive_functions(proto: "ModelProto", where: str) -> None:
     try:
         order = list(graphlib.TopologicalSorter(called).static_order())
     except graphlib.CycleError:
-        raise BadInput(f"{where}: its functions call one another in a circle; it is no graph that ends") from None
+        raise BadInput(f"{where}: its functions call one another in a circle, so that it never ends") from None
     sizes: dict[_FunctionKey, int] = {}
     for key in order:
         sizes[key] = sum(sizes.get(name, 1) for name in calls[key])
@@ -230,9 +230,9 @@ def _is_outside(tensor: "TensorProto", path: Path) -> bool:
     outside = tensor.data_location == _EXTERNAL
     size_bytes = _bytes_outside(tensor, path, where) if outside else len(tensor.raw_data)
     if min(tensor.dims, default=0) < 0:
-        raise BadInput(f"{where} is {list(tensor.dims)[:8]}, which is no shape")
+        raise BadInput(f"{where} is {list(tensor.dims)[:8]}, which is not a valid shape")
     if tensor.HasField("segment"):
-        raise BadInput(f"{where} is a segment of a larger one, which nothing reads; export it again")
+        raise BadInput(f"{where} is a segment of a larger one, which is not supported; export it again")
     numbers, bits = math.prod(tensor.dims), bits_of(tensor.data_type)
     needed = -(-numbers * (bits or 1) // 8)
     if tensor.data_type == TEXT:
@@ -243,7 +243,7 @@ def _is_outside(tensor: "TensorProto", path: Path) -> bool:
         lists = tensor.float_data, tensor.int32_data, tensor.int64_data, tensor.double_data, tensor.uint64_data
         fits = numbers <= 8 * sum(map(len, lists))  # each number may hold several narrow ones
     if not fits:
-        raise BadInput(f"{where} is {list(tensor.dims)[:8]}, and its numbers are not all there; export it again")
+        raise BadInput(f"{where} is {list(tensor.dims)[:8]}, and some of its numbers are missing; export it again")
     if tensor.HasField("raw_data") and bits is not None and size_bytes != needed:
         raise BadInput(
             f"{where} is {list(tensor.dims)[:8]}, {needed} bytes, and {size_bytes} are there; export it again"
@@ -254,7 +254,7 @@ def _is_outside(tensor: "TensorProto", path: Path) -> bool:
 def _bytes_outside(tensor: "TensorProto", path: Path, where: str) -> int:
     entries = {entry.key: entry.value for entry in tensor.external_data}
     if unknown := [key for key in entries if key not in _KEYS]:
-        raise BadInput(f"{where} lies outside with the key {unknown[0][:100]!r}; known are {', '.join(_KEYS)}")
+        raise BadInput(f"{where} lies outside with the unknown key {unknown[0][:100]!r}; expected {', '.join(_KEYS)}")
     file = path_inside(path.parent, entries.get("location", ""), where=f"{where} lies outside of the file")
     if not file.is_file():
         raise BadInput(f"{where} lies in {file.name[:100]}, and there is no such file beside it")

@@ -208,7 +208,7 @@ def _refuse_kind(head: Head, where: str, how: "How") -> None:
     kind, version, remedy = how["kind"], how.get("version", 1), how.get("remedy", MAKE_AGAIN)
     if head.kind != kind:
         article = "an" if kind[0] in "aeiou" else "a"
-        what = "a file that says no kind" if head.kind is None else repr(str(head.kind)[:100])
+        what = "a file without a kind" if head.kind is None else repr(str(head.kind)[:100])
         raise BadInput(f"{where}: expected {article} {kind} record, got {what}")
     if type(head.version) is int and head.version == version:
         return

@@ -100,11 +100,14 @@ def test_external_weights_must_lie_below_the_graph(graph: ModelProto, tmp_path: 
 ENTRIES: dict[str, tuple[dict[str, str], str]] = {
     "an offset past the end": ({"offset": "65"}, "lies at 65 to"),
     "a length past the end": ({"offset": "8", "length": "64"}, "lies at 8 to 72 of w.bin, which has 64 bytes"),
-    "fewer bytes than numbers": ({"length": "60"}, "its numbers are not all there"),
+    "fewer bytes than numbers": ({"length": "60"}, "some of its numbers are missing"),
     "a negative offset": ({"offset": "-64"}, "offset '-64', expected a whole number"),
     "digits of another script": ({"length": "٣"}, "expected a whole number"),
     "a number of 5,000 digits": ({"length": "9" * 5000}, "expected a whole number"),
-    "an unknown key": ({"__class__": "x"}, "with the key '__class__'; known are location, offset, length, checksum"),
+    "an unknown key": (
+        {"__class__": "x"},
+        "with the unknown key '__class__'; expected location, offset, length, checksum",
+    ),
 }
 
 
@@ -159,11 +162,11 @@ HELD = numpy_helper.from_array(np.eye(4, dtype=np.float32), "w").raw_data
 @pytest.mark.parametrize(
     ("weight", "said"),
     [
-        ({"dims": (10**6, 10**6)}, "its numbers are not all there"),
-        ({"dims": (2**62, 2**62, 2**62)}, "its numbers are not all there"),
-        ({"dims": (-4, -4)}, "which is no shape"),
-        ({"dims": (10**9, 10**9), "raw_data": b"", "float_data": [1.0] * 4}, "its numbers are not all there"),
-        (FEW, r"weight 't' is \[1099511627776\], and its numbers are not all there"),
+        ({"dims": (10**6, 10**6)}, "some of its numbers are missing"),
+        ({"dims": (2**62, 2**62, 2**62)}, "some of its numbers are missing"),
+        ({"dims": (-4, -4)}, "which is not a valid shape"),
+        ({"dims": (10**9, 10**9), "raw_data": b"", "float_data": [1.0] * 4}, "some of its numbers are missing"),
+        (FEW, r"weight 't' is \[1099511627776\], and some of its numbers are missing"),
         ({"raw_data": HELD + bytes(4)}, r"weight 'w' is \[4, 4\], 64 bytes, and 68 are there"),
         ({"segment": TensorProto.Segment(begin=3)}, "weight 'w' is a segment of a larger one"),
         ({"data_type": 0}, "weight 'w' is of element type 0"),
@@ -396,7 +399,7 @@ def computed_scales(proto: ModelProto) -> None:
     [
         (lambda proto: proto.graph.node[0].ClearField("input"), "onnx.checker: "),
         (lambda proto: proto.graph.node[0].ClearField("output"), "onnx.checker: "),
-        (contradicted, "types or shapes are not those of its nodes"),
+        (contradicted, "types or shapes contradict its nodes"),
         (lambda proto: fp8(proto, axis=7), "d: its FP8 scales are not stored in the graph"),
         (computed_scales, "d: its FP8 scales are not stored in the graph"),
     ],

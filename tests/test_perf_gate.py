@@ -323,7 +323,7 @@ def test_slowdown_of_candidate_and_reference_is_attributed_to_the_machine() -> N
         ("p50@b8 > baseline", "no baseline to compare with"),
         ("device_memory@b99 > 1", "this record has no device_memory of reduced at batch 99"),
         ("p50@b8", "no comparison"),
-        ("p50@b8 > fast enough", "'fast enough' is no bound"),
+        ("p50@b8 > fast enough", "'fast enough' is not a valid bound"),
         ("p50 > 3", "write p50@b8"),
         ("p50@b0 > 3", "'0': expected a whole number from 1 to 65536"),
         ("size_bytes@b8 > 3", "drop @b8"),
@@ -335,7 +335,7 @@ def test_slowdown_of_candidate_and_reference_is_attributed_to_the_machine() -> N
         ("plan_bytes@b8 > 9", "drop @b8"),
         ("p50@b8 > 9 MB", "MB goes with size_bytes, plan_bytes, device_memory, peak_memory_bytes, not with p50"),
         ("plan_bytes > dense MB", r"MB goes with a number of its own, such as dense \+ 20 MB"),
-        ("plan_bytes > 9 XB", "is no bound"),
+        ("plan_bytes > 9 XB", "is not a valid bound"),
     ],
 )
 def test_malformed_rules_and_absent_figures_are_errors(text: str, message: str) -> None:

@@ -143,7 +143,7 @@ def test_parity_record_round_trips() -> None:
         (("version",), 2, "parity record of version 2, written by a newer corp-deploy; this tool reads version 1"),
         (("links", 0, "measures", "flips"), "0", r"measures.flips: got '0', expected a whole number"),
         (("links", 0, "kind"), "half-way", r"links\[0\].kind: got 'half-way', expected exact or half or"),
-        (("links",), [], "one link or more of different names"),
+        (("links",), [], "one or more links with different names"),
         (("links", 0, "tolerance", "margin_noise"), -1, r"links\[0\].tolerance: margin noise: got -1.0, expected"),
     ],
 )

@@ -99,7 +99,7 @@ def test_kind_and_version_are_checked_first() -> None:
         '"kind": "whole", "version": "2"': "whole record of version 2; this tool reads version 1: make the",
         '"kind": "whole", "version": true': "whole record of version True; this tool reads version 1",
         '"kind": "whole", "version": 1.0': "whole record of version 1.0; this tool reads version 1",
-        '"version": 1': "expected a whole record, got a file that says no kind",
+        '"version": 1': "expected a whole record, got a file without a kind",
     }.items():
         rejects(said, record_from_text, "{" + head + ', "first": "wrong"}', Whole, where="r.json", kind="whole")
     text = '{"kind": "whole", "version": 3, "first": {}}'

@@ -117,7 +117,7 @@ def bench_subjects(
         descriptions = [subject.runners[0].describe() for subject in opened]
     opening = (
         f"exporting and loading took {format_number(opening_s, 2)} s, and --time-limit {plan.time_limit_s:g} allows "
-        f"{plan.time_limit_s * len(batches):g} s for all; each batch size had half of its own none the less"
+        f"{plan.time_limit_s * len(batches):g} s for all; each batch size still had half of its own limit"
     )
     settings: dict[str, Scalar] = {
         **asdict(plan),

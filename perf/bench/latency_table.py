@@ -56,7 +56,7 @@ class LatencyTable:
     def __post_init__(self) -> None:
         if len(self.cells) != len(self.widths) * len(self.batches) or not self.cells:
             raise BadInput(
-                f"latency table {self.name!r}: its {len(self.cells)} cells are no grid of widths and batches"
+                f"latency table {self.name!r}: its {len(self.cells)} cells don't form a grid of widths and batches"
             )
 
     @property

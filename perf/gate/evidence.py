@@ -57,7 +57,9 @@ def _require_subject(rule: Rule, subject: str | None, subjects: Collection[str],
     if subject is None:
         return
     if (rule.is_own or rule.metric == ACCURACY) and subject != DENSE:
-        raise BadInput(f"rule {rule.text!r}: {rule.metric} is known of {DENSE!r} and of candidates, not of {subject!r}")
+        raise BadInput(
+            f"rule {rule.text!r}: {rule.metric} exists for {DENSE!r} and for candidates, not for {subject!r}"
+        )
     if rule.is_of_bench and subject not in subjects:
         raise BadInput(f"rule {rule.text!r}: {where} has no subject {subject!r}, it has {' and '.join(subjects)}")
     if not rule.is_own and not rule.is_of_bench and rule.metric != ACCURACY:

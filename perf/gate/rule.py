@@ -84,7 +84,7 @@ class Rule:
 
     @property
     def is_of_bench(self) -> bool:
-        """Whether the figure is in a bench record, not in a parity record."""
+        """True if the figure is in a bench record, not in a parity record."""
         return not self.is_own and self.metric in (*TIMED, *COUNTED, *PLACED)
 
 
@@ -92,9 +92,9 @@ def rule_from_text(text: str) -> Rule:
     match = _RULE.match(text)
     bound = None if match is None else _BOUND.match(match["bound"])
     if match is None or bound is None:
-        problem = "it has no comparison" if match is None else f"{quoted(match['bound'].strip())} is no bound"
+        problem = "it has no comparison" if match is None else f"{quoted(match['bound'].strip())} is not a valid bound"
         raise BadInput(
-            f"rule {quoted(text)}: {problem}; a rule says what must not be, like 'p50@b1 > baseline * 1.03', "
+            f"rule {quoted(text)}: {problem}; a rule states what must not be true, such as 'p50@b1 > baseline * 1.03', "
             f"'speedup@b8 < 1.2', 'top1_agreement < 0.99' or 'fused_attention < dense'"
         )
     subject, measure = _prefixes(text, match["prefix"])

@@ -64,7 +64,7 @@ class Parity:
     def __post_init__(self) -> None:
         names = [link.name for link in self.links]
         if not names or len(names) != len(set(names)):
-            raise BadInput(f"a proof has one link or more of different names, got {names}")
+            raise BadInput(f"a proof needs one or more links with different names, got {names}")
 
     @property
     def verdict(self) -> Verdict:

@@ -28,7 +28,7 @@ def element_types(model: ModelProto) -> dict[str, int]:
     try:
         graph = shape_inference.infer_shapes(model).graph
     except shape_inference.InferenceError as error:
-        raise BadInput(f"the graph's types or shapes are not those of its nodes ({error!s:.200}); {AGAIN}") from None
+        raise BadInput(f"the graph's declared types or shapes contradict its nodes ({error!s:.200}); {AGAIN}") from None
     types = {tensor.name: tensor.data_type for tensor in graph.initializer}
     return types | {v.name: v.type.tensor_type.elem_type for v in (*graph.input, *graph.value_info, *graph.output)}
 

@@ -27,7 +27,7 @@ class FittedInputs:
 
     def __post_init__(self) -> None:
         if min(self.same, self.alike) < 0 or self.same + self.alike > self.judging:
-            raise BadInput(f"fitted: {self.same} and {self.alike} of {self.judging} {self.noun}")
+            raise BadInput(f"fitted: got {self.same} and {self.alike} of {self.judging} {self.noun}, expected no more")
 
     @property
     def has_overlap(self) -> bool:

@@ -169,5 +169,7 @@ def tensors_of_ports(answer: object, ports: Sequence[OutputPort], *, where: str)
     if not isinstance(tensors, tuple) or [isinstance(each, torch.Tensor) for each in tensors] != [True] * len(ports):
         received = f"{len(tensors)} values" if isinstance(tensors, tuple) else f"a {type(answer).__name__}"
         names = ", ".join(port.name for port in ports)
-        raise BadInput(f"{where}: gives {received}, expected {len(ports)} tensors in a tuple, or one bare: {names}")
+        raise BadInput(
+            f"{where}: gives {received}, expected {len(ports)} tensors in a tuple, or one bare tensor: {names}"
+        )
     return tensors

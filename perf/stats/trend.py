@@ -78,7 +78,7 @@ def load_history(directory: Path) -> History:
             continue  # a record that another process is writing
         try:
             if path.suffix != ".json":
-                raise BadInput(f"{path}: no bench record, whose name ends in .json")
+                raise BadInput(f"{path}: expected a bench record with a name that ends in .json")
             release = release_of_file(path)
             time, _, digest = path.stem.partition("-")
             if path.stem != release.name and time.endswith("Z") and len(digest) == DIGEST_LETTERS:
@@ -147,7 +147,9 @@ class Trend:
 
     def __post_init__(self) -> None:
         if any(len(series.values) != len(self.releases) for batch in self.batches for series in batch.series):
-            raise BadInput("a trend has a figure or none for each of its releases, this one has another number")
+            raise BadInput(
+                "a trend needs a figure or None for each of its releases, this one has another number of them"
+            )
 
 
 def build_trend(history: History, newest: Release) -> Trend:
