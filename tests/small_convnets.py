@@ -23,7 +23,7 @@ from corp_deploy.spec.architecture import Architecture
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
 from corp_deploy.store.dense_model import load_dense
 from corp_deploy.traced.models.sites import Site
-from examples.digits.images import load
+from examples.digits.images import load_part
 from tests import tiny
 from tests.small_models import error as error
 from tests.small_models import outputs as outputs
@@ -157,8 +157,8 @@ def images_of(name: str, count: int = 64) -> Images:
 def digits() -> tuple[Checkpoint, Images]:
     """The digits example's trained ResNet, and images to fit to."""
     own = load_dense(str(DIGITS / "resnet"), weights=None, kwargs={})
-    return own, tiny.opened(Path(_FOLDER.name) / "digits.npy", load("train").images[:192], own.model)
+    return own, tiny.opened(Path(_FOLDER.name) / "digits.npy", load_part("train").images[:192], own.model)
 
 
 def unseen_digits() -> Tensor:
-    return torch.from_numpy(load("held-out").images[:256])
+    return torch.from_numpy(load_part("held-out").images[:256])

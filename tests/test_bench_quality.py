@@ -32,7 +32,7 @@ from corp_deploy.spec.architecture import Preprocessing
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
 from corp_deploy.store.dense_model import model_of_directory
 from corp_deploy.store.input_sets import images_for_model
-from examples.digits.images import load
+from examples.digits.images import load_part
 from ground.errors import Missing
 
 from . import tiny
@@ -217,7 +217,7 @@ def test_every_method_reduces_a_convolutional_network(tmp_path: Path, monkeypatc
     def small(scratch: Path, fitted: int, judging: int) -> Subject:
         dense, sets = model_of_directory(convnets.DIGITS), []
         for part in ("train", "held-out"):
-            np.save(scratch / f"{part}.npy", load(part).images[:48])
+            np.save(scratch / f"{part}.npy", load_part(part).images[:48])
             sets.append(images_for_model(dense.model, scratch / f"{part}.npy"))
         return Subject(name="EfficientNet-Lite0", dense=dense, inputs=sets[0], held_out=sets[1])
 

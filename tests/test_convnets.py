@@ -27,7 +27,7 @@ from corp_deploy.reduction.model import Reduction, reduce
 from corp_deploy.store.checkpoint import dense_from_architecture, load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
 from corp_deploy.traced.models.narrowed_model import at_widths
-from examples.digits.images import load
+from examples.digits.images import load_part
 from tests.command import invoked
 from tests.refusals import rejects
 from tests.small_convnets import (
@@ -224,8 +224,8 @@ OF_SHAPE = {"Shape", "Concat"}
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Calibrated, reduced to half and exported."""
     root = tmp_path_factory.mktemp("convnet")
-    held_out = load("held-out")
-    np.savez(root / "images.npz", images=load("train").images[:96])
+    held_out = load_part("held-out")
+    np.savez(root / "images.npz", images=load_part("train").images[:96])
     np.savez(root / "held-out.npz", images=held_out.images[:32], labels=held_out.labels[:32])
     invoked("calibrate", "--model", RESNET, "--images", root / "images.npz", "-o", root / "moments.safetensors")
     invoked("reduce", *given(root), "--conv", 0.5, "--align", "conv=8", "-o", root / "reduced")

@@ -14,7 +14,7 @@ from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
-from examples.digits.images import load
+from examples.digits.images import load_part
 from ground.errors import BadInput
 from tests import tiny
 
@@ -36,13 +36,13 @@ def moments_of(
 
 @pytest.fixture(scope="module")
 def example_moments(tmp_path_factory: pytest.TempPathFactory) -> Moments:
-    return moments_of(example(), load("train").images[:256], tmp_path_factory.mktemp("moments"))
+    return moments_of(example(), load_part("train").images[:256], tmp_path_factory.mktemp("moments"))
 
 
 @pytest.mark.slow("models")
 @pytest.mark.parametrize("sparsity", [0.5, 0.75])
 def test_best_loses_at_most_a_quarter_of_what_corp_loses(example_moments: Moments, sparsity: float) -> None:
-    held_out = load("held-out").images
+    held_out = load_part("held-out").images
     dense = tiny.ran(example().model, held_out)
     error = {}
     for preset in ("best", "corp", "none"):
@@ -56,7 +56,7 @@ def test_best_loses_at_most_a_quarter_of_what_corp_loses(example_moments: Moment
 
 @pytest.mark.slow("models")
 def test_example_reaches_its_accuracy_and_best_keeps_it(example_moments: Moments) -> None:
-    held_out = load("held-out")
+    held_out = load_part("held-out")
 
     def accuracy(model: nn.Module) -> float:
         return float((tiny.ran(model, held_out.images).argmax(1).numpy() == held_out.labels).mean())

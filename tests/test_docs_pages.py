@@ -18,7 +18,7 @@ import corp_deploy
 from corp_deploy.cli import main
 from corp_deploy.spec.architecture import Architecture
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, save
-from examples.digits.images import load
+from examples.digits.images import load_part
 from tests.decoders import text, write_decoder
 from tests.encoders import texts, write_encoder
 from tests.hf_towers import write_tower
@@ -51,7 +51,7 @@ def of_tier(page: Path) -> Any:
 def digits(directory: Path) -> None:
     """What every page may count on: the digits example, images to calibrate on, and others with labels to judge by."""
     (directory / "examples").symlink_to(ROOT / "examples")
-    train, test = load("train"), load("held-out")
+    train, test = load_part("train"), load_part("held-out")
     np.savez(directory / "images.npz", images=train.images[:128])
     np.savez(directory / "held-out.npz", images=test.images[:64], labels=test.labels[:64])
 

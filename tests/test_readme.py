@@ -11,7 +11,7 @@ import pytest
 from benchmarks.pages.measured import BEGIN, PAGES, contents, with_records
 from benchmarks.pages.pictures import DRAWINGS, PICTURES
 from corp_deploy.cli import main
-from examples.digits.images import load
+from examples.digits.images import load_part
 from tests.pages import ROOT, blocks, follow
 
 README = ROOT / "README.md"
@@ -24,8 +24,8 @@ def commands() -> list[list[str]]:
 @pytest.mark.slow("graph")
 def test_commands_run_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    np.savez(tmp_path / "images.npz", images=load("train").images[:128])
-    np.savez(tmp_path / "held-out.npz", images=load("held-out").images)
+    np.savez(tmp_path / "images.npz", images=load_part("train").images[:128])
+    np.savez(tmp_path / "held-out.npz", images=load_part("held-out").images)
     assert len(commands()) >= 9
     assert sum(block.kind == "python" for block in blocks(README)) == 1
     follow(README, tmp_path, monkeypatch)

@@ -38,7 +38,7 @@ from corp_deploy.store.input_sets import images_for_model
 from corp_deploy.store.onnx_file import export_checkpoint
 from corp_deploy.traced.models.narrowed_model import at_widths
 from corp_deploy.views.speed import speed_record
-from examples.digits.images import load
+from examples.digits.images import load_part
 from perf.timing.laps import Plan
 
 DIGITS = Path(__file__).parents[2] / "examples" / "digits" / "resnet"
@@ -96,7 +96,7 @@ def reduced(model: nn.Module, way: Way, widths: Widths, images: Images, moments:
 
 def row_of(dense: Checkpoint, way: Way, widths: Widths, images: Images, moments: Moments) -> dict[str, float]:
     """Reduce by one way and judge on the held-out images."""
-    held_out = load("held-out")
+    held_out = load_part("held-out")
     pixels = torch.from_numpy(held_out.images)
     exact, answers = logits(dense.model, pixels), logits(reduced(dense.model, way, widths, images, moments), pixels)
     top = answers.argmax(dim=1)
@@ -111,7 +111,7 @@ def add_methods(bench: Bench, dense: Checkpoint, shares: tuple[float, ...], coun
     """Make the rows of every way at every share and seed."""
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "calibration.npy"
-        np.save(path, load("train").images)
+        np.save(path, load_part("train").images)
         for seed in SEEDS:
             images = images_for_model(dense.model, path, samples=count, seed=seed)
             moments = calibrate(dense, images, batch_size=32)

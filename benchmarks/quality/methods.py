@@ -35,7 +35,7 @@ from corp_deploy.reduction.method import LoopName, Method, method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
 from corp_deploy.store.input_sets import images_for_model
-from examples.digits.images import load
+from examples.digits.images import load_part
 
 Kind = Literal["mlp", "attention", "joint"]
 KINDS: tuple[Kind, ...] = ("mlp", "attention", "joint")
@@ -132,7 +132,7 @@ class Subject:
 
 def digits(cache: Path, scratch: Path, images: int, seed: int) -> Subject:
     """Return the example in the repository."""
-    return _subject(load_checkpoint(DIGITS), load("train"), load("held-out"), scratch, images, seed)
+    return _subject(load_checkpoint(DIGITS), load_part("train"), load_part("held-out"), scratch, images, seed)
 
 
 def procedural(cache: Path, scratch: Path, images: int, seed: int) -> Subject:

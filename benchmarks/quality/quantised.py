@@ -32,7 +32,7 @@ from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
 from corp_deploy.store.onnx_file import export_checkpoint
 from corp_deploy.store.quantised_onnx import Quantisation, export_quantised, quantiser_of
 from corp_deploy.views.speed import speed_record
-from examples.digits.images import load
+from examples.digits.images import load_part
 from export.engine.build import build_engine
 from export.engine.options import BatchProfile, BuildOptions
 from perf.timing.laps import Plan
@@ -57,7 +57,7 @@ class Judged:
 
     def row(self, path: Path) -> dict[str, float]:
         """Judge a graph by the outputs of the FP32 one and by labels."""
-        held_out = load("held-out")
+        held_out = load_part("held-out")
         rows = answers(path, self.checkpoint, held_out.images)
         error = float(np.linalg.norm(rows - self.expected) / np.linalg.norm(self.expected))
         return {"error": error, "accuracy": float((rows.argmax(axis=1) == held_out.labels).mean())}
@@ -73,8 +73,8 @@ def answers(path: Path, checkpoint: Checkpoint, images: Images) -> Images:
 def quality(bench: Bench, name: str, checkpoint: Checkpoint, path: Path) -> None:
     """Make a row for each way and format; `path` holds one graph after the other."""
     export_checkpoint(checkpoint, path, precision="fp32")
-    judged = Judged(checkpoint=checkpoint, expected=answers(path, checkpoint, load("held-out").images))
-    feeds = {"images": load("train").images[:256]}
+    judged = Judged(checkpoint=checkpoint, expected=answers(path, checkpoint, load_part("held-out").images))
+    feeds = {"images": load_part("train").images[:256]}
     quantiser = cache(lambda balance: quantiser_of(checkpoint, feeds, Quantisation(rest="fp32", balance=balance)))
 
     def plain(precision: str) -> dict[str, float]:

@@ -30,7 +30,7 @@ from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, lo
 from corp_deploy.store.dense_model import load_dense
 from corp_deploy.store.input_sets import images_for_model
 from corp_deploy.store.transformers_directory import load_transformers
-from examples.digits.images import load
+from examples.digits.images import load_part
 from ground.errors import Missing
 
 BATCH = 16
@@ -101,7 +101,7 @@ def _crops(name: str) -> Path:
 
 def digits(scratch: Path, fitted: int, judging: int) -> Subject:
     """Return the digits example, judged by its logits."""
-    images = load("train").images[:fitted], load("held-out").images[:judging]
+    images = load_part("train").images[:fitted], load_part("held-out").images[:judging]
     return _of_images("digits", load_checkpoint(DIGITS), scratch, *images)
 
 

@@ -18,8 +18,8 @@ from importlib import metadata
 from pathlib import Path
 
 IMAGES = (
-    "import numpy, sys; from examples.digits.images import load; "
-    "numpy.savez_compressed(sys.argv[1], images=load('train').images)"
+    "import numpy, sys; from examples.digits.images import load_part; "
+    "numpy.savez_compressed(sys.argv[1], images=load_part('train').images)"
 )
 FILES = ("reduced/model.safetensors", "reduced/model.onnx", "reduced/model.fp16.onnx", "reduced/model.plan")
 COMMANDS = (

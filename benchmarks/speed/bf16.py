@@ -32,7 +32,7 @@ from corp_deploy.spec.architecture import Architecture
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, load_checkpoint
 from corp_deploy.store.graph_facts import facts_of_onnx
 from corp_deploy.store.onnx_file import export_checkpoint
-from examples.digits.images import load
+from examples.digits.images import load_part
 from export.engine.build import build_engine
 from export.engine.options import BatchProfile, BuildOptions
 from ground.feeds import feeds_from_array
@@ -61,7 +61,7 @@ class Subject:
 def subjects(count: int) -> Iterator[Subject]:
     """Those whose weights are here."""
     digits = load_checkpoint(DIGITS)
-    yield Subject(name="digits", checkpoint=digits, images=load("held-out").images)
+    yield Subject(name="digits", checkpoint=digits, images=load_part("held-out").images)
     torch.manual_seed(0)
     deit = Architecture(name="deit_small_patch16_224", kwargs={})
     noise = np.random.default_rng(0).standard_normal((count, 3, 224, 224)).astype(np.float32)

@@ -25,7 +25,7 @@ from corp_deploy.views.console import Output
 from corp_deploy.views.waiting import Waiting
 
 from .help import Command, Headed
-from .options import ANY_PATH, DIRECTORY, FILE, TRUST_CODE, Value, check_outputs, explicit_options, usage_errors
+from .options import ANY_PATH, DIRECTORY, FILE, TRUST_CODE, Value, check_output_paths, explicit_options, usage_errors
 
 if TYPE_CHECKING:
     from corp_deploy.store.checkpoint import Checkpoint
@@ -140,7 +140,7 @@ def _built(record: type[Record], **values: Any) -> Record:
 
 def _output(as_json: bool, quiet: bool) -> Output:
     context = click.get_current_context()
-    check_outputs(context)
+    check_output_paths(context)
     return Output(json=as_json, quiet=quiet, waiting=context.obj or Waiting())
 
 

@@ -61,7 +61,7 @@ def _require_writable(context: click.Context, outputs: Mapping[click.Parameter, 
                 require_writable(each, folder=False)
 
 
-def check_outputs(context: click.Context) -> None:
+def check_output_paths(context: click.Context) -> None:
     """Check all paths that a command writes to.
 
     Raises BadInput for a path that can't be written, UsageError for a result that would replace one of its sources.

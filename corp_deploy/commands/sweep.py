@@ -34,6 +34,14 @@ if TYPE_CHECKING:
 LABELS = f"{LABELS_HELP} For accuracy."
 
 
+def _alone_in(folder: Path) -> ExitStack:
+    """Lock the folder for this sweep; of torchrun's processes only the first one does."""
+    stack = ExitStack()
+    if os.environ.get("RANK", "0") == "0":
+        stack.enter_context(locked(folder, folder / ".lock", what="sweep"))
+    return stack
+
+
 @command(first="model weights moments images output sparsity macs preset bench min-agreement")
 @click.option(
     "--moments",
@@ -72,30 +80,6 @@ def sweep_command(
     Example: corp-deploy sweep --model dense --moments moments.safetensors --images held-out/ --sparsity 0.3,0.5,0.7
     --bench onnxruntime --batch 1,16 --min-agreement 0.99 -o sweep
     """
-    with _alone_in(output) as alone:
-        _swept(model, moments, inputs, output, sweep, speed, trials, alone, out)
-
-
-def _alone_in(folder: Path) -> ExitStack:
-    """Lock the folder for this sweep; of torchrun's processes only the first one does."""
-    stack = ExitStack()
-    if os.environ.get("RANK", "0") == "0":
-        stack.enter_context(locked(folder, folder / ".lock", what="sweep"))
-    return stack
-
-
-def _swept(
-    model: ModelChoice,
-    moments: tuple[Path, ...],
-    inputs: RequiredInputs,
-    output: Path,
-    sweep: SweepChoice,
-    speed: SweepSpeedChoice,
-    trials: TrialsChoice,
-    alone: ExitStack,
-    out: Output,
-) -> None:
-    """Try the reductions, and write the results; `alone` holds the lock of the folder."""
     from calib.store import load_moments
     from corp_deploy.planning.judging import scored_inputs
     from corp_deploy.planning.sweep import SweepContext, SweepRun
@@ -104,46 +88,46 @@ def _swept(
     from ground.gpu import require_device
 
     with usage_errors():
-        requests = sweep.requests()
+        sweep.requests()
         if trials.held_out is not None and len(moments) < 2:
             raise BadInput("--held-out judges how many images are enough; give --moments of several numbers of images")
     require_device("cuda" if speed.bench == "engine" else speed.device)
-    with ranks_of_this_run("cpu", timeout_s=86_400.0) as ranks:
-        out = out if ranks.rank == 0 else Output(json=False, quiet=True)
-        checkpoint = model.load(out)
-        sweep = sweep.of_model(checkpoint.model)
-        sweep.refuse_far(checkpoint.model)
-        requests = sweep.requests(len(moments))
-        source = inputs.open(checkpoint, out.note)
-        labels, calibration = inputs.class_indices(source, checkpoint, out.note), sweep.calibration
-        swept = SweepContext(
-            dense=checkpoint,
-            moments=moments,
-            statistics=tuple(map(load_moments, moments)),
-            source=source,
-            scored=scored_inputs(checkpoint.model, source, labels, trials.batch_size),
-            calibration=None if calibration.path is None else calibration.open(checkpoint, out.note),
-        )
-        if trials.jobs > 1 and ranks.size == 1:
-            alone.close()  # one of the processes takes the lock
-            with out.progress(f"{len(requests)} trials by {trials.jobs} processes", None):
-                without = (*ALONE, *(() if speed.engine else ("batch",)))
-                run_jobs(words_again(without=without, keep_models=True), trials.jobs)
-            alone.enter_context(_alone_in(output))
-        with out.progress("sweeping", len(requests), unit="trials") as bar:
-            run = SweepRun(
-                folder=output,
-                speed=speed,
-                ranks=ranks,
-                keep_models=trials.keep_models,
-                command=tuple(words_again()),
-                on_progress=lambda phase, count: bar.renamed(phase, count, len(requests), "trials"),
+    with _alone_in(output) as alone:
+        with ranks_of_this_run("cpu", timeout_s=86_400.0) as ranks:
+            out = out if ranks.rank == 0 else Output(json=False, quiet=True)
+            checkpoint = model.load(out)
+            sweep = sweep.of_model(checkpoint.model)
+            sweep.refuse_far(checkpoint.model)
+            requests = sweep.requests(len(moments))
+            source = inputs.open(checkpoint, out.note)
+            labels, calibration = inputs.class_indices(source, checkpoint, out.note), sweep.calibration
+            swept = SweepContext(
+                dense=checkpoint,
+                moments=moments,
+                statistics=tuple(map(load_moments, moments)),
+                source=source,
+                scored=scored_inputs(checkpoint.model, source, labels, trials.batch_size),
+                calibration=None if calibration.path is None else calibration.open(checkpoint, out.note),
             )
-            size = _size(swept, requests, trials.held_out, bar)
-            points = sweep_of(swept, requests, run)
-    if ranks.rank:
-        return
-    _tell(sweep, swept, points, size, trials.min_agreement, inputs, output, out)
+            if trials.jobs > 1 and ranks.size == 1:
+                alone.close()  # one of the processes takes the lock
+                with out.progress(f"{len(requests)} trials by {trials.jobs} processes", None):
+                    without = (*ALONE, *(() if speed.engine else ("batch",)))
+                    run_jobs(words_again(without=without, keep_models=True), trials.jobs)
+                alone.enter_context(_alone_in(output))
+            with out.progress("sweeping", len(requests), unit="trials") as bar:
+                run = SweepRun(
+                    folder=output,
+                    speed=speed,
+                    ranks=ranks,
+                    keep_models=trials.keep_models,
+                    command=tuple(words_again()),
+                    on_progress=lambda phase, count: bar.renamed(phase, count, len(requests), "trials"),
+                )
+                size = _size(swept, requests, trials.held_out, bar)
+                points = sweep_of(swept, requests, run)
+        if not ranks.rank:
+            _tell(sweep, swept, points, size, trials.min_agreement, inputs, output, out)
 
 
 def _tell(

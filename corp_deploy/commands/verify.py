@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import click
 
@@ -17,8 +17,14 @@ from .decoder import bench_graphs, verify_graph
 from .options import ANY_PATH, FILE, explicit_options, trust_engine_option, trust_option, usage_errors
 from .verify_run import ProofInputChoice, VerifyRun, show_proof
 
-if TYPE_CHECKING:
-    from corp_deploy.proof.limits import ParityLimits
+
+def _is_decoder_graph(path: Path) -> bool:
+    """Return True for a directory that export-decoder has written."""
+    if not path.is_dir():
+        return False
+    from corp_deploy.families.decoder_builder import SETTINGS
+
+    return (path / SETTINGS).is_file()
 
 
 @command(first="weights images random labels samples output batch min-agreement max-error hold-out")
@@ -75,27 +81,6 @@ def verify_command(
     if of_graph:
         directory, output = Path(model.model.removeprefix(PREFIX)), options.record_of(candidates)
         return verify_graph(directory, candidates[0], output, options, inputs, out)
-    return _verify_models(model, candidates, inputs, options, limits, out)
-
-
-def _is_decoder_graph(path: Path) -> bool:
-    """Return True for a directory that export-decoder has written."""
-    if not path.is_dir():
-        return False
-    from corp_deploy.families.decoder_builder import SETTINGS
-
-    return (path / SETTINGS).is_file()
-
-
-def _verify_models(
-    model: ModelChoice,
-    candidates: tuple[Path, ...],
-    inputs: ProofInputChoice,
-    options: VerifyRun,
-    limits: "ParityLimits",
-    out: Output,
-) -> int:
-    """Prove the chain from a model to the last candidate; return the exit code."""
     from corp_deploy.proof.candidates import require_batches, with_preprocessing
     from corp_deploy.proof.custom_metrics import require_runnable
     from corp_deploy.proof.prove import candidates_from_paths, prove

@@ -156,9 +156,9 @@ STEPS = ("images", "calibrate", "reduce", "export", "verify", "bench", "report")
 
 
 def write_images(directory: Path) -> None:
-    from .digits.images import load
+    from .digits.images import load_part
 
-    train, held_out = load("train"), load("held-out")
+    train, held_out = load_part("train"), load_part("held-out")
     with replacing(directory / "calibration.npz") as temporary:
         np.savez_compressed(temporary, images=train.images)
     with replacing(directory / "held-out.npz") as temporary:

@@ -82,10 +82,6 @@ def gain_name(target: ReleaseTarget) -> str:
     return f"gain.{target.name}.json"
 
 
-def gains_of(recipe: Recipe) -> tuple[str, ...]:
-    return tuple(gain_name(target) for target in recipe.targets if target.rest is not None)
-
-
 def bench_name(recipe: Recipe, target: ReleaseTarget) -> str:
     return BENCH if target == recipe.targets[0] else f"bench.{target.name}.json"
 

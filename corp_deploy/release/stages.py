@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from corp_deploy.invocation.export_choice import ExportOptions
-from corp_deploy.invocation.option import Invocation, Pairs, Record, path_from
+from corp_deploy.invocation.option import Invocation, Pairs, path_from
 from corp_deploy.invocation.proof import ProofOptions
 from corp_deploy.invocation.running import PlanOptions
 from corp_deploy.machine import versions
@@ -35,8 +35,8 @@ def _calibration_paths(recipe: Recipe, *, grouped: bool = True) -> dict[str, Pat
     return {"calibration.images": table.images, "calibration.group_labels": table.group_labels if grouped else None}
 
 
-def _calibration_keys(recipe: Recipe, *keys: str) -> dict[str, Any]:
-    return {f"calibration.{key}": getattr(recipe.calibration, key) for key in keys}
+def _calibration_values(recipe: Recipe, *keys: str, prefix: str = "calibration.") -> dict[str, Any]:
+    return {f"{prefix}{key}": getattr(recipe.calibration, key) for key in keys}
 
 
 def _groups(recipe: Recipe, root: Path) -> str | None:
@@ -53,7 +53,7 @@ def _proof_paths(recipe: Recipe) -> dict[str, Path | None]:
 
 def _proof_keys(recipe: Recipe) -> dict[str, Any]:
     if recipe.proves_on_own:
-        return _calibration_keys(recipe, "samples", "seed", "hold_out", "groups")
+        return _calibration_values(recipe, "samples", "seed", "hold_out", "groups")
     return {"held_out.samples": recipe.held_out.samples, "held_out.seed": recipe.held_out.seed}
 
 
@@ -113,7 +113,7 @@ def _moments_stage(recipe: Recipe, root: Path) -> Stage:
             "model": "dense",
             **recipe.model.trust,
             "images": path_from(root, calibration.images),
-            **_values(calibration, "samples", "seed", "batch_size", "device", "workers", "max_bad"),
+            **_calibration_values(recipe, "samples", "seed", "batch_size", "device", "workers", "max_bad", prefix=""),
             **statistics,
             **merged,
             "hold_out": calibration.hold_out,
@@ -138,10 +138,6 @@ def _moments_stage(recipe: Recipe, root: Path) -> Stage:
     )
 
 
-def _values(table: Record, *keys: str) -> dict[str, Any]:
-    return {key: getattr(table, key) for key in keys}
-
-
 def _reduce_stage(recipe: Recipe, root: Path) -> Stage:
     choice, calibration, proves_on_own = recipe.reduce, recipe.calibration, recipe.proves_on_own
     options = {
@@ -152,7 +148,7 @@ def _reduce_stage(recipe: Recipe, root: Path) -> Stage:
         **choice.command_options,
         "latency_tables": path_from(root, choice.latency_tables),
         "images": path_from(root, calibration.images),
-        **_values(calibration, "samples", "seed", "workers", "max_bad"),
+        **_calibration_values(recipe, "samples", "seed", "workers", "max_bad", prefix=""),
         # The reduction doesn't see the images that prove its result.
         "hold_out": calibration.hold_out if proves_on_own else None,
         "groups": _groups(recipe, root) if proves_on_own else None,
@@ -169,7 +165,7 @@ def _reduce_stage(recipe: Recipe, root: Path) -> Stage:
         outputs=(*names.MODELS["reduced"], *([names.SAVED_AS_HF] if choice.save_as else [])),
         reads=(*names.MODELS["dense"], names.MOMENTS, *_held_out_moments(recipe)),
         outside=_calibration_paths(recipe, grouped=proves_on_own) if looks else {},
-        settings=_reduce_settings(recipe) | (_calibration_keys(recipe, *seen) if looks else {}),
+        settings=_reduce_settings(recipe) | (_calibration_values(recipe, *seen) if looks else {}),
         tools=TORCH,
     )
 
@@ -368,7 +364,8 @@ def _bench_names(recipe: Recipe) -> tuple[str, ...]:
 
 
 def _measured(recipe: Recipe) -> tuple[str, ...]:
-    return (*_bench_names(recipe), *names.gains_of(recipe), *names.parities_of(recipe))
+    gains = (names.gain_name(target) for target in recipe.targets if target.rest is not None)
+    return (*_bench_names(recipe), *gains, *names.parities_of(recipe))
 
 
 def _gate_command(recipe: Recipe, root: Path, baseline: Baseline) -> Invocation:

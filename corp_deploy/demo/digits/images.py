@@ -28,7 +28,7 @@ def _images_from_pixels(pixels_NHW: NDArray[np.float64]) -> NDArray[np.float32]:
     return large.expand(-1, 3, -1, -1).contiguous().to(torch.float32).numpy()
 
 
-def load(part: str) -> Digits:
+def load_part(part: str) -> Digits:
     """Return `train` (1,297 images) or `held-out` (500 images) of a seeded shuffle."""
     if part not in ("train", "held-out"):
         raise ValueError(f"part of the digits: got {part!r}, expected 'train' or 'held-out'")

@@ -24,7 +24,7 @@ from corp_deploy.store.checkpoint import WEIGHTS, Checkpoint, dense_from_archite
 from corp_deploy.store.hub_snapshot import CONFIG
 from ground.files import replacing, write_json
 
-from .images import IMAGE_SIZE, MEAN, STD, load
+from .images import IMAGE_SIZE, MEAN, STD, load_part
 
 SEED = 0
 BATCH = 32
@@ -60,7 +60,7 @@ def _augmented(images: torch.Tensor, generator: torch.Generator) -> torch.Tensor
 
 def accuracy(model: nn.Module, part: str) -> float:
     """Return the share of images of `part` whose top-1 class is the label."""
-    digits = load(part)
+    digits = load_part(part)
     with torch.inference_mode():
         logits = model.eval()(torch.from_numpy(digits.images))
     return float(np.mean(logits.argmax(1).numpy() == digits.labels))
@@ -71,7 +71,7 @@ def train(make: Callable[[], nn.Module], *, epochs: int, rate: float) -> nn.Modu
     torch.manual_seed(SEED)
     generator = torch.Generator().manual_seed(SEED)
     model = make()
-    digits = load("train")
+    digits = load_part("train")
     images, labels = torch.from_numpy(digits.images), torch.from_numpy(digits.labels)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.05)
     steps = epochs * (len(images) // BATCH)
