@@ -158,7 +158,7 @@ def test_code_in_the_process_is_part_of_the_key(changed: str, monkeypatch: pytes
         case "a method":
             monkeypatch.setattr(Mlp, "forward", lambda self, x: self.linear(x))
         case "the tracer":
-            monkeypatch.setattr(to_onnx, "OWN", {})
+            monkeypatch.setattr(to_onnx, "BATCH", "n")
     assert digest(Mlp(), TRACE) != before
 
 
