@@ -120,7 +120,7 @@ def test_damaged_table_is_refused(tmp_path: Path) -> None:
     assert load_table(path) == table()
     path.write_text('{"kind": "latency-table", "version": 2, "cells": [{}]}')
     rejects(r"t.json: cells\[0\]: the key 'width' is missing|the key 'name' is missing", load_table, path)
-    rejects("no grid", replace, table(), cells=table().cells[:-1])
+    rejects("don't form a grid", replace, table(), cells=table().cells[:-1])
 
 
 @pytest.mark.parametrize("widths", [(), (-1, 8), (8, 8), (16, 8)])
