@@ -62,7 +62,7 @@ def test_module_without_declarations_has_sites(own: Sequence[str]) -> None:
     for figure in ("parameters", "macs"):
         assert sum(row[figure] for row in rows) == record[figure]
     reasons = {stay["reason"]: stay["layers"] for stay in record["stays"]}  # type: ignore[attr-defined]
-    assert reasons["it is what the model gives"] == ["head"]
+    assert reasons["it is an output of the model"] == ["head"]
     assert "stem.3" in reasons["layer_norm in h.0.ln_1 (LayerNorm) mixes it"]
 
 

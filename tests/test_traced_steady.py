@@ -94,7 +94,7 @@ def test_infinities_from_masks_are_accepted() -> None:
 def test_two_batches_of_the_users_images_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tried = list[Tensor]()
     monkeypatch.setattr(
-        "corp_deploy.reduction.steady_inputs.require_steady_model", lambda model, each, called: tried.extend(each)
+        "corp_deploy.reduction.steady_inputs.require_steady", lambda program, each, called: tried.extend(each)
     )
     np.save(tmp_path / "x.npy", IMAGES)
     model = trace_model(Net().eval(), Architecture(name="net", family="module"))

@@ -3,8 +3,8 @@
 from torch import nn
 
 from calib.inputs import InputSet, tensors_by_name, to_device
-from corp_deploy.traced.models.module import TracedModule, device_of
-from corp_deploy.traced.models.narrowed_model import require_steady_model
+from corp_deploy.traced.models.module import TracedModule, device_of, tracing
+from corp_deploy.traced.programs.steady import require_steady
 
 AT_ONCE, BATCHES = 2, 2
 
@@ -17,4 +17,4 @@ def require_steady_on(model: nn.Module, inputs: InputSet) -> None:
     for batch in first.batches(AT_ONCE):
         tensors = list(tensors_by_name(to_device(batch, device_of(model))).values())
         if all(bool(each.isfinite().all()) for each in tensors):  # reading the others names their file
-            require_steady_model(model, tensors, called=f"the first {inputs.noun}")
+            require_steady(tracing(model).program, tensors, called=f"the first {inputs.noun}")

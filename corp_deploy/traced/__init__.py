@@ -1,1 +1,1 @@
-"""Any model, by its traced program: written down, its sites found, narrowed to what is kept of them."""
+"""Traced programs of any model: recording, finding of sites, narrowing, and the models built on them."""

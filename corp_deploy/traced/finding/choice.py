@@ -109,7 +109,7 @@ def find_head_groups(analysis: FoundSites, values: SiteGroups) -> dict[str, Inde
     try:
         removed_labels(analysis, without_first)
     except BadInput:
-        return "what a head of it is made of can't go as a whole"
+        return "the parts of a head can't go as a whole"
     return others
 
 

@@ -43,12 +43,8 @@ def find_cuts(analysis: FoundSites, *, beside_outputs: bool = False, to_end: boo
     """Find the cuts in order: the first behind each contraction, with one ahead, where only streams remove elements.
 
     A program of several inputs has no cut before the last use of any input but the first and the side inputs.
-
-    Args:
-        analysis: The program and its sites.
-        beside_outputs: Allow outputs in front of a cut if nothing is contracted for them alone; of several outputs,
-            the last stream is a cut too.
-        to_end: Include a cut behind the last contraction.
+    `beside_outputs`: allow outputs in front of a cut if nothing is contracted for them alone; with several outputs, the
+    last stream is a cut too. `to_end`: include a cut behind the last contraction.
     """
     removable, names = torch.zeros(analysis.flow.groups.count, dtype=torch.bool), _names(analysis.program)
     for site in analysis.sites:
@@ -132,14 +128,9 @@ def extract_between(
     beside: Sequence[fx.Node] = (),
     outputs: Sequence[fx.Node] | None = None,
 ) -> fx.GraphModule:
-    """Build the graph between two cuts; it shares the program's parameters.
+    """Build the graph from one cut, None for the inputs, to another, None for the outputs; it shares the parameters.
 
-    Args:
-        program: The program.
-        before: The node that enters, None for the inputs. The side inputs follow it, then the nodes `beside`.
-        after: The node that leaves, None for the program's outputs.
-        beside: More nodes that enter.
-        outputs: The nodes that leave as a tuple, in place of `after`.
+    Behind `before` it takes the side inputs and then the nodes `beside`. `outputs`: nodes to give as a tuple instead.
     """
     graph, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
     entering = () if before is None else (before, *side_inputs(program), *beside)

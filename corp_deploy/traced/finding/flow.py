@@ -39,7 +39,7 @@ class Call:
 
     def because(self, what: str, marks: LabelTensor) -> str:
         """Say why labels stay that meet a tensor without labels, with that tensor's first reason."""
-        return f"{self.where} {what} what can't be narrowed: {marks.why.rpartition(': ')[2]}"
+        return f"{self.where} {what} a tensor that can't be narrowed: {marks.why.rpartition(': ')[2]}"
 
     def __getitem__(self, name: str) -> Any:
         """Return an argument with values in place of nodes."""
@@ -140,7 +140,7 @@ class Flow:
         """Let each outer label hold the inner ones that it meets."""
         met = meeting_pairs(outer, inner)
         self.inside.append(met[(met >= 0).all(1)])
-        self.stay(met[(met[:, 0] >= 0) & (met[:, 1] < 0), 0], "it holds what stays")
+        self.stay(met[(met[:, 0] >= 0) & (met[:, 1] < 0), 0], "it holds elements that stay")
 
     def guard(self, labels: Tensor, outer: int, why: str) -> None:
         """Keep some of the labels [outer axes first, then others] at each place along the outer axes."""

@@ -43,7 +43,7 @@ def concatenate(flow: Flow, call: Call) -> Any:
     sizes = [each.shape[dim] if call.op.startswith("cat") else 1 for each in call["tensors"]]
     parts = [tidy(each) for each in result.labels.split(sizes, dim) if each.numel()]
     moving = [() if each is None else varying(each) for each in parts]
-    why = f"{call.where} puts it beside what stays"
+    why = f"{call.where} puts it beside elements that stay"
     labelled = [
         (each, dims) for each, dims in zip(parts, moving, strict=True) if each is not None and set(dims) - {dim}
     ]
@@ -66,7 +66,7 @@ def scatter(flow: Flow, call: Call) -> Any:
     """Write a part into a tensor, and join labels along the part's axis."""
     result = move(flow, call)
     if result.labels is not None and set(result.dims) - {dim := call["dim"] % len(result.shape)}:
-        flow.join(result.labels.narrow(dim, 0, 1), result.labels, f"{call.where} puts it beside what stays")
+        flow.join(result.labels.narrow(dim, 0, 1), result.labels, f"{call.where} puts it beside elements that stay")
     return flow.renewed(result)
 
 

@@ -70,13 +70,13 @@ def _meet(flow: Flow, call: Call, one: LabelTensor, other: LabelTensor) -> None:
     is_spread = all(other.shape[dim] == 1 for dim in lacking)
     if other.labels is None:
         if not is_spread:
-            flow.stay(one.labels, call.because("takes it together with", other))
+            flow.stay(one.labels, call.because("combines it with", other))
     elif set(other.dims) - set(one.dims):
         flow.stay(other.labels, f"{call.where} crosses two axes")
     elif lacking and is_spread and one.dims[-1] in lacking:
         flow.hold(other.labels, one.labels)
     else:
-        flow.join(one.labels, other.labels, f"{call.where} takes it together with what stays")
+        flow.join(one.labels, other.labels, f"{call.where} combines it with elements that stay")
         if call.op in SUMS:
             flow.added.append(one.labels)
         if call.op in PRODUCTS and one.shape == other.shape:
@@ -89,7 +89,7 @@ def gate(flow: Flow, call: Call) -> Value:
     if first.labels is None:
         return unlabelled(call.shape, first.why)
     one, other = first.labels.chunk(2, dim)
-    flow.join(one, other, f"{call.where} takes it together with what stays")
+    flow.join(one, other, f"{call.where} combines it with elements that stay")
     flow.multiplied.append(one)
     return label_tensor(one, first.why)
 

@@ -169,7 +169,8 @@ def _weighted(flow: Flow, call: Call, one: Factor, weight: Factor, out: str) -> 
     written = "".join(letter for letter in weight.letters if letter not in one.letters and letter in out)
     if set(one.varying) & set(summed):
         # The weight's columns are joined with the labels that they are multiplied with.
-        why, read, axes = f"{call.where} reads it together with what stays", batch + summed, weight.axes(batch + summed)
+        why, read = f"{call.where} reads it together with elements that stay", batch + summed
+        axes = weight.axes(read)
         columns = flow.across(one.marks, one.axes(read), why)
         ids = flow.axis(weight.marks.constant, axes, columns.shape)
         flow.join(ids, columns, why)
@@ -217,7 +218,7 @@ def _bilinear(flow: Flow, call: Call, one: Factor, other: Factor, out: str) -> V
 
     The result has a label for each head, which holds the labels that are summed over in the head.
     """
-    (batch, summed), why = _common(one, other, out), f"{call.where} multiplies it with what stays"
+    (batch, summed), why = _common(one, other, out), f"{call.where} multiplies it with elements that stay"
     letters = batch + summed
     labels, beside = (flow.across(each.marks, each.axes(letters), why) for each in (one, other))
     flow.join(labels, beside, why)

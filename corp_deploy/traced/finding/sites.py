@@ -228,6 +228,6 @@ def _fixed_elements(flow: Flow, units: Tensor) -> Iterator[FixedElements]:
         stays = groups[~units[groups]]
         if len(stays):
             reasons = flow.groups.reason_of(stays)
-            why = "it goes with the head or part that it is of" if bool(holds[stays].any()) else "nothing reads it"
+            why = "it goes with its head or part" if bool(holds[stays].any()) else "nothing reads it"
             reason = flow.groups.reasons[int(reasons[reasons > 0][0])] if bool(reasons.any()) else why
             yield FixedElements(name=name, count=len(stays), reason=reason)

@@ -89,7 +89,7 @@ def _in_groups(flow: Flow, call: Call, first: LabelTensor, weight: LabelTensor, 
     columns, why = weight.shape[1], f"{call.where} works in groups"
     source, kernel = call.arguments["input"], argument_factor(call, "weight", "OC" + _KERNEL[: len(weight.shape) - 2])
     if first.labels is not None:
-        beside = f"{call.where} reads it together with what stays"
+        beside = f"{call.where} reads it together with elements that stay"
         ids = flow.axis(weight.constant, (0, 1), (groups, columns))
         flow.join(ids, flow.across(first, (1,), beside).reshape(groups, columns), beside)
         of_rows = ids.unsqueeze(1).expand(groups, weight.shape[0] // groups, columns).reshape(-1, columns)
@@ -128,7 +128,7 @@ def attention(flow: Flow, call: Call) -> Value:
         uses[-1] = replace(uses[-1], labels=uses[-1].labels[..., ::times, :])
     mask = call["attn_mask"]
     if isinstance(mask, LabelTensor) and not mask.constant and mask.shape[-3:-2] in ((), (1,)):
-        flow.stay(mask.labels, f"{call.where} has it for all heads")
+        flow.stay(mask.labels, f"{call.where} applies it to all heads")
     elif isinstance(mask, LabelTensor):
         scores = join_elementwise(flow, part, [scores, mask])
     weights = Factor(node=call.node, marks=mix(flow, part, scores, (-1,)), letters=f"{front}LS")
@@ -191,7 +191,7 @@ def walk_program(program: Program, *, keeps_all: bool = False) -> Flow:
         if node.op == "output":
             for source in node.all_input_nodes:
                 value = flow.values[source]
-                flow.stay(value.labels if isinstance(value, LabelTensor) else None, "it is what the model gives")
+                flow.stay(value.labels if isinstance(value, LabelTensor) else None, "it is an output of the model")
         else:
             flow.values[node] = evaluate_node(flow, node)
     flow.values = {node: flow.renewed(value) for node, value in flow.values.items()}

@@ -99,21 +99,17 @@ class BothHeads:
 
 
 def both_heads(reader: fx.Node, spans: tuple[Span, Span], nodes: tuple[fx.Node, fx.Node], rows: int) -> BothHeads | str:
-    """Find the heads of queries and keys, or return the reason why they can't be found.
+    """Find the heads of the queries and keys that `reader` multiplies, or return the reason why that is impossible.
 
-    Args:
-        reader: The product of both.
-        spans: The places of the site's groups in queries and keys.
-        nodes: The nodes of queries and keys.
-        rows: The number of layers' rows that write a group. If it exceeds those of one head's queries and keys,
-            several heads share a group, and no axis counts windows.
+    `rows`: the number of layers' rows that write a group. If it exceeds those of one head's queries and keys, several
+    heads share a group, and no axis counts windows.
     """
     equation = equation_of(reader)
     if equation is not None and len(set.intersection(*map(set, equation.letters)) - set(equation.out)) > 1:
         return "its products are summed over several axes at once"
     labels, sizes = zip(*(_labels(span, node) for span, node in zip(spans, nodes, strict=True)), strict=True)
     if any(batch_axis_of(node) is None for node in nodes):
-        return "it can't be told where images stand among its queries and keys"
+        return "the batch axis of its queries or keys is unknown"
     counts = range(len(spans[0].axes) - 1)
     own = [
         place

@@ -64,7 +64,7 @@ def build_layered_model(model: nn.Module) -> tuple[nn.Sequential, tuple[ProgramL
         part = extract_between(program, before, None if end is None else end.node, beside=beside, outputs=outputs)
         piece = replace(program, graph=part)
         called = [each for each in layers(piece) if batch_axis_of(each.node.all_input_nodes[0]) is not None]
-        hooked, modules, _ = build_listening_graph(piece, {each.node.name for each in called}, ())
+        hooked, modules, _ = build_listening_graph(piece, {each.node.name for each in called}, (), {})
         for each in called:
             if each.bias in own.biasless:
                 modules[each.node.name].bias = None

@@ -81,10 +81,6 @@ class MergedNodes:
         self.values[node] = self.value(node).new_empty((1, tokens, channels))
         self.units[node], self.axes[node] = (all_tokens, tokens), frozenset({1})
 
-    def end_(self, node: fx.Node) -> None:
-        """Give a node all its tokens again."""
-        del self.units[node], self.axes[node], self.values[node]
-
     def is_behind(self, node: fx.Node) -> bool:
         """Check whether a node takes an input of fewer tokens."""
         return any(each in self.units for each in node.all_input_nodes)

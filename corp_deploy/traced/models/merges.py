@@ -183,8 +183,7 @@ class MergeBuilder:
     def _unmerge(self, node: fx.Node) -> None:
         if node in self.nodes.units:
             self.nodes.nodes[node] = self._new(unmerge_tokens, self.nodes.nodes[node], self.sources, like=node)
-            self.nodes.end_(node)
-            del self.tokens_at[node.name]
+            del self.nodes.units[node], self.nodes.axes[node], self.nodes.values[node], self.tokens_at[node.name]
             self.sizes = self.sources = None
 
 

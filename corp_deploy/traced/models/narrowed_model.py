@@ -15,7 +15,7 @@ from corp_deploy.traced.finding.site_groups import Index, SiteGroups, Span
 from corp_deploy.traced.narrowing.proof import NarrowedProgram, narrow, prove
 from corp_deploy.traced.programs.exported import set_device_
 from corp_deploy.traced.programs.readers import remove_biases_, vocabulary_sizes
-from corp_deploy.traced.programs.steady import NotFinite, require_steady
+from corp_deploy.traced.programs.steady import NotFinite
 from ground.errors import BadInput
 
 from .array_inputs import build_random_batch
@@ -78,11 +78,6 @@ def _without_folded(model: nn.Module, kept: Mapping[str, Index]) -> tuple[Tracin
 
 def _random_inputs(model: nn.Module, own: Tracing) -> list[Tensor]:
     return build_random_batch(facts_of(model).spec.ports, vocabulary_sizes(own.program), EXAMPLES, device_of(model))
-
-
-def require_steady_model(model: nn.Module, inputs: Sequence[Tensor], *, called: str) -> None:
-    """Raise BadInput for a model whose outputs on these inputs differ at each call or are not finite."""
-    require_steady(tracing(model).program, inputs, called=called)
 
 
 def _by_key(own: Tracing, kept: Mapping[str, Index]) -> dict[str, Index]:

@@ -20,10 +20,9 @@ from corp_deploy.traced.programs.subprogram import Subprogram, subprogram_before
 from .heads import BothHeads, HeadPlaces, both_heads, taps_of
 from .module import Tracing
 from .sites import Site
+from .units import EXACT
 
 Mixing = Literal["free", "planes", "none"]
-_EXACT = 1e-5
-"""The relative error of float64 results from float32 constants."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -188,4 +187,4 @@ def _holds(side: Side, piece: Subprogram, heads: HeadPlaces, both: BothHeads, wh
         heads.of_one(piece(each.to(where))).cpu().double() for each in (mixed.movedim(-1, piece.row_axis), example)
     )
     expected = torch.einsum("hrd,xhtd->xhtr", map_HDD, before)
-    return bool((after - expected).norm() < _EXACT * expected.norm())
+    return bool((after - expected).norm() < EXACT * expected.norm())

@@ -20,12 +20,8 @@ class SegmentStep:
     name: str
     sites: tuple[str, ...]
 
-    def passed(self, x_BNC: Tensor, weights_BN: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Return the stream behind the segment, and what tokens are compared by if it gives that."""
-        return self.module.compared(x_BNC, weights_BN)
-
     def __call__(self, x_BNC: Tensor, weights_BN: Tensor | None = None) -> Tensor:
-        return self.passed(x_BNC, weights_BN)[0]
+        return self.module.compared(x_BNC, weights_BN)[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,5 +89,5 @@ class StreamState:
             return replace(self, kept=(*self.kept, (step.name, self.tokens)))
         if isinstance(step, Merge | Unmerge):
             return StreamState(tokens=step(self.tokens, self.beside_BNX), kept=self.kept)
-        x_BNC, beside_BNX = step.passed(x_BNC, weights_BN)
+        x_BNC, beside_BNX = step.module.compared(x_BNC, weights_BN)
         return StreamState(tokens=Tokens(x_BNC, weights_BN, sources_BM), beside_BNX=beside_BNX, kept=self.kept)

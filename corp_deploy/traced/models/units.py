@@ -19,7 +19,7 @@ from corp_deploy.traced.programs.readers import replace_tensors
 from corp_deploy.traced.programs.subprogram import run_nodes
 
 GATED = "folding takes means of rows, and the product of two means is not the mean of a gate's products"
-_EXACT = 1e-5
+EXACT = 1e-5
 """The relative error of float64 results from float32 constants."""
 
 
@@ -142,4 +142,4 @@ def _are_alike(program: Program, units: Units, span: Span) -> bool:
     columns_UK = torch.from_numpy(span.index_GM)[units.groups_UV].flatten(1).to(where)
     expected = dense.movedim(span.axes[0], -1)[..., columns_UK.roll(1, 0)]
     actual = other.movedim(span.axes[0], -1)[..., columns_UK]
-    return bool((actual - expected).norm() <= _EXACT * expected.norm())
+    return bool((actual - expected).norm() <= EXACT * expected.norm())

@@ -1,1 +1,1 @@
-"""Programs: what models call of ATen, written down, and what can be told of them without knowing any site."""
+"""Programs: graphs of the ATen calls that models make, and all that can be read off them without sites."""

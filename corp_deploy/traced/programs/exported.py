@@ -188,12 +188,9 @@ class _ModuleBuilder:
     own: dict[str, Tensor | nn.Module] = field(default_factory=dict)
 
     def build(self, called: Sequence[fx.Node], entering: Sequence[fx.Node], end: fx.Node | None) -> nn.Module:
-        """Build the module of these calls.
+        """Build the module of these calls, which takes the nodes `entering`.
 
-        Args:
-            called: The calls in it.
-            entering: The nodes that it takes.
-            end: The program's output for the outermost module, else None: it returns all that is used elsewhere.
+        `end`: the program's output for the outermost module; others return all that is used elsewhere.
         """
         for node in entering:
             self.nodes[node] = self.graph.placeholder(node.name)

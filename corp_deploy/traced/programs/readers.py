@@ -6,7 +6,6 @@ Legend: I inputs, O outputs.
 from collections.abc import Collection, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -175,18 +174,12 @@ def build_listening_graph(
     program: Program,
     hooked: Collection[str],
     tapped: Collection[str],
-    read: Mapping[str, Tensor] = MappingProxyType({}),
+    read: Mapping[str, Tensor],
 ) -> tuple[fx.GraphModule, dict[str, Layer], dict[str, nn.Module]]:
-    """Build a graph of the program with modules to put hooks on.
+    """Build a graph that shares the program's tensors, with modules to hook; return it and the modules by node.
 
-    Args:
-        program: The program; the graph shares its tensors.
-        hooked: The names of the nodes that become layers as modules.
-        tapped: The names of the nodes behind which an identity module stands.
-        read: By name of a hooked node the mask of its rows that are read, if some are not.
-
-    Returns:
-        The graph, the layers by node and the identities by node.
+    The nodes `hooked` become layers as modules; behind the nodes `tapped` stand identity modules. `read`: masks of the
+    rows that are read, by hooked node, if some are not.
     """
     called = layers(program, in_groups=True)
     modules = {layer.node.name: layer_as_module(program, layer) for layer in called if layer.node.name in hooked}

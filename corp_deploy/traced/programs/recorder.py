@@ -68,7 +68,7 @@ class Recorder(SchemaCheckMode):
         _mapped(entering, tensors.append)
         if any(each.is_meta for each in tensors):
             entering = _mapped(entering, lambda each: each.to("meta"))
-            is_itself = func._schema.name.endswith("_") and torch.Tag.pointwise in func.tags  # as of relu_
+            is_itself = func._schema.name.endswith("_") and torch.Tag.pointwise in func.tags  # such as relu_
             gives = args[0] if is_itself else self._run_on_meta(func, entering, tensors)
         else:
             gives = func(*entering[0], **entering[1])

@@ -85,14 +85,16 @@ def changes_in_place(node: fx.Node) -> bool:
 class MetaCalls:
     """A cache of calls' results on the meta device, by sizes_key of their arguments; emptied at its limit."""
 
-    def __init__(self, limit: int = 20_000) -> None:
-        self._gave, self._limit = dict[Any, Any](), limit
+    LIMIT = 20_000
+
+    def __init__(self) -> None:
+        self._gave = dict[Any, Any]()
 
     def get(self, key: Any) -> Any:
         return self._gave.get(self._mode(key))
 
     def put(self, key: Any, gives: Any) -> None:
-        if len(self._gave) >= self._limit:
+        if len(self._gave) >= self.LIMIT:
             self._gave.clear()
         self._gave[self._mode(key)] = gives
 
