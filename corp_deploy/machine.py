@@ -149,7 +149,7 @@ def _cpus() -> Capability:
     return Capability(what="CPUs", found=found)
 
 
-def findings() -> list[Capability]:
+def find_capabilities() -> list[Capability]:
     """List everything that the commands may need, found or not."""
     return [
         Capability(what="corp-deploy", found=__version__),
@@ -171,6 +171,10 @@ def findings() -> list[Capability]:
     ]
 
 
-def record() -> dict[str, Any]:
+def build_record() -> dict[str, Any]:
     """Return the findings as JSON values."""
-    return {"kind": "corp-deploy/doctor", "version": 1, "findings": [asdict(finding) for finding in findings()]}
+    return {
+        "kind": "corp-deploy/doctor",
+        "version": 1,
+        "findings": [asdict(finding) for finding in find_capabilities()],
+    }

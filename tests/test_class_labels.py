@@ -13,7 +13,7 @@ from torch import nn
 
 from calib.images import Images
 from corp_deploy.invocation.reduction import ReduceOptions
-from corp_deploy.planning.judging import judges_from_choice, top_k
+from corp_deploy.planning.judging import judges_from_choice, top_k_accuracy
 from corp_deploy.store.input_sets import images_for_model
 from corp_deploy.store.labels import labels_for
 from perf.parity.labels import accuracy_on_labels
@@ -114,7 +114,7 @@ def test_single_logit_model_takes_labels_0_and_1(images: Images, model: nn.Modul
 def test_single_logit_is_judged_by_its_sign() -> None:
     logits, labels = np.array([[-1.0], [2.0], [0.5], [3.0]], np.float32), np.array([0, 1, 0, 1])
     assert accuracy_on_labels("dense", logits, labels).correct == 3
-    assert (top_k(logits, labels, 1), top_k(logits, labels, 5)) == (0.75, 1.0)
+    assert (top_k_accuracy(logits, labels, 1), top_k_accuracy(logits, labels, 5)) == (0.75, 1.0)
 
 
 BAD: dict[str, tuple[Any, str]] = {

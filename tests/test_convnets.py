@@ -17,7 +17,7 @@ from calib.moments import Moments
 from corp_deploy.families.counting import macs, site_costs
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.traced_model import tracing
-from corp_deploy.planning.budget_planner import budget_planner
+from corp_deploy.planning.budget_planner import build_budget_planner
 from corp_deploy.planning.curvature import effects_of_changes
 from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.reduction.closed_loop import reduce_traced
@@ -180,7 +180,7 @@ def test_linear_bottlenecks_are_streams() -> None:
 def test_budget_is_used_up_and_kept(name: str) -> None:
     own, share = checkpoint(name), 0.7
     asked = method("best", None)
-    planner = budget_planner(own, moments(name), asked, images_of(name, 32), currency="macs")
+    planner = build_budget_planner(own, moments(name), asked, images_of(name, 32), currency="macs")
     plan = planner.widths_at(share)
     used = macs(reduce(own.model, moments(name), asked, widths=plan.widths).model) / macs(own.model)
     assert share - 0.04 < used <= share

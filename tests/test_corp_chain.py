@@ -21,7 +21,7 @@ from corp_deploy.proof import chain
 from corp_deploy.proof.candidates import Candidate, candidate_from_path
 from corp_deploy.proof.chain import prove_chain
 from corp_deploy.proof.limits import ParityLimits
-from corp_deploy.proof.model_inputs import inputs_from_set, random_inputs
+from corp_deploy.proof.model_inputs import draw_random_inputs, inputs_from_set
 from corp_deploy.proof.outcome import Proof, save_proof
 from corp_deploy.proof.own_noise import HalfProducts
 from corp_deploy.proof.proof_inputs import ProofInputs
@@ -126,7 +126,7 @@ def test_blocks_are_compared_only_if_a_link_fails(
     home: Path, dense: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(chain, "fault_of_link", lambda name, *_: asked.append(name))
+    monkeypatch.setattr(chain, "locate_fault_of_link", lambda name, *_: asked.append(name))
     given = inputs_from_set(images_for_model(dense.model, home / "images.npy", samples=8))
     steps = [candidate_from_path(home / name) for name in ("reduced", "fp32.onnx")]
     prove_chain(dense, steps, given, batches=(8,), limits=ParityLimits())
@@ -279,7 +279,7 @@ def test_missing_and_unknown_inputs_are_refused(encoder: nn.Module) -> None:
     with pytest.raises(BadInput, match=r"takes attention_mask \[B, 6\] as int64, which is missing"):
         prove_chain(checkpoint(encoder), [torch_step(encoder)], missing, batches=(4,), limits=ParityLimits())
     with pytest.raises(BadInput, match=r"takes input_ids \(int64\), attention_mask \(int64\); give real ones"):
-        random_inputs(checkpoint(encoder), 4, 0)
+        draw_random_inputs(checkpoint(encoder), 4, 0)
 
 
 @pytest.mark.slow("graph")

@@ -23,7 +23,7 @@ from corp_deploy.invocation.option_support import spelled
 from corp_deploy.invocation.proof import LimitOptions
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.invocation.running import BenchOptions
-from corp_deploy.planning.request import request_of
+from corp_deploy.planning.request import build_request
 from corp_deploy.release.recipe_keys import keys_of, record_of
 from ground.errors import BadInput
 from ground.quantity import Count, Real
@@ -66,7 +66,7 @@ def test_reduction_options_name_their_inputs_and_sites(options: dict[str, Any], 
 
 
 def test_planning_receives_the_requested_options() -> None:
-    request = request_of(
+    request = build_request(
         ReduceOptions(
             heads="auto", align={"mlp": 8, "head": 4}, ridge=1e-3, latency=0.7, latency_tables="tables", batch=8,
             closed_loop="asymmetric", reads="pooled", allow_partial=True,
@@ -77,7 +77,7 @@ def test_planning_receives_the_requested_options() -> None:
     assert request.where is not None
     assert (request.priced_in, request.options.share) == ("latency", 0.7)
     assert (request.where.batches, request.where.cache) == ((8,), Path("tables"))
-    plain = request_of(ReduceOptions.from_options({"mlp": 0.5, "select": {"mlp": "wanda"}, "preset": "corp"}))
+    plain = build_request(ReduceOptions.from_options({"mlp": 0.5, "select": {"mlp": "wanda"}, "preset": "corp"}))
     assert (plain.where, plain.polish) == (None, None)
     assert (plain.method.mlp_selection, plain.method.mlp_sparsity) == ("wanda", 0.5)
 

@@ -23,12 +23,12 @@ from corp_deploy.families import traced_model
 from corp_deploy.families.family import sites_of
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.planning import curvature
-from corp_deploy.planning.curvature import output_metrics
-from corp_deploy.planning.curves import ErrorCurve, _in_outputs, _probed_positions, eliminations
+from corp_deploy.planning.curvature import compute_output_metrics
+from corp_deploy.planning.curves import ErrorCurve, _in_outputs, _probed_positions, compute_eliminations
 from corp_deploy.planning.execution import reduce_as_asked
-from corp_deploy.planning.probe import Probe, Trial
+from corp_deploy.planning.probe import Probe, SiteTrial
 from corp_deploy.planning.probe_split import IN_LOOP, set_apart
-from corp_deploy.planning.request import request_of
+from corp_deploy.planning.request import build_request
 from corp_deploy.reduction import pool as site_pool
 from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.reduction.closed_loop import reduce_traced
@@ -139,7 +139,7 @@ def test_subtracted_sums_equal_the_collected_ones(
     apart = set_apart(dense, of(dense, images, **statistics), images)
     left = [place for place, image in enumerate(images.ids.tolist()) if image in set(apart.moments.image_ids.tolist())]
     _assert_same(apart.moments, of(dense, images, left, **statistics))
-    asked = request_of(ReduceOptions(macs=0.7))
+    asked = build_request(ReduceOptions(macs=0.7))
     if "active_eps" not in statistics:
         rejects("the moments hold no statistics", reduce_as_asked, dense, apart.moments, asked, images=images)
 
@@ -182,7 +182,7 @@ def probe_of(folder: Path, geometry: HeadGeometry) -> Probe:
     dense = tiny.checkpoint()
     opened = tiny.opened(folder / "images.npy", tiny.images(32), dense.model)
     method, moments = replace(METHOD, geometry=geometry), calibrate(dense, opened, batch_size=8)
-    known, images = eliminations(dense.model, moments, method), next(iter(opened.batches(6)))
+    known, images = compute_eliminations(dense.model, moments, method), next(iter(opened.batches(6)))
     return Probe(model=dense.model, moments=moments, method=method, inputs=images, eliminations=known)
 
 
@@ -196,7 +196,7 @@ def two_threads() -> Iterator[None]:
 
 def test_single_walk_equals_evaluating_whole_models(tmp_path: Path) -> None:
     probe = probe_of(tmp_path, "square")
-    trials: list[Trial] = [
+    trials: list[SiteTrial] = [
         ("blocks.0.mlp", 16), ("blocks.0.mlp", 32), ("blocks.1.attn.qk", 24), ("blocks.1.attn.v", 24)
     ]  # fmt: skip
     effects = probe.effects(trials)
@@ -212,7 +212,7 @@ def test_single_walk_equals_evaluating_whole_models(tmp_path: Path) -> None:
 def test_first_order_effects_are_computed_inside_inference_mode(tmp_path: Path) -> None:
     """And are about those of whole models."""
     probe = probe_of(tmp_path, "padded")
-    trials: list[Trial] = [("blocks.0.mlp", 176), ("blocks.1.mlp", 176)]
+    trials: list[SiteTrial] = [("blocks.0.mlp", 176), ("blocks.1.mlp", 176)]
     outside, exact = probe.linear_effects(trials), probe.effects(trials)
     assert all(0.3 < outside[each] / exact[each] < 3.0 for each in trials)
     with torch.inference_mode():
@@ -280,7 +280,7 @@ def test_closed_loop_budget_tries_closed_loops(tmp_path: Path) -> None:
 
 
 def test_closed_loop_budget_is_settled_by_closed_loops(dense: Checkpoint, images: Images) -> None:
-    request = request_of(ReduceOptions(macs=0.6, closed_loop="asymmetric"), method=METHOD)
+    request = build_request(ReduceOptions(macs=0.6, closed_loop="asymmetric"), method=METHOD)
     reduction, planned = reduce_as_asked(dense, of(dense, images), request, images=images)
     apart = set_apart(dense, of(dense, images), images)
     shown = torch.as_tensor(apart.inputs)
@@ -330,7 +330,7 @@ def test_output_metrics_are_mean_squared_gradients(
 
     monkeypatch.setattr(curvature, "random_signs", each_in_turn)
     monkeypatch.setattr(curvature, "DIRECTIONS", outputs)
-    (found,) = output_metrics(own.model, pixels, {weight}).values()
+    (found,) = compute_output_metrics(own.model, pixels, {weight}).values()
     rows_XO = gradients_of_every_output(own.model, weight.removesuffix(".weight"), pixels, dim)
     expected = rows_XO.T @ rows_XO / len(rows_XO)
     alike = float(expected.diagonal().mean()) * torch.eye(len(expected), dtype=torch.float64)
@@ -373,7 +373,7 @@ def test_channels_with_least_effect_on_outputs_are_removed_first(images: Images)
 def test_budget_reduction_uses_the_learned_metrics(dense: Checkpoint, images: Images) -> None:
     """The same widths without it give other channels."""
     moments = of(dense, images)
-    request = request_of(ReduceOptions(macs=0.7, align={"mlp": 16, "head": 8}))
+    request = build_request(ReduceOptions(macs=0.7, align={"mlp": 16, "head": 8}))
     reduction, planned = reduce_as_asked(dense, moments, request, images=images)
     assert planned.widths is not None
     assert planned.metrics.keys() >= {f"blocks.{block}.mlp.fc2.weight" for block in (0, 1)}

@@ -14,9 +14,9 @@ from calib.fingerprints import Fingerprints
 from calib.store import load_moments
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.planning import carried_out
-from corp_deploy.planning.curves import site_metrics
+from corp_deploy.planning.curves import compute_site_metrics
 from corp_deploy.planning.probe_split import draw_inputs, set_apart
-from corp_deploy.planning.request import request_of
+from corp_deploy.planning.request import build_request
 from corp_deploy.polish.options import PolishOptions
 from corp_deploy.reduction.closed_loop import reduce_traced
 from corp_deploy.reduction.loop import Loop
@@ -63,7 +63,7 @@ def by_hand(home: Path, way: str, *, every: bool, name: str = "m") -> tuple[torc
     options = {"mlp": 0.5, "attn": 0.5, "align": {"mlp": 8, "head": 8, "conv": 32}}
     images, method = images_for_model(dense.model, home / "images.npy"), ReduceOptions.from_options(options).method
     apart = set_apart(dense, moments, images)
-    metrics = site_metrics(dense.model, method, draw_inputs(dense, apart.loop_images))
+    metrics = compute_site_metrics(dense.model, method, draw_inputs(dense, apart.loop_images))
     fitted, others = (moments, images) if every else (apart.moments, apart.others)
     if way == ONE:
         model = reduce(dense.model, replace(fitted, metrics=metrics), method).model
@@ -123,7 +123,7 @@ def test_thorough_budget_is_polished_and_tries_widths_in_loops(home: Path, monke
     record = record_of(home / "thorough")
     assert record["polish"]["error"] <= record["polish"]["error_before"]
     assert any("the closed loop is kept, its widths tried in loops" in line for line in record["decided"])
-    asked = request_of(ReduceOptions.from_options({"macs": 0.7, "effort": "thorough", "polish_steps": 2}))
+    asked = build_request(ReduceOptions.from_options({"macs": 0.7, "effort": "thorough", "polish_steps": 2}))
     assert asked.polish == PolishOptions(steps=2)
 
 

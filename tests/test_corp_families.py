@@ -19,8 +19,8 @@ from corp_deploy.families import traced_model
 from corp_deploy.families.counting import macs, parameters
 from corp_deploy.families.family import sites_of
 from corp_deploy.planning.budget import allocate_widths
-from corp_deploy.planning.budget_planner import budget_planner
-from corp_deploy.planning.curves import CostCurve, cost_curves, eliminations
+from corp_deploy.planning.budget_planner import build_budget_planner
+from corp_deploy.planning.curves import CostCurve, compute_cost_curves, compute_eliminations
 from corp_deploy.planning.plan import choose_heads
 from corp_deploy.planning.probe import Probe
 from corp_deploy.reduction.calibrate import calibrate
@@ -69,7 +69,7 @@ def best(**changes: Any) -> Method:
 
 def probe(family: str, method: Method) -> Probe:
     model, taken = checkpoint(family).model, moments(family)
-    known = eliminations(model, taken, method)
+    known = compute_eliminations(model, taken, method)
     return Probe(model=model, moments=taken, method=method, inputs=pixels(family)[:8], eliminations=known)
 
 
@@ -81,7 +81,7 @@ def test_budget_holds_for_the_counted_macs_and_parameters(
 ) -> None:
     """Biases that repairs add are counted too."""
     own, count = checkpoint(family), macs if currency == "macs" else parameters
-    planner = budget_planner(own, moments(family), best(), opened(family), currency=currency)
+    planner = build_budget_planner(own, moments(family), best(), opened(family), currency=currency)
     plan = planner.widths_at(share)
     reduced = reduce(own.model, moments(family), best(), widths=plan.widths).model
     used = count(reduced) / count(own.model)
@@ -92,7 +92,7 @@ def test_budget_holds_for_the_counted_macs_and_parameters(
 @pytest.mark.parametrize("geometry", ["padded", "square", "ragged"])
 def test_values_are_offered_while_queries_stay(geometry: Any) -> None:
     asked = probe("q/k norm", best(geometry=geometry))
-    found = {offer.site: offer for offer in cost_curves(asked, "macs")}
+    found = {offer.site: offer for offer in compute_cost_curves(asked, "macs")}
     offer = found["blocks.1.attn.v"]
     assert offer.widths == (0, 24, 48)
     assert offer.costs[0] < offer.costs[1] < offer.costs[2] == offer.cost_now

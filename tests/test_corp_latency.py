@@ -21,10 +21,10 @@ from corp_deploy.families.traced_model import tracing
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.planning import latency as latency_grid
 from corp_deploy.planning.budget import allocate_widths
-from corp_deploy.planning.budget_planner import budget_planner
+from corp_deploy.planning.budget_planner import build_budget_planner
 from corp_deploy.planning.curves import CostCurve
 from corp_deploy.planning.execution import reduce_as_asked
-from corp_deploy.planning.latency import Tables, curves_in_time, measure_tables
+from corp_deploy.planning.latency import LatencyTables, measure_tables, price_in_time
 from corp_deploy.planning.merge_curves import MergeCurves, amounts_offered
 from corp_deploy.planning.merge_prices import (
     TOKENS,
@@ -33,7 +33,7 @@ from corp_deploy.planning.merge_prices import (
     merge_costs_in_ns,
     prices_by_latencies,
 )
-from corp_deploy.planning.request import LatencyTarget, ReductionRequest, request_of
+from corp_deploy.planning.request import LatencyTarget, ReductionRequest, build_request
 from corp_deploy.planning.schedule import MERGE, MergeAlone
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.kinds import kind_of
@@ -103,7 +103,7 @@ def clocked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Clocked:
 
 
 @pytest.fixture
-def measured(clocked: Clocked) -> Callable[..., Tables]:
+def measured(clocked: Clocked) -> Callable[..., LatencyTables]:
     """measure_tables, where latency is a module's parameters."""
     where = clocked(lambda module, *_: cost_ms(module))
     return lambda checkpoint, method=CHOICES: measure_tables(checkpoint, method, where)
@@ -119,9 +119,9 @@ def curve_of(site: str, widths: tuple[int, ...], power: int) -> CostCurve:
     return CostCurve(site=site, widths=widths, costs=widths, cost_now=widths[-1], errors=errors)
 
 
-def assert_within(model: nn.Module, curves: list[CostCurve], tables: Tables, *, rel: float) -> None:
+def assert_within(model: nn.Module, curves: list[CostCurve], tables: LatencyTables, *, rel: float) -> None:
     """A budget of 0.8 is one of the model's own latency, and its widths are as quick as it says."""
-    priced, total = curves_in_time(curves, tables, 1)
+    priced, total = price_in_time(curves, tables, 1)
     assert total == pytest.approx(1e6 * cost_ms(model), rel=rel)
     found = allocate_widths(priced, total, 0.8)
     smaller = model
@@ -134,7 +134,7 @@ def assert_within(model: nn.Module, curves: list[CostCurve], tables: Tables, *, 
 
 
 @pytest.mark.slow("models")
-def test_reduced_model_does_not_reuse_dense_latency(measured: Callable[..., Tables]) -> None:
+def test_reduced_model_does_not_reuse_dense_latency(measured: Callable[..., LatencyTables]) -> None:
     dense = tiny.checkpoint()
     reduced = narrowed(dense, 96)
     assert reduced.architecture == dense.architecture
@@ -147,7 +147,7 @@ def test_reduced_model_does_not_reuse_dense_latency(measured: Callable[..., Tabl
 
 
 @pytest.mark.slow("models")
-def test_sites_are_timed_within_their_segments(measured: Callable[..., Tables]) -> None:
+def test_sites_are_timed_within_their_segments(measured: Callable[..., LatencyTables]) -> None:
     """Alike ones once, and what two sites of a segment save is added up."""
     dense, method = own_checkpoint(), replace(CHOICES, geometry="square", attention_sparsity=0.5)
     tables = measured(dense, method)
@@ -178,7 +178,7 @@ def fake_ms(module: nn.Module, inputs: tuple[Port, ...], outputs: tuple[OutputPo
     return cost_ms(module) * (inputs[0].shape[0] if len(inputs[0].shape) == 2 else 17)
 
 
-Bench = Callable[[Checkpoint], Tables]
+Bench = Callable[[Checkpoint], LatencyTables]
 
 
 @pytest.fixture
@@ -238,7 +238,7 @@ def test_latency_budget_is_a_share_of_the_model_with_all_tokens(
     images = tiny.opened(tmp_path / "images.npy", tiny.images(12), dense.model)
     moments = calibrate(dense, images, batch_size=4)
     with torch.inference_mode():
-        planner = budget_planner(dense, moments, CHOICES, images, currency="latency", where=where)
+        planner = build_budget_planner(dense, moments, CHOICES, images, currency="latency", where=where)
         found = planner.widths_at(0.7)
     tables = bench(dense)
     assert planner.total == pytest.approx(1e6 * MERGED_MS, rel=1e-3)
@@ -301,7 +301,7 @@ def moments(dense: Checkpoint, images: Images) -> Moments:
 def asked(target: LatencyTarget, **options: Any) -> ReductionRequest:
     latency = ReduceOptions(merge_tokens="auto", latency_tables=target.cache, **options)
     method = replace(CHOICES, mlp_sparsity=0.0, attention_sparsity=0.0)
-    return replace(request_of(latency, method=method), where=target)
+    return replace(build_request(latency, method=method), where=target)
 
 
 def milliseconds(dense: Checkpoint, model: nn.Module, schedule: tuple[int, ...]) -> float:

@@ -11,7 +11,7 @@ from calib.store import load_moments
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.planning.carried_out import Polishing, inputs_to_polish
 from corp_deploy.planning.execution import reduce_checkpoint
-from corp_deploy.planning.request import request_of
+from corp_deploy.planning.request import build_request
 from corp_deploy.polish.options import PolishOptions
 from corp_deploy.polish.polish import PolishProgress
 from corp_deploy.store.checkpoint import load_checkpoint
@@ -112,7 +112,7 @@ def test_thorough_preset_is_best_with_closed_loop_and_polish() -> None:
     assert (thorough.loop, thorough.polishing) == ("asymmetric", "layer")
     assert (plain.loop, plain.polishing) == (None, "none")
     assert thorough.needs_images
-    assert request_of(thorough).polish == PolishOptions()
+    assert build_request(thorough).polish == PolishOptions()
     other = choice_of(preset="thorough", macs=0.66, closed_loop="symmetric", polish_steps=9)
     assert (other.loop, other.polishing, other.polish_steps) == ("symmetric", "layer", 9)
     neither = choice_of(preset="thorough", macs=0.66, closed_loop="none", polish="none")
@@ -123,7 +123,7 @@ def test_images_held_out_of_calibration_judge_the_polish(home: Path) -> None:
     dense = load_checkpoint(home / "dense")
     images = images_for_model(dense.model, home / "images.npy")
     left_out = load_moments(home / "left-out")
-    asked = request_of(choice_of(mlp=0.5, polish="layer"))
+    asked = build_request(choice_of(mlp=0.5, polish="layer"))
     given = inputs_to_polish(asked, images, left_out, None)
     assert given is not None
     assert given.judges is not None
@@ -132,4 +132,4 @@ def test_images_held_out_of_calibration_judge_the_polish(home: Path) -> None:
     every = inputs_to_polish(asked, images, load_moments(home / "m"), None)
     assert every is not None
     assert (every.fitted.count, every.judges, every.groups_B) == (24, None, None)
-    assert inputs_to_polish(request_of(choice_of(mlp=0.5)), images, left_out, None) is None
+    assert inputs_to_polish(build_request(choice_of(mlp=0.5)), images, left_out, None) is None

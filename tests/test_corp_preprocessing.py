@@ -21,7 +21,7 @@ from corp_deploy.families.family import image_spec
 from corp_deploy.invocation.running import FedOptions
 from corp_deploy.proof.chain import prove_chain
 from corp_deploy.proof.limits import ParityLimits
-from corp_deploy.proof.model_inputs import feeds_to_time, random_inputs
+from corp_deploy.proof.model_inputs import draw_random_inputs, open_timed_inputs
 from corp_deploy.proof.port_images import images_of_port
 from corp_deploy.release.recipe_file import load_recipe
 from corp_deploy.release.recipe_toml import text_of_recipe
@@ -368,16 +368,16 @@ def test_grey_arrays_are_used_for_bench_and_verify(tmp_path: Path) -> None:
     grey = of_channels(tmp_path, 1)
     directories.save(grey, tmp_path / "dense")
     timed, ports = FedOptions(images=tmp_path / "images.npz"), image_spec(grey.model).ports
-    assert single_array(feeds_to_time(timed, ports, [tmp_path / "dense"], 2).feeds).shape == (2, 1, 32, 32)
+    assert single_array(open_timed_inputs(timed, ports, [tmp_path / "dense"], 2).feeds).shape == (2, 1, 32, 32)
     fed = FedOptions(images=tmp_path / "pixels.npz")
-    rejects("pixels.npz: pixels can't be normalised", feeds_to_time, fed, ports, [tmp_path / "dense"], 2)
-    rejects("random pixels: pixels can't be normalised", random_inputs, grey, 2, 0, pixels=True)
-    assert random_inputs(grey, 2, 0).count == 2
+    rejects("pixels.npz: pixels can't be normalised", open_timed_inputs, fed, ports, [tmp_path / "dense"], 2)
+    rejects("random pixels: pixels can't be normalised", draw_random_inputs, grey, 2, 0, pixels=True)
+    assert draw_random_inputs(grey, 2, 0).count == 2
 
 
 def test_moments_of_another_model_are_refused_before_the_proof(home: Path) -> None:
     dense = tiny.checkpoint(seed=1)
-    inputs = random_inputs(dense, 2, 0)
+    inputs = draw_random_inputs(dense, 2, 0)
 
     def never(*_: object) -> None:
         raise AssertionError("it was run")

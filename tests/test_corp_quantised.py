@@ -14,8 +14,8 @@ import torch
 
 from corp_deploy.families.family import output_ports
 from corp_deploy.proof.candidates import candidate_from_path, run_in_batches
-from corp_deploy.proof.kept_sites import quantised_bounds
-from corp_deploy.proof.locate import fix_command
+from corp_deploy.proof.kept_sites import measure_quantised_bounds
+from corp_deploy.proof.locate import build_fix_command
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from corp_deploy.store.graph_facts import facts_of_onnx
 from export.engine.record import record_of_plan
@@ -108,7 +108,7 @@ def test_auto_excludes_faulty_blocks(home: Path, tmp_path: Path) -> None:
     assert kept[0] == "blocks.1.mlp"
     assert len(kept) <= 2
     checkpoint = load_checkpoint(tmp_path / "broken")
-    bounds = quantised_bounds(load_checkpoint(home / "dense"), "int8", {"images": tiny.images(24)})
+    bounds = measure_quantised_bounds(load_checkpoint(home / "dense"), "int8", {"images": tiny.images(24)})
     ports = output_ports(checkpoint.model)
     invoked("export", "--model", tmp_path / "broken", "-o", tmp_path / "exact.onnx")
     rows = []
@@ -204,8 +204,8 @@ def test_graph_errors_are_not_attributed_to_kernels(
 
 def test_suggested_command_keeps_the_export_options() -> None:
     graph = Path("reduced/model.int8.onnx")
-    assert "--rest fp32 --weight-bits 7" in fix_command(graph, float_type=INT8, rest="fp32", weight_bits=7)
-    plain = fix_command(graph, float_type=INT8, rest="fp16")
+    assert "--rest fp32 --weight-bits 7" in build_fix_command(graph, float_type=INT8, rest="fp32", weight_bits=7)
+    plain = build_fix_command(graph, float_type=INT8, rest="fp16")
     assert "--rest" not in plain.replace("--keep-rest", "")
     assert "--weight-bits" not in plain
 

@@ -256,14 +256,14 @@ def test_baseline_is_requested_started_and_compared(home: Path) -> None:
 
 @pytest.mark.slow("graph")
 def test_history_stores_the_record_after_its_gate(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    measured = speed.measure
+    measured = speed.time_models
 
     def quiet(*where: Any, **how: Any) -> Bench:
         """Of these models, with the rounds of a machine that does nothing else."""
         rows = bench_of_release(0, 2.5, batches=how["batches"]).rows
         return replace(measured(*where, **how), rows=rows)
 
-    monkeypatch.setattr(speed, "measure", quiet)
+    monkeypatch.setattr(speed, "time_models", quiet)
     history = home / "history"
     edit(home, "[gate]\n", '[gate]\nhistory = "history"\n')
     release(home)

@@ -13,20 +13,20 @@ from corp_deploy.families import traced_model
 from corp_deploy.families.counting import macs
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.planning import joint_planner
-from corp_deploy.planning.curves import cost_curves, dense_cost, eliminations, site_curves
+from corp_deploy.planning.curves import compute_cost_curves, compute_eliminations, compute_site_curves, dense_cost
 from corp_deploy.planning.execution import reduce_as_asked
 from corp_deploy.planning.joint_planner import ABOUT, JointPlanner, _metrics_beside
-from corp_deploy.planning.merge_curves import MergeCurves, amounts_offered, merge_curves
+from corp_deploy.planning.merge_curves import MergeCurves, amounts_offered, compute_merge_curves
 from corp_deploy.planning.merge_prices import prices_in_macs
 from corp_deploy.planning.probe import Probe
-from corp_deploy.planning.request import ReductionRequest, request_of
+from corp_deploy.planning.request import ReductionRequest, build_request
 from corp_deploy.planning.schedule import (
     MergeCosts,
-    best_schedule,
+    find_best_schedule,
+    find_shaped_schedule,
     merge_costs_in_macs,
     most_at_once,
-    shaped_schedule,
-    shapes,
+    plain_shapes,
 )
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
@@ -54,13 +54,13 @@ def probe(given: tuple[Checkpoint, Images]) -> Probe:
     dense, images = given
     method = method_from_preset("best", align_hidden=32, align_head=8)
     moments, inputs = calibrate(dense, images, batch_size=8), next(iter(images.batches(8)))
-    known = eliminations(dense.model, moments, method)
+    known = compute_eliminations(dense.model, moments, method)
     return Probe(model=dense.model, moments=moments, method=method, inputs=inputs, eliminations=known)
 
 
 @pytest.fixture(scope="module")
 def curves(probe: Probe) -> MergeCurves:
-    return merge_curves(probe.model, probe.inputs)
+    return compute_merge_curves(probe.model, probe.inputs)
 
 
 @pytest.mark.slow("models")
@@ -124,13 +124,13 @@ def test_schedule_on_the_hull_is_optimal() -> None:
         return sum(float(errors_LG[block, pick] - errors_LG[block, came]) for block, (came, pick) in steps)
 
     for limit in (60.0, 50.0, 45.0):
-        best = best_schedule(curves, costs, limit)
+        best = find_best_schedule(curves, costs, limit)
         assert best is not None
         assert best.cost <= limit
         as_cheap = [error(path) for path in paths if costs.of(path) <= best.cost]
         assert best.error == pytest.approx(min(as_cheap))
-    assert best_schedule(curves, costs, 3.0) is None
-    nothing = best_schedule(curves, costs, 66.0)
+    assert find_best_schedule(curves, costs, 3.0) is None
+    nothing = find_best_schedule(curves, costs, 66.0)
     assert nothing is not None
     assert nothing.counts == (0, 0, 0)
 
@@ -147,8 +147,8 @@ def free_merging(tokens: int, blocks: int) -> tuple[MergeCurves, MergeCosts]:
 def test_plain_schedules_reach_small_budgets(share: float) -> None:
     """Of 257 tokens in 12 blocks, as at 224 pixels: 20 and more a block, and growing to more than 36."""
     curves, costs = free_merging(257, 12)
-    for shape in shapes(12)[1:]:
-        plain = shaped_schedule(curves, costs, share, shape)
+    for shape in plain_shapes(12)[1:]:
+        plain = find_shaped_schedule(curves, costs, share, shape)
         assert plain is not None
         merging = Merging(schedule=plain.counts)
         behind = tokens_after(merging, 257, 1)  # raises where a block can't merge so many
@@ -163,16 +163,16 @@ def test_plain_schedules_reach_small_budgets(share: float) -> None:
         for count, entering in list(zip(plain.counts, left, strict=False))[cut:]:
             room = int(curves.amounts_G[-1]) - (257 - entering)
             assert count >= min(most_merged("merge", entering, 1), room) - 3
-    growing = shaped_schedule(curves, costs, 0.5, shapes(12)[1])
+    growing = find_shaped_schedule(curves, costs, 0.5, plain_shapes(12)[1])
     assert growing is not None
     assert max(growing.counts) > 36
 
 
 @pytest.fixture(scope="module")
 def planned(probe: Probe) -> JointPlanner:
-    own = site_curves(probe)
-    losses = merge_curves(probe.model, probe.inputs)
-    prices = prices_in_macs(probe.model, cost_curves(probe, "macs", curves=own), losses)
+    own = compute_site_curves(probe)
+    losses = compute_merge_curves(probe.model, probe.inputs)
+    prices = prices_in_macs(probe.model, compute_cost_curves(probe, "macs", curves=own), losses)
     return JointPlanner(
         probe=probe, unfitted=probe, own=own, currency="macs", full_cost=prices.full_cost, losses=losses, prices=prices,
         merging=lambda counts: Merging(schedule=counts),
@@ -204,9 +204,9 @@ def test_near_ties_prefer_late_plain_schedule(
     probe, costs, planned = planned.probe, planned.prices.costs, replace(planned, priced={})
     for step in (2, 4):
         limit = (1.0 - 0.05 * step) * macs(probe.model)
-        plain = [shaped_schedule(planned.losses, costs, limit, shape) for shape in shapes(DEPTH)]
+        plain = [find_shaped_schedule(planned.losses, costs, limit, shape) for shape in plain_shapes(DEPTH)]
         assert step == 4 or None not in plain, "few tokens have a shape for every saving but the largest"
-        offered = [each for each in (*plain, best_schedule(planned.losses, costs, limit)) if each is not None]
+        offered = [each for each in (*plain, find_best_schedule(planned.losses, costs, limit)) if each is not None]
         assert all(each.cost <= limit for each in offered)
         lost = [probe.effect({}, merging=Merging(schedule=each.counts)) for each in offered]
         (first, *_) = [place for place, each in enumerate(lost) if each <= about**2 * min(lost)]
@@ -216,7 +216,7 @@ def test_near_ties_prefer_late_plain_schedule(
         assert stage.lost == pytest.approx(lost[first], rel=1e-6)
         assert stage.cost <= limit
         assert first == 0 or about < 100.0
-    assert shaped_schedule(planned.losses, costs, 1.0, [1.0] * DEPTH) is None
+    assert find_shaped_schedule(planned.losses, costs, 1.0, [1.0] * DEPTH) is None
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def test_attended_metric_is_tried_beside_the_default(
 
 def asked(probe: Probe, merge_tokens: str, **options: Any) -> ReductionRequest:
     method = replace(probe.method, mlp_sparsity=0.0, attention_sparsity=0.0)
-    return request_of(ReduceOptions(merge_tokens=merge_tokens, **options), method=method)
+    return build_request(ReduceOptions(merge_tokens=merge_tokens, **options), method=method)
 
 
 @pytest.mark.slow("models")

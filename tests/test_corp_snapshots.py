@@ -22,12 +22,12 @@ from calib.store import load_moments, save_moments
 from corp_deploy.planning.calibration_size import (
     CalibrationSize,
     SizeFit,
-    calibration_size,
-    fit_of_losses,
-    ratio_to,
-    smallest_sufficient,
+    compare_errors,
+    find_sufficient,
+    fit_losses,
+    measure_calibration_size,
 )
-from corp_deploy.planning.judging import Scored, scored_inputs
+from corp_deploy.planning.judging import ScoredInputs, score_inputs
 from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
@@ -239,21 +239,23 @@ METHOD = method_from_preset("best", mlp_sparsity=0.5, attention_sparsity=0.5, al
 
 
 @pytest.fixture(scope="module")
-def judged(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Moments], Moments, Scored]:
+def judged(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Moments], Moments, ScoredInputs]:
     root, dense = tmp_path_factory.mktemp("size"), tiny.checkpoint()
     source = tiny.opened(root / "fit.npy", tiny.images(SIZES[-1], seed=1))
     others = tiny.opened(root / "others.npy", tiny.images(24, seed=2))
     every = [calibrate(dense, source.subset(range(size)), batch_size=8) for size in SIZES]
-    return every, calibrate(dense, others, batch_size=8), scored_inputs(dense.model, others, None, 8)
+    return every, calibrate(dense, others, batch_size=8), score_inputs(dense.model, others, None, 8)
 
 
 @pytest.fixture(scope="module")
-def size(judged: tuple[list[Moments], Moments, Scored]) -> CalibrationSize:
+def size(judged: tuple[list[Moments], Moments, ScoredInputs]) -> CalibrationSize:
     every, held_out, scored = judged
-    return calibration_size(tiny.checkpoint().model, every, METHOD, held_out=held_out, scored=scored)
+    return measure_calibration_size(tiny.checkpoint().model, every, METHOD, held_out=held_out, scored=scored)
 
 
-def test_each_point_equals_its_reduction(judged: tuple[list[Moments], Moments, Scored], size: CalibrationSize) -> None:
+def test_each_point_equals_its_reduction(
+    judged: tuple[list[Moments], Moments, ScoredInputs], size: CalibrationSize
+) -> None:
     every, held_out, scored = judged
     assert isinstance(scored.inputs, torch.Tensor)
     dense = tiny.checkpoint().model
@@ -280,11 +282,11 @@ def test_each_point_equals_its_reduction(judged: tuple[list[Moments], Moments, S
 
 def test_error_curve_is_linear_in_one_over_n() -> None:
     images = [100, 200, 500, 1000]
-    fit = fit_of_losses(images, [0.2 + 30.0 / n for n in images])
+    fit = fit_losses(images, [0.2 + 30.0 / n for n in images])
     assert (fit.limit, fit.slope) == pytest.approx((0.2, 30.0))
     assert fit.residual < 1e-12
     assert fit.images_within(0.05) == 3000  # 30 / N = 0.05 * 0.2
-    bent = fit_of_losses(images, [0.3, 0.2, 0.3, 0.2])
+    bent = fit_losses(images, [0.3, 0.2, 0.3, 0.2])
     system = np.array([[1.0, 1.0 / n] for n in images])
     limit, slope = np.linalg.lstsq(system, np.array([0.3, 0.2, 0.3, 0.2]), rcond=None)[0]
     assert (bent.limit, bent.slope) == pytest.approx((limit, slope))
@@ -295,12 +297,12 @@ def test_error_curve_is_linear_in_one_over_n() -> None:
 def test_bootstrap_resamples_inputs_in_pairs() -> None:
     """Errors that differ by a factor alone have no uncertainty, however much they vary over inputs."""
     errors = np.random.default_rng(0).exponential(size=50)
-    assert ratio_to(1.1 * errors, errors) == pytest.approx((1.1, 1.1, 1.1))
+    assert compare_errors(1.1 * errors, errors) == pytest.approx((1.1, 1.1, 1.1))
     noisy = errors + np.random.default_rng(1).normal(scale=0.3, size=50)
-    ratio, low, high = ratio_to(noisy, errors)
+    ratio, low, high = compare_errors(noisy, errors)
     assert low < ratio < high
-    assert ratio_to(np.zeros(3), np.zeros(3)) == (1.0, 1.0, 1.0)
-    assert ratio_to(np.ones(3), np.zeros(3))[2] == float("inf")
+    assert compare_errors(np.zeros(3), np.zeros(3)) == (1.0, 1.0, 1.0)
+    assert compare_errors(np.ones(3), np.zeros(3))[2] == float("inf")
 
 
 def at(images: int, high: float) -> ImagesPoint:
@@ -315,25 +317,25 @@ def at(images: int, high: float) -> ImagesPoint:
 )
 def test_recommended_number_needs_all_larger_ones_to_agree(highs: tuple[float, ...], sufficient: int | None) -> None:
     points = [at(images, high) for images, high in zip((100, 200, 400, 800), highs, strict=True)]
-    assert smallest_sufficient(points, 0.05) == sufficient
+    assert find_sufficient(points, 0.05) == sufficient
 
 
-def test_held_out_moments_or_inputs_judge_alone(judged: tuple[list[Moments], Moments, Scored]) -> None:
+def test_held_out_moments_or_inputs_judge_alone(judged: tuple[list[Moments], Moments, ScoredInputs]) -> None:
     every, held_out, scored = judged
     dense = tiny.checkpoint().model
-    by_moments = calibration_size(dense, every, METHOD, held_out=held_out)
+    by_moments = measure_calibration_size(dense, every, METHOD, held_out=held_out)
     assert (by_moments.judged_by, by_moments.fit_of) == ("held_out", "held_out")
     losses = [point.held_out for point in by_moments.points if point.held_out is not None]
     assert [point.high for point in by_moments.points] == pytest.approx([loss / losses[-1] for loss in losses])
-    by_inputs = calibration_size(dense, every[:2], METHOD, scored=scored)
+    by_inputs = measure_calibration_size(dense, every[:2], METHOD, scored=scored)
     assert (by_inputs.judged_by, by_inputs.fit_of) == ("relative_error", "relative_error")
     assert by_inputs.points[0].held_out is None
 
 
-def test_unjudgeable_requests_are_refused(judged: tuple[list[Moments], Moments, Scored]) -> None:
+def test_unjudgeable_requests_are_refused(judged: tuple[list[Moments], Moments, ScoredInputs]) -> None:
     every, held_out, _ = judged
     dense = tiny.checkpoint().model
     with pytest.raises(BadInput, match="moments of 40, 12, 4 images: expected two files or more with ascending"):
-        calibration_size(dense, every[::-1], METHOD, held_out=held_out)
-    rejects("no inputs to judge on", calibration_size, dense, every, METHOD)
-    rejects("calibration images too", calibration_size, dense, every, METHOD, held_out=every[0])
+        measure_calibration_size(dense, every[::-1], METHOD, held_out=held_out)
+    rejects("no inputs to judge on", measure_calibration_size, dense, every, METHOD)
+    rejects("calibration images too", measure_calibration_size, dense, every, METHOD, held_out=every[0])

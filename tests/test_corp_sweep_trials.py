@@ -28,9 +28,9 @@ from corp_deploy.cli import main
 from corp_deploy.families.traced_model import tracing
 from corp_deploy.planning import probe, sweep_speed
 from corp_deploy.planning import sweep as sweeping
-from corp_deploy.planning.judging import top_k
+from corp_deploy.planning.judging import top_k_accuracy
 from corp_deploy.planning.probe import effects_of_new_tensors
-from corp_deploy.planning.sweep_points import SpeedAtBatch, SweepPoint, fastest_that_agrees, front, with_fronts
+from corp_deploy.planning.sweep_points import SpeedAtBatch, SweepPoint, fastest_that_agrees, find_front, mark_fronts
 from corp_deploy.planning.sweep_speed import SweepBench
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from ground.files import locked
@@ -123,7 +123,9 @@ class Killed(BaseException):
 
 
 def test_killed_sweep_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweep_speed, "measure", lambda *_, **__: bench_of_release(0, 2.5))  # it alone would take 30 s
+    monkeypatch.setattr(
+        sweep_speed, "time_models", lambda *_, **__: bench_of_release(0, 2.5)
+    )  # it alone would take 30 s
     words = ("--sparsity", "0.25,0.5", "--preset", "best,none", "--bench", "torch", "--batch", 1)
     whole = swept(tmp_path / "whole", *words)
     reduced, timed = sweeping.SweepCache.reduce, SweepBench.time
@@ -304,7 +306,7 @@ def test_pareto_front_is_undominated(points: list[tuple[int, ...]]) -> None:
         for other in values
         if all(a <= b for a, b in zip(other, own, strict=True)) and any(a < b for a, b in zip(other, own, strict=True))
     }
-    assert front(values) == set(range(len(values))) - beaten
+    assert find_front(values) == set(range(len(values))) - beaten
 
 
 def point(speedup: float, agreement: float, macs: int = 10, error: float = 0.1) -> SweepPoint:
@@ -323,7 +325,7 @@ def point(speedup: float, agreement: float, macs: int = 10, error: float = 0.1) 
 
 def test_speed_and_agreement_have_their_own_front() -> None:
     points = [point(1.2, 0.99), point(1.5, 0.95), point(1.1, 0.98, macs=5), point(1.5, 0.94, error=0.05)]
-    marked = with_fronts(points)
+    marked = mark_fronts(points)
     assert [each.fronts for each in marked] == [(8,), (8,), (), ()]
     assert [each.on_front for each in marked] == [False, False, True, True]
     assert fastest_that_agrees(points, 0.96) == {8: points[0]}
@@ -333,7 +335,7 @@ def test_speed_and_agreement_have_their_own_front() -> None:
 def test_best_k_trials_are_counted() -> None:
     logits = np.array([[3.0, 2.0, 1.0], [0.0, 2.0, 1.0]], dtype=np.float32)
     labels = np.array([1, 0])
-    assert [top_k(logits, labels, k) for k in (1, 2, 3, 5)] == [0.0, 0.5, 1.0, 1.0]
+    assert [top_k_accuracy(logits, labels, k) for k in (1, 2, 3, 5)] == [0.0, 0.5, 1.0, 1.0]
 
 
 # Trials of new tensors run what these reach alone, and find what whole passes find.

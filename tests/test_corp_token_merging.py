@@ -20,7 +20,7 @@ from corp_deploy import load
 from corp_deploy.algebra.regression import RegressionSums
 from corp_deploy.families import traced_model
 from corp_deploy.families.traced_model import with_merging
-from corp_deploy.proof.structural_tests import shift_of_inputs
+from corp_deploy.proof.structural_tests import measure_shift
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.closed_loop import reduce_traced
 from corp_deploy.reduction.loop import Loop
@@ -360,15 +360,15 @@ def test_weighted_sums_equal_repeated_tokens() -> None:
 def test_images_are_compared_under_the_merging_of_the_moments() -> None:
     dense, pixels = tiny.checkpoint(), tiny.images(64)
     moments = moments_of(merged_tiny(), pixels)
-    merged = shift_of_inputs(dense, moments, {"images": pixels})
+    merged = measure_shift(dense, moments, {"images": pixels})
     plain = {key: text for key, text in moments.lineage.items() if key != "merging"}
-    otherwise = shift_of_inputs(dense, replace(moments, lineage=plain), {"images": pixels})
+    otherwise = measure_shift(dense, replace(moments, lineage=plain), {"images": pixels})
     assert merged is not None
     assert otherwise is not None
     assert max(site.mean_distance for site in merged.sites) < max(site.mean_distance for site in otherwise.sites)
     for text in ("{", "[]", '{"schedule": [], "metric": "stream", "how": "merge", "unmerged": false}'):
         with pytest.raises(BadInput, match="the moments' merging"):
-            shift_of_inputs(dense, replace(moments, lineage={**plain, "merging": text}), {"images": pixels})
+            measure_shift(dense, replace(moments, lineage={**plain, "merging": text}), {"images": pixels})
 
 
 # Token merging in traced models: steps and layers, loops, what is refused

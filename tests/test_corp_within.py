@@ -20,11 +20,11 @@ from calib.moments import Moments
 from calib.store import save_moments
 from corp_deploy.invocation.budget_choice import Limit, limit_from_text
 from corp_deploy.planning import carried_out, execution, limit_search
-from corp_deploy.planning.budget_planner import BudgetPlanner, budget_planner
-from corp_deploy.planning.judging import Judge, Judgement, Judges, Judging
-from corp_deploy.planning.limit_search import STEPS, smallest_within
+from corp_deploy.planning.budget_planner import BudgetPlanner, build_budget_planner
+from corp_deploy.planning.judging import Judge, JudgeChoice, Judgement, JudgingInputs
+from corp_deploy.planning.limit_search import STEPS, find_smallest_within
 from corp_deploy.planning.request import WidthPlan
-from corp_deploy.planning.sweep_points import SweepPoint, sentence_of_sweep, smallest_by_error
+from corp_deploy.planning.sweep_points import SweepPoint, describe_sweep, smallest_by_error
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import Reduction, reduce
@@ -80,7 +80,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Home:
 @pytest.fixture(scope="module")
 def planner(home: Home) -> BudgetPlanner:
     with torch.inference_mode():
-        return budget_planner(home.dense, home.moments, METHOD, home.fitted, currency="macs")
+        return build_budget_planner(home.dense, home.moments, METHOD, home.fitted, currency="macs")
 
 
 def reduced(home: Home, planned: WidthPlan) -> Reduction:
@@ -115,8 +115,8 @@ def test_bisection_equals_a_scan_of_all_budgets(
     home: Home, planner: BudgetPlanner, scan: dict[float, nn.Module], text: str
 ) -> None:
     limit = limit_from_text(text)
-    _, judging = Judges(labels_N=home.labels_N).apart(home.images, home.moments)
-    result, planned = smallest_within(limit, planner, judging, lambda plan: reduced(home, plan))
+    _, judging = JudgeChoice(labels_N=home.labels_N).apart(home.images, home.moments)
+    result, planned = find_smallest_within(limit, planner, judging, lambda plan: reduced(home, plan))
     record = cast(dict[str, Any], planned.within)
     answer = min((trial for trial in record["trials"] if trial["holds"]), key=lambda trial: trial["share"])
     by_hand = {share: measured_by_hand(home, model, limit.measure) for share, model in scan.items()}
@@ -172,11 +172,11 @@ def test_inconclusive_limits_are_reported_as_in_verify(
     limit: str, judged: tuple[float, float, float], more: str
 ) -> None:
     value, low, high = judged
-    trials = (limit_search.Trial(share=0.5, judged=Judgement(value=value, low=low, high=high), holds=True),)
-    judging = cast(Judging, SimpleNamespace(inputs=SimpleNamespace(count=64, noun="images")))
+    trials = (limit_search.BudgetTrial(share=0.5, judged=Judgement(value=value, low=low, high=high), holds=True),)
+    judging = cast(JudgingInputs, SimpleNamespace(inputs=SimpleNamespace(count=64, noun="images")))
     answer = limit_search.LimitSearch(limit=limit_from_text(limit), currency="macs", judging=judging, trials=trials)
     assert f", chosen by the point: the interval straddles the limit; {more})" in str(answer)
-    surely = limit_search.Trial(share=0.5, judged=Judgement(value=value, low=value, high=value), holds=True)
+    surely = limit_search.BudgetTrial(share=0.5, judged=Judgement(value=value, low=value, high=value), holds=True)
     assert "chosen by the point" not in str(replace(answer, trials=(surely,)))
 
 
@@ -189,8 +189,8 @@ def test_answer_is_measured_even_if_errors_jump(monkeypatch: pytest.MonkeyPatch,
     def as_planned(plan: WidthPlan) -> Reduction:
         return cast(Reduction, SimpleNamespace(model=errors[float(plan.decisions[0])]))
 
-    judging = cast(Judging, SimpleNamespace(inputs=SimpleNamespace(digest="d", count=1, noun="images")))
-    result, plan = smallest_within(
+    judging = cast(JudgingInputs, SimpleNamespace(inputs=SimpleNamespace(digest="d", count=1, noun="images")))
+    result, plan = find_smallest_within(
         Limit(measure="error", value=0.15), cast(BudgetPlanner, FakePlanner()), judging, as_planned
     )
     share = float(plan.decisions[1])
@@ -201,10 +201,10 @@ def test_answer_is_measured_even_if_errors_jump(monkeypatch: pytest.MonkeyPatch,
 def test_narrowest_widths_are_returned_if_they_hold_and_none_if_no_widths_do(
     home: Home, planner: BudgetPlanner
 ) -> None:
-    _, judging = Judges().apart(home.images, home.moments)
+    _, judging = JudgeChoice().apart(home.images, home.moments)
 
     def smallest(limit: str) -> tuple[Reduction, WidthPlan]:
-        return smallest_within(limit_from_text(limit), planner, judging, lambda plan: reduced(home, plan))
+        return find_smallest_within(limit_from_text(limit), planner, judging, lambda plan: reduced(home, plan))
 
     _, plan = smallest("agreement 0.01")
     assert "no widths are narrower" in plan.decisions[0]
@@ -213,7 +213,7 @@ def test_narrowest_widths_are_returned_if_they_hold_and_none_if_no_widths_do(
 
 def test_interval_equals_the_delta_method_over_images(home: Home, planner: BudgetPlanner) -> None:
     """Beside the delta method on the ratio of sums, by hand."""
-    _, judging = Judges().apart(home.images, home.moments)
+    _, judging = JudgeChoice().apart(home.images, home.moments)
     model = reduced(home, planner.widths_at(0.8)).model
     judged = Judge(home.dense.model, judging, "error").of(model)
     dense, outputs = logits(home.dense.model, home.others), logits(model, home.others)
@@ -224,15 +224,17 @@ def test_interval_equals_the_delta_method_over_images(home: Home, planner: Budge
 
 
 def test_fitted_images_never_judge(home: Home) -> None:
-    fitted, judging = Judges().apart(home.images, home.moments)
+    fitted, judging = JudgeChoice().apart(home.images, home.moments)
     assert (fitted.count, judging.inputs.count) == (FITTED, JUDGING)
     assert not torch.isin(judging.inputs.ids, home.moments.image_ids).any()
-    rejects("the moments are of all 24 images, so none is left to judge on", Judges().apart, home.fitted, home.moments)
-    rejects("none of the 40 images was used in the moments", Judges().apart, judging.inputs, home.moments)
+    rejects(
+        "the moments are of all 24 images, so none is left to judge on", JudgeChoice().apart, home.fitted, home.moments
+    )
+    rejects("none of the 40 images was used in the moments", JudgeChoice().apart, judging.inputs, home.moments)
     with pytest.raises(BadInput, match="--judge: 24 of its 64 images are calibration images too"):
-        Judges(inputs=home.images).apart(home.fitted, home.moments)
+        JudgeChoice(inputs=home.images).apart(home.fitted, home.moments)
     unknown = replace(home.moments, fingerprints=Fingerprints())
-    rejects("the moments don't record their images", Judges().apart, home.images, unknown)
+    rejects("the moments don't record their images", JudgeChoice().apart, home.images, unknown)
 
 
 def run(home: Home, output: Path, *words: str, code: int = 0) -> Result:
@@ -383,7 +385,7 @@ def point(macs: int, error: float) -> SweepPoint:
 
 def test_sweep_is_summarised_in_a_sentence() -> None:
     points = [point(50, 0.3), point(91, 0.04), point(78, 0.09), point(95, 0.012), point(80, 0.11)]
-    assert "0.95 at 2%, 0.91 at 5%, 0.78 at 10%;" in sentence_of_sweep(points)
+    assert "0.95 at 2%, 0.91 at 5%, 0.78 at 10%;" in describe_sweep(points)
     assert {error: trial.macs for error, trial in smallest_by_error(points).items()} == {0.02: 95, 0.05: 91, 0.1: 78}
-    only = sentence_of_sweep([point(50, 0.3), point(60, 0.25)])
+    only = describe_sweep([point(50, 0.3), point(60, 0.25)])
     assert only == "no trial has an error of 20% or less; the smallest is 25.0% at 0.60 of the MACs"

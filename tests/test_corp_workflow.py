@@ -14,14 +14,14 @@ from click.testing import Result
 from calib.store import load_moments
 from corp_deploy.families.counting import macs
 from corp_deploy.families.family import sites_of
-from corp_deploy.planning.budget import allocate_widths, uniform_for_share
-from corp_deploy.planning.budget import uniform as evenly
-from corp_deploy.planning.curves import cost_curves, dense_cost, eliminations
-from corp_deploy.planning.judging import outputs
+from corp_deploy.planning.budget import allocate_uniformly as evenly
+from corp_deploy.planning.budget import allocate_widths, find_uniform_for_share
+from corp_deploy.planning.curves import compute_cost_curves, compute_eliminations, dense_cost
+from corp_deploy.planning.judging import compute_outputs
 from corp_deploy.planning.plan import choose_heads
 from corp_deploy.planning.probe import Probe
 from corp_deploy.proof.engine_search import RepairResult
-from corp_deploy.proof.locate import fix_command
+from corp_deploy.proof.locate import build_fix_command
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.spec.widths import aligned_width, aligned_widths, narrow_step
@@ -81,22 +81,22 @@ def probe(home: Path) -> Probe:
     method = method_from_preset("best", align_hidden=16, align_head=8, mlp_sparsity=0.5, attention_sparsity=0.5)
     moments = load_moments(home / "m.safetensors")
     images = torch.from_numpy(tiny.images(8))
-    known = eliminations(model, moments, method)
+    known = compute_eliminations(model, moments, method)
     return Probe(model=model, moments=moments, method=method, inputs=images, eliminations=known)
 
 
 @pytest.mark.parametrize("currency", ["macs", "params"])
 def test_budget_holds_and_beats_uniform_widths(probe: Probe, currency: Any) -> None:
     dense = dense_cost(probe.model, currency)
-    sites = list(cost_curves(probe, currency))
+    sites = list(compute_cost_curves(probe, currency))
     found = allocate_widths(sites, dense, 0.7)
     assert found.share <= 0.7
     model = reduce(probe.model, probe.moments, probe.method, widths=found.widths).model
     cost = macs(model) if currency == "macs" else sum(p.numel() for p in model.parameters())
     assert cost == pytest.approx(found.share * dense, rel=1e-9)
-    beside = uniform_for_share(probe.model, probe.method, sites, dense, 0.7)
+    beside = find_uniform_for_share(probe.model, probe.method, sites, dense, 0.7)
     assert beside is not None
-    assert uniform_for_share(probe.model, probe.method, sites, dense, 0.05) is None
+    assert find_uniform_for_share(probe.model, probe.method, sites, dense, 0.05) is None
     assert beside.share <= 0.7
     sparsity = float(beside.name.removeprefix("uniform sparsity "))
     less = replace(probe.method, mlp_sparsity=sparsity - 0.01, attention_sparsity=sparsity - 0.01)
@@ -107,8 +107,8 @@ def test_budget_holds_and_beats_uniform_widths(probe: Probe, currency: Any) -> N
     assert narrower.items() <= beside.widths.items()
     assert found.predicted_error <= beside.predicted_error
     images = torch.from_numpy(tiny.images(24))
-    (reference,) = outputs(probe.model, [images])
-    errors = [measure_logits(reference, *outputs(each, [images])).relative_error for each in (model, even)]
+    (reference,) = compute_outputs(probe.model, [images])
+    errors = [measure_logits(reference, *compute_outputs(each, [images])).relative_error for each in (model, even)]
     assert errors[0] <= errors[1]
 
 
@@ -299,7 +299,7 @@ def test_mixed_precision_finds_the_overflowing_block(home: Path, tmp_path: Path)
     assert (facts.precision, facts.batch) == ("mixed", 4)
     carried = {entry.key: entry.value for entry in onnx.load(tmp_path / "hot.mixed.onnx").metadata_props}
     assert carried["export.keep_fp32"] == "blocks.1.mlp"
-    assert "--keep-fp32 '{site}' --output" in fix_command(Path("reduced/model.fp16.onnx")), (
+    assert "--keep-fp32 '{site}' --output" in build_fix_command(Path("reduced/model.fp16.onnx")), (
         "and not 'blocks.1*', nor 10, 11"
     )
     words = [
@@ -333,7 +333,7 @@ def test_mixed_graph_without_kept_blocks_is_fp16(home: Path, tmp_path: Path, mon
         sought.append(geometry)
         return RepairResult()
 
-    monkeypatch.setattr("corp_deploy.proof.graphs.sites_to_keep", nothing)
+    monkeypatch.setattr("corp_deploy.proof.graphs.find_sites_to_keep", nothing)
     reduced(home, narrow := tmp_path / "narrow", "--attn", 0.5, "--align", "head=8")
     words = ["export", "--model", narrow, "--images", home / "images.npy", "--auto", "--batch", 2, "--heads", "ragged"]
     result = invoked(*words, "--precision", "fp32,mixed", "-o", tmp_path / "m.onnx")

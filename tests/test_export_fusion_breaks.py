@@ -13,7 +13,7 @@ from torch import nn
 
 from corp_deploy.families import traced_model
 from corp_deploy.proof.engine_search import RepairResult, find_break_places, find_fewest_passing
-from corp_deploy.proof.kept_sites import sites_to_keep
+from corp_deploy.proof.kept_sites import find_sites_to_keep
 from corp_deploy.spec.architecture import Architecture
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, save
 from corp_deploy.store.graph_facts import facts_of_onnx
@@ -201,7 +201,7 @@ class WrongKernels:
 def test_breaks_are_tried_before_fp32(
     checkpoint: Checkpoint, engines: WrongKernels, breaks: tuple[str, ...], kept: tuple[str, ...]
 ) -> None:
-    found = sites_to_keep(checkpoint, checkpoint, {"images": IMAGES}, engines=engines, opset=None)
+    found = find_sites_to_keep(checkpoint, checkpoint, {"images": IMAGES}, engines=engines, opset=None)
     assert (found.breaks, found.kept) == (breaks, kept)
     assert isinstance(found, RepairResult)
     assert len(set(engines.built)) == len(engines.built), "each is built once"
@@ -211,7 +211,7 @@ def test_breaks_are_tried_before_fp32(
 def test_engine_that_no_break_repairs_is_refused(checkpoint: Checkpoint) -> None:
     engines = WrongKernels((), beyond=("patch_embed",))
     with pytest.raises(BadInput, match="no set of blocks in more bits, repairs this engine"):
-        sites_to_keep(checkpoint, checkpoint, {"images": IMAGES}, engines=engines, opset=None)
+        find_sites_to_keep(checkpoint, checkpoint, {"images": IMAGES}, engines=engines, opset=None)
 
 
 def test_candidates_follow_the_order_of_the_graph(graph: onnx.ModelProto) -> None:

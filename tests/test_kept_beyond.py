@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from corp_deploy.families.family import input_ports
 from corp_deploy.invocation.export_choice import ExportOptions
-from corp_deploy.proof.kept_sites import sites_to_keep
+from corp_deploy.proof.kept_sites import find_sites_to_keep
 from corp_deploy.store.module_model import checkpoint_from_module
 from export.graph.precision import modules_beyond
 from ground.precision import BFLOAT16, FLOAT16
@@ -35,8 +35,8 @@ def test_auto_keeps_overflowing_and_named_layers_in_float32() -> None:
     assert modules_beyond(dense.model, FLOAT16) == ("large",)
     assert modules_beyond(dense.model, BFLOAT16) == ()
     feeds = {input_ports(dense.model)[0].name: torch.randn(8, 3, 8, 8).numpy()}
-    assert sites_to_keep(dense, dense, feeds, opset=None).kept == ("large",)
-    assert sites_to_keep(dense, dense, feeds, opset=None, keep_fp32=("head",)).kept == ("head", "large")
+    assert find_sites_to_keep(dense, dense, feeds, opset=None).kept == ("large",)
+    assert find_sites_to_keep(dense, dense, feeds, opset=None, keep_fp32=("head",)).kept == ("head", "large")
 
 
 def test_patterns_combine_with_auto() -> None:

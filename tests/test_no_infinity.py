@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from corp_deploy.planning.sweep_points import DensePoint, SweepPoint, speed_of_row
-from corp_deploy.proof.compatibility import latencies_of
+from corp_deploy.planning.sweep_points import DensePoint, SweepPoint, speed_from_row
+from corp_deploy.proof.compatibility import compare_latencies
 from corp_deploy.proof.gate import comparison_as_json
 from corp_deploy.views.decoders import decode_table, decoder_record, prefill_table
 from corp_deploy.views.speed import best_batch, repeat_lines, speed_record, speed_table
@@ -63,7 +63,7 @@ def decoders() -> DecoderBench:
 
 def swept() -> list[SweepPoint]:
     rows = summarise(record()).rows
-    return [replace(point(1.2, 0.9), speeds=tuple(speed_of_row(row, "dense", "reduced") for row in rows))]
+    return [replace(point(1.2, 0.9), speeds=tuple(speed_from_row(row, "dense", "reduced") for row in rows))]
 
 
 @cache
@@ -103,7 +103,7 @@ EVERY: dict[str, Callable[[], str]] = {
     "report.xml": lambda: render.junit_from_record(reported()),
     "smaller is better": lambda: tracked_from_summary(summarise(record()), "smaller"),
     "bigger is better": lambda: tracked_from_summary(summarise(record()), "bigger"),
-    "engine record": lambda: json.dumps(json_from_record(latencies_of(record(), "8.6")), allow_nan=False),
+    "engine record": lambda: json.dumps(json_from_record(compare_latencies(record(), "8.6")), allow_nan=False),
 }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from corp_deploy.proof.report_input import record_of_directory
+from corp_deploy.proof.report_input import gather_report
 from ground.text import printable
 from perf.parity.labels import accuracy_on_labels, mcnemar
 from perf.parity.shift import Shift, SiteShift
@@ -163,9 +163,9 @@ def directory_of(whole: Mapping[str, Any], word: str, folder: Path) -> Path:
 
 
 def test_directory_reports_escape_hostile_text(tmp_path: Path) -> None:
-    plain = html_from_record(record_of_directory(directory_of(whole_record(), "", tmp_path / "plain"), title="A title"))
+    plain = html_from_record(gather_report(directory_of(whole_record(), "", tmp_path / "plain"), title="A title"))
     folder = directory_of(hostile_record(), HOSTILE, tmp_path / "hostile")
-    hostile = html_from_record(record_of_directory(folder, title=HOSTILE))
+    hostile = html_from_record(gather_report(folder, title=HOSTILE))
     assert elements(hostile).seen == elements(plain).seen
     for word in ("blocks.0", "1 of 2 sites", "torch", "w.safetensors", "bench.json", "none"):
         assert printable(HOSTILE.replace("\ud800", "?")) + word in "".join(elements(hostile).text), word

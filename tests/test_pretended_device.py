@@ -28,7 +28,7 @@ from calib.images import Images
 from calib.moments import Moments
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.planning.execution import reduce_as_asked
-from corp_deploy.planning.request import request_of
+from corp_deploy.planning.request import build_request
 from corp_deploy.polish.options import PolishOptions
 from corp_deploy.polish.polish import polished
 from corp_deploy.reduction.calibrate import Statistics, calibrate
@@ -302,7 +302,7 @@ def test_closed_loops_equal_those_of_the_cpu(there: str, kind: str) -> None:
 @pytest.mark.slow("models")
 @pytest.mark.parametrize("merge", [None, "2"])
 def test_budget_is_planned_and_applied_on_the_device(there: str, merge: str | None) -> None:
-    asked = request_of(ReduceOptions(macs=0.8, merge_tokens=merge, align={"mlp": 8, "head": 4}))
+    asked = build_request(ReduceOptions(macs=0.8, merge_tokens=merge, align={"mlp": 8, "head": 4}))
     own = dense("vit")
     taken = moments("vit")
     expected = reduce_as_asked(own, taken, asked, images=images("vit"))[0].model

@@ -12,7 +12,7 @@ from corp_deploy.families.traced_model import tracing
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.planning.curvature import effects_of_changes
 from corp_deploy.planning.execution import reduce_as_asked
-from corp_deploy.planning.request import request_of
+from corp_deploy.planning.request import build_request
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.closed_loop import reduce_traced
 from corp_deploy.reduction.loop import Loop
@@ -89,7 +89,7 @@ def test_budget_reduces_shared_layers_and_closed_loop_names_them(kind: str, tmp_
     images = images_for_model(dense.model, tmp_path / "images.npy")
     moments = calibrate(dense, images, batch_size=16)
     asked = method_from_preset("best", align_head=4, align_hidden=8)
-    budget = request_of(ReduceOptions(macs=0.85), method=asked)
+    budget = build_request(ReduceOptions(macs=0.85), method=asked)
     reduction, plan = reduce_as_asked(dense, moments, budget, images=images)
     assert "of the dense macs used" in plan.decisions[0]
     assert any(site.width < site.width_dense for site in reduction.sites)

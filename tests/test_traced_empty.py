@@ -23,7 +23,7 @@ from corp_deploy.families.counting import macs, parameters, site_costs
 from corp_deploy.families.family import sites_of
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.planning.execution import reduce_as_asked
-from corp_deploy.planning.request import request_of
+from corp_deploy.planning.request import build_request
 from corp_deploy.polish.options import PolishOptions
 from corp_deploy.polish.polish import polished
 from corp_deploy.reduction.calibrate import calibrate
@@ -169,7 +169,7 @@ def test_budget_removes_sites_without_effect_first() -> None:
     planted.model.requires_grad_(False)
     taken = calibrate(planted, opened(), batch_size=8)
     for empties in (True, False):
-        asked = request_of(
+        asked = build_request(
             ReduceOptions(macs=0.65), method=method(mlp_sparsity=0.0, attention_sparsity=0.0, empties=empties)
         )
         reduction, _ = reduce_as_asked(planted, taken, asked, images=opened())

@@ -14,7 +14,7 @@ from corp_deploy.families.counting import macs
 from corp_deploy.families.inspection import traced_rows
 from corp_deploy.families.module_facts import facts_of_module
 from corp_deploy.invocation.reduction import ReduceOptions
-from corp_deploy.planning.first_plan import first_plan, refuse_far
+from corp_deploy.planning.first_plan import compute_first_plan, refuse_far_cuts
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.spec.architecture import Architecture, Preprocessing
 from corp_deploy.store.checkpoint import dense_from_architecture
@@ -136,26 +136,26 @@ def test_shares_of_partly_removable_layers_add_up() -> None:
     model = traced_module(Halves(), facts_of_module(Halves(), Preprocessing()))
     rows, fixed = traced_rows(model, macs(model))
     assert sum(row["macs"] for row in (*rows, *fixed)) == pytest.approx(macs(model), rel=1e-3)
-    plan = first_plan(model, method_from_preset("best", conv_sparsity=0.5), 0.7, 1.0)
+    plan = compute_first_plan(model, method_from_preset("best", conv_sparsity=0.5), 0.7, 1.0)
     assert plan.offered + sum(share for _, share, _ in plan.stays) == pytest.approx(1.0)
 
 
 def test_unreachable_budget_is_refused_before_any_work() -> None:
     model = dense_from_architecture(STEM)
     method = ReduceOptions(macs=0.6).method_asked
-    share = round(1.0 - 0.95 * first_plan(model, method, 0.9, 0.85).offered, 2)
-    plan = first_plan(model, method, share, 0.85)
+    share = round(1.0 - 0.95 * compute_first_plan(model, method, 0.9, 0.85).offered, 2)
+    plan = compute_first_plan(model, method, share, 0.85)
     assert plan.cut == pytest.approx(0.95, abs=0.02)
     assert plan.stays[0][0] == "patch_embed.proj"
     with pytest.raises(BadInput) as refused:
-        refuse_far(model, method, "macs", share, 0.85)
+        refuse_far_cuts(model, method, "macs", share, 0.85)
     said = str(refused.value)
     assert f"takes {plan.cut:.2f} of every site that it may cut, evenly, where 0.85 is the most" in said
     assert f"patch_embed.proj {plan.stays[0][1]:.0%} (layer_norm in blocks.0.norm1 (LayerNorm) mixes it)" in said
     assert f"keep more (--macs {plan.least:g}), or allow it: --most-cut {plan.cut:g}" in said
-    refuse_far(model, method, "macs", share, plan.cut or 1.0)
-    refuse_far(model, method, "macs", plan.least, 0.85)
-    rejects(r"evenly, where 0\.85", refuse_far, model, method, "macs", plan.least - 0.01, 0.85)
+    refuse_far_cuts(model, method, "macs", share, plan.cut or 1.0)
+    refuse_far_cuts(model, method, "macs", plan.least, 0.85)
+    rejects(r"evenly, where 0\.85", refuse_far_cuts, model, method, "macs", plan.least - 0.01, 0.85)
 
 
 def test_module_of_unknown_input_size_says_what_to_declare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

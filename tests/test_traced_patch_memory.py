@@ -17,7 +17,7 @@ from calib import memory
 from calib.moments import Moments
 from calib.patch_moments import PatchMoments
 from corp_deploy.families.family import sites_of
-from corp_deploy.planning.curves import eliminations
+from corp_deploy.planning.curves import compute_eliminations
 from corp_deploy.planning.probe_split import set_apart
 from corp_deploy.reduction.calibrate import Statistics, calibrate, choose_sites, memory_needed
 from corp_deploy.reduction.method import method_from_preset
@@ -168,7 +168,7 @@ def test_recovery_is_least_squares_toward_the_dense_outputs(groups: int) -> None
 def test_error_curve_ends_at_the_restricted_choice(groups: int) -> None:
     """What is lost by all channels without patches is the least that a choice among the others loses."""
     taken, own = moments(groups), pair(groups)
-    order = eliminations(own.model, taken, BEST)[site_of(own).name]
+    order = compute_eliminations(own.model, taken, BEST)[site_of(own).name]
     chosen_GR = patches(taken).channels_GR
     assert chosen_GR is not None
     every = chosen_GR.numel() // 8 * 8
@@ -212,7 +212,7 @@ def test_streams_are_summed_only_on_request() -> None:
     own, source = checkpoint("resnet18"), images_of("resnet18", 16)
     limit = Statistics(patch_bytes=whole_bytes(own) // 2)
     taken = calibrate(own, source, batch_size=16, statistics=limit)
-    assert eliminations(own.model, taken, BEST).keys() == {site.name for site in conv_sites(own.model)}
+    assert compute_eliminations(own.model, taken, BEST).keys() == {site.name for site in conv_sites(own.model)}
     with pytest.raises(BadInput, match="need more than --patch-memory") as refused:
         calibrate(own, source, batch_size=16, statistics=replace(limit, residual=True))
     enough = int(1e9 * float(str(refused.value).split("at least --patch-memory ")[1].split(",")[0]))

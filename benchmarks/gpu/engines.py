@@ -25,7 +25,7 @@ from corp_deploy.families import traced_model
 from corp_deploy.invocation.merging import MergingChoice
 from corp_deploy.invocation.running import RunOptions
 from corp_deploy.planning.request import merging_from_choice
-from corp_deploy.proof.speed import measure
+from corp_deploy.proof.speed import time_models
 from corp_deploy.spec.widths import HeadGeometry
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.onnx_file import export_checkpoint
@@ -145,7 +145,7 @@ def timed(built: Built, setting: Setting) -> Row:
         plans, running = (dense.graph, built.graph), RunOptions()
     else:
         raise Missing("engines run on a GPU; this run was asked for the CPU")
-    return row | speed_record(measure(*plans, batches=BATCHES, plan=plan, running=running))
+    return row | speed_record(time_models(*plans, batches=BATCHES, plan=plan, running=running))
 
 
 def tasks(setting: Setting, record: Record) -> list[Task]:

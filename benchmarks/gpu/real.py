@@ -24,7 +24,7 @@ from calib.moments import Moments
 from corp_deploy.families.counting import macs, parameters
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.planning.execution import reduce_as_asked
-from corp_deploy.planning.request import request_of
+from corp_deploy.planning.request import build_request
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.store.checkpoint import Checkpoint, on_device
 from corp_deploy.store.input_sets import images_for_model
@@ -117,7 +117,7 @@ class Subject:
             macs=None if uniform else case.share,
             closed_loop="asymmetric" if case.loop == "closed" else None,
         )
-        asked = request_of(options)
+        asked = build_request(options)
         return reduce_as_asked(self.dense, self.moments, asked, images=self.images, watch=watch)[0].model
 
 

@@ -24,7 +24,7 @@ from calib.images import Images
 from calib.moments import Moments
 from corp_deploy.families.counting import macs
 from corp_deploy.invocation.running import RunOptions
-from corp_deploy.proof.speed import measure
+from corp_deploy.proof.speed import time_models
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.closed_loop import reduce_traced
 from corp_deploy.reduction.loop import Loop
@@ -133,7 +133,7 @@ def compared(name: str, asked: float, batches: tuple[int, ...], plan: Plan) -> d
         graphs = Path(scratch) / "dense.onnx", Path(scratch) / "reduced.onnx"
         for checkpoint, path in zip((dense, narrower), graphs, strict=True):
             export_checkpoint(checkpoint, path, precision="fp32")
-        bench = measure(*graphs, batches=batches, plan=plan, running=RunOptions(threads=2))
+        bench = time_models(*graphs, batches=batches, plan=plan, running=RunOptions(threads=2))
     share = macs(narrower.model) / macs(dense.model)
     return {"macs_share": share, **speed_record(bench), "environment": bench.environment}
 

@@ -26,8 +26,8 @@ from benchmarks.quality.procedural_images import Labelled, made
 from benchmarks.quality.training import HARD, SEED, labels_by_band, trained
 from corp_deploy.families.counting import macs
 from corp_deploy.invocation.reduction import ReduceOptions
-from corp_deploy.planning.plan import plan
-from corp_deploy.planning.request import request_of
+from corp_deploy.planning.plan import make_plan
+from corp_deploy.planning.request import build_request
 from corp_deploy.polish.options import PolishOptions
 from corp_deploy.polish.polish import polished
 from corp_deploy.reduction.closed_loop import reduce_traced
@@ -91,7 +91,9 @@ def reduced(subject: Subject, way: Way, sparsity: float) -> nn.Module:
     if way.by_site:
         uniform = reduce(model, subject.moments, Way("uniform", "none").method(sparsity)).model
         asked = ReduceOptions(preset=way.preset, macs=macs(uniform) / macs(model))
-        widths = plan(subject.dense, subject.moments, request_of(asked, method=method), subject.calibration).widths
+        widths = make_plan(
+            subject.dense, subject.moments, build_request(asked, method=method), subject.calibration
+        ).widths
     if way.closed_loop:
         result = reduce_traced(model, subject.calibration, method, widths=widths, loop=Loop()).model
     else:

@@ -24,7 +24,7 @@ from benchmarks.speed.cpu_latency import halved
 from corp_deploy.families.family import input_ports, output_ports
 from corp_deploy.invocation.running import RunOptions
 from corp_deploy.proof.candidates import candidate_from_path, run_in_batches
-from corp_deploy.proof.speed import measure
+from corp_deploy.proof.speed import time_models
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.spec.architecture import Architecture
@@ -135,7 +135,7 @@ def timed(name: str, precision: str, graph: Callable[[str, str], Path]) -> dict[
     """Time one graph beside the dense FP32 one on the CPU."""
     plan = Plan(time_limit_s=30.0, min_rounds=8, noise_rounds=8)
     graphs = graph("dense", "fp32"), graph(name, precision)
-    return speed_record(measure(*graphs, batches=(1, 8), plan=plan, running=RunOptions(threads=2)))
+    return speed_record(time_models(*graphs, batches=(1, 8), plan=plan, running=RunOptions(threads=2)))
 
 
 @measures("benchmarks/quantised")

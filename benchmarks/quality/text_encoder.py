@@ -20,8 +20,8 @@ from benchmarks.harness import Bench, measures
 from benchmarks.quality.subjects import HELD_OUT_TEXTS, TOKENS, Subject, minilm
 from corp_deploy.families.counting import macs
 from corp_deploy.invocation.reduction import ReduceOptions
-from corp_deploy.planning.plan import plan
-from corp_deploy.planning.request import request_of
+from corp_deploy.planning.plan import make_plan
+from corp_deploy.planning.request import build_request
 from corp_deploy.polish.options import PolishOptions
 from corp_deploy.polish.polish import polished
 from corp_deploy.reduction.closed_loop import reduce_traced
@@ -53,8 +53,8 @@ class Variant:
         model, texts, method, widths = subject.dense.model, subject.inputs, self.method(kind, sparsity), None
         if self.by_site:
             uniform = reduce(model, subject.moments, Variant("uniform", "none").method(kind, sparsity)).model
-            asked = request_of(ReduceOptions(macs=macs(uniform) / macs(model)), method=method)
-            widths = plan(subject.dense, subject.moments, asked, texts).widths
+            asked = build_request(ReduceOptions(macs=macs(uniform) / macs(model)), method=method)
+            widths = make_plan(subject.dense, subject.moments, asked, texts).widths
         if self.loop is None:
             return reduce(model, subject.moments, method, widths=widths).model
         looped = reduce_traced(model, texts, method, widths=widths, loop=self.loop).model

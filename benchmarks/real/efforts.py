@@ -23,7 +23,7 @@ from benchmarks.quality.subjects import HELD_OUT_TEXTS, SUBJECTS, TEXTS, Subject
 from corp_deploy.families.counting import macs
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.planning.execution import reduce_as_asked
-from corp_deploy.planning.request import request_of
+from corp_deploy.planning.request import build_request
 
 EFFORTS = ("quick", "standard")
 
@@ -45,7 +45,7 @@ def row_of(subject: Callable[[], Subject], options: Mapping[str, Any]) -> dict[s
     own = subject()
     dense, moments, pass_s = own.dense.model, own.moments, own.pass_s
     started = time.process_time()
-    asked = request_of(ReduceOptions.from_options(dict(options)))
+    asked = build_request(ReduceOptions.from_options(dict(options)))
     reduction, planned = reduce_as_asked(own.dense, moments, asked, images=own.inputs)
     cpu_s = time.process_time() - started
     error, median = relative_errors(outputs(reduction.model, own.held_out), own.answers)

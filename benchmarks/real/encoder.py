@@ -22,7 +22,7 @@ from calib.moments import Moments
 from corp_deploy.families.counting import macs, parameters
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.planning.execution import reduce_as_asked
-from corp_deploy.planning.request import request_of
+from corp_deploy.planning.request import build_request
 from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.reduction.snapshots import moments_in_splits
 
@@ -145,7 +145,7 @@ class Encoder:
     def reduced(self, method: Method, share: float) -> tuple[nn.Module, float]:
         """Return the reduced model and the CPU seconds, the moments not counted."""
         moments = self.moments(method)
-        asked = request_of(ReduceOptions.from_options(self.options(method, share)))
+        asked = build_request(ReduceOptions.from_options(self.options(method, share)))
         started = time.process_time()
         reduction, _ = reduce_as_asked(self.subject.dense, moments, asked, images=self.subject.inputs)
         return reduction.model, time.process_time() - started

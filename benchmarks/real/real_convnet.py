@@ -25,7 +25,7 @@ from benchmarks.quality.subjects import Subject, efficientnet, outputs, relative
 from corp_deploy.families.counting import macs, parameters
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.planning.execution import reduce_as_asked
-from corp_deploy.planning.request import request_of
+from corp_deploy.planning.request import build_request
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import uniform_widths
 from corp_deploy.traced.models.narrowed_model import at_widths
@@ -61,7 +61,7 @@ def row_of(subject: Callable[[], Subject], name: str, share: float) -> dict[str,
     own = subject()
     dense, moments = own.dense.model, own.moments
     widths = {"macs": share} if "by site" in name else {"conv": uniform_sparsity(dense, share)}
-    asked = request_of(ReduceOptions.from_options({**ROWS[name], **widths, "align": ALIGN}))
+    asked = build_request(ReduceOptions.from_options({**ROWS[name], **widths, "align": ALIGN}))
     started = time.process_time()
     model = reduce_as_asked(own.dense, moments, asked, images=own.inputs)[0].model
     cpu_s = time.process_time() - started

@@ -22,7 +22,7 @@ from benchmarks.quality.subjects import outputs, relative_errors
 from benchmarks.real.encoder import METHODS, Encoder
 from corp_deploy.families.counting import macs
 from corp_deploy.invocation.running import RunOptions
-from corp_deploy.proof.speed import measure
+from corp_deploy.proof.speed import time_models
 from corp_deploy.store.onnx_file import export_checkpoint
 from corp_deploy.views.speed import speed_record
 from export.engine.build import build_engine
@@ -62,7 +62,7 @@ def row_of(encoder: Encoder, method: str, share: float, scratch: Path, plan: Pla
     model, _ = encoder.reduced(chosen, share)
     directory = exported(encoder, model, scratch / "reduced")
     graphs = (folder / "fp32.onnx" for folder in (scratch / "dense", directory))
-    bench = measure(*graphs, batches=(1, 8, 32), plan=plan, running=RunOptions(threads=threads))
+    bench = time_models(*graphs, batches=(1, 8, 32), plan=plan, running=RunOptions(threads=threads))
     return {
         "macs_share": macs(model) / macs(encoder.model),
         "class_error": relative_errors(outputs(model, encoder.subject.held_out), encoder.subject.answers)[0],

@@ -16,7 +16,7 @@ import click
 from benchmarks.quality.timm_sites import graph_macs
 from corp_deploy.invocation.running import RunOptions
 from corp_deploy.machine import versions
-from corp_deploy.proof.speed import measure
+from corp_deploy.proof.speed import time_models
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import uniform_widths
 from corp_deploy.spec.architecture import Architecture
@@ -47,7 +47,7 @@ def compared(name: str, geometry: HeadGeometry, batches: tuple[int, ...], plan: 
         graphs = Path(scratch) / "dense.onnx", Path(scratch) / "reduced.onnx"
         for checkpoint, path in zip((dense, reduced), graphs, strict=True):
             export_checkpoint(checkpoint, path, precision="fp32")
-        bench = measure(*graphs, batches=batches, plan=plan, running=RunOptions(threads=2))
+        bench = time_models(*graphs, batches=batches, plan=plan, running=RunOptions(threads=2))
     share = graph_macs(reduced.model) / graph_macs(dense.model)
     return {
         "model": name,

@@ -30,7 +30,7 @@ from corp_deploy.families.counting import macs
 from corp_deploy.families.family import input_ports, output_ports
 from corp_deploy.invocation.running import Backend, RunOptions
 from corp_deploy.machine import versions
-from corp_deploy.proof.speed import measure
+from corp_deploy.proof.speed import time_models
 from corp_deploy.spec.architecture import Architecture
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
 from corp_deploy.store.onnx_file import export_checkpoint
@@ -127,7 +127,7 @@ def add_latency(record: Record, plan: Plan) -> None:
         for backend, dtype in ways:
             load = os.getloadavg()[0]
             running = RunOptions(backend=backend, dtype=dtype, threads=THREADS)
-            bench = measure(*graphs, batches=BATCHES, plan=plan, running=running)
+            bench = time_models(*graphs, batches=BATCHES, plan=plan, running=running)
             row = {
                 "runtime": backend,
                 "arithmetic": dtype or "fp32",

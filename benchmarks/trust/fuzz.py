@@ -36,7 +36,7 @@ from calib import store
 from calib.groups import group_ids
 from calib.texts import open_texts
 from corp_deploy.families.family import input_ports
-from corp_deploy.proof.report_input import reduction_of
+from corp_deploy.proof.report_input import read_reduction
 from corp_deploy.release.digests import Stamp
 from corp_deploy.release.recipe_file import load_recipe
 from corp_deploy.store.checkpoint import load_checkpoint, save
@@ -244,7 +244,7 @@ def _read_texts(path: Path) -> object:
 
 
 def _config(path: Path) -> object:
-    return reduction_of(load_model_config(path.parent), path.parent)
+    return read_reduction(load_model_config(path.parent), path.parent)
 
 
 RECORDS: dict[str, Read] = {

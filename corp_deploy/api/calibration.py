@@ -9,7 +9,7 @@ from calib.moments import Moments
 from calib.store import load_moments
 from corp_deploy.invocation.calibration import CalibrateFiles, CalibrateOptions
 from corp_deploy.invocation.input_choice import Decoded, Drawn
-from corp_deploy.planning.request import merging_checkpoint
+from corp_deploy.planning.request import apply_merging_choice
 from corp_deploy.reduction.moments_files import CalibrationRun, held_out_path, write_moments
 from ground.gpu import require_device
 
@@ -73,7 +73,7 @@ def calibrate(call: CalibrateCall) -> Calibration:
         opened(call.model, call.inputs) as loaded,
         opened_inputs(loaded.model, call.inputs, **call.decoded, **call.drawn) as opened_set,
     ):
-        dense, input_set = merging_checkpoint(loaded, call), call.in_order(opened_set, **call.drawn)
+        dense, input_set = apply_merging_choice(loaded, call), call.in_order(opened_set, **call.drawn)
         record, *_ = write_moments(dense, input_set, call.request(seed=call.seed), run, path)
     left_out = None if call.hold_out is None else held_out_path(path)
     return Calibration(path=path, held_out=left_out, inputs=int(record["images"]), record=record)

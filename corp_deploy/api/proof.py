@@ -14,7 +14,7 @@ from corp_deploy.proof.candidates import require_batches
 from corp_deploy.proof.engine_trust import trusting_engines
 from corp_deploy.proof.limits import ParityLimits
 from corp_deploy.proof.model_inputs import inputs_from_set
-from corp_deploy.proof.prove import candidates_from_paths, prove
+from corp_deploy.proof.prove import candidates_from_paths, run_proof
 from corp_deploy.store.labels import labels_for
 from ground.errors import BadInput
 from perf.parity.parity import Parity
@@ -78,7 +78,7 @@ def verify(call: VerifyCall) -> Parity:
         if call.labels is not None:
             labels = labels_for(call.labels, proving, dense.model)
         proof_inputs = inputs_from_set(proving, labels)
-        proof = prove(
+        proof = run_proof(
             dense,
             steps,
             proof_inputs,

@@ -15,7 +15,7 @@ from corp_deploy.families.given_module import NAME as MEMORY
 from corp_deploy.invocation import reduction
 from corp_deploy.invocation.input_choice import Drawn, HoldOutOptions
 from corp_deploy.planning.execution import reduce_checkpoint
-from corp_deploy.planning.request import record_of_reduction
+from corp_deploy.planning.request import build_reduction_record
 from corp_deploy.reduction.report import SiteReport
 from corp_deploy.traced.models.module import is_reduced
 from ground.errors import BadInput
@@ -109,5 +109,5 @@ def reduce(call: ReduceCall) -> Reduced:
         notes=tuple(notes),
         macs=(macs(dense.model), macs(result.model)),
         parameters=(parameters(dense.model), parameters(result.model)),
-        record=record_of_reduction(result, planned),
+        record=build_reduction_record(result, planned),
     )

@@ -65,7 +65,7 @@ def calibrate_command(
     Example: corp-deploy calibrate --model deit_small_patch16_224 --weights deit_small.safetensors --images photos/
     -o moments.safetensors
     """
-    from corp_deploy.planning.request import merging_checkpoint
+    from corp_deploy.planning.request import apply_merging_choice
     from corp_deploy.reduction.calibrate import ranks_of_this_run
     from corp_deploy.reduction.moments_files import CalibrationRun, write_moments
     from corp_deploy.release.recipe_file import model_table
@@ -80,7 +80,7 @@ def calibrate_command(
         return _by_block(model, inputs, output, options, summary, out)
     with timed_on(options.device) as watch, ranks_of_this_run(options.device) as ranks:
         out = out if ranks.rank == 0 else Output(json=False, quiet=True)
-        checkpoint = merging_checkpoint(model.load(out), options)
+        checkpoint = apply_merging_choice(model.load(out), options)
         source = options.in_order(inputs.open(checkpoint, out.note), samples=inputs.samples, seed=inputs.seed)
         unsaved = "" if options.checkpoint_every is None else ", which --checkpoint-every saves only where it is given"
         run = CalibrationRun(
@@ -205,12 +205,12 @@ def inspect(model: ModelChoice, budget: Annotated[BudgetChoice, some("macs", mac
     """
     from corp_deploy.families.inspection import inspection_of_model
     from corp_deploy.invocation.reduction import ReduceOptions
-    from corp_deploy.planning.first_plan import first_plan
+    from corp_deploy.planning.first_plan import compute_first_plan
     from corp_deploy.views.inspection import inspection_shown, preprocessing_record
 
     checkpoint, macs = model.look(out), budget.macs or MACS
     record = inspection_of_model(checkpoint.model) | preprocessing_record(checkpoint)
-    plan = first_plan(checkpoint.model, ReduceOptions(macs=macs).method_asked, macs, MOST_CUT)
+    plan = compute_first_plan(checkpoint.model, ReduceOptions(macs=macs).method_asked, macs, MOST_CUT)
     record |= {"plan": plan.as_json()}
     out.result(record, *inspection_shown(checkpoint, record, plan))
 

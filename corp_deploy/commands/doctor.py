@@ -28,7 +28,7 @@ def doctor(out: Output) -> None:
     from corp_deploy import machine
     from corp_deploy.views.console import machine_table
 
-    record = machine.record()
+    record = machine.build_record()
     out.result(record, machine_table(record))
 
 

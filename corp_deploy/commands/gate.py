@@ -65,7 +65,7 @@ def gate_command(
             raise click.BadParameter(f"{path}: expected .json, .md or .xml", param_hint="--output")
     history, parsed = options.history, [rule_from_text(text) for text in options.rules]
     baseline.require(parsed)
-    files = judging.records_by_kind(records)
+    files = judging.sort_records(records)
     bench, parity = files.get("bench"), files.get("parity")
     if history is not None and any(path.resolve().parent == history.resolve() for path in output):
         raise click.UsageError(f"{history} keeps the bench records of releases: write verdict and trend elsewhere")
@@ -79,11 +79,11 @@ def gate_command(
         raise click.UsageError(
             "nothing to judge: give a rule with --fail-if, a --history, or a parity.json, which has a verdict"
         )
-    now = judging.evidence_of_files(bench, parity, options.confidence)
+    now = judging.read_evidence(bench, parity, options.confidence)
     rows = [] if parity is None else [judging.parity_row(parity, parsed)]
     older = baseline.older(files)
-    before = judging.evidence_of_files(older.get("bench"), older.get("parity"))
-    trend = None if history is None or bench is None else judging.trend_of_files(bench, history)
+    before = judging.read_evidence(older.get("bench"), older.get("parity"))
+    trend = None if history is None or bench is None else judging.read_trend(bench, history)
     rows += [] if trend is None else judge_history(trend)
     judged_by_rule = judging.judge_rows(judging.with_fitted_rule(parsed, now), now, before, starting=baseline.init)
     judged = Gate(rules=(*rows, *judged_by_rule), confidence=options.confidence if parsed else None)
@@ -125,7 +125,7 @@ def report_command(directory: Path, output: Path, title: str | None, out: Output
 
     Example: corp-deploy report release -o release/report.html
     """
-    from corp_deploy.proof.report_input import record_of_directory
+    from corp_deploy.proof.report_input import gather_report
     from corp_deploy.release.pace import efforts_in
     from corp_deploy.store.manifest import rows_of_efforts
     from ground.files import write_text
@@ -139,7 +139,7 @@ def report_command(directory: Path, output: Path, title: str | None, out: Output
     }
     if output.suffix not in writers:
         raise click.BadParameter(f"{output}: expected one of {', '.join(writers)}", param_hint="--output")
-    record = record_of_directory(directory, title)
+    record = gather_report(directory, title)
     if of_release := rows_of_efforts(efforts_in(directory)):
         record |= {"effort": of_release}
     write_text(output, writers[output.suffix](record))

@@ -48,9 +48,9 @@ def reduce_command(
     from calib.store import load_moments
     from corp_deploy.planning.carried_out import Polishing
     from corp_deploy.planning.execution import reduce_checkpoint
-    from corp_deploy.planning.request import record_of_reduction
+    from corp_deploy.planning.request import build_reduction_record
     from corp_deploy.polish.state import state_beside
-    from corp_deploy.proof.speed import measured_speedup
+    from corp_deploy.proof.speed import measure_speedup
     from corp_deploy.store.manifest import path_beside, timed_on, write_effort
     from corp_deploy.views.reduction import polishing_shown, reduction_shown
     from ground.gpu import require_device
@@ -83,10 +83,10 @@ def reduce_command(
         out.warn("ragged heads lose the fused attention kernel in TensorRT engines; padded or square heads keep it")
     if any(site.part == "heads" and site.width == 1 < site.width_dense for site in result.sites):
         out.warn("a single head left loses the fused attention kernel in TensorRT-RTX engines; two or more keep it")
-    record, measured = record_of_reduction(result, plan), []
+    record, measured = build_reduction_record(result, plan), []
     if plan.predicted_speedup is not None:
         with out.progress("measuring the result", None):
-            speed = measured_speedup(dense, output, reduction.batch or 1)
+            speed = measure_speedup(dense, output, reduction.batch or 1)
         record |= {"predicted_speedup": plan.predicted_speedup, "measured_speedup": speed}
         off = plan.predicted_speedup / speed - 1.0
         measured.append(f"speed-up predicted {plan.predicted_speedup:.3f}, measured {speed:.3f}: {off:+.1%} off")

@@ -81,9 +81,8 @@ def sweep_command(
     --bench onnxruntime --batch 1,16 --min-agreement 0.99 -o sweep
     """
     from calib.store import load_moments
-    from corp_deploy.planning.judging import scored_inputs
-    from corp_deploy.planning.sweep import SweepContext, SweepRun
-    from corp_deploy.planning.sweep import sweep as sweep_of
+    from corp_deploy.planning.judging import score_inputs
+    from corp_deploy.planning.sweep import SweepContext, SweepRun, run_sweep
     from corp_deploy.reduction.calibrate import ranks_of_this_run
     from ground.gpu import require_device
 
@@ -106,7 +105,7 @@ def sweep_command(
                 moments=moments,
                 statistics=tuple(map(load_moments, moments)),
                 source=source,
-                scored=scored_inputs(checkpoint.model, source, labels, trials.batch_size),
+                scored=score_inputs(checkpoint.model, source, labels, trials.batch_size),
                 calibration=None if calibration.path is None else calibration.open(checkpoint, out.note),
             )
             if trials.jobs > 1 and ranks.size == 1:
@@ -125,7 +124,7 @@ def sweep_command(
                     on_progress=lambda phase, count: bar.renamed(phase, count, len(requests), "trials"),
                 )
                 size = _size(swept, requests, trials.held_out, bar)
-                points = sweep_of(swept, requests, run)
+                points = run_sweep(swept, requests, run)
         if not ranks.rank:
             _tell(sweep, swept, points, size, trials.min_agreement, inputs, output, out)
 
@@ -141,7 +140,7 @@ def _tell(
     out: Output,
 ) -> None:
     """Write and print all results; then raise BadInput if no trial reaches the agreement `least`."""
-    from corp_deploy.planning.sweep_points import record_of_sweep, require_agreeing, sentence_of_sweep
+    from corp_deploy.planning.sweep_points import build_sweep_record, describe_sweep, require_agreeing
     from corp_deploy.planning.sweep_points import smallest_that_agrees as smallest
     from corp_deploy.proof.report_input import SIZE_FILE
     from corp_deploy.views.sweep import csv_of_sweep, lines_of_gaps, sweep_plot, sweep_speeds, sweep_table
@@ -159,11 +158,13 @@ def _tell(
         out.warn(fitted.warning)
     if any(point.budget is not None for point in points) and swept.calibration is None:
         out.note(f"budgets were shared out by the judging {swept.source.noun}; --calibration-images keeps them apart")
-    record = record_of_sweep(points, smallest(points, least) if least is not None and agrees else None, dense, fitted)
+    record = build_sweep_record(
+        points, smallest(points, least) if least is not None and agrees else None, dense, fitted
+    )
     page = sweep_page(points, dense, title=f"Sweep: {output.resolve().name}", size=size, fitted=fitted)
     for suffix, text in (("csv", csv_of_sweep(points)), ("svg", sweep_plot(points)), ("html", page)):
         write_text(output / f"sweep.{suffix}", text)
-    lines = [sentence_of_sweep(points)]
+    lines = [describe_sweep(points)]
     if size is not None:
         write_json(output / SIZE_FILE, size.as_json())
         record["calibration_size"] = size.as_json()
@@ -184,14 +185,14 @@ def _size(
 ) -> "CalibrationSize | None":
     """Return how many images are enough for the sweep's narrowest model, which needs the most."""
     from calib.store import load_moments
-    from corp_deploy.planning.calibration_size import calibration_size
+    from corp_deploy.planning.calibration_size import measure_calibration_size
 
     uniform = [request for request in requests if request.budget is None]
     count = len(swept.moments)
     if count < 2 or not uniform:
         return None
     of_preset = [each for each in uniform if each.preset == uniform[0].preset and each.knobs == uniform[0].knobs]
-    return calibration_size(
+    return measure_calibration_size(
         swept.dense.model,
         swept.statistics,
         max(of_preset, key=lambda request: request.share).method,

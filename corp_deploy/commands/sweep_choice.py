@@ -152,10 +152,10 @@ class SweepChoice(GeometryOptions, heading="Trials"):
 
     def refuse_far(self, model: "nn.Module") -> None:
         """Raise BadInput for a budget that cuts too much of the sites that it may cut."""
-        from corp_deploy.planning.first_plan import refuse_far
+        from corp_deploy.planning.first_plan import refuse_far_cuts
 
         for share in self.macs:
-            refuse_far(model, self._request("best", NO_KNOBS, None).method, "macs", share, self.most_cut)
+            refuse_far_cuts(model, self._request("best", NO_KNOBS, None).method, "macs", share, self.most_cut)
 
     def requests(self, moments: int = 1) -> "list[SweepRequest]":
         """Return all trials for each of `moments` moments files, in the order in which they are tried and shown."""

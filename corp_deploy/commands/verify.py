@@ -83,7 +83,7 @@ def verify_command(
         return verify_graph(directory, candidates[0], output, options, inputs, out)
     from corp_deploy.proof.candidates import require_batches, with_preprocessing
     from corp_deploy.proof.custom_metrics import require_runnable
-    from corp_deploy.proof.prove import candidates_from_paths, prove
+    from corp_deploy.proof.prove import candidates_from_paths, run_proof
     from corp_deploy.proof.second_opinion import require_second_opinion, write_second_opinion
 
     inputs.require()
@@ -98,7 +98,7 @@ def verify_command(
             out.warn(sentence)
     proof_inputs = inputs.of_model(dense, out.note, pixels=any(step.takes_pixels for step in steps))
     with out.progress("verifying", len(steps), unit="links") as bar:
-        proof = prove(
+        proof = run_proof(
             dense,
             steps,
             proof_inputs,

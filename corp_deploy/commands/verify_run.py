@@ -222,10 +222,10 @@ class ProofInputChoice(InputOptions):
     def open_for_engine(self, artefact: "Artefact") -> "ProofInputs":
         """Return the inputs as an engine takes them; raise BadInput for texts, and for images of an unknown form."""
         from corp_deploy.proof.port_images import images_of_port
-        from corp_deploy.proof.proof_inputs import noise_inputs
+        from corp_deploy.proof.proof_inputs import draw_noise
 
         if self.random is not None:
-            return noise_inputs(artefact.inputs, self.random, self.seed)
+            return draw_noise(artefact.inputs, self.random, self.seed)
         if self.arrays is not None:
             from calib.rows import open_arrays
             from corp_deploy.proof.model_inputs import inputs_from_set
@@ -240,9 +240,9 @@ class ProofInputChoice(InputOptions):
 
     def of_model(self, dense: "Checkpoint", note: Callable[[str], None], *, pixels: bool = False) -> "ProofInputs":
         """Return the inputs as a model takes them; with `pixels` random ones are uint8 pixels."""
-        from corp_deploy.proof.model_inputs import inputs_from_set, random_inputs
+        from corp_deploy.proof.model_inputs import draw_random_inputs, inputs_from_set
 
         if self.random is not None:
-            return random_inputs(dense, self.random, self.seed, pixels=pixels)
+            return draw_random_inputs(dense, self.random, self.seed, pixels=pixels)
         source = self.proving(self.open(dense, note), self.seed)
         return inputs_from_set(source, self.class_indices(source, dense, note))

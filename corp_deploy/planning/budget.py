@@ -57,7 +57,7 @@ def allocate_widths(curves: list[CostCurve], dense: int, share: float, *, full_c
     ]
     least = fixed + sum(curve.costs[0] for curve in curves)
     if least > share * full_cost:
-        raise out_of_reach(curves, dense, share, least / full_cost, full_cost=full_cost)
+        raise unreachable_budget(curves, dense, share, least / full_cost, full_cost=full_cost)
     best = knapsack.solve_knapsack(options, share * full_cost - fixed)
     widths = {curve.site: curve.widths[best.widths[name]] for name, own in together.items() for curve in own}
     return Allocation(widths=widths, share=(best.cost + fixed) / full_cost, predicted_error=best.error**0.5)
@@ -76,7 +76,7 @@ def _padded_to_one_length(tied: list[CostCurve]) -> list[CostCurve]:
     return padded
 
 
-def out_of_reach(curves: list[CostCurve], dense: int, share: float, least: float, *, full_cost: int) -> BadInput:
+def unreachable_budget(curves: list[CostCurve], dense: int, share: float, least: float, *, full_cost: int) -> BadInput:
     """Return the refusal of a budget below `least`, the share that the narrowest widths keep."""
     stays = dense - sum(curve.cost_now for curve in curves if len(curve.costs) > 1)
     return BadInput(
@@ -86,7 +86,7 @@ def out_of_reach(curves: list[CostCurve], dense: int, share: float, least: float
     )
 
 
-def uniform(
+def allocate_uniformly(
     model: nn.Module, method: Method, curves: list[CostCurve], dense: int, *, full_cost: int | None = None
 ) -> Allocation:
     """Return the allocation of the method's uniform sparsities, with cost and error read from the curves.
@@ -102,7 +102,7 @@ def uniform(
     return Allocation(widths=widths, share=cost / (full_cost or dense), predicted_error=error)
 
 
-def uniform_for_share(
+def find_uniform_for_share(
     model: nn.Module,
     method: Method,
     curves: list[CostCurve],
@@ -120,7 +120,7 @@ def uniform_for_share(
     for percent in range(100):
         even = percent / 100
         evenly = replace(method, mlp_sparsity=even, attention_sparsity=even, conv_sparsity=even)
-        found = used(uniform(model, evenly, curves, dense, full_cost=full_cost))
+        found = used(allocate_uniformly(model, evenly, curves, dense, full_cost=full_cost))
         if found.share <= share:
             return replace(found, name=f"uniform sparsity {even:.2f}")
     return None

@@ -14,18 +14,18 @@ from corp_deploy.reduction.method import Method
 from corp_deploy.store.checkpoint import Checkpoint
 from ground.effort import Stopwatch, measure_effort
 
-from .budget import Allocation, allocate_widths, out_of_reach, uniform_for_share
+from .budget import Allocation, allocate_widths, find_uniform_for_share, unreachable_budget
 from .curves import (
     CostCurve,
     SiteCurves,
-    cost_curves,
+    compute_cost_curves,
+    compute_eliminations,
+    compute_site_curves,
+    compute_site_metrics,
     cost_of_all_tokens,
     dense_cost,
-    eliminations,
-    site_curves,
-    site_metrics,
 )
-from .latency import curves_in_time, measure_tables
+from .latency import measure_tables, price_in_time
 from .probe import Probe
 from .probe_split import draw_inputs, set_apart
 from .request import LatencyTarget, ProbedAllocation, WidthPlan, sentences_on_spared
@@ -35,7 +35,7 @@ _HALVINGS = 8
 """Bisection steps over the budget that the curves are allowed, since sites that share layers save more together."""
 
 
-def probe_of(
+def build_probe(
     dense: Checkpoint,
     moments: Moments,
     method: Method,
@@ -48,9 +48,9 @@ def probe_of(
     With a `loop`, the probe tries widths in that closed loop, on a few of the other images.
     """
     apart = set_apart(dense, moments, images)
-    metrics = site_metrics(dense.model, method, draw_inputs(dense, apart.loop_images))
+    metrics = compute_site_metrics(dense.model, method, draw_inputs(dense, apart.loop_images))
     with measure_effort(watch, "select"):
-        eliminations_by_site = eliminations(dense.model, replace(moments, metrics=metrics), method)
+        eliminations_by_site = compute_eliminations(dense.model, replace(moments, metrics=metrics), method)
     # Ridges chosen by halves cost a dozen fits a trial, and what is tried is judged on other images anyway.
     fitted = replace(apart.moments, half=None, metrics=metrics)
     return Probe(
@@ -149,7 +149,7 @@ class BudgetPlanner(Planner):
     def tried_at(self, share: float) -> WidthPlan:
         """Return the plan for this share with its measured error, beside uniform widths of the same budget."""
         best, probe = self._allocated(share), self.probe
-        even = uniform_for_share(
+        even = find_uniform_for_share(
             probe.model, probe.method, self.curves, self.total, share, full_cost=self.full_cost, used=self._used_by
         )
         return self._planned(
@@ -177,7 +177,7 @@ class BudgetPlanner(Planner):
         if best.share > share:  # biases are added where there are none
             best, low, high = self._exactly(least), least, share
         if best.share > share:
-            raise out_of_reach(self.curves, self.total, share, best.share, full_cost=self.full_cost)
+            raise unreachable_budget(self.curves, self.total, share, best.share, full_cost=self.full_cost)
         for _ in range(_HALVINGS):
             middle = (low + high) / 2
             more = self._exactly(max(middle, least))
@@ -200,7 +200,7 @@ class BudgetPlanner(Planner):
         return used if merging is None else f"{used}; merging tokens takes about {merging:.3f} ms of it, measured alone"
 
 
-def budget_planner(
+def build_budget_planner(
     dense: Checkpoint,
     moments: Moments,
     method: Method,
@@ -212,21 +212,21 @@ def budget_planner(
     watch: Stopwatch | None = None,
 ) -> BudgetPlanner:
     """Probe the sites and price their widths; for latency, by measured tables."""
-    probe = probe_of(dense, moments, method, images, loop, watch)
-    own = site_curves(probe)
+    probe = build_probe(dense, moments, method, images, loop, watch)
+    own = compute_site_curves(probe)
     if currency != "latency":
         return BudgetPlanner(
             probe=probe,
             own=own,
             currency=currency,
             full_cost=cost_of_all_tokens(dense.model, currency),
-            curves=cost_curves(probe, currency, curves=own),
+            curves=compute_cost_curves(probe, currency, curves=own),
             total=dense_cost(dense.model, currency),
             costs=site_costs(dense.model, currency),
         )
     assert where is not None, currency
     tables, batch = measure_tables(dense, method, where), where.batches[0]
-    curves, total = curves_in_time(cost_curves(probe, "macs", curves=own), tables, batch)
+    curves, total = price_in_time(compute_cost_curves(probe, "macs", curves=own), tables, batch)
     return BudgetPlanner(
         probe=probe,
         own=own,

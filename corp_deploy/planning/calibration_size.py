@@ -23,7 +23,7 @@ from ground.errors import BadInput
 from perf.parity.measures import measure_relative_errors
 from perf.report.curves import ImagesPoint
 
-from .judging import Scored, worst_agreement
+from .judging import ScoredInputs, worst_agreement
 
 WITHIN = 0.05
 DRAWS, CONFIDENCE, SEED = 2000, 0.95, 0
@@ -77,7 +77,7 @@ class CalibrationSize:
         return f"{self.sufficient:,} images are enough: no more than {self.within:.0%} worse than {largest:,}"
 
 
-def loss_of_sites(reports: Sequence[SiteReport]) -> tuple[float, float | None]:
+def sum_losses(reports: Sequence[SiteReport]) -> tuple[float, float | None]:
     """Return the lost shares of variance, summed over sites: on the images of the fit, and on held-out ones, if any."""
     fitted = sum(each.error / each.energy for each in reports if each.energy > 0.0)
     judged = [each.held_out for each in reports if each.held_out is not None]
@@ -86,7 +86,7 @@ def loss_of_sites(reports: Sequence[SiteReport]) -> tuple[float, float | None]:
     return fitted, sum(each.error / each.energy for each in judged if each.energy > 0.0)
 
 
-def fit_of_losses(images: Sequence[int], losses: Sequence[float]) -> SizeFit:
+def fit_losses(images: Sequence[int], losses: Sequence[float]) -> SizeFit:
     """Fit a line through the losses over 1 / images by least squares."""
     inverse, loss = 1.0 / np.asarray(images, dtype=np.float64), np.asarray(losses, dtype=np.float64)
     slope, limit = np.polyfit(inverse, loss, 1)
@@ -94,15 +94,15 @@ def fit_of_losses(images: Sequence[int], losses: Sequence[float]) -> SizeFit:
     return SizeFit(limit=float(limit), slope=float(slope), residual=float(away.max()))
 
 
-def _ratio(loss: float, largest: float) -> float:
+def _divide_losses(loss: float, largest: float) -> float:
     if largest > 0.0:
         return loss / largest
     return float("inf") if loss > 0.0 else 1.0
 
 
-def ratio_to(errors_N: Floats, largest_N: Floats) -> tuple[float, float, float]:
+def compare_errors(errors_N: Floats, largest_N: Floats) -> tuple[float, float, float]:
     """Return the ratio of mean errors to those of the largest number of images, with its paired bootstrap interval."""
-    ratio = _ratio(float(errors_N.mean()), float(largest_N.mean()))
+    ratio = _divide_losses(float(errors_N.mean()), float(largest_N.mean()))
     if not largest_N.mean() > 0.0:
         return ratio, ratio, ratio
     picks = np.random.default_rng(SEED).integers(len(errors_N), size=(DRAWS, len(errors_N)))
@@ -112,7 +112,7 @@ def ratio_to(errors_N: Floats, largest_N: Floats) -> tuple[float, float, float]:
     return ratio, float(low), float(high)
 
 
-def smallest_sufficient(points: Sequence[ImagesPoint], within: float) -> int | None:
+def find_sufficient(points: Sequence[ImagesPoint], within: float) -> int | None:
     """Return the smallest number of images from which on all errors are within the share, or None."""
     enough = None
     for point in reversed(points[:-1]):
@@ -122,14 +122,14 @@ def smallest_sufficient(points: Sequence[ImagesPoint], within: float) -> int | N
     return enough
 
 
-def calibration_size(
+def measure_calibration_size(
     model: nn.Module,
     every: Sequence[Moments],
     method: Method,
     *,
     widths: Widths | None = None,
     held_out: Moments | None = None,
-    scored: Scored | None = None,
+    scored: ScoredInputs | None = None,
     calibration: InputSet | None = None,
     on_progress: Callable[[int], None] = lambda judged: None,
 ) -> CalibrationSize:
@@ -154,7 +154,7 @@ def calibration_size(
     losses, judged = [], list[_Judged]()
     for number, moments in enumerate(every, start=1):
         reduction = reduce(model, moments, method, widths=widths, held_out=held_out, images=calibration)
-        losses.append(loss_of_sites(reduction.sites))
+        losses.append(sum_losses(reduction.sites))
         if scored is not None:
             answers = scored.answers(reduction.model)
             of_ports = zip(scored.ports, scored.dense, answers, strict=True)
@@ -172,9 +172,9 @@ def _concluded(
     points = []
     for place, (count, (fitted, held_out)) in enumerate(zip(images, losses, strict=True)):
         if errors:
-            ratio, low, high = ratio_to(errors[place], errors[-1])
+            ratio, low, high = compare_errors(errors[place], errors[-1])
         else:
-            ratio = low = high = _ratio(held_out or 0.0, losses[-1][1] or 0.0)
+            ratio = low = high = _divide_losses(held_out or 0.0, losses[-1][1] or 0.0)
         points.append(
             ImagesPoint(
                 images=count,
@@ -189,11 +189,11 @@ def _concluded(
         )
     by_sites = losses[0][1] is not None
     curve = [loss for _, loss in losses if loss is not None] if by_sites else [float(each.mean()) for each in errors]
-    fit = fit_of_losses(images, curve)
+    fit = fit_losses(images, curve)
     return CalibrationSize(
         points=tuple(points),
         within=WITHIN,
-        sufficient=smallest_sufficient(points, WITHIN),
+        sufficient=find_sufficient(points, WITHIN),
         judged_by="relative_error" if errors else "held_out",
         fit_of="held_out" if by_sites else "relative_error",
         fit=fit,

@@ -29,8 +29,8 @@ from corp_deploy.store.checkpoint import Checkpoint
 from ground.effort import Stopwatch, measure_effort
 from ground.errors import BadInput
 
-from .curves import site_metrics
-from .judging import Judges
+from .curves import compute_site_metrics
+from .judging import JudgeChoice
 from .probe import Probe
 from .probe_split import ProbeSplit, draw_inputs, set_apart
 from .request import Attempt, ReductionRequest, WidthPlan
@@ -132,7 +132,7 @@ def carry_out_better(
     apart = set_apart(dense, moments, images)
     if planned.widths is None:
         shown = draw_inputs(dense, apart.loop_images)
-        planned = replace(planned, metrics=site_metrics(dense.model, planned.method, shown))
+        planned = replace(planned, metrics=compute_site_metrics(dense.model, planned.method, shown))
     count = _count_judges(apart, images)
     widths = uniform_widths(dense.model, planned.method) if planned.widths is None else planned.widths
     reason = shared_reader(traced_model.tracing(dense.model), sites_of(dense.model), widths)
@@ -199,7 +199,7 @@ def _groups(images: InputSet, moments: Moments) -> Tensor | None:
 
 
 def inputs_to_polish(
-    request: ReductionRequest, images: InputSet | None, moments: Moments, judges: Judges | None
+    request: ReductionRequest, images: InputSet | None, moments: Moments, judges: JudgeChoice | None
 ) -> PolishInputs | None:
     """Divide the images into those that a polish is fitted to and its judges; return None if no polish is asked for.
 

@@ -185,7 +185,7 @@ def effects_of_changes(model: nn.Module, inputs: Inputs, changes: Sequence[Chang
     return [effect / energy for effect in effects] if any(effects) else effects
 
 
-def output_metrics(model: nn.Module, inputs: Inputs, weights: Collection[str]) -> dict[str, Tensor]:
+def compute_output_metrics(model: nn.Module, inputs: Inputs, weights: Collection[str]) -> dict[str, Tensor]:
     """Return the output metric M [O,O] of each layer, by the name of its weight; float64, positive definite.
 
     d' M d is the squared change of the model's outputs by a change d of the layer's output, on average over its

@@ -26,8 +26,8 @@ from corp_deploy.traced.models.module import device_of
 from corp_deploy.traced.models.sites import Currency, Site
 from ground.errors import BadInput
 
-from .curvature import output_metrics
-from .probe import Probe, Trial
+from .curvature import compute_output_metrics
+from .probe import Probe, SiteTrial
 
 TRIED = (0.25, 0.5, 0.75)
 
@@ -85,13 +85,13 @@ def _eliminating_sites(model: nn.Module, method: Method) -> list[Site]:
     return [site for site in _sites_with_choice(model, method) if kind_of(site).eliminates]
 
 
-def site_metrics(model: nn.Module, method: Method, inputs: Inputs) -> dict[str, Tensor]:
+def compute_site_metrics(model: nn.Module, method: Method, inputs: Inputs) -> dict[str, Tensor]:
     """Return the output metric of every layer whose outputs decide which channels of a site are kept."""
     readings = (reading for site in _eliminating_sites(model, method) for reading in site.readings)
-    return output_metrics(model, inputs, {reading.weight for reading in readings})
+    return compute_output_metrics(model, inputs, {reading.weight for reading in readings})
 
 
-def eliminations(model: nn.Module, moments: Moments, method: Method) -> dict[str, Elimination]:
+def compute_eliminations(model: nn.Module, moments: Moments, method: Method) -> dict[str, Elimination]:
     """Compute each site's order of removal, which serves every width of a sweep or a budget."""
     where, sites = device_of(model), _eliminating_sites(model, method)
 
@@ -138,15 +138,15 @@ class SiteCurves:
     """
 
     by_site: Mapping[str, ErrorCurve]
-    folded_to_constant: Mapping[Trial, float]
+    folded_to_constant: Mapping[SiteTrial, float]
 
     @property
-    def trials(self) -> list[Trial]:
+    def trials(self) -> list[SiteTrial]:
         """Every site and width that the probe tries."""
         return [(name, curve.widths[at]) for name, curve in self.by_site.items() for at in _probed_positions(curve)]
 
 
-def site_curves(probe: Probe) -> SiteCurves:
+def compute_site_curves(probe: Probe) -> SiteCurves:
     """Compute the error curves from the moments, and measure each site that may become a constant on a few inputs.
 
     Raises BadInput if the method has no error curves.
@@ -171,7 +171,7 @@ def site_curves(probe: Probe) -> SiteCurves:
     return replace(plain, folded_to_constant=probe.on_few_inputs.effects(empty) if empty else {})
 
 
-def output_errors(probe: Probe, curves: SiteCurves) -> dict[str, tuple[float, ...]]:
+def measure_output_errors(probe: Probe, curves: SiteCurves) -> dict[str, tuple[float, ...]]:
     """Return the squared relative output error of every width of every site; the probe measures a few widths."""
     small = [trial for trial in curves.trials if trial not in curves.folded_to_constant]
     effects = {**curves.folded_to_constant, **probe.linear_effects(small)}
@@ -182,9 +182,9 @@ def output_errors(probe: Probe, curves: SiteCurves) -> dict[str, tuple[float, ..
     return {site.name: errors.get(site.name, (0.0,)) for site in narrowable(probe.model)}
 
 
-def cost_curves(probe: Probe, currency: Currency, *, curves: SiteCurves | None = None) -> list[CostCurve]:
-    """Return every site's costs and output errors by width; `curves` are those of `site_curves`, if known."""
-    errors = output_errors(probe, site_curves(probe) if curves is None else curves)
+def compute_cost_curves(probe: Probe, currency: Currency, *, curves: SiteCurves | None = None) -> list[CostCurve]:
+    """Return every site's costs and output errors by width; `curves` are those of `compute_site_curves`, if known."""
+    errors = measure_output_errors(probe, compute_site_curves(probe) if curves is None else curves)
     costs, curves_of_sites = site_costs(probe.model, currency), []
     for site in narrowable(probe.model):
         widths = kind_of(site).offers(site, probe.method)

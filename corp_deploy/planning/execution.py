@@ -24,11 +24,18 @@ from ground.effort import Stopwatch, measure_effort
 from ground.errors import BadInput
 
 from .carried_out import Polishing, carry_out, carry_out_better, inputs_to_polish, with_polish
-from .judging import Judge, Judges, judges_from_choice
-from .limit_search import figure, smallest_within
-from .plan import plan, planner_of
-from .refusals import as_merged, refuse_options, refuse_other_eps, refuse_outdated, require_images, require_sayable
-from .request import ReductionRequest, WidthPlan, merging_as_planned, reduced_checkpoint, request_of
+from .judging import Judge, JudgeChoice, judges_from_choice
+from .limit_search import find_smallest_within, format_figure
+from .plan import build_planner, make_plan
+from .refusals import (
+    apply_asked_merging,
+    refuse_options,
+    refuse_other_eps,
+    refuse_outdated,
+    require_images,
+    require_sayable,
+)
+from .request import ReductionRequest, WidthPlan, apply_merging, build_reduced_checkpoint, build_request
 
 
 def _planned(
@@ -41,9 +48,9 @@ def _planned(
     """Return the model with the plan's merging, and the plan with sentences on merged tokens and on the moments."""
     looks = request.options.share is not None or request.options.auto_heads
     with torch.inference_mode(), measure_effort(watch if looks else None, "plan"):
-        planned = plan(dense, moments, request, images, watch)
+        planned = make_plan(dense, moments, request, images, watch)
     # Outside inference mode, since weights that are copied in it can't be run with gradients.
-    dense = merging_as_planned(dense, planned.merging)
+    dense = apply_merging(dense, planned.merging)
     merging, words = traced_model.merging_of(dense.model), list[str]()
     if merging is not None:
         words.append(f"tokens {merging.describe()}")
@@ -60,7 +67,7 @@ def reduce_as_asked(
     request: ReductionRequest,
     *,
     images: InputSet | None = None,
-    judges: Judges | None = None,
+    judges: JudgeChoice | None = None,
     held_out: Moments | None = None,
     on_progress: Callable[[int, int], None] | None = None,
     watch: Stopwatch | None = None,
@@ -70,7 +77,7 @@ def reduce_as_asked(
     Moments of other images, `held_out`, judge every site again; ReduceOptions refuses them with a closed loop. Raises
     BadInput if the request fits neither the model nor its moments, or removes less than it asks for.
     """
-    dense, request = as_merged(dense, request)
+    dense, request = apply_asked_merging(dense, request)
     require_same_model(dense.model, moments)
     refuse_options(dense, request)
     refuse_other_eps(moments, request)
@@ -88,12 +95,12 @@ def reduce_as_asked(
         fitted, judging = judges.apart(images, moments)
         with measure_effort(watch, "within"):
             with torch.inference_mode():
-                planner = planner_of(dense, moments, request, fitted, watch)
-            return smallest_within(
+                planner = build_planner(dense, moments, request, fitted, watch)
+            return find_smallest_within(
                 request.options.limit,
                 planner,
                 judging,
-                lambda planned: reduced(merging_as_planned(dense, planned.merging).model, planned, images=fitted),
+                lambda planned: reduced(apply_merging(dense, planned.merging).model, planned, images=fitted),
                 on_progress=on_progress,
             )
     require_images(request, images)
@@ -113,7 +120,7 @@ def _limited(
     polished: Reduction,
     *,
     images: InputSet | None,
-    judges: Judges | None,
+    judges: JudgeChoice | None,
 ) -> Reduction:
     """Return the polished reduction, or if it exceeds the limit of the request, the one before, with a sentence."""
     limit = request.options.limit
@@ -122,9 +129,9 @@ def _limited(
     _, judging = judges.apart(images, moments)
     value = Judge(dense, judging, limit.measure).of(polished.model).value
     if limit.holds(value):
-        kept, said = polished, f"after the polish: {figure(limit, value)}"
+        kept, said = polished, f"after the polish: {format_figure(limit, value)}"
     else:
-        kept, said = reduction, f"the polish is left out: it gives {figure(limit, value)}, beyond {limit}"
+        kept, said = reduction, f"the polish is left out: it gives {format_figure(limit, value)}, beyond {limit}"
     return replace(kept, decisions=(*kept.decisions, said))
 
 
@@ -146,7 +153,7 @@ def reduce_checkpoint(
     it. Nothing is written unless all of it succeeds, except the state of a polish, from which the same call
     continues.
     """
-    dense, request = on_device(dense, options.device), request_of(options)
+    dense, request = on_device(dense, options.device), build_request(options)
     refuse_outdated(directory, request)
     require_sayable(dense, request)
     judges = judges_from_choice(dense.model, images, options)
@@ -189,7 +196,9 @@ def reduce_checkpoint(
     chosen_by = [images, None if judges is None else judges.inputs]
     only_reported = options.within is None and request.polish is None
     looked_at = [without_held_out(images, held_out)] if only_reported else chosen_by
-    written = reduced_checkpoint(dense, reduction, planned, options.preset, moments, moments_file, held_out, looked_at)
+    written = build_reduced_checkpoint(
+        dense, reduction, planned, options.preset, moments, moments_file, held_out, looked_at
+    )
     theirs = None if options.save_as is None else transformers_form(written)
     save(written, directory)
     if theirs is not None:

@@ -49,7 +49,7 @@ class FirstPlan:
         return {**asdict(self), "stays": stays}
 
 
-def first_plan(
+def compute_first_plan(
     model: nn.Module, method: Method, share: float, most_cut: float, currency: Currency = "macs"
 ) -> FirstPlan:
     """Compute the even cut that meets a budget with this method, ignoring the multiples that widths come in."""
@@ -82,12 +82,12 @@ def first_plan(
     )
 
 
-def refuse_far(model: nn.Module, method: Method, currency: Currency, share: float, most_cut: float) -> None:
+def refuse_far_cuts(model: nn.Module, method: Method, currency: Currency, share: float, most_cut: float) -> None:
     """Raise BadInput for a budget that takes more than `most_cut` of every site, evenly.
 
     A budget that no widths meet is left to the planner, which knows the savings of constants.
     """
-    plan, word = first_plan(model, method, share, most_cut, currency), _WORDS[currency]
+    plan, word = compute_first_plan(model, method, share, most_cut, currency), _WORDS[currency]
     if plan.cut is None or plan.holds:
         return
     stays = ", ".join(f"{name} {part:.0%} ({reason})" for name, part, reason in plan.stays[:NAMED])

@@ -22,14 +22,14 @@ from ground.effort import Stopwatch
 from ground.errors import BadInput
 
 from .budget import Allocation, allocate_widths
-from .budget_planner import Planner, probe_allocations, probe_of
-from .curves import CostCurve, cost_curves, output_errors, site_curves
-from .merge_curves import MergeCurves, merge_curves
+from .budget_planner import Planner, build_probe, probe_allocations
+from .curves import CostCurve, compute_cost_curves, compute_site_curves, measure_output_errors
+from .merge_curves import MergeCurves, compute_merge_curves
 from .merge_prices import Prices, measure_merge_latencies, prices_by_latencies, prices_in_macs
 from .probe import Probe
 from .probe_split import IMAGES, draw_inputs
 from .request import ReductionRequest, WidthPlan, merging_of_schedule
-from .schedule import Schedule, best_schedule, shaped_schedule, shapes
+from .schedule import Schedule, find_best_schedule, find_shaped_schedule, plain_shapes
 
 GRID = 0.05
 TRIED = 2
@@ -126,7 +126,7 @@ class JointPlanner(Planner):
         if way.merging is not None:
             with torch.inference_mode(False), torch.no_grad():  # gradients go through it
                 probe = replace(probe, model=traced_model.with_merging(probe.model, way.merging))
-        errors = output_errors(probe, self.own)
+        errors = measure_output_errors(probe, self.own)
         curves = [replace(curve, errors=errors[curve.site]) for curve in priced.curves]
         again = self._allocated(replace(priced, curves=curves), share)
         return None if again.widths == way.widths else replace(again, name=f"{again.name}, allocated again")
@@ -141,8 +141,8 @@ class JointPlanner(Planner):
         """List schedules that leave 1 - step * GRID of the cost: plain ones, the latest first, and the curves' best."""
         limit = (1.0 - step * GRID) * self.full_cost
         losses, costs = self.losses, self.prices.costs
-        plain = [shaped_schedule(losses, costs, limit, shape) for shape in shapes(len(losses.errors_LG))]
-        settled = (*plain, best_schedule(losses, costs, limit))
+        plain = [find_shaped_schedule(losses, costs, limit, shape) for shape in plain_shapes(len(losses.errors_LG))]
+        settled = (*plain, find_best_schedule(losses, costs, limit))
         return list({schedule.counts: schedule for schedule in settled if schedule is not None}.values())
 
     def _best_merging(self, step: int) -> PricedMerging | None:
@@ -178,7 +178,7 @@ def _metrics_beside(model: nn.Module, choice: MergedStatistics) -> tuple[Metric,
     return ("attended",)
 
 
-def joint_planner(
+def build_joint_planner(
     dense: Checkpoint,
     moments: Moments,
     request: ReductionRequest,
@@ -196,10 +196,10 @@ def joint_planner(
     if currency == "params":
         why = "merging keeps every parameter, so that --params can't weigh it; give --macs or --latency"
         raise BadInput(f"--merge-tokens auto: {why}")
-    probe = probe_of(dense, moments, request.method, images, request.loop(moments), watch)
-    own = site_curves(probe)
+    probe = build_probe(dense, moments, request.method, images, request.loop(moments), watch)
+    own = compute_site_curves(probe)
     unfitted = replace(probe, inputs=draw_inputs(dense, images, IMAGES))
-    curves, losses = cost_curves(probe, "macs", curves=own), merge_curves(probe.model, unfitted.inputs)
+    curves, losses = compute_cost_curves(probe, "macs", curves=own), compute_merge_curves(probe.model, unfitted.inputs)
     if currency == "latency":
         assert where is not None, currency
         prices = prices_by_latencies(dense, curves, losses, measure_merge_latencies(dense, probe.method, losses, where))

@@ -29,7 +29,7 @@ from .sweep_points import DensePoint, OutputScore
 Answer = NDArray[np.float32]
 
 
-def outputs(model: nn.Module, batches: Iterable[Inputs]) -> tuple[Answer, ...]:
+def compute_outputs(model: nn.Module, batches: Iterable[Inputs]) -> tuple[Answer, ...]:
     """Run a model over batches and return each output [N, ...] of all inputs."""
     where = device_of(model)
     with torch.inference_mode():
@@ -40,7 +40,7 @@ def outputs(model: nn.Module, batches: Iterable[Inputs]) -> tuple[Answer, ...]:
     return tuple(np.concatenate(parts) for parts in zip(*rows, strict=True))
 
 
-def top_k(logits_NC: Answer, labels_N: NDArray[np.int64], k: int) -> float:
+def top_k_accuracy(logits_NC: Answer, labels_N: NDArray[np.int64], k: int) -> float:
     """Return the share of the inputs whose label is among the k largest logits.
 
     It is 1 if there are no more than k classes. A single logit tells two classes apart by its sign.
@@ -54,7 +54,7 @@ def top_k(logits_NC: Answer, labels_N: NDArray[np.int64], k: int) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scored:
+class ScoredInputs:
     """Inputs with the dense model's outputs [N, ...] and the labels, if there are any."""
 
     inputs: Inputs
@@ -65,7 +65,7 @@ class Scored:
 
     def answers(self, model: nn.Module) -> tuple[Answer, ...]:
         """Return each output of another model."""
-        return outputs(model, chunks(self.inputs, self.batch_size))
+        return compute_outputs(model, chunks(self.inputs, self.batch_size))
 
     def scores(self, answers: Sequence[Answer]) -> tuple[OutputScore, ...]:
         """Compare each of a model's outputs with the dense one."""
@@ -80,7 +80,7 @@ class Scored:
         if self.labels_N is None:
             return None, None
         own = next((place for place, port in enumerate(self.ports) if port.role == "logits"), 0)
-        return top_k(answers[own], self.labels_N, 1), top_k(answers[own], self.labels_N, 5)
+        return top_k_accuracy(answers[own], self.labels_N, 1), top_k_accuracy(answers[own], self.labels_N, 5)
 
     def of_dense(self, model: nn.Module) -> DensePoint:
         accuracy, top5 = self.accuracies(self.dense)
@@ -94,11 +94,13 @@ def worst_agreement(scores: Sequence[OutputScore]) -> float | None:
     return min((score.agreement for score in scores if score.agreement is not None), default=None)
 
 
-def scored_inputs(model: nn.Module, source: InputSet, labels_N: NDArray[np.int64] | None, batch_size: int) -> Scored:
+def score_inputs(
+    model: nn.Module, source: InputSet, labels_N: NDArray[np.int64] | None, batch_size: int
+) -> ScoredInputs:
     """Compute the dense model's outputs for all of the inputs."""
     inputs = concatenated(list(source.batches(batch_size)))
-    dense = outputs(model, chunks(inputs, batch_size))
-    return Scored(inputs=inputs, ports=output_ports(model), dense=dense, labels_N=labels_N, batch_size=batch_size)
+    dense = compute_outputs(model, chunks(inputs, batch_size))
+    return ScoredInputs(inputs=inputs, ports=output_ports(model), dense=dense, labels_N=labels_N, batch_size=batch_size)
 
 
 BATCH = 32
@@ -107,7 +109,7 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judging:
+class JudgingInputs:
     """Inputs that no fit has seen, their class indices [N] if there are any, and their origin in words."""
 
     inputs: InputSet
@@ -147,7 +149,7 @@ def _ids(moments: Moments) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judges:
+class JudgeChoice:
     """The inputs that judge, or None for those that calibration left out.
 
     `labels_N` are the class indices of these inputs; without inputs, those of all inputs given to `apart`.
@@ -156,7 +158,7 @@ class Judges:
     inputs: InputSet | None = None
     labels_N: NDArray[np.int64] | None = None
 
-    def apart(self, inputs: InputSet, moments: Moments) -> tuple[InputSet, Judging]:
+    def apart(self, inputs: InputSet, moments: Moments) -> tuple[InputSet, JudgingInputs]:
         """Divide the inputs into those that may be fitted to and those that judge.
 
         Raises BadInput if either part is empty, or an input is in both.
@@ -169,9 +171,9 @@ class Judges:
                 f"--judge: {common} of its {self.inputs.count} {inputs.noun} are calibration {inputs.noun} too, which "
                 "can't judge; give others"
             )
-        return inputs, Judging(inputs=self.inputs, labels_N=self.labels_N, origin="of --judge")
+        return inputs, JudgingInputs(inputs=self.inputs, labels_N=self.labels_N, origin="of --judge")
 
-    def _left_out(self, inputs: InputSet, moments: Moments) -> tuple[InputSet, Judging]:
+    def _left_out(self, inputs: InputSet, moments: Moments) -> tuple[InputSet, JudgingInputs]:
         is_fitted = torch.isin(inputs.ids, _ids(moments))
         fitted, others = ((is_fitted == is_held).nonzero().squeeze(1).tolist() for is_held in (True, False))
         if not fitted:
@@ -186,10 +188,10 @@ class Judges:
             )
         labels_N = None if self.labels_N is None else self.labels_N[others]
         origin = "that the calibration left out"
-        return inputs.subset(fitted), Judging(inputs=inputs.subset(others), labels_N=labels_N, origin=origin)
+        return inputs.subset(fitted), JudgingInputs(inputs=inputs.subset(others), labels_N=labels_N, origin=origin)
 
 
-def judges_from_choice(model: nn.Module, images: InputSet | None, choice: BudgetChoice) -> Judges | None:
+def judges_from_choice(model: nn.Module, images: InputSet | None, choice: BudgetChoice) -> JudgeChoice | None:
     """Open the judges that the options ask for, or return None without a limit.
 
     `images` are those of the reduction, some of which may judge.
@@ -200,7 +202,7 @@ def judges_from_choice(model: nn.Module, images: InputSet | None, choice: Budget
     labelled = images if others is None else others
     labels = choice.labels.value if isinstance(choice.labels, InMemory) else choice.labels
     labels_N = None if labels is None else labels_for(labels, labelled, model)
-    return Judges(inputs=others, labels_N=labels_N)
+    return JudgeChoice(inputs=others, labels_N=labels_N)
 
 
 def _bootstrapped(count: int, value: float, statistic: Callable[[NDArray[np.int64]], float]) -> Judgement:
@@ -217,7 +219,7 @@ class Judge:
     Raises BadInput if the measure is not defined for the model's outputs, or has no labels.
     """
 
-    def __init__(self, model: nn.Module, judging: Judging, measure: Measure) -> None:
+    def __init__(self, model: nn.Module, judging: JudgingInputs, measure: Measure) -> None:
         self.ports, self.measure = output_ports(model), measure
         self.labels_N, self.inputs = judging.labels_N, judging.inputs
         if measure == "agreement":
@@ -232,7 +234,9 @@ class Judge:
         self.dense = self._answers(model)
 
     def _answers(self, model: nn.Module) -> dict[str, Answer]:
-        answers = dict(zip((port.name for port in self.ports), outputs(model, self.inputs.batches(BATCH)), strict=True))
+        answers = dict(
+            zip((port.name for port in self.ports), compute_outputs(model, self.inputs.batches(BATCH)), strict=True)
+        )
         return {port.name: answers[port.name] for port in self.judged}
 
     def of(self, model: nn.Module) -> Judgement:

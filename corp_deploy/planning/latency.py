@@ -36,7 +36,7 @@ from perf.timing.watch import environment, watching
 from .curves import CostCurve
 from .request import LatencyTarget
 from .schedule import POINTS as TOKEN_POINTS
-from .schedule import MergeAlone, latency_at, merge_name, merges_of, spread, stream_channels
+from .schedule import MergeAlone, interpolate_latency, merge_name, merges_with_tokens, pick_evenly, stream_channels
 
 Inputs = tuple[Port, ...]
 Outputs = tuple[OutputPort, ...]
@@ -55,7 +55,7 @@ def refuse_disturbed(tables: Mapping[str, LatencyTable]) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tables:
+class LatencyTables:
     """Latency tables by name, and the names of those of each site.
 
     `names` holds the tables of a site by number of tokens, `tokens` the number that reaches it, and `merges` the table
@@ -74,7 +74,7 @@ class Tables:
     def latency_ms(self, site: str, size: int, batch: int) -> float:
         """Return the milliseconds of a site's layer at this size with the tokens that reach it."""
         at = {tokens: self.by_name[name] for tokens, name in self.names[site].items()}
-        return latency_at(at, self.tokens[site], size, batch)
+        return interpolate_latency(at, self.tokens[site], size, batch)
 
     def merging_ms(self, batch: int) -> float:
         """Return the milliseconds of all token merges, each measured alone."""
@@ -120,7 +120,7 @@ class Grids:
             identity=part.cost_signature,
             open_width=open_width,
             inputs=part.inputs,
-            widths=spread(tuple(kind_of(own).offers(own, self.method)), points),
+            widths=pick_evenly(tuple(kind_of(own).offers(own, self.method)), points),
             batches=self.where.batches,
         )
 
@@ -160,7 +160,7 @@ class Grids:
 
 
 @contextmanager
-def opened_grids(model: nn.Module, method: Method, where: LatencyTarget) -> Iterator[Grids]:
+def open_grids(model: nn.Module, method: Method, where: LatencyTarget) -> Iterator[Grids]:
     with tempfile.TemporaryDirectory() as scratch:
         yield Grids(model=model, method=method, where=where, scratch=Path(scratch))
 
@@ -187,7 +187,7 @@ def _names_at_tokens(
     reach: dict[str, set[int]] = {}
     for site, shape in shapes.items():
         reach.setdefault(shape, set()).add(tokens[site])
-    points = {shape: spread(tuple(sorted(counts)), TOKEN_POINTS) for shape, counts in reach.items()}
+    points = {shape: pick_evenly(tuple(sorted(counts)), TOKEN_POINTS) for shape, counts in reach.items()}
     return {
         site: {count: name_at_tokens(shape, count, all_tokens) for count in points[shape]}
         for site, shape in shapes.items()
@@ -200,15 +200,15 @@ def measure_tables(
     where: LatencyTarget,
     *,
     on_progress: Callable[[int, int], None] = lambda finished, total: None,
-) -> Tables:
+) -> LatencyTables:
     """Measure, or read from the cache, a table for each block shape and number of tokens, and the model's latency.
 
     Raises BadInput if a site of the model can't be timed alone.
     """
     model = checkpoint.model
-    tokens, merges = tokens_that_enter(model), merges_of(model)
+    tokens, merges = tokens_that_enter(model), merges_with_tokens(model)
     unmerged = replace(checkpoint, model=traced_model.with_merging(model, None)) if merges else checkpoint
-    with opened_grids(unmerged.model, method, where) as grids:
+    with open_grids(unmerged.model, method, where) as grids:
         names = _names_at_tokens(grids.shapes, tokens, len(traced_model.token_kinds(model)))
         by_name = dict[str, Grid]()
         for site, at_tokens in names.items():
@@ -218,7 +218,7 @@ def measure_tables(
         by_name |= {grid.name: grid for grid in merge_grids.values()}
         wholes = {DENSE: checkpoint, ALL_TOKENS: unmerged} if merges else {DENSE: checkpoint}
         tables = grids.measured(by_name | {name: grids.of_model(each) for name, each in wholes.items()}, on_progress)
-    return Tables(
+    return LatencyTables(
         by_name={name: tables[name][0] for name in by_name},
         names={site.name: names.get(site.name, {}) for site in sites_of(model).every},
         tokens=tokens,
@@ -229,7 +229,7 @@ def measure_tables(
     )
 
 
-def in_nanoseconds(curves: list[CostCurve], latency_ms: Callable[[str, int], float]) -> list[CostCurve]:
+def price_in_nanoseconds(curves: list[CostCurve], latency_ms: Callable[[str, int], float]) -> list[CostCurve]:
     """Return the curves with costs in nanoseconds above that of each site's fastest width."""
     priced = []
     for curve in curves:
@@ -239,14 +239,14 @@ def in_nanoseconds(curves: list[CostCurve], latency_ms: Callable[[str, int], flo
     return priced
 
 
-def curves_in_time(curves: list[CostCurve], tables: Tables, batch: int) -> tuple[list[CostCurve], int]:
+def price_in_time(curves: list[CostCurve], tables: LatencyTables, batch: int) -> tuple[list[CostCurve], int]:
     """Return the curves with costs in nanoseconds at one batch size, and the dense model's latency in nanoseconds.
 
     Raises BadInput if tables were measured while other programs had the machine.
     """
     all_tokens = {} if tables.all_tokens is None else {ALL_TOKENS: tables.all_tokens}
     refuse_disturbed({**tables.by_name, DENSE: tables.dense, **all_tokens})
-    priced = in_nanoseconds(curves, lambda site, width: tables.latency_ms(site, width, batch))
+    priced = price_in_nanoseconds(curves, lambda site, width: tables.latency_ms(site, width, batch))
     dense = round(1e6 * tables.dense.latency_ms(1, batch))
     alone = sum(curve.cost_now for curve in priced) + round(1e6 * tables.merging_ms(batch))
     # Inside the model a block can be faster than alone. The time that no block explains is a fixed cost.

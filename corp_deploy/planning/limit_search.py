@@ -15,14 +15,14 @@ from ground.errors import BadInput
 from perf.stats.decision import samples_for_interval, samples_for_share, share_interval
 
 from .budget_planner import Planner
-from .judging import Judge, Judgement, Judging
+from .judging import Judge, Judgement, JudgingInputs
 from .request import WidthPlan
 
 STEPS = 100  # budgets are hundredths of the dense cost: a hundred images can't tell finer steps apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
+class BudgetTrial:
     """One budget: the share of the cost that it allows, the model's judgement, and whether it holds the limit."""
 
     share: float
@@ -36,8 +36,8 @@ class LimitSearch:
 
     limit: Limit
     currency: str
-    judging: Judging
-    trials: tuple[Trial, ...]
+    judging: JudgingInputs
+    trials: tuple[BudgetTrial, ...]
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -58,7 +58,7 @@ class LimitSearch:
         smaller = (
             "no widths are narrower"
             if nearest is None
-            else f"{nearest.share:.2f} gives {figure(limit, nearest.judged.value)}"
+            else f"{nearest.share:.2f} gives {format_figure(limit, nearest.judged.value)}"
         )
         surely = limit.holds(answer.judged.low) and limit.holds(answer.judged.high)
         past = "" if surely else f", chosen by the point: {self._inputs_to_decide(answer.judged)}"
@@ -81,7 +81,7 @@ class LimitSearch:
         return samples_for_interval(gap, width, inputs.count, inputs.noun)
 
 
-def figure(limit: Limit, value: float) -> str:
+def format_figure(limit: Limit, value: float) -> str:
     """Format a measured value with its unit."""
     return {"accuracy": f"{value:+.2f} points", "agreement": f"{value:.2%}", "error": f"{value:.3g}"}[limit.measure]
 
@@ -89,16 +89,18 @@ def figure(limit: Limit, value: float) -> str:
 def _describe(limit: Limit, judged: Judgement, past: str = "") -> str:
     """Format a judgement with its interval, and if there are several outputs, with those of the others."""
     shown = (
-        f"{figure(limit, judged.value)} (95 % interval {figure(limit, judged.low)} to "
-        f"{figure(limit, judged.high)}{past})"
+        f"{format_figure(limit, judged.value)} (95 % interval {format_figure(limit, judged.low)} to "
+        f"{format_figure(limit, judged.high)}{past})"
     )
     if not judged.every:
         return shown
-    others = (f"{each.output} {figure(limit, each.value)}" for each in judged.every if each.output != judged.output)
+    others = (
+        f"{each.output} {format_figure(limit, each.value)}" for each in judged.every if each.output != judged.output
+    )
     return f"{shown} at {judged.output}, the worst output ({', '.join(others)})"
 
 
-def _unreachable(limit: Limit, currency: str, judging: Judging, trials: Sequence[Trial]) -> BadInput:
+def _unreachable(limit: Limit, currency: str, judging: JudgingInputs, trials: Sequence[BudgetTrial]) -> BadInput:
     if not trials:
         return BadInput(f"--within '{limit}': no widths keep less than the whole of the dense {currency}; see inspect")
     closest = trials[0]
@@ -111,10 +113,10 @@ def _unreachable(limit: Limit, currency: str, judging: Judging, trials: Sequence
     )
 
 
-def smallest_within(
+def find_smallest_within(
     limit: Limit,
     planner: Planner,
-    judging: Judging,
+    judging: JudgingInputs,
     reduced: Callable[[WidthPlan], Reduction],
     *,
     on_progress: Callable[[int, int], None] | None = None,
@@ -127,14 +129,14 @@ def smallest_within(
     """
     judge = Judge(planner.probe.model, judging, limit.measure)
     fails, holds = max(math.ceil(planner.narrowest() * STEPS + 1e-9), 1) - 1, STEPS
-    trials: list[Trial] = []
+    trials: list[BudgetTrial] = []
     answer: tuple[Reduction, WidthPlan] | None = None
     while holds - fails > 1:
         middle = (fails + holds) // 2
         planned = planner.widths_at(middle / STEPS)
         reduction = reduced(planned)
         judged = judge.of(reduction.model)
-        trials.append(Trial(share=middle / STEPS, judged=judged, holds=limit.holds(judged.value)))
+        trials.append(BudgetTrial(share=middle / STEPS, judged=judged, holds=limit.holds(judged.value)))
         if trials[-1].holds:
             holds, answer = middle, (reduction, planned)
         else:

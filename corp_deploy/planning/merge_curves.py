@@ -44,7 +44,7 @@ class MergePlace:
     sites: tuple[str, ...]
 
 
-def merge_places(model: nn.Module) -> list[MergePlace]:
+def find_merge_places(model: nn.Module) -> list[MergePlace]:
     """List the blocks of a model that can merge tokens; raise BadInput if the model can't merge tokens."""
     one_each = Merging(schedule=(1,) * traced_model.depth(model))
     steps = list(traced_model.steps(traced_model.with_merging(model, one_each)))
@@ -108,9 +108,9 @@ class MergeCurves:
         return [self.tokens - int(amount) for amount in self.amounts_G]
 
 
-def merge_curves(model: nn.Module, inputs: Inputs) -> MergeCurves:
+def compute_merge_curves(model: nn.Module, inputs: Inputs) -> MergeCurves:
     """Compute the curves by a few forward and backward passes, and merges of every block's tokens."""
-    places, tokens = merge_places(model), len(traced_model.token_kinds(model))
+    places, tokens = find_merge_places(model), len(traced_model.token_kinds(model))
     protected = places[0].protected
     amounts = amounts_tried(tokens, protected)
     lost_LT, energy = np.zeros((len(places), len(amounts))), 0.0

@@ -25,10 +25,17 @@ from corp_deploy.traced.models.token_merging import TokenMerge
 from perf.bench.latency_table import Grid, LatencyTable
 
 from .curves import CostCurve, dense_cost
-from .latency import POINTS, in_nanoseconds, name_at_tokens, opened_grids, refuse_disturbed
-from .merge_curves import MergeCurves, merge_places
+from .latency import POINTS, name_at_tokens, open_grids, price_in_nanoseconds, refuse_disturbed
+from .merge_curves import MergeCurves, find_merge_places
 from .request import LatencyTarget
-from .schedule import MergeCosts, cost_of_merges, latency_at, merge_costs_in_macs, merges_of, spread
+from .schedule import (
+    MergeCosts,
+    cost_of_merges,
+    interpolate_latency,
+    merge_costs_in_macs,
+    merges_with_tokens,
+    pick_evenly,
+)
 
 TOKENS = 4  # numbers of tokens that a layer and a merge are measured at
 FEWER_POINTS = 3  # widths of a layer that are measured at fewer tokens than all
@@ -53,7 +60,7 @@ class MergeLatencies:
 
     def site_ms(self, site: str, size: int, tokens: int) -> float:
         """Return the milliseconds of a site's layer."""
-        return latency_at(self.sites[site], tokens, size, self.batch)
+        return interpolate_latency(self.sites[site], tokens, size, self.batch)
 
     def merge_ms(self, tokens: int, count: int) -> float:
         """Return the milliseconds of one merge, interpolated by its share of the largest merge, then by tokens."""
@@ -80,9 +87,9 @@ def measure_merge_latencies(
 
     Raises BadInput if other programs had the machine for too much of a measurement.
     """
-    model, places = dense.model, merge_places(dense.model)
-    counts = spread(tuple(losses.tokens - int(amount) for amount in losses.amounts_G[::-1]), TOKENS)
-    with opened_grids(model, method, where) as grids:
+    model, places = dense.model, find_merge_places(dense.model)
+    counts = pick_evenly(tuple(losses.tokens - int(amount) for amount in losses.amounts_G[::-1]), TOKENS)
+    with open_grids(model, method, where) as grids:
         shapes = grids.shapes
         behind = {shapes[name]: name for place in places for name in place.sites if name in shapes}
         at_shapes: dict[str, dict[int, Grid]] = {}
@@ -142,7 +149,7 @@ def sites_ns(dense: Checkpoint, latencies: MergeLatencies, tokens: Mapping[str, 
 
 def merge_costs_in_ns(dense: Checkpoint, losses: MergeCurves, latencies: MergeLatencies) -> MergeCosts:
     """Return the costs in nanoseconds of one call; time of the model that no measured layer explains is fixed."""
-    behind = [[name for name in place.sites if name in latencies.parts] for place in merge_places(dense.model)]
+    behind = [[name for name in place.sites if name in latencies.parts] for place in find_merge_places(dense.model)]
     at = [sites_ns(dense, latencies, dict.fromkeys(latencies.sites, tokens)) for tokens in losses.left]
     alone = at[0]  # with all tokens
     total = max(latencies.dense_ns, sum(alone.values()))
@@ -193,8 +200,10 @@ def prices_by_latencies(
     def priced(model: nn.Module) -> tuple[list[CostCurve], int]:
         tokens = tokens_that_enter(model)
         now = sum(sites_ns(dense, latencies, tokens).values())
-        merging = sum(latencies.merge_ms(entering, merge.count) for merge, entering in merges_of(model).values())
-        repriced = in_nanoseconds(curves, lambda site, width: latencies.site_ms(site, width, tokens[site]))
+        merging = sum(
+            latencies.merge_ms(entering, merge.count) for merge, entering in merges_with_tokens(model).values()
+        )
+        repriced = price_in_nanoseconds(curves, lambda site, width: latencies.site_ms(site, width, tokens[site]))
         return repriced, full_cost - alone + now + round(1e6 * merging)
 
     return Prices(full_cost=full_cost, costs=merge_costs_in_ns(dense, losses, latencies), priced=priced)

@@ -10,10 +10,10 @@ from corp_deploy.traced.models.values import TracedValues
 from ground.effort import Stopwatch
 from ground.errors import BadInput
 
-from .budget import allocate_widths, uniform
-from .budget_planner import Planner, budget_planner, probe_allocations, probe_of
-from .curves import cost_curves, dense_cost
-from .joint_planner import joint_planner
+from .budget import allocate_uniformly, allocate_widths
+from .budget_planner import Planner, build_budget_planner, build_probe, probe_allocations
+from .curves import compute_cost_curves, dense_cost
+from .joint_planner import build_joint_planner
 from .probe import Probe
 from .request import ReductionRequest, WidthPlan
 
@@ -26,10 +26,10 @@ def choose_heads(probe: Probe, share: float | None) -> WidthPlan:
     """
     dense = dense_cost(probe.model, "macs")
     methods = [replace(probe.method, geometry=geometry) for geometry in ("padded", "square")]
-    curves = [cost_curves(replace(probe, method=method), "macs") for method in methods]
+    curves = [compute_cost_curves(replace(probe, method=method), "macs") for method in methods]
     if share is None:
         stays = any(isinstance(site, TracedValues) and site.queries is None for site in sites_of(probe.model).every)
-        share = uniform(probe.model, methods[stays], curves[stays], dense).share
+        share = allocate_uniformly(probe.model, methods[stays], curves[stays], dense).share
     ways = [
         (method, replace(allocate_widths(own, dense, share), name=f"{method.geometry} heads"))
         for method, own in zip(methods, curves, strict=True)
@@ -49,13 +49,13 @@ def choose_heads(probe: Probe, share: float | None) -> WidthPlan:
     )
 
 
-def planner_of(
+def build_planner(
     dense: Checkpoint, moments: Moments, request: ReductionRequest, images: InputSet, watch: Stopwatch | None = None
 ) -> Planner:
     """Return the planner for the cost that the request counts, joint with token merging if it asks for that."""
     if request.options.auto_merging:
-        return joint_planner(dense, moments, request, images, watch=watch)
-    return budget_planner(
+        return build_joint_planner(dense, moments, request, images, watch=watch)
+    return build_budget_planner(
         dense,
         moments,
         request.method,
@@ -67,7 +67,7 @@ def planner_of(
     )
 
 
-def plan(
+def make_plan(
     dense: Checkpoint,
     moments: Moments,
     request: ReductionRequest,
@@ -89,6 +89,6 @@ def plan(
     if options.auto_heads:
         if share is not None and request.priced_in != "macs":
             raise BadInput("--heads auto compares at equal MACs; expected --macs, or no budget")
-        return choose_heads(probe_of(dense, moments, request.method, images, watch=watch), share)
+        return choose_heads(build_probe(dense, moments, request.method, images, watch=watch), share)
     assert share is not None, request
-    return planner_of(dense, moments, request, images, watch).tried_at(share)
+    return build_planner(dense, moments, request, images, watch).tried_at(share)

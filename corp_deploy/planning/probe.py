@@ -100,7 +100,7 @@ def effects_of_new_tensors(
 
 
 FEW = 8  # inputs on which effects are computed exactly
-Trial = tuple[str, int]
+SiteTrial = tuple[str, int]
 
 
 @dataclass(frozen=True, kw_only=True)  # without slots, so that the outputs can be kept
@@ -141,7 +141,7 @@ class Probe:
         with torch.inference_mode():
             return as_tuple(run_model(self.model, self.inputs))
 
-    def effects(self, trials: Sequence[Trial]) -> dict[Trial, float]:
+    def effects(self, trials: Sequence[SiteTrial]) -> dict[SiteTrial, float]:
         """Return the `effect` of each trial, one site alone at one width, without swaps (see Method.mlp_swaps)."""
         with torch.inference_mode():
             return self._exact_effects(self._reduced(trials))
@@ -169,7 +169,7 @@ class Probe:
             ).model
             return reduced if merging is None else traced_model.with_merging(reduced, merging)
 
-    def linear_effects(self, trials: Sequence[Trial]) -> dict[Trial, float]:
+    def linear_effects(self, trials: Sequence[SiteTrial]) -> dict[SiteTrial, float]:
         """Return the `effects`, to first order for trials that change only layers that read the site.
 
         These take a few passes for any number of trials (see curvature.py). Trials that also change layers that write
@@ -189,9 +189,9 @@ class Probe:
         exact = self.on_few_inputs._exact_effects({trial: each for trial, each in new.items() if trial not in changes})
         return {**dict(zip(changes, linear, strict=True)), **exact}
 
-    def _exact_effects(self, new: Mapping[Trial, TracedReduced]) -> dict[Trial, float]:
+    def _exact_effects(self, new: Mapping[SiteTrial, TracedReduced]) -> dict[SiteTrial, float]:
         """Measure trials by replacing weights of the dense program, or if heads differ in size, by a narrowed model."""
-        running, changes, effects = tracing(self.model).running, dict[Trial, NewTensors](), dict[Trial, float]()
+        running, changes, effects = tracing(self.model).running, dict[SiteTrial, NewTensors](), dict[SiteTrial, float]()
         for trial, each in new.items():
             if not each.selected:
                 tensors = changed_tensors({trial[0]: each})
@@ -202,11 +202,11 @@ class Probe:
             moved = effects_of_new_tensors(running, self.inputs, list(changes.values()), self.outputs)
         return effects | dict(zip(changes, moved, strict=True))
 
-    def _reduced(self, trials: Sequence[Trial]) -> dict[Trial, TracedReduced]:
+    def _reduced(self, trials: Sequence[SiteTrial]) -> dict[SiteTrial, TracedReduced]:
         method, where = replace(self._ragged, mlp_swaps=False), device_of(self.model)
         sites = sites_of(self.model).by_name
 
-        def at_site(trial: Trial) -> TracedReduced:
+        def at_site(trial: SiteTrial) -> TracedReduced:
             return reduce_site(
                 sites[trial[0]],
                 widths=dict([trial]),

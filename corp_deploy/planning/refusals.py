@@ -21,8 +21,8 @@ from corp_deploy.store.transformers_saved import FOLDER, refuse_unsayable
 from corp_deploy.traced.models.module import tracing
 from ground.errors import BadInput
 
-from .first_plan import refuse_far
-from .request import ReductionRequest, merging_checkpoint
+from .first_plan import refuse_far_cuts
+from .request import ReductionRequest, apply_merging_choice
 
 
 def _refuse_far_budget(model: nn.Module, request: ReductionRequest) -> None:
@@ -31,7 +31,7 @@ def _refuse_far_budget(model: nn.Module, request: ReductionRequest) -> None:
     if currency is None or currency == "latency" or options.auto_merging or not request.method.has_curves:
         return
     assert options.share is not None, options
-    refuse_far(model, request.method, currency, options.share, options.most_cut)
+    refuse_far_cuts(model, request.method, currency, options.share, options.most_cut)
 
 
 def require_images(request: ReductionRequest, images: InputSet | None) -> None:
@@ -77,13 +77,13 @@ def _refuse_idle(dense: Checkpoint, request: ReductionRequest) -> None:
         require_streams(sites_of(dense.model), type(dense.model).__name__)
 
 
-def as_merged(dense: Checkpoint, request: ReductionRequest) -> tuple[Checkpoint, ReductionRequest]:
+def apply_asked_merging(dense: Checkpoint, request: ReductionRequest) -> tuple[Checkpoint, ReductionRequest]:
     """Return the model with the token merging that is asked for, unless a budget chooses it, and the adapted request.
 
     Raises BadInput if the schedule doesn't fit the model's blocks.
     """
     auto = request.options.auto_merging
-    dense = dense if auto else merging_checkpoint(dense, request.options)
+    dense = dense if auto else apply_merging_choice(dense, request.options)
     if auto or traced_model.merging_of(dense.model) is not None:  # tokens merge behind attentions
         request = replace(request, method=replace(request.method, empties=False))
     return dense, request
@@ -129,7 +129,7 @@ def refuse_options(dense: Checkpoint, request: ReductionRequest) -> None:
 def refuse_unfit(dense: Checkpoint, request: ReductionRequest) -> None:
     """Raise BadInput, before any work, for a request that doesn't fit this model, whatever its moments are."""
     require_sayable(dense, request)
-    refuse_options(*as_merged(dense, request))
+    refuse_options(*apply_asked_merging(dense, request))
 
 
 def refuse_other_eps(moments: Moments, request: ReductionRequest) -> None:

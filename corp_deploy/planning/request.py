@@ -73,7 +73,7 @@ class ReductionRequest:
         return Loop(reads=self.options.reads, half_ids=None if moments.half is None else moments.half.image_ids)
 
 
-def request_of(options: ReduceOptions, *, method: Method | None = None) -> ReductionRequest:
+def build_request(options: ReduceOptions, *, method: Method | None = None) -> ReductionRequest:
     """Build the request of these options; `method` replaces theirs."""
     tables = options.latency_tables
     return ReductionRequest(
@@ -111,12 +111,12 @@ def merging_of_schedule(choice: MergedStatistics, schedule: tuple[int, ...]) -> 
     return Merging(schedule=schedule, metric=choice.merge_metric, how=choice.merge_how, unmerged=choice.unmerged)
 
 
-def merging_checkpoint(checkpoint: Checkpoint, choice: MergedStatistics) -> Checkpoint:
+def apply_merging_choice(checkpoint: Checkpoint, choice: MergedStatistics) -> Checkpoint:
     """Return the checkpoint with the token merging that the options ask for, or unchanged if they ask for none."""
-    return merging_as_planned(checkpoint, merging_from_choice(choice, checkpoint.model))
+    return apply_merging(checkpoint, merging_from_choice(choice, checkpoint.model))
 
 
-def merging_as_planned(checkpoint: Checkpoint, merging: Merging | None) -> Checkpoint:
+def apply_merging(checkpoint: Checkpoint, merging: Merging | None) -> Checkpoint:
     """Return the checkpoint with this token merging, or unchanged if a plan chose none."""
     if merging is None:
         return checkpoint
@@ -184,7 +184,7 @@ class WidthPlan:
     merging: Merging | None = None
 
 
-def record_of_reduction(reduction: Reduction, planned: WidthPlan) -> dict[str, Any]:
+def build_reduction_record(reduction: Reduction, planned: WidthPlan) -> dict[str, Any]:
     merging = merging_record(reduction.model)
     return reduction.as_json() | {
         "decided": [*planned.decisions, *reduction.decisions],
@@ -204,7 +204,7 @@ def _used_fingerprints(dense: Checkpoint, moments: Moments, looked_at: Sequence[
     return Fingerprints.concatenated([fingerprints, *(Fingerprints(ids=ids) for ids in others)])
 
 
-def reduced_checkpoint(
+def build_reduced_checkpoint(
     dense: Checkpoint,
     reduction: Reduction,
     planned: WidthPlan,
@@ -223,7 +223,7 @@ def reduced_checkpoint(
         "moments": sha256_of_file(moments_file),
         "images": moments.lineage["images"],
         "preset": preset,
-        "reduction": record_of_reduction(reduction, planned),
+        "reduction": build_reduction_record(reduction, planned),
     }
     fingerprints = _used_fingerprints(dense, moments, looked_at)
     if len(fingerprints):

@@ -24,7 +24,7 @@ from corp_deploy.traced.models.parts import macs_at_tokens
 from corp_deploy.traced.models.token_merging import TokenMerge, Tokens, find_merges
 from perf.bench.latency_table import LatencyTable
 
-from .merge_curves import Array, MergeCurves, merge_places
+from .merge_curves import Array, MergeCurves, find_merge_places
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ def cost_of_merges(curves: MergeCurves, cost: Callable[[int, int], float]) -> Ar
 
 def merge_costs_in_macs(model: nn.Module, curves: MergeCurves) -> MergeCosts:
     """Return the costs in multiply-adds of one input, counted for the present model and by formula at fewer tokens."""
-    places, channels = merge_places(model), stream_channels(model)
+    places, channels = find_merge_places(model), stream_channels(model)
 
     def macs_of_merge(tokens: int, count: int) -> int:
         free = tokens - curves.protected
@@ -77,7 +77,7 @@ POINTS = 4  # numbers of tokens that a layer is measured at
 MERGE = "merge of"
 
 
-def spread(values: tuple[int, ...], points: int) -> tuple[int, ...]:
+def pick_evenly(values: tuple[int, ...], points: int) -> tuple[int, ...]:
     """Return at most so many of the values, evenly spaced by position, with both ends."""
     if len(values) <= points:
         return values
@@ -92,7 +92,7 @@ def stream_channels(model: nn.Module) -> int:
     return found.channels
 
 
-def latency_at(tables: Mapping[int, LatencyTable], tokens: int, size: int, batch: int) -> float:
+def interpolate_latency(tables: Mapping[int, LatencyTable], tokens: int, size: int, batch: int) -> float:
     """Return the milliseconds of a layer at this size, interpolated over the numbers of tokens that were measured.
 
     A layer of size 0, which is a constant, and one without tables, which keeps its size, take 0.
@@ -123,7 +123,7 @@ class MergeAlone(nn.Module):
         return torch.as_tensor(x + 0.0 * sizes.unsqueeze(-1))
 
 
-def merges_of(model: nn.Module) -> dict[str, tuple[TokenMerge, int]]:
+def merges_with_tokens(model: nn.Module) -> dict[str, tuple[TokenMerge, int]]:
     """Map the name of every merge of the model to the merge and the number of tokens that enter it."""
     tokens, merges = len(traced_model.token_kinds(model)), {}
     for name, merge in find_merges(model).items():
@@ -183,7 +183,7 @@ def most_at_once(tokens: int) -> int:
     return max(8, tokens // 7)
 
 
-def best_schedule(curves: MergeCurves, costs: MergeCosts, limit: float) -> Schedule | None:
+def find_best_schedule(curves: MergeCurves, costs: MergeCosts, limit: float) -> Schedule | None:
     """Return the schedule of least predicted error that is optimal for a price on cost and costs at most `limit`.
 
     The result is None if no schedule costs so little. No block merges more than `most_at_once`.
@@ -204,7 +204,7 @@ def best_schedule(curves: MergeCurves, costs: MergeCosts, limit: float) -> Sched
     return _schedule(curves, costs, _path(curves.errors_LG, costs, high))
 
 
-def shapes(blocks: int) -> list[list[float]]:
+def plain_shapes(blocks: int) -> list[list[float]]:
     """Return plain schedules as each block's share of the largest merge, the latest first.
 
     The last two thirds of the blocks merge alike; merges grow from zero; merges grow from half; all blocks merge alike.
@@ -227,7 +227,9 @@ def _picks(curves: MergeCurves, shape: Sequence[float], most: float) -> list[int
     return picks
 
 
-def shaped_schedule(curves: MergeCurves, costs: MergeCosts, limit: float, shape: Sequence[float]) -> Schedule | None:
+def find_shaped_schedule(
+    curves: MergeCurves, costs: MergeCosts, limit: float, shape: Sequence[float]
+) -> Schedule | None:
     """Return the schedule of this shape that merges the fewest tokens at a cost of at most `limit`, or None."""
     before: list[int] | None = None
     for most in np.arange(0.0, curves.amounts_G[-1] + 1.0, 0.5):

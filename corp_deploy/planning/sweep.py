@@ -30,14 +30,14 @@ from perf.record.runs import FittedInputs
 from perf.runners.protocol import build_stopwatch
 from perf.timing.watch import package_version
 
-from .budget_planner import BudgetPlanner, budget_planner
+from .budget_planner import BudgetPlanner, build_budget_planner
 from .carried_out import carry_out
-from .curves import eliminations
-from .judging import Scored, worst_agreement
-from .request import WidthPlan, reduced_checkpoint
-from .sweep_points import SweepPoint, with_fronts
+from .curves import compute_eliminations
+from .judging import ScoredInputs, worst_agreement
+from .request import WidthPlan, build_reduced_checkpoint
+from .sweep_points import SweepPoint, mark_fronts
 from .sweep_speed import SweepBench
-from .sweep_trials import Scores, SweepRequest, TrialFolder, key_of
+from .sweep_trials import Scores, SweepRequest, TrialFolder, digest_of_values
 
 Done = Callable[[str, int], None]
 TRIALS = "trials"
@@ -54,7 +54,7 @@ class SweepContext:
     moments: tuple[Path, ...]
     statistics: tuple[Moments, ...]
     source: InputSet
-    scored: Scored
+    scored: ScoredInputs
     calibration: InputSet | None = None
 
     @property
@@ -92,12 +92,16 @@ class SweepCache:
         if request.budget is None:
             if method.mlp_selection == "obs" and at not in known:
                 with measure_effort(watch, "select"):
-                    known[at] = eliminations(self.swept.dense.model, self.swept.statistics[request.moments], method)
+                    known[at] = compute_eliminations(
+                        self.swept.dense.model, self.swept.statistics[request.moments], method
+                    )
             return WidthPlan(method=method, widths=None, decisions=(), eliminations=known.get(at, {}))
-        key = key_of(method=asdict(method), moments=request.moments)
+        key = digest_of_values(method=asdict(method), moments=request.moments)
         if key not in self.planners:
             moments, source = self.swept.statistics[request.moments], self.swept.calibration or self.swept.source
-            self.planners[key] = budget_planner(self.swept.dense, moments, method, source, currency="macs", watch=watch)
+            self.planners[key] = build_budget_planner(
+                self.swept.dense, moments, method, source, currency="macs", watch=watch
+            )
         return self.planners[key].tried_at(request.budget)
 
     def reduce(self, request: SweepRequest, watch: Stopwatch | None = None) -> tuple[Reduction, Checkpoint]:
@@ -107,7 +111,7 @@ class SweepCache:
         dense, images, moments = self.swept.dense, self.swept.calibration, self.swept.statistics[request.moments]
         reduction = carry_out(dense.model, planned, moments=moments, images=images, watch=watch)
         file = self.swept.moments[request.moments]
-        return reduction, reduced_checkpoint(
+        return reduction, build_reduced_checkpoint(
             dense, reduction, planned, request.preset, moments, file, looked_at=(images,)
         )
 
@@ -157,7 +161,7 @@ class SweepRun:
     on_progress: Done = lambda phase, count: None
 
 
-def sweep(swept: SweepContext, requests: Sequence[SweepRequest], run: SweepRun | None = None) -> list[SweepPoint]:
+def run_sweep(swept: SweepContext, requests: Sequence[SweepRequest], run: SweepRun | None = None) -> list[SweepPoint]:
     """Carry out every trial that isn't finished, and return the points of all.
 
     Raises BadInput if the moments are of another model, or a budget is out of reach.
@@ -167,7 +171,9 @@ def sweep(swept: SweepContext, requests: Sequence[SweepRequest], run: SweepRun |
         root = Path(scratch) if run.folder is None else run.folder / TRIALS
         identity, digests, folders = swept.identity, [sha256_of_file(path) for path in swept.moments], []
         for each in requests:
-            key = key_of(**identity, method=asdict(each.method), budget=each.budget, moments=digests[each.moments])
+            key = digest_of_values(
+                **identity, method=asdict(each.method), budget=each.budget, moments=digests[each.moments]
+            )
             folders.append(TrialFolder(path=root / f"{each.slug}-{key[:8]}", key=key))
         bench = SweepBench(swept.dense, Path(scratch), run.speed, keep_plans=run.keep_models)
         _reduce_all(swept, requests, folders, bench, run)
@@ -181,7 +187,7 @@ def sweep(swept: SweepContext, requests: Sequence[SweepRequest], run: SweepRun |
             for folder in folders:
                 shutil.rmtree(folder.model, ignore_errors=True)
     found = [next(filter(None, column), None) for column in zip(*every, strict=True)]
-    return with_fronts([point for point in found if point is not None])
+    return mark_fronts([point for point in found if point is not None])
 
 
 def _reduce_all(

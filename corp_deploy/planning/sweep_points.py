@@ -134,7 +134,7 @@ class DensePoint:
     top5: float | None = None
 
 
-def speed_of_row(row: SummaryRow, dense: str, reduced: str) -> SpeedAtBatch:
+def speed_from_row(row: SummaryRow, dense: str, reduced: str) -> SpeedAtBatch:
     """Convert one batch size of a bench summary."""
     one, other = row.sides[dense], row.sides[reduced]
     return SpeedAtBatch(
@@ -152,7 +152,7 @@ def speed_of_row(row: SummaryRow, dense: str, reduced: str) -> SpeedAtBatch:
     )
 
 
-def front(points: Sequence[tuple[float, ...]]) -> set[int]:
+def find_front(points: Sequence[tuple[float, ...]]) -> set[int]:
     """Return the positions of the Pareto front: no other point is as small in every value and smaller in one."""
 
     def beaten(own: tuple[float, ...]) -> bool:
@@ -167,13 +167,13 @@ def _disagreement(point: SweepPoint) -> tuple[float, ...]:
     return (agreement,) if point.accuracy is None else (agreement, 1.0 - point.accuracy)
 
 
-def with_fronts(points: Sequence[SweepPoint]) -> list[SweepPoint]:
+def mark_fronts(points: Sequence[SweepPoint]) -> list[SweepPoint]:
     """Mark the points on the fronts of MACs and error, and of time and disagreement at every batch size.
 
     Time is 1 over the speed-up, which is paired: medians of trials measured minutes apart differ by the machine's
     drift.
     """
-    by_macs = front([(point.macs, point.relative_error) for point in points])
+    by_macs = find_front([(point.macs, point.relative_error) for point in points])
     marked = [replace(point, on_front=place in by_macs, fronts=()) for place, point in enumerate(points)]
     for batch in batches_of(points):
         timed = [
@@ -181,7 +181,7 @@ def with_fronts(points: Sequence[SweepPoint]) -> list[SweepPoint]:
             for place, point in enumerate(points)
             if (speed := point.speed_at(batch)) is not None and speed.speedup is not None
         ]
-        for position in front([values for _, values in timed]):
+        for position in find_front([values for _, values in timed]):
             place, _ = timed[position]
             marked[place] = replace(marked[place], fronts=(*marked[place].fronts, batch))
     return marked
@@ -235,7 +235,7 @@ def smallest_by_error(points: Sequence[SweepPoint]) -> dict[float, SweepPoint]:
     return smallest
 
 
-def sentence_of_sweep(points: Sequence[SweepPoint]) -> str:
+def describe_sweep(points: Sequence[SweepPoint]) -> str:
     """Describe the smallest trial within each of ERRORS by its share of the MACs, without interpolation."""
     smallest = smallest_by_error(points)
     if not smallest:
@@ -256,7 +256,7 @@ def sentence_of_sweep(points: Sequence[SweepPoint]) -> str:
     )
 
 
-def record_of_sweep(
+def build_sweep_record(
     points: Sequence[SweepPoint],
     answer: SweepPoint | None,
     dense: DensePoint | None = None,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from corp_deploy.invocation.running import RunOptions, SweepSpeedChoice
-from corp_deploy.proof.speed import measure
+from corp_deploy.proof.speed import time_models
 from corp_deploy.store.checkpoint import Checkpoint, save
 from corp_deploy.store.input_sets import model_digest
 from corp_deploy.store.onnx_file import export_checkpoint
@@ -17,8 +17,8 @@ from perf.stats.summary import summarise
 from perf.timing.laps import Plan
 from perf.timing.watch import environment, fingerprint
 
-from .sweep_points import EngineFigures, speed_of_row
-from .sweep_trials import BENCH, EngineBuilt, Timing, TrialFolder, key_of
+from .sweep_points import EngineFigures, speed_from_row
+from .sweep_trials import BENCH, EngineBuilt, Timing, TrialFolder, digest_of_values
 
 PLAN_FILE, GRAPH_FILE = "engine.plan", "model.onnx"
 ENGINE_PRECISION = "fp16"
@@ -53,15 +53,15 @@ class SweepBench:
         self.keeps = keep_plans or speed.bench == "engine"
         engine = {"dense": model_digest(dense.model), "engine": (speed.engine, speed.sm, speed.batch)}
         here = fingerprint(environment()) if speed.bench is not None else ""
-        self.engine_key = key_of(**engine)
-        self.speed_key = key_of(**engine, speed=speed.values, machine=here)
+        self.engine_key = digest_of_values(**engine)
+        self.speed_key = digest_of_values(**engine, speed=speed.values, machine=here)
 
     def engine_of(self, folder: TrialFolder) -> EngineBuilt | None:
-        return folder.read(EngineBuilt, key_of(trial=folder.key, by=self.engine_key))
+        return folder.read(EngineBuilt, digest_of_values(trial=folder.key, by=self.engine_key))
 
     def timing_of(self, folder: TrialFolder) -> Timing | None:
         there = (folder.path / BENCH).is_file()
-        return folder.read(Timing, key_of(trial=folder.key, by=self.speed_key)) if there else None
+        return folder.read(Timing, digest_of_values(trial=folder.key, by=self.speed_key)) if there else None
 
     def wants_engine(self, folder: TrialFolder) -> bool:
         if self.speed.engine is None:
@@ -90,14 +90,14 @@ class SweepBench:
             attention_sites=len(record.attention_sites),
             fused_attention=record.fused_attention,
         )
-        key = key_of(trial=folder.key, by=self.engine_key)
+        key = digest_of_values(trial=folder.key, by=self.engine_key)
         folder.write(EngineBuilt(key=key, figures=figures, effort=watch.efforts["build"]))
 
     def time(self, folder: TrialFolder, *, command: Sequence[str] = ()) -> None:
         """Time the trial's model interleaved with the dense one, and write the raw samples beside it."""
         speed, watch = self.speed, Stopwatch(host=None)  # the bench record has the memory of each model
         with watch.measure("bench"):
-            measured = measure(
+            measured = time_models(
                 self._dense(),
                 self._artefact(folder),
                 batches=speed.batch,
@@ -109,8 +109,8 @@ class SweepBench:
         summary = summarise(measured)
         folder.write(
             Timing(
-                key=key_of(trial=folder.key, by=self.speed_key),
-                speeds=tuple(speed_of_row(row, summary.reference, summary.candidate) for row in summary.rows),
+                key=digest_of_values(trial=folder.key, by=self.speed_key),
+                speeds=tuple(speed_from_row(row, summary.reference, summary.candidate) for row in summary.rows),
                 size_bytes=measured.candidate.size_bytes,
                 fused_attention=measured.candidate.fused_attention,
                 effort=watch.efforts["bench"],

@@ -61,21 +61,21 @@ class SweepRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class TrialResult:
     """A result of a trial; `key` is the digest of what decided it."""
 
     key: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scores(Finding):
+class Scores(TrialResult):
     """A trial's point without its speeds."""
 
     point: SweepPoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineBuilt(Finding):
+class EngineBuilt(TrialResult):
     """The figures of a trial's engine."""
 
     figures: EngineFigures
@@ -83,7 +83,7 @@ class EngineBuilt(Finding):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Timing(Finding):
+class Timing(TrialResult):
     """The speeds of a trial, with the size and the fused attentions of the timed file."""
 
     speeds: tuple[SpeedAtBatch, ...]
@@ -92,11 +92,11 @@ class Timing(Finding):
     effort: Effort
 
 
-FILES: Mapping[type[Finding], str] = {Scores: "score.json", EngineBuilt: "engine.json", Timing: "timing.json"}
-Found = TypeVar("Found", bound=Finding)
+FILES: Mapping[type[TrialResult], str] = {Scores: "score.json", EngineBuilt: "engine.json", Timing: "timing.json"}
+Found = TypeVar("Found", bound=TrialResult)
 
 
-def key_of(**what: Any) -> str:
+def digest_of_values(**what: Any) -> str:
     """Return a digest of the values that decide a result."""
     return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()
 
@@ -118,7 +118,7 @@ class TrialFolder:
             return None
         return record if record.key == key else None
 
-    def write(self, record: Finding) -> None:
+    def write(self, record: TrialResult) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
         write_json(self.path / FILES[type(record)], {"kind": KIND, "version": 1, **json_from_record(record)})
 

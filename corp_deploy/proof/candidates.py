@@ -258,9 +258,9 @@ def fixed_ports(values: Sequence[GraphPort], path: Path, *, remedy: str = "") ->
 
 def with_preprocessing(candidates: Sequence[Candidate], dense: "Checkpoint") -> list[Candidate]:
     """Return the candidates with this model's preprocessing, which those that take pixels need."""
-    from .model_inputs import images_taken
+    from .model_inputs import preprocessing_of
 
-    images = images_taken(dense)
+    images = preprocessing_of(dense)
     return [replace(each, images=images) for each in candidates]
 
 

@@ -28,12 +28,12 @@ from perf.runners.module import ModuleRunner
 from .candidates import Candidate, Run, run_in_batches, with_preprocessing
 from .heads import ProofHeads, open_heads
 from .limits import ParityLimits
-from .link_rules import LinkReference, LinkRules, link_rules, with_origin, with_reasons
-from .locate import fault_of_link, worst_inputs
+from .link_rules import LinkReference, LinkRules, build_link_rules, with_origin, with_reasons
+from .locate import locate_fault_of_link, select_worst_inputs
 from .outcome import Proof
-from .own_noise import DENSE, MergeNoise, merge_noise_of
+from .own_noise import DENSE, MergeNoise, measure_merge_noise
 from .proof_inputs import ProofInputs, require_pixels
-from .structural_tests import check_input_range, run_structural_tests, shift_of_inputs
+from .structural_tests import check_input_range, measure_shift, run_structural_tests
 
 HEADROOM_INPUTS = 8  # inputs on which values are compared with float16's largest
 EACH_SIZE = 4  # inputs at each batch size but the largest
@@ -158,15 +158,15 @@ class Chain:
         return by_batch | {largest: run_in_batches(run, self.feeds, largest)}
 
     def _merges_of(self, checkpoint: Checkpoint, answers: Outputs, batch: int) -> MergeNoise | None:
-        return merge_noise_of(checkpoint, self.feeds, answers, batch, halves=self.halves, heads=self.heads)
+        return measure_merge_noise(checkpoint, self.feeds, answers, batch, halves=self.halves, heads=self.heads)
 
     def _located(self, step: ChainStep, before: LinkReference, previous: Candidate | None) -> FaultLocation | None:
         failing = next((each for each in step.links if each.status == "FAIL"), None)
         if failing is None:
             return None
         own = failing.output or next(iter(step.answers))
-        worst = worst_inputs(self.feeds, before.answers[own], step.answers[own], failing.role)
-        return fault_of_link(failing.name, step.candidate, previous, self.dense, worst, self.rules[0].products)
+        worst = select_worst_inputs(self.feeds, before.answers[own], step.answers[own], failing.role)
+        return locate_fault_of_link(failing.name, step.candidate, previous, self.dense, worst, self.rules[0].products)
 
 
 def prove_chain(
@@ -210,7 +210,7 @@ def prove_chain(
         with ModuleRunner(dense.model, inputs=inputs, outputs=ports, label=DENSE) as runner:
             answers = run_in_batches(heads.behind(runner, max(batches)), feeds, max(batches))
         answered(DENSE, answers)
-        rules = link_rules(dense, feeds, answers, max(batches), limits, heads, halves)
+        rules = build_link_rules(dense, feeds, answers, max(batches), limits, heads, halves)
         chain = Chain(
             dense=dense, answers=answers, feeds=feeds, batches=batches, rules=rules, heads=heads, halves=halves
         )
@@ -227,7 +227,7 @@ def prove_chain(
                 *(check_input_range(moments, feeds) if moments is not None else ()),
             ),
             located=tuple(step.located for step in steps if step.located is not None),
-            shift=None if moments is None else shift_of_inputs(dense, moments, feeds),
+            shift=None if moments is None else measure_shift(dense, moments, feeds),
             heads=records,
             fitted=fitted_inputs(proof_inputs.fingerprints, fingerprints, noun=proof_inputs.kind),
             **_labelled(by_label, proof_inputs.labels, rules),

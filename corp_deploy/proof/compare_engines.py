@@ -34,7 +34,7 @@ RECORD, INPUTS, OUTPUTS = "golden.json", "inputs.npz", "outputs.npz"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answered:
+class GoldenFacts:
     """The engine or graph of golden outputs, its inputs with their names (if any), and the batch size of the run."""
 
     source: ComparedArtefact
@@ -46,11 +46,11 @@ class Answered:
     @property
     def shared(self) -> dict[str, Any]:
         """The fields of golden.json that the outputs in memory have too."""
-        return {each.name: getattr(self, each.name) for each in fields(Answered)}
+        return {each.name: getattr(self, each.name) for each in fields(GoldenFacts)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GoldenRecord(Answered):
+class GoldenRecord(GoldenFacts):
     """The content of golden.json."""
 
     inputs_sha256: Sha256
@@ -58,7 +58,7 @@ class GoldenRecord(Answered):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Golden(Answered):
+class Golden(GoldenFacts):
     """Inputs [N, ...] by name, and one artefact's outputs for them."""
 
     feeds: Feeds

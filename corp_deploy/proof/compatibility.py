@@ -14,7 +14,7 @@ from perf.record.runs import Bench
 from perf.stats.summary import summarise
 from perf.timing.laps import Plan
 
-from .speed import measure
+from .speed import time_models
 
 UNTIMED = "not measured: {}; the bench commands measure it where the GPU is"
 
@@ -68,8 +68,8 @@ def _timed(
     if target is None:
         return (), UNTIMED.format(f"this machine's GPU is none of {', '.join(exact)}")
     names = ("exact", "compatible")
-    bench = measure(plan_beside(output, target), output, batches=(own.batches[0].tuned,), plan=Plan(), names=names)
-    return latencies_of(bench, target), None
+    bench = time_models(plan_beside(output, target), output, batches=(own.batches[0].tuned,), plan=Plan(), names=names)
+    return compare_latencies(bench, target), None
 
 
 def _runs_here(record: EngineRecord) -> bool:
@@ -82,7 +82,7 @@ def _runs_here(record: EngineRecord) -> bool:
     return record.targets == (f"{major}{minor}",)
 
 
-def latencies_of(bench: Bench, target: str) -> tuple[PricedLatency, ...]:
+def compare_latencies(bench: Bench, target: str) -> tuple[PricedLatency, ...]:
     """Return the compatible plan's time relative to the exact one's, by batch."""
     rows = [(row.batch, row.speedup) for row in summarise(bench).rows if row.measure == "compute"]
     return tuple(

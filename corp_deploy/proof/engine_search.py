@@ -56,7 +56,7 @@ def find_fewest_passing(sites: Sequence[str], passes: Callable[[Sequence[str]], 
     return chosen
 
 
-def output_measures(
+def measure_each_output(
     ports: Sequence[OutputPort], reference: Outputs, answers: Outputs, bounds: Mapping[str, Tolerance] | None = None
 ) -> dict[str, Measures]:
     """Compare each output with the reference; `bounds` hold the noise of its margins."""
@@ -104,7 +104,7 @@ class Trials:
             self.write(self.graph, breaks, kept)
             self.last = self.answers(self.graph)
             noise = None if self.are_flips else self.bounds
-            self.measured[key] = output_measures(self.ports, self.reference, self.last, noise)
+            self.measured[key] = measure_each_output(self.ports, self.reference, self.last, noise)
         return self.measured[key]
 
     def error(self, breaks: Sequence[str] = (), kept: Sequence[str] = ()) -> float:
@@ -139,13 +139,13 @@ def find_repair(trials: Trials) -> RepairResult:
     return RepairResult(breaks=breaks, kept=kept)
 
 
-def graph_answers(path: Path, feeds: Feeds, ports: Sequence[OutputPort]) -> Outputs:
+def run_graph(path: Path, feeds: Feeds, ports: Sequence[OutputPort]) -> Outputs:
     """Run a graph in ONNX Runtime, rounding as it is typed."""
     with candidate_from_path(path).opened(ports) as run:
         return run_in_batches(run, feeds, BATCH)
 
 
-def engine_answers(backend: str, feeds: Feeds, ports: Sequence[OutputPort], command: str) -> Answers:
+def run_in_engine(backend: str, feeds: Feeds, ports: Sequence[OutputPort], command: str) -> Answers:
     """Return a function that builds an engine of a graph here and runs it; raise Missing without a GPU."""
     try:
         require_cuda()

@@ -25,7 +25,7 @@ from perf.stats.trend import Trend, build_trend, load_history, release_of_file
 TREND, PLOT = "history.json", "history.svg"
 
 
-def trend_of_files(bench: Path, directory: Path) -> Trend:
+def read_trend(bench: Path, directory: Path) -> Trend:
     return build_trend(load_history(directory), release_of_file(bench))
 
 
@@ -35,7 +35,7 @@ def write_trend(trend: Trend, directory: Path) -> None:
     write_text(directory / PLOT, draw_history(trend).standalone)
 
 
-def records_by_kind(paths: Sequence[Path]) -> dict[str, Path]:
+def sort_records(paths: Sequence[Path]) -> dict[str, Path]:
     """Sort at most one bench and one parity record by kind; raise BadInput for other files."""
     by_kind: dict[str, Path] = {}
     for path in paths:
@@ -48,7 +48,7 @@ def records_by_kind(paths: Sequence[Path]) -> dict[str, Path]:
     return by_kind
 
 
-def evidence_of_files(bench: Path | None, parity: Path | None, confidence: float = DEFAULT_CONFIDENCE) -> Evidence:
+def read_evidence(bench: Path | None, parity: Path | None, confidence: float = DEFAULT_CONFIDENCE) -> Evidence:
     """Read the records; `confidence` is that of the intervals computed from them."""
     return Evidence(
         bench=None if bench is None else load_bench(bench),

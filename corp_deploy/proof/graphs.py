@@ -17,8 +17,8 @@ from export.graph.to_onnx import require_size
 from ground.feeds import Feeds
 from ground.precision import PRECISIONS, QUANTISED
 
-from .engine_search import RepairResult, engine_answers
-from .kept_sites import quantised_bounds, sites_to_keep, sites_to_leave
+from .engine_search import RepairResult, run_in_engine
+from .kept_sites import find_sites_to_keep, find_sites_to_leave, measure_quantised_bounds
 from .model_inputs import feeds_for_graph
 
 
@@ -70,7 +70,7 @@ class Graphs:
         options = self._options
         if options.engine is None:
             return {}
-        engines = engine_answers(options.engine, feeds, output_ports(self._checkpoint.model), self._command)
+        engines = run_in_engine(options.engine, feeds, output_ports(self._checkpoint.model), self._command)
         return {"engines": engines, "breaks": options.breaks}
 
     @cached_property
@@ -79,7 +79,7 @@ class Graphs:
         if not options.auto:
             return {name: RepairResult(kept=tuple(options.keep_fp32)) for name in options.mixed}
         return {
-            name: sites_to_keep(
+            name: find_sites_to_keep(
                 self._checkpoint,
                 self._dense,
                 self._feeds,
@@ -112,9 +112,9 @@ class Graphs:
         if name in QUANTISED:
             found = RepairResult()
             if options.auto:  # finds sites that are too sensitive to quantise, and fusion breaks for engines
-                bounds, by = quantised_bounds(self._dense, name, self._feeds), self._judged_by(self._fed)
+                bounds, by = measure_quantised_bounds(self._dense, name, self._feeds), self._judged_by(self._fed)
                 made_of, chosen = self._made_of, self._chosen
-                found = sites_to_leave(self._checkpoint, made_of, name, chosen, self._fed, bounds, **by)
+                found = find_sites_to_leave(self._checkpoint, made_of, name, chosen, self._fed, bounds, **by)
             chosen = replace(self._chosen, keep_rest=(*self._chosen.keep_rest, *found.kept))
             breaks = (*options.breaks, *found.breaks)
             export_quantised(self._made_of, path, precision=name, chosen=chosen, breaks=breaks)

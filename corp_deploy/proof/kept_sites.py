@@ -30,13 +30,13 @@ from perf.parity.tolerance import Tolerance
 from perf.runners.module import ModuleRunner
 
 from .candidates import run_in_batches
-from .engine_search import BATCH, Answers, RepairResult, Trials, find_repair, graph_answers, output_measures
-from .locate import dense_noise, half_precision_of, worst_inputs
+from .engine_search import BATCH, Answers, RepairResult, Trials, find_repair, measure_each_output, run_graph
+from .locate import half_precision_of, measure_dense_noise, select_worst_inputs
 
 FACTOR = 4.0  # the bound, as a multiple of the dense model's own error in the type, as in `verify`
 
 
-def sites_to_keep(
+def find_sites_to_keep(
     checkpoint: Checkpoint,
     dense: Checkpoint,
     feeds: Feeds,
@@ -75,8 +75,8 @@ def sites_to_keep(
         export_checkpoint(checkpoint, fp32, precision="fp32", opset=opset, geometry=geometry)
         trials = Trials(
             write=write,
-            answers=engines or (lambda path: graph_answers(path, feeds, ports)),
-            reference=graph_answers(fp32, feeds, ports),
+            answers=engines or (lambda path: run_graph(path, feeds, ports)),
+            reference=run_graph(fp32, feeds, ports),
             ports=ports,
             bounds=_bounds(dense, float_type, Path(scratch), feeds, opset),
             graph=Path(scratch) / "half.onnx",
@@ -90,8 +90,8 @@ def sites_to_keep(
             if name is None:
                 return None
             role = next(port.role for port in ports if port.name == name)
-            worst = worst_inputs(feeds, trials.reference[name], trials.last[name], role)
-            noise_by_block = dense_noise(dense, worst, float_type)
+            worst = select_worst_inputs(feeds, trials.reference[name], trials.last[name], role)
+            noise_by_block = measure_dense_noise(dense, worst, float_type)
             graphs = read_onnx(fp32), read_onnx(trials.graph)
             return locate_in_half("half", *graphs, worst, noise=noise_by_block, float_type=float_type)
 
@@ -108,11 +108,11 @@ def _bounds(
     export_checkpoint(dense, fp32, precision="fp32", opset=opset)
     precision, kept = half_precision_of(dense, float_type)
     export_checkpoint(dense, half, precision=precision, keep_fp32=kept, opset=opset)
-    noise = output_measures(ports, graph_answers(fp32, feeds, ports), graph_answers(half, feeds, ports))
+    noise = measure_each_output(ports, run_graph(fp32, feeds, ports), run_graph(half, feeds, ports))
     return {name: tolerance.half_tolerance(each, float_type=float_type, factor=FACTOR) for name, each in noise.items()}
 
 
-def sites_to_leave(
+def find_sites_to_leave(
     checkpoint: Checkpoint,
     made_of: Quantiser,
     precision: str,
@@ -147,8 +147,8 @@ def sites_to_leave(
         onnx.save(made_of.fp32_graph, str(single))
         trials = Trials(
             write=write,
-            answers=engines or (lambda path: graph_answers(path, feeds, ports)),
-            reference=graph_answers(single, feeds, ports),
+            answers=engines or (lambda path: run_graph(path, feeds, ports)),
+            reference=run_graph(single, feeds, ports),
             ports=ports,
             bounds=bounds,
             graph=Path(scratch) / "tried.onnx",
@@ -184,7 +184,7 @@ def _fewest_left(trials: Trials, sites_of_layers: Iterable[str], precision: str,
     return RepairResult(kept=kept)
 
 
-def quantised_bounds(dense: Checkpoint, precision: str, feeds: Feeds) -> dict[str, Tolerance]:
+def measure_quantised_bounds(dense: Checkpoint, precision: str, feeds: Feeds) -> dict[str, Tolerance]:
     """Return the bound of each output as in `verify`: twice the dense model's error by plain rounding."""
     inputs, ports = input_ports(dense.model), output_ports(dense.model)
 
@@ -193,6 +193,6 @@ def quantised_bounds(dense: Checkpoint, precision: str, feeds: Feeds) -> dict[st
             return run_in_batches(lambda part: runner(feeds_of_ports(part, inputs)), feeds, BATCH)
 
     exportable = traced_model.exportable(dense.model)
-    noise = output_measures(ports, run(exportable), run(simulate_quantisation(exportable, precision, run)))
+    noise = measure_each_output(ports, run(exportable), run(simulate_quantisation(exportable, precision, run)))
     float_type = type_by_name(precision)
     return {name: tolerance.half_tolerance(each, float_type=float_type, factor=2.0) for name, each in noise.items()}

@@ -23,7 +23,7 @@ from perf.timing.watch import has_vnni
 from .candidates import Candidate
 from .heads import ProofHeads
 from .limits import ParityLimits
-from .own_noise import MergeNoise, own_noise
+from .own_noise import MergeNoise, measure_own_noise
 
 AS_TYPED = "; rounded as typed by ONNX Runtime, float32 arithmetic between"
 
@@ -113,7 +113,7 @@ class LinkRules:
         return replace(judged, reason=f"{judged.reason}; {more}")
 
 
-def link_rules(
+def build_link_rules(
     dense: Checkpoint,
     feeds: Feeds,
     answers: Outputs,
@@ -124,7 +124,9 @@ def link_rules(
 ) -> list[LinkRules]:
     """Build the rules of each output and each map of heads; `halves` are the types of candidates."""
     ports = output_ports(dense.model)
-    noises = {each: own_noise(dense, each, feeds, answers, batch, heads) for each in dict.fromkeys((FLOAT16, *halves))}
+    noises = {
+        each: measure_own_noise(dense, each, feeds, answers, batch, heads) for each in dict.fromkeys((FLOAT16, *halves))
+    }
     noise, products = noises[FLOAT16], count_macs(dense.model).chain
 
     def rules(port: OutputPort, **own: Any) -> LinkRules:

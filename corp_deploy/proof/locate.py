@@ -32,7 +32,9 @@ from .own_noise import quantised_word
 WORST_INPUTS = 16
 
 
-def worst_inputs(feeds: Feeds, reference: NDArray[np.floating], candidate: NDArray[np.floating], role: Role) -> Feeds:
+def select_worst_inputs(
+    feeds: Feeds, reference: NDArray[np.floating], candidate: NDArray[np.floating], role: Role
+) -> Feeds:
     """Return the inputs with the largest errors, those with NaN or Inf first."""
     off_N = np.nan_to_num(measure_relative_errors(reference, candidate, role=role), nan=np.inf)
     return select_rows(feeds, np.argsort(-off_N, kind="stable")[:WORST_INPUTS])
@@ -56,7 +58,7 @@ def half_precision_of(dense: Checkpoint, float_type: FloatType) -> tuple[str, tu
     return (mixed.name if kept else mixed.pure), kept
 
 
-def dense_noise(dense: Checkpoint, feeds: Feeds, float_type: FloatType) -> Mapping[str, float]:
+def measure_dense_noise(dense: Checkpoint, feeds: Feeds, float_type: FloatType) -> Mapping[str, float]:
     if (word := quantised_word(float_type)) is not None:
         plain = quantiser_of(dense, feeds, Quantisation(rest="fp32", scales="max", balance=False))
         return measure_block_noise(plain.fp32_graph, plain.graph(word, scales="max"), feeds)
@@ -71,7 +73,7 @@ def balanced_sites(proto: onnx.ModelProto) -> set[str]:
     return {site_of(f"{name}/") for name in names.split()}
 
 
-def fix_command(
+def build_fix_command(
     graph: Path,
     shown: Path | None = None,
     float_type: FloatType = FLOAT16,
@@ -97,7 +99,7 @@ def fix_command(
     return str(Invocation(command="export", options=options | {"output": graph.with_name(f"{stem}.{word}.onnx")}))
 
 
-def fault_of_link(
+def locate_fault_of_link(
     name: str, failing: Candidate, before: Candidate | None, dense: Checkpoint, feeds: Feeds, products: int
 ) -> FaultLocation | None:
     """Locate the block where a failing graph errs, or return None if the step before can't be cut into blocks."""
@@ -110,8 +112,8 @@ def fault_of_link(
         if failing.rounds and before.form == "graph":
             float_type = failing.float_type
             kept: dict[str, Any] = {"rest": failing.rest, "weight_bits": failing.weight_bits}
-            command = fix_command(failing.path, failing.shown, float_type, graph_input, **kept)
-            noise, half = dense_noise(dense, feeds, float_type), read_onnx(failing.path)
+            command = build_fix_command(failing.path, failing.shown, float_type, graph_input, **kept)
+            noise, half = measure_dense_noise(dense, feeds, float_type), read_onnx(failing.path)
             return locate_in_half(
                 name,
                 read_onnx(before.path),

@@ -38,7 +38,7 @@ def _costs_of(checkpoint: Checkpoint) -> dict[str, Any]:
 LARGEST_BATCH = 1024
 
 
-class _Borders(nn.Module):
+class _Float32Borders(nn.Module):
     """A module that computes in another type, with inputs and outputs in float32."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
@@ -61,7 +61,7 @@ def compile_package(
     if shutil.which(os.environ.get("CXX", "g++")) is None:
         raise Missing("AOTInductor needs a C++ compiler and found none: install g++, or name one in CXX")
     dtype = DTYPES[precision]
-    module = _Borders(copy.deepcopy(traced_model.exportable(checkpoint.model)).to(dtype), dtype).eval()
+    module = _Float32Borders(copy.deepcopy(traced_model.exportable(checkpoint.model)).to(dtype), dtype).eval()
     rows = random_feeds(input_ports(checkpoint.model), 1 if single else 2, seed=0).values()
     inputs = tuple(map(torch.from_numpy, rows))
     batch = torch.export.Dim("batch", min=2, max=LARGEST_BATCH)

@@ -30,15 +30,15 @@ from ground.ports import Port
 from .proof_inputs import (
     ProofInputs,
     array_on_disk,
+    draw_noise,
     feeds_for_ports,
-    noise_inputs,
     normalisation_of,
     ports_line,
     require_pixels,
 )
 
 
-def images_taken(checkpoint: Checkpoint) -> ImageSpec | None:
+def preprocessing_of(checkpoint: Checkpoint) -> ImageSpec | None:
     """Return a model's preprocessing of images, or None if it doesn't take images."""
     of_images = traced_model.input_spec(checkpoint.model).medium == "images"
     return image_spec(checkpoint.model) if of_images else None
@@ -46,7 +46,7 @@ def images_taken(checkpoint: Checkpoint) -> ImageSpec | None:
 
 def feeds_for_graph(checkpoint: Checkpoint, feeds: Feeds, graph_input: GraphInput) -> Feeds:
     """Return feeds of the model in the form that its graph takes."""
-    spec, ports, where = images_taken(checkpoint), graph_ports(checkpoint, graph_input), f"input {graph_input}"
+    spec, ports, where = preprocessing_of(checkpoint), graph_ports(checkpoint, graph_input), f"input {graph_input}"
     require_pixels(feeds, ports, spec, where=where)
     return feeds_for_ports(feeds, ports, spec, where=where)
 
@@ -82,17 +82,17 @@ def inputs_from_set(source: InputSet, labels: NDArray[np.int64] | None = None) -
     )
 
 
-def random_inputs(dense: Checkpoint, count: int, seed: int, *, pixels: bool = False) -> ProofInputs:
+def draw_random_inputs(dense: Checkpoint, count: int, seed: int, *, pixels: bool = False) -> ProofInputs:
     """Draw normal noise, or with `pixels` random pixels, normalised; the record names them.
 
     Raises BadInput if the model takes integers, of which only real ones have a meaning.
     """
     ports = input_ports(dense.model)
-    spec = images_taken(dense)
+    spec = preprocessing_of(dense)
     if not pixels or spec is None:
-        return noise_inputs(ports, count, seed)
+        return draw_noise(ports, count, seed)
     normalisation = normalisation_of(spec, "random pixels")
-    noise = noise_inputs([replace(port, dtype=PIXEL) for port in ports], count, seed)
+    noise = draw_noise([replace(port, dtype=PIXEL) for port in ports], count, seed)
     return replace(noise, feeds={name: normalisation.images(each) for name, each in noise.feeds.items()})
 
 
@@ -149,7 +149,7 @@ def _normalise_of(directory: Path, path: Path) -> Normalise:
     return normalising(image_spec(model_of_directory(directory).model), where=str(path))
 
 
-def feeds_to_time(fed: FedOptions, ports: Sequence[Port], models: Sequence[Path], count: int) -> ProofInputs:
+def open_timed_inputs(fed: FedOptions, ports: Sequence[Port], models: Sequence[Path], count: int) -> ProofInputs:
     """Return `count` inputs for these ports; a tokenizer or normalisation comes from `models`."""
     if fed.text is None:
         return _images_or_noise(fed.images, ports, models, count)

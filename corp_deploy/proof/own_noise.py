@@ -54,7 +54,7 @@ class MergeNoise:
     noise: Mapping[FloatType, Mapping[str, Measures]]
 
 
-def merge_noise_of(
+def measure_merge_noise(
     checkpoint: Checkpoint,
     feeds: Feeds,
     answers: Outputs,
@@ -75,11 +75,13 @@ def merge_noise_of(
         least_B = merge_margins(checkpoint.model, inputs)
         assert least_B is not None, start
         margins.append(least_B.double().numpy())
-    noise = {float_type: own_noise(checkpoint, float_type, feeds, answers, batch, heads) for float_type in halves}
+    noise = {
+        float_type: measure_own_noise(checkpoint, float_type, feeds, answers, batch, heads) for float_type in halves
+    }
     return MergeNoise(margins_N=np.concatenate(margins), noise=noise)
 
 
-def own_noise(
+def measure_own_noise(
     dense: Checkpoint, float_type: FloatType, feeds: Feeds, reference: Outputs, batch: int, heads: ProofHeads
 ) -> dict[str, Measures]:
     """Return a torch model's own error in a type against FP32, by output, on these inputs.

@@ -75,7 +75,7 @@ def array_on_disk(like: NDArray[Any], count: int) -> NDArray[Any]:
         return np.memmap(file, dtype=like.dtype, mode="w+", shape=(count, *like.shape[1:]))
 
 
-def noise_inputs(ports: Sequence[Port], count: int, seed: int) -> ProofInputs:
+def draw_noise(ports: Sequence[Port], count: int, seed: int) -> ProofInputs:
     """Draw normal noise for these ports."""
     other = [f"{port.name} ({port.dtype})" for port in ports if port.dtype not in ("float32", PIXEL)]
     if other:

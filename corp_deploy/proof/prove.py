@@ -70,7 +70,7 @@ def candidates_from_paths(
     return with_runtimes(with_distinct_names(candidates), runtimes)
 
 
-def prove(
+def run_proof(
     dense: Checkpoint,
     candidates: Sequence[Candidate],
     inputs: ProofInputs,

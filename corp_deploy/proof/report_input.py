@@ -38,7 +38,7 @@ class ReductionRecord(msgspec.Struct, frozen=True, kw_only=True):
     merging: MergingRecord | None = None
 
 
-def reduction_of(config: ModelConfig, directory: Path) -> ReductionRecord:
+def read_reduction(config: ModelConfig, directory: Path) -> ReductionRecord:
     """Read the record of the reduction, empty for a model that was never reduced."""
     where = f"{directory / CONFIG}: lineage.reduction"
     return record_from_value(config.lineage.get("reduction", {}), ReductionRecord, where=where)
@@ -59,7 +59,7 @@ def _optional(path: Path, load: Callable[[Path], Record]) -> Record | None:
     return load(path) if path.is_file() else None
 
 
-def json_of_file(path: Path, kind: str) -> dict[str, Any]:
+def read_record_json(path: Path, kind: str) -> dict[str, Any]:
     return record_from_file(path, dict[str, Any], kind=kind)
 
 
@@ -127,7 +127,7 @@ def shown_lineage(config: ModelConfig) -> dict[str, Any]:
     return lineage
 
 
-def record_of_directory(directory: Path, title: str | None = None) -> dict[str, Any]:
+def gather_report(directory: Path, title: str | None = None) -> dict[str, Any]:
     """Gather everything that a report may show; raise BadInput without a bench or parity record."""
     if not directory.is_dir():
         raise BadInput(f"{directory}: no such directory, expected one with bench.json or parity.json")
@@ -139,7 +139,7 @@ def record_of_directory(directory: Path, title: str | None = None) -> dict[str, 
         )
     folder = directory / "reduced"
     reduced = load_model_config(folder) if (folder / CONFIG).is_file() else None
-    reduction = reduction_of(reduced, folder) if reduced else ReductionRecord()
+    reduction = read_reduction(reduced, folder) if reduced else ReductionRecord()
     merging = reduction.merging
     manifest = load_manifest(directory) if (directory / "manifest.json").is_file() else None
     # A report can't contain its own digest.
@@ -150,10 +150,10 @@ def record_of_directory(directory: Path, title: str | None = None) -> dict[str, 
         lineage |= {"versions": manifest.versions, "files": {name: entry.sha256 for name, entry in files.items()}}
     return {
         "title": title or f"{directory.resolve().name}: dense against reduced",
-        "bench": bench and json_of_file(directory / "bench.json", "bench"),
-        "parity": parity and json_of_file(directory / "parity.json", "parity"),
-        "gate": _optional(directory / "gate.json", lambda path: json_of_file(path, "gate")),
-        "history": _optional(directory / "history.json", lambda path: json_of_file(path, "history")),
+        "bench": bench and read_record_json(directory / "bench.json", "bench"),
+        "parity": parity and read_record_json(directory / "parity.json", "parity"),
+        "gate": _optional(directory / "gate.json", lambda path: read_record_json(path, "gate")),
+        "history": _optional(directory / "history.json", lambda path: read_record_json(path, "history")),
         "calibration_size": _optional(directory / SIZE_FILE, _size_lines),
         "sites": [_site_line(site) for site in reduction.sites],
         "coverage": reduction.coverage and reduction.coverage.verdict,

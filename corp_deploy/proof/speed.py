@@ -88,9 +88,9 @@ def _timed_inputs(fed: FedOptions, ports: Sequence[Port], models: Sequence[Path]
     """Return inputs for the largest batch: those of a file, or noise, which takes the same time."""
     if fed.text is None and fed.images is None:
         return ProofInputs(feeds=random_feeds(ports, count, seed=0), kind="inputs")
-    from .model_inputs import feeds_to_time
+    from .model_inputs import open_timed_inputs
 
-    return feeds_to_time(fed, ports, models, count)
+    return open_timed_inputs(fed, ports, models, count)
 
 
 def _refuse_unequal(dense: Contender, reduced: Contender, batches: Sequence[int]) -> None:
@@ -108,7 +108,7 @@ def _refuse_unequal(dense: Contender, reduced: Contender, batches: Sequence[int]
             )
 
 
-def measure(
+def time_models(
     dense: Path,
     reduced: Path,
     *,
@@ -166,7 +166,7 @@ def bench_models(
     progress: Callable[[float, str], None] | None = None,
 ) -> Bench:
     """Time a dense and a reduced model as the options of `bench` say, and write the record to `output`."""
-    bench = measure(
+    bench = time_models(
         dense,
         reduced,
         batches=options.batches,
@@ -183,13 +183,13 @@ def bench_models(
     return bench
 
 
-def measured_speedup(dense: "Checkpoint", directory: Path, batch: int) -> float:
+def measure_speedup(dense: "Checkpoint", directory: Path, batch: int) -> float:
     """Return the dense over the reduced median latency in ONNX Runtime, interleaved."""
     from corp_deploy.store.checkpoint import save
 
     with tempfile.TemporaryDirectory() as scratch:
         save(dense, Path(scratch))
-        compared = measure(Path(scratch), directory, batches=(batch,), plan=SPEED_PLAN)
+        compared = time_models(Path(scratch), directory, batches=(batch,), plan=SPEED_PLAN)
     (row,) = summarise(compared).rows
     if row.speedup is None:
         raise Missing(f"{directory}: written, but its speed-up can't be measured here: {'; '.join(compared.warnings)}")

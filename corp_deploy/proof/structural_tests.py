@@ -71,7 +71,7 @@ def _stats(moments: Moments, name: str) -> Stats:
     return Stats(images=moments.images, mean_F=mean.numpy(), covariance_FF=covariance.numpy())
 
 
-def shift_of_inputs(dense: Checkpoint, moments: Moments, feeds: Feeds) -> Shift | None:
+def measure_shift(dense: Checkpoint, moments: Moments, feeds: Feeds) -> Shift | None:
     """Compare means and covariances with those of calibration at every site, or return None for too few inputs."""
     count = batch_size(feeds)
     if count < PARTS:

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 
 from corp_deploy.invocation.reduction import ReduceOptions
-from corp_deploy.proof.report_input import ReductionRecord, reduction_of
+from corp_deploy.proof.report_input import ReductionRecord, read_reduction
 from corp_deploy.reduction.report import SiteReport
 from corp_deploy.spec.merging import MergingRecord
 from corp_deploy.store.manifest import Efforts, input_of_graphs, rows_of_efforts
@@ -229,7 +229,7 @@ def render_card(root: Path, recipe: Recipe, commands: Sequence[str], efforts: Ef
     built = f"Architecture: {markdown_line(config.architecture_line)}."
     lines += [f"{named} {built} Gate: **{load_gate(root / GATE).verdict}**.", ""]
     lines += _unproven(root, recipe)
-    reduction = reduction_of(config, root / "reduced")
+    reduction = read_reduction(config, root / "reduced")
     lines += ["## What was removed", "", *_removed(reduction, recipe), ""]
     lines += [] if reduction.merging is None else _tokens(reduction.merging)
     lines += ["## Calibrated on", "", *_calibrated(root, config), ""]

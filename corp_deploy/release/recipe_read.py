@@ -17,7 +17,7 @@ from calib.store import load_moments
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import output_ports
 from corp_deploy.planning.refusals import refuse_unfit
-from corp_deploy.planning.request import request_of
+from corp_deploy.planning.request import build_request
 from corp_deploy.proof.heads import open_heads
 from corp_deploy.proof.limits import ParityLimits, unreachable_shares
 from corp_deploy.reduction.steady_inputs import require_steady_on
@@ -143,7 +143,7 @@ def read_inputs(
             graph_ports(dense, recipe.export.graph_input)
     if "reduce" in names:
         with mistakes.at("[reduce]"):
-            refuse_unfit(dense, request_of(recipe.reduce))
+            refuse_unfit(dense, build_request(recipe.reduce))
         tables = recipe.reduce.latency_tables
         for path in () if tables is None else sorted(Path(tables).glob(f"*{SUFFIX}")):
             with mistakes.at("reduce.latency_tables"):

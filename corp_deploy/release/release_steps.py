@@ -14,17 +14,17 @@ from corp_deploy.invocation.proof import Runtime
 from corp_deploy.machine import versions
 from corp_deploy.proof.candidates import Candidate, candidate_from_path, in_runtime
 from corp_deploy.proof.gate import (
-    evidence_of_files,
     judge_rows,
     parity_row,
-    trend_of_files,
+    read_evidence,
+    read_trend,
     with_fitted_rule,
     write_trend,
 )
 from corp_deploy.proof.limits import ParityLimits
 from corp_deploy.proof.model_inputs import inputs_from_set
-from corp_deploy.proof.prove import prove
-from corp_deploy.proof.report_input import json_of_file, record_of_directory, shown_lineage
+from corp_deploy.proof.prove import run_proof
+from corp_deploy.proof.report_input import gather_report, read_record_json, shown_lineage
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from corp_deploy.store.input_sets import images_for_model
 from corp_deploy.store.manifest import MANIFEST_KIND, entries_of_model, entry_of, input_of_graphs, rows_of_efforts
@@ -96,7 +96,7 @@ def write_target_parity(dirs: StageDirs, recipe: Recipe, target: ReleaseTarget) 
     metrics = trusted_metrics(recipe.parity.metrics(dirs.root))
     fitting = [size for size in recipe.parity.batches if profile.smallest <= size <= profile.largest]
     limits = replace(ParityLimits.from_options(recipe.parity.values), batches=fitting or [profile.tuned])
-    prove(
+    run_proof(
         dense,
         [candidate_from_path("reduced", below=dirs.root), _candidate(target, dirs.root)],
         inputs,
@@ -118,10 +118,10 @@ def write_verdicts(dirs: StageDirs, recipe: Recipe, baseline: Baseline) -> None:
     own_rules |= dict.fromkeys((names.PARITY, names.parity_name(first)), (*recipe.rules, *first.rules))
     rows = [parity_row(dirs.root / name, own_rules.get(name, ())) for name in names.parities_of(recipe)]
     older = baseline.older(names.own_records(recipe, dirs.root))
-    before = evidence_of_files(older.get("bench"), older.get("parity"))
+    before = read_evidence(older.get("bench"), older.get("parity"))
     for target in recipe.targets:
         records = dirs.root / names.bench_name(recipe, target), dirs.root / names.parity_name(target)
-        now = evidence_of_files(*records, recipe.gate.confidence)
+        now = read_evidence(*records, recipe.gate.confidence)
         if target == recipe.targets[0]:
             # Samples are arrays made of held-out images; only the whole chain knows whether those were fitted to.
             assert now.parity is not None, dirs.root
@@ -131,7 +131,7 @@ def write_verdicts(dirs: StageDirs, recipe: Recipe, baseline: Baseline) -> None:
         rows += [replace(row, rule=f"{target.name}: {row.rule}") for row in own]
         rows += _gain_rows(dirs.root, target, recipe.bench.batches)
     if recipe.gate.history is not None:
-        trend = trend_of_files(dirs.root / names.bench_name(recipe, recipe.targets[0]), recipe.gate.history)
+        trend = read_trend(dirs.root / names.bench_name(recipe, recipe.targets[0]), recipe.gate.history)
         write_trend(trend, dirs.into)
         rows += judge_history(trend)
     save_gate(Gate(rules=tuple(rows), confidence=recipe.gate.confidence), dirs.into / names.GATE)
@@ -145,7 +145,7 @@ def _gain_rows(root: Path, target: ReleaseTarget, batches: Sequence[int]) -> lis
     if target.rest is None:
         return []
     rules = [rule_from_text(f"speedup@b{batch} <= 1") for batch in batches]
-    judged = judge_rows(rules, evidence_of_files(root / names.gain_name(target), None), None, starting=False)
+    judged = judge_rows(rules, read_evidence(root / names.gain_name(target), None), None, starting=False)
     return [replace(row, rule=f"{target.name}: {target.precision} over {target.rest}: {row.rule}") for row in judged]
 
 
@@ -156,7 +156,7 @@ def _lineage(root: Path) -> dict[str, Any]:
 def write_release_report(dirs: StageDirs, recipe: Recipe, commands: Sequence[str], stages: Sequence[str]) -> None:
     """Write the report of the first target in three formats, a page for each other target, and the model card."""
     efforts = efforts_of(dirs.root, stages)
-    record = record_of_directory(dirs.root) | {  # the manifest, which has lineage and commands, is written later
+    record = gather_report(dirs.root) | {  # the manifest, which has lineage and commands, is written later
         "title": f"{recipe.name}: dense against reduced",
         "lineage": _lineage(dirs.root) | {"recipe": sha256_of_file(dirs.root / names.RECIPE)},
         "commands": list(commands),
@@ -167,8 +167,8 @@ def write_release_report(dirs: StageDirs, recipe: Recipe, commands: Sequence[str
     for target in recipe.targets[1:]:
         own = record | {
             "title": f"{recipe.name} on {target.name}: dense against reduced",
-            "bench": json_of_file(dirs.root / names.bench_name(recipe, target), "bench"),
-            "parity": json_of_file(dirs.root / names.parity_name(target), "parity"),
+            "bench": read_record_json(dirs.root / names.bench_name(recipe, target), "bench"),
+            "parity": read_record_json(dirs.root / names.parity_name(target), "parity"),
         }
         write_text(dirs.into / names.page_name(target), html_from_record(own))
     write_text(dirs.into / names.CARD, render_card(dirs.root, recipe, commands, efforts))

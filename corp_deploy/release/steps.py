@@ -22,17 +22,17 @@ from corp_deploy.invocation.input_choice import Decoded, Drawn, HoldOutOptions
 from corp_deploy.invocation.option import Invocation
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.invocation.running import BenchOptions, FedOptions
-from corp_deploy.planning.calibration_size import calibration_size
+from corp_deploy.planning.calibration_size import measure_calibration_size
 from corp_deploy.planning.carried_out import Polishing
 from corp_deploy.planning.execution import reduce_checkpoint
-from corp_deploy.planning.judging import scored_inputs
-from corp_deploy.planning.request import merging_checkpoint
+from corp_deploy.planning.judging import score_inputs
+from corp_deploy.planning.request import apply_merging_choice
 from corp_deploy.proof.graphs import Graphs
 from corp_deploy.proof.limits import ParityLimits
 from corp_deploy.proof.model_inputs import feeds_for_graph, inputs_from_set
 from corp_deploy.proof.proof_inputs import ProofInputs
-from corp_deploy.proof.prove import candidates_from_paths, prove
-from corp_deploy.proof.report_input import record_of_directory
+from corp_deploy.proof.prove import candidates_from_paths, run_proof
+from corp_deploy.proof.report_input import gather_report
 from corp_deploy.proof.speed import bench_models
 from corp_deploy.reduction import moments_files
 from corp_deploy.reduction.moments import reference_of_summary
@@ -79,7 +79,7 @@ def write_calibration(dirs: StageDirs, run: Invocation) -> None:
     options = CalibrateOptions.from_options({**run.options, "groups": _groups(dirs, run)})
     drawn = Drawn.from_options(run.options)
     require_device(options.device)
-    dense = merging_checkpoint(load_checkpoint(dirs.root / run["model"]), options)
+    dense = apply_merging_choice(load_checkpoint(dirs.root / run["model"]), options)
     running = moments_files.CalibrationRun(
         unfinished=dirs.unfinished,
         save_every=run["checkpoint_every"],
@@ -134,7 +134,7 @@ def write_parity(dirs: StageDirs, run: Invocation) -> Parity:
     labels = None if run["labels"] is None else labels_for(dirs.root / run["labels"], source, dense.model)
     limits = ParityLimits.from_options(run.options)
     inputs = inputs_from_set(source, labels)
-    proof = prove(
+    proof = run_proof(
         dense,
         candidates_from_paths(candidates, below=dirs.root),
         inputs,
@@ -170,7 +170,7 @@ def write_package(dirs: StageDirs, run: Invocation) -> None:
 
 def write_page(dirs: StageDirs, run: Invocation) -> None:
     (directory,) = run.arguments
-    write_text(dirs.into / run["output"], html_from_record(record_of_directory(dirs.root / directory, run["title"])))
+    write_text(dirs.into / run["output"], html_from_record(gather_report(dirs.root / directory, run["title"])))
 
 
 def write_samples(dirs: StageDirs, recipe: Recipe) -> None:
@@ -221,7 +221,7 @@ def write_size(dirs: StageDirs, recipe: Recipe) -> None:
     that calibration.hold_out left out.
     """
     choice, calibration, drawn_by = recipe.reduce, recipe.calibration, recipe.proof_images.seed
-    dense = merging_checkpoint(load_checkpoint(dirs.root / "dense"), choice.of_statistics)
+    dense = apply_merging_choice(load_checkpoint(dirs.root / "dense"), choice.of_statistics)
     proving = recipe.proof_images.proving_images(dense.model)
     judging = (
         proving if proving.count <= MOST_JUDGED else shuffle_inputs(proving, seed=drawn_by).subset(range(MOST_JUDGED))
@@ -232,13 +232,13 @@ def write_size(dirs: StageDirs, recipe: Recipe) -> None:
     planned = None
     if choice.allocates or choice.auto_heads:
         planned = {site.name: site.width for site in sites_of(load_checkpoint(dirs.root / "reduced").model).every}
-    size = calibration_size(
+    size = measure_calibration_size(
         dense.model,
         [load_moments(dirs.root / name) for name in (*names.snapshots_of(recipe), names.MOMENTS)],
         choice.method_asked,
         widths=planned,
         held_out=load_moments(dirs.root / names.HELD_OUT_MOMENTS) if recipe.judges_sites else None,
-        scored=scored_inputs(dense.model, judging, None, calibration.batch_size),
+        scored=score_inputs(dense.model, judging, None, calibration.batch_size),
         calibration=images,
     )
     write_json(dirs.into / names.SIZE, size.as_json())

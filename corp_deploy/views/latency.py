@@ -5,13 +5,13 @@ from typing import Any
 
 from rich.table import Table
 
-from corp_deploy.planning.latency import Tables
+from corp_deploy.planning.latency import LatencyTables
 from corp_deploy.planning.schedule import MERGE
 
 DENSE, ALL_TOKENS = "dense model", "dense model with all tokens"
 
 
-def latency_rows(tables: Tables, batches: Sequence[int]) -> list[dict[str, Any]]:
+def latency_rows(tables: LatencyTables, batches: Sequence[int]) -> list[dict[str, Any]]:
     """Return median milliseconds by block and width at every batch size, the dense model last."""
     named = {**tables.by_name, DENSE: tables.dense} | ({ALL_TOKENS: tables.all_tokens} if tables.all_tokens else {})
     return [

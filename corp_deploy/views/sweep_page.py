@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from corp_deploy.planning.calibration_size import CalibrationSize
-from corp_deploy.planning.sweep_points import DensePoint, SweepPoint, batches_of, sentence_of_sweep
+from corp_deploy.planning.sweep_points import DensePoint, SweepPoint, batches_of, describe_sweep
 from ground.quantity import format_number
 from perf.record.runs import FittedInputs
 from perf.report.curves import images_figure, images_table
@@ -150,7 +150,7 @@ def sweep_page(
     sections.append(
         Section(
             title="Size and fidelity",
-            remarks=(Remark(text=_as_sentence(sentence_of_sweep(points))), *remarks),
+            remarks=(Remark(text=_as_sentence(describe_sweep(points))), *remarks),
             figures=tuple(_against(points, "MACs", kept, lambda point: point.on_front)),
             tables=(trials_table(points),),
         )

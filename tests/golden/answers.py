@@ -17,7 +17,7 @@ from corp_deploy.families.family import input_ports, output_ports
 from corp_deploy.planning.sweep_trials import TrialFolder
 from corp_deploy.polish.state import StateFile
 from corp_deploy.proof.compare_engines import read_golden
-from corp_deploy.proof.report_input import record_of_directory
+from corp_deploy.proof.report_input import gather_report
 from corp_deploy.release.card import _calibrated
 from corp_deploy.release.check import check_release, samples_of_release
 from corp_deploy.release.digests import read_stamp
@@ -166,7 +166,7 @@ def _answered(path: Path) -> dict[str, Any]:
 
 def _report(path: Path) -> dict[str, Any]:
     """What a report shows of a whole directory of records."""
-    record = record_of_directory(path.parent)
+    record = gather_report(path.parent)
     shown = ("bench", "parity", "gate", "history", "calibration_size")
     return {key: record[key] is not None for key in shown} | {
         "effects": len(record["effects"]),
