@@ -187,7 +187,7 @@ def test_attention_system_without_widths_is_refused(
 def test_dimensions_of_another_ranking_are_refused(home: Path, tmp_path: Path) -> None:
     refused = reduced(home, tmp_path / "r", "kept.safetensors", 0.5, "--select", "head=magnitude")
     assert refused.exit_code == 2
-    assert "ranked by magnitude, dimensions are kept that the system in these moments leaves out" in refused.stderr
+    assert "the ranking by magnitude keeps dimensions that the system in these moments leaves out" in refused.stderr
     whole = reduced(home, tmp_path / "w", "whole.safetensors", 0.5, "--select", "head=magnitude")
     assert whole.exit_code == 0, whole.output
 

@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 from corp_deploy.reduction.method import (
     CHANNEL_REPAIRS,
-    CONV_RANKINGS,
     CONV_REPAIRS,
     HEADS_RANKINGS,
     HEADS_REPAIRS,
@@ -44,7 +43,7 @@ WIDTHS = "mlp=64,head=16,conv=32"
 """The default multiples of widths."""
 MULTIPLES = ByKind(dict.fromkeys(("mlp", "head", "conv"), ALIGNMENT))
 ALIGN: Mapping[str, int] = MULTIPLES.from_text(WIDTHS)
-RANKINGS = {"mlp": MLP_RANKINGS, "head": QK_RANKINGS, "conv": CONV_RANKINGS, "heads": HEADS_RANKINGS}
+RANKINGS = {"mlp": MLP_RANKINGS, "head": QK_RANKINGS, "conv": MLP_RANKINGS, "heads": HEADS_RANKINGS}
 RANKING = ByKind({kind: OneOf(words) for kind, words in (RANKINGS | {CHANNELS: MLP_RANKINGS}).items()})
 REPAIRS = {"mlp": MLP_REPAIRS, "conv": CONV_REPAIRS, "heads": HEADS_REPAIRS}
 REPAIR = ByKind({kind: OneOf(words) for kind, words in (REPAIRS | {CHANNELS: CHANNEL_REPAIRS}).items()})

@@ -1,12 +1,11 @@
 """Options of a polish that refuse contradictory values. No torch."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from ground.errors import BadInput
 
 PolishName = Literal["none", "layer"]
-POLISHES: tuple[PolishName, ...] = get_args(PolishName)
 SWEEPS = 2
 """Sweeps over both layers of each sublayer, unless a number or a time is set."""
 

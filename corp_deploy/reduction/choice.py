@@ -64,10 +64,8 @@ def eliminate_groups(reads: Sequence[ReaderStats], part_C: Tensor | None, *, rid
         )
     if len({read.sees for read in stacked}) == 1 and sum(len(read.groups_C) for read in stacked) == groups:
         return _order_by_portions(stacked, part_C, ridge_rel)
-    sets = [
-        _join_portions([read for read in stacked if read.sees == sees])
-        for sees in dict.fromkeys(r.sees for r in stacked)
-    ]
+    inputs = dict.fromkeys(read.sees for read in stacked)
+    sets = [_join_portions([read for read in stacked if read.sees == sees]) for sees in inputs]
     covariances, weights, joined = zip(*sets, strict=True)
     return eliminate_coupled(covariances, weights, ridge_rel=ridge_rel, taps=joined, part_C=part_C)
 

@@ -155,9 +155,8 @@ class _ClosedLoop:
         for layer in layers(program, in_groups=True):
             self.called.setdefault(layer.weight, []).append(layer)
         # A mean used as a divisor must stay far from zero: it is computed from kept groups and never fitted.
-        self.finished |= {
-            layer.node for weight, every in self.called.items() if is_mean_weight(weight) for layer in every
-        }
+        means = (every for weight, every in self.called.items() if is_mean_weight(weight))
+        self.finished |= {layer.node for every in means for layer in every}
         self.constants = input_free_nodes(program)
         self.order = {node.name: place for place, node in enumerate(program.nodes)}
         self.steps = plan_steps(self.student.tracing, traced_sites(self.student.tracing), self.widths, self.method)
@@ -264,9 +263,8 @@ class _ClosedLoop:
         Raises:
             BadInput: a site differs from the dense program's when it is narrowed.
         """
-        kept, unreduced = prove_kept(
-            model, groups_left({name: new for name, new in self.new.items() if new.is_narrower})
-        )
+        narrower = {name: new for name, new in self.new.items() if new.is_narrower}
+        kept, unreduced = prove_kept(model, groups_left(narrower))
         if unreduced:
             name, reason = next(iter(unreduced.items()))
             raise BadInput(f"closed loop: {name} can't be narrowed, {reason}; reduce without --closed-loop")

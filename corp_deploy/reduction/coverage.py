@@ -76,7 +76,7 @@ def require_as_asked(covered: Coverage, method: Method) -> None:
     if covered.refused and method.asks_to_remove:
         refused = "\n".join(f"  {names}: {reason}" for reason, names in by_reason(covered.refused))
         raise BadInput(
-            f"less than was asked for can be removed, {covered.verdict}; these can't be:\n"
+            f"less can be removed than was asked for, {covered.verdict}; refused:\n"
             f"{refused}\n--allow-partial (recipes: allow_partial = true) reduces the others"
         )
     if not covered.reduced and method.asks_to_remove:

@@ -81,18 +81,12 @@ def _stretches(own: Tracing, every: Iterable[TracedFold]) -> Iterator[_Stretch]:
     """Split the program by its cuts, up to the last site."""
     order, left = {node: place for place, node in enumerate(own.program.nodes)}, list(every)
     for before, after in pairwise([None, *(cut.node for cut in find_cuts(own.analysis)), None]):
-        folds = [
-            each
-            for each in left
-            if after is None or max(order[node] for node in each.units.region.ends) <= order[after]
-        ]
+        end = len(order) if after is None else order[after]
+        folds = [each for each in left if max(order[node] for node in each.units.region.ends) <= end]
         left = [each for each in left if each not in folds]
         ends = [node for each in folds for node in each.units.region.around]
-        yield (
-            required_nodes(own.program, before, [*ends, *([] if after is None or not left else [after])]),
-            after,
-            folds,
-        )
+        ends += [after] if after is not None and left else []
+        yield required_nodes(own.program, before, ends), after, folds
         if not left:
             return
 
@@ -126,14 +120,14 @@ def merge_sites(
         return {}, ()
     if images is None:
         raise BadInput(
-            "merged channels and heads are fitted to and judged by what they give on the calibration images; give "
-            "them: --images"
+            "merged channels and heads are fitted to and judged by their outputs on the calibration images; give them: "
+            "--images"
         )
     shown = ShownInputs.of(images, moments, held_out)
     few = f"what was merged was fitted and judged on {shown.fitted} of the {moments.images} calibration images"
     own, where = tracing(model), device_of(model)
     if own.merging is not None:
-        raise BadInput("merged channels and heads are fitted to all tokens, and this model merges some; leave one away")
+        raise BadInput("merged channels and heads are fitted to all tokens, and this model merges some; leave one out")
     sites = [site for site in sites_of(model).every if site.name in widths]
     with measure_effort(watch, "select"):
         folds = {
@@ -142,8 +136,8 @@ def merge_sites(
             if merges_units(site, method)
         }
     _show(model, shown, own, folds.values())
-    others = {
-        name: None if held_out is None else stats_of_readers(fold.site, held_out, where) for name, fold in folds.items()
-    }
-    reduced = {name: fold.reduced(method, others[name]) for name, fold in folds.items()}
+    reduced = dict[str, TracedReduced]()
+    for name, fold in folds.items():
+        others = None if held_out is None else stats_of_readers(fold.site, held_out, where)
+        reduced[name] = fold.reduced(method, others)
     return reduced, (few,) if shown.fitted < moments.images else ()

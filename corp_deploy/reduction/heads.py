@@ -136,8 +136,8 @@ def _best_covered(site: str, method: Method, covered_HX: Tensor, scores_HX: Tens
     inside_HX = covered_HX.gather(1, best_HX)
     if method.qk_selection != "energy" and not inside_HX.equal(kept_HX):
         raise BadInput(
-            f"{site}: ranked by {method.qk_selection}, dimensions are kept that the system in these moments "
-            "leaves out: calibrate --attn keeps those of most logit energy; rank by it, or calibrate without --attn"
+            f"{site}: the ranking by {method.qk_selection} keeps dimensions that the system in these moments leaves "
+            "out; calibrate --attn covers those of most logit energy: rank by energy, or calibrate without --attn"
         )
     return inside_HX
 

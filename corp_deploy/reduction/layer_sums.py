@@ -30,7 +30,6 @@ SplitStatistics = list[SiteMoments]
 
 
 def combine_halves(name: str, halves: SplitStatistics) -> SiteMoments:
-    """Return the statistics over all inputs."""
     return halves[0] if len(halves) == 1 else add_statistics(name, *halves)
 
 
@@ -39,7 +38,7 @@ def _combine_masks(one_X: Tensor | None, other_X: Tensor | None) -> Tensor | Non
     return other_X if one_X is None else one_X if other_X is None else one_X * other_X
 
 
-def _select_places(x_XK: Tensor, places_X: Tensor | None) -> Tensor:
+def _rows_at(x_XK: Tensor, places_X: Tensor | None) -> Tensor:
     return (x_XK if places_X is None else x_XK[places_X]).unsqueeze(0)
 
 
@@ -60,23 +59,20 @@ class _LinearSums:
         weights_X = _combine_masks(of_tokens_X, None if lacking is None else lacking.weights)
 
         def counted(places_X: Tensor | None) -> Tensor | None:
-            return None if weights_X is None else _select_places(weights_X, places_X)
+            return None if weights_X is None else _rows_at(weights_X, places_X)
 
         if lacking is None:
-            self.sums.x.add(_select_places(x_XK, there_X), counted(there_X))
+            self.sums.x.add(_rows_at(x_XK, there_X), counted(there_X))
         else:
             there_X = _combine_masks(there_X, lacking.counts)
             fitted_X = _combine_masks(there_X, lacking.read)
-            self.sums.add(
-                _select_places(x_XK, fitted_X),
-                _select_places(lacking.residual.flatten(0, -2), fitted_X),
-                counted(fitted_X),
-            )
+            residual_XO = lacking.residual.flatten(0, -2)
+            self.sums.add(_rows_at(x_XK, fitted_X), _rows_at(residual_XO, fitted_X), counted(fitted_X))
             if lacking.read is not None:
                 self.unread = self.unread or Gram.empty(x_XK.shape[1], x.device)
                 unread_X = _combine_masks(there_X, ~lacking.read)
-                self.unread.add(_select_places(x_XK, unread_X), counted(unread_X))
-        add_active_(self.active_K, _select_places(x_XK, there_X), ACTIVE_EPS, counted(there_X))
+                self.unread.add(_rows_at(x_XK, unread_X), counted(unread_X))
+        add_active_(self.active_K, _rows_at(x_XK, there_X), ACTIVE_EPS, counted(there_X))
 
     @property
     def is_empty(self) -> bool:
@@ -162,13 +158,10 @@ class LayerSums:
         if lacking is not None:
             self.gain_O = lacking.gain_O
             wanted_XO = output_rows(lacking.target, layer.node)
-            is_of_tokens = weights_BN is not None and weights_BN.numel() == len(wanted_XO)
-            counted = (
-                None
-                if weights_BN is None or not is_of_tokens
-                else _select_places(weights_BN.reshape(-1, 1), lacking.read)
-            )
-            self.energy.add(_select_places(wanted_XO, lacking.read), counted)
+            counted = None
+            if weights_BN is not None and weights_BN.numel() == len(wanted_XO):
+                counted = _rows_at(weights_BN.reshape(-1, 1), lacking.read)
+            self.energy.add(_rows_at(wanted_XO, lacking.read), counted)
             if lacking.weights is not None:
                 self.weights.append(lacking.weights if lacking.counts is None else lacking.weights[lacking.counts])
 

@@ -25,7 +25,6 @@ ValueRecoveryName = Literal["keep", "lowrank"]
 LoopName = Literal["asymmetric", "symmetric"]
 
 MLP_RANKINGS: tuple[str, ...] = get_args(MlpRanking)
-CONV_RANKINGS = MLP_RANKINGS
 QK_RANKINGS: tuple[str, ...] = get_args(QkRanking)
 QK_RECOVERIES: tuple[str, ...] = get_args(QkRecoveryName)
 MLP_REPAIRS: tuple[str, ...] = get_args(ChannelRecoveryName)
@@ -39,7 +38,7 @@ NOT_HELD_OUT: Mapping[LoopName, str] = {
     "symmetric": "its sites meet the reduced model's activations, which held-out moments are not of",
 }
 RESCALED = (
-    "--rescale: the asymmetric closed loop fits what convolutions give already; give --closed-loop symmetric or none"
+    "--rescale: the asymmetric closed loop already fits convolutions' outputs; give --closed-loop symmetric or none"
 )
 
 
@@ -103,8 +102,8 @@ class Method:
             "this preset takes no whole heads away; expected another than corp-v1 and vbp": (
                 self.heads_sparsity is not None and self.heads_recovery == "keep"
             ),
-            "merged heads give what no moment tells, so that their dimensions can't be chosen; leave --attn out, or "
-            "rank heads: --select heads=obs": self.folds_heads and self.attention_sparsity,
+            "no moment describes merged heads, so their dimensions can't be chosen; leave --attn out, or rank heads: "
+            "--select heads=obs": self.folds_heads and self.attention_sparsity,
             f"folding merges channels, which recovery {self.mlp_recovery!r} can't repair": (
                 self.merges and self.mlp_recovery not in ("gram", "refit")
             ),

@@ -59,8 +59,8 @@ def without_held_out(images: InputSet | None, held_out: Moments | None) -> Input
     stay = (~torch.isin(images.ids, held_out.image_ids)).nonzero().squeeze(1).tolist()
     if not stay:
         raise BadInput(
-            f"all {images.count} {images.noun} are those of the held-out moments, which judge; give the {images.noun} "
-            "of the calibration"
+            f"all {images.count} {images.noun} are those of the held-out moments, which only judge; give the "
+            f"{images.noun} of the calibration"
         )
     return images if len(stay) == images.count else images.subset(stay)
 

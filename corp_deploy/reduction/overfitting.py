@@ -84,12 +84,9 @@ def estimate_overfitting(model: nn.Module, moments: Moments) -> Overfitting | No
     if moments.half is None or not every:
         return None
     sites, groups = every[:: max(1, len(every) // LOOKED_AT)], len(moments.group_ids.unique())
-    fitted, held_out = zip(
-        *(_shares_lost(site, moments, width, device_of(model)) for site, width in sites), strict=True
-    )
-    return estimate_from_splits(
-        fmean(fitted), fmean(held_out), groups=groups, weights=fmean(width for _, width in sites)
-    )
+    where, weights = device_of(model), fmean(width for _, width in sites)
+    fitted, held_out = zip(*(_shares_lost(site, moments, width, where) for site, width in sites), strict=True)
+    return estimate_from_splits(fmean(fitted), fmean(held_out), groups=groups, weights=weights)
 
 
 def data_gap(reports: Iterable[SiteReport], moments: Moments) -> Overfitting | None:

@@ -83,18 +83,16 @@ def tokens_to_fit(model: nn.Module, reads: Reads | None = None) -> Tensor | None
 def find_read_places(dense: Tracing, where: torch.device) -> dict[fx.Node, Tensor]:
     """Return the places [P] that are read of linear layers with unread ones, among layers behind the first cut."""
     program, read = dense.program, dict[fx.Node, Tensor]()
-    linear = [
-        each.node for each in layers(program) if each.node.target is LINEAR and batch_axis_of(each.node) == IN_FRONT
-    ]
+    nodes = [each.node for each in layers(program)]
+    linear = [node for node in nodes if node.target is LINEAR and batch_axis_of(node) == IN_FRONT]
     (entering, *_) = [node for node in program.nodes if node.op == "placeholder"]
     for cut in reversed(find_cuts(dense.analysis, beside_outputs=True)):
         layout = layout_of(cut.node, sizes_at_one(entering)[1:])
         like_1NC = layout.rows(torch.empty(1, *layout.sizes, device=where))
         with torch.inference_mode(False), torch.enable_grad():
             stream_BNC = random_stream(like_1NC)
-            gradient_BNC, *gradients = _gradients(
-                program, cut.node, stream_BNC, layout.tensor(stream_BNC.clone()), linear
-            )
+            x = layout.tensor(stream_BNC.clone())
+            gradient_BNC, *gradients = _gradients(program, cut.node, stream_BNC, x, linear)
         for node, gradient in zip(linear, gradients, strict=True):
             if gradient is not None:
                 read.setdefault(node, (gradient != 0.0).any(-1).any(0).flatten())
@@ -108,9 +106,8 @@ def _gradients(
 ) -> list[Tensor | None]:
     """Return the gradients of the outputs by a stream, which is `x` at a cut, and by the outputs of these nodes."""
     outputs = outputs_after(program, cut)
-    values = run_nodes(
-        program, required_nodes(program, cut, outputs), {cut: x, **build_full_masks(program, len(x), x.device)}
-    )
+    entering = {cut: x, **build_full_masks(program, len(x), x.device)}
+    values = run_nodes(program, required_nodes(program, cut, outputs), entering)
     terms = [random_sum(each) for node in outputs if (each := values[node]).requires_grad]
     own = [values[node] if node in values and values[node].requires_grad else None for node in nodes]
     inputs = [stream_BNC, *(each for each in own if each is not None)]

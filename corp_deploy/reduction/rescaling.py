@@ -94,8 +94,7 @@ def rescale_(dense: Tracing, student: Student, images: InputSet, *, batch_size: 
     Each convolution takes a run from the cut in front of it, the dense model one of the whole. The new values of
     removed rows have no effect.
     """
-    where = device_of(dense.program.graph)
-    pieces = list(read_pieces(images, where, batch_size, weights=lambda _: None, half_ids=None, held_out_every=None))
+    pieces = list(read_pieces(images, device_of(dense.program.graph), batch_size))
     left = list(rescalable_convolutions(dense.program))
     for segment in split_segments(dense, student):
         inside = set(segment.up_to([segment.after or dense.program.output]))

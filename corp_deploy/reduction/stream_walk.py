@@ -107,9 +107,9 @@ def read_pieces(
     where: torch.device,
     batch_size: int,
     *,
-    weights: Callable[[Inputs], Tensor | None],
-    half_ids: Tensor | None,
-    held_out_every: int | None,
+    weights: Callable[[Inputs], Tensor | None] = lambda _: None,
+    half_ids: Tensor | None = None,
+    held_out_every: int | None = None,
 ) -> Iterator[Piece]:
     """Yield all inputs; those with `half_ids`, or each `held_out_every`-th one, are held out.
 
