@@ -76,7 +76,7 @@ def _require_held(file: IO[bytes], size_bytes: int, where: str) -> None:
 
 @contextmanager
 def _reading(path: Path, kind: str) -> Iterator[None]:
-    """Raise BadInput for an empty file, a stand-in and any error of the body but lack of memory or of the file."""
+    """Raise BadInput for an empty file, a stand-in, and errors of the body except MemoryError and FileNotFoundError."""
     refuse_stand_in_file(path)
     try:
         if not path.stat().st_size:

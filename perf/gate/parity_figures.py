@@ -67,7 +67,10 @@ def parity_reading(parity: Parity | None, rule: Rule, subject: str | None, where
 
 
 def find_own_metric(parity: Parity | None, rule: Rule, subject: str | None, where: str) -> OwnMetric:
-    """Return a user's measure of a link's candidate, the shipped artefact or the dense model, else raise BadInput."""
+    """Return a user's measure of a link's candidate, the shipped artefact or the dense model.
+
+    Raises BadInput if there is none.
+    """
     rows = [] if parity is None else [row for row in parity.metrics if row.name == rule.metric]
     if parity is None or not rows:
         known_names = ", ".join(dict.fromkeys(row.name for row in parity.metrics)) if parity else ""

@@ -38,7 +38,8 @@ class Stats:
 class SiteShift:
     """Distances at one site relative to the calibration's statistics, with those expected from sampling alone.
 
-    mean_distance = ||mean - calibrated|| / sqrt(trace(covariance)); covariance_distance is the relative Frobenius norm.
+    mean_distance = ||mean - calibrated|| / sqrt(trace(covariance)); covariance_distance is relative, in the Frobenius
+    norm.
     """
 
     site: str
