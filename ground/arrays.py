@@ -37,7 +37,7 @@ def _damaged(where: str, kind: str, reason: object) -> BadInput:
     return BadInput(f"{where}: not a valid {kind} file ({reason!s:.200})")
 
 
-def _header(file: IO[bytes], where: str) -> tuple[tuple[int, ...], "np.dtype[Any]", int]:
+def _read_header(file: IO[bytes], where: str) -> tuple[tuple[int, ...], "np.dtype[Any]", int]:
     """Return shape, type and size in bytes of a .npy header, reading nothing behind it."""
     magic = file.read(npy.MAGIC_LEN)
     try:
@@ -59,7 +59,7 @@ def _header(file: IO[bytes], where: str) -> tuple[tuple[int, ...], "np.dtype[Any
 
 def _require_held(file: IO[bytes], size_bytes: int, where: str) -> None:
     """Raise BadInput unless a file of this size can hold the array of its header."""
-    shape, dtype, start = _header(file, where)
+    shape, dtype, start = _read_header(file, where)
     if dtype.hasobject:
         raise BadInput(f"{where}: holds pickled objects, which are never loaded; expected numbers")
     if dtype.kind not in _KINDS or dtype.subdtype is not None:
@@ -100,7 +100,7 @@ def array_from_npy(path: Path, *, mapped: bool = False) -> NDArray[Any]:
     return array
 
 
-def _members(archive: zipfile.ZipFile, path: Path) -> dict[str, zipfile.ZipInfo]:
+def _read_members(archive: zipfile.ZipFile, path: Path) -> dict[str, zipfile.ZipInfo]:
     """Return the members of an archive by name without .npy.
 
     Raises BadInput if they would inflate beyond the bound, have a path outside the archive or can't be unpacked.
@@ -140,7 +140,7 @@ def _chosen_keys(path: Path, key: str | None, names: Iterable[str]) -> Iterable[
 def arrays_from_npz(path: Path, *, key: str | None = None) -> dict[str, NDArray[Any]]:
     """Return all arrays of a .npz file by name, or only `key`. Raises BadInput as `array_from_npy` does."""
     with _reading(path, ".npz"), zipfile.ZipFile(path) as archive:
-        members = _members(archive, path)
+        members = _read_members(archive, path)
         return {name: _array_of(archive, members[name], path) for name in _chosen_keys(path, key, members)}
 
 

@@ -39,7 +39,7 @@ def single_array(arrays: Feeds | Outputs) -> NDArray[Any]:
 def feeds_from_array(array: NDArray[Any], ports: Sequence[Port]) -> Feeds:
     """Return an array under the name of a model's only input. Raises BadInput for several inputs."""
     if len(ports) != 1:
-        raise BadInput(f"one array for {len(ports)} inputs; expected one for each of {', '.join(_names(ports))}")
+        raise BadInput(f"one array for {len(ports)} inputs; expected one for each of {', '.join(_port_names(ports))}")
     return {ports[0].name: array}
 
 
@@ -58,10 +58,10 @@ def random_feeds(ports: Sequence[Port], count: int, *, seed: int) -> Feeds:
     if free:
         raise BadInput(f"{', '.join(free)}: a free size, expected fixed ones; export the model for one size")
     generator = np.random.default_rng(seed)
-    return {port.name: _noise(generator, port, count) for port in ports}
+    return {port.name: _random_array(generator, port, count) for port in ports}
 
 
-def _noise(generator: np.random.Generator, port: Port, count: int) -> NDArray[Any]:
+def _random_array(generator: np.random.Generator, port: Port, count: int) -> NDArray[Any]:
     shape = (count, *port.shape)
     if port.dtype == "float32":
         return generator.standard_normal(shape, dtype=np.float32)
@@ -108,8 +108,8 @@ def _wrong_names(feeds: Feeds, ports: Sequence[Port]) -> Iterator[str]:
         if port.name not in feeds:
             yield f"takes {port.name} {shape_text(port)} as {port.dtype}, which is missing"
     for name in feeds:
-        if name not in _names(ports):
-            yield f"takes no {name}, only {', '.join(_names(ports))}"
+        if name not in _port_names(ports):
+            yield f"takes no {name}, only {', '.join(_port_names(ports))}"
 
 
 def _wrong_arrays(feeds: Feeds, ports: Sequence[Port], batch: int | None) -> Iterator[str]:
@@ -137,5 +137,5 @@ def _unequal_batches(feeds: Feeds) -> Iterator[str]:
         yield f"got {listed}; expected as many of each, as they make one batch"
 
 
-def _names(ports: Sequence[Port]) -> list[str]:
+def _port_names(ports: Sequence[Port]) -> list[str]:
     return [port.name for port in ports]

@@ -83,7 +83,7 @@ _MEMBERS = (
 _ONNX_HEAD = re.compile(rb"\x08[\x01-\x20](\x12|\x1a|:|B)", re.S)
 
 
-def _kind_of_zip(path: Path) -> FileKind:
+def _find_zip_kind(path: Path) -> FileKind:
     if not zipfile.is_zipfile(path):
         return FileKind("a zip archive that is cut short", "its download or copy didn't finish: get it again")
     with zipfile.ZipFile(path) as archive:
@@ -106,7 +106,7 @@ def kind_of_file(path: Path) -> FileKind | None:
     if (other := stand_in(head)) is not None:
         return other
     if head[:4] in (b"PK\x03\x04", b"PK\x05\x06"):
-        return _kind_of_zip(path)
+        return _find_zip_kind(path)
     header_bytes = int.from_bytes(head[:8], "little")
     if head[8:9] == b"{" and 2 <= header_bytes <= (_LONGEST_HEADER if head[9:10] == b'"' else size - 8):
         return FileKind(SAFETENSORS)
@@ -114,10 +114,10 @@ def kind_of_file(path: Path) -> FileKind | None:
         return FileKind(TORCH)
     if _ONNX_HEAD.match(head):
         return FileKind(ONNX, "give the weights that it was exported of")
-    return next((kind for at, magic, kind in _MAGIC if head[at:].startswith(magic)), _kind_of_text(head))
+    return next((kind for at, magic, kind in _MAGIC if head[at:].startswith(magic)), _find_text_kind(head))
 
 
-def _kind_of_text(head: bytes) -> FileKind | None:
+def _find_text_kind(head: bytes) -> FileKind | None:
     try:
         text = head[: LONGEST - 4].decode()  # a character may be cut at the end
     except UnicodeDecodeError:

@@ -64,14 +64,14 @@ def normalised_licence(expression: str) -> str | None:
         return None
 
 
-def _field(metadata: importlib.metadata.PackageMetadata, name: str) -> str:
+def _first_field(metadata: importlib.metadata.PackageMetadata, name: str) -> str:
     return str((metadata.get_all(name) or [""])[0]).strip()
 
 
-def _licence(metadata: importlib.metadata.PackageMetadata) -> str:
-    if expression := _field(metadata, "License-Expression"):
+def _find_licence(metadata: importlib.metadata.PackageMetadata) -> str:
+    if expression := _first_field(metadata, "License-Expression"):
         return expression
-    licence = _field(metadata, "License")
+    licence = _first_field(metadata, "License")
     if licence in _SPDX:
         return _SPDX[licence]
     classifiers = [each.removeprefix(_CLASSIFIER) for each in metadata.get_all("Classifier") or ()]
@@ -94,12 +94,12 @@ def installed_packages() -> tuple[InstalledPackage, ...]:
     """Return the installed distributions by name; of several of one name, the one that is imported."""
     packages: dict[str, InstalledPackage] = {}
     for found in importlib.metadata.distributions():
-        name = canonicalize_name(_field(found.metadata, "Name"))
+        name = canonicalize_name(_first_field(found.metadata, "Name"))
         record = found.read_text("RECORD")
         package = InstalledPackage(
             name=name,
             version=found.version,
-            licence=_licence(found.metadata),
+            licence=_find_licence(found.metadata),
             requires=tuple(sorted({*_required(found.requires or ())} - {name})),
             record_sha256=None if record is None else sha256_of_text(record),
         )

@@ -42,7 +42,7 @@ def read_onnx(path: Path, *, weights: bool = True) -> "ModelProto":
     """
     import onnx
 
-    proto = _parsed(path)
+    proto = _parse(path)
     where = str(path)
     _refuse_no_text(proto, where)
     _refuse_unknown_types(proto, where)
@@ -50,7 +50,7 @@ def read_onnx(path: Path, *, weights: bool = True) -> "ModelProto":
     _refuse_sizes(proto, where)
     _refuse_foreign(proto, where)
     _refuse_recursive_functions(proto, where)
-    outside = [tensor for tensor in iter_tensors(proto) if _is_outside(tensor, path)]
+    outside = [tensor for tensor in iter_tensors(proto) if _check_tensor(tensor, path)]
     if outside and weights:
         onnx.load_external_data_for_model(proto, str(path.parent))
     return proto
@@ -73,7 +73,7 @@ def checker_error(graph: "ModelProto | Path", *, full: bool = False) -> str:
     return ""
 
 
-def _parsed(path: Path) -> "ModelProto":
+def _parse(path: Path) -> "ModelProto":
     import onnx
     from google.protobuf.message import DecodeError
 
@@ -162,15 +162,15 @@ def iter_tensors(proto: "ModelProto") -> "Iterator[TensorProto]":
     """Yield all tensors of a model: weights, parts of sparse weights, and attributes of nodes."""
     for graph in _graphs(proto):
         yield from graph.initializer
-        yield from _parts(graph.sparse_initializer)
+        yield from _sparse_parts(graph.sparse_initializer)
     for node in _every_node(proto):
         for attribute in node.attribute:
             yield from (*((attribute.t,) if attribute.HasField("t") else ()), *attribute.tensors)
             sparse = (attribute.sparse_tensor,) if attribute.HasField("sparse_tensor") else ()
-            yield from _parts((*sparse, *attribute.sparse_tensors))
+            yield from _sparse_parts((*sparse, *attribute.sparse_tensors))
 
 
-def _parts(sparse: "Iterable[SparseTensorProto]") -> "Iterator[TensorProto]":
+def _sparse_parts(sparse: "Iterable[SparseTensorProto]") -> "Iterator[TensorProto]":
     for tensor in sparse:
         yield from (tensor.values, tensor.indices)
 
@@ -206,7 +206,7 @@ def _refuse_foreign(proto: "ModelProto", where: str) -> None:
 def _refuse_recursive_functions(proto: "ModelProto", where: str) -> None:
     """Raise BadInput for functions that call themselves or unfold to more than MOST_NODES nodes."""
     functions = {(each.domain, each.name, each.overload): each for each in proto.functions}
-    calls = {key: [_key(node) for node in _nodes(function.node)] for key, function in functions.items()}
+    calls = {key: [_function_key(node) for node in _nodes(function.node)] for key, function in functions.items()}
     called = {key: [name for name in names if name in functions] for key, names in calls.items()}
     try:
         order = list(graphlib.TopologicalSorter(called).static_order())
@@ -215,20 +215,20 @@ def _refuse_recursive_functions(proto: "ModelProto", where: str) -> None:
     sizes: dict[_FunctionKey, int] = {}
     for key in order:
         sizes[key] = sum(sizes.get(name, 1) for name in calls[key])
-    unfolded = sum(sizes.get(_key(node), 1) for node in _nodes(proto.graph.node))
+    unfolded = sum(sizes.get(_function_key(node), 1) for node in _nodes(proto.graph.node))
     if unfolded > MOST_NODES:
         raise BadInput(f"{where}: unfolds to {unfolded:.3g} nodes, {MOST_NODES} at most are read")
 
 
-def _key(node: "NodeProto") -> _FunctionKey:
+def _function_key(node: "NodeProto") -> _FunctionKey:
     return node.domain, node.op_type, node.overload
 
 
-def _is_outside(tensor: "TensorProto", path: Path) -> bool:
+def _check_tensor(tensor: "TensorProto", path: Path) -> bool:
     """Return whether a tensor is external. Raises BadInput unless it has as many numbers as its shape needs."""
     where = f"{path}: weight {tensor.name[:100]!r}"
     outside = tensor.data_location == _EXTERNAL
-    size_bytes = _bytes_outside(tensor, path, where) if outside else len(tensor.raw_data)
+    size_bytes = _external_bytes(tensor, path, where) if outside else len(tensor.raw_data)
     if min(tensor.dims, default=0) < 0:
         raise BadInput(f"{where} is {list(tensor.dims)[:8]}, which is not a valid shape")
     if tensor.HasField("segment"):
@@ -251,7 +251,7 @@ def _is_outside(tensor: "TensorProto", path: Path) -> bool:
     return outside
 
 
-def _bytes_outside(tensor: "TensorProto", path: Path, where: str) -> int:
+def _external_bytes(tensor: "TensorProto", path: Path, where: str) -> int:
     entries = {entry.key: entry.value for entry in tensor.external_data}
     if unknown := [key for key in entries if key not in _KEYS]:
         raise BadInput(f"{where} lies outside with the unknown key {unknown[0][:100]!r}; expected {', '.join(_KEYS)}")
@@ -261,7 +261,7 @@ def _bytes_outside(tensor: "TensorProto", path: Path, where: str) -> int:
     stat = file.stat()
     if stat.st_nlink > 1:
         raise BadInput(f"{where} lies in {file.name[:100]}, which has other names (hard links); expected its own file")
-    offset, length = (_natural(entries, key, where) for key in ("offset", "length"))
+    offset, length = (_parse_natural(entries, key, where) for key in ("offset", "length"))
     start = offset or 0
     size_bytes = stat.st_size - start if length is None else length
     if start > stat.st_size or start + size_bytes > stat.st_size:
@@ -270,7 +270,7 @@ def _bytes_outside(tensor: "TensorProto", path: Path, where: str) -> int:
     return size_bytes
 
 
-def _natural(entries: dict[str, str], key: str, where: str) -> int | None:
+def _parse_natural(entries: dict[str, str], key: str, where: str) -> int | None:
     text = entries.get(key)
     if text is not None and not _NATURAL.fullmatch(text):
         raise BadInput(f"{where} lies outside with {key} {text[:100]!r}, expected a whole number")

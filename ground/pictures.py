@@ -65,12 +65,12 @@ class Skips:
     def line(self) -> str:
         """One line with a count for each reason, empty if nothing was left out."""
         return "; ".join(
-            f"{count} {reason.format(s='s'[: count > 1])} ({_some(self.named[reason])})"
+            f"{count} {reason.format(s='s'[: count > 1])} ({_join_some(self.named[reason])})"
             for reason, count in self.counts.items()
         )
 
 
-def _some(names: Iterable[str]) -> str:
+def _join_some(names: Iterable[str]) -> str:
     ordered = sorted(names)
     return ", ".join(ordered[:_NAMED]) + ", ..." * (len(ordered) > _NAMED)
 
@@ -80,7 +80,7 @@ IN_HIDDEN, OTHERS = "file{s} in hidden or system folders", "file{s} of another k
 UNREADABLE, AGAIN = "folder{s} that can't be read", "link{s} to folders that are read already"
 
 
-def _key(name: str) -> str:
+def _sample_key(name: str) -> str:
     """Return the path without suffixes, which the files of one sample share: 000.jpg and 000.cls in web datasets."""
     folder, slash, own = name.rpartition("/")
     return folder + slash + own.partition(".")[0]
@@ -99,9 +99,9 @@ def select_pictures(names: Iterable[str], skips: Skips) -> list[str]:
             chosen.append(name)
         else:
             others.append(name)
-    keys = set(map(_key, chosen))
+    keys = set(map(_sample_key, chosen))
     for name in others:
-        if _key(name) not in keys:
+        if _sample_key(name) not in keys:
             skips.add(OTHERS, _suffix(name) or "no suffix")
     return chosen
 

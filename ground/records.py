@@ -94,14 +94,14 @@ def _value_at(raw: Any, steps: Iterable[str]) -> Any:
     return raw
 
 
-def _received(value: Any) -> str:
+def _received_text(value: Any) -> str:
     if isinstance(value, dict | list):
         return "an object" if isinstance(value, dict) else f"a list of {len(value)}"
     text = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
-def _described(expected: str) -> str:
+def _type_text(expected: str) -> str:
     return re.sub(
         r"`([^`]*)`", lambda match: " or ".join(_NOUNS.get(each, each) for each in match[1].split(" | ")), expected
     )
@@ -124,8 +124,8 @@ def _reason(problem: str, types: list[inspect.Type], value: Any) -> str:
         alternatives = [str(word) for each in types if isinstance(each, inspect.LiteralType) for word in each.values]
         return f"got {match[1][:_SHOWN]}, expected {' or '.join(alternatives)}"
     if match := re.fullmatch(r"(?s)Expected (.*?)(?:, got (.*))?", problem):
-        received = _described(match[2] or "") if value is msgspec.UNSET else _received(value)
-        return f"got {received}, expected {_described(match[1])}" if received else f"expected {_described(match[1])}"
+        received = _type_text(match[2] or "") if value is msgspec.UNSET else _received_text(value)
+        return f"got {received}, expected {_type_text(match[1])}" if received else f"expected {_type_text(match[1])}"
     return problem.lower() if problem.endswith(" out of range") else problem
 
 
@@ -176,7 +176,7 @@ def _refuse_depth(data: bytes, where: str) -> None:
         raise BadInput(f"{where}: its JSON is nested too deep; records have {DEEPEST} levels at most")
 
 
-def _decoded(data: bytes, kind: Any) -> Any:
+def _decode(data: bytes, kind: Any) -> Any:
     try:
         return msgspec.json.decode(data, type=kind, dec_hook=_figure)
     except msgspec.ValidationError:
@@ -187,18 +187,18 @@ def _decoded(data: bytes, kind: Any) -> Any:
         return msgspec.convert(json.loads(data), kind, dec_hook=_figure)
 
 
-def _untyped(data: bytes) -> Any:
+def _decode_untyped(data: bytes) -> Any:
     try:
-        return msgspec.UNSET if len(data) > _MOST_QUOTED_BYTES else _decoded(data, Any)
+        return msgspec.UNSET if len(data) > _MOST_QUOTED_BYTES else _decode(data, Any)
     except ValueError:
         return msgspec.UNSET
 
 
-def _read(data: bytes, record: type[T], *, where: str, remedy: str) -> T:
+def _decode_or_refuse(data: bytes, record: type[T], *, where: str, remedy: str) -> T:
     try:
-        value: T = _decoded(data, record)
+        value: T = _decode(data, record)
     except msgspec.ValidationError as error:
-        raise BadInput(f"{_refusal(error, record, _untyped(data), where=where)}; {remedy}") from None
+        raise BadInput(f"{_refusal(error, record, _decode_untyped(data), where=where)}; {remedy}") from None
     except (ValueError, RecursionError) as error:
         raise BadInput(f"{where}: not JSON ({error!s:.200}); it may be cut short; {remedy}") from None
     return value
@@ -237,8 +237,8 @@ def record_from_bytes(data: bytes, record: type[T], *, where: str, **how: Unpack
     _refuse_depth(data, where)
     remedy = how.get("remedy", MAKE_AGAIN)
     if "kind" in how:
-        _refuse_kind(_read(data, Head, where=where, remedy=remedy), where, how)
-    return _read(data, record, where=where, remedy=remedy)
+        _refuse_kind(_decode_or_refuse(data, Head, where=where, remedy=remedy), where, how)
+    return _decode_or_refuse(data, record, where=where, remedy=remedy)
 
 
 def record_from_text(text: str, record: type[T], *, where: str, **how: Unpack[How]) -> T:

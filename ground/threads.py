@@ -30,11 +30,11 @@ def cpu_quota(proc: Path = PROC, cgroups: Path = CGROUPS) -> float | None:
 
     It is the lowest limit of the group and its parents, of version 2 (`cpu.max`) or 1 (`cpu.cfs_quota_us`).
     """
-    return min(_limits(proc, cgroups), default=None)
+    return min(_read_limits(proc, cgroups), default=None)
 
 
-def _limits(proc: Path, cgroups: Path) -> Iterator[float]:
-    for line in _text(proc / "cgroup").splitlines():
+def _read_limits(proc: Path, cgroups: Path) -> Iterator[float]:
+    for line in _read_text(proc / "cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
             continue
@@ -42,18 +42,18 @@ def _limits(proc: Path, cgroups: Path) -> Iterator[float]:
         group = root / path.lstrip("/")
         for place in (group, *group.parents):
             if place.is_relative_to(root):
-                yield from _limit(place)
+                yield from _read_limit(place)
 
 
-def _limit(group: Path) -> Iterator[float]:
-    words = _text(group / "cpu.max").split() or [
-        _text(group / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")
+def _read_limit(group: Path) -> Iterator[float]:
+    words = _read_text(group / "cpu.max").split() or [
+        _read_text(group / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")
     ]
     if len(words) == 2 and all(word.isdecimal() and int(word) > 0 for word in words):
         yield int(words[0]) / int(words[1])
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except OSError:

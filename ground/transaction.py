@@ -119,7 +119,7 @@ def _first_absent(directory: Path, name: str) -> str:
     return str(next(step for step in reversed(steps) if not (directory / step).exists()))
 
 
-def _absent(journal: Path) -> list[str]:
+def _read_absent(journal: Path) -> list[str]:
     """Return the names that were absent before. Raises BadInput for a journal that this tool did not write."""
     try:
         names = msgspec.json.decode(text_from_file(journal / _ABSENT), type=list[str])
@@ -144,7 +144,7 @@ def _roll_back(directory: Path) -> None:
     journal = directory / FORMER
     if not journal.is_dir():
         return
-    for name in _absent(journal):
+    for name in _read_absent(journal):
         _remove(directory / name, journal)
     for path in sorted(journal.rglob("*")):
         if path.is_file() and path.name != _ABSENT:

@@ -205,7 +205,7 @@ def test_accuracy_rule_uses_the_paired_difference() -> None:
 
 def test_accuracy_rule_without_labels_is_an_error() -> None:
     rejects("made without labels; verify again with --labels", one, proof(linked("a", WITHIN)), "accuracy < 0.9")
-    rejects("known of 'dense' and of candidates", one, labelled(1, 1), "teacher.accuracy < 0.9")
+    rejects("exists for 'dense' and for candidates", one, labelled(1, 1), "teacher.accuracy < 0.9")
 
 
 def score_at(gained: int, lost: int, count: int, difference: float) -> float:

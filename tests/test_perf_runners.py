@@ -284,7 +284,7 @@ def test_gpu_runner_binds_addresses_once_and_skips_first_runs(monkeypatch: pytes
     monkeypatch.setattr(onnx_runner, "Staging", SimpleNamespace(hold=hold))
     runner, session = OnnxRunner(Path("m.onnx"), provider="cuda"), session_on_a_gpu(5)
     runner._session, runner._stream = session, SimpleNamespace(synchronize=tape.wait)
-    runner._take_io()
+    runner._set_ports()
     feeds: Feeds = {"ids": np.ones((3, 2), np.int64), **FEEDS}
     bound = runner.bind(feeds)
     assert session.run_with_iobinding.call_count == 3

@@ -84,7 +84,8 @@ def bench_subjects(
     with ExitStack() as stack:
         began = clock()
         opened = [
-            _opened(subject, name, streams, stack) for subject, name in zip((*subjects, reference), names, strict=False)
+            _open_subject(subject, name, streams, stack)
+            for subject, name in zip((*subjects, reference), names, strict=False)
         ]
         stack.enter_context(quick_garbage_collection())
         opening_s = owed_s = made_s + (clock() - began) / 1e9
@@ -162,7 +163,7 @@ def _require_measured(rows: Sequence[Row]) -> None:
             raise Missing(f"nothing could be measured, {name} at no batch size: {failures}; ask for smaller --batch")
 
 
-def _opened(subject: BenchSubject, name: str, streams: int, stack: ExitStack) -> OpenedSubject:
+def _open_subject(subject: BenchSubject, name: str, streams: int, stack: ExitStack) -> OpenedSubject:
     runners = tuple(subject.open() for _ in range(streams))
     ledger = Ledger(runners[0].gauge())
     ledger.phase(lambda: [stack.enter_context(runner) for runner in runners])

@@ -158,14 +158,14 @@ class OpenedSubject:
             late = limit.left_s <= 0
             return bound, WarmUp(samples_ms=(), flat=False) if late else warm_up(bound, plan, limit.clock, limit_s=0.0)
 
-        self._try(work)
+        self._run_phase(work)
 
     def warm(self, plan: Plan, limit: TimeLimit, limit_s: float) -> None:
         bound, begun = self.bound, self.trial.warm_up_samples_ms
         assert bound is not None, self.name
-        self._try(lambda: (bound, warm_up(bound, plan, limit.clock, begun=begun, limit_s=limit_s)))
+        self._run_phase(lambda: (bound, warm_up(bound, plan, limit.clock, begun=begun, limit_s=limit_s)))
 
-    def _try(self, work: Callable[[], tuple[Bound, WarmUp]]) -> None:
+    def _run_phase(self, work: Callable[[], tuple[Bound, WarmUp]]) -> None:
         """Run `work` and store its result; out of memory or another failure becomes the trial's status."""
         try:
             (self.bound, warmed), peak = self.ledger.phase(work)

@@ -33,8 +33,8 @@ class Evidence:
                 raise BadInput(f"rule {rule.text!r}: {rule.metric} needs a bench record, {where} has none")
             _require_subject(rule, subject, [each.name for each in self.bench.subjects], where)
             if rule.metric in TIMED:
-                return _timed(self.bench, rule, subject, where, self.confidence)
-            return _counted(self.bench, rule, subject, where)
+                return _read_time(self.bench, rule, subject, where, self.confidence)
+            return _read_count(self.bench, rule, subject, where)
         _require_subject(rule, subject, (), where)
         if rule.is_own:
             return own_reading(find_own_metric(self.parity, rule, subject, where), self.confidence)
@@ -70,7 +70,7 @@ def _subject(bench: Bench, name: str | None) -> SubjectRecord:
     return bench.candidate if name is None else next(each for each in bench.subjects if each.name == name)
 
 
-def _counted(bench: Bench, rule: Rule, name: str | None, where: str) -> Reading:
+def _read_count(bench: Bench, rule: Rule, name: str | None, where: str) -> Reading:
     subject = _subject(bench, name)
     at_batch = {} if rule.batch is None else {"device_memory": subject.device_memory_at(rule.batch)}
     value: int | None = (asdict(subject) | at_batch)[rule.metric]
@@ -80,7 +80,7 @@ def _counted(bench: Bench, rule: Rule, name: str | None, where: str) -> Reading:
     return Reading(interval=exact_interval(value))
 
 
-def _timed(bench: Bench, rule: Rule, name: str | None, where: str, confidence: float) -> Reading:
+def _read_time(bench: Bench, rule: Rule, name: str | None, where: str, confidence: float) -> Reading:
     subject = _subject(bench, name).name
     # Only the row of the rule's batch is summarised, because all rows for every rule would take long.
     summary = summarise(replace(bench, rows=tuple(row for row in bench.rows if row.batch == rule.batch)), confidence)
@@ -93,7 +93,7 @@ def _timed(bench: Bench, rule: Rule, name: str | None, where: str, confidence: f
         why = f"{subject} {FARED[side.status]} at batch {row.batch}: {side.message}"
         late = side.status == OUT_OF_TIME
         return Reading(interval=None, doubt=why if late else None, broken=None if late else why)
-    reading = _timed_interval(bench, rule, row, subject, confidence)
+    reading = _read_timed_interval(bench, rule, row, subject, confidence)
     measured = next(each for each in bench.rows if each.batch == row.batch)
     doubt = next((f"{name} is {why}" for name, why in cached_subjects(measured)), None)
     if row.disturbed:
@@ -101,7 +101,7 @@ def _timed(bench: Bench, rule: Rule, name: str | None, where: str, confidence: f
     return replace(reading, count=row.rounds, unit="rounds", doubt=reading.doubt or doubt)
 
 
-def _timed_interval(bench: Bench, rule: Rule, row: SummaryRow, subject: str, confidence: float) -> Reading:
+def _read_timed_interval(bench: Bench, rule: Rule, row: SummaryRow, subject: str, confidence: float) -> Reading:
     side = row.sides[subject]
     match rule.metric:
         case "speedup":
@@ -147,15 +147,11 @@ def paired_change(rule: Rule, now: Evidence) -> tuple[Reading, Interval] | None:
     if rule.metric != ACCURACY:
         return None
     mine, dense_reading = (now.reading(rule, subject, "this record") for subject in (None, DENSE))
-    assert mine.interval is not None
-    assert dense_reading.interval is not None
     label = find_link(parity.links, rule, "this record").candidate
     pair = next(each for each in parity.comparisons if each.b == label)
     low, high = paired_interval(pair.only_b, pair.only_a, mine.count, now.confidence)
-    change = mine.interval.value - dense_reading.interval.value
-    return Reading(
-        interval=Interval(value=change, low=low, high=high), count=mine.count, unit="images"
-    ), dense_reading.interval
+    change = Interval(value=mine.known.value - dense_reading.known.value, low=low, high=high)
+    return Reading(interval=change, count=mine.count, unit="images"), dense_reading.known
 
 
 MACHINE_METRICS = ("p50", "p90", "p95", "p99", "throughput")

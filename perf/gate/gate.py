@@ -102,17 +102,17 @@ def judge(rules: Sequence[Rule], now: Evidence, baseline: Evidence | None = None
             "make this one the baseline"
         )
     rows = tuple(
-        _judged(each, now, None if rule in lost else older)
+        _judge_rule(each, now, None if rule in lost else older)
         for rule in rules
         for each in rules_by_output(rule, now.parity)
     )
     return Gate(rules=rows, confidence=now.confidence)
 
 
-def _judged(rule: Rule, now: Evidence, baseline: Evidence | None) -> JudgedRule:
+def _judge_rule(rule: Rule, now: Evidence, baseline: Evidence | None) -> JudgedRule:
     value, bound, keys = now.reading(rule, rule.subject, "this record"), Reading(interval=None), tuple[str, ...]()
     if baseline is not None:
-        bound, keys = _bound(rule, now, baseline), find_incomparable_keys(rule, now, baseline)
+        bound, keys = _read_bound(rule, now, baseline), find_incomparable_keys(rule, now, baseline)
     mine, doubt = value.interval, value.doubt or bound.doubt
     verdict: Verdict = "INCONCLUSIVE"
     message: str | None
@@ -125,10 +125,10 @@ def _judged(rule: Rule, now: Evidence, baseline: Evidence | None) -> JudgedRule:
     elif baseline is not None:
         paired = paired_change(rule, now)
         if paired is None:
-            value = replace(value, interval=_paired(rule, now, mine))
-            verdict, message = _decided(rule, now, baseline, value, bound)
+            value = replace(value, interval=_narrow_p50(rule, now, mine))
+            verdict, message = _judge_bound(rule, now, baseline, value, bound)
         else:
-            verdict, message = _changed(rule, *paired, now.confidence)
+            verdict, message = _judge_paired_change(rule, *paired, now.confidence)
         if rule.is_own and value.unit is None:
             message = f"{message}; point only" if message else "point only: this measure has no value for each image"
     elif not mine.is_bounded:
@@ -136,7 +136,7 @@ def _judged(rule: Rule, now: Evidence, baseline: Evidence | None) -> JudgedRule:
     else:
         verdict, message = "UNJUDGED", "there is no baseline yet; a record that passes becomes it"
     reason = "; ".join(part for part in (message, *keys) if part)
-    figure = _figure_text(value, bound, now.confidence)
+    figure = _reading_text(value, bound, now.confidence)
     shown, low, high = (None, None, None) if value.interval is None else value.interval.figures
     return JudgedRule(
         rule=rule.text,
@@ -151,26 +151,23 @@ def _judged(rule: Rule, now: Evidence, baseline: Evidence | None) -> JudgedRule:
     )
 
 
-def _decided(
+def _judge_bound(
     rule: Rule, now: Evidence, baseline: Evidence, value: Reading, bound: Reading
 ) -> tuple[Verdict, str | None]:
-    figure, limit = value.interval, bound.interval
-    assert figure is not None, rule
-    assert limit is not None, rule
-    verdict = _compared(rule, figure, limit)
+    figure, limit = value.known, bound.known
+    verdict = _compare(rule, figure, limit)
     if verdict == "INCONCLUSIVE":
         return verdict, _data_needed(rule, value, bound, now.confidence)
     machine = machine_change(rule, now, baseline)
-    if machine is not None and _compared(rule, divided_by_machine_change(figure, machine), limit) != verdict:
+    if machine is not None and _compare(rule, divided_by_machine_change(figure, machine), limit) != verdict:
         change = f"{100 * (machine.value - 1):+.1f} %"
         return "INCONCLUSIVE", f"the machine itself moved: the reference model's own figure changed by {change}"
     return verdict, None
 
 
-def _changed(rule: Rule, change: Reading, dense: Interval, confidence: float) -> tuple[Verdict, str]:
+def _judge_paired_change(rule: Rule, change: Reading, dense: Interval, confidence: float) -> tuple[Verdict, str]:
     """Judge a figure by its paired difference from the dense model's, mine - (scale * dense + offset)."""
-    difference = change.interval
-    assert difference is not None, rule
+    difference = change.known
     # With a factor other than 1, the dense figure's own uncertainty counts too.
     of_dense = (1 - rule.scale) * dense.value
     spread = [abs(1 - rule.scale) * (end - dense.value) for end in (dense.low, dense.high)]
@@ -187,22 +184,22 @@ def _changed(rule: Rule, change: Reading, dense: Interval, confidence: float) ->
     return verdict, sentence
 
 
-def _bound(rule: Rule, now: Evidence, baseline: Evidence) -> Reading:
+def _read_bound(rule: Rule, now: Evidence, baseline: Evidence) -> Reading:
     if rule.name is None:
         return Reading(interval=exact_interval(rule.offset))
     if rule.name == BASELINE:
         reading = baseline.reading(rule, rule.subject, "the baseline")
     else:
         reading = now.reading(rule, rule.name, "this record")
-    return reading if reading.interval is None else replace(reading, interval=_scaled(rule, reading.interval))
+    return reading if reading.interval is None else replace(reading, interval=_scale(rule, reading.interval))
 
 
-def _scaled(rule: Rule, reference: Interval) -> Interval:
+def _scale(rule: Rule, reference: Interval) -> Interval:
     low, high = sorted(rule.scale * end + rule.offset for end in (reference.low, reference.high))
     return Interval(value=rule.scale * reference.value + rule.offset, low=low, high=high)
 
 
-def _paired(rule: Rule, now: Evidence, figure: Interval) -> Interval:
+def _narrow_p50(rule: Rule, now: Evidence, figure: Interval) -> Interval:
     """Return a p50 with the narrower interval of the speed-up, as both subjects of a record ran side by side."""
     bench = now.bench
     if rule.is_own or rule.metric != "p50" or rule.name in (None, BASELINE) or bench is None:
@@ -217,7 +214,7 @@ def _paired(rule: Rule, now: Evidence, figure: Interval) -> Interval:
     return Interval(value=figure.value, low=low, high=high)
 
 
-def _compared(rule: Rule, figure: Interval, limit: Interval) -> Decision:
+def _compare(rule: Rule, figure: Interval, limit: Interval) -> Decision:
     return decide(*_gap(figure, limit), lambda end: rule.breaks(end, 0.0))
 
 
@@ -229,9 +226,7 @@ def _gap(figure: Interval, limit: Interval) -> tuple[float, float]:
 
 
 def _data_needed(rule: Rule, value: Reading, bound: Reading, confidence: float) -> str:
-    mine, limit = value.interval, bound.interval
-    assert mine is not None, rule
-    assert limit is not None, rule
+    mine, limit = value.known, bound.known
     if not mine.is_bounded:
         return _too_few(value, confidence)
     if value.unit is None:
@@ -240,8 +235,8 @@ def _data_needed(rule: Rule, value: Reading, bound: Reading, confidence: float) 
 
         def decides(count: int) -> bool:
             older = None if bound.share is None else share_interval(bound.share, count, confidence)
-            end = limit if older is None else _scaled(rule, older)
-            return _compared(rule, share_interval(share, count, confidence), end) != "INCONCLUSIVE"
+            end = limit if older is None else _scale(rule, older)
+            return _compare(rule, share_interval(share, count, confidence), end) != "INCONCLUSIVE"
 
         return samples_for_share(decides, value.count, value.unit)
     low, high = _gap(mine, limit)
@@ -258,7 +253,7 @@ def _too_few(value: Reading, confidence: float) -> str:
     return f"{only} {confidence_text(confidence)}; measure longer"
 
 
-def _figure_text(value: Reading, bound: Reading, confidence: float) -> str:
+def _reading_text(value: Reading, bound: Reading, confidence: float) -> str:
     mine, limit = value.interval, bound.interval
     number, of_limit = (_number, _number) if value.share is None else (percent, percent_limit)
     shown = None if limit is None else of_limit(limit.value)

@@ -31,6 +31,11 @@ class Reading:
     doubt: str | None = None
     broken: str | None = None
 
+    @property
+    def known(self) -> Interval:
+        assert self.interval is not None, self
+        return self.interval
+
 
 def require_measure(rule: Rule, measures: Collection[str]) -> None:
     if rule.metric not in measures:
@@ -51,7 +56,7 @@ def parity_reading(parity: Parity | None, rule: Rule, subject: str | None, where
             )
         return Reading(interval=exact_interval(parity.fitted.same))
     if rule.metric == ACCURACY:
-        return _accuracy(parity, rule, subject, where, confidence)
+        return _read_accuracy(parity, rule, subject, where, confidence)
     link = find_link(parity.links, rule, where)
     measures = asdict(link.measures)
     require_measure(rule, measures)
@@ -86,14 +91,14 @@ def find_own_metric(parity: Parity | None, rule: Rule, subject: str | None, wher
     return row
 
 
-def _shipped(links: Sequence[Link]) -> list[Link]:
+def _shipped_links(links: Sequence[Link]) -> list[Link]:
     last = next((link for link in reversed(links) if link.kind == "whole"), links[-1])
     return [link for link in links if (link.kind, link.candidate) == (last.kind, last.candidate)]
 
 
 def find_link(links: Sequence[Link], rule: Rule, where: str) -> Link:
     """Return the link that a rule names by link or output, or else the link to the shipped artefact."""
-    shipped = _shipped(links)
+    shipped = _shipped_links(links)
     if rule.link is None:
         return shipped[-1]
     named = {link.output: link for link in shipped} | {link.name: link for link in links}
@@ -108,7 +113,7 @@ def find_link(links: Sequence[Link], rule: Rule, where: str) -> Link:
 def rules_by_output(rule: Rule, parity: Parity | None) -> list[Rule]:
     if parity is None or rule.link is not None or rule.is_own or rule.is_of_bench or rule.metric in (FITTED, ACCURACY):
         return [rule]
-    telling = [link for link in _shipped(parity.links) if rule.metric in asdict(link.measures)]
+    telling = [link for link in _shipped_links(parity.links) if rule.metric in asdict(link.measures)]
     if len(telling) < 2 and all(link.output is None for link in telling):
         return [rule]
     return [replace(rule, link=link.name, text=f"{rule.text} [{link.output}]") for link in telling] or [rule]
@@ -123,11 +128,11 @@ def find_judged_outputs(rule: Rule, parity: Parity) -> list[str]:
     if rule.metric == ACCURACY:
         return [name for name, links in parity.outputs.items() if links[0].role == "logits"][:1]
     links = [find_link(parity.links, each, "this record") for each in rules_by_output(rule, parity)]
-    shipped = _shipped(parity.links)
+    shipped = _shipped_links(parity.links)
     return [each.output or each.role for each in links if each in shipped or each.kind == "reduced"]
 
 
-def _accuracy(parity: Parity, rule: Rule, subject: str | None, where: str, confidence: float) -> Reading:
+def _read_accuracy(parity: Parity, rule: Rule, subject: str | None, where: str, confidence: float) -> Reading:
     if not parity.accuracy:
         raise BadInput(
             f"rule {rule.text!r}: {where} has no accuracy, since it was made without labels; verify again with --labels"

@@ -97,11 +97,11 @@ def rule_from_text(text: str) -> Rule:
             f"rule {quoted(text)}: {problem}; a rule states what must not be true, such as 'p50@b1 > baseline * 1.03', "
             f"'speedup@b8 < 1.2', 'top1_agreement < 0.99' or 'fused_attention < dense'"
         )
-    subject, measure = _prefixes(text, match["prefix"])
-    batch, link = (None, match["place"]) if measure == OWN else _place(text, match["metric"], match["place"])
+    subject, measure = _parse_prefixes(text, match["prefix"])
+    batch, link = (None, match["place"]) if measure == OWN else _parse_place(text, match["metric"], match["place"])
     if measure == "end_to_end" and match["metric"] not in TIMED[:6]:
         raise BadInput(f"rule {quoted(text)}: end_to_end goes with {', '.join(TIMED[:6])}, not with {match['metric']}")
-    scale, offset = _bound(text, bound, _unit(text, measure, match["metric"], bound))
+    scale, offset = _parse_bound(text, bound, _parse_unit(text, measure, match["metric"], bound))
     return Rule(
         text=text.strip(),
         subject=subject,
@@ -116,7 +116,7 @@ def rule_from_text(text: str) -> Rule:
     )
 
 
-def _prefixes(text: str, prefix: str) -> tuple[str | None, str]:
+def _parse_prefixes(text: str, prefix: str) -> tuple[str | None, str]:
     prefixes = [each for each in prefix.split(".") if each]
     measures = [each for each in prefixes if each in ("compute", "end_to_end", OWN)]
     subjects = [each for each in prefixes if each not in measures]
@@ -127,25 +127,25 @@ def _prefixes(text: str, prefix: str) -> tuple[str | None, str]:
     return subjects[0] if subjects else None, measures[0] if measures else "compute"
 
 
-def _place(text: str, metric: str, place: str | None) -> tuple[int | None, str | None]:
+def _parse_place(text: str, metric: str, place: str | None) -> tuple[int | None, str | None]:
     if metric in (*TIMED, *PLACED):
         if place is None or not place.startswith("b"):
             why = "is measured at a batch size" if metric in TIMED else "depends on the batch"
             raise BadInput(f"rule {quoted(text)}: {metric} {why}; write {metric}@b8 for batch 8")
-        return int(_number(text, place[1:], BATCH)), None
+        return int(_parse_number(text, place[1:], BATCH)), None
     if metric in (*COUNTED, FITTED) and place is not None:
         raise BadInput(f"rule {quoted(text)}: {metric} is the same at every batch size and link; drop @{place}")
     return None, place
 
 
-def _number(text: str, part: str, quantity: Quantity) -> float:
+def _parse_number(text: str, part: str, quantity: Quantity) -> float:
     try:
         return quantity.from_text(part)
     except BadInput as error:
         raise BadInput(f"rule {quoted(text)}: {error}") from None
 
 
-def _unit(text: str, measure: str, metric: str, match: re.Match[str]) -> int:
+def _parse_unit(text: str, measure: str, metric: str, match: re.Match[str]) -> int:
     unit = match["unit"]
     if unit is None:
         return 1
@@ -156,10 +156,10 @@ def _unit(text: str, measure: str, metric: str, match: re.Match[str]) -> int:
     return UNITS[unit]
 
 
-def _bound(text: str, match: re.Match[str], unit: int) -> tuple[float, float]:
+def _parse_bound(text: str, match: re.Match[str], unit: int) -> tuple[float, float]:
     if match["number"] is not None:
-        return 0.0, unit * _number(text, match["number"], LIMIT)
-    by = 0.0 if match["by"] is None else _number(text, match["by"], LIMIT)
+        return 0.0, unit * _parse_number(text, match["number"], LIMIT)
+    by = 0.0 if match["by"] is None else _parse_number(text, match["by"], LIMIT)
     if match["sign"] == "*":
         return by, 0.0
     return 1.0, unit * (-by if match["sign"] == "-" else by)

@@ -55,7 +55,7 @@ def accuracy_on_labels(
 
     Logits that are not finite count as wrong. Raises BadInput for labels that don't fit.
     """
-    answers_N = _answers(model, logits_NC, labels_N, threshold)
+    answers_N = _checked_classes(model, logits_NC, labels_N, threshold)
     correct, images = int((answers_N == labels_N).sum()), len(labels_N)
     low, high = wilson(correct, images)
     classes = max(int(answers_N.max()), int(labels_N.max())) + 1
@@ -85,7 +85,7 @@ def mcnemar(
     For equal models, which one is right on an image where the other is wrong is a fair coin.
     """
     right_a_N, right_b_N = (
-        _answers(model, logits_NC, labels_N, threshold) == labels_N
+        _checked_classes(model, logits_NC, labels_N, threshold) == labels_N
         for model, logits_NC in ((a, logits_a_NC), (b, logits_b_NC))
     )
     only_a, only_b = int((right_a_N & ~right_b_N).sum()), int((right_b_N & ~right_a_N).sum())
@@ -106,7 +106,7 @@ def predicted_classes(logits_NC: NDArray[np.floating], threshold: float | None =
     return classes_N if between is None else (rows_NC[:, 0] > between).astype(np.int64)
 
 
-def _answers(
+def _checked_classes(
     model: str, logits_NC: NDArray[np.floating], labels_N: NDArray[np.integer], threshold: float | None
 ) -> NDArray[np.int64]:
     if logits_NC.ndim not in (1, 2) or labels_N.shape != logits_NC.shape[:1] or len(labels_N) == 0:

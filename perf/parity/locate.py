@@ -68,7 +68,9 @@ def compare_blocks(
             f"the two sides share no block: {reference_keys}... and {candidate_keys}...; compare two forms of the same "
             "model"
         )
-    return [_block_error(key, reference[key], candidate[key], _floor(noise, key, float_type)) for key in shared]
+    return [
+        _block_error(key, reference[key], candidate[key], _noise_of_block(noise, key, float_type)) for key in shared
+    ]
 
 
 def locate_fault(
@@ -91,7 +93,7 @@ def locate_fault(
         reason = f"no block is off by {factor:g} times its noise; {block.site} is nearest, {block.times:.2g} times"
     else:
         largest = activations.get(block.site, 0.0)
-        reason = _reason(block, largest, float_type)
+        reason = _fault_reason(block, largest, float_type)
     return FaultLocation(
         link=link,
         site=None if first_bad is None else block.site,
@@ -135,13 +137,13 @@ def _block_error(
     return BlockError(key=key, error=off, noise=noise, nonfinite=False)
 
 
-def _floor(noise: Mapping[str, float] | float, key: str, float_type: FloatType) -> float:
+def _noise_of_block(noise: Mapping[str, float] | float, key: str, float_type: FloatType) -> float:
     if isinstance(noise, float | int):
         return float(noise)
     return min(max(noise.get(key, float_type.unit_roundoff), float_type.unit_roundoff), CEILINGS[float_type])
 
 
-def _reason(block: BlockError, largest: float, float_type: FloatType) -> str:
+def _fault_reason(block: BlockError, largest: float, float_type: FloatType) -> str:
     if float_type in QUANTISED.values():
         largest = 0.0  # quantised ranges are set by their scales, so that no value exceeds them
     limit = f"{'over' if largest > float_type.largest else 'within'} {float_type.name}'s {float_type.largest:,.6g}"

@@ -131,7 +131,7 @@ def measure_logits(
     images, positives = len(agrees_N), None if between is None else int((rows.reference_NF > between).sum())
     agreeing = None if positives in (0, images) else int(agrees_N.sum()) / images
     return LogitMeasures(
-        **_common(rows, *of_rows, margin_noise),
+        **_common_figures(rows, *of_rows, margin_noise),
         **bounded_share("top1_agreement", agreeing, images),
         top5_overlap=float(top5_overlap(classes).mean()),
         decisive_images=int((margin_N > margin_noise).sum()),
@@ -148,7 +148,7 @@ def measure_token_logits(
     of_rows = _, margin_N, agrees_N = classify_rows(rows)
     images = len(reference_NTC)
     return TokenLogitMeasures(
-        **_common(rows, *of_rows, margin_noise)
+        **_common_figures(rows, *of_rows, margin_noise)
         | {"images": images, "nonfinite_images": images - int(by_input.finite_N.sum())},
         tokens=len(agrees_N),
         **bounded_share("token_agreement", float(agrees_N.mean()), images),
@@ -166,10 +166,12 @@ def margins(logits_NC: NDArray[np.floating]) -> Floats:
 
 def token_agreements(reference_NTC: NDArray[np.floating], candidate_NTC: NDArray[np.floating]) -> Floats:
     rows = _rows_of_tokens(reference_NTC, candidate_NTC)
-    return np.asarray(_agrees(rows).reshape(reference_NTC.shape[:2]).mean(axis=1), dtype=np.float64)
+    return np.asarray(_rows_agree(rows).reshape(reference_NTC.shape[:2]).mean(axis=1), dtype=np.float64)
 
 
-def _common(rows: RowPair, kl_N: Floats, margin_N: Floats, agrees_N: Bools, margin_noise: float) -> dict[str, Any]:
+def _common_figures(
+    rows: RowPair, kl_N: Floats, margin_N: Floats, agrees_N: Bools, margin_noise: float
+) -> dict[str, Any]:
     assert margin_noise >= 0, margin_noise
     return rows.figures() | {
         "kl_mean": float(kl_N.mean()),
@@ -192,7 +194,7 @@ def classify_rows(rows: RowPair) -> tuple[Floats, Floats, Bools]:
     """
     log_p_NC, log_q_NC = log_softmax(rows.reference_NF), log_softmax(rows.candidate_NF)
     kl_N = np.maximum((np.exp(log_p_NC) * (log_p_NC - log_q_NC)).sum(axis=1), 0.0)
-    return rows.filled_where_nonfinite(kl_N, np.inf), margins(rows.reference_NF), _agrees(rows)
+    return rows.filled_where_nonfinite(kl_N, np.inf), margins(rows.reference_NF), _rows_agree(rows)
 
 
 def top5_overlap(rows: RowPair) -> Floats:
@@ -203,7 +205,7 @@ def top5_overlap(rows: RowPair) -> Floats:
     return rows.filled_where_nonfinite((ref_NK[:, :, None] == cand_NK[:, None, :]).any(axis=2).mean(axis=1), 0.0)
 
 
-def _agrees(rows: RowPair) -> Bools:
+def _rows_agree(rows: RowPair) -> Bools:
     agrees_N: Bools = (rows.reference_NF.argmax(axis=1) == rows.candidate_NF.argmax(axis=1)) & rows.finite_N
     return agrees_N
 

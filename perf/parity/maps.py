@@ -130,7 +130,7 @@ def _is_of_one(map_KHW: Maps) -> bool:
     return map_KHW.ndim == 2 or len(map_KHW) == 1
 
 
-def _answers(map_KHW: Floats, threshold: float) -> Places:
+def _predicted_classes(map_KHW: Floats, threshold: float) -> Places:
     one = _is_of_one(map_KHW)
     return (map_KHW > threshold).reshape(-1).astype(np.int64) if one else map_KHW.argmax(axis=0).reshape(-1)
 
@@ -139,7 +139,7 @@ def _figures_of_map(reference_KHW: Maps, candidate_KHW: Maps, threshold: float) 
     ours, finite = reference_KHW.astype(np.float64), bool(np.isfinite(candidate_KHW).all())
     theirs = candidate_KHW.astype(np.float64) if finite else np.zeros_like(ours)
     classes = slice(1, 2) if _is_of_one(ours) else slice(len(ours))
-    own_P, other_P = _answers(ours, threshold), _answers(theirs, threshold)
+    own_P, other_P = _predicted_classes(ours, threshold), _predicted_classes(theirs, threshold)
     agrees_P, off = (own_P == other_P) & finite, theirs - ours
     squares, own_squares, off_squares = ((side**2).sum() for side in (ours, theirs, off))
     cosine = safe_ratio((ours * theirs).sum(), np.sqrt(squares) * np.sqrt(own_squares), at_zero=1.0)

@@ -61,7 +61,7 @@ def measure_sequence(
     )
 
 
-def _range(value_S: Floats, confidence: float, change: Callable[[Floats], Floats] = lambda x: x) -> Range:
+def _bootstrap_range(value_S: Floats, confidence: float, change: Callable[[Floats], Floats] = lambda x: x) -> Range:
     """Return the mean over sequences with its bootstrap interval."""
     value = float(change(value_S.mean(keepdims=True))[0])
     if confidence == 0:
@@ -103,8 +103,8 @@ def measure_language(
         sequences=len(rows),
         tokens=tokens * len(rows),
         nats=float(nats_S.mean()),
-        perplexity=_range(nats_S, confidence, np.exp),
-        ratio=_range(nats_S - ours_S, confidence, np.exp),
-        agreement=_range(np.array([row.agreement for row in rows]), confidence),
-        kl=_range(np.array([row.kl for row in rows]), confidence),
+        perplexity=_bootstrap_range(nats_S, confidence, np.exp),
+        ratio=_bootstrap_range(nats_S - ours_S, confidence, np.exp),
+        agreement=_bootstrap_range(np.array([row.agreement for row in rows]), confidence),
+        kl=_bootstrap_range(np.array([row.kl for row in rows]), confidence),
     )

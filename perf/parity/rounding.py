@@ -43,12 +43,12 @@ def rounded_graph(model: ModelProto) -> ModelProto:
     single = ModelProto()
     single.CopyFrom(model)
     del single.graph.node[:], single.graph.initializer[:], single.graph.value_info[:]
-    single.graph.initializer.extend(_widened(tensor) for tensor in model.graph.initializer)
+    single.graph.initializer.extend(_widen(tensor) for tensor in model.graph.initializer)
     for node in model.graph.node:
         if node.op_type == "DequantizeLinear" and types.get(node.input[0]) == FLOAT8.onnx:
-            node, scales = _scaling(node, model)
+            node, scales = _fp8_product(node, model)
             single.graph.initializer.extend([] if scales is None else [scales])
-        single.graph.node.extend(_nodes(node, types))
+        single.graph.node.extend(_emulate_node(node, types))
     read = {name for node in single.graph.node for name in node.input}
     kept = [tensor for tensor in single.graph.initializer if tensor.name in read]
     del single.graph.initializer[:]
@@ -56,7 +56,7 @@ def rounded_graph(model: ModelProto) -> ModelProto:
     return single
 
 
-def _nodes(node: NodeProto, types: dict[str, int]) -> Iterator[NodeProto]:
+def _emulate_node(node: NodeProto, types: dict[str, int]) -> Iterator[NodeProto]:
     if node.op_type == "QuantizeLinear" and types.get(node.output[0]) == FLOAT8.onnx:
         # Casts round it, because ONNX Runtime passes FP8 values on to operators that don't support them. The
         # dequantisation still multiplies by the scale.
@@ -69,7 +69,7 @@ def _nodes(node: NodeProto, types: dict[str, int]) -> Iterator[NodeProto]:
     wide.CopyFrom(node)
     for attribute in wide.attribute:
         if attribute.type == AttributeProto.TENSOR:
-            attribute.t.CopyFrom(_widened(attribute.t))
+            attribute.t.CopyFrom(_widen(attribute.t))
         if node.op_type == "Cast" and attribute.name == "to" and attribute.i in NARROW:
             attribute.i = SINGLE
     halves = [] if node.op_type in MOVES else [name for name in node.output if types.get(name) in NARROW]
@@ -82,7 +82,7 @@ def _nodes(node: NodeProto, types: dict[str, int]) -> Iterator[NodeProto]:
         yield helper.make_node("Cast", [f"{name}/half"], [name], name=f"{name}/widen", to=SINGLE)
 
 
-def _scaling(node: NodeProto, model: ModelProto) -> tuple[NodeProto, TensorProto | None]:
+def _fp8_product(node: NodeProto, model: ModelProto) -> tuple[NodeProto, TensorProto | None]:
     """Return an FP8 dequantisation as a product, and its scales shaped for broadcasting, None for a single scale.
 
     Raises BadInput for scales that are not stored in the graph.
@@ -105,7 +105,7 @@ def _scaling(node: NodeProto, model: ModelProto) -> tuple[NodeProto, TensorProto
     return times, numpy_helper.from_array(values, times.input[1])
 
 
-def _widened(tensor: TensorProto) -> TensorProto:
+def _widen(tensor: TensorProto) -> TensorProto:
     if tensor.data_type not in (*NARROW, FLOAT8.onnx):
         return tensor
     values: Any = numpy_helper.to_array(tensor).astype("float32")

@@ -36,9 +36,9 @@ def check_batch_slots(candidate: str, run: Run, one: Feeds, *, batch: int, bound
     """Test that one input gives the same output in every slot of a batch."""
     answers = run({name: np.repeat(array, batch, axis=0) for name, array in one.items()})
     medians = {name: np.broadcast_to(np.median(rows, axis=0), rows.shape) for name, rows in answers.items()}
-    off, noun = _deviation(candidate, answers, medians), input_noun(one).removesuffix("s")
+    off, noun = _compare_outputs(candidate, answers, medians), input_noun(one).removesuffix("s")
     deviating = off.over(bound)
-    more = f"; slots {_some(deviating)} differ from the median slot" if deviating else ""
+    more = f"; slots {_join_some(deviating)} differ from the median slot" if deviating else ""
     return off.finding(candidate, "batch-slot", f"one {noun} in all {batch} slots", bound, more)
 
 
@@ -49,9 +49,9 @@ def check_permutation(
     count = batch_size(feeds)
     order_N = np.random.default_rng(0).permutation(count)
     straight = run(feeds) if straight is None else straight
-    off = _deviation(candidate, run(select_rows(feeds, order_N)), select_rows(straight, order_N))
+    off = _compare_outputs(candidate, run(select_rows(feeds, order_N)), select_rows(straight, order_N))
     deviating = sorted(int(order_N[place]) for place in off.over(bound))
-    more = f"; {input_noun(feeds)} {_some(deviating)}" if deviating else ""
+    more = f"; {input_noun(feeds)} {_join_some(deviating)}" if deviating else ""
     return off.finding(candidate, "permutation", f"a shuffled batch of {count}", bound, more)
 
 
@@ -63,7 +63,7 @@ def check_batch_sizes(
     tests = []
     for batch in sorted(by_batch.keys() - {first}):
         count = batch_size(by_batch[batch])
-        off = _deviation(candidate, by_batch[batch], select_rows(by_batch[first], slice(count)))
+        off = _compare_outputs(candidate, by_batch[batch], select_rows(by_batch[first], slice(count)))
         deviating = len(off.over(bound))
         more = f"; {deviating} of {count} {noun}" if deviating else ""
         tests.append(off.finding(candidate, "batch-size", f"batch {batch} against {first}", bound, more))
@@ -90,7 +90,7 @@ def check_output_values(candidate: str, answers: Outputs, *, noun: str = "images
 
 def check_timed_run(candidate: str, timed: Outputs, verified: Outputs, *, bound: float) -> StructuralTest:
     """Test that outputs of timed calls equal the verified outputs."""
-    off = _deviation(candidate, timed, verified)
+    off = _compare_outputs(candidate, timed, verified)
     reason = (
         f"{batch_size(timed)} answers taken inside the timed run differ by {off.text} from the verified, "
         f"{bound:.2g} allowed"
@@ -143,7 +143,7 @@ class _Deviation:
         return judge_bound(candidate, test, self.largest, bound, reason)
 
 
-def _deviation(candidate: str, answers: Outputs, expected: Outputs) -> _Deviation:
+def _compare_outputs(candidate: str, answers: Outputs, expected: Outputs) -> _Deviation:
     assert answers.keys() == expected.keys(), (list(answers), list(expected))
     for name, rows in answers.items():
         if rows.shape != expected[name].shape:
@@ -152,12 +152,12 @@ def _deviation(candidate: str, answers: Outputs, expected: Outputs) -> _Deviatio
                 f"{list(expected[name].shape)} in another batch, expected the same sizes in every batch; export the "
                 "model with the batch in front of its outputs, and fixed sizes behind it"
             )
-    by_output = {name: _row_deviation(rows, expected[name]) for name, rows in answers.items()}
+    by_output = {name: _row_errors(rows, expected[name]) for name, rows in answers.items()}
     worst = max(by_output, key=lambda name: by_output[name].max()) if len(by_output) > 1 else ""
     return _Deviation(off_N=np.maximum.reduce(list(by_output.values())), worst=worst)
 
 
-def _row_deviation(rows: Array, expected: Array) -> NDArray[np.float64]:
+def _row_errors(rows: Array, expected: Array) -> NDArray[np.float64]:
     finite_N = _finite(rows) & _finite(expected)
     rows_NF, expected_NF = (
         np.where(finite_N[:, None], side.reshape(len(side), -1), 0).astype(np.float64) for side in (rows, expected)
@@ -181,5 +181,5 @@ def judge_bound(candidate: str, test: str, value: float, bound: float, reason: s
     )
 
 
-def _some(items: list[int]) -> str:
+def _join_some(items: list[int]) -> str:
     return ", ".join(map(str, items[:8])) + (f" and {len(items) - 8} more" if len(items) > 8 else "")

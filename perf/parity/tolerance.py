@@ -215,7 +215,7 @@ def judge_measures(errors: Measures, tolerance: Tolerance) -> tuple[Verdict, str
         return "FAIL", f"the outputs hardly depend on the {one} (spread {errors.spread_ratio:.1g} of the reference's)"
     if bound is not None and errors.relative_error > bound:
         return "FAIL", f"{error} over {bound:.2g} ({tolerance.rule})"
-    agreed, agreement = _agreed(errors, tolerance)
+    agreed, agreement = _judge_agreement(errors, tolerance)
     if agreed == "FAIL":
         return "FAIL", f"{agreement} ({errors.disagreement_line})"
     if tolerance.min_iou is not None and (errors.overlap is None or errors.overlap < tolerance.min_iou):
@@ -237,7 +237,7 @@ def judge_measures(errors: Measures, tolerance: Tolerance) -> tuple[Verdict, str
     return "PASS", ", ".join(met) or f"{errors.decisive_flips} decisive flips"
 
 
-def _agreed(errors: Measures, tolerance: Tolerance) -> tuple[Verdict, str]:
+def _judge_agreement(errors: Measures, tolerance: Tolerance) -> tuple[Verdict, str]:
     """Judge the agreement, in words that are empty without a limit; UNJUDGED if other inputs decide it."""
     least = tolerance.min_agreement
     if least is None:

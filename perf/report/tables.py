@@ -57,12 +57,12 @@ def build_tables(content: Content) -> dict[str, ReportTable]:
 
 def models_table(lines: Sequence[ModelLine]) -> ReportTable:
     cells = [
-        _property("Parameters", [line.params for line in lines], count_text),
-        _property("Multiply-adds", [line.macs for line in lines], count_text),
-        _property("File size", [line.size_bytes for line in lines], size_text),
-        _property("Device memory", [line.device_memory_bytes for line in lines], size_text),
-        _property("Accuracy", [line.accuracy for line in lines], percent_text),
-        _property("Agreement", [line.agreement for line in lines], percent_text),
+        _model_row("Parameters", [line.params for line in lines], count_text),
+        _model_row("Multiply-adds", [line.macs for line in lines], count_text),
+        _model_row("File size", [line.size_bytes for line in lines], size_text),
+        _model_row("Device memory", [line.device_memory_bytes for line in lines], size_text),
+        _model_row("Accuracy", [line.accuracy for line in lines], percent_text),
+        _model_row("Agreement", [line.agreement for line in lines], percent_text),
     ]
     return ReportTable(
         key="models",
@@ -72,7 +72,7 @@ def models_table(lines: Sequence[ModelLine]) -> ReportTable:
     )
 
 
-def _property(name: str, values: Sequence[float | None], show: Callable[[float | None], str]) -> tuple[str, ...]:
+def _model_row(name: str, values: Sequence[float | None], show: Callable[[float | None], str]) -> tuple[str, ...]:
     cells = (name, *map(show, values))
     if len(values) != 2:
         return cells
@@ -102,7 +102,7 @@ def latency_rows_table(key: str, title: str, rows: Sequence[SummaryRow]) -> Repo
     note += "A/A noise the dense model against itself in the same run, and realised the time saved over the "
     note += "multiply-adds saved."
     note += f" A p99 needs {needed} samples." if needed else ""
-    note += _on_repeats(rows)
+    note += _repeats_note(rows)
     return ReportTable(
         key=key,
         title=title,
@@ -112,7 +112,7 @@ def latency_rows_table(key: str, title: str, rows: Sequence[SummaryRow]) -> Repo
     )
 
 
-def _on_repeats(rows: Sequence[SummaryRow]) -> str:
+def _repeats_note(rows: Sequence[SummaryRow]) -> str:
     gains = [(gain, name, row.batch) for row in rows for name, gain in row.repeats.items()]
     if not gains:
         return ""
@@ -129,18 +129,18 @@ def _latency_cells(row: SummaryRow) -> tuple[str, ...]:
     quality = "disturbed" if row.disturbed else failed
     return (
         f"{row.batch}\n{quality}" if quality else str(row.batch),
-        _both(sides, lambda side: value_text(side.p50_ms) if side.status == "ok" else side.status),
-        _both(sides, lambda side: value_text(side.p90_ms)),
-        _both(sides, lambda side: value_text(side.p99_ms)),
-        _both(sides, lambda side: value_text(side.throughput)),
-        _both(sides, lambda side: size_text(side.peak_memory_bytes)),
+        _join_sides(sides, lambda side: value_text(side.p50_ms) if side.status == "ok" else side.status),
+        _join_sides(sides, lambda side: value_text(side.p90_ms)),
+        _join_sides(sides, lambda side: value_text(side.p99_ms)),
+        _join_sides(sides, lambda side: value_text(side.throughput)),
+        _join_sides(sides, lambda side: size_text(side.peak_memory_bytes)),
         ratio_text(row.speedup),
         ratio_text(row.noise),
         NOTHING if row.realised_share is None else percent_text(row.realised_share, 0),
     )
 
 
-def _both(sides: tuple[SubjectSummary, ...], show: Callable[[SubjectSummary], str]) -> str:
+def _join_sides(sides: tuple[SubjectSummary, ...], show: Callable[[SubjectSummary], str]) -> str:
     cells = [show(side) for side in sides]
     return cells[0] if len(set(cells)) == 1 and not cells[0][0].isdigit() else " → ".join(cells)
 
@@ -211,7 +211,7 @@ MEASURES = ("seconds", "peak_bytes", "device_peak_bytes")
 
 
 def effort_table(lines: Sequence[EffortLine]) -> ReportTable:
-    machines = list(dict.fromkeys(_machine(line) for line in lines if line.machine))
+    machines = list(dict.fromkeys(_machine_name(line) for line in lines if line.machine))
     several = len(machines) > 1
     rows = [
         (
@@ -219,7 +219,7 @@ def effort_table(lines: Sequence[EffortLine]) -> ReportTable:
             "not recorded" if line.seconds is None else number_text(line.seconds),
             size_text(line.peak_bytes),
             size_text(line.device_peak_bytes),
-            *[_machine(line)] * several,
+            *[_machine_name(line)] * several,
         )
         for line in lines
     ]
@@ -234,5 +234,5 @@ def effort_table(lines: Sequence[EffortLine]) -> ReportTable:
     return ReportTable(key="effort", title="What it took", columns=columns, rows=tuple(rows), note=note if rows else "")
 
 
-def _machine(line: EffortLine) -> str:
+def _machine_name(line: EffortLine) -> str:
     return f"{line.machine}, {line.gpu}" if line.gpu else line.machine

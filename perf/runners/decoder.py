@@ -75,7 +75,7 @@ class DecoderRunner:
     def __enter__(self) -> Self:
         ort = import_onnxruntime()
         require_provider(ort.get_available_providers(), self.provider)
-        precision = _precision(self.path)
+        precision = _graph_precision(self.path)
         options = session_options(self.threads, log_severity=4)  # errors are raised anyway
         self._session = open_session(self.path, self.provider, options, {})
         self._require_decoder()
@@ -104,18 +104,20 @@ class DecoderRunner:
 
     def steps(self, feeds: Feeds) -> Outputs:
         """Return the logits [B,N,V] of all tokens, fed one by one, starting with an empty cache."""
-        ids_BN = self._checked(feeds)
+        ids_BN = self._checked_ids(feeds)
         cache = self._buffers(len(ids_BN))
         places = range(self.length)
-        each = [self._run_binding(self._prepared(ids_BN[:, place : place + 1], place, cache)) for place in places]
+        each = [
+            self._run_binding(self._prepare_binding(ids_BN[:, place : place + 1], place, cache)) for place in places
+        ]
         return {LOGITS: np.concatenate(each, axis=1)}
 
     def bind(self, feeds: Feeds) -> HostBound:
-        ids_BN = self._checked(feeds)
+        ids_BN = self._checked_ids(feeds)
         cache = self._buffers(len(ids_BN))
         if self.cached:
-            self._run_binding(self._prepared(ids_BN[:, : self.cached], 0, cache))
-        binding = self._prepared(ids_BN[:, self.cached :], self.cached, cache)
+            self._run_binding(self._prepare_binding(ids_BN[:, : self.cached], 0, cache))
+        binding = self._prepare_binding(ids_BN[:, self.cached :], self.cached, cache)
         session = self._session
 
         def call() -> Any:
@@ -131,7 +133,7 @@ class DecoderRunner:
     def describe(self) -> Flat:
         return dict(self._describe)
 
-    def _checked(self, feeds: Feeds) -> NDArray[np.int64]:
+    def _checked_ids(self, feeds: Feeds) -> NDArray[np.int64]:
         ids: NDArray[np.int64] = checked_feeds(feeds, self.inputs, where=str(self.path), batch=None)[IDS]
         return ids
 
@@ -162,7 +164,7 @@ class DecoderRunner:
         kind = np.float32 if self.cache.value_bytes == 4 else np.float16
         return {name: value.ortvalue_from_numpy(np.zeros(shape, kind), self.provider, 0) for name in self._past}
 
-    def _prepared(self, ids_BT: NDArray[np.int64], past: int, cache: Mapping[str, Any]) -> Any:
+    def _prepare_binding(self, ids_BT: NDArray[np.int64], past: int, cache: Mapping[str, Any]) -> Any:
         binding, (batch, count) = self._session.io_binding(), ids_BT.shape
         binding.bind_cpu_input(IDS, np.ascontiguousarray(ids_BT))
         binding.bind_cpu_input(MASK, np.ones((batch, past + count), np.int64))
@@ -190,7 +192,7 @@ def _logits(binding: Any) -> NDArray[np.float32]:
     return np.asarray(binding.get_outputs()[-1].numpy(), dtype=np.float32)
 
 
-def _precision(path: Path) -> str:
+def _graph_precision(path: Path) -> str:
     bits = [
         attribute.i
         for node in read_onnx(path, weights=False).graph.node

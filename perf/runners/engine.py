@@ -59,7 +59,7 @@ class EngineRunner:
     def _load(self, plan: bytes) -> None:
         """Deserialise the plan, which may run code in it."""
         trt = self._trt
-        self._runtime = trt.Runtime(_collector(trt, self._log))
+        self._runtime = trt.Runtime(_error_logger(trt, self._log))
         self._engine = self._runtime.deserialize_cuda_engine(plan)
         if self._engine is None:
             raise BadInput(
@@ -167,7 +167,7 @@ def _ports(trt: Any, engine: Any, path: Path) -> tuple[tuple[Port, ...], tuple[O
     return inputs, tuple(OutputPort(name=name, role=role) for name, role in roles.items())
 
 
-def _collector(trt: Any, log: list[str]) -> Any:
+def _error_logger(trt: Any, log: list[str]) -> Any:
     """Return a logger that appends errors to `log`; TensorRT's own would print them."""
 
     class Collector(trt.ILogger):  # type: ignore[misc]

@@ -83,14 +83,14 @@ class ModuleRunner:
 
     def __call__(self, feeds: Feeds) -> Outputs:
         with torch.inference_mode():
-            return self._outputs_by_name(self._first(self._tensors(self._checked(feeds))))
+            return self._outputs_by_name(self._first_forward(self._tensors(self._checked(feeds))))
 
     def bind(self, feeds: Feeds) -> Bound:
         if self.device == "cuda":
             return self._bind_cuda(self._checked(feeds))
         batch = self._tensors(self._checked(feeds))
         with torch.inference_mode():
-            self._first(batch)
+            self._first_forward(batch)
 
         def call() -> Tensors:
             with torch.inference_mode():
@@ -131,7 +131,7 @@ class ModuleRunner:
             for port, tensor in zip(self.outputs, tensors, strict=True)
         }
 
-    def _first(self, batch: Tensors) -> Tensors:
+    def _first_forward(self, batch: Tensors) -> Tensors:
         """Call at a new shape, which may compile, with a higher limit for the shapes of all models together."""
         if self.mode != "compiled":
             return self._forward(batch)
@@ -149,7 +149,7 @@ class ModuleRunner:
     def _bind_cuda(self, feeds: Feeds) -> Bound:
         names = [port.name for port in self.outputs]
         with torch.inference_mode(), torch.cuda.stream(self._stream):
-            shapes = [tensor.shape for tensor in self._first(self._tensors(feeds))]
+            shapes = [tensor.shape for tensor in self._first_forward(self._tensors(feeds))]
         staging = Staging.hold(self._stream, feeds, dict(zip(names, shapes, strict=True)))
         batch = tuple(staging.device_in.values())
 

@@ -93,7 +93,7 @@ class OnnxRunner:
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
             options.add_session_config_entry("session.disable_quant_qdq", "1")
         self._session = open_session(self.path, self.provider, options, own)
-        self._take_io()
+        self._set_ports()
         self._describe = {
             "backend": "onnxruntime",
             "version": ort.__version__,
@@ -159,9 +159,9 @@ class OnnxRunner:
             port.name: np.asarray(array, dtype=np.float32) for port, array in zip(self.outputs, arrays, strict=True)
         }
 
-    def _take_io(self) -> None:
+    def _set_ports(self) -> None:
         inputs, outputs = (
-            [(node.name, _dtype(node.type), _sizes(node.shape)) for node in nodes]
+            [(node.name, _numpy_dtype(node.type), _sizes(node.shape)) for node in nodes]
             for nodes in (self._session.get_inputs(), self._session.get_outputs())
         )
         note = self._session.get_modelmeta().custom_metadata_map.get(OUTPUTS_NOTE, "[]")
@@ -198,7 +198,7 @@ class OnnxRunner:
         return {name: (batch, *shape[1:]) for name, shape in shapes.items()}
 
 
-def _dtype(kind: str) -> str:
+def _numpy_dtype(kind: str) -> str:
     """Return numpy's name of an ONNX Runtime tensor type; other types, such as `seq(tensor(float))`, unchanged."""
     name = kind.removeprefix("tensor(").removesuffix(")") if kind.startswith("tensor(") else kind
     return {"float": "float32", "double": "float64"}.get(name, name)

@@ -59,13 +59,13 @@ class PackageRunner:
         except (RuntimeError, ValueError, KeyError, OSError) as error:
             self.__exit__()
             raise BadInput(
-                f"{self.path}: torch {torch.__version__} cannot load this package: {_short(error)}"
+                f"{self.path}: torch {torch.__version__} cannot load this package: {_one_line(error)}"
             ) from error
         if not self.outputs:
             answer = self._run(self._tensors(random_feeds(self.inputs, 1, seed=0)))
             self.outputs = tuple(
                 OutputPort(name=f"output_{index}", role=role_of_rank(tensor.ndim))
-                for index, tensor in enumerate(_each(answer))
+                for index, tensor in enumerate(_as_tuple(answer))
             )
         return self
 
@@ -123,9 +123,9 @@ class PackageRunner:
             fed = ", ".join(str(list(tensor.shape)) for tensor in batch)
             raise BadInput(
                 f"{self.path}: it doesn't run on {fed}: (a) it was compiled for another batch or size, compile it with "
-                f"a dynamic batch or measure that one, (b) its code is wrong; {_short(error)}"
+                f"a dynamic batch or measure that one, (b) its code is wrong; {_one_line(error)}"
             ) from error
-        for tensor in _each(answer):
+        for tensor in _as_tuple(answer):
             if tensor.ndim == 0 or len(tensor) != len(batch[0]):
                 raise BadInput(
                     f"{self.path}: answers {list(tensor.shape)} to a batch of {len(batch[0])}; compile it with a "
@@ -134,13 +134,13 @@ class PackageRunner:
         return answer
 
     def _outputs_by_name(self, answer: Any) -> Outputs:
-        arrays = [np.asarray(tensor.float().numpy(), dtype=np.float32) for tensor in _each(answer)]
+        arrays = [np.asarray(tensor.float().numpy(), dtype=np.float32) for tensor in _as_tuple(answer)]
         return dict(zip([port.name for port in self.outputs], arrays, strict=True))
 
 
-def _each(answer: Any) -> tuple[torch.Tensor, ...]:
+def _as_tuple(answer: Any) -> tuple[torch.Tensor, ...]:
     return (answer,) if isinstance(answer, torch.Tensor) else tuple(answer)
 
 
-def _short(error: BaseException) -> str:
+def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:300]

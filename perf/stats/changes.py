@@ -63,14 +63,14 @@ def change_points(
         if len(level) < 2 or freedom + len(level) - 2 < 1:
             continue
         free = freedom + len(level) - 2
-        (step,), (error,) = _steps(level[None], squares, free, noise)
+        (step,), (error,) = _split_steps(level[None], squares, free, noise)
         at = int(np.argmax(np.abs(step / error)))
         score = float(normal_from_t(step[at] / error[at], free))
         if abs(score) < critical:
             continue
         first = found + 2 - len(level) + at
         before = logs[start:first]
-        squares, freedom = squares + float(_squares(before)), freedom + len(before) - 1
+        squares, freedom = squares + float(_squared_deviations(before)), freedom + len(before) - 1
         value, reach = math.exp(step[at]), math.exp(_NORMAL_95 * error[at])
         ratio = Interval(value=value, low=value / reach, high=value * reach)
         points.append(ChangePoint(first=first, found=found, ratio=ratio, score=score))
@@ -78,18 +78,18 @@ def change_points(
     return tuple(points)
 
 
-def _steps(level_HN: Floats, squares: float, freedom: int, noise: float) -> tuple[Floats, Floats]:
+def _split_steps(level_HN: Floats, squares: float, freedom: int, noise: float) -> tuple[Floats, Floats]:
     """Return, for each split of each level, the mean after it minus the mean before it, and its standard error."""
     after_N = np.arange(level_HN.shape[1] - 1, 0, -1)
     before_N = after_N[::-1]
     total_HN = np.cumsum(level_HN, axis=1)
     step_HN = (total_HN[:, -1:] - total_HN[:, :-1]) / after_N - total_HN[:, :-1] / before_N
     weight_N = 1 / before_N + 1 / after_N
-    within_HN = squares + _squares(level_HN)[:, None] - step_HN**2 / weight_N
+    within_HN = squares + _squared_deviations(level_HN)[:, None] - step_HN**2 / weight_N
     return step_HN, np.sqrt(np.maximum(within_HN / freedom, noise**2) * weight_N)
 
 
-def _squares(values: Floats) -> Floats:
+def _squared_deviations(values: Floats) -> Floats:
     return np.asarray(np.sum((values - values.mean(axis=-1, keepdims=True)) ** 2, axis=-1))
 
 
@@ -99,6 +99,6 @@ def critical_score(alpha: float = ALPHA) -> float:
     values_HN = np.random.default_rng(0).standard_t(TAIL, size=(HISTORIES, LOOKS))
     highest_H = np.zeros(HISTORIES)
     for count in range(LEAST_VALUES, LOOKS + 1):
-        step_HN, error_HN = _steps(values_HN[:, :count], 0.0, count - 2, LEAST_SPREAD)
+        step_HN, error_HN = _split_steps(values_HN[:, :count], 0.0, count - 2, LEAST_SPREAD)
         highest_H = np.maximum(highest_H, normal_from_t(np.abs(step_HN / error_HN).max(axis=1), count - 2))
     return float(np.quantile(highest_H, 1 - alpha))

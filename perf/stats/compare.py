@@ -63,7 +63,7 @@ def compare_records(before: Bench, after: Bench) -> Comparison:
     pairs = ((old.reference, new.reference), (old.candidate, new.candidate))
     rows = []
     for batch, (former, name) in product(batches, pairs):
-        then, now = (_side(summary, batch, own) for summary, own in ((old, former), (new, name)))
+        then, now = (_find_side(summary, batch, own) for summary, own in ((old, former), (new, name)))
         p50s = [None if side is None else side.p50_ms for side in (then, now)]
         ratio = None if p50s[0] is None or p50s[1] is None else ratio_of_independent(p50s[1], p50s[0])
         rows.append(ComparedRow(batch=batch, subject=name, before=then, after=now, ratio=ratio))
@@ -95,7 +95,7 @@ def markdown_from_comparison(comparison: Comparison) -> str:
     ]
     for row in comparison.rows:
         ratio = "-" if row.ratio is None else row.ratio.describe(".3f")
-        figures = f"{_p50(row.before)} | {_p50(row.after)} | {ratio}"
+        figures = f"{_p50_text(row.before)} | {_p50_text(row.after)} | {ratio}"
         lines.append(f"| {row.batch} | {markdown_line(row.subject)} | {figures} | {row.change} |")
     return "\n".join(lines) + "\n"
 
@@ -116,12 +116,12 @@ def _differences(before: Bench, after: Bench) -> Iterator[Difference]:
                 yield Difference(key=prefix + key, before=old, after=new, decisive=False)
 
 
-def _side(summary: Summary, batch: int, name: str) -> SubjectSummary | None:
+def _find_side(summary: Summary, batch: int, name: str) -> SubjectSummary | None:
     row = summary.row(batch)
     return None if row is None else row.sides[name]
 
 
-def _p50(side: SubjectSummary | None) -> str:
+def _p50_text(side: SubjectSummary | None) -> str:
     if side is None:
         return "not measured"
     return side.status if side.p50_ms is None else format_number(side.p50_ms.value, 4)

@@ -25,7 +25,7 @@ class QuietSpans:
         self.spans: list[tuple[int, ...]] = []
         self._subjects = frozenset(subjects)
         self._span: list[int] = []
-        self._clean: Counter[str] = Counter()
+        self._kept_cpu: Counter[str] = Counter()
 
     def add(self, index: int, blocks: Iterable[TimedBlock]) -> None:
         """Add the next round with its blocks; a round with a dropped block is left out."""
@@ -34,11 +34,11 @@ class QuietSpans:
             return
         self._span.append(index)
         for block in blocks:
-            self._clean[block.subject] += sum(_clean(block))
-        if all(self._clean[subject] >= CLEAN_CALLS for subject in self._subjects):
+            self._kept_cpu[block.subject] += sum(_kept_cpu(block))
+        if all(self._kept_cpu[subject] >= CLEAN_CALLS for subject in self._subjects):
             self.spans.append(tuple(self._span))
             self._span.clear()
-            self._clean.clear()
+            self._kept_cpu.clear()
 
 
 def quiet_spans(blocks: Iterable[TimedBlock]) -> list[tuple[int, ...]]:
@@ -52,7 +52,7 @@ def quiet_spans(blocks: Iterable[TimedBlock]) -> list[tuple[int, ...]]:
 
 
 def interrupted_share(blocks: Iterable[TimedBlock]) -> float:
-    calls = [call for block in blocks for call in _clean(block)]
+    calls = [call for block in blocks for call in _kept_cpu(block)]
     return calls.count(False) / len(calls) if calls else 0.0
 
 
@@ -83,20 +83,20 @@ def samples(blocks: Iterable[TimedBlock], subject: str, measure: str = "compute"
     own: dict[int, list[float]] = {index: [] for span in spans for index in span}
     for block in blocks:
         if block.subject == subject and block.round in own:
-            own[block.round] += _times(block, measure, disturbed)
+            own[block.round] += _block_times(block, measure, disturbed)
     times = [[ms for index in span for ms in own[index]] for span in spans]
     return [np.asarray(span, dtype=np.float64) for span in times if span]
 
 
-def _times(block: TimedBlock, measure: str, disturbed: bool) -> list[float]:
+def _block_times(block: TimedBlock, measure: str, disturbed: bool) -> list[float]:
     assert measure in ("compute", "end_to_end", "wall"), measure
     if measure == "wall":
         return [block.wall_ms / block.calls]
     own = block.end_to_end_ms if measure == "end_to_end" and block.end_to_end_ms is not None else block.compute_ms
-    return [ms for ms, clean in zip(own, _clean(block), strict=True) if clean or disturbed]
+    return [ms for ms, clean in zip(own, _kept_cpu(block), strict=True) if clean or disturbed]
 
 
-def _clean(block: TimedBlock) -> list[bool]:
+def _kept_cpu(block: TimedBlock) -> list[bool]:
     """Return for each call whether it kept the CPU; True if unknown, or if calls have no times of their own."""
     if block.lost_ms is None:
         return [True] * (len(block.compute_ms) or block.calls)

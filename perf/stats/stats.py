@@ -124,19 +124,19 @@ def ratio_of_medians(
     pairs = zip(numerator, denominator, strict=True)
     ratio_R = np.asarray([np.median(above) / np.median(below) for above, below in pairs])
     value = float(np.median(ratio_R))
-    return _over_rounds(
+    return _bootstrap_interval(
         value, len(ratio_R), lambda drawn_DR: np.median(ratio_R[drawn_DR], axis=1), confidence, seed, draws
     )
 
 
 def median_interval(rounds: Rounds, *, confidence: float = DEFAULT_CONFIDENCE, seed: int = 0) -> Interval:
     percentiles = partial(_drawn_percentiles, rounds, 50.0)
-    return _over_rounds(median(np.concatenate(rounds)), len(rounds), percentiles, confidence, seed)
+    return _bootstrap_interval(median(np.concatenate(rounds)), len(rounds), percentiles, confidence, seed)
 
 
 def percentile_interval(rounds: Rounds, percent: float, *, confidence: float = DEFAULT_CONFIDENCE) -> Interval:
     percentiles = partial(_drawn_percentiles, rounds, percent)
-    return _over_rounds(percentile(np.concatenate(rounds), percent), len(rounds), percentiles, confidence)
+    return _bootstrap_interval(percentile(np.concatenate(rounds), percent), len(rounds), percentiles, confidence)
 
 
 def rate_interval(work_R: Floats, seconds_R: Floats, *, confidence: float = DEFAULT_CONFIDENCE) -> Interval:
@@ -145,7 +145,7 @@ def rate_interval(work_R: Floats, seconds_R: Floats, *, confidence: float = DEFA
     def rates(drawn_DR: NDArray[np.int64]) -> Floats:
         return np.asarray(work_R[drawn_DR].sum(axis=1) / seconds_R[drawn_DR].sum(axis=1))
 
-    return _over_rounds(float(work_R.sum() / seconds_R.sum()), len(work_R), rates, confidence)
+    return _bootstrap_interval(float(work_R.sum() / seconds_R.sum()), len(work_R), rates, confidence)
 
 
 def coefficient_of_variation(samples: Sequence[float] | Floats) -> float:
@@ -180,7 +180,7 @@ def least_rounds(confidence: float) -> int:
     return max(MIN_ROUNDS, math.ceil(1 - math.log2(1 - confidence) - 1e-9))
 
 
-def _over_rounds(
+def _bootstrap_interval(
     value: float,
     rounds: int,
     statistic: Callable[[NDArray[np.int64]], Floats],

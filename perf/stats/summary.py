@@ -117,14 +117,14 @@ class Summary:
 
 def summarise(bench: Bench, confidence: float = DEFAULT_CONFIDENCE) -> Summary:
     """Compute the statistics of a record; `confidence` is that of all intervals except `repeats`."""
-    rows = tuple(_row(bench, row, "compute", confidence) for row in bench.rows)
+    rows = tuple(_summarise_row(bench, row, "compute", confidence) for row in bench.rows)
     apart = bench.rows if any(block.end_to_end_ms for row in bench.rows for block in row.blocks) else ()
     rates = {row.batch: row.sides[bench.candidate.name].throughput for row in rows}
     return Summary(
         reference=bench.reference.name,
         candidate=bench.candidate.name,
         rows=rows,
-        end_to_end_rows=tuple(_row(bench, row, "end_to_end", confidence) for row in apart),
+        end_to_end_rows=tuple(_summarise_row(bench, row, "end_to_end", confidence) for row in apart),
         knee=find_knee({batch: rate.value for batch, rate in rates.items() if rate is not None}),
         warnings=bench.warnings,
     )
@@ -157,7 +157,7 @@ def speedup(
     return ratio_of_medians(slow, fast, confidence=confidence) if len(slow) and len(slow) == len(fast) else None
 
 
-def _row(bench: Bench, row: Row, measure: str, confidence: float) -> SummaryRow:
+def _summarise_row(bench: Bench, row: Row, measure: str, confidence: float) -> SummaryRow:
     reference, candidate = bench.reference.name, bench.candidate.name
     faster = speedup(row.blocks, reference, candidate, measure, confidence)
     again = f"{reference} again"
@@ -165,7 +165,7 @@ def _row(bench: Bench, row: Row, measure: str, confidence: float) -> SummaryRow:
     return SummaryRow(
         batch=row.batch,
         measure=measure,
-        sides={name: _side(bench, row, name, measure, confidence) for name in (reference, candidate)},
+        sides={name: _summarise_side(bench, row, name, measure, confidence) for name in (reference, candidate)},
         speedup=faster,
         noise=speedup(row.noise_blocks, reference, again, measure, confidence) if row.noise_blocks else None,
         realised_share=realised_share(faster, bench.reference.macs, bench.candidate.macs),
@@ -182,7 +182,7 @@ def realised_share(faster: Interval | None, macs_before: int | None, macs_after:
     return (1 - 1 / faster.value) / (1 - macs_after / macs_before)
 
 
-def _side(bench: Bench, row: Row, name: str, measure: str, confidence: float) -> SubjectSummary:
+def _summarise_side(bench: Bench, row: Row, name: str, measure: str, confidence: float) -> SubjectSummary:
     trial, size = row.trials[name], next(subject.size_bytes for subject in bench.subjects if subject.name == name)
     peak = trial.peak_memory_bytes
     times = samples(row.blocks, name, measure) if comparison_measure(row.blocks) == "compute" else []

@@ -156,7 +156,7 @@ def build_trend(history: History, newest: Release) -> Trend:
     left_out = list(history.left_out)
     releases: list[Release] = []
     for release in history.releases:
-        reason = _reason(release, newest)
+        reason = _find_mismatch(release, newest)
         if reason is not None:
             left_out.append(LeftOut(name=release.name, reason=reason))
         elif all(release.bench != other.bench for other in (*releases, newest)):  # also if formatted otherwise
@@ -183,7 +183,7 @@ def latency_values(series: Series) -> tuple[list[int], list[float]]:
     return places, [1 / value for value in values] if series.unit == "x" else values
 
 
-def _reason(release: Release, newest: Release) -> str | None:
+def _find_mismatch(release: Release, newest: Release) -> str | None:
     if release.name > newest.name and release.bench != newest.bench:
         return "measured after the record that is judged"
     differ = sorted(differing_keys(release.bench, newest.bench))
@@ -194,7 +194,7 @@ def _reason(release: Release, newest: Release) -> str | None:
 
 
 def _batch_trend(benches: Sequence[Bench], batch: int, critical: float) -> BatchTrend:
-    figures = [_figures(bench, batch) for bench in benches]
+    figures = [_read_figures(bench, batch) for bench in benches]
     reference, candidate, ratio = zip(*(figure for figure, _ in figures), strict=True)
     digests = {bench.reference.sha256 for bench in benches}
     paired = len(digests) == 1 and None not in digests
@@ -204,11 +204,13 @@ def _batch_trend(benches: Sequence[Bench], batch: int, critical: float) -> Batch
         Series(name=f"{newest.candidate.name} p50", unit="ms", values=candidate, judged=not paired),
         Series(name="speed-up", unit="x", values=ratio, judged=paired),
     )
-    first, second, third = (replace(each, changes=_changes(each, critical)) if each.judged else each for each in series)
+    first, second, third = (
+        replace(each, changes=_find_changes(each, critical)) if each.judged else each for each in series
+    )
     return BatchTrend(batch=batch, series=(first, second, third), missing=figures[-1][1])
 
 
-def _changes(series: Series, critical: float) -> tuple[ChangePoint, ...]:
+def _find_changes(series: Series, critical: float) -> tuple[ChangePoint, ...]:
     places, values = latency_values(series)
     own = [value.half_width_rel for value in series.values if value is not None]
     noise = max(LEAST_NOISE, median(own) / CONFIDENCE_95 if own else 0.0)
@@ -220,7 +222,7 @@ _Figures = tuple[Interval | None, Interval | None, Interval | None]
 _NO_FIGURES: _Figures = (None, None, None)
 
 
-def _figures(bench: Bench, batch: int) -> tuple[_Figures, str | None]:
+def _read_figures(bench: Bench, batch: int) -> tuple[_Figures, str | None]:
     row = bench.row(batch)
     if row is None:
         return _NO_FIGURES, f"not measured at batch {batch}"

@@ -53,7 +53,7 @@ def measure_pair(
     for latest in _rounds(bounds, limit_s, **how):
         blocks += latest
         quiet.add(latest[0].round, latest)
-        stop = _stop(blocks, quiet, (reference, candidate), plan)
+        stop = _stop_reason(blocks, quiet, (reference, candidate), plan)
         if stop is not None:
             return tuple(blocks), stop
     return tuple(blocks), "time limit"
@@ -116,14 +116,16 @@ def _rounds(
                     if blocks:
                         yield [replace(block, dropped=LATE) for block in blocks]
                     return
-                blocks.append(_block(bounds[name], name, index, calls, started, clock, watch))
+                blocks.append(_measure_block(bounds[name], name, index, calls, started, clock, watch))
             last_s = (clock() - begun) / 1e9
             if on_round is not None:
                 on_round(index + 1)
             yield blocks
 
 
-def _block(bound: Bound, name: str, index: int, calls: int, started: int, clock: Clock, watch: Watch) -> TimedBlock:
+def _measure_block(
+    bound: Bound, name: str, index: int, calls: int, started: int, clock: Clock, watch: Watch
+) -> TimedBlock:
     settle = settle_calls(calls)
     if settle:
         bound.laps(settle, clock)
@@ -136,7 +138,7 @@ def _block(bound: Bound, name: str, index: int, calls: int, started: int, clock:
     return TimedBlock(round=index, subject=name, at_s=at_s, dropped=dropped, gpu=state, **times)
 
 
-def _stop(blocks: Sequence[TimedBlock], quiet: QuietSpans, subjects: tuple[str, str], plan: Plan) -> str | None:
+def _stop_reason(blocks: Sequence[TimedBlock], quiet: QuietSpans, subjects: tuple[str, str], plan: Plan) -> str | None:
     """Return the reason to stop now, or None.
 
     Only the interval's width decides, because stopping on a verdict would favour that verdict.
