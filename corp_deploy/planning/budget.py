@@ -29,16 +29,10 @@ class Allocation:
 
 
 def allocate_widths(curves: list[CostCurve], dense: int, share: float, *, full_cost: int | None = None) -> Allocation:
-    """Return the widths of least predicted error that keep at most `share` of the dense cost.
+    """Return the widths of least predicted error that keep at most `share` of the cost; the solution is exact.
 
-    Args:
-        curves: The costs and errors of every site.
-        dense: The model's cost at the sites' present widths.
-        share: The largest share of `full_cost` that may remain.
-        full_cost: The cost that shares refer to, by default `dense`; it is larger if the model merges tokens.
-
-    Raises:
-        BadInput: Even the narrowest widths cost more.
+    `dense` is the model's cost at the sites' present widths. Shares refer to `full_cost`, by default `dense`; it is
+    larger if the model merges tokens. Raises BadInput if even the narrowest widths cost more.
     """
     full_cost = dense if full_cost is None else full_cost
     fixed = dense - sum(curve.cost_now for curve in curves)

@@ -45,7 +45,7 @@ class MergePlace:
 
 
 def find_merge_places(model: nn.Module) -> list[MergePlace]:
-    """List the blocks of a model that can merge tokens; raise BadInput if the model can't merge tokens."""
+    """List the blocks of a model that can merge tokens; raise BadInput if there are none."""
     one_each = Merging(schedule=(1,) * traced_model.depth(model))
     steps = list(traced_model.steps(traced_model.with_merging(model, one_each)))
     at = [place for place, step in enumerate(steps) if isinstance(step, Merge)]

@@ -190,7 +190,7 @@ class Probe:
         return {**dict(zip(changes, linear, strict=True)), **exact}
 
     def _exact_effects(self, new: Mapping[SiteTrial, TracedReduced]) -> dict[SiteTrial, float]:
-        """Measure trials by replacing weights of the dense program, or if heads differ in size, by a narrowed model."""
+        """Measure trials with new weights in the dense program; those that only select groups, in a narrowed model."""
         running, changes, effects = tracing(self.model).running, dict[SiteTrial, NewTensors](), dict[SiteTrial, float]()
         for trial, each in new.items():
             if not each.selected:

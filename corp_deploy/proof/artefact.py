@@ -47,7 +47,7 @@ class Artefact:
 
     @contextmanager
     def opened(self, elsewhere: str) -> Iterator[Run]:
-        """Yield the function that runs it; raise Missing, with the advice `elsewhere`, if it can't be loaded here."""
+        """Yield a function that runs the artefact; raise Missing with the advice `elsewhere` if it can't load here."""
         with ExitStack() as stack:
             try:
                 run = stack.enter_context(self.candidate.opened(self.outputs))

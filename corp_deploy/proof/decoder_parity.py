@@ -89,18 +89,11 @@ def verify_decoder(
     provider: Provider = "cpu",
     max_error: float | None = None,
 ) -> DecoderParity:
-    """Compare a decoder's graph with transformers on these tokens.
+    """Compare a decoder's graph with transformers on the directory that it was exported from, on these tokens.
 
-    Args:
-        directory: The directory that the graph was exported from.
-        graph: The decoder's graph.
-        ids_BN: The tokens.
-        provider: ONNX Runtime's provider.
-        max_error: The limit of the logits' relative error; None limits only a graph in FP32, to MOST_ERROR.
-
-    Raises:
-        BadInput: The directory has no decoder, the graph is another model's, or there are too many tokens.
-        Missing: Transformers, ONNX Runtime or the provider is absent.
+    `max_error` limits the relative error of the logits; None limits only a graph in FP32, to MOST_ERROR. Raises
+    BadInput if the directory has no decoder, the graph is another model's, or there are too many tokens, and Missing if
+    transformers, ONNX Runtime or the provider is absent.
     """
     decoder, cache = decoder_arguments(directory, {})[1].decoder, graph.cache
     of_graph, of_model = (cache.layers, cache.groups, cache.head), (decoder.layers, decoder.groups, decoder.head)
@@ -109,9 +102,9 @@ def verify_decoder(
             f"{graph.path}: vocabulary {graph.vocabulary}; layers, groups and head size {list(of_graph)}; {directory}: "
             f"{decoder.vocabulary}; {list(of_model)}; give the directory that the graph was exported from"
         )
-    length = ids_BN.shape[1]
-    if length > min(graph.longest, decoder.longest):
-        raise BadInput(f"{length} tokens, expected at most {decoder.longest} for {directory}; give a smaller --length")
+    length, longest = ids_BN.shape[1], min(graph.longest, decoder.longest)
+    if length > longest:
+        raise BadInput(f"{length} tokens, expected at most {longest} for {directory}; give a smaller --length")
     reference, feeds = open_reference(directory), {IDS: ids_BN}
     with DecoderRunner(graph.path, cache, length, provider=provider) as runner:
         runtime = runner.describe()
@@ -151,7 +144,7 @@ def measure_decoders(
 
     The plan's time limit is that of each length and each batch size, and includes the time of exporting. Raises
     BadInput if a directory is neither, the vocabularies differ, or a decoder can't place so many tokens, and Missing if
-    A package, the provider or a device is absent.
+    a package, the provider or a device is absent.
     """
     began_s = perf_counter()
     with tempfile.TemporaryDirectory() as scratch:

@@ -33,10 +33,6 @@ class OpenHead:
         outputs, stem = self.runner.outputs, self.path.stem
         return (stem,) if len(outputs) == 1 else tuple(f"{stem} {port.name}" for port in outputs)
 
-    @property
-    def record(self) -> SeparateHead:
-        return SeparateHead(file=self.path.name, sha256=sha256_of_file(self.path), reads=self.reads, maps=self.maps)
-
     def __call__(self, answers: Outputs, batch: int) -> Outputs:
         ports = self.runner.inputs
         feeds = feeds_of_ports({name: answers[name] for name in self.reads}, ports)
@@ -62,7 +58,10 @@ class ProofHeads:
 
     @property
     def records(self) -> tuple[SeparateHead, ...]:
-        return tuple(head.record for head in self.every)
+        return tuple(
+            SeparateHead(file=head.path.name, sha256=sha256_of_file(head.path), reads=head.reads, maps=head.maps)
+            for head in self.every
+        )
 
     def head_of(self, name: str) -> OpenHead:
         return next(head for head in self.every if name in head.maps)

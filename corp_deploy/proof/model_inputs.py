@@ -83,7 +83,7 @@ def inputs_from_set(source: InputSet, labels: NDArray[np.int64] | None = None) -
 
 
 def draw_random_inputs(dense: Checkpoint, count: int, seed: int, *, pixels: bool = False) -> ProofInputs:
-    """Draw normal noise, or with `pixels` random pixels, normalised; the record names them.
+    """Draw normal noise, or with `pixels` random pixels, normalised, which the record calls random.
 
     Raises BadInput if the model takes integers, of which only real ones have a meaning.
     """

@@ -86,8 +86,8 @@ def measure_own_noise(
 ) -> dict[str, Measures]:
     """Return a torch model's own error in a type against FP32, by output, on these inputs.
 
-    Norms and softmax are computed as in exported graphs; INT8 and FP8 are rounded without calibration. Maps come from
-    heads in FP32.
+    Norms and softmax are computed as in exported graphs, and INT8 and FP8 by plain rounding. Maps come from heads in
+    FP32.
     """
     exportable, ports = traced_model.exportable(dense.model), output_ports(dense.model)
     half = _rounding(exportable, float_type, feeds, batch)

@@ -19,8 +19,6 @@ from .outcome import Proof, save_proof
 from .own_noise import DENSE
 from .proof_inputs import ProofInputs
 
-WHOLE = "whole"  # the name of the link from the dense model to the last candidate
-
 
 def _renamed(candidate: Candidate, parts: Sequence[str]) -> Candidate:
     """Return the candidate with the last parts of its path as its name."""
@@ -37,7 +35,8 @@ def _unreserved(candidate: Candidate) -> Candidate:
     """Return the candidate with a name and a label that differ from the reference's and the whole chain's."""
     if candidate.label == DENSE:
         candidate = replace(candidate, label=f"candidate {DENSE}")
-    return replace(candidate, name="candidate whole") if candidate.name == WHOLE else candidate
+    # "whole" is the name of the link from the dense model to the last candidate.
+    return replace(candidate, name="candidate whole") if candidate.name == "whole" else candidate
 
 
 def with_distinct_names(candidates: Sequence[Candidate]) -> list[Candidate]:

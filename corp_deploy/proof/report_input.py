@@ -46,21 +46,15 @@ def read_reduction(config: ModelConfig, directory: Path) -> ReductionRecord:
 
 EFFECTS_KIND = "corp-deploy/effects"
 SIZE_KIND, SIZE_FILE = "corp-deploy/calibration-size", "calibration-size.json"
-SIZE_AGAIN = "make the record again with `corp-deploy sweep` or `release`"
 REPORTS = "corp-deploy report "
 Record = TypeVar("Record")
 
 
-class _Effects(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Effects:
+    """The part of a record of effects that a report shows."""
+
     rows: tuple[EffectLine, ...]
-
-
-def _optional(path: Path, load: Callable[[Path], Record]) -> Record | None:
-    return load(path) if path.is_file() else None
-
-
-def read_record_json(path: Path, kind: str) -> dict[str, Any]:
-    return record_from_file(path, dict[str, Any], kind=kind)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,13 +65,19 @@ class _Size:
     points: tuple[dict[str, Any], ...]
 
 
-def _effect_lines(path: Path) -> Any:
-    again = "make the record again with `corp-deploy demo`"
-    return json_from_record(record_from_file(path, _Effects, kind=EFFECTS_KIND, remedy=again).rows)
+def _optional(path: Path, load: Callable[[Path], Record]) -> Record | None:
+    return load(path) if path.is_file() else None
 
 
-def _size_lines(path: Path) -> Any:
-    return json_from_record(record_from_file(path, _Size, kind=SIZE_KIND, remedy=SIZE_AGAIN))
+def read_record_json(path: Path, kind: str) -> dict[str, Any]:
+    return record_from_file(path, dict[str, Any], kind=kind)
+
+
+def _json_of_part(path: Path, part: type[Any], kind: str, commands: str) -> Any:
+    """Read a part of a record as JSON values, None if there is no file; `commands` make the record."""
+    if not path.is_file():
+        return None
+    return json_from_record(record_from_file(path, part, kind=kind, remedy=f"make the record again with {commands}"))
 
 
 def _site_line(site: SiteReport) -> dict[str, Any]:
@@ -146,6 +146,7 @@ def gather_report(directory: Path, title: str | None = None) -> dict[str, Any]:
     every = {} if manifest is None else manifest.files
     files = {name: entry for name, entry in every.items() if not entry.made_by.startswith(REPORTS)}
     lineage = shown_lineage(reduced) if reduced else {}
+    effects = _json_of_part(directory / "effects.json", _Effects, EFFECTS_KIND, "`corp-deploy demo`")
     if manifest is not None:
         lineage |= {"versions": manifest.versions, "files": {name: entry.sha256 for name, entry in files.items()}}
     return {
@@ -154,14 +155,14 @@ def gather_report(directory: Path, title: str | None = None) -> dict[str, Any]:
         "parity": parity and read_record_json(directory / "parity.json", "parity"),
         "gate": _optional(directory / "gate.json", lambda path: read_record_json(path, "gate")),
         "history": _optional(directory / "history.json", lambda path: read_record_json(path, "history")),
-        "calibration_size": _optional(directory / SIZE_FILE, _size_lines),
+        "calibration_size": _json_of_part(directory / SIZE_FILE, _Size, SIZE_KIND, "`corp-deploy sweep` or `release`"),
         "sites": [_site_line(site) for site in reduction.sites],
         "coverage": reduction.coverage and reduction.coverage.verdict,
         "models": _models(bench, parity),
         "ways": json_from_record(reduction.ways),
         "merging": merging and {"verb": merging.verb, "sentences": merging.sentences(), "blocks": merging.rows},
         "effort": rows_of_efforts(efforts_below(directory)),
-        "effects": _optional(directory / "effects.json", _effect_lines) or [],
+        "effects": effects["rows"] if effects else [],
         "lineage": lineage,
         "commands": list(dict.fromkeys(entry.made_by for entry in files.values() if entry.made_by)),
     }
