@@ -13,6 +13,7 @@ from export.engine.record import EngineMemory, EngineRecord, record_path, sha256
 from export.graph.ports import GraphPort
 from export.triton.pbtxt import Message, parse
 from ground.built_engines import record_built_engine
+from ground.files import write_json
 from tests.graphs import graph_of
 
 SHAPE = (3, 4, 4)
@@ -111,5 +112,5 @@ def write_plan(
         outputs=(GraphPort(name="logits", dtype="float32", shape=(batch, CLASSES)),),
         options={"version_compatible": compatible},
     )  # fmt: skip
-    record_path(path).write_text(record.to_json())
+    write_json(record_path(path), record.to_json())
     return path

@@ -25,7 +25,7 @@ from export.graph.ports import ports_of_graph
 from ground.built_engines import record_built_engine
 from ground.errors import BadInput
 from ground.feeds import Feeds, Outputs
-from ground.files import sha256_of_file
+from ground.files import sha256_of_file, write_json
 from perf.parity.parity import load_parity
 from perf.runners.onnx import OnnxRunner
 from tests import tiny
@@ -47,7 +47,7 @@ def plan(path: Path, graph: Path, *, version: str = "10.16.1", **changes: object
         half_weight_share=0.0, targets=("89",), gpu="A Card", profiles=("1:4:8",), inputs=inputs, outputs=outputs,
         notes={each.key: each.value for each in proto.metadata_props if not each.key.startswith("export.")},
     )  # fmt: skip
-    record_path(path).write_text(replace(record, **changes).to_json())  # type: ignore[arg-type]
+    write_json(record_path(path), replace(record, **changes).to_json())  # type: ignore[arg-type]
     return path
 
 

@@ -27,6 +27,7 @@ from export.engine.record import EngineRecord, record_path, sha256_of
 from export.graph.ports import GraphPort
 from ground.built_engines import record_built_engine
 from ground.errors import Missing
+from ground.files import write_json
 from tests import tiny
 from tests.command import invoked, refuses, run
 from tests.export_served import engine_record
@@ -53,7 +54,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for backend in ("tensorrt", "tensorrt-rtx", "onnxruntime"):
         plan = root / f"{backend}.plan"
         plan.write_bytes(b"plan")
-        record_path(plan).write_text(record_of(backend).to_json())
+        write_json(record_path(plan), record_of(backend).to_json())
     return root
 
 
@@ -173,7 +174,7 @@ def test_engine_takes_its_cost_from_its_own_graph(home: Path, tmp_path: Path) ->
     plan.write_bytes(b"plan")
     content = graph.read_bytes()
     record = replace(record_of("tensorrt"), onnx_sha256=sha256_of(content), onnx_bytes=len(content))
-    record_path(plan).write_text(record.to_json())
+    write_json(record_path(plan), record.to_json())
     facts = facts_of_onnx(graph)
     told = contender_from_engine("dense", plan, RunOptions())
     assert (told.macs, told.params) == (facts.macs, facts.parameters)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from corp_deploy.proof.compatibility import build_priced
-from export.engine.audit import audit_fusion, audit_to_json
+from export.engine.audit import audit_fusion, record_of_audits
 from export.engine.build import Engine, build_engine, write_engine
 from export.engine.options import RTX_TARGETS, BatchProfile, BuildOptions
 from export.engine.record import record_of_plan, record_path, sha256_of
@@ -166,7 +166,7 @@ def test_audit_names_blocks_that_lost_their_kernel(graphs: Graphs) -> None:
     assert [(audit.target, audit.lost, audit.passed) for audit in passed] == [("80", (), True), ("portable", (), True)]
     (static,) = audit_fusion(graphs.path("tiny"), graphs.path("tiny", "fp16", "", 4))
     assert (static.dense.fused_attention, static.reduced.fused_attention) == (2, 2)
-    content = json.loads(audit_to_json([failed], dense="dense.onnx", reduced="ragged.onnx"))
+    content = record_of_audits([failed], dense="dense.onnx", reduced="ragged.onnx")
     assert (content["version"], content["kind"]) == (1, "fusion-audit")
     assert content["targets"][0]["lost"] == list(SMALL_SITES)
     assert content["targets"][0]["dense"]["fused_attention"] == 3

@@ -24,6 +24,7 @@ from export.engine.record import record_of_plan
 from export.engine.session import Library, open_library
 from export.graph.to_onnx import save_onnx
 from ground.errors import Missing
+from ground.files import write_json
 from tests.export_text import INPUTS, write_text_onnx
 from tests.export_vit import Vit, export
 from tests.refusals import rejects
@@ -367,7 +368,7 @@ def test_sparse_flag_is_set_for_two_to_four_weights(
     world = Tensorrt()
     record = build(write_sparse(graph, tmp_path / "sparse.onnx", sites), world, sparse=True).record
     assert (record.options["sparse"], record.options["sparse_share"]) == (True, share)
-    (tmp_path / "sparse.plan.json").write_text(record.to_json())
+    write_json(tmp_path / "sparse.plan.json", record.to_json())
     assert record_of_plan(tmp_path / "sparse.plan") == record
     told = f"{share:.0%} of the matrices are 2:4, the builder doesn't say which kernels it took"
     assert told in [*engine_table(record).columns[1].cells]
@@ -400,7 +401,7 @@ def test_builder_messages_on_sparse_kernels_are_recorded(
     record = build(sparse, Tensorrt(says=says), sparse=True).record
     assert (record.sparse_eligible, record.sparse_layers) == (eligible, picked)
     assert record.sparse_names == (("blocks.0.mlp.fc2/MatMul",) if says == EIGHT else ())
-    (tmp_path / "sparse.plan.json").write_text(record.to_json())
+    write_json(tmp_path / "sparse.plan.json", record.to_json())
     assert record_of_plan(tmp_path / "sparse.plan") == record
     assert any(shown in str(cell) for cell in engine_table(record).columns[1].cells)
 
@@ -417,7 +418,7 @@ def test_memory_is_reported_per_profile_with_the_builders_weights(graph: Path) -
 
 
 def test_memory_of_unknown_profiles_is_refused(graph: Path, tmp_path: Path) -> None:
-    content = json.loads(build(graph, Tensorrt()).record.to_json())
+    content = build(graph, Tensorrt()).record.to_json()
     content["memory"] = {"weights_bytes": 1, "activations_bytes": [1, 2], "reason": None}
     (tmp_path / "m.plan.json").write_text(json.dumps(content))
     rejects("memory of 2 profiles, expected 1", record_of_plan, tmp_path / "m.plan")

@@ -1,6 +1,5 @@
 """The commands export, build and audit."""
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -130,7 +129,7 @@ def build_command(graph: Path, output: Path, options: EngineOptions, out: Output
             built = build_priced(graph, options.of_engine(command_line()), output)
             lines = bench_lines(built.record, output)
     write_effort(path_beside(output), "build", watch)
-    record = json.loads(built.record.to_json()) | {"effort": watch.as_json()}
+    record = built.record.to_json() | {"effort": watch.as_json()}
     out.result(record, engine_table(built.record), f"{output}: written", *lines, *watch.lines)
 
 
@@ -146,13 +145,13 @@ def audit(dense: Path, reduced: Path, options: AuditOptions, output: Path | None
     Example: corp-deploy audit dense/model.fp16.onnx reduced/model.fp16.onnx --sm 86 --sm 120
     """
     from corp_deploy.views.engine import audit_table, lost_lines
-    from export.engine.audit import audit_fusion, audit_to_json
-    from ground.files import write_text
+    from export.engine.audit import audit_fusion, record_of_audits
+    from ground.files import write_json
 
     with out.progress("auditing", None, unit="steps"):
         audits = audit_fusion(dense, reduced, backend=options.backend, sms=options.sm, command=command_line())
-    text = audit_to_json(audits, dense=dense.name, reduced=reduced.name)
+    record = record_of_audits(audits, dense=dense.name, reduced=reduced.name)
     if output is not None:
-        write_text(output, text)
-    out.result(json.loads(text), audit_table(audits), *lost_lines(audits))
+        write_json(output, record)
+    out.result(record, audit_table(audits), *lost_lines(audits))
     return 0 if all(each.passed for each in audits) else EXIT_FAILED

@@ -1,6 +1,5 @@
 """The audit of fusion: a comparison of fused attention in a dense and a reduced engine, by block and target."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -76,10 +75,9 @@ def audit_fusion(
     ]
 
 
-def audit_to_json(audits: Sequence[Audit], *, dense: str, reduced: str) -> str:
+def record_of_audits(audits: Sequence[Audit], *, dense: str, reduced: str) -> dict[str, Any]:
     entries = [audit.as_json() for audit in audits]
-    content = {"version": VERSION, "kind": KIND, "dense": dense, "reduced": reduced, "targets": entries}
-    return json.dumps(content, indent=2) + "\n"
+    return {"version": VERSION, "kind": KIND, "dense": dense, "reduced": reduced, "targets": entries}
 
 
 def _build_for_audit(path: Path, choices: BuildOptions) -> EngineRecord:

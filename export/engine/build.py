@@ -20,7 +20,7 @@ from export.graph.ports import graph_inputs, ports_of_graph, roles_of_graph
 from export.graph.weights import declared_types, notes_of, sparse_matrices, weight_shares
 from ground.built_engines import record_built_engine
 from ground.errors import BadInput, Missing
-from ground.files import replacing, write_text
+from ground.files import replacing, write_json
 from ground.onnx_file import read_onnx
 from ground.precision import BFLOAT16, half_share, precision_of_shares
 
@@ -137,7 +137,7 @@ def write_engine(engine: Engine, plan_path: Path) -> None:
     """Write the plan, then `<plan>.json`, and register the plan as built on this machine."""
     with replacing(plan_path) as temporary:
         temporary.write_bytes(engine.plan)
-    write_text(record_path(plan_path), engine.record.to_json())
+    write_json(record_path(plan_path), engine.record.to_json())
     record_built_engine(engine.record.plan_sha256)
 
 

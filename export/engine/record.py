@@ -4,12 +4,11 @@ Memory doesn't include the buffers of inputs and outputs, which the caller alloc
 """
 
 import hashlib
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
@@ -164,9 +163,8 @@ class EngineRecord:
             device_memory_bytes=max(self.device_memory_bytes.values(), default=None),
         )
 
-    def to_json(self) -> str:
-        content = {"version": VERSION, "kind": KIND, **asdict(self), "fused_attention": self.fused_attention}
-        return json.dumps(content, indent=2, sort_keys=False) + "\n"
+    def to_json(self) -> dict[str, Any]:
+        return {"version": VERSION, "kind": KIND, **asdict(self), "fused_attention": self.fused_attention}
 
 
 def record_path(plan_path: Path) -> Path:

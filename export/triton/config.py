@@ -1,6 +1,5 @@
 """The config.pbtxt of one served model, and its expected figures with the perf client's commands to check them."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +9,7 @@ import msgspec
 
 from export.graph.ports import GraphPort
 from ground.errors import BadInput
+from ground.files import write_json
 from ground.records import record_from_file
 
 from .pbtxt import Name, Plain, pbtxt_from
@@ -212,8 +212,8 @@ def read_expected(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
     return record_from_file(path, _Document, kind=KIND, version=VERSION, remedy=again).models
 
 
-def expected_text(models: Mapping[str, Any]) -> str:
-    return json.dumps({"version": VERSION, "kind": KIND, "models": models}, indent=2) + "\n"
+def write_expected(path: Path, models: Mapping[str, Any]) -> None:
+    write_json(path, {"version": VERSION, "kind": KIND, "models": models})
 
 
 def expected_entry(variant: ServedModel, version: int, proof: Mapping[str, str]) -> dict[str, Any]:

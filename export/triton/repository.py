@@ -10,7 +10,7 @@ from export.engine.record import EngineRecord, sha256_of
 from ground.errors import BadInput
 from ground.transaction import exclusive_access, install_files, roll_back_interrupted
 
-from .config import EXPECTED_NAME, LABELS_NAME, ServedModel, config_text, expected_entry, expected_text, read_expected
+from .config import EXPECTED_NAME, LABELS_NAME, ServedModel, config_text, expected_entry, read_expected, write_expected
 from .server_releases import ServerRelease, onnx_warnings, plan_warnings, server_release, vulnerability_warnings
 from .variants import Package, build_served_models, read_own_record
 from .versions import config_path, install_text, model_names, staging_folder, versions_of
@@ -48,7 +48,7 @@ def write_repository(package: Package, repository: Path) -> AddedVersion:
                 model, package.version, package.proof
             )
             moves |= _stage_version(package, model, repository, folder / model.name)
-        (folder / EXPECTED_NAME).write_text(expected_text(entries))
+        write_expected(folder / EXPECTED_NAME, entries)
         _install(repository, moves)
     warnings = dict.fromkeys(_warnings(package, models, records, release, repository))
     return AddedVersion(models=tuple(model.name for model in models), warnings=tuple(warnings))
