@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .quadratic import RidgeSolution, explained, solve_ridge, variance
+from .scores import complement
 
 Form = Literal["none", "bias", "gram", "affine", "affine-v1"]
 
@@ -40,12 +41,6 @@ class ChannelRecovery:
         assert self.weight_OK.shape[0] == self.bias_O.shape[0], (self.weight_OK.shape, self.bias_O.shape)
 
 
-def _pruned(kept_K: Tensor, channels: int) -> Tensor:
-    mask_F = torch.ones(channels, dtype=torch.bool, device=kept_K.device)
-    mask_F[kept_K] = False
-    return mask_F.nonzero().squeeze(1)
-
-
 def judge_layer(
     mean_F: Tensor,
     second_FF: Tensor,
@@ -58,7 +53,7 @@ def judge_layer(
 ) -> ChannelRecovery:
     """Return the new layer with its exact errors; see quadratic.output_error."""
     covariance_FF = second_FF - torch.outer(mean_F, mean_F)
-    pruned_P = _pruned(kept_K, mean_F.numel())
+    pruned_P = complement(kept_K, mean_F.numel())
     dropped_OP, mean_P = weight_OF[:, pruned_P], mean_F[pruned_P]
     dropped_variance = variance(dropped_OP, covariance_FF[pruned_P[:, None], pruned_P])
     change_OF = weight_OF.clone()
@@ -100,7 +95,7 @@ def recover_channels(
     ridge = ridge_rel * mean diagonal of the matrix that it is added to.
     """
     old_O = weight_OF.new_zeros(weight_OF.shape[0]) if bias_O is None else bias_O
-    pruned_P = _pruned(kept_K, mean_F.numel())
+    pruned_P = complement(kept_K, mean_F.numel())
     dropped_OP, gram_KK = weight_OF[:, pruned_P], second_FF[kept_K[:, None], kept_K]
     new_OK, new_O, solved = weight_OF[:, kept_K], old_O.clone(), None
     if form == "bias":

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .scores import complement
+
 DEAD_VARIANCE_REL = 1e-12  # of the mean variance: a channel below it is a constant, which the bias absorbs
 _RIDGE_FLOOR_REL = 1e-10  # below it a singular covariance has no trustworthy Cholesky factor in float64
 _BLOCK = 64
@@ -79,9 +81,7 @@ def interleave(eliminations: Sequence[Elimination]) -> Elimination:
 
 def others_first(order: Elimination, channels: int, lost: float) -> Elimination:
     """Put all other channels in front of an order of some channels, each with an equal part of the loss `lost`."""
-    is_other_F = torch.ones(channels, dtype=torch.bool, device=order.order_F.device)
-    is_other_F[order.order_F] = False
-    others = is_other_F.nonzero().squeeze(1)
+    others = complement(order.order_F, channels)
     parts = torch.arange(1, len(others) + 1, device=others.device, dtype=torch.float64) / max(len(others), 1)
     return Elimination(
         order_F=torch.cat((others, order.order_F)),

@@ -66,6 +66,13 @@ def kept_from_scores(score_F: Tensor, width: int) -> Tensor:
     return order[..., :width].sort(dim=-1).values
 
 
+def complement(kept_K: Tensor, count: int) -> Tensor:
+    """Return the indices below `count` that are not kept, ascending, int64."""
+    is_left = torch.ones(count, dtype=torch.bool, device=kept_K.device)
+    is_left[kept_K] = False
+    return is_left.nonzero().squeeze(1)
+
+
 def selection(kept_K: Tensor, count: int) -> Tensor:
     """Return rows that pick one of `count` each [...,K,count], float64."""
     return torch.nn.functional.one_hot(kept_K, count).to(torch.float64)

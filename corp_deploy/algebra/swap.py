@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .obs import dead_channels, shifted_covariance
+from .scores import complement
 
 _BLOCK = 64
 _ROWS = 64
@@ -43,10 +44,8 @@ class _Swept:
     """
 
     def __init__(self, shifted_FF: Tensor, weight_OF: Tensor, kept_K: Tensor) -> None:
-        mask_F = torch.ones(weight_OF.shape[1], dtype=torch.bool, device=kept_K.device)
-        mask_F[kept_K] = False
         self.kept = kept_K.numel()
-        self.channel_F = torch.cat((kept_K, mask_F.nonzero().squeeze(1)))
+        self.channel_F = torch.cat((kept_K, complement(kept_K, weight_OF.shape[1])))
         a_FF = shifted_FF.index_select(0, self.channel_F).index_select(1, self.channel_F)
         self.weight_OF = weight_OF.index_select(1, self.channel_F)
         kept, pruned = slice(self.kept), slice(self.kept, None)

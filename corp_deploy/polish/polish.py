@@ -122,19 +122,6 @@ def reason_against(dense: nn.Module, reduced: nn.Module) -> str | None:
     return None
 
 
-def _state_file(
-    path: Path, dense: nn.Module, model: nn.Module, inputs: ValidationSplit, options: PolishOptions
-) -> StateFile:
-    run = {
-        "dense model": model_digest(dense),
-        "reduced model": model_digest(model),
-        "fitted inputs": inputs.fitted.digest,
-        "held-out inputs": inputs.held_out.digest,
-        "options": repr(sorted(asdict(options).items())),
-    }
-    return StateFile(path=path, run=run)
-
-
 def _budget(options: PolishOptions, finished: Sequence[PartReport], count: int) -> SweepBudget:
     """Return the budget of the next sublayer of `count`: an even share of the time that is left."""
     if options.time_s is None:
@@ -212,7 +199,16 @@ def polished(
         model = replace_submodules(reduced, {}).eval()
         where = device_of(model)
         before = held_out_error(dense, model, inputs.held_out, reads_all=reads_all)
-        file = None if state is None else _state_file(state, dense, model, inputs, options)
+        file = None
+        if state is not None:
+            run = {
+                "dense model": model_digest(dense),
+                "reduced model": model_digest(model),
+                "fitted inputs": inputs.fitted.digest,
+                "held-out inputs": inputs.held_out.digest,
+                "options": repr(sorted(asdict(options).items())),
+            }
+            file = StateFile(path=state, run=run)
         with matmul_precision("high") if where.type == "cuda" else nullcontext():
             parts = _fit_layers_(dense, model, inputs, options, file, on_progress)
         after = held_out_error(dense, model, inputs.held_out, reads_all=reads_all)

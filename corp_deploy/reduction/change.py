@@ -140,12 +140,12 @@ def _add_change(tensors: dict[str, Tensor], change: Change, kept_K: Tensor) -> N
     assert layer.bias is not None, reading.name
     rows, weight = read.portion.rows, tensors.get(reading.weight, layer.weight.detach().double()).clone()
     columns_F = torch.from_numpy(read.portion.columns_CM).to(weight.device).flatten()
-    change_OU = read.undone(read.as_dense_OU(recovery, kept_K) - read.weight_OU)
+    change_OU = read.without_gain(read.as_dense_OU(recovery, kept_K) - read.weight_OU)
     weight[rows] = weight[rows].index_add(
         1, columns_F, change_OU.view(len(change_OU), len(columns_F), *weight.shape[2:])
     )
     bias_O = tensors.get(reading.bias, layer.bias.detach().double()).clone()
-    bias_O[rows] += read.undone(recovery.bias_O - read.bias_O)
+    bias_O[rows] += read.without_gain(recovery.bias_O - read.bias_O)
     tensors |= {reading.weight: weight, reading.bias: bias_O}
 
 

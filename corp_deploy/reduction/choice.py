@@ -42,7 +42,7 @@ def _stack_layers(reads: Sequence[ReaderStats]) -> list[ReaderStats]:
     """
     stacked: dict[Any, list[ReaderStats]] = {}
     for read in without_squeezes(reads):
-        stacked.setdefault((read.sees, (read.portion.number, read.portion.columns_CM.tobytes())), []).append(read)
+        stacked.setdefault((read.input_key, (read.portion.number, read.portion.columns_CM.tobytes())), []).append(read)
     return [
         replace(each[0], weight_OU=torch.cat([read.weighed_OU for read in each]), metric_OO=None)
         for each in stacked.values()
@@ -62,10 +62,10 @@ def eliminate_groups(reads: Sequence[ReaderStats], part_C: Tensor | None, *, rid
         return eliminate_blocks(
             read.stats.covariance_UU, read.weight_OU, read.columns, ridge_rel=ridge_rel, group_of_C=part_C
         )
-    if len({read.sees for read in stacked}) == 1 and sum(len(read.groups_C) for read in stacked) == groups:
+    if len({read.input_key for read in stacked}) == 1 and sum(len(read.groups_C) for read in stacked) == groups:
         return _order_by_portions(stacked, part_C, ridge_rel)
-    inputs = dict.fromkeys(read.sees for read in stacked)
-    sets = [_join_portions([read for read in stacked if read.sees == sees]) for sees in inputs]
+    inputs = dict.fromkeys(read.input_key for read in stacked)
+    sets = [_join_portions([read for read in stacked if read.input_key == key]) for key in inputs]
     covariances, weights, joined = zip(*sets, strict=True)
     return eliminate_coupled(covariances, weights, ridge_rel=ridge_rel, taps=joined, part_C=part_C)
 
@@ -130,7 +130,7 @@ def rank_groups(
     else:
         by_layer: dict[tuple[str, int, bool], Tensor] = {}
         for read in _stack_layers(reads):
-            so_far_C = by_layer.setdefault(read.sees, writing_CX.new_zeros(len(writing_CX)))
+            so_far_C = by_layer.setdefault(read.input_key, writing_CX.new_zeros(len(writing_CX)))
             so_far_C.index_add_(0, read.groups_C, _SCORES[selection](read))
         score_C = reduce(torch.add, [each / each.sum().clamp_min(1e-300) for each in by_layer.values()])
     has_patches_C = torch.zeros_like(score_C, dtype=torch.bool)
@@ -175,7 +175,7 @@ def _fit_with_patches(read: ReaderStats, recovery: str, kept_K: Tensor, ridge_re
     """Fit columns of channels with patches to the layer's dense output, by a ridge toward the columns themselves."""
     assert read.target is not None, read.reading.name
     kept_U, parts = columns(read.kept_k(kept_K), read.stats.taps), len(read.reading.portions)
-    if read.has_all_patches(kept_K):
+    if read.keeps_all_groups(kept_K):
         return ChannelRecovery(weight_OK=read.weight_OU[:, kept_U], bias_O=read.bias_O)
     if recovery != "im2col" or len(kept_U) * parts != len(kept_K) * read.columns:
         raise missing_patches(len(read.groups_C) * parts, len(read.reading.columns_GM), len(kept_K), recovery)
@@ -205,7 +205,7 @@ def repair_error(recovery: ChannelRecovery, kept_K: Tensor, other: ReaderStats) 
     Raises:
         BadInput: those have no patches of the kept channels.
     """
-    if other.target is not None and other.has_all_patches(kept_K):
+    if other.target is not None and other.keeps_all_groups(kept_K):
         return 0.0
     if recovery.weight_OK.shape[1] != len(other.kept_k(kept_K)) * other.stats.taps:
         raise BadInput(

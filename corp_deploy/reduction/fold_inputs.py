@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, fx, nn
 
-from calib.inputs import Inputs, InputSet, map_tensors, to_device
+from calib.inputs import Inputs, InputSet, map_tensors, tensors_by_name, to_device
 from calib.moments import Moments
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.traced_model import token_weights, tracing
@@ -24,7 +24,7 @@ from .change import TracedReduced
 from .folded_site import TracedFold, fold_site, merges_units
 from .method import Method
 from .reader_stats import stats_of_readers
-from .stream_walk import input_tensors, run_nodes
+from .stream_walk import run_nodes
 
 BATCH_SIZE = 32
 
@@ -97,7 +97,8 @@ def _show(model: nn.Module, shown: ShownInputs, own: Tracing, every: Collection[
     stretches, inputs = tuple(_stretches(own, every)), [node for node in own.program.nodes if node.op == "placeholder"]
     for batch, is_held in shown.batches():
         here = to_device(batch, device_of(model))
-        weights_BN, entering = token_weights(model, here), dict(zip(inputs, input_tensors(here), strict=True))
+        weights_BN = token_weights(model, here)
+        entering = dict(zip(inputs, tensors_by_name(here).values(), strict=True))
         beside = {node: entering[node] for node in side_inputs(own.program)}
         for nodes, after, folds in stretches:
             values = run_nodes(own.program, nodes, entering)

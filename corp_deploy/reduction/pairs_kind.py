@@ -54,7 +54,10 @@ class TracedPairsKind:
         return (site.width,) if stays else self.widths(site, method)
 
     def refusal(self, site: TracedPairs, method: Method) -> str:
-        """Refuse dimensions that can't be mixed, so that nothing compensates for them, unless a width is named."""
+        """Return why dimensions that can't be mixed stay: nothing compensates for them.
+
+        A width for the site removes them anyway.
+        """
         if not method.reduces_attention or method.qk_recovery == "select" or site.repair.mixing != "none":
             return ""
         return f"{site.repair.reason}, so that no dimension makes up for another"

@@ -31,7 +31,7 @@ _ROUNDING, _ROUNDING_REL = 4.0, 0.25
 """The rounding of second moments, in units of float32's, and the share of the mean variance that it must exceed."""
 
 
-@dataclass(frozen=True, kw_only=True)  # without slots, which cached properties need
+@dataclass(frozen=True, kw_only=True)  # without slots: cached properties need a __dict__
 class ReaderStats:
     """A layer's own columns of a site, group by group, with their statistics over `tokens` tokens, float64.
 
@@ -56,12 +56,12 @@ class ReaderStats:
 
     @property
     def joined(self) -> int:
-        """M."""
+        """M, the number of the layer's inputs in a group."""
         return int(self.portion.columns_CM.shape[1])
 
     @property
     def columns(self) -> int:
-        """The number of columns of a group, side by side."""
+        """The number of columns of a group, which stand side by side."""
         return self.stats.taps * self.joined
 
     @property
@@ -70,7 +70,7 @@ class ReaderStats:
         return torch.from_numpy(self.portion.groups_C).to(self.weight_OU.device)
 
     @property
-    def sees(self) -> tuple[str, int, bool]:
+    def input_key(self) -> tuple[str, int, bool]:
         """The key of layers with the same input."""
         return self.reading.source, self.stats.taps, self.is_of_maps
 
@@ -83,7 +83,7 @@ class ReaderStats:
         """The variance of the site's part of the layer's output."""
         return self.target.spread if self.target is not None else variance(self.weight_OU, self.stats.covariance_UU)
 
-    def has_all_patches(self, kept_K: Tensor) -> bool:
+    def keeps_all_groups(self, kept_K: Tensor) -> bool:
         """Return whether all groups of the site stay."""
         return len(kept_K) == len(self.reading.columns_GM)
 
@@ -93,13 +93,13 @@ class ReaderStats:
         if self.metric_OO is None or self.target is not None:
             return self.weight_OU
         root_OO: Tensor = torch.linalg.cholesky(self.metric_OO).T
-        return root_OO @ self.undone(self.weight_OU)
+        return root_OO @ self.without_gain(self.weight_OU)
 
     @property
     def is_of_maps(self) -> bool:
         return self.reading.layer.weight.dim() > 2
 
-    def undone(self, change_O: Tensor) -> Tensor:
+    def without_gain(self, change_O: Tensor) -> Tensor:
         """Return a change [O,...] of weight or bias in front of that norm; 0 for outputs that the norm makes 0."""
         if self.reading.gain_O is None:
             return change_O

@@ -121,7 +121,7 @@ def read_pieces(
         if not len(batch.ids):
             continue
         here = to_device(batch.inputs, where)
-        tensors, weights_BN = input_tensors(here), weights(here)
+        tensors, weights_BN = tuple(tensors_by_name(here).values()), weights(here)
         places_B = torch.arange(start, start + len(tensors[0]))
         held_B = places_B % every == every - 1
         if half_ids is not None:
@@ -137,11 +137,6 @@ def read_pieces(
             f"closed loop: got {start} images, expected at least {held_out_every}, "
             "because one in so many is held out to choose how far to trust the fit"
         )
-
-
-def input_tensors(inputs: Inputs) -> tuple[Tensor, ...]:
-    """Return the inputs in the order of the model's ports."""
-    return (inputs,) if isinstance(inputs, Tensor) else tuple(tensors_by_name(inputs).values())
 
 
 @dataclass(slots=True, kw_only=True)

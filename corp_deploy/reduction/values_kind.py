@@ -95,7 +95,7 @@ class TracedValuesKind(TracedKind[TracedValues]):
         return method.heads_sparsity or method.attention_sparsity
 
     def refusal(self, site: TracedValues, method: Method) -> str:
-        """Refuse to narrow values; where queries and keys are no site, their reason is given here."""
+        """Return why values, or queries and keys that are no site, can't be narrowed; an empty text if they can."""
         if reason := self._keeps_heads(site, method):
             return reason
         is_narrowed = method.geometry == "square" or method.heads_sparsity or site.beside
