@@ -1,4 +1,4 @@
-"""The knapsack against every combination there is, and against a solver of integer programs."""
+"""solve_knapsack against brute force and against an integer-program solver."""
 
 import itertools
 
@@ -27,35 +27,34 @@ def problems(draw: st.DrawFn) -> list[SiteOptions]:
     return sites
 
 
-def by_trying_all(sites: list[SiteOptions], budget: float) -> tuple[float, float]:
-    """(error, cost) of the best combination, the cheaper one on a tie."""
-    combinations = itertools.product(*(range(len(site.widths)) for site in sites))
-    totals = [
-        (
-            sum(s.errors[p] for s, p in zip(sites, picks, strict=True)),
-            sum(s.costs[p] for s, p in zip(sites, picks, strict=True)),
-        )
-        for picks in combinations
-    ]
-    return min(total for total in totals if total[1] <= budget * (1 + 1e-12))
+def brute_force_error(sites: list[SiteOptions], budget: float) -> float:
+    """Return the least error of all combinations within the budget."""
+    combinations = itertools.product(*(zip(site.costs, site.errors, strict=True) for site in sites))
+    totals = [(sum(cost for cost, _ in picks), sum(error for _, error in picks)) for picks in combinations]
+    return min(error for cost, error in totals if cost <= budget * (1 + 1e-12))
 
 
-def check(sites: list[SiteOptions], budget: float, got: Selection) -> None:
-    picks = [site.widths.index(got.widths[site.site]) for site in sites]
-    assert got.cost == pytest.approx(sum(s.costs[p] for s, p in zip(sites, picks, strict=True)))
-    assert got.error == pytest.approx(sum(s.errors[p] for s, p in zip(sites, picks, strict=True)))
+def cost_range(sites: list[SiteOptions]) -> tuple[float, float]:
+    return sum(min(site.costs) for site in sites), sum(max(site.costs) for site in sites)
+
+
+def selection_within(sites: list[SiteOptions], budget: float) -> Selection:
+    """Solve the knapsack, and assert that the totals are those of the chosen widths and within the budget."""
+    got = solve_knapsack(sites, budget)
+    places = [site.widths.index(got.widths[site.site]) for site in sites]
+    assert got.cost == pytest.approx(sum(site.costs[at] for site, at in zip(sites, places, strict=True)))
+    assert got.error == pytest.approx(sum(site.errors[at] for site, at in zip(sites, places, strict=True)))
     assert got.cost <= budget * (1 + 1e-9)
+    return got
 
 
 @given(sites=problems(), where=st.floats(0.0, 1.0))
 @settings(max_examples=300, deadline=None)
 def test_allocation_is_optimal_within_the_budget(sites: list[SiteOptions], where: float) -> None:
-    least, most = sum(min(s.costs) for s in sites), sum(max(s.costs) for s in sites)
+    least, most = cost_range(sites)
     budget = least + where * (most - least)
-    got = solve_knapsack(sites, budget)
-    check(sites, budget, got)
-    error, _ = by_trying_all(sites, budget)
-    assert got.error == pytest.approx(error, rel=1e-12, abs=1e-12)
+    found, expected = selection_within(sites, budget).error, brute_force_error(sites, budget)
+    assert found == pytest.approx(expected, rel=1e-12, abs=1e-12)
 
 
 def test_ample_budget_keeps_all_and_ties_take_the_cheaper() -> None:
@@ -81,7 +80,7 @@ def test_invalid_choices_are_refused() -> None:
 
 
 def test_deep_model_is_allocated_in_bounded_memory() -> None:
-    """36 sites and real-valued costs, of which no two sums agree; the bound keeps it small."""
+    """No two sums of these costs are equal, so that only the bound keeps the frontier small."""
     sites = [
         SiteOptions(
             site=f"site {i}",
@@ -91,17 +90,15 @@ def test_deep_model_is_allocated_in_bounded_memory() -> None:
         )
         for i in range(36)
     ]
-    budget = 0.5 * sum(max(s.costs) for s in sites)
-    got = solve_knapsack(sites, budget)
-    check(sites, budget, got)
-    assert got.cost > 0.999 * budget
+    budget = 0.5 * cost_range(sites)[1]
+    assert selection_within(sites, budget).cost > 0.999 * budget
 
 
-# Against scipy.optimize.milp: whole numbers, so that the solver's tolerances decide nothing
+# Comparison with scipy.optimize.milp. Costs and errors are whole numbers, so that the solver's tolerances don't matter.
 
 
-def by_integer_program(sites: list[SiteOptions], budget: float) -> float:
-    """The least error: one switch for each width of each site, one switch a site is on, the cost is within budget."""
+def milp_error(sites: list[SiteOptions], budget: float) -> float:
+    """Return the least error by an integer program: a 0/1 variable for each width, of which each site sets one."""
     costs = np.asarray([cost for site in sites for cost in site.costs])
     errors = np.asarray([error for site in sites for error in site.errors])
     one_each = block_diag([coo_array(np.ones((1, len(site.widths)))) for site in sites])
@@ -126,21 +123,22 @@ def random_sites(seed: int, sites: int, widths: int, most: int) -> list[SiteOpti
 
 
 def falling_sites(seed: int, sites: int, widths: int) -> list[SiteOptions]:
-    """As a model's are: the wider, the dearer and the better; costs in proportion to the width."""
+    """Return sites like a model's: a site's cost is proportional to its width, and its error falls with it."""
     rng = np.random.default_rng(seed)
     return [site_of(i, (np.arange(1, widths + 1) * int(rng.integers(1, 9))).tolist(),
                     np.sort(rng.integers(0, 1000, widths))[::-1].tolist()) for i in range(sites)]  # fmt: skip
+
+
+def assert_equals_milp(sites: list[SiteOptions], budget: float) -> None:
+    assert selection_within(sites, budget).error == milp_error(sites, budget), budget
 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.7, 1.0])
 def test_allocation_equals_an_integer_program(seed: int, share: float) -> None:
     sites = random_sites(seed, 8, 6, 50) if seed % 2 else falling_sites(seed, 14, 10)
-    least, most = (sum(end(site.costs) for site in sites) for end in (min, max))
-    budget = float(round(least + share * (most - least)))
-    got = solve_knapsack(sites, budget)
-    check(sites, budget, got)
-    assert got.error == by_integer_program(sites, budget)
+    least, most = cost_range(sites)
+    assert_equals_milp(sites, float(round(least + share * (most - least))))
 
 
 DEGENERATE = {
@@ -154,9 +152,5 @@ DEGENERATE = {
 
 @pytest.mark.parametrize("sites", DEGENERATE.values(), ids=DEGENERATE.keys())
 def test_degenerate_problems_equal_the_integer_program(sites: list[SiteOptions]) -> None:
-    """At every budget between the least and the most, or at many of them."""
-    least, most = (int(sum(end(site.costs) for site in sites)) for end in (min, max))
-    for budget in sorted({*np.linspace(least, most, 15).astype(int).tolist(), least, most}):
-        got = solve_knapsack(sites, float(budget))
-        check(sites, float(budget), got)
-        assert got.error == by_integer_program(sites, float(budget)), budget
+    for budget in np.linspace(*cost_range(sites), 15).round():
+        assert_equals_milp(sites, float(budget))

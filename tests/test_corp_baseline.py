@@ -1,4 +1,4 @@
-"""A record that does not become the baseline says why."""
+"""The gate reports whether its record becomes the baseline, and if not, why."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from tests.histories import bench_of_release
 
 @pytest.fixture
 def words(tmp_path: Path) -> tuple[object, ...]:
-    """A gate that is to start a baseline."""
+    """Return the words of a gate command that starts a baseline."""
     save_bench(bench_of_release(0, 4.0, batches=(1,)), tmp_path / "bench.json")
     return ("gate", tmp_path / "bench.json", "--baseline", tmp_path / "base.json", "--init-baseline")
 

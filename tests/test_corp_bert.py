@@ -1,4 +1,4 @@
-"""Text encoders beside those of transformers with the same random weights, their tokenizers, pooling and graphs."""
+"""Text encoders of transformers: their embeddings, tokenizers, pooling, graphs and engines."""
 
 import copy
 import json
@@ -80,7 +80,7 @@ def test_missing_transformers_names_the_extra(tmp_path: Path, monkeypatch: pytes
         load_transformers(tmp_path)
 
 
-def _spec(directory: Path, length: int = 10, vocabulary: int = encoders.VOCABULARY, **changes: Any) -> TextSpec:
+def spec_of(directory: Path, length: int = 10, vocabulary: int = encoders.VOCABULARY, **changes: Any) -> TextSpec:
     content = content_of_tokenizer(directory)
     tokenization = Tokenization(length=length, pad_id=encoders.PAD, sha256=sha256_of_text(content), **changes)
     return TextSpec(tokenization=tokenization, tokenizer_json=content, vocabulary=vocabulary)
@@ -88,7 +88,7 @@ def _spec(directory: Path, length: int = 10, vocabulary: int = encoders.VOCABULA
 
 def test_texts_become_ids_of_equal_length_with_a_mask(tmp_path: Path) -> None:
     encoders.write_tokenizer(tmp_path / "tokenizer.json")
-    tokens = _spec(tmp_path).encoder()(["a list", "", " ".join(encoders.TEXTS)])
+    tokens = spec_of(tmp_path).encoder()(["a list", "", " ".join(encoders.TEXTS)])
     assert list(tokens) == ["input_ids", "attention_mask"]
     ids, mask = tokens.values()
     assert ids.shape == mask.shape == (3, 10)
@@ -106,7 +106,7 @@ def test_texts_are_lower_cased_for_uncased_encoders(tmp_path: Path) -> None:
     content = json.loads(path.read_text())
     content["normalizer"] = None
     path.write_text(json.dumps(content))
-    cased, lower = _spec(tmp_path).encoder(), _spec(tmp_path, lower_case=True).encoder()
+    cased, lower = spec_of(tmp_path).encoder(), spec_of(tmp_path, lower_case=True).encoder()
     assert torch.equal(lower(["A LIST"])["input_ids"], cased(["a list"])["input_ids"])
     assert not torch.equal(cased(["A LIST"])["input_ids"], cased(["a list"])["input_ids"])
 
@@ -115,10 +115,10 @@ def test_foreign_tokenizer_is_refused(tmp_path: Path) -> None:
     rejects("no such file", content_of_tokenizer, tmp_path)
     encoders.write_tokenizer(tmp_path / "tokenizer.json")
     rejects(r"sha256 .*, expected 0000", content_of_tokenizer, tmp_path, sha256="0" * 64)
-    rejects("the model knows 50", _spec(tmp_path, vocabulary=50).encoder)
-    rejects("2 marks of start and end", _spec(tmp_path, length=2).encoder)
+    rejects("the model knows 50", spec_of(tmp_path, vocabulary=50).encoder)
+    rejects("2 marks of start and end", spec_of(tmp_path, length=2).encoder)
     (tmp_path / "tokenizer.json").write_text("{}")
-    rejects("not a tokenizer", _spec(tmp_path).encoder)
+    rejects("not a tokenizer", spec_of(tmp_path).encoder)
 
 
 def test_pooling_and_length_are_read_from_sentence_transformers_files(tmp_path: Path) -> None:
@@ -150,8 +150,7 @@ def test_unsupported_sentence_transformers_modules_are_refused(tmp_path: Path) -
     rejects("max_seq_length", text_length, tmp_path, 32)
 
 
-# As ONNX and as an engine: the embeddings of torch, attention fused under its mask
-
+# The encoder as an ONNX graph and as an engine
 
 LENGTH = 16
 INPUTS = [Port(name=name, shape=(LENGTH,), dtype="int64") for name in ("input_ids", "attention_mask")]
@@ -159,7 +158,7 @@ OUTPUTS = [OutputPort(name="embedding", role="embedding")]
 
 
 def encoder(directory: Path, *, normalize: bool = True, qk: int = 64) -> nn.Module:
-    """Two blocks with random weights, queries and keys so wide in all, in the form that is exported."""
+    """Return a random encoder of two blocks in its exportable form; `qk` is the width of the queries of all heads."""
     encoders.write_encoder(directory, hidden_size=64, num_attention_heads=2, intermediate_size=128)
     dense = load_transformers(directory, {"length": LENGTH, "normalize": normalize}).model
     names = [site.name for site in sites_of(dense).every if site.name.endswith(".qk")]

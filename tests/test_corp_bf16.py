@@ -1,4 +1,4 @@
-"""BF16 from command to record: graphs that are rounded as typed, blocks kept in FP32, engines, refusals."""
+"""BF16 from command to record: rounded graphs, blocks kept in FP32, engines and refusals."""
 
 import json
 from pathlib import Path
@@ -48,7 +48,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def one_operator(kind: str, weight: Array) -> onnx.ModelProto:
-    """images [B,32] in float32 -> one operator in bfloat16 -> logits in float32."""
+    """Return a graph that computes float32 logits from float32 images by one operator in bfloat16."""
     return graph_of(
         f"""(float[batch,32] images) => (float[batch,N] logits) {{
             ["block/Cast"] x = Cast<to=16>(images)
@@ -61,7 +61,7 @@ def one_operator(kind: str, weight: Array) -> onnx.ModelProto:
 
 
 def to_nearest_even(values: NDArray[np.floating]) -> Array:
-    """bfloat16 by its bits: half a unit is added, less one where the last kept bit is even, and the rest cut off."""
+    """Round to bfloat16 by the bits: add half a unit, less one if the last kept bit is even, then truncate."""
     bits = values.astype(np.float32).view(np.uint32).astype(np.uint64)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
     return rounded.astype(np.uint32).view(np.float32)
@@ -124,7 +124,7 @@ def test_verify_rounds_the_graph_as_typed_and_reports_it(home: Path) -> None:
 @pytest.mark.slow("graph")
 def test_mixed_precision_finds_the_faulty_block(home: Path, tmp_path: Path) -> None:
     broken = load_checkpoint(home / "dense")
-    with torch.no_grad():  # two weights that differ by less than bfloat16 tells, times what is nearly the same
+    with torch.no_grad():  # two equal channels whose large weights cancel but for less than bfloat16 resolves
         first = broken.model.get_submodule("blocks.1.mlp.fc1")
         last = broken.model.get_submodule("blocks.1.mlp.fc2")
         assert isinstance(first, torch.nn.Linear)

@@ -1,4 +1,4 @@
-"""Candidates of one proof have names and labels of their own, whatever their files are called."""
+"""Candidates of one proof get distinct names and labels, whatever their files are called."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from tests.export_served import write_onnx
 
 
 def graph(path: str, precision: str = "fp32") -> Candidate:
-    """Return a candidate as candidate_from_path makes it of a file."""
+    """Return the candidate that candidate_from_path makes from a graph at this path."""
     place = Path(path)
     return Candidate(
         label=f"{place.parent.name}/{place.name} ONNX {precision}",
@@ -26,9 +26,7 @@ def graph(path: str, precision: str = "fp32") -> Candidate:
 
 def directory(path: str) -> Candidate:
     place = Path(path)
-    return Candidate(
-        label=f"{place.name} torch fp32", name=place.name, form="torch", path=place, float_type=FLOAT32
-    )  # fmt: skip
+    return Candidate(label=f"{place.name} torch fp32", name=place.name, form="torch", path=place, float_type=FLOAT32)
 
 
 def names(*candidates: Candidate) -> list[str]:
@@ -50,10 +48,7 @@ def test_graphs_in_one_folder_are_named_by_file() -> None:
     assert names(*pair) == ["a-onnx-fp32", "b.v2-onnx-fp32"]
     assert labels(*pair) == ["a.onnx ONNX fp32", "b.v2.onnx ONNX fp32"]
     assert in_runtime(with_distinct_names(pair)[0], "openvino-bf16").name == "a-openvino-bf16-fp32"
-
-
-def test_graphs_in_the_working_directory_are_named_by_file() -> None:
-    assert names(graph("a.onnx"), graph("b.onnx")) == ["a-onnx-fp32", "b-onnx-fp32"]
+    assert names(graph("a.onnx"), graph("b.onnx")) == ["a-onnx-fp32", "b-onnx-fp32"], "in the working directory"
 
 
 def test_equal_file_names_are_distinguished_by_folder() -> None:
@@ -61,6 +56,7 @@ def test_equal_file_names_are_distinguished_by_folder() -> None:
     assert names(*pair) == ["one-out-a-onnx-fp32", "two-out-a-onnx-fp32"]
     assert labels(*pair) == ["one/out/a.onnx ONNX fp32", "two/out/a.onnx ONNX fp32"]
     assert names(directory("one/reduced"), directory("two/reduced")) == ["one-reduced", "two-reduced"]
+    assert names(directory("reduced"), directory("other/reduced")) == ["reduced", "other-reduced"]
 
 
 def test_clashing_file_name_takes_more_of_its_path() -> None:
@@ -70,10 +66,6 @@ def test_clashing_file_name_takes_more_of_its_path() -> None:
 def test_candidate_is_not_named_like_the_reference_or_the_chain() -> None:
     assert labels(directory("x/dense")) == ["candidate dense torch fp32"]
     assert names(directory("x/whole")) == ["candidate whole"]
-
-
-def test_names_reveal_only_the_typed_path() -> None:
-    assert names(directory("reduced"), directory("other/reduced")) == ["reduced", "other-reduced"]
 
 
 def test_duplicate_path_is_refused() -> None:

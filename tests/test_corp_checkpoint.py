@@ -1,4 +1,4 @@
-"""Saving and loading: the same model comes back, and everything else is refused with a message."""
+"""Saving and loading of model directories and weights, and refusals of damaged ones."""
 
 import json
 import subprocess
@@ -17,7 +17,6 @@ from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.store.dense_model import load_dense
 from corp_deploy.traced.models.module import replace_submodules
 from corp_deploy.traced.models.narrowed_model import at_widths
-from ground.errors import BadInput
 from tests import tiny
 from tests.refusals import rejects
 
@@ -62,19 +61,19 @@ def test_loading_imports_no_pruning_code(tmp_path: Path) -> None:
     )
 
 
-def _dense(weights: Path) -> Checkpoint:
+def load_tiny(weights: Path) -> Checkpoint:
     return load_dense(tiny.ARCHITECTURE.name, weights=weights, kwargs=tiny.ARCHITECTURE.kwargs)
 
 
 def test_missing_corrupt_and_foreign_weights_are_refused(tmp_path: Path) -> None:
     torch.save([1, 2], tmp_path / "list.pt")
-    rejects("expected a state_dict", _dense, tmp_path / "list.pt")
-    rejects("no such file", _dense, tmp_path / "none.safetensors")
+    rejects("expected a state_dict", load_tiny, tmp_path / "list.pt")
+    rejects("no such file", load_tiny, tmp_path / "none.safetensors")
     for name in ("w.safetensors", "w.pth"):
         (tmp_path / name).write_bytes(b"\x00\x01not weights" * 10)
-        rejects("can't be read", _dense, tmp_path / name)
+        rejects("can't be read", load_tiny, tmp_path / name)
     (tmp_path / "w.npz").write_bytes(bytes(9))
-    rejects(r"no known kind of weights, expected \.safetensors, \.pth", _dense, tmp_path / "w.npz")
+    rejects(r"no known kind of weights, expected \.safetensors, \.pth", load_tiny, tmp_path / "w.npz")
 
 
 def test_mismatched_weights_are_refused(tmp_path: Path) -> None:
@@ -82,14 +81,11 @@ def test_mismatched_weights_are_refused(tmp_path: Path) -> None:
     wrong = {**state, "head.weight": torch.zeros(3, 48), "extra": torch.zeros(1)}
     del wrong["norm.bias"]
     save_file(wrong, tmp_path / "w.safetensors")
-    with pytest.raises(
-        BadInput,
-        match=r"missing: norm.bias; unexpected: extra; wrong shape: head.weight \(3, 48\) instead of \(7, 48\)",
-    ):
-        _dense(tmp_path / "w.safetensors")
+    mismatch = r"missing: norm.bias; unexpected: extra; wrong shape: head.weight \(3, 48\) instead of \(7, 48\)"
+    rejects(mismatch, load_tiny, tmp_path / "w.safetensors")
     state["blocks.0.mlp.fc1.bias"][3] = torch.nan
     save_file(state, tmp_path / "nan.safetensors")
-    rejects(r"NaN or Inf in blocks.0.mlp.fc1.bias", _dense, tmp_path / "nan.safetensors")
+    rejects(r"NaN or Inf in blocks.0.mlp.fc1.bias", load_tiny, tmp_path / "nan.safetensors")
 
 
 def test_timm_names_and_directories_are_not_confused(tmp_path: Path) -> None:
@@ -110,8 +106,8 @@ def test_damaged_directories_are_refused(tmp_path: Path) -> None:
     rejects("no such file", load_checkpoint, tmp_path)
     config = tmp_path / "config.json"
     record = json.loads(config.read_text())
-    for change, said in (({"kind": "other"}, "expected a corp-deploy/model record"), ({"version": 2}, "version 2")):
+    for change, message in (({"kind": "other"}, "expected a corp-deploy/model record"), ({"version": 2}, "version 2")):
         config.write_text(json.dumps(record | change))
-        rejects(said, load_checkpoint, tmp_path)
+        rejects(message, load_checkpoint, tmp_path)
     config.write_text("{")
     rejects("not JSON", load_checkpoint, tmp_path)

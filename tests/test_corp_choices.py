@@ -1,4 +1,4 @@
-"""What is asked for as values: their rules, what follows from them, and how options become one of them."""
+"""Option records: their rules, and their agreement with the command line, Python and recipes."""
 
 import inspect
 import re
@@ -91,7 +91,7 @@ def test_option_rules_import_no_torch() -> None:
 
 
 def test_options_are_decoded_to_values() -> None:
-    """In the order of the parameters; what is a command's own stands among them, and the exit code is returned."""
+    """Options stand in the order of the parameters, a command's own among them, and the exit code is returned."""
 
     @command()
     @click.option("--size", type=int)
@@ -110,7 +110,7 @@ def test_options_are_decoded_to_values() -> None:
     assert places == sorted(places)
 
 
-# What is declared once: each option of a record is one of its command, of Python and of recipes, and refuses alike.
+# An option is declared once, in its record; the command, the Python function and recipes all have it.
 
 RECORDS: dict[str, type[Record]] = {
     "calibrate": CalibrateOptions,
@@ -130,8 +130,8 @@ def test_command_and_python_share_every_option(name: str, option: Option) -> Non
     parameter = inspect.signature(getattr(corp_deploy, name)).parameters[option.name]
     assert parameter.default == option.default
     assert f"`{option.name}`: " in (getattr(corp_deploy, name).__doc__ or "")
-    kept = option.converted(None)
-    assert kept is None or option.of.holds(kept)
+    default = option.converted(None)
+    assert default is None or option.of.holds(default)
 
 
 NUMBERS = [(name, each) for name, each in EVERY if isinstance(each.of, Count | Real)]
@@ -139,12 +139,12 @@ NUMBERS = [(name, each) for name, each in EVERY if isinstance(each.of, Count | R
 
 @pytest.mark.parametrize(("name", "option"), NUMBERS, ids=lambda each: getattr(each, "name", each))
 def test_out_of_range_number_is_refused_alike(name: str, option: Option) -> None:
-    """In Python, where a value counts, as on the command line, where a text does."""
+    """Python and the command line refuse the number in the same words."""
     assert isinstance(option.of, Count | Real)
     beyond = option.of.high * 2
-    given: dict[str, Any] = {option.name: beyond}
+    values: dict[str, Any] = {option.name: beyond}
     with pytest.raises(BadInput) as refused:
-        RECORDS[name](**given)
+        RECORDS[name](**values)
     typed = CliRunner().invoke(main, [name, spelled(option.typed), str(beyond)])
     assert (typed.exit_code, f"expected {option.of}" in " ".join(typed.stderr.split())) == (2, True)
     assert str(refused.value) == f"{spelled(option.typed)}: '{beyond}': expected {option.of}"

@@ -1,4 +1,4 @@
-"""The commands as a user meets them: help without torch, exit codes, one message a mistake, nothing half-written."""
+"""The command line: help without torch, exit codes, one message for each mistake, no partial output."""
 
 import json
 import re
@@ -27,7 +27,7 @@ COMMANDS = sorted(main.commands)
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A dense model directory, its weights alone, images and moments, made by the commands themselves."""
+    """Return a folder with a dense model directory, its weights as a file, images and moments."""
     root = tmp_path_factory.mktemp("home")
     checkpoint = tiny.checkpoint()
     save(checkpoint, root / "dense")
@@ -35,11 +35,6 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     np.save(root / "images.npy", tiny.images(12))
     invoked("calibrate", "--model", root / "dense", "--images", root / "images.npy", "-o", root / "moments.safetensors")
     return root
-
-
-def calibrate(home: Path, output: Path, **changes: object) -> Result:
-    options = {"model": home / "dense", "images": home / "images.npy", "output": output} | changes
-    return run("calibrate", *(word for name, value in options.items() for word in (f"--{name}", value)))
 
 
 def reduce(home: Path, output: Path, *extra: object, **changes: object) -> Result:
@@ -105,7 +100,7 @@ def test_from_a_timm_name_to_a_report(home: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow("graph", "measurement")
 def test_batch_size_beyond_the_time_limit_is_reported_as_not_measured(tmp_path: Path) -> None:
-    """The digits example: about a millisecond an image, of which an interval takes 28 times the batch at least."""
+    """The digits model takes about a millisecond an image, and an interval needs at least 28 times the batch."""
     graph, bench = tmp_path / "digits.onnx", tmp_path / "bench.json"
     assert run("export", "--model", ROOT / "examples" / "digits" / "model", "-o", graph).exit_code == 0
     words = ("bench", graph, graph, "--batch", "1,1024", "--names", "one,same", "-o", bench, "--time-limit")
@@ -153,7 +148,7 @@ def test_internal_error_exits_with_70(home: Path, monkeypatch: pytest.MonkeyPatc
     refuses("bug in corp-deploy", "inspect", "--model", home / "dense", code=70)
 
 
-# What a reader sees first: the commands by what they are of, the options used first, and all of them when asked.
+# Help: commands in groups, the options that are used first, and all options with --help-all.
 
 LONG = {name: command for name, command in main.commands.items() if isinstance(command, Command) and command.first}
 MOMENTS = ROOT / "tests" / "golden" / "files" / "moments"
@@ -165,7 +160,7 @@ def shown(*words: str, code: int = 0) -> str:
     return done.stdout
 
 
-def spelled(text: str) -> set[str]:
+def options_in(text: str) -> set[str]:
     return set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text))
 
 
@@ -197,13 +192,13 @@ def test_short_help_lists_at_most_ten_options() -> None:
     assert {"reduce", "calibrate", "export", "verify", "bench", "sweep", "build"} <= LONG.keys()
     for name, command in LONG.items():
         text = shown(name, "--help")
-        told = text.partition("\nOptions:\n")[2].partition("\nMore options (--help-all says what they do):\n")[0]
-        rows = re.findall(r"^  (?:-\w, )?--([\w-]+)", told, re.MULTILINE)
+        first = text.partition("\nOptions:\n")[2].partition("\nMore options (--help-all says what they do):\n")[0]
+        rows = re.findall(r"^  (?:-\w, )?--([\w-]+)", first, re.MULTILINE)
         assert len(rows) <= 10 + len(("help", "help-all")), name
         assert rows[-2:] == ["help", "help-all"]
         assert {each.name for each in options(command) if each.required} <= set(command.first), name
         assert "Example: corp-deploy" in text
-        assert spelled(text) >= {each.opts[0] for each in options(command)}, "the others are named"
+        assert options_in(text) >= {each.opts[0] for each in options(command)}, "the others are named"
         assert len(text.splitlines()) < 80, name
 
 
@@ -211,10 +206,10 @@ def test_short_help_lists_at_most_ten_options() -> None:
 def test_help_all_explains_every_option(name: str) -> None:
     command = main.commands[name]
     text = shown(*name.split(), "--help-all" if name in LONG else "--help")
-    letters = "".join(text.split())  # a line may end behind any dash
+    letters = "".join(text.split())  # a line may break after any dash
+    rows = [line for line in text.splitlines() if re.match(r" {2}(-\w, )?--", line)]
     for option in options(command):
-        rows = [line for line in text.splitlines() if re.match(r" {2}(-\w, )?--", line)]
-        assert any(option.opts[0] in spelled(row) for row in rows), option.opts
+        assert any(option.opts[0] in options_in(row) for row in rows), option.opts
         assert "".join((option.help or "").split()) in letters, option.opts
     assert "".join((command.help or "").split()) in letters
 

@@ -1,4 +1,4 @@
-"""The closed loop against least squares on raw samples, and the open loop."""
+"""The closed loops against least squares on raw samples, against the open loop, and the tokens that they fit."""
 
 import copy
 import json
@@ -42,21 +42,23 @@ def best(**changes: Any) -> Method:
     return method_from_preset("best", **{"align_hidden": 8, "align_head": 8, **changes})
 
 
-def heard(model: nn.Module, images: NDArray[np.float32], read: slice) -> tuple[dict[str, NDArray[Any]], list[str]]:
-    """What the program gives by its nodes, tokens below each other, and the nodes that are its streams."""
-    given = Heard(model).at(torch.from_numpy(images))
-    rows = {name: each[:, read].flatten(0, 1).numpy() for name, each in given.items() if each.ndim == 3}
+def node_values(
+    model: nn.Module, images: NDArray[np.float32], read: slice
+) -> tuple[dict[str, NDArray[Any]], list[str]]:
+    """Return the values of the program's nodes as rows of tokens, and the names of its residual stream's nodes."""
+    values = Heard(model).at(torch.from_numpy(images))
+    rows = {name: each[:, read].flatten(0, 1).numpy() for name, each in values.items() if each.ndim == 3}
     return rows, [cut.node.name for cut in find_cuts(tracing(model).analysis)]
 
 
-def entering(model: nn.Module, layer: str) -> str:
+def input_node(model: nn.Module, layer: str) -> str:
     return layer_of(model, f"{layer}.weight").all_input_nodes[0].name
 
 
 def ridge_toward(
     x: NDArray[Any], target: NDArray[Any], prior_OK: NDArray[Any], strength: float
 ) -> tuple[NDArray[Any], NDArray[Any]]:
-    """By lstsq on raw samples: rows of data, and rows that pull toward the prior's weight."""
+    """Return the weight and bias that lstsq finds from rows of data and rows that pull toward the prior's weight."""
     ridge = strength * x.var(axis=0).mean()
     rows = np.vstack(
         (np.hstack((x, np.ones((len(x), 1)))) / len(x) ** 0.5, ridge**0.5 * np.eye(x.shape[1], x.shape[1] + 1))
@@ -70,9 +72,9 @@ def ridge_toward(
     [(0.1, {}), (0.1, {"global_pool": "avg"}), (1e-3, {"global_pool": "avg", "init_values": 0.5})],
 )
 def test_closed_loop_of_one_block_equals_least_squares(strength: float, kwargs: dict[str, Any]) -> None:
-    """Attention loses values first, so the MLP has something to make up for that its own removal did not cause."""
+    """Attention loses values first, so that the MLP also has to make up for an error from before it."""
     model: Any = tiny.checkpoint(depth=1, **kwargs).model
-    images = tiny.images(24).repeat(4, axis=0)  # what is held out is what is fitted, so the fit is always taken
+    images = tiny.images(24).repeat(4, axis=0)  # the held-out images repeat the fitted ones, so the fit is always taken
     scale = np.linspace(0.2, 0.9, 48) if "init_values" in kwargs else np.ones(48)
     if "init_values" in kwargs:
         model.blocks[0].ls2.gamma.detach().copy_(torch.from_numpy(scale))
@@ -81,13 +83,13 @@ def test_closed_loop_of_one_block_equals_least_squares(strength: float, kwargs: 
     both = best(attention_sparsity=0.5, mlp_sparsity=0.5, geometry="square")
     looped = reduce_traced(model, source, both, loop=loop)
     assert [site.loop.strength for site in looped.sites if site.loop] == [strength] * 2
-    # The prior: the same model with fc2 as recovered, which a fit that never helps leaves alone.
+    # The prior is fc2 as recovered in the same model; a fit of this strength never helps and leaves fc2 alone.
     first = reduce_traced(model, source, attention, loop=loop).model
     never = Loop(strengths=(1e12,), align_inputs=False)
     prior = reduce_traced(first, source, best(mlp_sparsity=0.5), loop=never).model
-    read = slice(1) if model.global_pool == "token" else slice(1, None)  # nothing behind the last block reads the rest
-    (own, streams), (dense, dense_streams) = (heard(each, images, read) for each in (prior, model))
-    x, target = own[entering(prior, "blocks.0.mlp.fc2")], dense[dense_streams[-1]] - own[streams[-2]]
+    read = slice(1) if model.global_pool == "token" else slice(1, None)  # the tokens read after the last block
+    (own, streams), (dense, dense_streams) = (node_values(each, images, read) for each in (prior, model))
+    x, target = own[input_node(prior, "blocks.0.mlp.fc2")], dense[dense_streams[-1]] - own[streams[-2]]
     as_recovered = prior.state_dict()["blocks.0.mlp.fc2.weight"].numpy()
     weight, bias = ridge_toward(x, target, scale[:, None] * as_recovered, strength)
     found = looped.model.state_dict()
@@ -99,7 +101,7 @@ def test_closed_loop_of_one_block_equals_least_squares(strength: float, kwargs: 
 @pytest.mark.parametrize("name", ["blocks.1.mlp.fc1", "blocks.1.attn.qkv"])
 @pytest.mark.parametrize("kwargs", [{}, {"qkv_bias": False}])
 def test_first_layer_is_aligned_by_least_squares(name: str, kwargs: dict[str, Any], tmp_path: Path) -> None:
-    """At full width nothing else changes it; a bias that it makes comes back with the saved model."""
+    """The layer keeps its full width, so that only the alignment changes it; a bias that it gains is saved."""
     dense, strength = tiny.checkpoint(global_pool="avg", **kwargs), 0.1
     model = dense.model
     images = tiny.images(24).repeat(4, axis=0)
@@ -108,11 +110,11 @@ def test_first_layer_is_aligned_by_least_squares(name: str, kwargs: dict[str, An
         model, opened(model, images), best(), widths={"blocks.0.mlp": 48, **full}, loop=Loop(strengths=(strength,))
     )
     assert [site.alignment.strength for site in looped.sites if site.alignment] == [strength]
-    read = slice(1, None) if "mlp" in name else slice(None)  # the average is over patches, but keys are of all
+    read = slice(1, None) if "mlp" in name else slice(None)  # the average reads patches only, attention all tokens
     state, found = model.state_dict(), looped.model.state_dict()
     weight, bias = state[f"{name}.weight"].numpy(), state[f"{name}.bias"].numpy() if f"{name}.bias" in state else 0.0
-    (own, _), (whole, _) = (heard(each, images, read) for each in (looped.model, model))
-    x, target = own[entering(looped.model, name)], whole[entering(model, name)] @ weight.T + bias
+    (own, _), (whole, _) = (node_values(each, images, read) for each in (looped.model, model))
+    x, target = own[input_node(looped.model, name)], whole[input_node(model, name)] @ weight.T + bias
     solved = ridge_toward(x, target, weight, strength)
     expected = x @ solved[0].T + solved[1]
     mine = x @ found[f"{name}.weight"].double().numpy().T + found[f"{name}.bias"].double().numpy()
@@ -123,7 +125,7 @@ def test_first_layer_is_aligned_by_least_squares(name: str, kwargs: dict[str, An
 
 
 def test_closed_loop_gains_more_on_random_weights_and_reports_its_loss() -> None:
-    """Random weights leave little to explain one channel by others, so much goes missing at every block."""
+    """Channels of random weights hardly explain each other, so every block loses much."""
     checkpoint, held_out = tiny.checkpoint(depth=3), tiny.images(64, seed=9)
     method = best(mlp_sparsity=0.5, attention_sparsity=0.5, geometry="square")
     source = opened(checkpoint.model, tiny.images(128))
@@ -158,7 +160,7 @@ def planted(seed: int, *, noise: float) -> tuple[Tensor, Tensor]:
 
 
 def test_sums_equal_float64_means_and_add_up() -> None:
-    """On a coarse grid, where every float32 product and sum is exact."""
+    """The samples lie on a coarse grid, where every float32 product and sum is exact."""
     (x, t), (y, u) = ([(16 * each).round() / 16 for each in planted(seed, noise=1.0)] for seed in (0, 1))
     regression = sums_of(x, t).with_those_of(sums_of(y, u)).regression()
     xs, ts = torch.cat((x, y)).flatten(0, 1), torch.cat((t, u)).flatten(0, 1)
@@ -227,7 +229,7 @@ def test_every_geometry_and_preset_runs_in_a_closed_loop(preset: str, geometry: 
     assert not any(module._forward_pre_hooks for module in reduction.model.modules())
 
 
-# The symmetric closed loop against a recollection by hand, site by site, on float64 activations of the models.
+# The symmetric closed loop against a computation by hand, site by site, on float64 activations.
 
 RIDGE = 1e-3
 
@@ -237,20 +239,20 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Images:
     return tiny.opened(tmp_path_factory.mktemp("symmetric") / "images.npy", tiny.images(24, seed=4))
 
 
-def hidden(model: nn.Module, name: str) -> Any:
-    """What enters a layer of this model, tokens of all images below each other, in float64."""
+def layer_input(model: nn.Module, name: str) -> Any:
+    """Return the input of a layer as float64 rows, a row for each token of each image."""
     caught: list[Tensor] = []
-    model.get_submodule(name).register_forward_pre_hook(lambda _, given: caught.append(given[0]))
+    model.get_submodule(name).register_forward_pre_hook(lambda _, args: caught.append(args[0]))
     with torch.inference_mode():
         model(torch.from_numpy(tiny.images(24, seed=4)).double())
     return caught[0].flatten(0, 1).numpy()
 
 
 def test_grail_preset_equals_the_papers_loop(images: Images) -> None:
-    """For each MLP in turn: the Gram on the model so far, structured Wanda, W G_:S (G_SS + ridge I)^-1, and on."""
+    """By hand, for each MLP in turn: the Gram of the model so far, structured Wanda, W G_:S (G_SS + ridge I)^-1."""
     by_hand: Any = copy.deepcopy(tiny.checkpoint().model).double().eval()
     for index, block in enumerate(by_hand.blocks):
-        x = hidden(copy.deepcopy(by_hand), f"blocks.{index}.mlp.fc2")
+        x = layer_input(copy.deepcopy(by_hand), f"blocks.{index}.mlp.fc2")
         second = block.mlp.fc2.weight.detach().numpy()
         gram: Any = sum(np.outer(row, row) for row in x) / len(x)
         score = np.abs(second).sum(0) * np.sqrt(np.diag(gram))
@@ -268,7 +270,7 @@ def test_grail_preset_equals_the_papers_loop(images: Images) -> None:
     assert float((found - expected).norm() / expected.norm()) < 1e-4
     assert [site.loop for site in reduction.sites] == [None, None]
     assert "each to its dense weights" in reduction.decisions[0]
-    # It can tell: the open loop's second MLP is another one.
+    # The open loop gives another second MLP, so the comparison can tell the two apart.
     moments = calibrate(tiny.checkpoint(), images, batch_size=8)
     with torch.inference_mode():
         alone = reduce(tiny.checkpoint().model, moments, method).model(others)
@@ -289,19 +291,18 @@ def test_command_accepts_both_loops(images: Images, tmp_path: Path) -> None:
     save_moments(calibrate(tiny.checkpoint(), images, batch_size=8), tmp_path / "m.safetensors")
     words = ["reduce", "--model", tmp_path / "dense", "--moments", tmp_path / "m.safetensors", "--mlp", 0.5]
     words += ["--images", tmp_path / "images.npy", "--align", "mlp=8"]
-    for given, said, fitted in (
+    for option, said, fitted in (
         (("--closed-loop", "symmetric"), "in which they run, each to its dense weights", False),
         (("--closed-loop",), "in which they run, fitted to", True),
     ):
-        assert said in " ".join(invoked(*words, *given, "-o", tmp_path / "r").stdout.split())
+        assert said in " ".join(invoked(*words, *option, "-o", tmp_path / "r").stdout.split())
         lineage = json.loads((tmp_path / "r" / "config.json").read_text())["lineage"]
         assert (lineage["reduction"]["sites"][0]["loop"] is not None) == fitted
     held_out = invoked(*words, "--closed-loop", "symmetric", "--held-out", "h.safetensors", "-o", "r", code=2)
     assert "which held-out moments are not of" in held_out.stderr
 
 
-# The tokens that a closed loop's last block is fitted to: those that move the outputs
-
+# The last block of a closed loop is fitted to the tokens that the outputs depend on.
 
 PLAIN, DISTILLED = tiny.ARCHITECTURE.name, "deit_tiny_distilled_patch16_224"
 MODELS: dict[str, tuple[str, dict[str, Any], Sequence[int]]] = {
@@ -322,8 +323,8 @@ def model_of(name: str, **changes: Any) -> nn.Module:
     return model
 
 
-def moved(model: nn.Module, token: int | None) -> Tensor:
-    """The outputs for a few images with one token behind the last block replaced by another one."""
+def outputs_with_random_token(model: nn.Module, token: int | None) -> Tensor:
+    """Return the outputs for a few images if one token after the last block is replaced by a random one."""
 
     def shift(_: nn.Module, __: tuple[Tensor, ...], out_BNC: Tensor) -> Tensor:
         other_BNC = out_BNC.clone()
@@ -340,16 +341,16 @@ def moved(model: nn.Module, token: int | None) -> Tensor:
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_fit_uses_the_tokens_that_affect_the_outputs(kind: str) -> None:
-    """Of a backbone all, unless its outputs alone are to count."""
+    """By default a backbone is fitted to all tokens, any other model to those that its outputs read."""
     name, changes, expected = MODELS[kind]
     model = model_of(name, **changes)
-    count, still = len(traced_model.token_kinds(model)), moved(model, None)
-    moving = [token for token in range(count) if not torch.equal(moved(model, token), still)]
+    count, unchanged = len(traced_model.token_kinds(model)), outputs_with_random_token(model, None)
+    needed = [token for token in range(count) if not torch.equal(outputs_with_random_token(model, token), unchanged)]
     read = tokens_to_fit(model, "pooled")
-    assert moving == list(expected)
-    assert (list(range(count)) if read is None else read.tolist()) == moving
+    assert needed == list(expected)
+    assert (list(range(count)) if read is None else read.tolist()) == needed
     assert tokens_to_fit(model, "all") is None
-    assert (tokens_to_fit(model) is None) == (len(moving) == count or changes.get("num_classes") == 0)
+    assert (tokens_to_fit(model) is None) == (len(needed) == count or changes.get("num_classes") == 0)
     assert all(parameter.grad is None for parameter in model.parameters())
     assert not any(module._forward_hooks for module in model.modules())
 
@@ -362,7 +363,7 @@ def test_model_with_constant_outputs_is_fitted_to_all_tokens() -> None:
 
 
 def features(model: nn.Module) -> Tensor:
-    """The last stream."""
+    """Return the residual stream after the last block."""
     images = torch.from_numpy(tiny.images(64, seed=9))
     with torch.inference_mode():
         walk = StreamState.of(traced_model.first_stream(model, images), None)
@@ -390,9 +391,9 @@ def test_command_reports_and_records_the_fitted_tokens(tmp_path: Path) -> None:
     tiny.written(tmp_path, 8)
     where = ["--model", tmp_path / "dense", "--images", tmp_path / "images.npy"]
     invoked("calibrate", *where, "-o", tmp_path / "m.safetensors")
-    given = [*where, "--moments", tmp_path / "m.safetensors", "--mlp", "0.5", "--align", "mlp=8", "--closed-loop"]
+    words = [*where, "--moments", tmp_path / "m.safetensors", "--mlp", "0.5", "--align", "mlp=8", "--closed-loop"]
     for reads, is_said in ((["--reads", "all"], False), ([], True)):
-        result = invoked("reduce", *given, *reads, "-o", tmp_path / "reduced")
+        result = invoked("reduce", *words, *reads, "-o", tmp_path / "reduced")
         lineage = json.loads((tmp_path / "reduced" / "config.json").read_text())["lineage"]
         decided = " ".join(lineage["reduction"]["decided"])
         assert ("only places that outputs read count in the fits of blocks.1" in decided) == is_said

@@ -1,4 +1,4 @@
-"""MACs and parameters: by formulas written out here, and against torch's own counter over the families."""
+"""Counts of MACs and parameters against formulas written by hand and against torch's counter."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +26,7 @@ from tests import timm_models, tiny
 def hand_macs(
     dim: int, depth: int, *, tokens: int = 197, patches: int = 196, patch: int = 16, classes: int = 1000
 ) -> int:
-    """Patch embedding, then per block q, k, v, Q K', A V, proj, fc1, fc2; then the head on one token."""
+    """Sum the MACs of the patch embedding, of each block (q, k, v, Q K', A V, proj, fc1, fc2) and of the head."""
     per_block = 3 * tokens * dim * dim + 2 * tokens * tokens * dim + tokens * dim * dim + 2 * tokens * dim * (4 * dim)
     return patches * (3 * patch * patch) * dim + depth * per_block + dim * classes
 
@@ -41,7 +41,7 @@ def hand_parameters(dim: int, depth: int, *, tokens: int = 197, patch: int = 16,
 
 
 def on_meta(name: str, **kwargs: Any) -> nn.Module:
-    """A model of timm's of shapes alone."""
+    """Return a timm model on the meta device, which has shapes but no weights."""
     with torch.device("meta"):
         return dense_from_architecture(Architecture(name=name, kwargs=kwargs))
 
@@ -70,7 +70,7 @@ def test_deit_equals_the_hand_written_formula(name: str, dim: int, gmacs: float)
 
 
 def torchs_macs(model: nn.Module) -> int:
-    """Half the floating-point operations that torch's counter finds."""
+    """Return half the floating-point operations that torch's counter finds."""
     shape = image_spec(model).shape
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model.requires_grad_(False)(torch.empty(1, *shape, device="meta"))
@@ -102,7 +102,6 @@ def test_mac_count_equals_torchs(family: str) -> None:
 
 @pytest.mark.parametrize("currency", ["macs", "params"])
 def test_predicted_macs_equal_the_count_of_the_narrowed_model(currency: Currency) -> None:
-    """Every site's price at new widths is what counting finds in a model that has them."""
     model = on_meta("vit_base_patch16_siglip_224", depth=2, embed_dim=192, num_heads=3)
     costs, found = site_costs(model, currency), sites_of(model).every
     widths = {site.name: 100 if site.name.endswith("mlp") else 3 * 32 for site in found}
@@ -132,7 +131,7 @@ def test_counting_leaves_the_model_unchanged(wrapped: Callable[[], Any]) -> None
 
 
 def test_float32_bound_accounts_for_convolutions() -> None:
-    """Behind fifty convolutions ONNX Runtime was seen 1.8e-5 off, with random normalisations and two blocks."""
+    """ONNX Runtime was 1.8e-5 off after fifty convolutions with random normalisations and two blocks."""
     bounds = [
         exact_tolerance(products=count_macs(on_meta(name, depth=2)).chain, largest_logit=0.0).max_relative_error
         for name in ("vit_base_r50_s16_224", "vit_base_patch16_224")
@@ -143,7 +142,7 @@ def test_float32_bound_accounts_for_convolutions() -> None:
 
 
 def test_depth_is_the_longest_chain_of_products() -> None:
-    """A block has six in a row: qkv, Q K', A V, proj, fc1, fc2; besides them the patch embedding and the head."""
+    """A block has six products in a row: qkv, Q K', A V, proj, fc1, fc2; the patch embedding and the head add two."""
     assert count_macs(on_meta("vit_tiny_patch16_224", depth=3)).chain == 1 + 3 * 6 + 1
     branches = nn.ModuleList([nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))])
 
@@ -176,7 +175,7 @@ def test_initialisation_outside_meta_is_unchanged() -> None:
 
 
 def test_cached_operator_shapes_are_correct() -> None:
-    """Of the same kinds of inputs alone: other sizes, strides, types or numbers are other kinds."""
+    """Inputs of another size and operators of other arguments, such as the padding, get shapes of their own."""
     model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Flatten())
     for side in (4, 5, 4):
         assert count_products(model.eval(), (image_port((3, side, side)),)).shapes == ((4 * side * side,),)

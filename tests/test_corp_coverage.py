@@ -1,4 +1,4 @@
-"""A reduction that does less than was asked says so and exits 2, unless that is allowed."""
+"""A reduction that does less than requested exits 2 and says why, unless --allow-partial is given."""
 
 import json
 from dataclasses import replace
@@ -35,7 +35,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Each model with its moments, in a directory of its own."""
+    """Return a folder with a directory for each model and its moments, and images."""
     root = tmp_path_factory.mktemp("models")
     np.save(root / "images.npy", tiny.images(16))
     for family, kwargs in MODELS.items():
@@ -96,10 +96,10 @@ def test_smaller_reduction_than_requested_is_refused(
 def test_requested_reduction_is_done_and_counted(
     home: Path, tmp_path: Path, family: str, words: tuple[object, ...], verdict: str
 ) -> None:
-    given = [home / word if word == "images.npy" else word for word in words]
-    done = reduce(home, family, tmp_path / "r", *given)
-    assert f"reduced model written, {verdict}" in " ".join(done.stdout.split()) or verdict.startswith("of")
-    assert verdict in " ".join(done.stdout.split())
+    located = [home / word if word == "images.npy" else word for word in words]
+    said = " ".join(reduce(home, family, tmp_path / "r", *located).stdout.split())
+    assert f"reduced model written, {verdict}" in said or verdict.startswith("of")
+    assert verdict in said
 
 
 def test_reduction_without_effect_is_refused(home: Path, tmp_path: Path) -> None:
@@ -116,13 +116,13 @@ def test_reduction_without_effect_is_refused(home: Path, tmp_path: Path) -> None
 
 def test_refused_site_counts_if_requested() -> None:
     plain = sites_of(tiny.checkpoint(depth=1).model)
-    lost = {"blocks.1.attn.qk": TracedPairs.kind, "blocks.1.mlp": TracedChannels.kind}
-    refused = tuple(Refusal(name=name, reason="block is odd", kind=kind) for name, kind in lost.items())
+    kinds = {"blocks.1.attn.qk": TracedPairs.kind, "blocks.1.mlp": TracedChannels.kind}
+    refused = tuple(Refusal(name=name, reason="block is odd", kind=kind) for name, kind in kinds.items())
     found = replace(plain, refused=refused)
     method = method_from_preset("best", mlp_sparsity=0.5, attention_sparsity=0.5)
     covered = coverage(found, method, {"blocks.0.mlp": 96, "blocks.0.attn.qk": 24}, by_site=False)
     assert covered.verdict == "2 of 5 sites reduced"
-    assert covered.refused == dict.fromkeys(lost, "block is odd")
+    assert covered.refused == dict.fromkeys(kinds, "block is odd")
     mlp_alone = method_from_preset("best", mlp_sparsity=0.5)
     assert coverage(found, mlp_alone, {"blocks.0.mlp": 96}, by_site=False).verdict == "1 of 2 sites reduced"
     assert coverage(found, method, {"blocks.0.mlp": 96}, by_site=True).left == ("blocks.0.attn.qk", "blocks.0.attn.v")
@@ -143,7 +143,7 @@ ALIGNED, PARTS = ("--align", "mlp=8,head=8"), ("--sparsity", 0.5, "--parts")
 
 
 @pytest.mark.parametrize(
-    ("family", "words", "looks"),
+    ("family", "words", "needs_images"),
     [
         ("q/k norm", (*PARTS, "attn", "--preset", "best", "--heads", "square", "--align", "head=8"), False),
         ("plain", (*PARTS, "mlp", "--preset", "corp"), False),
@@ -156,15 +156,15 @@ ALIGNED, PARTS = ("--align", "mlp=8,head=8"), ("--sparsity", 0.5, "--parts")
     ],
 )
 def test_command_printed_by_sweep_reproduces_its_model(
-    family: str, words: tuple[object, ...], looks: bool, home: Path, tmp_path: Path
+    family: str, words: tuple[object, ...], needs_images: bool, home: Path, tmp_path: Path
 ) -> None:
-    """It names the images that reduce looks at."""
+    """The command names the images if the reduction needs them."""
     at, images = home / family.replace("/", ""), home / "images.npy"
     fixed = ["--model", at, "--moments", at / "m.safetensors"]
-    given = [images if word == "images.npy" else word for word in words]
-    swept = invoked("sweep", *fixed, "--images", images, *given, "--min-agreement", 0, "-o", tmp_path / "s")
+    located = [images if word == "images.npy" else word for word in words]
+    swept = invoked("sweep", *fixed, "--images", images, *located, "--min-agreement", 0, "-o", tmp_path / "s")
     printed = " ".join(swept.stdout.split()).partition("agreement: ")[2].partition(" (")[0].split()
-    assert not looks or printed[-2:] == ["--images", str(images)]
+    assert not needs_images or printed[-2:] == ["--images", str(images)]
     invoked("reduce", *fixed, *printed, "-o", tmp_path / "r")
     trial = min(json.loads((tmp_path / "s" / "sweep.json").read_text())["trials"], key=lambda each: each["macs"])
     assert macs(load_checkpoint(tmp_path / "r").model) == trial["macs"]
@@ -173,11 +173,11 @@ def test_command_printed_by_sweep_reproduces_its_model(
 def test_report_contains_the_coverage_verdict(home: Path, tmp_path: Path) -> None:
     reduce(home, "q/k norm", tmp_path / "reduced", "--mlp", 0.5, "--attn", 0.5, "--allow-partial")
     reference = np.random.default_rng(0).standard_normal((8, 7))
-    link_of = measure_link(
+    link = measure_link(
         name="whole", kind="whole", reference="dense", candidate="reduced", reference_rows=reference,
         candidate_by_batch={4: reference}, tolerance=user_tolerance(max_error=0.1),
     )  # fmt: skip
-    parity = Parity(images=ImageSet(count=8, digest="0"), links=(link_of,))
+    parity = Parity(images=ImageSet(count=8, digest="0"), links=(link,))
     (tmp_path / "parity.json").write_text(json.dumps(parity.to_json()))
     for suffix in (".html", ".md"):
         report = tmp_path / f"report{suffix}"

@@ -1,6 +1,4 @@
-"""A budget's look at a model: first-order effects, curves between the widths that were tried, images set apart; and
-channels chosen by what they do to the model's outputs.
-"""
+"""Budgets: error curves, images left out of the moments, probes of widths, and metrics of the outputs."""
 
 import threading
 import time
@@ -81,8 +79,8 @@ def images(dense: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Image
     return tiny.opened(tmp_path_factory.mktemp("curvature") / "images.npy", tiny.images(40), dense.model)
 
 
-def of(dense: Checkpoint, images: Images, places: Iterable[int] = range(40), **statistics: Any) -> Moments:
-    """The moments of some of the images."""
+def moments_of(dense: Checkpoint, images: Images, places: Iterable[int] = range(40), **statistics: Any) -> Moments:
+    """Calibrate on the images at these places."""
     return calibrate(dense, images.subset(list(places)), batch_size=8, statistics=Statistics(**statistics))
 
 
@@ -98,19 +96,19 @@ def _assert_same(one: Moments, other: Moments) -> None:
 
 
 def test_moments_minus_images_equal_moments_of_the_rest(dense: Checkpoint, images: Images) -> None:
-    whole, apart = of(dense, images), of(dense, images, range(0, 40, 5))
-    _assert_same(moments_without(whole, apart), of(dense, images, (place for place in range(40) if place % 5)))
+    whole, apart = moments_of(dense, images), moments_of(dense, images, range(0, 40, 5))
+    _assert_same(moments_without(whole, apart), moments_of(dense, images, (place for place in range(40) if place % 5)))
     rejects("moments to subtract", moments_without, apart, whole)
     rejects("moments to subtract", moments_without, whole, whole)
 
 
 def test_budget_judges_on_images_left_out_of_its_moments(dense: Checkpoint, images: Images) -> None:
-    apart = set_apart(dense, of(dense, images), images)
+    apart = set_apart(dense, moments_of(dense, images), images)
     assert (input_count(apart.inputs), apart.moments.images) == (8, 32)
     again = set_apart(dense, apart.moments, images)
     assert torch.equal(torch.as_tensor(again.inputs), torch.as_tensor(apart.inputs))
-    assert again.moments is apart.moments, "they are left out already"
-    of_few = of(dense, images, range(10))
+    assert again.moments is apart.moments, "the images are left out already"
+    of_few = moments_of(dense, images, range(10))
     every = set_apart(dense, of_few, images.subset(range(10)))
     assert input_count(every.inputs) == 10
     assert every.moments is of_few
@@ -121,31 +119,31 @@ def test_budget_judges_on_images_left_out_of_its_moments(dense: Checkpoint, imag
 def test_subtracted_images_use_the_merging_of_the_moments(
     dense: Checkpoint, images: Images, then: tuple[int, ...], now: tuple[int, ...]
 ) -> None:
-    """Whatever merges now: sums over other tokens would leave what is no covariance."""
+    """The model's present merging does not matter: sums over other tokens would leave no valid covariance."""
     calibrated, asked = (
         replace(dense, model=traced_model.with_merging(dense.model, Merging(schedule=each))) if each else dense
         for each in (then, now)
     )
-    apart = set_apart(asked, of(calibrated, images), images)
+    apart = set_apart(asked, moments_of(calibrated, images), images)
     left = [place for place, image in enumerate(images.ids.tolist()) if image in set(apart.moments.image_ids.tolist())]
     assert len(left) == 32
-    _assert_same(apart.moments, of(calibrated, images, left))
+    _assert_same(apart.moments, moments_of(calibrated, images, left))
 
 
 @pytest.mark.parametrize("statistics", [{"patterns": ("blocks.0*",)}, {"attention": False}, {"active_eps": 0.5}])
 def test_subtracted_sums_equal_the_collected_ones(
     dense: Checkpoint, images: Images, statistics: dict[str, Any]
 ) -> None:
-    apart = set_apart(dense, of(dense, images, **statistics), images)
+    apart = set_apart(dense, moments_of(dense, images, **statistics), images)
     left = [place for place, image in enumerate(images.ids.tolist()) if image in set(apart.moments.image_ids.tolist())]
-    _assert_same(apart.moments, of(dense, images, left, **statistics))
+    _assert_same(apart.moments, moments_of(dense, images, left, **statistics))
     asked = build_request(ReduceOptions(macs=0.7))
     if "active_eps" not in statistics:
         rejects("the moments hold no statistics", reduce_as_asked, dense, apart.moments, asked, images=images)
 
 
 def test_known_groups_are_left_out_whole(dense: Checkpoint, images: Images) -> None:
-    half, other = (of(dense, images, range(start, 40, 2)) for start in (0, 1))
+    half, other = (moments_of(dense, images, range(start, 40, 2)) for start in (0, 1))
     whole = merge_moments(half, other)
     place_of = {image: place for place, image in enumerate(images.ids.tolist())}
     places = [place_of[image] for image in whole.image_ids.tolist()]
@@ -161,12 +159,12 @@ def test_known_groups_are_left_out_whole(dense: Checkpoint, images: Images) -> N
         sorted(place_of[image] for image in each.image_ids.tolist()) for each in (apart.moments, apart.moments.half)
     )
     assert left_half == [place for place in left if place % 2 == 0]
-    _assert_same(apart.moments, of(dense, images, left))
-    _assert_same(apart.moments.half, of(dense, images, left_half))
+    _assert_same(apart.moments, moments_of(dense, images, left))
+    _assert_same(apart.moments.half, moments_of(dense, images, left_half))
 
 
 def test_ungrouped_images_are_left_out_one_by_one(dense: Checkpoint, images: Images, tmp_path: Path) -> None:
-    half, other = of(dense, images, range(20)), of(dense, images, range(20, 40))
+    half, other = moments_of(dense, images, range(20)), moments_of(dense, images, range(20, 40))
     whole = merge_moments(half, other)
     groups = torch.isin(whole.image_ids, half.image_ids).long() * 5 + torch.arange(40) % 5
     grouped = replace(whole, group_ids=groups, half=half)
@@ -210,7 +208,7 @@ def test_single_walk_equals_evaluating_whole_models(tmp_path: Path) -> None:
 
 
 def test_first_order_effects_are_computed_inside_inference_mode(tmp_path: Path) -> None:
-    """And are about those of whole models."""
+    """They are also near the effects measured on whole models."""
     probe = probe_of(tmp_path, "padded")
     trials: list[SiteTrial] = [("blocks.0.mlp", 176), ("blocks.1.mlp", 176)]
     outside, exact = probe.linear_effects(trials), probe.effects(trials)
@@ -264,7 +262,7 @@ def test_reduction_does_not_depend_on_the_number_of_workers(tmp_path: Path) -> N
 
 @pytest.mark.slow("models")
 def test_closed_loop_budget_tries_closed_loops(tmp_path: Path) -> None:
-    """With tokens merged, too."""
+    """The same holds for a probe that merges tokens, and a budget without a loop reduces in one pass."""
     plain, schedule = probe_of(tmp_path, "padded"), Merging(schedule=(2, 2))
     others = images_for_model(plain.model, tmp_path / "images.npy").subset(range(6, 12))
     probe = replace(plain, others=others, loop=Loop())
@@ -281,8 +279,8 @@ def test_closed_loop_budget_tries_closed_loops(tmp_path: Path) -> None:
 
 def test_closed_loop_budget_is_settled_by_closed_loops(dense: Checkpoint, images: Images) -> None:
     request = build_request(ReduceOptions(macs=0.6, closed_loop="asymmetric"), method=METHOD)
-    reduction, planned = reduce_as_asked(dense, of(dense, images), request, images=images)
-    apart = set_apart(dense, of(dense, images), images)
+    reduction, planned = reduce_as_asked(dense, moments_of(dense, images), request, images=images)
+    apart = set_apart(dense, moments_of(dense, images), images)
     shown = torch.as_tensor(apart.inputs)
     assert apart.others.count == min(IN_LOOP, 40 - len(shown))
     assert planned.widths is not None
@@ -294,23 +292,23 @@ def test_closed_loop_budget_is_settled_by_closed_loops(dense: Checkpoint, images
     assert {site.site for site in reduction.sites} == set(planned.widths)
 
 
-# Channels chosen by what they do to the model's outputs.
+# Channels are chosen by their effect on the model's outputs.
 
 WEIGHT = "blocks.1.mlp.fc2.weight"
 
 
 def gradients_of_every_output(dense: nn.Module, name: str, pixels: Tensor, dim: int) -> Tensor:
-    """Of each image, output and place [X,O], one backward pass at a time in float64; `dim`: where O stands."""
+    """Return gradients [X,O] at a layer, O its channels at `dim`, X every image, output and place, in float64."""
     model = deepcopy(dense).double().requires_grad_(True)
     layer = model.get_submodule(name)
-    given = list[Tensor]()
-    layer.register_forward_hook(lambda _, __, out: given.append(out))
+    layer_outputs = list[Tensor]()
+    layer.register_forward_hook(lambda _, __, out: layer_outputs.append(out))
     rows = []
     for image in pixels.double():
         with torch.enable_grad():
             outputs = model(image[None]).flatten()
             for output in outputs:
-                (gradient,) = torch.autograd.grad(output, given[-1], retain_graph=True)
+                (gradient,) = torch.autograd.grad(output, layer_outputs[-1], retain_graph=True)
                 rows.append(gradient.movedim(dim, -1).flatten(0, -2))
     return torch.cat(rows)
 
@@ -319,7 +317,7 @@ def gradients_of_every_output(dense: nn.Module, name: str, pixels: Tensor, dim: 
 def test_output_metrics_are_mean_squared_gradients(
     dense: Checkpoint, images: Images, monkeypatch: pytest.MonkeyPatch, name: str, weight: str
 ) -> None:
-    """Random signs are that on average: here each direction is one output in its turn."""
+    """Random signs average to them; here each direction is one output in turn, which makes them exact."""
     own, dim = (dense, -1) if name == "vit" else (convnet(name), 1)
     (shown,) = (images.subset(range(3)) if name == "vit" else images_of(name, 3)).batches(3)
     pixels, turn = torch.as_tensor(shown), count()
@@ -338,7 +336,7 @@ def test_output_metrics_are_mean_squared_gradients(
 
 
 def lost_in_outputs(dense: Checkpoint, moments: Moments, metric_OO: Tensor, kept: list[int]) -> float:
-    """tr(M D C D') of the best weights on the kept channels, by least squares in float64."""
+    """Return tr(M D C D') of the least-squares weights on the kept channels, in float64."""
     statistics, weight_OF = moments.sites["blocks.1.mlp.fc2"], dense.model.get_parameter(WEIGHT).detach().double()
     assert isinstance(statistics, ChannelMoments)
     covariance = statistics.second_FF - torch.outer(statistics.mean_F, statistics.mean_F)
@@ -350,7 +348,7 @@ def lost_in_outputs(dense: Checkpoint, moments: Moments, metric_OO: Tensor, kept
 
 def test_channels_with_least_effect_on_outputs_are_removed_first(images: Images) -> None:
     dense = tiny.checkpoint(mlp_ratio=0.5)
-    moments, generator = of(dense, images, range(24)), torch.Generator().manual_seed(1)
+    moments, generator = moments_of(dense, images, range(24)), torch.Generator().manual_seed(1)
     factor = torch.randn(48, 3, generator=generator, dtype=torch.float64)
     metric_OO = factor @ factor.T + 1e-3 * torch.eye(48, dtype=torch.float64)
     site = sites_of(dense.model).by_name["blocks.1.mlp"]
@@ -371,8 +369,8 @@ def test_channels_with_least_effect_on_outputs_are_removed_first(images: Images)
 
 
 def test_budget_reduction_uses_the_learned_metrics(dense: Checkpoint, images: Images) -> None:
-    """The same widths without it give other channels."""
-    moments = of(dense, images)
+    """The same widths without metrics give another model."""
+    moments = moments_of(dense, images)
     request = build_request(ReduceOptions(macs=0.7, align={"mlp": 16, "head": 8}))
     reduction, planned = reduce_as_asked(dense, moments, request, images=images)
     assert planned.widths is not None

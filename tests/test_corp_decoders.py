@@ -1,4 +1,4 @@
-"""Decoders of transformers: read, run, reduced and saved again; held against transformers itself and explicit loops."""
+"""Decoders of transformers: loading, reduction, saving and graphs, compared with transformers and least squares."""
 
 import json
 from pathlib import Path
@@ -35,7 +35,7 @@ pytest.importorskip("transformers", reason="transformers is not installed, so th
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A decoder of every kind in a directory of its name, and text."""
+    """Return a folder with a decoder of every kind, in a directory of the kind's name, and a text."""
     directory = tmp_path_factory.mktemp("decoders")
     for kind in decoders.KINDS:
         decoders.write_decoder(directory / kind, kind)
@@ -54,8 +54,8 @@ def logits_of(model: nn.Module, ids: Tensor) -> Tensor:
     return logits
 
 
-def theirs(directory: Path) -> nn.Module:
-    """As AutoModelForCausalLM loads it; nothing may be missing of it or stand beside it."""
+def by_transformers(directory: Path) -> nn.Module:
+    """Load a decoder by AutoModelForCausalLM, and assert that no weight is missing or unexpected."""
     import transformers
 
     kind: Any = transformers.AutoModelForCausalLM
@@ -81,7 +81,7 @@ def reduced(home: Path, kind: str, name: str, *options: Any, code: int = 0) -> R
 @pytest.mark.parametrize("kind", decoders.KINDS)
 def test_decoder_logits_equal_those_of_transformers(home: Path, kind: str) -> None:
     ids = decoders.ids(3, 40)
-    expected = logits_of(theirs(home / kind), ids)
+    expected = logits_of(by_transformers(home / kind), ids)
     torch.testing.assert_close(logits_of(dense_of(home / kind), ids), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -91,7 +91,7 @@ def test_reduced_decoder_loads_in_transformers(home: Path, kind: str) -> None:
     heads = () if kind in ("opt", "gpt2") else ("--whole-heads", 0.5)
     reduced(home, kind, f"{kind}-hf", "--mlp", 0.5, *heads, "--save-as", "hf")
     ids, saved = decoders.ids(2), home / f"{kind}-hf" / "hf"
-    model, ours = theirs(saved), load(home / f"{kind}-hf")
+    model, ours = by_transformers(saved), load(home / f"{kind}-hf")
     torch.testing.assert_close(logits_of(model, ids), logits_of(ours, ids), rtol=1e-5, atol=1e-5)
     again = dense_of(saved)
     torch.testing.assert_close(logits_of(again, ids), logits_of(ours, ids), rtol=1e-5, atol=1e-5)
@@ -131,12 +131,12 @@ def test_decoder_with_fewer_groups_is_reduced_again(home: Path, tmp_path: Path) 
     own = ("--model", home / "fewer", "--moments", moments, "--mlp", 0.5, "--align", "mlp=8", "--save-as", "hf")
     invoked("reduce", *own, "-o", tmp_path / "again")
     ids = decoders.ids(2)
-    model = theirs(tmp_path / "again" / "hf")
+    model = by_transformers(tmp_path / "again" / "hf")
     torch.testing.assert_close(logits_of(model, ids), logits_of(load(tmp_path / "again"), ids), rtol=1e-5, atol=1e-5)
 
 
 def test_redundant_channels_and_groups_are_recovered(home: Path, tmp_path: Path) -> None:
-    """Half of the channels are sums of the others' outputs, and the second group of heads is the first again."""
+    """Half of the MLP channels and the second group of heads repeat the others."""
     model: Any = decoders.decoder("llama")
     with torch.no_grad():
         for layer in model.model.layers:
@@ -151,12 +151,12 @@ def test_redundant_channels_and_groups_are_recovered(home: Path, tmp_path: Path)
     reduced(tmp_path, "planted", "less", "--mlp", 0.5, "--whole-heads", 0.5, "--ridge", "1e-9", "--save-as", "hf")
     ids = decoders.ids(2)
     expected = logits_of(model, ids)
-    got = logits_of(theirs(tmp_path / "less" / "hf"), ids)
+    got = logits_of(by_transformers(tmp_path / "less" / "hf"), ids)
     assert float((got - expected).norm() / expected.norm()) < 2e-3
 
 
 def test_layer_without_bias_is_fitted_with_uncentred_moments(home: Path) -> None:
-    """The last layer of a reduced MLP is the ridge solution on hidden activations as they are, not centred."""
+    """The last layer of a reduced MLP is the ridge solution on hidden activations that are not centred."""
     repair = ("--preset", "grail", "--ridge", "1e-6")
     reduced(home, "llama", "gram", "--mlp", 0.5, *repair)
     affine = ("--preset", "grail", "--repair", "mlp=affine", "--ridge", "1e-6")
@@ -169,13 +169,13 @@ def test_layer_without_bias_is_fitted_with_uncentred_moments(home: Path) -> None
     dense = dense_of(home / "llama")
     sequences = texts_for_model(dense, home / "text.txt", samples=32)
     ids = torch.cat([batch["input_ids"] for batch in sequences.batches(16)])
-    heard: list[Tensor] = []
+    caught: list[Tensor] = []
     down = dense.get_submodule("blocks.0.mlp.down")
     assert isinstance(down, nn.Linear)
-    handle = down.register_forward_pre_hook(lambda _, given: heard.append(given[0]))
+    handle = down.register_forward_pre_hook(lambda _, args: caught.append(args[0]))
     logits_of(dense, ids)
     handle.remove()
-    hidden = heard[0].flatten(0, 1).double()
+    hidden = caught[0].flatten(0, 1).double()
     gate, kept = (model.get_parameter("blocks.0.mlp.gate.weight") for model in (dense, ours))
     own = [int((gate == row).all(1).nonzero()) for row in kept]
     expected = torch.linalg.lstsq(hidden[:, own], hidden @ down.weight.double().T).solution.T
@@ -197,7 +197,7 @@ def test_layers_without_bias_stay_without_bias(home: Path, option: str, how: str
 
 
 def test_redundant_shared_values_are_recovered(tmp_path: Path) -> None:
-    """Half of the dimensions of each group's values are the others again."""
+    """Half of the dimensions of each group's values repeat the others."""
     model: Any = decoders.decoder("llama")
     with torch.no_grad():
         for layer in model.model.layers:
@@ -240,17 +240,17 @@ def test_sequences_begin_with_the_tokenizers_special_tokens(home: Path, tmp_path
 
 
 def test_token_ids_replace_text(home: Path, tmp_path: Path) -> None:
-    """As rows or as one stream; the same as the text that they are of."""
+    """Token ids as rows or as one stream give the same inputs as their text."""
     model = dense_of(home / "opt")
     letters = np.array([ord(letter) for letter in decoders.text()], dtype=np.uint16)
     count = len(letters) // decoders.LENGTH
     np.save(tmp_path / "stream.npy", letters)
     np.save(tmp_path / "rows.npy", letters[: count * decoders.LENGTH].reshape(count, -1).astype(np.int64))
-    of_text = texts_for_model(model, home / "text.txt")
+    from_text = texts_for_model(model, home / "text.txt")
     for name in ("stream", "rows"):
-        given = texts_for_model(model, tmp_path / f"{name}.npy")
-        assert given.digest == of_text.digest
-        assert torch.equal(given.ids, of_text.ids)
+        from_ids = texts_for_model(model, tmp_path / f"{name}.npy")
+        assert from_ids.digest == from_text.digest
+        assert torch.equal(from_ids.ids, from_text.ids)
     np.save(tmp_path / "foreign.npy", np.array([[0, decoders.LETTERS] * 32]))
     rejects("ids from 0 to 128, expected 0 to 127", texts_for_model, model, tmp_path / "foreign.npy")
     np.save(tmp_path / "short.npy", letters[:10])
@@ -286,7 +286,7 @@ def test_attention_is_limited_to_the_sliding_window(home: Path, tmp_path: Path) 
     assert spec.shape == (24,)
     ids = decoders.ids(2, 24)
     torch.testing.assert_close(
-        logits_of(model, ids), logits_of(theirs(tmp_path / "mistral"), ids), rtol=1e-5, atol=1e-5
+        logits_of(model, ids), logits_of(by_transformers(tmp_path / "mistral"), ids), rtol=1e-5, atol=1e-5
     )
     rejects("sees 24 at most", dense_of, tmp_path / "mistral", length=25)
 
@@ -304,26 +304,26 @@ def test_positions_are_exact_in_sixteen_bits(home: Path) -> None:
 
 
 def test_decoder_costs_equal_the_count(home: Path) -> None:
-    """MACs and parameters that go with half of the groups, and with half of what is left of queries and keys."""
+    """Half of the groups are removed, then half of the remaining queries and keys too."""
     model, tokens, dim = dense_of(home / "llama"), decoders.LENGTH, decoders.WIDTH
     assert traced_model.depth(model) == 2
 
-    def of_attention(heads: int, qk: int, v: int) -> tuple[int, int]:
+    def attention_costs(heads: int, qk: int, v: int) -> tuple[int, int]:
         rows = heads * (qk + v) + heads // 2 * (qk + v)
         return tokens * dim * rows + heads * tokens * tokens * (qk + v), dim * rows
 
-    whole = of_attention(4, 16, 16)
+    whole = attention_costs(4, 16, 16)
     for widths, asked in (((2, 16, 16), {}), ((2, 8, 16), {"--attn": 0.5})):
         reduced(home, "llama", "counted", "--whole-heads", 0.5, *(word for pair in asked.items() for word in pair))
         less = load(home / "counted")
-        gone = [2 * (all_ - left) for all_, left in zip(whole, of_attention(*widths), strict=True)]
+        gone = [2 * (all_ - left) for all_, left in zip(whole, attention_costs(*widths), strict=True)]
         assert [macs(model) - macs(less), parameters(model) - parameters(less)] == gone
         for site in (each for each in sites_of(less).every if each.name == "blocks.0.mlp"):
             assert site.parameters_now == 3 * dim * decoders.HIDDEN
 
 
-def logits_inside(model: nn.Module, ids: Tensor) -> Tensor:
-    """Of the first attention, scores before the softmax without their scale, in float64 [B,H,N,N], 0 where unseen."""
+def attention_logits(model: nn.Module, ids: Tensor) -> Tensor:
+    """Return the first attention's unscaled logits [B,H,N,N] in float64, 0 where the causal mask hides a token."""
     site = next(each for each in sites_of(model).every if isinstance(each, TracedPairs))
     (taps,), heard = site.listening(), dict[str, Tensor]()
     handles = [
@@ -339,7 +339,7 @@ def logits_inside(model: nn.Module, ids: Tensor) -> Tensor:
 @pytest.mark.slow("models")
 @pytest.mark.parametrize("kind", ["llama", "opt"])
 def test_reported_logit_loss_equals_an_independent_computation(home: Path, kind: str) -> None:
-    """CORP's maps by its per-image system: the loss of visible logits over all sequences that it was fitted to."""
+    """The loss is that of the visible logits over all sequences that CORP's per-image system is fitted to."""
     moments = home / f"{kind}.system.safetensors"
     where = ("--text", home / "text.txt", "--samples", 24, "--attention-system", "-o", moments)
     invoked("calibrate", "--model", f"hf:{home / kind}", *where)
@@ -350,7 +350,7 @@ def test_reported_logit_loss_equals_an_independent_computation(home: Path, kind:
     dense, less = dense_of(home / kind), load(home / f"{kind}-qk")
     sequences = texts_for_model(dense, home / "text.txt", samples=24)
     ids = torch.cat([batch["input_ids"] for batch in sequences.batches(8)])
-    whole, left = logits_inside(dense, ids), logits_inside(less, ids)
+    whole, left = attention_logits(dense, ids), attention_logits(less, ids)
     assert report["energy"] == pytest.approx(float(whole.square().sum()), rel=1e-4)
     assert report["error"] == pytest.approx(float((whole - left).square().sum()), rel=1e-3)
     assert report["error"] < report["error_uncompensated"]
