@@ -48,7 +48,7 @@ class TritonPythonModel:
         del self.session
 
     def _run_together(self, feeds: list[dict[str, Any]]) -> list[list[Any]]:
-        """The requests as one batch; each one's outputs."""
+        """Run the requests as one batch and return the outputs of each request."""
         ends = np.cumsum([len(feed[self.inputs[0]]) for feed in feeds])[:-1]
         outputs = self._run({name: np.concatenate([feed[name] for feed in feeds]) for name in self.inputs})
         return [list(answer) for answer in zip(*(np.split(output, ends) for output in outputs), strict=True)]
