@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 
 import corp_deploy
 from calib.store import load_moments
-from corp_deploy.api.in_python import in_python
-from corp_deploy.api.models import opened_inputs
+from corp_deploy.api.in_python import message_in_python
+from corp_deploy.api.models import open_inputs
 from corp_deploy.cli import main
 from corp_deploy.families.counting import parameters
 from corp_deploy.invocation.input_choice import KINDS
@@ -124,7 +124,7 @@ def test_verify_uses_images_the_calibration_held_out(home: Path, tmp_path: Path)
     with pytest.raises(BadInput, match="`groups` says which images `hold_out` takes together; give both, or none"):
         corp_deploy.reduce(dense, calibrated, tmp_path / "r", inputs=images, macs=0.8, groups="image")
     reduced = corp_deploy.reduce(dense, calibrated, tmp_path / "r", inputs=images, macs=0.8, hold_out=6, groups="image")
-    with opened_inputs(tiny.checkpoint().model, images) as every:
+    with open_inputs(tiny.checkpoint().model, images) as every:
         was_fitted = ~torch.isin(every.ids, held_out.image_ids).numpy()
     fitted = np.load(images)[was_fitted]
     again = corp_deploy.reduce(dense, calibrated, tmp_path / "again", inputs=fitted, macs=0.8)
@@ -476,4 +476,4 @@ def test_python_messages_name_parameters_not_options(home: Path, tmp_path: Path,
     ],
 )
 def test_options_in_messages_become_parameters(message: str, words: str) -> None:
-    assert in_python(message, ReduceOptions, parameters=("trust_code",)) == words
+    assert message_in_python(message, ReduceOptions, parameters=("trust_code",)) == words

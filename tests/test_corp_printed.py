@@ -15,7 +15,7 @@ import pytest
 import tomli_w
 
 from corp_deploy.demo import run as demo
-from corp_deploy.demo.run import EXAMPLES, DemoScale, itself
+from corp_deploy.demo.run import EXAMPLES, DemoScale, demo_invocation
 from corp_deploy.release.baseline import Baseline
 from corp_deploy.release.digests import files_of
 from corp_deploy.release.incremental import STATE, Stage
@@ -194,10 +194,10 @@ def test_printed_demo_commands_reproduce_their_files(
     monkeypatch.setattr(demo, "SCALE", DemoScale(samples=20, hold_out=5, batches=(2,), time_limit=0.5))
     home = tmp_path / "home"
     (home / "demo-out").mkdir(parents=True)
-    run_in(home / "demo-out", itself(example).argv, monkeypatch)
+    run_in(home / "demo-out", demo_invocation(example).argv, monkeypatch)
     commands = commands_of(home / "demo-out" / "manifest.json")
     assert "" not in commands
-    assert commands.pop(str(itself(example))), "it has just made these in a fresh directory"
+    assert commands.pop(str(demo_invocation(example))), "it has just made these in a fresh directory"
     assert reproduced(home / "demo-out", tmp_path, commands, monkeypatch) == 7
     assert "--hold-out 5 " in (home / "demo-out" / "report.html").read_text()
     effects = json.loads((home / "demo-out" / "effects.json").read_text())["rows"]

@@ -9,7 +9,7 @@ import pytest
 
 from corp_deploy.invocation.engine import ServingOptions
 from corp_deploy.release.proven import proof_of_directory
-from corp_deploy.release.serving import is_faster, package_of_directory, quantised_graph, to_serve
+from corp_deploy.release.serving import choose_served_file, is_faster, package_of_directory, quantised_graph
 from corp_deploy.store.graph_facts import facts_of_onnx
 from perf.record.runs import Bench, Row, TimedBlock, load_bench, save_bench
 from tests import tiny
@@ -83,7 +83,7 @@ def test_only_faster_variants_are_served(home: Path, tmp_path: Path, times: floa
     )
     graph = quantised_graph(tmp_path, "onnxruntime-cpu")
     assert graph == tmp_path / "reduced" / "model.int8.onnx"
-    path, note = to_serve(tmp_path, "onnxruntime-cpu", graph)
+    path, note = choose_served_file(tmp_path, "onnxruntime-cpu", graph)
     assert (path.name, note is None) == (served, times > 1)
     package, notes = package_of_directory(tmp_path, proof_of_directory(tmp_path), ServingOptions(name="tiny"))
     assert some(package.cpu_onnx).name == served

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from corp_deploy.views.inspection import inspection_table, refusal_lines
 from corp_deploy.views.parity import gate_shown
-from corp_deploy.views.speed import noise_told
+from corp_deploy.views.speed import noise_caption
 from perf.gate.gate import Gate, JudgedRule
 from perf.report import tables
 from perf.report.content import content_from_record, list_verdicts
@@ -61,6 +61,6 @@ def test_reasons_for_kept_sites_are_listed() -> None:
 
 @pytest.mark.parametrize("one", ["dense", "a"])
 def test_noise_is_reported_below_the_table(one: str) -> None:
-    table = Table("batch", "speed-up of all that is", "A/A noise of all that is there", **noise_told(one))
+    table = Table("batch", "speed-up of all that is", "A/A noise of all that is there", **noise_caption(one))
     table.add_row("1", "1.2", "1.0")
     assert f"A/A noise: {one} against itself" in " ".join(" ".join(lines_of(table)).split())

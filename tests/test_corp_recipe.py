@@ -266,7 +266,7 @@ def test_starter_recipe_of_a_directory_is_complete(tmp_path: Path) -> None:
     recipe = load_recipe(path, trust_paths=True)
     assert Path(recipe.model.name) == model
     assert recipe.calibration.images == tmp_path.resolve() / "cal.npz"
-    assert recipe.proves_on_own, "no other images were given"
+    assert recipe.proves_on_calibration, "no other images were given"
     text = path.read_text()
     assert [name for name in SECTIONS if f"[{name}]" not in text and name != "samples"] == []
     limits = recipe.parity

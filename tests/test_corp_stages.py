@@ -27,7 +27,7 @@ from corp_deploy.release.incremental import (
 )
 from corp_deploy.release.pace import efforts_in, efforts_of, timed
 from corp_deploy.release.recipe_tables import ExportTable, TargetTable
-from corp_deploy.release.targets import measured_by, release_target
+from corp_deploy.release.targets import machine_facts, release_target
 from corp_deploy.store.manifest import EffortRecord, Efforts, Step, rows_of_efforts
 from ground.effort import Effort, Stopwatch, measure_effort
 from ground.errors import BadInput
@@ -191,7 +191,7 @@ def test_measurement_machine_is_identified_by_cpu_gpu_driver_and_runtime(monkeyp
 
     monkeypatch.setattr(targets, "watching", watched)
     monkeypatch.setattr("perf.timing.watch.package_version", lambda package: f"{package} 1")
-    on_cpu, on_gpu = (measured_by(release_target(name, TargetTable(), ExportTable(), (1,), ()))
+    on_cpu, on_gpu = (machine_facts(release_target(name, TargetTable(), ExportTable(), (1,), ()))
                       for name in ("onnxruntime-cpu", "tensorrt"))  # fmt: skip
     assert on_cpu.keys() == {"machine", "cpu", "cpu_count"}
     assert on_gpu == on_cpu | {"gpu": "H200", "driver": "610.1", "tensorrt": "tensorrt 1"}

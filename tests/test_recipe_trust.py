@@ -7,7 +7,7 @@ import pytest
 from corp_deploy.release.baseline import Baseline
 from corp_deploy.release.recipe import trusted_metrics
 from corp_deploy.release.recipe_file import load_recipe
-from corp_deploy.release.stage import only_call, release_call
+from corp_deploy.release.stage import release_call, stage_call
 from corp_deploy.spec.trusted_code import trusting_code
 from tests.command import invoked, refuses, run
 from tests.refusals import rejects
@@ -120,7 +120,7 @@ def test_printed_commands_include_trust_options(tmp_path: Path) -> None:
         (measured, "parity.onnxruntime-cpu", True),
         (coded, "bench", True),
     ):
-        words = only_call(stage, recipe).argv
+        words = stage_call(stage, recipe).argv
         trusts = ["--trust-paths", *(["--trust-code"] if runs_code else [])]
         assert [word for word in words if word.startswith("--trust")] == trusts
     assert "--trust-code" in release_call(measured, Baseline(), tmp_path).argv

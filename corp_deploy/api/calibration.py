@@ -13,8 +13,8 @@ from corp_deploy.planning.request import apply_merging_choice
 from corp_deploy.reduction.moments_files import CalibrationRun, held_out_path, write_moments
 from ground.gpu import require_device
 
-from .in_python import verb
-from .models import OfModel, Written, opened, opened_inputs
+from .in_python import function_from_record
+from .models import OfModel, Written, open_inputs, open_model
 from .values import InputsLike
 
 
@@ -51,7 +51,7 @@ class CalibrateCall(Decoded, Drawn, CalibrateOptions, CalibrateFiles, _On):
     """The parameters of `calibrate`."""
 
 
-@verb(CalibrateCall)
+@function_from_record(CalibrateCall)
 def calibrate(call: CalibrateCall) -> Calibration:
     """Take a model's second-order statistics in one pass over unlabelled inputs, and write them to `output`.
 
@@ -70,10 +70,10 @@ def calibrate(call: CalibrateCall) -> Calibration:
         fitting=lambda share: f"calibrate --attention-system --attn {share:g}",
     )
     with (
-        opened(call.model, call.inputs) as loaded,
-        opened_inputs(loaded.model, call.inputs, **call.decoded, **call.drawn) as opened_set,
+        open_model(call.model, call.inputs) as loaded,
+        open_inputs(loaded.model, call.inputs, **call.decoded, **call.drawn) as opened_set,
     ):
-        dense, input_set = apply_merging_choice(loaded, call), call.in_order(opened_set, **call.drawn)
+        dense, input_set = apply_merging_choice(loaded, call), call.order_for_snapshots(opened_set, **call.drawn)
         record, *_ = write_moments(dense, input_set, call.request(seed=call.seed), run, path)
     left_out = None if call.hold_out is None else held_out_path(path)
     return Calibration(path=path, held_out=left_out, inputs=int(record["images"]), record=record)

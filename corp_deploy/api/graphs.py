@@ -12,8 +12,8 @@ from corp_deploy.store.graph_facts import facts_of_onnx
 from ground.errors import BadInput
 from ground.files import sha256_of_file
 
-from .in_python import verb
-from .models import ModelLike, OfModel, Written, opened, opened_inputs
+from .in_python import function_from_record
+from .models import ModelLike, OfModel, Written, open_inputs, open_model
 from .values import InputsLike
 
 
@@ -46,7 +46,7 @@ class ExportCall(Drawn, ExportOptions, ExportFiles, OfModel):
             raise BadInput(f"precision is {self.precisions}, expected one: a call writes one graph")
 
 
-@verb(ExportCall)
+@function_from_record(ExportCall)
 def export(call: ExportCall) -> Graph:
     """Write a dense or reduced model as one typed ONNX file, whose inputs and outputs are float32 in every precision.
 
@@ -58,11 +58,11 @@ def export(call: ExportCall) -> Graph:
     """
     path = Path(call.output)
     with ExitStack() as stack:
-        own = stack.enter_context(opened(call.model, call.inputs))
-        dense = None if call.dense is None else stack.enter_context(opened(call.dense, call.inputs))
+        own = stack.enter_context(open_model(call.model, call.inputs))
+        dense = None if call.dense is None else stack.enter_context(open_model(call.dense, call.inputs))
         feeds = None
         if call.inputs is not None:
-            feeds = inputs_from_set(stack.enter_context(opened_inputs(own.model, call.inputs, **call.drawn))).feeds
+            feeds = inputs_from_set(stack.enter_context(open_inputs(own.model, call.inputs, **call.drawn))).feeds
         graphs = Graphs(own, call, feeds, dense=dense)
         (name,) = graphs.paths(path)
         kept = graphs.write(name, path)

@@ -54,7 +54,7 @@ def _argument(options: Mapping[str, Option], name: str, value: str, form: str = 
     return f"`{form.format(bare)}` {value}".rstrip()
 
 
-def in_python(message: str, *records: type[Record], parameters: Collection[str] = ()) -> str:
+def message_in_python(message: str, *records: type[Record], parameters: Collection[str] = ()) -> str:
     """Return a message with parameters in place of options: those of these records first, then `parameters`."""
     of_function = _typed(records)
 
@@ -83,16 +83,16 @@ def in_python(message: str, *records: type[Record], parameters: Collection[str] 
 
 
 @contextmanager
-def speaking_python(*records: type[Record], parameters: Collection[str] = ()) -> Iterator[None]:
-    """Replace options with parameters in the errors that are raised within, see in_python."""
+def errors_in_python(*records: type[Record], parameters: Collection[str] = ()) -> Iterator[None]:
+    """Replace options with parameters in the errors that are raised within, see message_in_python."""
     try:
         yield
     except (BadInput, Missing) as error:
-        error.args = (in_python(str(error), *records, parameters=parameters),)
+        error.args = (message_in_python(str(error), *records, parameters=parameters),)
         raise
 
 
-def verb(record: Callable[P, R]) -> Callable[[Callable[[R], T]], Callable[P, T]]:
+def function_from_record(record: Callable[P, R]) -> Callable[[Callable[[R], T]], Callable[P, T]]:
     """Return a decorator for a function of one record; the decorated function takes the record's fields instead.
 
     That function raises TypeError for unknown parameters, and BadInput for wrong ones and for those that it would
@@ -100,7 +100,7 @@ def verb(record: Callable[P, R]) -> Callable[[Callable[[R], T]], Callable[P, T]]
     """
     signature = inspect.signature(record)
     assert isinstance(record, type), record
-    helps = {name: each.help for name, each in options_of(record).items()}
+    helps = [(name, each.help) for name, each in options_of(record).items()]
 
     def decorate(function: Callable[[R], T]) -> Callable[P, T]:
         @wraps(function)
@@ -110,7 +110,7 @@ def verb(record: Callable[P, R]) -> Callable[[Callable[[R], T]], Callable[P, T]]
             except TypeError as error:
                 words = f"{function.__name__}() {error}; its options are {', '.join(signature.parameters)}"
                 raise TypeError(words) from None
-            with speaking_python(record, parameters=signature.parameters):
+            with errors_in_python(record, parameters=signature.parameters):
                 call = record(*args, **kwargs)
                 kept = call.values
                 call.refuse_ignored({name: kept[name] for name in kept if arguments.get(name) is not None})
@@ -124,9 +124,8 @@ def verb(record: Callable[P, R]) -> Callable[[Callable[[R], T]], Callable[P, T]]
         called.__signature__ = signature.replace(  # type: ignore[attr-defined]
             return_annotation=called.__annotations__["return"]
         )
-        lines = (
-            f"`{name}`: {in_python(help, record, parameters=signature.parameters)}" for name, help in helps.items()
-        )
+        in_words = {name: message_in_python(help, record, parameters=signature.parameters) for name, help in helps}
+        lines = (f"`{name}`: {words}" for name, words in in_words.items())
         called.__doc__ = "\n\n".join((inspect.getdoc(function) or "", *lines))
         return called
 

@@ -29,12 +29,12 @@ from corp_deploy.store.module_model import checkpoint_from_module
 from ground.errors import BadInput
 from ground.ports import Role
 
-from .in_python import speaking_python
+from .in_python import errors_in_python
 from .values import InputsLike, as_file, refuse_other_inputs
 
 
 @contextmanager
-def opened_inputs(model: nn.Module, inputs: InputsLike, **how: Any) -> Iterator[InputSet]:
+def open_inputs(model: nn.Module, inputs: InputsLike, **how: Any) -> Iterator[InputSet]:
     """Yield the inputs of a path or in memory as the model takes them: images, texts, token ids or arrays by name.
 
     `how` are the options of drawing and decoding. Raises BadInput for inputs that the model doesn't take.
@@ -64,7 +64,7 @@ class Source(ModelSource):
         if not isinstance(self.name, str | os.PathLike | nn.Module):
             kind = type(self.name).__name__
             raise BadInput(f"model is {self.name!r:.60} ({kind}), expected a name, a directory or a module")
-        with speaking_python(ModelSource, parameters=("trust_code",)):
+        with errors_in_python(ModelSource, parameters=("trust_code",)):
             super().__post_init__()
 
 
@@ -130,7 +130,7 @@ def module_beside(directories: PathLike | Sequence[PathLike]) -> AbstractContext
 
 
 @contextmanager
-def opened(model: ModelLike, example: InputsLike | Moments | None = None) -> Iterator[Checkpoint]:
+def open_model(model: ModelLike, example: InputsLike | Moments | None = None) -> Iterator[Checkpoint]:
     """Yield the model of a source, a path or a module in memory; a model's own code may run within this context.
 
     `example` are inputs or moments that show what a module takes.
@@ -148,9 +148,9 @@ def opened(model: ModelLike, example: InputsLike | Moments | None = None) -> Ite
             yield _of_module(named, own, example)
         return
     if str(named.name).endswith(".toml"):
-        from corp_deploy.release.recipe_file import as_named  # loading a directory needs no recipes
+        from corp_deploy.release.recipe_file import resolve_toml_source  # loading a directory needs no recipes
 
-        named = as_named(named)
+        named = resolve_toml_source(named)
     assert not isinstance(named.name, nn.Module), named
     if isinstance(named.name, os.PathLike) and not Path(named.name).is_dir():
         raise BadInput(f"{os.fspath(named.name)}: no such directory, expected one that corp-deploy wrote")
@@ -168,9 +168,9 @@ def load(model: Source | str | os.PathLike[str], *, trust_code: bool = False) ->
     Raises:
         BadInput: A directory is missing, foreign or damaged, weights don't fit, or code isn't trusted.
     """
-    with speaking_python(parameters=("trust_code",)):
+    with errors_in_python(parameters=("trust_code",)):
         source = model if isinstance(model, Source) else Source(model, trust_code=trust_code)
-        with opened(source) as checkpoint:
+        with open_model(source) as checkpoint:
             return checkpoint.model
 
 
@@ -203,7 +203,7 @@ def sites(
         BadInput: A name doesn't exist, channels are mixed between the layers, the heads differ from the program's, or
             the module can't be traced.
     """
-    with speaking_python():
+    with errors_in_python():
         settings = Preprocessing(mean=None if mean is None else tuple(mean), std=None if std is None else tuple(std))
         return with_named_sites(
             model,

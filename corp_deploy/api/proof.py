@@ -19,8 +19,8 @@ from corp_deploy.store.labels import labels_for
 from ground.errors import BadInput
 from perf.parity.parity import Parity
 
-from .in_python import in_python, verb
-from .models import ModelLike, PathLike, module_beside, opened, opened_inputs
+from .in_python import function_from_record, message_in_python
+from .models import ModelLike, PathLike, module_beside, open_inputs, open_model
 from .values import InputsLike
 
 
@@ -44,7 +44,7 @@ class VerifyCall(HoldOutOptions, Drawn, ProofOptions, ProofFiles):
     trust_engine: bool = False
 
 
-@verb(VerifyCall)
+@function_from_record(VerifyCall)
 def verify(call: VerifyCall) -> Parity:
     """Prove on real inputs, link by link, how far candidates are from a reference model.
 
@@ -68,12 +68,12 @@ def verify(call: VerifyCall) -> Parity:
     limits = ParityLimits.from_options(call.values)
     with ExitStack() as stack:
         stack.enter_context(trusting_engines(call.trust_engine))
-        dense = stack.enter_context(opened(call.reference, call.inputs))
+        dense = stack.enter_context(open_model(call.reference, call.inputs))
         stack.enter_context(module_beside(call.candidates))
         steps = candidates_from_paths(_paths_of_candidates(call.candidates), call.runtimes)
         for sentence in require_batches(steps, call.batches) if "batches" in call.non_default else ():
-            warnings.warn(in_python(sentence, VerifyCall), stacklevel=3)
-        input_set = stack.enter_context(opened_inputs(dense.model, call.inputs, **call.drawn))
+            warnings.warn(message_in_python(sentence, VerifyCall), stacklevel=3)
+        input_set = stack.enter_context(open_inputs(dense.model, call.inputs, **call.drawn))
         proving, labels = call.proving(input_set, call.seed), None
         if call.labels is not None:
             labels = labels_for(call.labels, proving, dense.model)
@@ -85,6 +85,6 @@ def verify(call: VerifyCall) -> Parity:
             limits,
             output=None if call.output is None else Path(call.output),
             moments_file=None if call.moments is None else Path(call.moments),
-            warn=lambda sentence: warnings.warn(in_python(sentence, VerifyCall), stacklevel=5),
+            warn=lambda sentence: warnings.warn(message_in_python(sentence, VerifyCall), stacklevel=5),
         )
     return proof.parity

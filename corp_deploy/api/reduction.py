@@ -21,8 +21,8 @@ from corp_deploy.traced.models.module import is_reduced
 from ground.errors import BadInput
 from ground.gpu import require_device
 
-from .in_python import in_python, speaking_python, verb
-from .models import Directory, OfModel, in_memory, opened, opened_inputs
+from .in_python import errors_in_python, function_from_record, message_in_python
+from .models import Directory, OfModel, in_memory, open_inputs, open_model
 from .values import InputsLike, refuse_other_inputs
 
 
@@ -31,7 +31,7 @@ class ReduceOptions(reduction.ReduceOptions):
     __doc__ = reduction.ReduceOptions.__doc__
 
     def __post_init__(self) -> None:
-        with speaking_python(reduction.ReduceOptions):
+        with errors_in_python(reduction.ReduceOptions):
             super().__post_init__()
 
 
@@ -60,7 +60,7 @@ class ReduceCall(HoldOutOptions, Drawn, reduction.ReduceOptions, reduction.Reduc
     inputs: InputsLike | None = None
 
 
-@verb(ReduceCall)
+@function_from_record(ReduceCall)
 def reduce(call: ReduceCall) -> Reduced:
     """Remove channels, dimensions and heads of a model, repair the loss in closed form, and write it to `output`.
 
@@ -80,11 +80,11 @@ def reduce(call: ReduceCall) -> Reduced:
     moments = load_moments(moments_file)
     with ExitStack() as stack:
         example = moments if in_files else call.inputs
-        dense, input_set = stack.enter_context(opened(call.model, example)), None
+        dense, input_set = stack.enter_context(open_model(call.model, example)), None
         if dense.architecture.family == MEMORY and is_reduced(dense.model):
             raise BadInput("model is a reduced one in memory, and a directory names the dense one; give its directory")
         if call.inputs is not None:
-            opened_set = stack.enter_context(opened_inputs(dense.model, call.inputs, **call.drawn))
+            opened_set = stack.enter_context(open_inputs(dense.model, call.inputs, **call.drawn))
             input_set = call.split(opened_set, call.seed).fitted
         result, planned = reduce_checkpoint(
             dense,
@@ -94,7 +94,7 @@ def reduce(call: ReduceCall) -> Reduced:
             directory=Path(call.output),
             images=input_set,
         )
-    module, notes = None, [in_python(each, ReduceCall) for each in result.notes]
+    module, notes = None, [message_in_python(each, ReduceCall) for each in result.notes]
     if dense.architecture.family == MEMORY:
         module = in_memory(call.model)
         notes.append(

@@ -15,7 +15,7 @@ from perf.record.runs import Bench
 from perf.stats.stats import Interval
 from perf.stats.summary import Summary, summarise
 
-from .in_python import verb
+from .in_python import function_from_record
 from .models import PathLike, module_beside
 from .values import InputsLike, as_file
 
@@ -53,7 +53,7 @@ class BenchCall(BenchOptions, TextFed, BenchFiles):
     trust_engine: bool = False
 
 
-@verb(BenchCall)
+@function_from_record(BenchCall)
 def bench(call: BenchCall) -> Speed:
     """Time two models in one process, interleaved, with the first against itself beside them.
 

@@ -13,7 +13,7 @@ from corp_deploy.views.console import Output
 from ground.errors import BadInput
 
 from .command import ModelChoice, command, some
-from .options import FILE, command_again, explicit_options
+from .options import FILE, current_command, explicit_options
 
 if TYPE_CHECKING:
     from corp_deploy.store.checkpoint import Checkpoint
@@ -81,7 +81,7 @@ def calibrate_command(
     with timed_on(options.device) as watch, ranks_of_this_run(options.device) as ranks:
         out = out if ranks.rank == 0 else Output(json=False, quiet=True)
         checkpoint = apply_merging_choice(model.load(out), options)
-        source = options.in_order(inputs.open(checkpoint, out.note), samples=inputs.samples, seed=inputs.seed)
+        source = options.order_for_snapshots(inputs.open(checkpoint, out.note), **inputs.drawn)
         unsaved = "" if options.checkpoint_every is None else ", which --checkpoint-every saves only where it is given"
         run = CalibrationRun(
             ranks=ranks,
@@ -90,7 +90,7 @@ def calibrate_command(
             snapshots=tuple(options.snapshots),
             on_bytes_needed=lambda size: out.note(f"the sums will take {size / 2**20:,.0f} MiB"),
             progress=lambda title, count: out.progress(f"calibrating {title}", count, unit=source.noun),
-            fitting=lambda share: command_again(attn=f"{share:g}"),
+            fitting=lambda share: current_command(attn=f"{share:g}"),
             smaller=lambda size: out.warn(f"memory ran out in a batch: begun anew with --batch-size {size}{unsaved}"),
         )
         resumed, model_file = run.goes_on, output.with_suffix(".model.toml")
@@ -103,10 +103,10 @@ def calibrate_command(
     if summaries:
         write_effort(path_beside(output), "calibrate", watch, device=options.device, resumed=resumed)
         more = [f"{model_file}: the model, for --model of the next commands"] * writes_model
-        _tell(summaries, checkpoint, source.noun, summary, watch, out, *more)
+        _print_calibration(summaries, checkpoint, source.noun, summary, watch, out, *more)
 
 
-def _tell(
+def _print_calibration(
     summaries: Sequence[dict[str, Any]],
     checkpoint: "Checkpoint",
     noun: str,
@@ -165,7 +165,7 @@ def _by_block(
             )
             summaries = write_moments_by_block(layers, source, run, output, hold_out=options.hold_out, seed=inputs.seed)
     write_effort(path_beside(output), "calibrate", watch, device=options.device)
-    _tell(summaries, layers.checkpoint, source.noun, summary, watch, out)
+    _print_calibration(summaries, layers.checkpoint, source.noun, summary, watch, out)
 
 
 @command("calibrate --merge")

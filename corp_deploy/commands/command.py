@@ -67,9 +67,9 @@ def chosen_model(model: str | Path, **options: Any) -> ModelChoice:
         choice = ModelChoice(model, **options)
     if Path(model).suffix != ".toml":
         return choice
-    from corp_deploy.release.recipe_file import as_named
+    from corp_deploy.release.recipe_file import resolve_toml_source
 
-    return as_named(choice)
+    return resolve_toml_source(choice)
 
 
 @contextmanager

@@ -98,7 +98,7 @@ def _built(options: EngineOptions, graph: Path, on_progress: Callable[[int], Non
         if phase == "Building engine":
             on_progress(steps)
 
-    return build_engine(graph, options.of_engine(command_line()), progress=progress)
+    return build_engine(graph, options.build_options(command_line()), progress=progress)
 
 
 @command(first="output backend batch sm precision sparse timing-cache compatibility version-compatible device")
@@ -126,7 +126,7 @@ def build_command(graph: Path, output: Path, options: EngineOptions, out: Output
             built = _built(options, graph, bar)
             write_engine(built, output)
         else:
-            built = build_priced(graph, options.of_engine(command_line()), output)
+            built = build_priced(graph, options.build_options(command_line()), output)
             lines = bench_lines(built.record, output)
     write_effort(path_beside(output), "build", watch)
     record = built.record.to_json() | {"effort": watch.as_json()}

@@ -227,11 +227,11 @@ def _again(without: Collection[str], added: Mapping[str, Any]) -> Invocation:
     return Invocation(command=str(context.info_name), options=left)
 
 
-def command_again(**added: Any) -> str:
+def current_command(**added: Any) -> str:
     """Return the current command as a line to type again, with options added."""
     return str(_again((), added))
 
 
-def words_again(without: Collection[str] = (), **added: Any) -> tuple[str, ...]:
+def current_words(without: Collection[str] = (), **added: Any) -> tuple[str, ...]:
     """Return the current command as words behind the program's name, without some options and with others added."""
     return _again(without, added).argv[1:]

@@ -142,7 +142,7 @@ def _execute(job: "Job", run: RunChoice, out: Output) -> int:
         _rows(planned, out, then if planned else none)
     elif run.only:
         outcome = replace(job, starts=Pace(out.note)).run_only(run.only)
-        _say_of_weights(outcome.finished, job.root, out)
+        _print_weight_notes(outcome.finished, job.root, out)
         none = "nothing to do: up to date; give --again too to run it anew"
         message = f"made {', '.join(outcome.finished)}" if outcome.finished else none
         out.result({"made": outcome.finished, "cached": outcome.cached}, message)
@@ -169,16 +169,16 @@ def _init(recipe: Path, model: str, new: StarterChoice, out: Output) -> int:
 def _rows(planned: "Sequence[StageStatus]", out: Output, note: str) -> None:
     from rich.table import Table
 
-    from corp_deploy.views.console import reason_cell, reasons_below
+    from corp_deploy.views.console import long_reasons, reason_cell
 
     table = Table("stage", "", "why")
     for row in planned:
         table.add_row(row.stage, row.state, reason_cell(row.why))
-    below = reasons_below((row.stage, row.why) for row in planned)
+    below = long_reasons((row.stage, row.why) for row in planned)
     out.result({"stages": [asdict(row) for row in planned], "notes": [note]}, table, *below, note)
 
 
-def _say_of_weights(finished: Sequence[str], output: Path, out: Output) -> None:
+def _print_weight_notes(finished: Sequence[str], output: Path, out: Output) -> None:
     """Print the notes on the weights of the dense model, if its stage has just run."""
     from corp_deploy.store.model_config import load_model_config
 
@@ -208,7 +208,7 @@ def make_release(job: "Job", out: Output, *closing: str) -> int:
     pace, output = Pace(out.note, seconds=limited_seconds(job.recipe)), job.root
     released = replace(job, starts=pace, planned=pace.plan).release()
     outcome = released.outcome
-    _say_of_weights(outcome.finished, output, out)
+    _print_weight_notes(outcome.finished, output, out)
     record = {
         "directory": str(output),
         "made": outcome.finished,

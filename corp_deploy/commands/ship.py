@@ -53,13 +53,13 @@ def ship(
     from corp_deploy.release.incremental import locked_release
     from corp_deploy.release.names import RECIPE
     from corp_deploy.release.run import Job
-    from corp_deploy.release.ship import ToShip, again, recipe_to_ship
+    from corp_deploy.release.ship import ShipRequest, recipe_to_ship, rerun_command
 
-    request = ToShip(source=model, options=options, drawn=drawn, budget=budget, timed=timed, run=run)
+    request = ShipRequest(source=model, options=options, drawn=drawn, budget=budget, timed=timed, run=run)
     path = output / RECIPE
     with locked_release(output):
         recipe = recipe_to_ship(request, output)
-        closing = f"to change anything, edit {path}; this does again only what changed: {again(recipe, output)}"
+        closing = f"to change anything, edit {path}; this does again only what changed: {rerun_command(recipe, output)}"
         job = Job(recipe=recipe, path=path, root=output, baseline=Baseline(), warn=out.warn)
         try:
             return make_release(job, out, closing)

@@ -19,7 +19,7 @@ from ground.files import locked
 from ground.threads import THREADS, usable_cpus
 
 from .command import ModelChoice, command, some
-from .options import DIRECTORY, FILE, Paths, explicit_options, usage_errors, words_again
+from .options import DIRECTORY, FILE, Paths, current_words, explicit_options, usage_errors
 from .sweep_choice import SweepChoice, TrialsChoice
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def sweep_command(
                 alone.close()  # one of the processes takes the lock
                 with out.progress(f"{len(requests)} trials by {trials.jobs} processes", None):
                     without = (*ALONE, *(() if speed.engine else ("batch",)))
-                    run_jobs(words_again(without=without, keep_models=True), trials.jobs)
+                    run_jobs(current_words(without=without, keep_models=True), trials.jobs)
                 alone.enter_context(_alone_in(output))
             with out.progress("sweeping", len(requests), unit="trials") as bar:
                 run = SweepRun(
@@ -120,16 +120,16 @@ def sweep_command(
                     speed=speed,
                     ranks=ranks,
                     keep_models=trials.keep_models,
-                    command=tuple(words_again()),
+                    command=tuple(current_words()),
                     on_progress=lambda phase, count: bar.renamed(phase, count, len(requests), "trials"),
                 )
                 size = _size(swept, requests, trials.held_out, bar)
                 points = run_sweep(swept, requests, run)
         if not ranks.rank:
-            _tell(sweep, swept, points, size, trials.min_agreement, inputs, output, out)
+            _report(sweep, swept, points, size, trials.min_agreement, inputs, output, out)
 
 
-def _tell(
+def _report(
     sweep: SweepChoice,
     swept: "SweepContext",
     points: "list[SweepPoint]",

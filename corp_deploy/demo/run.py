@@ -96,7 +96,7 @@ class DemoScale:
 SCALE = DemoScale()
 
 
-def itself(example: Example) -> Invocation:
+def demo_invocation(example: Example) -> Invocation:
     return Invocation(command="demo", options={**example.demo_options, "output": "."})
 
 
@@ -148,7 +148,7 @@ def invocations(example: Example, scale: DemoScale) -> dict[tuple[str, ...], Inv
 def made_by(example: Example, scale: DemoScale) -> dict[str, str]:
     """Return the command that makes each file; the demo makes the others."""
     by_calls = {name: str(run) for names, run in invocations(example, scale).items() for name in names}
-    return dict.fromkeys((*ONLY_DEMO, *MODEL), str(itself(example))) | by_calls
+    return dict.fromkeys((*ONLY_DEMO, *MODEL), str(demo_invocation(example))) | by_calls
 
 
 EXAMPLE = Path(__file__).with_name("digits")
@@ -285,7 +285,7 @@ def run_demo(
         bench = steps.write_bench(place, *of_command["bench"])
     with stage("writing the report"):
         # The first manifest goes into the report, the second lists the report, too.
-        write_manifest(directory, made_by(example, scale), command=str(itself(example)))
+        write_manifest(directory, made_by(example, scale), command=str(demo_invocation(example)))
         steps.write_page(place, *of_command["report"])
-        write_manifest(directory, made_by(example, scale), command=str(itself(example)))
+        write_manifest(directory, made_by(example, scale), command=str(demo_invocation(example)))
     return _record(dense, reduced, parity, bench) | {"effects": effects}

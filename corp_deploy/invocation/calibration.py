@@ -117,7 +117,7 @@ class PassOptions(Record, heading="The pass"):
         ".100 and so on before OUTPUT's suffix. With --samples the images come in an order drawn by --seed.",
     )
 
-    def in_order(self, source: Inputs, *, samples: int | None, seed: int) -> Inputs:
+    def order_for_snapshots(self, source: Inputs, *, samples: int | None, seed: int) -> Inputs:
         """Return the inputs, shuffled if they were drawn and snapshots take the first ones of them."""
         from calib.inputs import shuffle_inputs
 

@@ -66,7 +66,7 @@ class EngineOptions(Record, heading="Engine"):
         way = f"{self.backend}-{self.device}" if self.backend == "onnxruntime" else self.backend
         BUILD.refuse([("", way)], options)
 
-    def of_engine(self, command: str) -> BuildOptions:
+    def build_options(self, command: str) -> BuildOptions:
         """Return the options as `export` takes them, with the command for the record."""
         options = self.values | {"workspace_mib": self.workspace_mib and self.workspace_mib * 2**20}
         named = {ENGINE_OPTIONS.get(name, name): value for name, value in options.items() if name != "device"}

@@ -25,7 +25,7 @@ from perf.runners.onnx import OnnxRunner, onnx_precision
 from perf.runners.protocol import Runner
 
 from .names import AGAIN, MANIFEST, PROVENANCE, SAMPLES_RECORD, SUMS, graph_name
-from .signature import Signed, Unverified, added_to, sums_from_file
+from .signature import Signed, Unverified, sums_from_file, unlisted_files
 from .verifier import Verifier
 
 KIND = "corp-deploy/samples"
@@ -59,7 +59,7 @@ class SamplesRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind",
     labels: str | None = None
 
 
-def replayed(runner: Runner, images: Images) -> Answers:
+def run_in_batches(runner: Runner, images: Images) -> Answers:
     """Return the output for all images; several outputs are concatenated [N,F]."""
     parts = (images[start : start + BATCH] for start in range(0, len(images), BATCH))
     answers = [list(runner(feeds_from_array(part, runner.inputs)).values()) for part in parts]
@@ -82,7 +82,7 @@ def opened_graph(path: Path) -> Iterator[Runner]:
             yield runner
 
 
-def of_release(folder: Path, name: str) -> Path:
+def path_in_release(folder: Path, name: str) -> Path:
     """Return the path of a recorded file; raise BadInput for one outside the release."""
     return path_inside(folder, name, where=str(folder / SAMPLES_RECORD))
 
@@ -100,11 +100,11 @@ def _reading(folder: Path) -> Iterator[None]:
 
 
 def _differences(folder: Path, record: SamplesRecord) -> Iterator[str]:
-    images = array_from_npy(of_release(folder, record.images))
+    images = array_from_npy(path_in_release(folder, record.images))
     for graph, known_as in record.graphs.items():
-        expected, bound = array_from_npy(of_release(folder, known_as.expected)), known_as.max_relative_error
-        with opened_graph(of_release(folder, graph)) as runner:
-            answers = replayed(runner, images)
+        expected, bound = array_from_npy(path_in_release(folder, known_as.expected)), known_as.max_relative_error
+        with opened_graph(path_in_release(folder, graph)) as runner:
+            answers = run_in_batches(runner, images)
         if answers.shape != expected.shape:
             yield f"{graph}: answers {list(answers.shape)} to the samples, expected {list(expected.shape)}"
         elif not (error := FEATURE_MAP.rows(expected, answers).relative_error()) <= bound:
@@ -126,8 +126,8 @@ def samples_of_release(folder: Path, max_relative_error: float) -> Samples:
     if graph not in record.graphs:
         raise BadInput(f"{folder / SAMPLES_RECORD}: no answers of {graph}, only of {', '.join(record.graphs)}")
     with _reading(folder):
-        arrays = [array_from_npy(of_release(folder, each)) for each in (record.images, record.graphs[graph].expected)]
-    images, answers = arrays
+        files = record.images, record.graphs[graph].expected
+        images, answers = (array_from_npy(path_in_release(folder, each)) for each in files)
     if len(images) != len(answers) or not len(images):
         raise BadInput(f"{folder / 'samples'}: {len(images)} images and {len(answers)} answers, expected one each")
     return Samples(images=images, answers=answers, max_relative_error=max_relative_error)
@@ -207,7 +207,7 @@ def check_release(folder: Path, expected: ExpectedRelease | None = None) -> Chec
         return Checked(files=0, graphs_replayed=False, differs=(f"{SUMS}: {LINK}",))
     sums = sums_from_file(folder / SUMS)
     changed = _changed(folder, sums)
-    differs = [*changed.values(), *(f"{name}: in no list of this release" for name in added_to(folder, sums))]
+    differs = [*changed.values(), *(f"{name}: in no list of this release" for name in unlisted_files(folder, sums))]
     if MANIFEST in sums and MANIFEST not in changed:
         # The two lists have to agree, so that neither can be edited alone.
         entries = {name: entry.sha256 for name, entry in load_manifest(folder).files.items()}

@@ -25,7 +25,7 @@ from ground.quantity import quoted
 from perf.gate.rule import Rule
 
 from . import recipe_tables as tables
-from .recipe_keys import in_keys
+from .recipe_keys import errors_in_keys
 from .targets import ON_CPU, ReleaseTarget, release_target, rules_of
 
 RANGE_SAMPLES = 128
@@ -65,7 +65,7 @@ class ParityTable(MetricOptions, ProofOptions):
             located.append(f"{request.name}={shlex.join(words).replace(shlex.quote(OUTPUTS), OUTPUTS)}")
         return located
 
-    def untold_files(self, beside: Path, directory: Path) -> list[str]:
+    def undeclared_files(self, beside: Path, directory: Path) -> list[str]:
         """Return words of commands that name files beside the recipe and not in `metric_files` or the directory."""
         file_names = {path.name for path in self.metric_files}
         words = (word for request in metrics_from_texts(self.metric) for word in request.argv if OUTPUTS not in word)
@@ -105,7 +105,7 @@ class Recipe:
     )
 
     def __post_init__(self) -> None:
-        if self.proves_on_own:
+        if self.proves_on_calibration:
             self._refuse_unproved()
         self._refuse_unjudged_limit()
         self._refuse_beside_loop()
@@ -116,7 +116,7 @@ class Recipe:
         self._refuse_idle_threads()
         self._refuse_idle_system()
         rules = [rule.text for rules in (self.rules, *(target.rules for target in self.targets)) for rule in rules]
-        with in_keys(tables.GateTable, "gate"):
+        with errors_in_keys(tables.GateTable, "gate"):
             judging = GateOptions(rules=rules, confidence=self.gate.confidence)
             judging.refuse_ignored(judging.non_default)
         if self.reduce.sparse is None and any(table.sparse for table in self.target_tables.values()):
@@ -129,7 +129,7 @@ class Recipe:
         if loop is None:
             return
         key = "reduce.effort" if self.reduce.composes else "reduce.closed_loop"
-        judges = self.reduce.within is not None or self.proves_on_own
+        judges = self.reduce.within is not None or self.proves_on_calibration
         if self.calibration.hold_out is not None and not judges:
             raise BadInput(
                 f"calibration.hold_out judges sites that were fitted to moments; {key}: {NOT_HELD_OUT[loop]}; "
@@ -164,7 +164,7 @@ class Recipe:
         limit = self.reduce.limit
         if limit is None:
             return
-        if self.proves_on_own:
+        if self.proves_on_calibration:
             raise BadInput(
                 f"reduce.within = '{limit}' chooses the model on the images that calibration.hold_out leaves out, so "
                 "they can't prove it too; give held_out.images"
@@ -182,7 +182,7 @@ class Recipe:
         deaf = [name for name in self.target_tables if not BENCH.variants[name].supports("threads", 1)]
         if self.bench.threads is None or len(deaf) < len(self.target_tables):
             return
-        with in_keys(BenchOptions, "bench"):
+        with errors_in_keys(BenchOptions, "bench"):
             BENCH.refuse([("", deaf[0])], {"threads": self.bench.threads})
 
     def _refuse_idle_system(self) -> None:
@@ -214,7 +214,7 @@ class Recipe:
         return {"trust_paths": True} | ({"trust_code": True} if runs else {})
 
     @property
-    def proves_on_own(self) -> bool:
+    def proves_on_calibration(self) -> bool:
         """True if the images that the calibration holds out prove the result."""
         return self.held_out.images is None
 
@@ -227,13 +227,13 @@ class Recipe:
         merges = self.reduce.method_asked.merges or self.reduce.method_asked.folds_heads
         looped = self.reduce.loop is not None or self.reduce.composes
         judged = self.calibration.hold_out is not None and not looped
-        return judged and not (merges and self.proves_on_own)
+        return judged and not (merges and self.proves_on_calibration)
 
     @property
     def proof_images(self) -> InputOptions:
         """The images that prove the result: those of [held_out], or those that the calibration holds out."""
         held_out, calibration = self.held_out, self.calibration
-        if not self.proves_on_own:
+        if not self.proves_on_calibration:
             return InputOptions(images=held_out.images, samples=held_out.samples, seed=held_out.seed)
         drawn = {name: getattr(calibration, name) for name in ("images", "samples", "seed", "hold_out")}
         return InputOptions(**drawn, groups=calibration.grouping)

@@ -85,7 +85,7 @@ def _absent(stages: Sequence[Stage]) -> Iterator[str]:
 
 def _require_metrics(recipe: Recipe, root: Path, beside: Path, mistakes: RecipeProblems) -> None:
     """Note commands that can't run in the directory of the release, and files beside the recipe that they read."""
-    untold = recipe.parity.untold_files(beside, root)
+    untold = recipe.parity.undeclared_files(beside, root)
     for word in untold:
         mistakes.add(
             f"parity.metric_files: a command of parity.metric names {word!r}, which stands beside the recipe, and runs "

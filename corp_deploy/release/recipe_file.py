@@ -19,7 +19,7 @@ from ground.errors import BadInput
 from ground.files import refuse_utf16, regular_file
 
 from .recipe import SECTIONS, Recipe
-from .recipe_keys import keys_of, record_of, told_at
+from .recipe_keys import errors_at, keys_of, record_of
 from .recipe_tables import ModelTable, TargetTable
 
 MOST_BYTES = 2**20
@@ -93,7 +93,7 @@ def _table(path: Path, name: str, raw: object, kind: type[Record]) -> dict[str, 
         raise BadInput(f"{path}: {name} is {raw!r:.200}, expected a table: [{name}]")
     keys = keys_of(kind)
     _refuse_unknown(f"{path}: [{name}]", raw, keys)
-    with told_at(str(path)):
+    with errors_at(str(path)):
         return {word: keys[word].decoded(name, value, path.parent) for word, value in raw.items()}
 
 
@@ -168,11 +168,11 @@ def load_model_table(path: Path) -> ModelTable:
     table = _with_bases(path, (), None).get("model")
     if table is None:
         raise BadInput(f"{path}: has no [model], expected the table that says which model, as a recipe has it")
-    with told_at(str(path)):
+    with errors_at(str(path)):
         return record_of(ModelTable, "model", table)
 
 
-def as_named(source: S) -> S:
+def resolve_toml_source(source: S) -> S:
     """Return a source with the table of the .toml file that it names, if any; raise BadInput for options beside it."""
     path = Path(source.name)
     if path.suffix != ".toml":
@@ -193,7 +193,7 @@ def load_recipe(path: Path, *, trust_paths: bool = False) -> Recipe:
     path = path.resolve()
     tables = _with_bases(path, (), None if trust_paths else path.parent)
     tables["release"] = {"name": path.stem} | tables.get("release", {})
-    with told_at(str(path)):
+    with errors_at(str(path)):
         sections: dict[str, Any] = {
             name: record_of(kind, name, tables.get(name, {})) for name, kind in SECTIONS.items()
         }

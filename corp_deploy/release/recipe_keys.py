@@ -34,7 +34,7 @@ R = TypeVar("R", bound=Record)
 
 
 @contextmanager
-def told_at(where: str) -> Iterator[None]:
+def errors_at(where: str) -> Iterator[None]:
     """Put the place of a mistake before the message of a BadInput that is raised within."""
     try:
         yield
@@ -178,7 +178,7 @@ def keys_of(record: type[Record]) -> Mapping[str, Key]:
 
 
 @contextmanager
-def in_keys(record: type[Record], table: str) -> Iterator[None]:
+def errors_in_keys(record: type[Record], table: str) -> Iterator[None]:
     """Replace options with keys of a table in the message of a BadInput; without any, put the table's name first."""
     keys = dict[str, Key]()
     for key in keys_of(record).values():
@@ -212,7 +212,7 @@ def record_of(record: type[R], name: str, table: Mapping[str, Any]) -> R:
             values.setdefault(key.option.name, dict(key.option.converted(None) or {}))[key.kind] = table[key.name]
         else:
             values[key.option.name] = table[key.name]
-    with in_keys(record, name):
+    with errors_in_keys(record, name):
         built = record(**values)
         built.refuse_ignored(built.non_default)
     return built

@@ -42,7 +42,7 @@ from .names import MOMENTS, PARITY, parity_name
 from .recipe import Recipe
 from .recipe_keys import RecipeProblems
 from .recipe_tables import require_more
-from .serving import class_names
+from .serving import read_class_names
 
 PROVING = {"size", "samples", "parity"}
 """The stages that open the images that prove the result."""
@@ -107,8 +107,8 @@ def _require_figures(recipe: Recipe, ports: Sequence[OutputPort]) -> None:
             raise BadInput(f"rule {rule.text!r}: accuracy needs labels of held-out images; give held_out.labels")
 
 
-def _read_class_names(path: Path, model: nn.Module) -> None:
-    names, classes = class_names(path), traced_model.classes(model)
+def _check_class_names(path: Path, model: nn.Module) -> None:
+    names, classes = read_class_names(path), traced_model.classes(model)
     require_labels(names, where=str(path))
     if not classes:
         raise BadInput(f"{path}: labels name classes, and the model tells none apart; leave them out")
@@ -159,8 +159,8 @@ def read_inputs(
     if "moments" in names and calibration is not None:
         with mistakes.at("[model]"):
             require_steady_on(model, calibration.fitted)
-    proving = calibration.held_out if recipe.proves_on_own and calibration is not None else None
-    if names & PROVING and not recipe.proves_on_own:
+    proving = calibration.held_out if recipe.proves_on_calibration and calibration is not None else None
+    if names & PROVING and not recipe.proves_on_calibration:
         with mistakes.at("held_out.images"):
             proving = recipe.proof_images.proving_images(model, lambda text: warn(f"held_out.images: {text}"))
     if names & PROVING and proving is not None:
@@ -176,7 +176,7 @@ def read_inputs(
             warn(f"held_out.images: {fitted.warning}; the gate fails unless a rule on {FITTED} allows it")
     if "package.labels" in labels and recipe.package.labels is not None:
         with mistakes.at("package.labels"):
-            _read_class_names(recipe.package.labels, model)
+            _check_class_names(recipe.package.labels, model)
 
 
 def limits_out_of_reach(recipe: Recipe, held_out: int) -> list[str]:

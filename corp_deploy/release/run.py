@@ -21,7 +21,7 @@ from .recipe_checks import require_inputs
 from .recipe_toml import rendered
 from .signature import sums_from_file
 from .signer import Signer, sign
-from .stage import only_call
+from .stage import stage_call
 from .stages import stages_of
 
 Signature = Literal["signed", "kept", "removed", "refused"]
@@ -168,7 +168,7 @@ class Job:
                 "name": stage.name,
                 "why": status.why,
                 "words": (
-                    *only_call(stage.name, self.recipe).argv,
+                    *stage_call(stage.name, self.recipe).argv,
                     *(("--again", stage.name) if stage.again else ()),
                 ),
             }

@@ -185,7 +185,7 @@ def bill_of_release(root: Path, recipe: Recipe) -> dict[str, Any]:
     dense, subject = (_model(root, recipe, each, configs[each]) for each in SUBJECTS)
     fitted = record_from_file(root / SUMMARY, _Moments, kind=SUMMARY_KIND, remedy=AGAIN).images
     images, own = parity.images, recipe.licences
-    proof_licence = own.calibration if recipe.proves_on_own else own.held_out
+    proof_licence = own.calibration if recipe.proves_on_calibration else own.held_out
     calibration = _data(CALIBRATION, "calibration images", reduced.lineage["images"], fitted, own.calibration)
     held_out = _data(HELD_OUT, "held-out images", images.digest, images.count, proof_licence)
     parts = [dense, calibration, held_out, TOOL]

@@ -33,7 +33,7 @@ from .signature import entries_below
 from .signer import Signer, sign
 
 
-def to_serve(directory: Path, target: str, quantised: Path) -> tuple[Path, str | None]:
+def choose_served_file(directory: Path, target: str, quantised: Path) -> tuple[Path, str | None]:
     """Return the file to serve and, if it is not the quantised one, the reason."""
     path = directory / f"gain.{target}.json"
     bench = load_bench(path) if path.is_file() else None
@@ -72,7 +72,7 @@ def _plans(directory: Path) -> tuple[tuple[Path, ...], list[str], set[str]]:
             reason = f"the server's backend loads TensorRT plans, this one is of {backend}"
             notes.append(f"{path.name} is left out: {reason}")
             continue
-        served, note = to_serve(directory.parent, backend, path)
+        served, note = choose_served_file(directory.parent, backend, path)
         plans.append(served)
         if note is not None:
             notes.append(note)
@@ -105,7 +105,7 @@ def _agreement(directory: Path) -> Agreement | None:
 MOST_LABELS_BYTES = 2**26
 
 
-def class_names(path: Path) -> tuple[str, ...]:
+def read_class_names(path: Path) -> tuple[str, ...]:
     try:
         text = text_from_file(path, most_bytes=MOST_LABELS_BYTES)
     except OSError as error:
@@ -168,7 +168,7 @@ def package_of_directory(directory: Path, proof: ProofVerdicts, options: Serving
         cpu, serving, own_notes = _in_openvino(directory, fp32, serving)
         notes += own_notes
     elif (quantised := quantised_graph(directory, "onnxruntime-cpu")) is not None:
-        cpu, note = to_serve(directory, "onnxruntime-cpu", quantised)
+        cpu, note = choose_served_file(directory, "onnxruntime-cpu", quantised)
         notes, left_out = ([*notes, note], {*left_out, quantised.name}) if note is not None else (notes, left_out)
     expected: dict[str, Expected] = {}
     preferred: tuple[int, ...] = ()
@@ -188,7 +188,7 @@ def package_of_directory(directory: Path, proof: ProofVerdicts, options: Serving
         plans=plans,
         onnx=fp16 if fp16.is_file() else fp32,
         cpu_onnx=cpu,
-        labels=class_names(options.labels) if options.labels else _own_class_names(directory / "reduced", fp32),
+        labels=read_class_names(options.labels) if options.labels else _own_class_names(directory / "reduced", fp32),
         serving=replace(serving, preferred_batches=preferred, max_batch=serving.max_batch or largest),
         expected=expected,
         profiles=profiles,

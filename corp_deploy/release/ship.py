@@ -28,7 +28,7 @@ BY_SPEED: tuple[TargetName, ...] = ("tensorrt", "tensorrt-rtx", "onnxruntime-cud
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToShip:
+class ShipRequest:
     """A call of `ship`: the model, and the options of each step."""
 
     source: ModelSource
@@ -57,7 +57,7 @@ class ToShip:
         }
 
 
-def recipe_to_ship(request: ToShip, root: Path) -> Recipe:
+def recipe_to_ship(request: ShipRequest, root: Path) -> Recipe:
     """Return the recipe in the directory `root` if it agrees with the request, or a new one if there is none.
 
     Raises:
@@ -71,19 +71,19 @@ def recipe_to_ship(request: ToShip, root: Path) -> Recipe:
     if others := list(_differences(request, recipe)):
         raise BadInput(
             f"{path}: is the recipe of another release: {'; '.join(others)}; change it there and run "
-            f"`{again(recipe, root)}`, or give another --output"
+            f"`{rerun_command(recipe, root)}`, or give another --output"
         )
     named = {place for _, place in paths_in_tables(request.tables)}
     for name, place in paths_in_tables({name: values_of(getattr(recipe, name)) for name in SECTIONS}):
         if place not in named and not place.is_relative_to(here):
             raise BadInput(
                 f"{path}: {name} leads out of {here}, to {str(place)[:200]}, which no option names; look at it, and "
-                f"run `{again(recipe, root)}` if it may"
+                f"run `{rerun_command(recipe, root)}` if it may"
             )
     return recipe
 
 
-def _differences(request: ToShip, recipe: Recipe) -> Iterator[str]:
+def _differences(request: ShipRequest, recipe: Recipe) -> Iterator[str]:
     for section, keys in request.tables.items():
         of_recipe, wanted = (
             values_of(each) for each in (getattr(recipe, section), record_of(SECTIONS[section], section, keys))
@@ -98,12 +98,12 @@ def _differences(request: ToShip, recipe: Recipe) -> Iterator[str]:
         yield f"the first of targets is {first} there, {target} here"
 
 
-def again(recipe: Recipe, root: Path) -> Invocation:
+def rerun_command(recipe: Recipe, root: Path) -> Invocation:
     options = {"output": str(root), **recipe.trust(measures=True)}
     return Invocation(command="release", arguments=(str(root / RECIPE),), options=options)
 
 
-def _new(request: ToShip, root: Path) -> Recipe:
+def _new(request: ShipRequest, root: Path) -> Recipe:
     from corp_deploy.families import traced_model
     from corp_deploy.families.family import output_ports
     from corp_deploy.store.input_sets import images_for_model

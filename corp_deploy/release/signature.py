@@ -157,7 +157,7 @@ def sums_from_file(path: Path) -> dict[str, str]:
     return sums
 
 
-def added_to(folder: Path, sums: dict[str, str]) -> list[str]:
+def unlisted_files(folder: Path, sums: dict[str, str]) -> list[str]:
     """Return the files of a release that its SHA256SUMS should list and doesn't."""
     names = (path.relative_to(folder).as_posix() for path in entries_below(folder))
     return [name for name in names if name not in sums and name not in UNLISTED]

@@ -88,7 +88,7 @@ def release_call(recipe: Recipe, baseline: Baseline, root: Path, *only: str) -> 
     return Invocation(command="release", arguments=(names.RECIPE,), options=options)
 
 
-def only_call(stage: str, recipe: Recipe) -> Invocation:
+def stage_call(stage: str, recipe: Recipe) -> Invocation:
     """Return the command that runs one stage of a release in its own directory."""
     return release_call(recipe, Baseline(), Path(), stage)
 

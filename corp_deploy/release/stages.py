@@ -20,8 +20,8 @@ from .incremental import Stage
 from .pace import timed
 from .recipe import Recipe
 from .recipe_toml import text_of_recipe
-from .stage import baseline_options, only_call, release_call, settings_of, stage, step
-from .targets import ReleaseTarget, measured_by, missing_to_build, missing_to_run, run_options
+from .stage import baseline_options, release_call, settings_of, stage, stage_call, step
+from .targets import ReleaseTarget, machine_facts, missing_to_build, missing_to_run, run_options
 
 SAVE_EVERY_IMAGES = 1024
 TORCH = ("torch", "timm", "numpy")
@@ -48,11 +48,11 @@ def _held_out_moments(recipe: Recipe) -> tuple[str, ...]:
 
 
 def _proof_paths(recipe: Recipe) -> dict[str, Path | None]:
-    return _calibration_paths(recipe) if recipe.proves_on_own else {"held_out.images": recipe.held_out.images}
+    return _calibration_paths(recipe) if recipe.proves_on_calibration else {"held_out.images": recipe.held_out.images}
 
 
 def _proof_keys(recipe: Recipe) -> dict[str, Any]:
-    if recipe.proves_on_own:
+    if recipe.proves_on_calibration:
         return _calibration_values(recipe, "samples", "seed", "hold_out", "groups")
     return {"held_out.samples": recipe.held_out.samples, "held_out.seed": recipe.held_out.seed}
 
@@ -83,7 +83,7 @@ def _dense_stage(recipe: Recipe) -> Stage:
         settings["model.model"] = model.name if model.code is None else model.name.rpartition(":")[2]
     return stage(
         "dense",
-        only_call("dense", recipe),
+        stage_call("dense", recipe),
         step("dense", recipe),
         outputs=names.MODELS["dense"],
         outside={
@@ -139,7 +139,7 @@ def _moments_stage(recipe: Recipe, root: Path) -> Stage:
 
 
 def _reduce_stage(recipe: Recipe, root: Path) -> Stage:
-    choice, calibration, proves_on_own = recipe.reduce, recipe.calibration, recipe.proves_on_own
+    choice, calibration, proves_on_calibration = recipe.reduce, recipe.calibration, recipe.proves_on_calibration
     options = {
         "model": "dense",
         **recipe.model.trust,
@@ -150,21 +150,21 @@ def _reduce_stage(recipe: Recipe, root: Path) -> Stage:
         "images": path_from(root, calibration.images),
         **_calibration_values(recipe, "samples", "seed", "workers", "max_bad", prefix=""),
         # The reduction doesn't see the images that prove its result.
-        "hold_out": calibration.hold_out if proves_on_own else None,
-        "groups": _groups(recipe, root) if proves_on_own else None,
+        "hold_out": calibration.hold_out if proves_on_calibration else None,
+        "groups": _groups(recipe, root) if proves_on_calibration else None,
         "output": "reduced",
     }
     for axis, way in choice.ways:  # reduce refuses options that these ways ignore
         options = axis.supported(way, options)
     command, looks = Invocation(command="reduce", options=options), "images" in options
-    seen = ("samples", "seed", "max_bad", *(("hold_out", "groups") if proves_on_own else ()))
+    seen = ("samples", "seed", "max_bad", *(("hold_out", "groups") if proves_on_calibration else ()))
     return stage(
         "reduce",
         command,
         step("reduce", command, choice),
         outputs=(*names.MODELS["reduced"], *([names.SAVED_AS_HF] if choice.save_as else [])),
         reads=(*names.MODELS["dense"], names.MOMENTS, *_held_out_moments(recipe)),
-        outside=_calibration_paths(recipe, grouped=proves_on_own) if looks else {},
+        outside=_calibration_paths(recipe, grouped=proves_on_calibration) if looks else {},
         settings=_reduce_settings(recipe) | (_calibration_values(recipe, *seen) if looks else {}),
         tools=TORCH,
     )
@@ -174,7 +174,7 @@ def _size_stage(recipe: Recipe) -> Stage:
     moments = (*names.snapshots_of(recipe), names.MOMENTS, *_held_out_moments(recipe))
     return stage(
         "size",
-        only_call("size", recipe),
+        stage_call("size", recipe),
         step("size", recipe),
         outputs=(names.SIZE,),
         reads=(*names.BOTH_MODELS, *moments),
@@ -218,7 +218,7 @@ def _samples_stage(recipe: Recipe) -> Stage:
     labelled = names.has_sample_labels(recipe)
     return stage(
         "samples",
-        only_call("samples", recipe),
+        stage_call("samples", recipe),
         step("samples", recipe),
         outputs=(names.SAMPLES, names.SAMPLES_RECORD, *((names.SAMPLE_LABELS,) if labelled else ()), *answers),
         reads=(*names.MODELS["dense"], *names.graphs_of(recipe, "dense"), *names.graphs_of(recipe, "reduced")),
@@ -241,7 +241,7 @@ def _parity_stage(recipe: Recipe, root: Path) -> Stage:
             "labels": path_from(root, recipe.held_out.labels),
             **proving.drawn,
             "hold_out": proving.hold_out,
-            "groups": _groups(recipe, root) if recipe.proves_on_own else None,
+            "groups": _groups(recipe, root) if recipe.proves_on_calibration else None,
             "moments": names.MOMENTS,
             **ProofOptions.from_options(parity.values).command_options,
             "head": [path_from(root, path) for path in parity.heads],
@@ -269,7 +269,7 @@ def _engine_stage(recipe: Recipe, target: ReleaseTarget, graphs: Sequence[str]) 
     if target.rest is not None:
         plans.append(names.rival_name(target))
         reads.append(f"reduced/{names.graph_name(target.rest)}")
-    command = only_call(f"engine.{target.name}", recipe)
+    command = stage_call(f"engine.{target.name}", recipe)
     return stage(
         f"engine.{target.name}",
         command,
@@ -288,7 +288,7 @@ def _target_parity_stage(recipe: Recipe, target: ReleaseTarget, reads: Sequence[
     named = (names.SAMPLES_RECORD, *labels) if recipe.parity.metric else ()
     return stage(
         name,
-        only_call(name, recipe),
+        stage_call(name, recipe),
         step("target-parity", recipe, target),
         outputs=(record, names.outputs_name(record)),
         reads=(*names.BOTH_MODELS, *reads, names.SAMPLES, *named),
@@ -331,7 +331,7 @@ def _timing_stage(
         settings={**settings_of("bench", recipe.bench), **compared},
         tools=TIMED_BY.get(target.name, ()) if kind == "bench" else (),
         missing=lambda: missing_to_run(target),
-        machine=lambda: measured_by(target),
+        machine=lambda: machine_facts(target),
     )
 
 
@@ -471,7 +471,7 @@ def stages_of(recipe: Recipe, root: Path, baseline: Baseline) -> list[Stage]:
         outputs=(names.RECIPE,),
         run=lambda dirs: write_text(dirs.into / names.RECIPE, text),
         settings={"recipe": text},
-        command=str(only_call("recipe", recipe)),
+        command=str(stage_call("recipe", recipe)),
     )
     stages = [
         recipe_stage,

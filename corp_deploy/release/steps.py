@@ -51,7 +51,15 @@ from perf.record.runs import Bench
 from perf.report.render import html_from_record
 
 from . import names
-from .check import REPLAY_ERROR, GraphAnswers, SamplesRecord, load_samples, of_release, opened_graph, replayed
+from .check import (
+    REPLAY_ERROR,
+    GraphAnswers,
+    SamplesRecord,
+    load_samples,
+    opened_graph,
+    path_in_release,
+    run_in_batches,
+)
 from .incremental import StageDirs
 from .proven import proof_of_directory
 from .recipe import Recipe, trusted_metrics
@@ -90,7 +98,7 @@ def write_calibration(dirs: StageDirs, run: Invocation) -> None:
     source = _images(dense, dirs, run)
     if options.snapshots:
         require_more(source.count - (options.hold_out or 0), tuple(options.snapshots))
-    source, request = options.in_order(source, **drawn.drawn), options.request(seed=drawn.seed)
+    source, request = options.order_for_snapshots(source, **drawn.drawn), options.request(seed=drawn.seed)
     with measure_effort(dirs.watch, "calibrate"):
         fitted, *_ = moments_files.write_moments(dense, source, request, running, dirs.into / run["output"])
     if run["summary"] is not None:
@@ -188,7 +196,7 @@ def write_samples(dirs: StageDirs, recipe: Recipe) -> None:
         for precision in recipe.export.precisions:
             graph, expected = f"{subject}/{names.graph_name(precision)}", names.answers_name(subject, precision)
             with opened_graph(dirs.root / graph) as runner:
-                np.save(dirs.into / expected, replayed(runner, images))
+                np.save(dirs.into / expected, run_in_batches(runner, images))
             graphs[graph] = GraphAnswers(expected=expected, max_relative_error=REPLAY_ERROR[precision])
     if labels is not None:
         np.save(dirs.into / names.SAMPLE_LABELS, labels_for(labels, source, dense.model)[:count])
@@ -206,7 +214,7 @@ def write_samples(dirs: StageDirs, recipe: Recipe) -> None:
 def named_samples(inputs: ProofInputs, root: Path) -> ProofInputs:
     """Return the samples with the names and labels that their record has of the images."""
     record = load_samples(root)
-    labels = None if record.labels is None else array_from_npy(of_release(root, record.labels))
+    labels = None if record.labels is None else array_from_npy(path_in_release(root, record.labels))
     return replace(inputs, names=record.names, labels=labels)
 
 
@@ -227,7 +235,7 @@ def write_size(dirs: StageDirs, recipe: Recipe) -> None:
         proving if proving.count <= MOST_JUDGED else shuffle_inputs(proving, seed=drawn_by).subset(range(MOST_JUDGED))
     )
     images = images_for_model(dense.model, calibration.images, max_bad=calibration.max_bad)
-    if recipe.proves_on_own:
+    if recipe.proves_on_calibration:
         images, _ = split_by_mask(images, torch.isin(images.ids, proving.ids))
     planned = None
     if choice.allocates or choice.auto_heads:

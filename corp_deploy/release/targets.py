@@ -16,7 +16,7 @@ from perf.gate.evidence import require_figure
 from perf.gate.rule import OF_ENGINES, Rule, rule_from_text
 from perf.timing.watch import environment, watching
 
-from .recipe_keys import told_at
+from .recipe_keys import errors_at
 from .recipe_tables import ExportTable, TargetTable
 
 SUBJECTS = ("dense", "reduced")
@@ -49,7 +49,7 @@ def rules_of(
     where: str, texts: Sequence[str], target: TargetName, batches: Sequence[int], metrics: tuple[str, ...]
 ) -> tuple[Rule, ...]:
     """Parse rules; raise BadInput for a figure that the target won't have. `metrics` are names of the user's own."""
-    with told_at(where):
+    with errors_at(where):
         rules = tuple(map(rule_from_text, texts))
         for rule in rules:
             require_figure(rule, SUBJECTS, "a release")
@@ -107,7 +107,7 @@ def _profile(where: str, name: TargetName, table: TargetTable, batches: Sequence
     """Return the batch sizes of an engine, or for a graph those that are measured."""
     if name not in ENGINES and (table.batch or table.sm or table.sparse):
         raise BadInput(f"{where}: batch and sms shape engines, as sparse does; leave them out for {name}")
-    with told_at(where):
+    with errors_at(where):
         profile = BatchProfile.from_text(table.batch or f"1:{max(batches)}:{max(batches)}")
         if name in ENGINES:
             BuildOptions(backend=name, profiles=(profile,), sms=table.sm, sparse=table.sparse)
@@ -155,7 +155,7 @@ RUNTIMES = {
 }
 
 
-def measured_by(target: ReleaseTarget) -> dict[str, Any]:
+def machine_facts(target: ReleaseTarget) -> dict[str, Any]:
     """Return the facts of this machine that decide a target's times."""
     with nullcontext((None, None)) if target.name in ON_CPU else watching() as (_, gpu):
         here = environment(gpu)

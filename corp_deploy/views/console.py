@@ -117,7 +117,7 @@ def reason_cell(reason: str) -> str:
     return reason if len(reason) <= MOST else "told below"
 
 
-def reasons_below(named: Iterable[tuple[str, str]]) -> list[str]:
+def long_reasons(named: Iterable[tuple[str, str]]) -> list[str]:
     return [f"{name}: {reason}" for name, reason in named if len(reason) > MOST]
 
 

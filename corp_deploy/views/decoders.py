@@ -14,7 +14,7 @@ from perf.parity.perplexity import Range
 from perf.record.decoders import DecoderBench, KvCache
 from perf.stats.summary import summarise
 
-from .speed import compared, interval, noise_told, p50, ratios, throughputs
+from .speed import interval, median_cell, noise_caption, ratio_cells, row_figures, throughputs
 
 
 def bytes_in_words(size: float) -> str:
@@ -58,9 +58,9 @@ def decoder_record(record: DecoderBench) -> dict[str, Any]:
     """Return the figures of the tables: value, low, high."""
     decode = summarise(record.decode).rows  # a call gives one token of each sequence
     return {
-        "prefill": [{"length": each.length, **compared(summarise(each.bench).rows[0])} for each in record.prefill],
+        "prefill": [{"length": each.length, **row_figures(summarise(each.bench).rows[0])} for each in record.prefill],
         "cached": record.cached,
-        "decode": [{"batch": row.batch, **compared(row), "tokens_per_s": throughputs(row)} for row in decode],
+        "decode": [{"batch": row.batch, **row_figures(row), "tokens_per_s": throughputs(row)} for row in decode],
         "cache_token_bytes": {name: cache.token_bytes for name, cache in record.caches.items()},
         "warnings": list(record.warnings),
     }
@@ -68,21 +68,22 @@ def decoder_record(record: DecoderBench) -> dict[str, Any]:
 
 def prefill_table(record: DecoderBench) -> Table:
     one, other = (subject.name for subject in record.decode.subjects)
-    table = Table("prompt", f"{one} p50 ms", f"{other} p50 ms", "speed-up", "A/A noise", **noise_told(one))
+    table = Table("prompt", f"{one} p50 ms", f"{other} p50 ms", "speed-up", "A/A noise", **noise_caption(one))
     for each in record.prefill:
         row = summarise(each.bench).rows[0]
-        table.add_row(f"{each.length} tokens", p50(row.sides[one]), p50(row.sides[other]), *ratios(row))
+        medians = (median_cell(row.sides[name]) for name in (one, other))
+        table.add_row(f"{each.length} tokens", *medians, *ratio_cells(row))
     return table
 
 
 def decode_table(record: DecoderBench) -> Table:
     one, other = (subject.name for subject in record.decode.subjects)
     rates = (f"{one} tokens/s", f"{other} tokens/s")
-    table = Table("decoding", "cached", *rates, "speed-up", "A/A noise", **noise_told(one))
+    table = Table("decoding", "cached", *rates, "speed-up", "A/A noise", **noise_caption(one))
     for row in summarise(record.decode).rows:
         sides = [row.sides[name] for name in (one, other)]
         cells = [interval(side.throughput, ",.0f") if side.status == "ok" else side.status for side in sides]
-        table.add_row(f"batch {row.batch}", str(record.cached), *cells, *ratios(row))
+        table.add_row(f"batch {row.batch}", str(record.cached), *cells, *ratio_cells(row))
     return table
 
 

@@ -11,7 +11,7 @@ from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.hub_snapshot import ORIGIN
 from corp_deploy.traced.models.module import assumes_size
 
-from .console import reason_cell, reasons_below
+from .console import long_reasons, reason_cell
 
 if TYPE_CHECKING:
     from corp_deploy.planning.first_plan import FirstPlan
@@ -80,7 +80,7 @@ def refusal_lines(record: Mapping[str, Any]) -> list[str]:
     sites: dict[str, list[str]] = {}
     for row in record["sites"]:
         sites.setdefault(row["reason"], []).append(row["site"])
-    return reasons_below((f"can't be reduced: {_some(names)}", reason) for reason, names in sites.items())
+    return long_reasons((f"can't be reduced: {_some(names)}", reason) for reason, names in sites.items())
 
 
 def merging_lines(record: Mapping[str, Any]) -> list[str]:

@@ -7,7 +7,7 @@ from ground.quantity import format_number
 from perf.gate.gate import Gate
 from perf.parity.parity import Parity
 
-from .console import reason_cell, reasons_below
+from .console import long_reasons, reason_cell
 
 
 def parity_table(parity: Parity) -> Table:
@@ -55,4 +55,4 @@ def gate_shown(gate: Gate) -> list[RenderableType]:
     table = Table("fails if", "verdict", "why")
     for rule in gate.rules:
         table.add_row(rule.rule, rule.verdict, reason_cell(rule.message))
-    return [table, *reasons_below((rule.rule, rule.message) for rule in gate.rules)]
+    return [table, *long_reasons((rule.rule, rule.message) for rule in gate.rules)]

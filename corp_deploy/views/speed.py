@@ -15,16 +15,16 @@ def interval(value: Interval | None, form: str = ".2f") -> str:
     return "-" if value is None else value.describe(form, bounds=BRACKETS)
 
 
-def ratios(row: SummaryRow) -> tuple[str, str]:
+def ratio_cells(row: SummaryRow) -> tuple[str, str]:
     return interval(row.speedup, ".3f"), interval(row.noise, ".3f")
 
 
-def p50(side: SubjectSummary) -> str:
+def median_cell(side: SubjectSummary) -> str:
     """Return the median, or the status of a side without times."""
     return interval(side.p50_ms) if side.status == "ok" else side.status
 
 
-def noise_told(one: str) -> dict[str, Any]:
+def noise_caption(one: str) -> dict[str, Any]:
     caption = f"95 % intervals in brackets; A/A noise: {one} against itself, 1 on a quiet machine"
     return {"caption": caption, "caption_justify": "left"}
 
@@ -33,14 +33,14 @@ def speed_table(bench: Bench) -> Table:
     summary = summarise(bench)
     one, other = summary.reference, summary.candidate
     names = (f"{name} {figure}" for figure in ("p50 ms", "p90", "img/s") for name in (one, other))
-    table = Table("batch", *names, "speed-up", "A/A noise", **noise_told(one))
+    table = Table("batch", *names, "speed-up", "A/A noise", **noise_caption(one))
     for row in summary.rows:
         sides = row.sides[one], row.sides[other]
         tails = (
             "-" if side.p90_ms is None or side.p90_ms.value is None else f"{side.p90_ms.value:.2f}" for side in sides
         )
         rates = ("-" if side.throughput is None else f"{side.throughput.value:.0f}" for side in sides)
-        table.add_row(str(row.batch), *map(p50, sides), *tails, *rates, *ratios(row))
+        table.add_row(str(row.batch), *map(median_cell, sides), *tails, *rates, *ratio_cells(row))
     return table
 
 
@@ -53,7 +53,7 @@ def throughputs(row: SummaryRow) -> dict[str, list[float | None] | None]:
     return {name: interval_figures(side.throughput) for name, side in row.sides.items()}
 
 
-def compared(row: SummaryRow) -> dict[str, Any]:
+def row_figures(row: SummaryRow) -> dict[str, Any]:
     return {
         "p50_ms": {name: interval_figures(side.p50_ms) for name, side in row.sides.items()},
         "status": {name: side.status for name, side in row.sides.items()},
@@ -70,7 +70,7 @@ def speed_record(bench: Bench) -> dict[str, Any]:
         "rows": [
             {
                 "batch": row.batch,
-                **compared(row),
+                **row_figures(row),
                 "images_per_s": throughputs(row),
                 "repeats": {name: interval_figures(gain) for name, gain in row.repeats.items()},
                 "realised_share": row.realised_share,
