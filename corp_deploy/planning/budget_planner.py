@@ -51,7 +51,7 @@ def build_probe(
     metrics = compute_site_metrics(dense.model, method, draw_inputs(dense, apart.loop_images))
     with measure_effort(watch, "select"):
         eliminations_by_site = compute_eliminations(dense.model, replace(moments, metrics=metrics), method)
-    # Ridges chosen by halves cost a dozen fits a trial, and what is tried is judged on other images anyway.
+    # Choosing ridges by halves takes a dozen fits per trial, and other images judge the trials anyway.
     fitted = replace(apart.moments, half=None, metrics=metrics)
     return Probe(
         model=dense.model,
@@ -174,7 +174,7 @@ class BudgetPlanner(Planner):
             return allocate_widths(self.curves, self.total, share, full_cost=self.full_cost)
         least = self._least
         best, low, high = self._exactly(max(share, least)), share, 1.0
-        if best.share > share:  # biases are added where there are none
+        if best.share > share:  # narrowing adds biases, which the curves leave out
             best, low, high = self._exactly(least), least, share
         if best.share > share:
             raise unreachable_budget(self.curves, self.total, share, best.share, full_cost=self.full_cost)

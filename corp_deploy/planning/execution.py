@@ -192,7 +192,7 @@ def reduce_checkpoint(
             reduction = replace(reduction, model=model, sparsity=report, decisions=decisions)
     notes = (*reduction.notes, *warnings_of_moments(dense.model, moments))
     reduction = replace(reduction, model=reduction.model.cpu(), notes=notes)
-    # Inputs by which a limit is held or a polish stops choose the model, so they are no proof of it.
+    # Inputs that judge a limit or stop a polish choose the model, so they can't prove it too.
     chosen_by = [images, None if judges is None else judges.inputs]
     only_reported = options.within is None and request.polish is None
     looked_at = [without_held_out(images, held_out)] if only_reported else chosen_by

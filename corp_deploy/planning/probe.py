@@ -103,7 +103,7 @@ FEW = 8  # inputs on which effects are computed exactly
 SiteTrial = tuple[str, int]
 
 
-@dataclass(frozen=True, kw_only=True)  # without slots, so that the outputs can be kept
+@dataclass(frozen=True, kw_only=True)  # without slots, for the cached property
 class Probe:
     """A model, its moments and the inputs on which its reductions are measured.
 

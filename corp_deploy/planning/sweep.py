@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from calib.calibrate import ALONE
 from calib.distributed import Ranks
 from calib.fingerprints import Fingerprints
 from calib.inputs import InputSet
@@ -39,7 +38,6 @@ from .sweep_points import SweepPoint, mark_fronts
 from .sweep_speed import SweepBench
 from .sweep_trials import Scores, SweepRequest, TrialFolder, digest_of_values
 
-Done = Callable[[str, int], None]
 TRIALS = "trials"
 
 
@@ -148,33 +146,31 @@ def _point(swept: SweepContext, request: SweepRequest, reduced: Checkpoint, imag
 class SweepRun:
     """The settings of a sweep's execution.
 
-    `folder` keeps the trials (None: a temporary one), `speed` says what they are timed in and built for, `ranks` are
+    `folder` keeps the trials, `speed` says what they are timed in and built for, `ranks` are
     the processes that share them, and `keep_models` keeps the reduced models. `on_progress` hears a phase and its
     number of finished trials.
     """
 
-    folder: Path | None = None
-    speed: SweepSpeedChoice = field(default_factory=SweepSpeedChoice)
-    ranks: Ranks = ALONE
-    keep_models: bool = False
-    command: tuple[str, ...] = ()
-    on_progress: Done = lambda phase, count: None
+    folder: Path
+    speed: SweepSpeedChoice
+    ranks: Ranks
+    keep_models: bool
+    command: tuple[str, ...]
+    on_progress: Callable[[str, int], None]
 
 
-def run_sweep(swept: SweepContext, requests: Sequence[SweepRequest], run: SweepRun | None = None) -> list[SweepPoint]:
+def run_sweep(swept: SweepContext, requests: Sequence[SweepRequest], run: SweepRun) -> list[SweepPoint]:
     """Carry out every trial that isn't finished, and return the points of all.
 
     Raises BadInput if the moments are of another model, or a budget is out of reach.
     """
-    run = run or SweepRun()
     with tempfile.TemporaryDirectory() as scratch:
-        root = Path(scratch) if run.folder is None else run.folder / TRIALS
         identity, digests, folders = swept.identity, [sha256_of_file(path) for path in swept.moments], []
         for each in requests:
             key = digest_of_values(
                 **identity, method=asdict(each.method), budget=each.budget, moments=digests[each.moments]
             )
-            folders.append(TrialFolder(path=root / f"{each.slug}-{key[:8]}", key=key))
+            folders.append(TrialFolder(path=run.folder / TRIALS / f"{each.slug}-{key[:8]}", key=key))
         bench = SweepBench(swept.dense, Path(scratch), run.speed, keep_plans=run.keep_models)
         _reduce_all(swept, requests, folders, bench, run)
         run.ranks.all_gather(None)  # no process times while another computes

@@ -257,16 +257,13 @@ def describe_sweep(points: Sequence[SweepPoint]) -> str:
 
 
 def build_sweep_record(
-    points: Sequence[SweepPoint],
-    answer: SweepPoint | None,
-    dense: DensePoint | None = None,
-    fitted: FittedInputs | None = None,
+    points: Sequence[SweepPoint], answer: SweepPoint | None, dense: DensePoint, fitted: FittedInputs | None
 ) -> dict[str, Any]:
     """Build the record of a sweep; `fitted` is the number of its inputs that the models were fitted to, if known."""
     return {
         "kind": KIND,
         "version": VERSION,
-        "dense": None if dense is None else asdict(dense),
+        "dense": asdict(dense),
         "fitted": None if fitted is None else asdict(fitted),
         "trials": [point.as_json() for point in points],
         "smallest_that_agrees": None if answer is None else answer.as_json(),

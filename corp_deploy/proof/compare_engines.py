@@ -179,7 +179,7 @@ def compare_engines(
         answers = by_batch[max(by_batch)]
         answered(each.source.label, answers)
         findings += structure.check_output_values(each.source.label, answers, noun=golden.images.kind)
-        own_name = each.candidate.name.lstrip("-")  # which a file in this directory has in front
+        own_name = each.candidate.name.lstrip("-")  # a file in this directory has no folder before the dash
         name = own_name if len(candidates) == 1 else f"{place + 1} {own_name}"
         for port in golden.outputs:
             expected_rows = golden.answers[port.name]

@@ -124,7 +124,7 @@ def verify_decoder(
 
 
 def _link(name: str, expected: NDArray[np.float32], actual: NDArray[np.float32], bound: float | None) -> DecoderLink:
-    found = json_from_record(measure_outputs(expected, actual, role="token logits"))  # null for what isn't finite
+    found = json_from_record(measure_outputs(expected, actual, role="token logits"))  # non-finite values become null
     return DecoderLink(name=name, measures=found, bound=bound)
 
 

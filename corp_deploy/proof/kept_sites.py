@@ -178,10 +178,7 @@ def _fewest_left(trials: Trials, sites_of_layers: Iterable[str], precision: str,
             f"{precision}: this graph fails with any set of blocks left in {rest}: with {least} alone quantised it "
             f"still errs by {alone[least]:.2g}; export {rest}"
         )
-    kept = tuple(
-        order[: 1 + bisect_left(range(1, most), True, key=passes)]
-    )  # a graph passes if one with fewer kept sites does
-    return RepairResult(kept=kept)
+    return RepairResult(kept=tuple(order[: 1 + bisect_left(range(1, most), True, key=passes)]))
 
 
 def measure_quantised_bounds(dense: Checkpoint, precision: str, feeds: Feeds) -> dict[str, Tolerance]:

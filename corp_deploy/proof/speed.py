@@ -95,7 +95,7 @@ def _timed_inputs(fed: FedOptions, ports: Sequence[Port], models: Sequence[Path]
 
 def _refuse_unequal(dense: Contender, reduced: Contender, batches: Sequence[int]) -> None:
     one, other = ([(port.dtype, port.shape) for port in each.inputs] for each in (dense, reduced))
-    if one != other:  # whatever they are called
+    if one != other:  # names may differ
         raise BadInput(
             f"{dense.name} takes {ports_line(dense.inputs)}, {reduced.name} {ports_line(reduced.inputs)}; expected "
             "equal inputs"
