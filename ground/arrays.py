@@ -101,10 +101,7 @@ def array_from_npy(path: Path, *, mapped: bool = False) -> NDArray[Any]:
 
 
 def _read_members(archive: zipfile.ZipFile, path: Path) -> dict[str, zipfile.ZipInfo]:
-    """Return the members of an archive by name without .npy.
-
-    Raises BadInput if they would inflate beyond the bound, have a path outside the archive or can't be unpacked.
-    """
+    """Return the members of an archive by name without .npy. Raises BadInput for those that are not safe to unpack."""
     members = archive.infolist()
     inflated = sum(member.file_size for member in members)
     bound = max(FREE_BYTES, MOST_INFLATED * path.stat().st_size)

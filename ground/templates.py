@@ -6,10 +6,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 
 def template_environment(package: str, *, is_html: bool = False, **more: Any) -> Environment:
-    """Return the environment of a package's folder `templates`, where missing names are errors.
-
-    Values in HTML are escaped.
-    """
+    """Return the environment of a package's folder `templates`; HTML is escaped, missing names are errors."""
     return Environment(
         loader=PackageLoader(package),
         autoescape=is_html,

@@ -127,10 +127,7 @@ def measure_table(
 def cached_table(
     grid: Grid, plan: Plan, directory: Path, *, described: Flat | None = None, **how: Any
 ) -> tuple[LatencyTable, bool]:
-    """Return the table in `directory` for this machine, grid and runner, and whether it was there.
-
-    A missing table is measured and written.
-    """
+    """Return the table for this machine, grid and runner, measured and written if missing, and whether it was there."""
     machine = environment() if described is None else described
     with grid.open_width(grid.widths[0]) as runner:
         describe = runner.describe()

@@ -95,10 +95,7 @@ class Sample:
         return replace(self.bound, call=keeping)
 
     def test(self, name: str) -> StructuralTest | None:
-        """Compare the outputs of the last timed call with those of a plain call; None if nothing was timed.
-
-        Raises BadInput for outputs of another batch size.
-        """
+        """Compare the last timed outputs, if any, with a plain call's. Raises BadInput for another batch size."""
         if self._answer is None:
             return None
         batch = batch_size(self.feeds)

@@ -129,10 +129,7 @@ def _or_doubt(interval: Interval | None, doubt: str) -> Reading:
 
 
 def paired_change(rule: Rule, now: Evidence) -> tuple[Reading, Interval] | None:
-    """Return a figure's difference from the dense model's on the same images, and the dense figure.
-
-    Returns None for a rule or a record without paired values.
-    """
+    """Return a figure's difference from the dense one on the same images, and the dense one; None without pairs."""
     parity = now.parity
     if parity is None or rule.name != DENSE or rule.subject is not None:
         return None

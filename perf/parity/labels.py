@@ -80,10 +80,7 @@ def mcnemar(
     *,
     threshold: float | None = None,
 ) -> PairedAccuracy:
-    """Return McNemar's exact two-sided test.
-
-    For equal models, which one is right on an image where the other is wrong is a fair coin.
-    """
+    """Return McNemar's exact two-sided test: for equal models, which of them alone is right is a fair coin."""
     right_a_N, right_b_N = (
         _checked_classes(model, logits_NC, labels_N, threshold) == labels_N
         for model, logits_NC in ((a, logits_a_NC), (b, logits_b_NC))

@@ -120,10 +120,7 @@ def measure_logits(
     margin_noise: float = 0.0,
     threshold: float | None = None,
 ) -> LogitMeasures:
-    """Return the errors over all images.
-
-    Raises BadInput for different shapes, no image, or a reference that is not finite.
-    """
+    """Return the errors over all images. Raises BadInput for shapes that differ and a non-finite reference."""
     rows = LOGITS.rows(reference_NC, candidate_NC)
     between = threshold_of(reference_NC, threshold)
     classes = with_two_classes(rows, between)
@@ -188,10 +185,7 @@ def _rows_of_tokens(reference_NTC: NDArray[np.floating], candidate_NTC: NDArray[
 
 
 def classify_rows(rows: RowPair) -> tuple[Floats, Floats, Bools]:
-    """Return KL, the reference's margin and agreement of each row.
-
-    Rows where the candidate is not finite have infinite KL and disagree.
-    """
+    """Return KL, the reference's margin and agreement of each row; non-finite ones have infinite KL and disagree."""
     log_p_NC, log_q_NC = log_softmax(rows.reference_NF), log_softmax(rows.candidate_NF)
     kl_N = np.maximum((np.exp(log_p_NC) * (log_p_NC - log_q_NC)).sum(axis=1), 0.0)
     return rows.filled_where_nonfinite(kl_N, np.inf), margins(rows.reference_NF), _rows_agree(rows)

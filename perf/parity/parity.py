@@ -43,10 +43,7 @@ class ImageSet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parity:
-    """The whole proof.
-
-    `sources` are compared engines, the reference first; `fitted` counts images that candidates were fitted to.
-    """
+    """The whole proof; `sources` are compared engines, `fitted` counts images that candidates were fitted to."""
 
     images: ImageSet
     links: tuple[Link, ...]

@@ -24,10 +24,7 @@ def draw_rows(count: int) -> NDArray[np.intp]:
 
 
 def same_neighbour(reference_RF: Floats, candidate_RF: Floats, usable_R: Bools) -> Bools | None:
-    """Return whether each row's nearest neighbour by cosine is also one in the reference, within TIE.
-
-    Returns None for fewer than 3 rows.
-    """
+    """Return whether each row's nearest neighbour by cosine is one in the reference too; None for fewer than 3 rows."""
     count = len(usable_R)
     if count < LEAST_ROWS:
         return None

@@ -225,10 +225,7 @@ def load_bench(path: Path) -> Bench:
 
 
 def differing_keys(old: Bench, new: Bench) -> dict[str, tuple[Scalar, Scalar]]:
-    """Return the keys that must match and differ between two records, with both values.
-
-    Subjects are paired by position.
-    """
+    """Return the must-match keys that differ between two records, with both values; subjects pair by position."""
     pairs: list[tuple[str, Flat, Flat, Iterable[str]]] = [
         ("", old.environment, new.environment, ENVIRONMENT_MUST_MATCH),
         ("", old.settings, new.settings, SETTINGS_MUST_MATCH),

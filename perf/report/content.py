@@ -37,10 +37,7 @@ class SiteLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelLine:
-    """Figures of one model, None if unknown.
-
-    Agreement is with the dense model, `device_memory_bytes` is that of the largest profile.
-    """
+    """Figures of one model; agreement is with the dense model, device memory is that of the largest profile."""
 
     name: str
     params: int | None = None

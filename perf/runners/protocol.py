@@ -139,10 +139,7 @@ class Runner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HostBound:
-    """Calls timed by the host's clock.
-
-    `watch` measures the wait for a CPU, `outputs` converts the result of a call.
-    """
+    """Calls timed by the host's clock; `watch` measures the wait for a CPU, `outputs` converts a call's result."""
 
     call: Callable[[], object]
     watch: Callable[[], AbstractContextManager[LostTime | None]] = lost_time

@@ -88,10 +88,7 @@ def fewest_for_share(least: float, confidence: float = DEFAULT_CONFIDENCE) -> in
 
 
 def most_confidence(least: float, count: int) -> float:
-    """Return the confidence at which 100 % agreement of `count` inputs has `least` as its lower end.
-
-    Wilson's lower end is then count / (count + z**2).
-    """
+    """Return the confidence at which Wilson's lower end of 100 %, count / (count + z**2), is `least`."""
     return 1.0 if least == 0 else 2 * NormalDist().cdf(math.sqrt(count * (1 - least) / least)) - 1
 
 

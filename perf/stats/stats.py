@@ -60,10 +60,7 @@ def exact_interval(value: float) -> Interval:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Percentile:
-    """A percentile without interpolation; `value` is None below `needed` samples.
-
-    `upper` is its upper bound at 99 % confidence.
-    """
+    """A percentile without interpolation, None below `needed` samples, and its upper bound at 99 % confidence."""
 
     value: float | None
     upper: float | None

@@ -48,10 +48,7 @@ WORTH_REL = 0.10  # the gain in throughput that justifies a doubled batch, whose
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubjectSummary:
-    """One subject at one batch size.
-
-    Latencies are None with several streams, throughput (images/s) is None with an L2 flush.
-    """
+    """One subject at one batch size; several streams give no latencies, an L2 flush no throughput (images/s)."""
 
     name: str
     status: Status

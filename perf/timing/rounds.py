@@ -139,10 +139,7 @@ def _measure_block(
 
 
 def _stop_reason(blocks: Sequence[TimedBlock], quiet: QuietSpans, subjects: tuple[str, str], plan: Plan) -> str | None:
-    """Return the reason to stop now, or None.
-
-    Only the interval's width decides, because stopping on a verdict would favour that verdict.
-    """
+    """Return the reason to stop, or None; only the interval's width decides, as stopping on a verdict favours it."""
     kept = len(quiet.spans)
     if quiet.rounds >= plan.max_rounds:
         return "round limit"
