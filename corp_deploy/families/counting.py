@@ -32,12 +32,9 @@ from .family import sites_of
 class SiteCosts:
     """The costs of a model's sites in one currency."""
 
-    now: Mapping[str, int]
-    """The cost of each site at its present width."""
-    layers: LayerCosts
-    """The costs of layers, which several sites may share."""
-    biases: Mapping[str, int]
-    """The sizes of biases that layers get where a site that they read is narrowed, by name."""
+    now: Mapping[str, int]  # the cost of each site at its present width
+    layers: LayerCosts  # the costs of layers, which several sites may share
+    biases: Mapping[str, int]  # the sizes of biases that layers get where a site that they read is narrowed, by name
 
     def of(self, site: Site, width: int) -> int:
         """Return the cost of a site at another width."""

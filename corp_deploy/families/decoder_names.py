@@ -15,26 +15,19 @@ from ground.errors import BadInput
 from .decoder import DecoderArchitecture
 
 _BUFFERS = re.compile(r".*(rotary_emb\.inv_freq|attn\.(masked_)?bias|embeddings\.(position_ids|token_type_ids))")
-_OLD = {"gamma": "weight", "beta": "bias"}
-"""The entries of a layer norm by their names in old files."""
+_OLD = {"gamma": "weight", "beta": "bias"}  # the entries of a layer norm by their names in old files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
     """The names that a model type of transformers gives to its tensors."""
 
-    base: str
-    """The prefix of all names but the head's in the file of a whole model."""
-    blocks: str
-    """The prefix of a block's number."""
-    outside: Mapping[str, str]
-    """Their names of layers outside of blocks, by ours."""
-    parts: Mapping[str, str]
-    """Their names of layers within a block, by ours."""
-    fused: tuple[str, ...]
-    """Their names of q, k and v; one name where they are one tensor."""
-    transposed: bool = False
-    """Whether weights of linear layers are [inputs, outputs]."""
+    base: str  # the prefix of all names but the head's in the file of a whole model
+    blocks: str  # the prefix of a block's number
+    outside: Mapping[str, str]  # their names of layers outside of blocks, by ours
+    parts: Mapping[str, str]  # their names of layers within a block, by ours
+    fused: tuple[str, ...]  # their names of q, k and v; one name where they are one tensor
+    transposed: bool = False  # whether weights of linear layers are [inputs, outputs]
 
     @property
     def ours_outside(self) -> dict[str, str]:

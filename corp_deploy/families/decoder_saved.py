@@ -25,8 +25,7 @@ from .hf_saved import WHERE, refusal
 _OF_HEADS = (".qk", ".v")
 
 
-_WITHOUT_HEADS = ("opt", "gpt2")
-"""Model types whose configurations have no width of heads."""
+_WITHOUT_HEADS = ("opt", "gpt2")  # model types whose configurations have no width of heads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

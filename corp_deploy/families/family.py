@@ -208,8 +208,7 @@ def refuse_idle_options(model: nn.Module, kind: str, options: Mapping[str, objec
             )
 
 
-MOST_PROGRAMS = 4
-"""The number of programs that a process keeps, the last used ones."""
+MOST_PROGRAMS = 4  # the number of programs that a process keeps, the last used ones
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

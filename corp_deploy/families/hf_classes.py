@@ -16,8 +16,7 @@ from ground.errors import BadInput, Missing
 
 from .module_facts import in_a_line
 
-TEXT, IMAGES = "input_ids", "pixel_values"
-"""The main input of classes that take tokens, and of those that take images."""
+TEXT, IMAGES = "input_ids", "pixel_values"  # the main input of classes that take tokens, and of those that take images
 _HEADS_OF_TRAINING = ("ForMaskedLM", "ForMaskedImageModeling", "ForPreTraining")
 _WRITTEN = {"output_hidden_states": False, "output_attentions": False, "use_cache": False, "return_dict": True}
 _TOWERS = {

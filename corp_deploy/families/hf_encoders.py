@@ -113,8 +113,7 @@ def called_of(plain: type[nn.Module]) -> CalledClass:
 
 
 PREFIX, FAMILY = "transformers:", "traced"
-LENGTH = 16_000
-"""The number of samples of a series where the user gives none: a second of speech."""
+LENGTH = 16_000  # the number of samples of a series where the user gives none: a second of speech
 _INTERPOLATES = "interpolate_pos_encoding"
 
 

@@ -33,12 +33,9 @@ class _Tower:
     """The model without its head, and the layout of its tokens."""
 
     base: nn.Module
-    kinds: tuple[str, ...]
-    """The kind of each token in front of the patches."""
-    grid: tuple[int, int]
-    """The numbers of rows and columns of patches."""
-    own: str
-    """The name of the model's own output."""
+    kinds: tuple[str, ...]  # the kind of each token in front of the patches
+    grid: tuple[int, int]  # the numbers of rows and columns of patches
+    own: str  # the name of the model's own output
 
     @property
     def layers(self) -> nn.ModuleList:

@@ -28,8 +28,7 @@ from .counting import count_macs
 from .family import named_outputs_of, output_ports
 
 ELSEWHERE = "all else"
-_ROUNDED = 1e-3
-"""The largest share of a total that rounding of its parts leaves over."""
+_ROUNDED = 1e-3  # the largest share of a total that rounding of its parts leaves over
 
 
 def traced_rows(model: nn.Module, macs: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

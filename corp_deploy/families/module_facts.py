@@ -35,12 +35,9 @@ from ground.ports import Port, Role, image_port
 from . import timm_library
 from .timm_images import ImageSpec
 
-SIDES = (224, 256, 384, 192, 128, 96, 64, 32, 28)
-"""The sizes of images that are tried, the most common first."""
-BATCHES = (2, 3)
-"""The batch sizes of two runs, which show the axes of outputs that are the batch."""
-FIXED_BATCHES = (32, 16, 8, 4, 2, 1)
-"""The batch sizes that are tried with a module that refuses BATCHES."""
+SIDES = (224, 256, 384, 192, 128, 96, 64, 32, 28)  # the sizes of images that are tried, the most common first
+BATCHES = (2, 3)  # the batch sizes of two runs, which show the axes of outputs that are the batch
+FIXED_BATCHES = (32, 16, 8, 4, 2, 1)  # the batch sizes that are tried with a module that refuses BATCHES
 PREPARED = {
     "mean": (0.485, 0.456, 0.406),
     "std": (0.229, 0.224, 0.225),

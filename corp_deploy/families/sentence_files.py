@@ -23,8 +23,7 @@ DECODER_FILES = (
     "generation_config.json",
     "chat_template.json",
 )
-LENGTH = 512
-"""The default number of tokens of a decoder's sequence, in models that have as many positions."""
+LENGTH = 512  # the default number of tokens of a decoder's sequence, in models that have as many positions
 
 
 class Changes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -90,8 +90,7 @@ _BOUNDS: Mapping[str, Quantity] = {
     "num_classes": Count(low=0, high=10_000_000),
     "reg_tokens": Count(low=0, high=65_536),
 }
-_PLAIN = ("depth", "in_chans", "num_classes", "reg_tokens")
-"""The arguments that can't be lists of sides or of stages."""
+_PLAIN = ("depth", "in_chans", "num_classes", "reg_tokens")  # the arguments that can't be lists of sides or of stages
 _ANY = Real(low=-1e9, high=1e9)
 _DEEPEST = 8
 

@@ -23,8 +23,7 @@ from .plain_module import copy_with_forward
 
 _NUMBERED = re.compile(r"([a-z]+?)s?\.?(\d+)(?:\.\d+(?:\..*)?)?")
 _STAGES = ("stage", "layer", "s")  # models name the same stage stage1, layer1 or s1
-KINDS = {"class": "class", "registers": "register"}
-"""The kind of token that an output of this part gives."""
+KINDS = {"class": "class", "registers": "register"}  # the kind of token that an output of this part gives
 
 
 def tokens_from_map(x_BCHW: Tensor) -> Tensor:
@@ -132,12 +131,9 @@ class _Layers:
 
     names: tuple[str, ...]
     channels: tuple[int, ...]
-    kinds: tuple[str, ...]
-    """The kinds of the tokens in front of the last map's places."""
-    is_in_front: tuple[bool, ...]
-    """Whether each layer's map has these tokens in front of it too."""
-    normed: int
-    """The number of channels of the model's last norm, 0 without one."""
+    kinds: tuple[str, ...]  # the kinds of the tokens in front of the last map's places
+    is_in_front: tuple[bool, ...]  # whether each layer's map has these tokens in front of it too
+    normed: int  # the number of channels of the model's last norm, 0 without one
     classes: int
 
     @property

@@ -7,8 +7,7 @@ from typing import Any
 
 from ground.text import printable
 
-CLASS_NAMES = "class_names"
-"""The entry of a lineage that has a name for each class, in the order of the logits."""
+CLASS_NAMES = "class_names"  # the entry of a lineage that has a name for each class, in the order of the logits
 _UNNAMED = re.compile(r"LABEL_\d+")
 
 

@@ -28,21 +28,16 @@ class GraphFacts:
 
     precision: str
     opset: int
-    batch: int | None
-    """The fixed batch size, None for a free one."""
+    batch: int | None  # the fixed batch size, None for a free one
     inputs: tuple[Port, ...]
     macs: int | None
     parameters: int | None
-    rest: str | None = None
-    """The precision of what a quantised graph does not quantise."""
-    scales: str | None = None
-    """The choice of the ends of a quantised graph's ranges."""
+    rest: str | None = None  # the precision of what a quantised graph does not quantise
+    scales: str | None = None  # the choice of the ends of a quantised graph's ranges
     weight_bits: int = 8
     fusion_breaks: tuple[str, ...] = ()
-    normalised: str | None = None
-    """Where a graph that takes pixels normalises them."""
-    fitted: FingerprintsText | None = None
-    """The fingerprints of the inputs that its model was fitted to."""
+    normalised: str | None = None  # where a graph that takes pixels normalises them
+    fitted: FingerprintsText | None = None  # the fingerprints of the inputs that its model was fitted to
     model_sha256: str | None = None
 
 

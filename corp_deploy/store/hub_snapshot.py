@@ -129,8 +129,7 @@ def weights_of_snapshot(directory: Path) -> Path:
     return weights
 
 
-ORIGIN = "transformers"
-"""The entry of a lineage's source that has the configuration and the files to be written again."""
+ORIGIN = "transformers"  # the entry of a lineage's source that has the configuration and the files to be written again
 _OF_TRANSFORMERS = ("model.safetensors", "model.safetensors.index.json")
 C = TypeVar("C")
 

@@ -27,8 +27,7 @@ NAME_COLUMNS = ("file", "filename", "file_name", "name", "image", "image_id", "p
 TEXTS = (".txt", ".csv", ".tsv")
 MOST_BYTES = 2**26
 SHOWN = 20  # the number of folders whose class is noted
-Named = Mapping[str, Any]
-"""Labels by the names of files, or of the folders that have the images."""
+Named = Mapping[str, Any]  # labels by the names of files, or of the folders that have the images
 
 
 def labels_for(

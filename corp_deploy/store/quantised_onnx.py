@@ -25,15 +25,11 @@ BATCH = 8
 class Quantisation:
     """The settings of quantisation."""
 
-    rest: str = "fp16"
-    """The precision of what is not quantised."""
+    rest: str = "fp16"  # the precision of what is not quantised
     scales: ScaleChoice = "auto"
-    balance: bool = True
-    """Whether norms share their outliers with the layers after them."""
-    keep_rest: tuple[str, ...] = ()
-    """Patterns of modules that are not quantised."""
-    weight_bits: int = 8
-    """The number of bits of INT8 weights."""
+    balance: bool = True  # whether norms share their outliers with the layers after them
+    keep_rest: tuple[str, ...] = ()  # patterns of modules that are not quantised
+    weight_bits: int = 8  # the number of bits of INT8 weights
 
     def __post_init__(self) -> None:
         if self.weight_bits not in WEIGHT_BITS:

@@ -69,11 +69,9 @@ class _Encoder:
     arguments: Arguments
     preprocessing: Preprocessing = field(default_factory=Preprocessing)
     notes: tuple[str, ...] = ()
-    source: str = ""
-    """The file or default that says the preprocessing."""
+    source: str = ""  # the file or default that says the preprocessing
     files: Mapping[str, Any] = field(default_factory=dict)
-    whole: str | None = None
-    """The class that wrote the model, where the model is built without its head."""
+    whole: str | None = None  # the class that wrote the model, where the model is built without its head
 
 
 def _without_head(config: Mapping[str, Any], where: str) -> dict[str, Any]:

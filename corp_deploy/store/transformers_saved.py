@@ -29,21 +29,16 @@ from .hub_snapshot import CONFIG, ORIGIN
 from .transformers_directory import PREPROCESSOR
 
 AGAIN = "write the model again"
-BESIDE = (PREPROCESSOR, *FILES)
-"""The files that are removed where an older model had them and the new one does not."""
-FOLDER = "hf"
-"""The name of the transformers directory in a model directory."""
+BESIDE = (PREPROCESSOR, *FILES)  # the files that are removed where an older model had them and the new one does not
+FOLDER = "hf"  # the name of the transformers directory in a model directory
 
 
 class _Origin(msgspec.Struct, frozen=True, kw_only=True):
     """The transformers directory that a model was read from."""
 
-    files: dict[str, Any] = {}
-    """The content of the files beside its weights, by path."""
-    config: dict[str, Any] = {}
-    """The configuration of a decoder."""
-    whole: str | None = None
-    """The class that holds an encoder and a head of training."""
+    files: dict[str, Any] = {}  # the content of the files beside its weights, by path
+    config: dict[str, Any] = {}  # the configuration of a decoder
+    whole: str | None = None  # the class that holds an encoder and a head of training
 
 
 def _origin_of(checkpoint: Checkpoint) -> _Origin:

@@ -20,16 +20,11 @@ class Named:
     """A state dict under a model's names."""
 
     state: State
-    prefix: str = ""
-    """The prefix that was removed."""
-    covered: int = 0
-    """The number of the model's names that the state dict has."""
-    is_complete: bool = False
-    """Whether it has all of them."""
-    beside: tuple[str, ...] = ()
-    """The names of tensors that are no part of the model."""
-    renamed: tuple[tuple[str, str], ...] = ()
-    """Pairs of a model's name and the file's."""
+    prefix: str = ""  # the prefix that was removed
+    covered: int = 0  # the number of the model's names that the state dict has
+    is_complete: bool = False  # whether it has all of them
+    beside: tuple[str, ...] = ()  # the names of tensors that are no part of the model
+    renamed: tuple[tuple[str, str], ...] = ()  # pairs of a model's name and the file's
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -49,8 +49,7 @@ class _Form:
     label: str
     first: re.Pattern[str]
     """The pattern of the first part's name, with the groups `at` of the module's name and `name` of the weight's."""
-    parts: tuple[str, ...]
-    """The names of the parts, in the order in which `whole` takes them."""
+    parts: tuple[str, ...]  # the names of the parts, in the order in which `whole` takes them
     whole: Callable[..., Tensor]
 
 
