@@ -19,7 +19,7 @@ from corp_deploy.algebra.queries_keys import QkRecovery, residual_aggregated, re
 from corp_deploy.algebra.ridges import ridges_from
 from corp_deploy.algebra.scores import kept_from_scores, logit_energy, shared_by_groups
 from corp_deploy.families.family import sites_of
-from corp_deploy.families.head_attention import apply_rotary
+from corp_deploy.families.rotary import apply_rotary
 from corp_deploy.reduction.calibrate import Statistics, calibrate, kept_dims, kept_widths, restricted_widths
 from corp_deploy.reduction.heads import kept_planes
 from corp_deploy.reduction.logits import system_of as logits_system

@@ -22,7 +22,7 @@ from calib.moments import Moments
 from calib.rows import Sequences, cut_into_rows, sample_sequences
 from corp_deploy.families import decoder
 from corp_deploy.families.decoder import DecoderArchitecture, DecoderArguments, TextDecoder
-from corp_deploy.families.head_attention import Rope
+from corp_deploy.families.rotary import Rope
 from corp_deploy.families.tokenizer import Tokenization
 from corp_deploy.machine import versions
 from corp_deploy.proof.candidates import Candidate

@@ -148,10 +148,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def count_products(model: nn.Module, ports: Sequence[Port]) -> MacCounts:
-    """Run one input through a copy of the model without memory, and count its products.
-
-    Attention runs as its two products, whatever kernel computes it elsewhere.
-    """
+    """Run one input through a copy without memory and count its products; attention runs as its two products."""
     as_inputs = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
     with torch.inference_mode(False), torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
         counted = copy_module(

@@ -7,7 +7,7 @@ layer in one fused projection. Sequences are full: none is padded.
 Encoders are transformers' own classes. Decoders are written here because `calibrate --sequential` builds and fills one
 block at a time, and `export-decoder` checks a directory's tensors against them before another package reads it.
 
-Legend: B sequences, N tokens, C channels, V words.
+Legend: B sequences, N tokens, C channels, G groups of heads, H heads, D width of a head, V words.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,7 +26,7 @@ from ground.errors import BadInput
 from ground.ports import OutputPort, Port
 from ground.records import record_from_value
 
-from .head_attention import HeadAttention, Rope, SequenceRotary
+from .rotary import Rope, SequenceRotary
 from .tokenizer import SequenceSpec, Tokenization
 
 Width = Annotated[int, Meta(ge=1, le=65_536)]
@@ -154,24 +154,47 @@ class GatedMlp(nn.Module):
         return self.down(self.act(self.gate(x_BNC)) * self.up(x_BNC))
 
 
+class HeadAttention(nn.Module):
+    """Causal multi-head self-attention [B,N,C] -> [B,N,C] with an explicit softmax scale.
+
+    With grouped queries (arXiv 2305.13245) consecutive heads of each group share keys and values, so that `qkv` has
+    rows of q (heads * head), k and v (groups * head each).
+    """
+
+    rotary: SequenceRotary | None
+
+    def __init__(self, architecture: DecoderArchitecture) -> None:
+        super().__init__()
+        head, rope = architecture.head, architecture.rope
+        self.counts = architecture.heads, architecture.groups, architecture.groups
+        self.rows = [count * head for count in self.counts]
+        self.scale = head**-0.5
+        self.qkv = nn.Linear(architecture.width, sum(self.rows), bias=architecture.qkv_bias)
+        self.q_norm = _norm(architecture, head) if architecture.qk_norm else nn.Identity()
+        self.k_norm = _norm(architecture, head) if architecture.qk_norm else nn.Identity()
+        self.rotary = None if rope is None else SequenceRotary(rope.frequencies(head // 2).unsqueeze(0))
+        self.proj = nn.Linear(architecture.heads * head, architecture.width, bias=architecture.proj_bias)
+
+    def forward(self, x_BNC: Tensor) -> Tensor:
+        projected = zip(self.qkv(x_BNC).split(self.rows, -1), self.counts, strict=True)
+        q, k, v = (rows.unflatten(-1, (count, -1)).transpose(-3, -2) for rows, count in projected)
+        q, k = self.q_norm(q), self.k_norm(k)
+        heads, groups, _ = self.counts
+        if groups != heads:
+            k, v = (each.repeat_interleave(heads // groups, dim=-3) for each in (k, v))
+        if self.rotary is not None:
+            q, k = self.rotary(q, k)
+        z = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
+        return self.proj(z.transpose(-3, -2).flatten(-2))
+
+
 class DecoderBlock(nn.Module):
     """Pre-norm block: x = x + attn(norm1(x)); x = x + mlp(norm2(x))."""
 
     def __init__(self, architecture: DecoderArchitecture) -> None:
         super().__init__()
-        head, rope = architecture.head, architecture.rope
         self.norm1 = _norm(architecture)
-        self.attn = HeadAttention(
-            dim=architecture.width,
-            heads=architecture.heads,
-            groups=architecture.groups,
-            head=head,
-            qkv_bias=architecture.qkv_bias,
-            proj_bias=architecture.proj_bias,
-            q_norm=_norm(architecture, head) if architecture.qk_norm else nn.Identity(),
-            k_norm=_norm(architecture, head) if architecture.qk_norm else nn.Identity(),
-            rotary=None if rope is None else SequenceRotary(rope.frequencies(head // 2).unsqueeze(0)),
-        )
+        self.attn = HeadAttention(architecture)
         self.norm2 = _norm(architecture)
         self.mlp = GatedMlp(architecture) if architecture.gated else Mlp(architecture)
 

@@ -83,18 +83,11 @@ def restored_process() -> Iterator[None]:
 
 
 def build_graph(directory: Path, output: Path, *, precision: str, window: int | None, scratch: Path) -> None:
-    """Write GRAPH, WEIGHTS, SETTINGS and the tokenizer's files.
+    """Write GRAPH, WEIGHTS, SETTINGS and the tokenizer's files into `output`.
 
-    Args:
-        directory: The model as transformers saves it.
-        output: The directory that gets the files.
-        precision: fp32, int8 and int4 (of weights alone, the cache stays FP32) for CPUs, fp16 for GPUs.
-        window: The number of tokens that each token sees, itself included; None for all.
-        scratch: A directory for the builder's temporary files.
-
-    Raises:
-        BadInput: The builder can't build a graph of this model.
-        Missing: The builder's package is not installed.
+    Precisions fp32, int8 and int4 (of weights, the cache stays FP32) are for CPUs, fp16 is for GPUs. `window` is the
+    number of tokens that each token sees, itself included; None for all. The builder's temporary files go to `scratch`.
+    Raises BadInput where the builder can't build a graph of this model, and Missing where it is not installed.
     """
     require_builder()
     with restored_process():
@@ -170,10 +163,7 @@ class Reference:
 
 
 def open_reference(directory: Path) -> Reference:
-    """Read a directory that `load_decoder` has accepted.
-
-    Raises BadInput where tensors are missing or left over, and Missing without transformers.
-    """
+    """Read a directory that `load_decoder` has accepted. Raises BadInput where tensors are missing or left over."""
     with restored_process():
         model, loading = library().AutoModelForCausalLM.from_pretrained(
             directory,

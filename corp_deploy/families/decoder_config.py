@@ -13,7 +13,7 @@ from msgspec import Meta
 from ground.errors import BadInput
 
 from .decoder import ACTIVATIONS, DecoderArchitecture, Eps, Heads, Layers, Rows, Width
-from .head_attention import Rope
+from .rotary import Rope
 
 
 class _Decoder(msgspec.Struct, frozen=True, kw_only=True):
@@ -202,10 +202,7 @@ def _rope(entries: Mapping[str, Any], theta: float) -> Rope:
 
 
 def architecture_from_transformers(config: Mapping[str, Any], *, where: str) -> DecoderArchitecture:
-    """Return the decoder that a config.json of transformers describes.
-
-    Raises BadInput for another type of model, and for an entry that no decoder here supports.
-    """
+    """Return the decoder that a config.json describes. Raises BadInput for an unsupported model or entry."""
     name = config.get("model_type")
     if name not in MODEL_TYPES:
         raise BadInput(f"{where}: model_type is {name!r:.60}, expected one of {', '.join(MODEL_TYPES)}")

@@ -186,10 +186,7 @@ def state_from_transformers(
 def state_to_transformers(
     state: Mapping[str, Tensor], rows: tuple[int, int, int], model_type: str
 ) -> dict[str, Tensor]:
-    """Return a whole model's state dict under transformers' names.
-
-    `rows` are the numbers of rows of q, k and v in each block's fused projection.
-    """
+    """Return a state dict under transformers' names; `rows` are the numbers of rows of q, k and v in `attn.qkv`."""
     names, named = _NAMES[model_type], dict[str, Tensor]()
     theirs = {ours: name for name, ours in names.ours_outside.items()}
     for name, tensor in state.items():

@@ -92,18 +92,12 @@ def named_outputs_of(model: nn.Module) -> NamedOutputs | None:
 
 
 def gives_patches(model: nn.Module) -> bool:
-    """Return whether a model is for the patch tokens of its last stream, as one without classifier is.
-
-    Of a model with named outputs the program shows which tokens they read.
-    """
+    """Return whether a model without named outputs is for its last stream's patches, as it has no classifier."""
     return named_outputs_of(model) is None and traced_model.classes(model) == 0
 
 
 def with_outputs(model: nn.Module, outputs: NamedOutputs | None) -> nn.Module:
-    """Return a copy of a dense model with these outputs, or the model itself for None.
-
-    Raises BadInput for an output that the model does not have.
-    """
+    """Return a copy of a dense model with these outputs, itself for None. Raises BadInput for one that it lacks."""
     if outputs is None:
         return model
     assert isinstance(model, TracedModule), type(model)

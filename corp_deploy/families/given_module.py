@@ -75,10 +75,7 @@ def architecture_in_memory(module: nn.Module, inputs: Mapping[str, Any]) -> Arch
 
 
 def build_in_memory(architecture: Architecture) -> nn.Module:
-    """Return a traced copy of the available module on the CPU.
-
-    Raises BadInput where none is available, and for a module of another class, or one that can't be copied or run.
-    """
+    """Return a traced copy of the available module. Raises BadInput for none, another class, or one that can't run."""
     given = _GIVEN.get()
     if given is None:
         raise BadInput(

@@ -106,10 +106,7 @@ def _refusals(values: Mapping[str, Any]) -> dict[str, bool]:
 
 
 def config_from(values: Mapping[str, Any], *, where: str) -> Any:
-    """Return transformers' configuration object.
-
-    Raises BadInput for a configuration that can't be built, or whose model would differ from the trained one.
-    """
+    """Return transformers' configuration object. Raises BadInput for one that can't be built as it was trained."""
     kinds, kind = library().CONFIG_MAPPING, values.get("model_type")
     if kind not in kinds:
         own = ", and code of its own (auto_map) is never run" if values.get("auto_map") else ""
@@ -130,10 +127,7 @@ def base_of(values: Mapping[str, Any], *, where: str) -> Any:
 
 
 def class_of(values: Mapping[str, Any], *, where: str) -> Any:
-    """Return the class that wrote a configuration, or the class of the model without a head of training.
-
-    Raises BadInput for a class that the installed transformers does not have.
-    """
+    """Return the class that wrote a configuration, without a head of training. Raises BadInput for an unknown one."""
     name = written_class(values)
     if not name or name.endswith(_HEADS_OF_TRAINING):
         return base_of(values, where=where)

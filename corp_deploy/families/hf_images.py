@@ -148,10 +148,7 @@ def has_default(model_type: str) -> bool:
 
 
 def prepared(content: Mapping[str, Any], model_type: str, *, where: str) -> Prepared:
-    """Return the preprocessing of a preprocessor_config.json; an empty one stands for the default of the model type.
-
-    Raises BadInput for a preprocessing that timm's evaluation transform can't do.
-    """
+    """Return the preprocessing of a file's content, {} for the default. Raises BadInput where timm can't do it."""
     family = _family(content, model_type, where)
     entries = {key: each for key, each in content.items() if each is not None}
     try:

@@ -84,10 +84,7 @@ def _shapes(arguments: Arguments) -> dict[str, torch.Size]:
 def _unlike(
     shapes: Mapping[str, torch.Size], state: Mapping[str, Tensor], own: Mapping[str, Tensor], dense: Mapping[str, Any]
 ) -> str:
-    """Return the first parameter that the class lacks or has in another shape, or nothing.
-
-    Biases that the class may have and the model lacks are zeros, and fit.
-    """
+    """Return the first parameter that the class lacks or has in another shape; biases that only it has are zeros."""
     for name, shape in shapes.items():
         if name not in state and not (name.endswith("bias") and name not in dense):
             return name
@@ -165,17 +162,11 @@ def _last_reason(model: nn.Module, arguments: Arguments, name: str, *, in_class:
 def convert_encoder(
     model: nn.Module, arguments: Arguments, unread: Mapping[str, Tensor], whole: str | None = None
 ) -> nn.Module:
-    """Return the model in transformers' own class, whose outputs are the same on random inputs.
+    """Return the reduced model in transformers' own class, whose outputs are the same on random inputs.
 
-    Args:
-        model: The reduced model.
-        arguments: The arguments of the dense model.
-        unread: Tensors of the dense model by the names of its modules, and other tensors of its file.
-        whole: A class that holds the model and a head of training, whose tensors `unread` has.
-
-    Raises:
-        BadInput: A configuration can't say the widths of a site, which the message names, or the class scales or reads
-            them differently.
+    `arguments` are the dense model's, `unread` has its tensors by its modules' names and its file's other tensors.
+    `whole` is a class that holds the model and a head of training, whose tensors `unread` has. Raises BadInput, naming
+    the site, for widths that a configuration can't say or the class reads differently.
     """
     changes = find_config_changes(model, arguments, unread)
     changed = replace(arguments, config={**arguments.config, **changes})

@@ -93,10 +93,7 @@ def _computed(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
 
 
 def plain_module_(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
-    """Return the module inside of wrappers, with plain weights, and a note on each change.
-
-    The argument itself is changed.
-    """
+    """Return the module inside of wrappers with plain weights, and notes on changes; the argument itself is changed."""
     notes, plain = list[str](), model
     while (inner := _inside(plain)) is not None:
         for name in _DECLARED:

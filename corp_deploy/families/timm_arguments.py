@@ -147,10 +147,7 @@ _SHOWN: Mapping[str, Callable[[nn.Module], Any]] = {
 
 
 def _arguments_shown(model: nn.Module) -> dict[str, Any]:
-    """Return the constructor's arguments that a model shows as plain values.
-
-    They are candidates: a caller builds a model of them to prove that they are the arguments.
-    """
+    """Return the constructor's arguments that a model shows as plain values; a model built of them proves them."""
     shown = dict[str, Any]()
     for name in inspect.signature(type(model).__init__).parameters:
         try:

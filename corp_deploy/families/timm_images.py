@@ -85,10 +85,7 @@ class ImageSpec:
         return {key: list(value) if isinstance(value, tuple) else value for key, value in sorted(self._fitting.items())}
 
     def transform(self) -> Callable[[Any], Tensor]:
-        """Return timm's evaluation transform of an RGB image of PIL -> float32 [C,H,W].
-
-        Raises BadInput as require_normalisation does.
-        """
+        """Return timm's evaluation transform, PIL image -> float32 [C,H,W]. Raises as require_normalisation does."""
         self.require_normalisation(where="pictures")
         return timm.data.create_transform(**self.config, is_training=False)
 

@@ -122,10 +122,7 @@ def _classifier_of(model: nn.Module, state: State) -> Tensor | None:
 
 
 def count_classes(model: nn.Module, state: State) -> int | None:
-    """Return the number of classes of a state dict's classifier, None where it has none.
-
-    The classifier is found by its present name, or by an older name that timm's filter knows.
-    """
+    """Return the number of classes of a state dict's classifier, by its present or an older name; None without one."""
     weight = _classifier_of(model, state)
     if weight is None:
         try:
@@ -248,10 +245,7 @@ def _size(architecture: Architecture) -> int:
 
 
 def build_timm_model(architecture: Architecture) -> nn.Module:
-    """Return one of timm's models with its initial weights, in eval mode.
-
-    Raises BadInput for an unknown name, for invalid arguments, and for more than MOST_PARAMETERS parameters.
-    """
+    """Return timm's model with its initial weights, in eval mode. Raises BadInput for invalid names and arguments."""
     require_local_name(architecture.name)
     refuse_reserved(architecture.kwargs)
     refuse_unbounded(architecture.kwargs)

@@ -177,10 +177,7 @@ def _read_layers(model: nn.Module) -> _Layers:
 
 
 def _number(output: NamedOutput, layers: _Layers) -> int | None:
-    """Return the number of an output's stream, as `_named_tensors` takes it.
-
-    Raises BadInput for an output that the model does not have.
-    """
+    """Return an output's number for `_named_tensors`. Raises BadInput for an output that the model does not have."""
     number, reason = None, ""
     if output.part is not None:
         word, _, digits = output.layer.partition("s.")

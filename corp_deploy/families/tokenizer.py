@@ -104,10 +104,7 @@ class TextSpec(_Spec):
         return self.tokenization.ports
 
     def encoder(self) -> Callable[[Sequence[str]], Mapping[str, Tensor]]:
-        """Return the function of texts [B] -> `input_ids` and `attention_mask`, int64 [B,N].
-
-        Raises as `tokenizer` does.
-        """
+        """Return the function of texts [B] -> `input_ids` and `attention_mask` [B,N]. Raises as `tokenizer` does."""
         inner = self.tokenizer()
         length, pad_id = self.tokenization.length, self.tokenization.pad_id
         inner.enable_truncation(max_length=length)

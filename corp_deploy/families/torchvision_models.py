@@ -107,10 +107,7 @@ def possible_names(model: nn.Module) -> list[str]:
 
 
 def build_classifier(architecture: Architecture) -> nn.Module:
-    """Return the traced model with its initial weights, on torch's default device.
-
-    Raises BadInput where torchvision can't build it, it takes images of another size, or it has too many parameters.
-    """
+    """Return the traced model with its initial weights. Raises BadInput where torchvision can't build it."""
     refuse_larger(lambda: _built(architecture), architecture.name)
     model, size = _built(architecture).eval(), architecture.kwargs.get("img_size", 224)
     height, width = size if isinstance(size, list | tuple) else (size, size)

@@ -62,10 +62,7 @@ _NO_STREAM = (
 
 
 def trace_model(model: nn.Module, architecture: Architecture) -> nn.Module:
-    """Return the traced model of a module that a family has built.
-
-    Raises BadInput where the module's inputs or outputs can't be found.
-    """
+    """Return the traced model of a family's module. Raises BadInput where its inputs or outputs can't be found."""
     if architecture.family == "timm":
         if architecture.kwargs.get("img_size") is not None:
             timm_library.set_size_(model, architecture.kwargs["img_size"])
@@ -165,10 +162,7 @@ def output_of_stream(model: nn.Module, x_BNC: Tensor, inputs: Inputs) -> Tensor:
 
 
 def token_kinds(model: nn.Module) -> tuple[str, ...]:
-    """Return the kinds of the tokens that can be merged, `class` for protected tokens and `patch` for the others.
-
-    A model whose tokens can't be merged has none.
-    """
+    """Return the kinds of tokens where they can be merged: `class` for protected tokens, then `patch`; else nothing."""
     found = tracing(model).mergeable
     if isinstance(found, str):
         return ()

@@ -201,18 +201,10 @@ def load_transformers(
 ) -> Checkpoint:
     """Load the encoder of a directory by transformers' own class, with its tokenizer if there is one.
 
-    No code of the directory is run, and no network is used.
-
-    Args:
-        directory: A directory that save_pretrained has written.
-        kwargs: Overrides of the directory's entries: img_size, and num_classes 0 for a tower without its head; pooling,
-            normalize and length of texts; or length of samples.
-        preprocessing: Overrides of the directory's preprocessing.
-
-    Raises:
-        BadInput: The installed transformers can't build or read the model, weights are missing or pickled, or the model
-            can't be traced.
-        Missing: Transformers is not installed.
+    No code of the directory is run, and no network is used. `kwargs` override the directory's entries: img_size, and
+    num_classes 0 for a tower without its head; pooling, normalize and length of texts; or length of samples. Raises
+    BadInput for a model that can't be built, read or traced, and for missing or pickled weights; Missing without
+    transformers.
     """
     encoder, file = (
         _read_encoder(directory, kwargs, preprocessing or Preprocessing()),
@@ -249,10 +241,7 @@ def _named(file: Path, names: tuple[str, ...]) -> dict[str, Any]:
 def decoder_arguments(
     directory: Path, kwargs: Mapping[str, Any], *, looked_at: bool = False
 ) -> tuple[str, DecoderArguments]:
-    """Return the model type and the arguments of a decoder; one that is only `looked_at` needs no tokenizer.
-
-    Raises BadInput as `load_decoder` does.
-    """
+    """Return a decoder's type and arguments; one only `looked_at` needs no tokenizer. Raises as load_decoder."""
     config = config_of_transformers(directory)
     architecture = decoder_config.architecture_from_transformers(config, where=str(directory / CONFIG))
     changes = read_changes(kwargs, Changes, "a decoder takes length, the tokens of a sequence")

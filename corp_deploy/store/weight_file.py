@@ -152,10 +152,7 @@ def _shards(index: Path) -> dict[str, list[str]]:
 
 
 def content_of_weight_file(path: Path) -> Any:
-    """Return the content of a file or of shards, in the format that the first bytes show, whatever the suffix.
-
-    Raises BadInput for a missing, damaged or other file, and for pickled code.
-    """
+    """Return the content of a file or shards, by its first bytes. Raises BadInput for a missing or unreadable file."""
     if path.is_dir():
         raise BadInput(f"{path}: a directory, expected a file of weights ({KINDS}); or give --model {path}")
     if not path.is_file():

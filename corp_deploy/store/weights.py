@@ -78,10 +78,7 @@ _FORMS = (
 
 
 def folded_state(state: State, *, where: str) -> tuple[State, dict[str, str]]:
-    """Return a state dict with each weight in one tensor, and the form of each folded weight by its name.
-
-    Raises BadInput for parts that don't fit one another.
-    """
+    """Return a state dict with folded weights, and the form of each. Raises BadInput for parts that don't fit."""
     whole, forms = dict(state), dict[str, str]()
     for form in _FORMS:
         for name in state:

@@ -1,9 +1,9 @@
-"""Causal self-attention of decoders with a fused qkv projection, and rotary positions (RoFormer, arXiv 2104.09864).
+"""Rotary positions of sequences (RoFormer, arXiv 2104.09864).
 
 Plane p of P consists of the dimensions p and p + P of a head, in whatever order a library has them. A reduced head has
 the frequencies of the planes that it keeps; they are never computed from its width.
 
-Legend: B texts, N tokens, C channels, H heads, or 1 for all, G groups of heads, D width of a head, P planes of it.
+Legend: B texts, N tokens, H heads, or 1 for all, D width of a head, P planes of it.
 """
 
 import math
@@ -14,7 +14,6 @@ import msgspec
 import torch
 from msgspec import Meta
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 Factor = Annotated[float, Meta(gt=0.0, le=1e6)]
 
@@ -84,54 +83,3 @@ class SequenceRotary(nn.Module):
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         sin_HNP, cos_HNP = (each.to(q.dtype) for each in self.tables(q.shape[-2]))
         return apply_rotary(q, sin_HNP, cos_HNP), apply_rotary(k, sin_HNP, cos_HNP)
-
-
-def repeat_groups(x: Tensor, heads: int) -> Tensor:
-    """Return keys or values of groups [B,G,N,D], repeated for every head of their group: [B,H,N,D]."""
-    groups = x.shape[-3]
-    return x if groups == heads else x.repeat_interleave(heads // groups, dim=-3)
-
-
-class HeadAttention(nn.Module):
-    """Causal multi-head self-attention [B,N,C] -> [B,N,C] with an explicit softmax scale; heads are `head` wide.
-
-    With grouped queries (arXiv 2305.13245) consecutive heads of each of the `groups` share keys and values, so that
-    `qkv` has rows of q (heads * head), k and v (groups * head each). `rotary` rotates queries and keys by their
-    positions.
-    """
-
-    rotary: SequenceRotary | None
-
-    def __init__(
-        self,
-        *,
-        dim: int,
-        heads: int,
-        head: int,
-        groups: int,
-        qkv_bias: bool,
-        proj_bias: bool,
-        q_norm: nn.Module,
-        k_norm: nn.Module,
-        rotary: SequenceRotary | None,
-    ) -> None:
-        super().__init__()
-        self.heads, self.head, self.groups = heads, head, groups
-        self.scale = head**-0.5
-        self.qkv = nn.Linear(dim, sum(self.rows), bias=qkv_bias)
-        self.q_norm, self.k_norm, self.rotary = q_norm, k_norm, rotary
-        self.proj = nn.Linear(heads * head, dim, bias=proj_bias)
-
-    @property
-    def rows(self) -> tuple[int, int, int]:
-        """The numbers of rows of `qkv` that compute queries, keys and values."""
-        return self.heads * self.head, self.groups * self.head, self.groups * self.head
-
-    def forward(self, x_BNC: Tensor) -> Tensor:
-        projected = zip(self.qkv(x_BNC).split(self.rows, -1), (self.heads, self.groups, self.groups), strict=True)
-        q, k, v = (rows.unflatten(-1, (count, -1)).transpose(-3, -2) for rows, count in projected)
-        q, k, v = self.q_norm(q), repeat_groups(self.k_norm(k), self.heads), repeat_groups(v, self.heads)
-        if self.rotary is not None:
-            q, k = self.rotary(q, k)
-        z = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
-        return self.proj(z.transpose(-3, -2).flatten(-2))
