@@ -121,18 +121,18 @@ def block_from_transformers(
             fused.setdefault(theirs, {})[entry] = tensor
         elif not _BUFFERS.fullmatch(name):
             foreign.append(name)
-    refuse_foreign(foreign, model_type, where=where)
+    _refuse_foreign(foreign, model_type, where)
     if decoder.rope is not None:
         mapped["attn.rotary.freqs_HP"] = decoder.rope.frequencies(decoder.head // 2).unsqueeze(0)
     return mapped | _qkv(names, fused, where)
 
 
 def outside_from_transformers(
-    state: Mapping[str, Tensor], model_type: str, *, tied: bool = False
-) -> tuple[dict[str, Tensor], list[str]]:
-    """Return the tensors outside of blocks under our names, and the names that our model does not have.
+    state: Mapping[str, Tensor], model_type: str, *, where: str, tied: bool
+) -> dict[str, Tensor]:
+    """Return the tensors outside of blocks under our names, without a head that is `tied` to the embeddings.
 
-    The tensor of a head that is `tied` to the embeddings is left out.
+    Raises BadInput for a tensor that our decoder does not have.
     """
     ours, mapped, foreign = _NAMES[model_type].ours_outside, dict[str, Tensor](), list[str]()
     for name, tensor in state.items():
@@ -142,7 +142,8 @@ def outside_from_transformers(
             mapped[known] = tensor
         elif known is None and not _BUFFERS.fullmatch(name):
             foreign.append(name)
-    return mapped, foreign
+    _refuse_foreign(foreign, model_type, where)
+    return mapped
 
 
 def names_by_block(
@@ -162,10 +163,11 @@ def names_by_block(
     return outside, blocks
 
 
-def refuse_foreign(foreign: Iterable[str], model_type: str, *, where: str) -> None:
-    """Raise BadInput, naming the first tensor, where there are tensors that our decoder does not have."""
-    for name in sorted(foreign):
-        raise BadInput(f"{where}: {name!r:.150} has no place in a {model_type} decoder: its blocks are of another kind")
+def _refuse_foreign(foreign: list[str], model_type: str, where: str) -> None:
+    if foreign:
+        raise BadInput(
+            f"{where}: {min(foreign)!r:.150} has no place in a {model_type} decoder: its blocks are of another kind"
+        )
 
 
 def state_from_transformers(
@@ -174,12 +176,11 @@ def state_from_transformers(
     """Return a state dict under our names. Raises BadInput for a tensor that our decoder does not have."""
     outside, blocks = names_by_block(state, model_type, where=where)
     own = {name: state[full] for name, full in outside.items()}
-    mapped, foreign = outside_from_transformers(own, model_type, tied=decoder.tied)
+    mapped = outside_from_transformers(own, model_type, where=where, tied=decoder.tied)
     for index, names in sorted(blocks.items()):
         within = {name: state[full] for name, full in names.items()}
         block = block_from_transformers(within, model_type, where=f"{where}: block {index}", decoder=decoder)
         mapped |= {f"blocks.{index}.{name}": tensor for name, tensor in block.items()}
-    refuse_foreign(foreign, model_type, where=where)
     return mapped
 
 

@@ -16,7 +16,7 @@ from ground.errors import BadInput
 
 from .hf_encoders import called_of, facts_in_transformers
 from .plain_module import copy_with_forward
-from .timm_maps import KINDS, tokens_of_kind
+from .timm_maps import refusal_of_part, tokens_of_kind
 
 _FRONT = {
     "cls_token": "class",
@@ -63,11 +63,7 @@ class _Tower:
             return "" if output.name == ours else f"the model's head gives {ours}"
         if output.layer and not (output.layer.startswith(("blocks.", "layers.")) and _place(output) < len(self.layers)):
             return f"the model has no such layer; it has block0 to block{len(self.layers) - 1}"
-        kind = KINDS.get(output.part)
-        if kind is not None and kind not in self.kinds:
-            return f"the model has no {kind} token; its tokens are {', '.join(dict.fromkeys((*self.kinds, 'patch')))}"
-        is_normed = output.layer and output.normed
-        return "the model has no norm of tokens behind its last layer" if is_normed and self.norm is None else ""
+        return refusal_of_part(output, self.kinds, has_norm=self.norm is not None)
 
 
 def _place(output: NamedOutput) -> int:

@@ -39,6 +39,16 @@ def tokens_of_kind(output: NamedOutput, x_BNC: Tensor, kinds: Sequence[str]) -> 
     return x_BNC[:, first] if kind == "class" else x_BNC[:, first : first + count]
 
 
+def refusal_of_part(output: NamedOutput, kinds: Sequence[str], *, has_norm: bool) -> str:
+    """Return why tokens that begin with these kinds don't have the part that an output gives, or nothing."""
+    kind = KINDS.get(output.part or "")
+    if kind is not None and kind not in kinds:
+        every = ", ".join(dict.fromkeys((*kinds, "patch")))
+        return f"the model has no {kind} token{' there' if output.layer else ''}; its tokens are {every}"
+    needs_norm = output.layer and output.normed
+    return "the model has no norm of tokens behind its last layer" if needs_norm and not has_norm else ""
+
+
 @dataclass(frozen=True, slots=True)
 class _Stream:
     """A map and the tokens in front of its places [B,F,C], None without any."""
@@ -197,14 +207,8 @@ def _number(output: NamedOutput, layers: _Layers) -> int | None:
 def _refusal(output: NamedOutput, number: int | None, layers: _Layers) -> str:
     if number is None:
         return f"the model has no such layer; it has {', '.join(layers.numbers)}"
-    kind = KINDS.get(output.part or "")
     kinds = layers.kinds if number < 0 or layers.is_in_front[number] else ()
-    if kind is not None and kind not in kinds:
-        of = ", ".join(dict.fromkeys((*kinds, "patch")))
-        return f"the model has no {kind} token{' there' if output.layer else ''}; its tokens are {of}"
-    if not (output.layer and output.normed):
-        return ""
-    if not layers.normed:
-        return "the model has no norm of tokens behind its last layer"
-    is_same = layers.channels[number] == layers.normed
+    if reason := refusal_of_part(output, kinds, has_norm=layers.normed > 0):
+        return reason
+    is_same = not (output.layer and output.normed) or layers.channels[number] == layers.normed
     return "" if is_same else "a stage's channels aren't those of the last norm"

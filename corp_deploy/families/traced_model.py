@@ -34,7 +34,7 @@ from corp_deploy.traced.models.module import tracing as tracing
 from corp_deploy.traced.models.narrowed_model import narrow_model
 from corp_deploy.traced.models.offered import sites_by_segment
 from corp_deploy.traced.models.offered import sites_of as sites_of
-from corp_deploy.traced.models.segments import Layout, ProgramSegment, TokenRows, layout_of
+from corp_deploy.traced.models.segments import Layout, TokenRows, layout_of
 from corp_deploy.traced.models.steps import Merge, OutputStep, SegmentStep, Step, StreamState, Unmerge
 from corp_deploy.traced.narrowing.whole_removal import fill_empty_readers_
 from corp_deploy.traced.programs.attention_masks import SDPA, SOFTMAX
@@ -103,28 +103,23 @@ def steps(model: nn.Module) -> Iterator[SegmentStep | Merge | Unmerge]:
     return (step for step in steps_to_outputs(model) if not isinstance(step, OutputStep))
 
 
-def _steps_of(
-    segment: ProgramSegment, inside: tuple[str, ...], image: tuple[int, ...]
-) -> Iterator[SegmentStep | Merge | Unmerge]:
-    start, end = segment.start, segment.end
-    if start.is_merged and not end.is_merged and end.raw is end.node:
-        yield Unmerge(name=segment.name, gives_back=False)
-    yield SegmentStep(module=TokenRows(segment, image), name=segment.name, sites=inside)
-    if end.merge is not None:
-        yield Merge(name=end.name, merge=end.merge)
-    elif end.raw is not end.node:
-        yield Unmerge(name=segment.name, gives_back=True)
-
-
 def steps_to_outputs(model: nn.Module) -> Iterator[Step]:
     """Yield the steps of `steps`, and an output step after each stream but the last that outputs are computed from."""
     own, shape = tracing(model), input_spec(model).shape
     outlets = {cut_output.before: cut_output.name for cut_output in own.cut_outputs[:-1]}
     for segment, inside in sites_by_segment(model).items():
-        if inside or own.cut_outputs or segment is not own.segments[-1]:
-            yield from _steps_of(segment, inside, shape)
-            if (name := outlets.get(segment.end.node)) is not None:
-                yield OutputStep(name=name)
+        if not (inside or own.cut_outputs or segment is not own.segments[-1]):
+            continue
+        start, end = segment.start, segment.end
+        if start.is_merged and not end.is_merged and end.raw is end.node:
+            yield Unmerge(name=segment.name, gives_back=False)
+        yield SegmentStep(module=TokenRows(segment, shape), name=segment.name, sites=inside)
+        if end.merge is not None:
+            yield Merge(name=end.name, merge=end.merge)
+        elif end.raw is not end.node:
+            yield Unmerge(name=segment.name, gives_back=True)
+        if (name := outlets.get(end.node)) is not None:
+            yield OutputStep(name=name)
 
 
 def outputs_of_walk(model: nn.Module, walk: StreamState, inputs: Inputs) -> tuple[Tensor, ...]:

@@ -15,12 +15,7 @@ from torch import Tensor, nn
 
 from corp_deploy.families import decoder
 from corp_deploy.families.decoder import DecoderArchitecture, DecoderArguments, DecoderBlock, Embeddings, TextDecoder
-from corp_deploy.families.decoder_names import (
-    block_from_transformers,
-    names_by_block,
-    outside_from_transformers,
-    refuse_foreign,
-)
+from corp_deploy.families.decoder_names import block_from_transformers, names_by_block, outside_from_transformers
 from corp_deploy.families.traced_model import load_extra_files_
 from ground.errors import BadInput
 
@@ -87,9 +82,8 @@ class DecoderLayers:
 
     def _outside(self) -> dict[str, Tensor]:
         state = self._read(self._names[0])
-        mapped, foreign = outside_from_transformers(state, self.kind, tied=self.arguments.decoder.tied)
-        refuse_foreign(foreign, self.kind, where=str(self.weights))
-        return mapped
+        tied = self.arguments.decoder.tied
+        return outside_from_transformers(state, self.kind, where=str(self.weights), tied=tied)
 
     def _read(self, names: Mapping[str, str]) -> dict[str, Tensor]:
         """Return tensors by their own names; `names` has their names in the files by these."""

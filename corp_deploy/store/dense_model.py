@@ -98,9 +98,16 @@ def _refuse_beside(directory: Path, extra: Mapping[str, Any]) -> None:
     refuse_beside_directory(directory, {f"--{name.replace('_', '-')}": value for name, value in extra.items()})
 
 
-def _refuse_other_decoder(directory: Path, config: Mapping[str, Any]) -> None:
-    """Raise BadInput for a model that takes images of any size, and for a generator of texts that is not built here."""
+def _is_decoder(directory: Path, preprocessing: Preprocessing) -> bool:
+    """Return whether a directory of transformers has a decoder, else an encoder.
+
+    Raises BadInput for a preprocessing of a decoder, a model that takes images of any size, and an unknown decoder.
+    """
+    config = config_of_transformers(directory)
     kind = config.get("model_type")
+    if kind in decoder_config.MODEL_TYPES:
+        _refuse_beside(directory, preprocessing.settings)
+        return True
     if kind == "siglip2" or hf_classes.looks_like_decoder(config):
         naflex = "; its images are of any size (NaFlex): take a fixed resolution's" if kind == "siglip2" else ""
         model_types = ", ".join(decoder_config.MODEL_TYPES)
@@ -108,16 +115,7 @@ def _refuse_other_decoder(directory: Path, config: Mapping[str, Any]) -> None:
             f"{directory / CONFIG}: model_type is {kind!r:.60}{naflex}; expected an encoder, or a decoder of "
             f"{model_types}"
         )
-
-
-def _from_transformers(directory: Path, kwargs: Mapping[str, Any], preprocessing: Preprocessing) -> Checkpoint:
-    """Load an encoder or a decoder of transformers. Raises BadInput for any other model."""
-    config = config_of_transformers(directory)
-    if config.get("model_type") in decoder_config.MODEL_TYPES:
-        _refuse_beside(directory, preprocessing.settings)
-        return load_decoder(directory, kwargs)
-    _refuse_other_decoder(directory, config)
-    return load_transformers(directory, kwargs, preprocessing)
+    return False
 
 
 def load_dense(
@@ -158,17 +156,6 @@ def comes_with_weights(model: str) -> bool:
     return model.startswith(trusted_code.PREFIX) or Path(model.removeprefix("local-dir:")).is_dir()
 
 
-def _architecture_of_transformers(
-    directory: Path, kwargs: Mapping[str, Any], preprocessing: Preprocessing
-) -> Architecture:
-    config = config_of_transformers(directory)
-    if config.get("model_type") in decoder_config.MODEL_TYPES:
-        _refuse_beside(directory, preprocessing.settings)
-        return decoder.architecture_of_decoder(*decoder_arguments(directory, kwargs, looked_at=True))
-    _refuse_other_decoder(directory, config)
-    return encoder_architecture(directory, kwargs, preprocessing)
-
-
 def load_without_weights(
     model: str, kwargs: Mapping[str, Any], preprocessing: Preprocessing, outputs: NamedOutputs | None
 ) -> Checkpoint:
@@ -176,7 +163,11 @@ def load_without_weights(
     if model.startswith(torchvision_models.PREFIX):
         architecture = torchvision_models.architecture_of_classifier(model, kwargs, preprocessing)
     elif model.startswith(PREFIX):
-        architecture = _architecture_of_transformers(Path(model.removeprefix(PREFIX)), kwargs, preprocessing)
+        directory = Path(model.removeprefix(PREFIX))
+        if _is_decoder(directory, preprocessing):
+            architecture = decoder.architecture_of_decoder(*decoder_arguments(directory, kwargs, looked_at=True))
+        else:
+            architecture = encoder_architecture(directory, kwargs, preprocessing)
     else:
         architecture = Architecture(name=model, kwargs=kwargs)
     with torch.device("meta"):
@@ -202,7 +193,10 @@ def _loaded(model: str, choice: WeightChoice, kwargs: Mapping[str, Any], preproc
     if model.startswith(PREFIX):
         directory = Path(model.removeprefix(PREFIX))
         _refuse_beside(directory, choice.settings)
-        checkpoint = _from_transformers(directory, kwargs, preprocessing)
+        if _is_decoder(directory, preprocessing):
+            checkpoint = load_decoder(directory, kwargs)
+        else:
+            checkpoint = load_transformers(directory, kwargs, preprocessing)
         return _with_class_names(checkpoint, config_of_transformers(directory))
     folder = Path(model.removeprefix("local-dir:"))
     snapshot = folder if folder.is_dir() else None

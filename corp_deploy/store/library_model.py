@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from corp_deploy.families import torchvision_models
 from corp_deploy.families.given_module import architecture_of_code, user_image_spec
@@ -45,17 +44,17 @@ def refuse_other_weights(checkpoint: Checkpoint) -> None:
         return
     names = checkpoint.model.state_dict()
     again = dense_from_architecture(checkpoint.architecture).state_dict()
-    other = [name for name, tensor in again.items() if name in names and not _is_same(tensor, names[name])]
+    other = [
+        name
+        for name, tensor in again.items()
+        if name in names and not torch.equal(tensor.cpu().nan_to_num(), names[name].cpu().nan_to_num())
+    ]
     if other:
         raise BadInput(
             f"{checkpoint.architecture.name}: the function isn't deterministic: called twice, it makes other values of "
             f"{first_names(other)}. (a) Load the trained weights inside it; (b) give them with --weights; (c) for a "
             "trial, call torch.manual_seed(0) in it first"
         )
-
-
-def _is_same(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and torch.equal(one.cpu().nan_to_num(), other.cpu().nan_to_num())
 
 
 MOST_BYTES = 1_000_000

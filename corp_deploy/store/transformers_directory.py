@@ -228,14 +228,10 @@ def load_transformers(
         **({} if arguments.text is None else {"tokenizer_sha256": arguments.text.sha256}),
         ORIGIN: origin,
     }
-    unread = {**dict(model.state_dict()), **(_named(file, unused) if encoder.whole else {})}
+    beside = read_weights(file).state if encoder.whole else {}
+    unread = {**model.state_dict(), **{name: beside[name] for name in unused if name in beside}}
     lineage = {"source": source}
     return Checkpoint(model=model, architecture=architecture, lineage=lineage, notes=tuple(notes), unread=unread)
-
-
-def _named(file: Path, names: tuple[str, ...]) -> dict[str, Any]:
-    state = read_weights(file).state
-    return {name: state[name] for name in names if name in state}
 
 
 def decoder_arguments(
