@@ -87,9 +87,8 @@ def build_graph(directory: Path, output: Path, *, precision: str, window: int | 
 
     Precisions fp32, int8 and int4 (of weights, the cache stays FP32) are for CPUs, fp16 is for GPUs. `window` is the
     number of tokens that each token sees, itself included; None for all. The builder's temporary files go to `scratch`.
-    Raises BadInput where the builder can't build a graph of this model, and Missing where it is not installed.
+    Raises BadInput where the builder, which `require_builder` has found, can't build a graph of this model.
     """
-    require_builder()
     with restored_process():
         try:
             _run_builder(directory, output, precision, scratch)

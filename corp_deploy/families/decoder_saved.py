@@ -23,8 +23,6 @@ from .family import sites_of
 from .hf_saved import WHERE, refusal
 
 _OF_HEADS = (".qk", ".v")
-
-
 _WITHOUT_HEADS = ("opt", "gpt2")  # model types whose configurations have no width of heads
 
 

@@ -5,7 +5,7 @@ A model gives the outputs of its class, one of them, or one embedding pooled fro
 Legend: B inputs, N tokens, C channels.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
@@ -45,73 +45,6 @@ OUTPUTS: Mapping[str, str] = {
     "DeiTForImageClassificationWithTeacher": "logits",
 }
 """The main output of each class; models of other classes give all of their outputs."""
-Answer = Callable[[Any, Mapping[str, Tensor]], Mapping[str, Tensor]]
-"""A function of a class's outputs and of its inputs, which returns tensors by name."""
-
-
-def pick_output(output: str) -> Answer:
-    """Return the answer that consists of one of a class's outputs, named logits or embedding."""
-
-    def answer(outputs: Any, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        field = output.removesuffix("[:, 0]")
-        tensor = getattr(outputs, field, None)
-        if tensor is None:
-            raise BadInput(f"it gives no {field}, expected a class with pooled output")
-        return {"logits" if output == "logits" else "embedding": tensor[:, 0] if output == CLASS_TOKEN else tensor}
-
-    return answer
-
-
-def pool_tokens(pooling: Pooling, normalize: bool) -> Answer:
-    """Return the answer that is one embedding a text: its first token, or the mean of its tokens without padding."""
-
-    def answer(outputs: Any, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        x_BNC = outputs.last_hidden_state
-        if pooling == "first":
-            out_BC = x_BNC[:, 0]
-        else:
-            # The tokens are weighted in float32 before the sum, since a sum of hundreds of tokens may overflow float16.
-            weights_BN = inputs["attention_mask"].to(torch.float32)
-            weights_BN = weights_BN / weights_BN.sum(dim=1, keepdim=True).clamp(min=1.0)
-            out_BC = (x_BNC.to(torch.float32) * weights_BN.unsqueeze(-1)).sum(dim=1)
-        if normalize:
-            out_BC = F.normalize(out_BC.to(torch.float32), dim=-1)
-        return {"embedding": out_BC.to(x_BNC.dtype)}
-
-    return answer
-
-
-@dataclass(frozen=True, slots=True)
-class CalledClass:
-    """A class of transformers, the extra arguments `more` of its forward, and the answer taken from its outputs."""
-
-    kind: Any
-    answer: Answer | None
-    more: Mapping[str, Any]
-
-    def raw_outputs(self, model: nn.Module, inputs: Mapping[str, Tensor]) -> Any:
-        """Return the outputs of the class's own forward."""
-        return self.kind.forward(model, **inputs, **self.more)
-
-    def forward(self, model: nn.Module, inputs: Mapping[str, Tensor]) -> Any:
-        outputs = self.raw_outputs(model, inputs)
-        return outputs if self.answer is None else self.answer(outputs, inputs)
-
-
-def answering_class(called: CalledClass) -> Any:
-    """Return a subclass whose forward returns the answer; the class itself where that changes nothing."""
-    kind = called.kind
-    if called.answer is None and not called.more:
-        return kind
-    members = {"forward": lambda self, **inputs: called.forward(self, inputs), CALLED: called}
-    return type(kind.__name__, (kind,), {**members, "__module__": kind.__module__})
-
-
-def called_of(plain: type[nn.Module]) -> CalledClass:
-    """Return the called class that `answering_class` made a class of, or the class itself without an answer."""
-    return vars(plain).get(CALLED) or CalledClass(plain, None, {})
-
-
 PREFIX, FAMILY = "transformers:", "traced"
 LENGTH = 16_000  # the number of samples of a series where the user gives none: a second of speech
 _INTERPOLATES = "interpolate_pos_encoding"
@@ -138,12 +71,59 @@ class Arguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """The class's arguments that leave out layers."""
         return {"add_pooling_layer": False} if self.without_pooler else {}
 
-    @property
-    def answer(self) -> Answer | None:
-        """The function that computes the answer from a class's outputs; None keeps all outputs."""
-        if self.pooling is not None:
-            return pool_tokens(self.pooling, self.normalize)
-        return None if self.output is None else pick_output(self.output)
+
+@dataclass(frozen=True, slots=True)
+class CalledClass:
+    """A class of transformers with the extra arguments `more` of its forward, which gives the answer of `arguments`."""
+
+    kind: Any
+    arguments: Arguments | None
+    more: Mapping[str, Any]
+
+    def raw_outputs(self, model: nn.Module, inputs: Mapping[str, Tensor]) -> Any:
+        """Return the outputs of the class's own forward."""
+        return self.kind.forward(model, **inputs, **self.more)
+
+    def answer(self, outputs: Any, inputs: Mapping[str, Tensor]) -> Any:
+        """Return the outputs, the one that arguments name, or one embedding a text, pooled from its tokens."""
+        arguments = self.arguments
+        if arguments is None or (arguments.pooling is None and arguments.output is None):
+            return outputs
+        if arguments.pooling is None:
+            output = arguments.output or ""
+            field = output.removesuffix("[:, 0]")
+            tensor = getattr(outputs, field, None)
+            if tensor is None:
+                raise BadInput(f"it gives no {field}, expected a class with pooled output")
+            return {"logits" if output == "logits" else "embedding": tensor[:, 0] if output == CLASS_TOKEN else tensor}
+        x_BNC = outputs.last_hidden_state
+        if arguments.pooling == "first":
+            out_BC = x_BNC[:, 0]
+        else:
+            # The tokens are weighted in float32 before the sum, since a sum of hundreds of tokens may overflow float16.
+            weights_BN = inputs["attention_mask"].to(torch.float32)
+            weights_BN = weights_BN / weights_BN.sum(dim=1, keepdim=True).clamp(min=1.0)
+            out_BC = (x_BNC.to(torch.float32) * weights_BN.unsqueeze(-1)).sum(dim=1)
+        if arguments.normalize:
+            out_BC = F.normalize(out_BC.to(torch.float32), dim=-1)
+        return {"embedding": out_BC.to(x_BNC.dtype)}
+
+
+def answering_class(kind: Any, arguments: Arguments, more: Mapping[str, Any]) -> Any:
+    """Return a subclass whose forward returns the answer; the class itself where that changes nothing."""
+    if arguments.pooling is None and arguments.output is None and not more:
+        return kind
+    called = CalledClass(kind, arguments, more)
+
+    def forward(self: nn.Module, **inputs: Tensor) -> Any:
+        return called.answer(called.raw_outputs(self, inputs), inputs)
+
+    return type(kind.__name__, (kind,), {"forward": forward, CALLED: called, "__module__": kind.__module__})
+
+
+def called_of(plain: type[nn.Module]) -> CalledClass:
+    """Return the called class that is behind a class of `answering_class`, or the class itself without an answer."""
+    return vars(plain).get(CALLED) or CalledClass(plain, None, {})
 
 
 def parse_arguments(kwargs: Mapping[str, Any], *, where: str) -> Arguments:
@@ -195,9 +175,7 @@ def plain_model(arguments: Arguments, *, where: str) -> nn.Module:
     own_sides = tuple(size) if isinstance(size, list) else (size, size)
     resized = arguments.img_size is not None and both(arguments.img_size) != own_sides
     more = {_INTERPOLATES: True} if resized and _INTERPOLATES in signature(kind.forward).parameters else {}
-    return build_class(
-        answering_class(CalledClass(kind, arguments.answer, more)), config, arguments.left_out, where=where
-    )
+    return build_class(answering_class(kind, arguments, more), config, arguments.left_out, where=where)
 
 
 def state_of(directory: Path, arguments: Arguments) -> tuple[Arguments, dict[str, Tensor], tuple[str, ...]]:

@@ -114,8 +114,7 @@ def with_named_tokens(model: TracedModule, outputs: NamedOutputs) -> TracedModul
         tensors = dict[str, Tensor]()
         for output in outputs.every:
             if output.part is None:
-                own = raw if called.answer is None else called.answer(raw, inputs)
-                tensors[output.name] = own[tower.own]
+                tensors[output.name] = called.answer(raw, inputs)[tower.own]
                 continue
             x_BNC = last
             if output.layer:
