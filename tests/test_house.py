@@ -62,3 +62,18 @@ def test_no_if_chains_over_kinds_of_site() -> None:
         if isinstance(kind, ast.Name) and kind.id in KINDS
     ]
     assert {place.partition(":")[0] for place in ladders} <= {"corp_deploy/traced/models/sites.py"}, ladders
+
+
+def test_no_docstring_begins_with_a_riddle() -> None:
+    """Ruff's D rules check functions alone; these words begin neither a noun phrase nor an imperative."""
+    riddles = {"What", "Of", "Whether", "How", "Which"}
+    found = [
+        f"{path}:{text.lineno}: {text.value.value}"
+        for path, tree in trees().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+        for text in node.body
+        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
+        if text.value.value.split(maxsplit=1)[0] in riddles
+    ]
+    assert not found, "\n".join(found)

@@ -45,7 +45,7 @@ class Example:
     folder: str
     title: str
     narrower: str
-    """What the reduction does, in words."""
+    """A description of the reduction."""
     reduce: Mapping[str, Any]
     """The options of `reduce`."""
     method: Mapping[str, Any]

@@ -48,7 +48,7 @@ class Option:
     flag_value: str | None
     """The value that the option has on a command line without one."""
     unset: str | None
-    """What None stands for, in a word."""
+    """A word for the meaning of None."""
     typed: str
     """The option's name in a command."""
     in_recipe: bool | str

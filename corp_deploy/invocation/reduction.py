@@ -22,7 +22,7 @@ from .values import DIRECTORY, FILE, OneOf
 
 SaveAs = Literal["hf"]
 Effort = Literal["quick", "standard", "thorough"]
-"""What is tried beside one pass over the moments: nothing; the closed loop; also its widths, and a polish."""
+"""Attempts beside one pass over the moments: nothing; the closed loop; also its widths, and a polish."""
 
 
 @dataclass(frozen=True, kw_only=True)

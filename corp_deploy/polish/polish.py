@@ -28,7 +28,7 @@ from .state import PolishState, StateFile
 from .walk import BlockSteps, StreamPair, blocks, stream_pairs, walk
 
 HELD_OUT_EVERY = 8
-"""Of that many inputs, or groups of inputs, one is held out to judge."""
+"""One of this many inputs, or groups of inputs, is held out to judge."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
