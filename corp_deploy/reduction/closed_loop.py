@@ -74,18 +74,15 @@ def reduce_traced(
         require_rescalable(model, images)
     dense = tracing(model)
     sites = traced_sites(dense)
-    every = uniform_widths(model, method) if widths is None else dict(widths)
-    irreducible = irreducible_sites(dense, sites, every, method)
-    target_widths = {name: width for name, width in every.items() if name not in irreducible}
+    all_widths = uniform_widths(model, method) if widths is None else dict(widths)
+    irreducible = irreducible_sites(dense, sites, all_widths, method)
+    target_widths = {name: width for name, width in all_widths.items() if name not in irreducible}
     refuse_shared_readers(dense, sites, target_widths)
     student = Student.of(dense)
-    half_ids = _half_ids(images, loop)
-    every_one = None if loop is None else loop.held_out_every
-    weights = partial(token_weights, model)
-    pieces = read_pieces(
-        images, device_of(model), batch_size, weights=weights, half_ids=half_ids, held_out_every=every_one
-    )
-    read = {} if loop is None or counts_all(model, loop.reads) else find_read_places(dense, device_of(model))
+    where, weights, half_ids = device_of(model), partial(token_weights, model), _half_ids(images, loop)
+    every = None if loop is None else loop.held_out_every
+    pieces = read_pieces(images, where, batch_size, weights=weights, half_ids=half_ids, held_out_every=every)
+    read = {} if loop is None or counts_all(model, loop.reads) else find_read_places(dense, where)
     state = _ClosedLoop(
         student=student,
         method=method,
@@ -102,17 +99,17 @@ def reduce_traced(
     if method.rescales:
         rescale_(dense, student, images, batch_size=batch_size)
     way = "each to its dense weights" if loop is None else "fitted to the dense model's streams and layers"
-    partly = [layer.name for layer in layers(dense.program) if layer.node in read]
-    kept_stays = tuple(f"{name} kept as it is: {reason}" for name, reason in irreducible.items())
+    partly_read = [layer.name for layer in layers(dense.program) if layer.node in read]
+    kept_notes = tuple(f"{name} kept as it is: {reason}" for name, reason in irreducible.items())
     return Reduction(
         model=state.narrowed(model, dense),
         method=method,
         sites=tuple(state.reports if widths is None else as_allocated(state.reports)),
         coverage=coverage(sites, method, target_widths, by_site=widths is not None),
-        notes=(*notes_on(sites, method, target_widths), *kept_stays),
+        notes=(*notes_on(sites, method, target_widths), *kept_notes),
         decisions=(
             f"closed loop over {len(state.new)} sites in the order in which they run, {way}",
-            *((f"only places that outputs read count in the fits of {', '.join(partly)}",) if partly else ()),
+            *((f"only places that outputs read count in the fits of {', '.join(partly_read)}",) if partly_read else ()),
             *((RESCALING_NOTE,) if method.rescales else ()),
         ),
     )

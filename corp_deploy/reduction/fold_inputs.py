@@ -125,7 +125,7 @@ def merge_sites(
             "--images"
         )
     shown = ShownInputs.of(images, moments, held_out)
-    few = f"what was merged was fitted and judged on {shown.fitted} of the {moments.images} calibration images"
+    note = f"what was merged was fitted and judged on {shown.fitted} of the {moments.images} calibration images"
     own, where = tracing(model), device_of(model)
     if own.merging is not None:
         raise BadInput("merged channels and heads are fitted to all tokens, and this model merges some; leave one out")
@@ -141,4 +141,4 @@ def merge_sites(
     for name, fold in folds.items():
         others = None if held_out is None else stats_of_readers(fold.site, held_out, where)
         reduced[name] = fold.reduced(method, others)
-    return reduced, (few,) if shown.fitted < moments.images else ()
+    return reduced, (note,) if shown.fitted < moments.images else ()

@@ -154,10 +154,10 @@ def reduce(
     if held_out is not None:
         require_same_model(model, held_out)
         require_disjoint(moments, held_out)
-    shown = require_rescalable(model, without_held_out(images, held_out)) if method.rescales else None
+    rescaling_images = require_rescalable(model, without_held_out(images, held_out)) if method.rescales else None
     target_widths = uniform_widths(model, method) if widths is None else widths
     sites, where = sites_of(model), device_of(model)
-    merged, few = merge_sites(model, target_widths, moments, method, images, held_out, watch)
+    merged, notes = merge_sites(model, target_widths, moments, method, images, held_out, watch)
     affected = [site for site in sites.every if site.name in target_widths]
 
     def choose(site: Site) -> Tensor | None:
@@ -183,14 +183,14 @@ def reduce(
             if on_progress is not None:
                 on_progress(len(found), len(affected))
     found = {site.name: found[site.name] for site in affected}
-    reduced, unreduced = _build_narrower(model, found, shown)
+    reduced, unreduced = _build_narrower(model, found, rescaling_images)
     reports = [report for name, new in found.items() if name not in unreduced for report in new.reports]
-    few = (*few, *(f"{name} kept as it is: {reason}" for name, reason in unreduced.items()))
+    kept_notes = (f"{name} kept as it is: {reason}" for name, reason in unreduced.items())
     return Reduction(
         model=reduced,
         method=method,
         sites=tuple(reports if widths is None else as_allocated(reports)),
         coverage=coverage(sites, method, target_widths, by_site=widths is not None),
-        notes=(*notes_on(sites, method, target_widths), *few),
-        decisions=() if shown is None else (RESCALING_NOTE,),
+        notes=(*notes_on(sites, method, target_widths), *notes, *kept_notes),
+        decisions=() if rescaling_images is None else (RESCALING_NOTE,),
     )
