@@ -175,9 +175,11 @@ class DecoderRunner:
         return binding
 
     def _run_binding(self, binding: Any) -> NDArray[np.float32]:
+        # With buffers bound, ONNX Runtime may also raise a bare RuntimeError.
+        failures: tuple[type[Exception], ...] = (RuntimeError, *ort_errors(import_onnxruntime()))
         try:
             self._session.run_with_iobinding(binding)
-        except (RuntimeError, *ort_errors(import_onnxruntime())) as error:  # a bare one with buffers bound
+        except failures as error:
             if is_out_of_memory(error):
                 raise
             raise BadInput(
