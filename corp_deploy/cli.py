@@ -58,7 +58,7 @@ def _unforeseen(error: Exception) -> Failure:
     if is_out_of_memory(error):
         words = f"this machine has too little memory for that{f' ({said})' if said else ''}"
         return Failure(f"{words}; take a smaller batch or fewer images", EXIT_MISSING)
-    if str(error).startswith("DataLoader worker"):  # raised by a signal's handler of torch's, anywhere
+    if str(error).startswith("DataLoader worker"):  # raised anywhere, by torch's signal handler
         return Failure(
             f"a process that decodes images died ({said}): (a) memory ran out and the system killed it: "
             "take fewer --workers or a smaller batch, or (b) a library crashed on an image: --workers 0 shows on which",

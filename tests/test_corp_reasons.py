@@ -34,7 +34,7 @@ def rows_of(lines: list[str]) -> list[str]:
 
 def test_long_gate_reasons_follow_the_table() -> None:
     lines = lines_of(*gate_shown(Gate(rules=RULES)))
-    assert [row.split("│")[3].strip() for row in rows_of(lines)] == ["told below", "17, limit 18"]
+    assert [row.split("│")[3].strip() for row in rows_of(lines)] == ["read below", "17, limit 18"]
     assert lines[-1] == f"top1_agreement < 0.98: {LONG}"
 
 
@@ -54,7 +54,7 @@ def test_reasons_for_kept_sites_are_listed() -> None:
     sites.append({**row, "site": "3.mlp", "reason": "its parts are of different sizes"})
     record: dict[str, Any] = {"sites": sites, "fixed": [], "macs": 32}
     cells = [line.split("│")[-2].strip() for line in rows_of(lines_of(inspection_table(record)))]
-    assert cells == ["told below"] * 3 + ["its parts are of different sizes"]
+    assert cells == ["read below"] * 3 + ["its parts are of different sizes"]
     assert refusal_lines(record) == [f"can't be reduced: 0.mlp, 1.mlp and 1 more: {LONG}"]
     assert refusal_lines({**record, "sites": sites[3:]}) == []
 

@@ -646,7 +646,7 @@ def test_passed_release_is_signed_and_stale_signatures_are_removed(home: Path) -
     assert sha256_of_file(out / "model.sig") == signature
 
     edit(home, '"1.0.0"', '"1.1.0"')
-    assert "model.sig is removed: it was of other files" in said(release(home))
+    assert "model.sig is removed: it covered other files" in said(release(home))
     assert not (out / "model.sig").exists()
     assert not (out / "provenance.intoto.jsonl").exists()
     assert "this directory is not signed" in said(run("check", out, *asked))
@@ -723,7 +723,7 @@ def test_repository_is_signed_as_a_whole(home: Path) -> None:
     assert not (repository / "model.sig").exists()
     (repository / "tiny_cpu" / "3" / "libtriton_x.so").unlink()
     (repository / "stray").write_text("")
-    refuses("stray: no file of what is signed", *package, *words, "--model-version", 5)
+    refuses("stray: not among the files to sign", *package, *words, "--model-version", 5)
     (repository / "stray").unlink()
     invoked(*package, *words, "--model-version", 6)
     assert "model.sig is removed" in said(invoked(*package, "--name", "tiny", "--model-version", 7))

@@ -179,7 +179,7 @@ def test_half_of_the_distinct_images_is_held_out(home: Path, tmp_path: Path, mon
 def test_text_models_are_referred_to_the_single_steps(home: Path, tmp_path: Path) -> None:
     write_encoder(tmp_path / "bert")
     words = ("ship", f"hf:{tmp_path / 'bert'}", "--images", home / "images.npy", "-o", tmp_path / "out")
-    refuses("takes text, and a release is of a model for images", *words)
+    refuses("takes text, and a release needs a model of images", *words)
 
 
 # How far it is

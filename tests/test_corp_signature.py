@@ -284,7 +284,7 @@ def test_certificate_needs_an_identity(out: Path, keys: Path) -> None:
     roots = ("--root", keys / "root.pem")
     assert "signed by release@example.org" in said(check(out, "--verify", "release@example.org", *roots, expect=0))
     told = said(check(out, "--verify", "mallory@example.org", *roots, expect=1))
-    assert "the certificate is of release@example.org, Release, expected mallory@example.org" in told
+    assert "the certificate names release@example.org, Release, expected mallory@example.org" in told
     with pytest.raises(Unverified, match="does not hold"):
         Certified(identity="release@example.org", roots=(keys / "foreign-root.pem",)).verify(out)
     with pytest.raises(Unverified, match="does not hold"):
@@ -303,7 +303,7 @@ def test_foreign_file_is_not_signed(out: Path, keys: Path) -> None:
     before = digest(out / SIGNATURE)
     add(out)
     signer = KeySigner(key=keys / "others.pem")
-    rejects(r"model\.py: no file of what is signed; move it away", sign, out, signer, files_of(out))
+    rejects(r"model\.py: not among the files to sign; move it away", sign, out, signer, files_of(out))
     assert digest(out / SIGNATURE) == before
 
 
@@ -333,7 +333,7 @@ def test_invalid_keys_are_refused(keys: Path, tmp_path: Path) -> None:
     ):
         rejects(words, KeySigner(key=tmp_path / name).require)
     other = KeySigner(key=keys / "others.pem", certificate=keys / "ours.crt.pem")
-    rejects("the certificate is of another key", other.require)
+    rejects("the certificate belongs to another key", other.require)
 
 
 def test_invalid_calls_of_check_are_refused(out: Path, keys: Path) -> None:

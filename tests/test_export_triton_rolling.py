@@ -312,4 +312,4 @@ def test_serve_version_reports_kept_versions_and_refuses_a_bound_without_samples
     assert f"{packaged}: vit_cpu serves version 2" in said.output
     assert f"{packaged}: vit_onnx lacks version 2 and stays as it is" in said.output
     asked = (*words, "--server", "http://127.0.0.1:9", "--max-error", "0.1")
-    refuses("--max-error is of answers to samples: give --samples", *asked)
+    refuses("--max-error judges answers to samples: give --samples", *asked)

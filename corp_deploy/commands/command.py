@@ -109,7 +109,7 @@ def _option(declared: Declared) -> click.Option:
     name, of, default = spelled(declared.typed), declared.of, declared.default
     names, shown = [name, declared.name], declared.unset or default not in (None, (), NEEDED)
     arguments: dict[str, Any] = {"type": _type(of), "show_default": shown}
-    # An option with a default, None too, is never missing to click.
+    # To click an option with a default, even None, is never missing.
     arguments |= {"required": True} if default is NEEDED else {"default": default}
     if of is FLAG:
         names[0] = name if default is False else f"{name}/--no{name[1:]}"

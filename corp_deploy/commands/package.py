@@ -53,7 +53,7 @@ def package_command(directory: Path, output: Path, options: ServingOptions, sign
     packaged, notes = package_of_directory(directory, proof, options)
     written = write_repository(packaged, output)
     if unsign_repository(output) and signer is None:
-        out.warn(f"{output / 'model.sig'} is removed: it was of what stood there before; sign with --sign")
+        out.warn(f"{output / 'model.sig'} is removed: it covered other files; sign with --sign")
     if signer is not None:
         sign_repository(output, options.name, str(options.model_version), signer)
     for note in (*notes, *written.warnings):
@@ -112,7 +112,7 @@ class RollOptions(Record):
             if self.server is None and name in options:
                 raise BadInput(f"{spelled(name)} is for a running server: give --server")
         if self.samples is None and "max_error" in options:
-            raise BadInput("--max-error is of answers to samples: give --samples")
+            raise BadInput("--max-error judges answers to samples: give --samples")
 
 
 @command("package serve")

@@ -191,7 +191,7 @@ def _print_weight_notes(finished: Sequence[str], output: Path, out: Output) -> N
 SIGNATURES = {
     "signed": "signed: model.sig",
     "kept": "signed already: model.sig",
-    "removed": "model.sig is removed: it was of other files; sign with --sign",
+    "removed": "model.sig is removed: it covered other files; sign with --sign",
     "refused": "not signed, as the gate did not pass",
 }
 
@@ -254,7 +254,7 @@ def check_command(directory: Path, verifying: VerifyingChoice, out: Output) -> i
     expected = verifying.expected()
     checked = check_release(directory, expected)
     if verifying.verify is not None and verifying.expect_version is None and checked.signed_by:
-        out.warn(f"any version that was ever signed would do, this is {checked.version}; give --expect-version")
+        out.warn(f"the signature of any version is accepted, this is {checked.version}; give --expect-version")
     why = "as files differ" if checked.differs else "a repository has none"
     replayed = "samples replayed" if checked.graphs_replayed else f"samples not replayed, {why}"
     verdict = f"{len(checked.differs)} differ" if checked.differs else "all as they were made"

@@ -224,7 +224,7 @@ class GateOptions(Record):
 
     def refuse_ignored(self, options: Mapping[str, Any]) -> None:
         if "confidence" in options and not self.rules:
-            raise BadInput("--confidence is of the intervals that rules are judged by: give one with --fail-if")
+            raise BadInput("--confidence has no effect without rules to judge; give one with --fail-if")
 
 
 @dataclass(frozen=True, kw_only=True)

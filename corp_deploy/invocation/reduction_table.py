@@ -20,13 +20,13 @@ def preset_way(name: str, method: Method) -> Variant:
     return variant(f"preset {name}", f"--preset {name}", " ".join(names))
 
 
-# By preset; a sweep has several at work, and the geometry is of those that touch attention.
+# Presets; a sweep uses several, of which one that touches attention is enough for a geometry.
 PRESET = Axis(
     picks=frozenset({"heads", *FITTED}),
     variants={name: preset_way(name, method) for name, method in PRESETS.items()},
 )
 
-# By what happens to attention.
+# Reductions with and without attention.
 ATTENTION = Axis(
     variants={
         "kept": variant("a reduction that leaves attention alone", "--mlp or --conv alone"),
@@ -36,7 +36,7 @@ ATTENTION = Axis(
     },
 )
 
-# By what settles the widths.
+# The ways that widths are chosen.
 WIDTHS = Axis(
     variants={
         "sparsities": variant("--mlp, --attn and --conv", "--mlp 0.5 --attn 0.5"),
@@ -47,7 +47,7 @@ WIDTHS = Axis(
     },
 )
 
-# By whether anything looks at images.
+# Reductions with and without images.
 IMAGES = Axis(
     variants={
         "none": variant("a reduction from the moments alone", "--mlp 0.5 --attn 0.5"),
@@ -60,7 +60,7 @@ IMAGES = Axis(
     },
 )
 
-# By which streams a block is repaired on.
+# The streams that blocks are repaired on.
 LOOP = Axis(
     variants={
         "open": variant("the open loop", "no --closed-loop", "rescale"),
@@ -79,7 +79,7 @@ LOOP = Axis(
     },
 )
 
-# By whether weights are set to zero.
+# Reductions with and without sparse weights.
 SPARSE = Axis(
     variants={
         "none": variant("a reduction that sets no weights to zero", "no --sparse"),
@@ -87,7 +87,7 @@ SPARSE = Axis(
     },
 )
 
-# By what of the reduced model is fitted once more.
+# Reductions with and without a polish.
 POLISH = Axis(
     variants={
         "none": variant("a reduction that is not polished", "no --polish"),
@@ -95,7 +95,7 @@ POLISH = Axis(
     },
 )
 
-# By what becomes of tokens.
+# The ways that tokens are merged.
 MERGING = Axis(
     variants={
         "none": variant("a model that keeps its tokens", "no --merge-tokens"),

@@ -26,7 +26,7 @@ def _engine(backend: str, words: str) -> Variant:
     return variant(words, f"a .plan of build --backend {backend}", names, {"dtype": OF_ENGINES})
 
 
-# By what runs the two models; `picks`: a model directory beside an engine needs its backend named.
+# What runs the two models; `picks`, as a model directory beside an engine needs its backend named.
 BENCH = Axis(
     picks=frozenset({"backend", "provider"}),
     variants={
@@ -68,7 +68,7 @@ BENCH = Axis(
     },
 )
 
-# By what is timed; how models are run is above.
+# What is timed.
 BENCH_OF = Axis(
     variants={
         "models": variant(
@@ -85,7 +85,7 @@ BENCH_OF = Axis(
     },
 )
 
-# The options of `build` by the names that export's options have.
+# The names of fields of export's BuildOptions by the options of `build`.
 ENGINE_OPTIONS = {
     "batch": "profiles",
     "sm": "sms",
@@ -141,7 +141,7 @@ AUDIT = Axis(
 _DRAWN = "images text arrays samples seed"
 _SEARCHED = "auto dense engine"
 _OF_RANGES = "rest scales balance keep_rest"
-_OF_INT8 = "weight_bits"  # where whole numbers are added up
+_OF_INT8 = "weight_bits"
 
 
 def _quantised(name: str, more: str = "") -> Variant:
@@ -158,7 +158,7 @@ def _of_float(name: str) -> Variant:
     return variant(f"precision {name}", f"--precision {name}")
 
 
-# By precision; several may be at work at once.
+# Precisions, several of which may be exported at once.
 EXPORT = Axis(
     picks=frozenset(f"keep_fp32 {_SEARCHED} {_DRAWN} {_OF_RANGES} {_OF_INT8}".split()),
     variants={
@@ -176,7 +176,7 @@ EXPORT = Axis(
     },
 )
 
-# By the head geometry of the model itself.
+# The head geometry of the exported model.
 EXPORT_HEADS = Axis(
     variants={
         "even": variant("a model whose queries and values have one width", "as trained, or square"),
@@ -198,7 +198,7 @@ _OF_NAMES = "weights model_kwargs ema weights_key mean std crop_pct interpolatio
 _OF_MODELS = (
     "head half_factor quantised_factor max_apart moments labels hold_out groups text trust_code runtime polygraphy"
 )
-# By what everything is held against.
+# The reference of a proof.
 VERIFY_REFERENCE = Axis(
     variants={
         "model": variant("a model as REFERENCE", "verify DIR", f"{_OF_NAMES} {_OF_MODELS} {_OF_BOTH}"),
@@ -222,7 +222,7 @@ CALIBRATE = Axis(
     },
 )
 
-# By how much of the model is held.
+# The part of a model that is in memory.
 CALIBRATE_BY = Axis(
     variants={
         "whole": variant(
@@ -236,7 +236,7 @@ CALIBRATE_BY = Axis(
     },
 )
 
-# By what the model takes.
+# The inputs of the model.
 INPUTS = Axis(
     variants={
         "images": variant("images", "--images P", "images workers max_bad labels calibration_images"),

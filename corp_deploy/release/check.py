@@ -165,7 +165,7 @@ class ExpectedRelease:
         """
         signed = self.verifier.verify(folder)
         if MANIFEST not in signed.files:
-            raise Unverified(f"{MANIFEST}: missing, so that the signature is of no release")
+            raise Unverified(f"{MANIFEST}: missing, so the signature covers no release")
         called = _called(folder)
         for what, expected in (("name", self.name), ("version", self.version)):
             actual = called.get(what)

@@ -79,7 +79,7 @@ def limited_seconds(recipe: Recipe) -> dict[str, float]:
     return {f"{kind}.{target.name}": seconds for target in recipe.targets for kind in ("bench", "gain")}
 
 
-SUFFIX = ".effort"  # stamps are all that ends in .json there
+SUFFIX = ".effort"  # only stamps end in .json there
 STEPS: dict[str, Step] = {"moments": "calibrate", "reduce": "reduce", "export": "export", "engine": "build"}
 
 

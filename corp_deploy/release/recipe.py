@@ -42,7 +42,9 @@ class ParityTable(MetricOptions, ProofOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.metric_files and not self.metric:
-            raise BadInput("parity.metric_files are what the commands of parity.metric read, and there are none")
+            raise BadInput(
+                "parity.metric_files has files, but parity.metric has no commands that read them; give both, or none"
+            )
         names = [path.name for path in self.metric_files]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:

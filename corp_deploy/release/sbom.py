@@ -143,7 +143,7 @@ def _component(package: InstalledPackage) -> dict[str, Any]:
     reference = _reference(package)
     named = {"type": "library", "bom-ref": reference, "name": package.name, "version": package.version}
     component = {**named, **_licensed(package.licence), "purl": reference}
-    if package.record_sha256 is not None:  # nothing installed tells the digest of its wheel
+    if package.record_sha256 is not None:  # the digest of a wheel isn't recorded when it is installed
         component["components"] = [{"type": "file", "name": "RECORD", "hashes": _hashes(package.record_sha256)}]
     return component
 

@@ -69,7 +69,7 @@ def _plans(directory: Path) -> tuple[tuple[Path, ...], list[str], set[str]]:
     for path in sorted(directory.rglob("*.plan")):
         backend = record_of_plan(path).backend
         if backend != "tensorrt":
-            reason = f"the server's backend loads TensorRT plans, this one is of {backend}"
+            reason = f"the server's backend loads TensorRT plans, this one was built for {backend}"
             notes.append(f"{path.name} is left out: {reason}")
             continue
         served, note = choose_served_file(directory.parent, backend, path)
@@ -98,7 +98,7 @@ def _agreement(directory: Path) -> Agreement | None:
     errors = next((link for link in links if link.kind == "whole"), links[-1]).measures
     bounds = errors.agreement_bounds
     if not isinstance(errors, LogitMeasures) or errors.top1_agreement is None or bounds is None:
-        return None  # the first output has no classes, or no agreement can be told
+        return None  # the first output has no classes, or there are too few images for an interval
     return Agreement(share=errors.top1_agreement, images=errors.images, low=bounds[0], high=bounds[1])
 
 

@@ -117,7 +117,7 @@ def _new(request: ShipRequest, root: Path) -> Recipe:
     model = request.source.opened().model
     if (takes := traced_model.input_spec(model).medium) != "images":
         raise BadInput(
-            f"{request.source.name}: takes {takes}, and a release is of a model for images; go step by step: "
+            f"{request.source.name}: takes {takes}, and a release needs a model of images; go step by step: "
             "calibrate, reduce, export, verify, bench, gate"
         )
     images = images_for_model(model, request.options.images, **request.drawn.drawn)
@@ -130,7 +130,7 @@ def _new(request: ShipRequest, root: Path) -> Recipe:
             f"{LEAST_IMAGES} or more different ones{remedy}"
         )
     name = re.sub(r"[^A-Za-z0-9_.-]", "-", root.resolve().name).lstrip("_.-") or "model"
-    # Of a single logit nobody knows here whether it tells two classes apart: its error is judged.
+    # A single logit may not tell two classes apart, so its error is judged instead.
     classifies = all(port.role == "logits" for port in output_ports(model)) and traced_model.classes(model) > 1
     rules = (f"speedup@b{max(request.timed.batches)} < 1.0", "top1_agreement < 0.98")
     own: Mapping[str, dict[str, Any]] = {

@@ -89,7 +89,7 @@ class KeySigner:
         if self.password is not None:
             raise BadInput("--sign-password: with a certificate the library takes keys without a password alone")
         if certificates_from_file(self.certificate)[0].public_key() != key.public_key():
-            raise BadInput(f"{self.certificate}: the certificate is of another key than {self.key}")
+            raise BadInput(f"{self.certificate}: the certificate belongs to another key than {self.key}")
         for each in self.chain:
             certificates_from_file(each)
 
@@ -175,7 +175,7 @@ def sign(folder: Path, signer: Signer, files: frozenset[str]) -> bool:
     foreign = sorted(name for name, path in there.items() if name not in files or path.is_symlink())
     foreign = [name for name in foreign if name != ATTESTATION]
     if foreign:
-        raise BadInput(f"{folder / foreign[0]}: no file of what is signed; move it away, then sign again")
+        raise BadInput(f"{folder / foreign[0]}: not among the files to sign; move it away, then sign again")
     with tempfile.TemporaryDirectory() as scratch:
         if signer.has_signed(folder, Path(scratch)):
             return False

@@ -63,7 +63,7 @@ def _labels_file(recipe: Recipe) -> Path | None:
 
 
 def _reduce_settings(recipe: Recipe) -> dict[str, Any]:
-    return settings_of("reduce", recipe.reduce, without=("latency_tables",))  # these are the machine's
+    return settings_of("reduce", recipe.reduce, without=("latency_tables",))  # the machine's own
 
 
 def _parity_settings(recipe: Recipe) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def _parity_paths(recipe: Recipe) -> dict[str, Path]:
 
 def _dense_stage(recipe: Recipe) -> Stage:
     model, settings = recipe.model, settings_of("model", recipe.model, without=("model", "weights"))
-    if model.directory is None:  # of a user's code the function alone: its file is among the paths
+    if model.directory is None:  # the file of a user's code is among the paths, so only its function counts here
         settings["model.model"] = model.name if model.code is None else model.name.rpartition(":")[2]
     return stage(
         "dense",
@@ -486,7 +486,7 @@ def stages_of(recipe: Recipe, root: Path, baseline: Baseline) -> list[Stage]:
         _gate_stage(recipe, root, baseline),
         *([] if recipe.package.name is None else [_package_stage(recipe, root)]),
     ]
-    # Torch works on the GPU in one stage alone, and doesn't know of an engine builder's memory there.
+    # Torch uses the GPU in one stage only; it doesn't know of the memory of engine builders.
     stages = [timed(each, recipe.calibration.device if each.name == "moments" else "cpu") for each in stages]
     stages.append(_report_stage(recipe, root, tuple(stages), baseline))
     stages.append(_manifest_stage(recipe, root, tuple(stages), baseline))

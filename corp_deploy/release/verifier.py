@@ -94,7 +94,7 @@ class Certified:
         names = names_in_certificate(x509.load_der_x509_certificate(base64.b64decode(chain[0]["rawBytes"])))
         if self.identity not in names:
             others = ", ".join(names)[:200] or "nobody by name"
-            raise Unverified(f"model.sig: the certificate is of {others}, expected {self.identity}")
+            raise Unverified(f"model.sig: the certificate names {others}, expected {self.identity}")
         return self.identity
 
     def verify(self, folder: Path) -> Signed:
@@ -132,7 +132,7 @@ Verifier = PublicKey | Certified | Sigstore
 def verifier_from_options(verify: str, roots: tuple[Path, ...], issuer: str | None) -> Verifier:
     """Return the verifier of an identity, if there are roots or an issuer, or of a public key."""
     if roots and issuer is not None:
-        raise BadInput("--root is of certificates, --issuer of Sigstore; give one of the two")
+        raise BadInput("--root verifies by certificates, --issuer by Sigstore; give one of the two")
     if roots:
         return Certified(identity=verify, roots=roots)
     if issuer is not None:

@@ -114,7 +114,7 @@ MOST = 40
 
 
 def reason_cell(reason: str) -> str:
-    return reason if len(reason) <= MOST else "told below"
+    return reason if len(reason) <= MOST else "read below"
 
 
 def long_reasons(named: Iterable[tuple[str, str]]) -> list[str]:
