@@ -33,14 +33,12 @@ class ImageSystem:
         assert self.energy_H.shape == (heads,), self.energy_H.shape
 
     def covers(self, map_HRD: Tensor) -> bool:
-        """Return whether the maps read covered dimensions only."""
         outside_HD = torch.ones(len(map_HRD), self.head_dim, dtype=torch.bool, device=map_HRD.device)
         outside_HD.scatter_(1, self.covered_HS, value=False)
         return not bool((map_HRD.ne(0.0).any(dim=1) & outside_HD).any())
 
 
 def whole_system(system_HTT: Tensor, head_dim: int) -> ImageSystem:
-    """Return the system that covers all dimensions."""
     heads = len(system_HTT)
     return ImageSystem(
         head_dim=head_dim,

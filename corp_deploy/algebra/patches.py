@@ -49,7 +49,6 @@ class PatchStatistics:
 
     @property
     def covariance_UU(self) -> Tensor:
-        """The covariance of patches."""
         return self.second_UU - torch.outer(self.mean_U, self.mean_U)
 
 

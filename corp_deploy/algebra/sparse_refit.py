@@ -35,7 +35,7 @@ class Objective:
 
     @cached_property
     def inputs_KK(self) -> Tensor:
-        """C_xx."""
+        """The covariance of the inputs, C_xx, or their second moments without a bias."""
         return self.regression.covariance_KK if self.fits_bias else self.regression.second_KK
 
     @cached_property
@@ -44,19 +44,18 @@ class Objective:
 
     @cached_property
     def system_KK(self) -> Tensor:
-        """A."""
+        """The system A."""
         system_KK = self.inputs_KK.clone()
         system_KK.diagonal().add_(self.ridge)
         return system_KK
 
     @cached_property
     def right_OK(self) -> Tensor:
-        """T."""
+        """The right-hand sides T."""
         cross_OK = self.regression.centred_OK if self.fits_bias else self.regression.cross_OK
         return cross_OK + self.ridge * self.dense_OK
 
     def bias_of(self, weight_OK: Tensor) -> Tensor:
-        """Return the best bias for these weights."""
         if not self.fits_bias:
             return torch.zeros_like(self.regression.mean_O)
         return self.regression.mean_O - weight_OK @ self.regression.mean_K

@@ -59,7 +59,6 @@ def _dropping_error(second_CC: Tensor, weight_OC: Tensor, heads: int, width: int
 
 
 def keep_values(weight_OC: Tensor, bias_O: Tensor | None, heads: int) -> ValueRecovery:
-    """Return the recovery that changes nothing."""
     head_dim = weight_OC.shape[1] // heads
     return ValueRecovery(
         v_map_HRV=torch.eye(head_dim, dtype=torch.float64, device=weight_OC.device).expand(heads, -1, -1),

@@ -24,8 +24,6 @@ _LEAST = 1e-12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValidationSplit:
-    """Inputs to fit to, and inputs to judge by."""
-
     fitted: InputSet
     held_out: InputSet
 

@@ -171,8 +171,6 @@ class PartReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepBudget:
-    """The most sweeps and seconds of one sublayer."""
-
     sweeps: int | None
     seconds: float | None
 

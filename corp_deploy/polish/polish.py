@@ -47,7 +47,6 @@ class PolishReport:
 
     @property
     def line(self) -> str:
-        """The report in one sentence."""
         seconds = sum(part.seconds for part in self.parts)
         return (
             f"polished in {len(self.parts)} layers by least squares, without labels: {self.steps} sweeps in "

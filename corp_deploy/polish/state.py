@@ -57,11 +57,7 @@ class StateFile:
             save_file(tensors, temporary, metadata={_HEADER: json.dumps(msgspec.to_builtins(header))})
 
     def load(self, device: torch.device) -> PolishState:
-        """Return the saved state, an empty one without a file.
-
-        Raises:
-            BadInput: the file holds no state, or that of another run.
-        """
+        """Return the saved state, an empty one without a file; raise BadInput for any other file or run."""
         if not self.path.exists():
             return PolishState()
         where, remedy = f"{self.path}: not a polish's state", "remove the file to start afresh"

@@ -134,11 +134,7 @@ def _with_same_channels(tap: Site, moments: SiteMoments) -> Site:
 
 
 def choose_sites(checkpoint: Checkpoint, statistics: Statistics) -> list[Site]:
-    """Return the model's sites that the statistics name.
-
-    Raises:
-        BadInput: no site is left, with the reason.
-    """
+    """Return the model's sites that the statistics name; raise BadInput, with the reason, if none is left."""
     restricts = statistics.attention_system or statistics.kept is not None
     refuse_idle_options(checkpoint.model, HEADS, {"--attention-system": restricts})
     sites = sites_of(checkpoint.model)
@@ -208,11 +204,7 @@ def kept_widths(
 
 
 def kept_dims(model: nn.Module, first: Moments, widths: Mapping[str, int]) -> dict[str, Tensor]:
-    """Return the dimensions of most logit energy in a first pass, per site and head.
-
-    Raises:
-        BadInput: the moments are of another model.
-    """
+    """Return the dimensions of most logit energy, per site and head; raise BadInput for another model's moments."""
     require_same_model(model, first)
     queries, where, kept = _queries(model), device_of(model), {}
     for name, width in widths.items():

@@ -146,11 +146,7 @@ def rank_groups(
 
 
 def repair_layer(read: ReaderStats, *, recovery: str, kept_K: Tensor, ridge_rel: float) -> Change:
-    """Repair one layer on the groups that stay.
-
-    Raises:
-        BadInput: there are no patches of those groups.
-    """
+    """Repair one layer on the groups that stay; raise BadInput without patches of them."""
     if read.target is not None:
         return Change(read=read, recovery=_fit_with_patches(read, recovery, kept_K, ridge_rel))
     stats, kept_k, layer = read.stats, read.kept_k(kept_K), (read.weight_OU, read.bias_O)
@@ -200,11 +196,7 @@ def repair_mean(read: ReaderStats, kept_K: Tensor) -> ChannelRecovery:
 
 
 def repair_error(recovery: ChannelRecovery, kept_K: Tensor, other: ReaderStats) -> float:
-    """Return E||y - y'||^2 of a repaired layer on other statistics of its input.
-
-    Raises:
-        BadInput: those have no patches of the kept channels.
-    """
+    """Return E||y - y'||^2 of a repaired layer on other statistics; raise BadInput if those lack its patches."""
     if other.target is not None and other.keeps_all_groups(kept_K):
         return 0.0
     if recovery.weight_OK.shape[1] != len(other.kept_k(kept_K)) * other.stats.taps:

@@ -255,11 +255,7 @@ class _ClosedLoop:
         return correct_layer_(self.student, layer, sums, self.loop.strengths, was, both_ways=self.both_ways)
 
     def narrowed(self, model: nn.Module, dense: Tracing) -> nn.Module:
-        """Return the narrowed model.
-
-        Raises:
-            BadInput: a site differs from the dense program's when it is narrowed.
-        """
+        """Return the narrowed model; raise BadInput for a site that can't be narrowed as planned."""
         narrower = {name: new for name, new in self.new.items() if new.is_narrower}
         kept, unreduced = prove_kept(model, groups_left(narrower))
         if unreduced:

@@ -30,7 +30,6 @@ class Coverage:
         return f"{len(self.reduced)} of {self.sites} sites reduced"
 
     def as_json(self) -> dict[str, Any]:
-        """Return the verdict and its basis as plain JSON values."""
         return {
             "verdict": self.verdict,
             "reduced": len(self.reduced),

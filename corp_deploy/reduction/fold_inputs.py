@@ -39,11 +39,7 @@ class ShownInputs:
 
     @classmethod
     def of(cls, images: InputSet, moments: Moments, held_out: Moments | None) -> "ShownInputs":
-        """Sort images by the moments that they belong to.
-
-        Raises:
-            BadInput: none of the images is a calibration image, or none is a held-out one.
-        """
+        """Sort images by the moments that they belong to; raise BadInput if any moments have none."""
         held_out_ids = images.ids[:0] if held_out is None else held_out.image_ids
         fit_ids = moments.image_ids if len(moments.image_ids) else images.ids[~torch.isin(images.ids, held_out_ids)]
         shown = cls(images=images, fit_ids=fit_ids, held_out_ids=held_out_ids)

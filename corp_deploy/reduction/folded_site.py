@@ -159,7 +159,6 @@ class TracedFold:
 
 
 def merges_units(site: Site, method: Method) -> bool:
-    """Return whether the method merges units of the site."""
     kind = kind_of(site)
     if isinstance(site, TracedValues) and isinstance(kind, TracedValuesKind):
         return method.folds_heads and kind.heads_left(site, method) < len(site.groups_HV)

@@ -208,7 +208,6 @@ def sum_layers(
 
 
 def sum_heads(segment: Segment, site: TracedPairs, pieces: Sequence[Piece], *, system: bool) -> SplitStatistics:
-    """Sum an attention's queries and keys in the student."""
     tracing, (taps,) = segment.student.tracing, site.listening()
     nodes = segment.up_to([tracing.by_node[name] for name in site.sources])
     sums = dict[bool, SiteSums]()

@@ -16,11 +16,7 @@ from .method import Method
 
 
 def system_of(site: str, moments: HeadMoments) -> ImageSystem:
-    """Return CORP's per-image system in the moments.
-
-    Raises:
-        BadInput: the moments have none.
-    """
+    """Return CORP's per-image system in the moments; raise BadInput if they have none."""
     if moments.system_HTT is None:
         raise BadInput(
             f"{site}: recovery 'logit' needs CORP's per-image system (eq. 15), which these moments were taken without; "

@@ -21,11 +21,7 @@ OfSite = TypeVar("OfSite")
 
 
 def site_moments(site: Site, moments: Moments, device: torch.device) -> Any:
-    """Return the statistics of one site, on the device.
-
-    Raises:
-        BadInput: the moments lack the site.
-    """
+    """Return the statistics of one site, on the device; raise BadInput if the moments lack it."""
     return kind_of(site).moments_at(site, moments, device)
 
 
@@ -49,11 +45,7 @@ def require_disjoint(moments: Moments, held_out: Moments) -> None:
 
 
 def without_held_out(images: InputSet | None, held_out: Moments | None) -> InputSet | None:
-    """Return the images that may be fitted to, without those of the held-out moments.
-
-    Raises:
-        BadInput: none is left.
-    """
+    """Return the images without those of the held-out moments; raise BadInput if none is left."""
     if images is None or held_out is None or not len(held_out.image_ids):
         return images
     stay = (~torch.isin(images.ids, held_out.image_ids)).nonzero().squeeze(1).tolist()
@@ -91,7 +83,6 @@ def require_same_model(model: nn.Module, moments: Moments) -> None:
 
 
 def summary_of_moments(moments: Moments, path: Path) -> dict[str, Any]:
-    """Summarise a moments file for people and machines."""
     kinds, widths, chosen = [], set[int](), dict[str, list[int]]()
     for name, site in moments.sites.items():  # each is read from the file when it is asked for
         kinds.append(site.kind)

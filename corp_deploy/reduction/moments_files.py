@@ -120,7 +120,6 @@ class CalibrationRun:
         self.files(self.unfinished).clear()
 
     def files(self, output: Path) -> SnapshotFiles:
-        """Return the files of the snapshots."""
         return SnapshotFiles(output=output, counts=self.snapshots)
 
     def copies(self, request: CalibrationRequest, images: InputSet) -> int:
@@ -131,19 +130,15 @@ class CalibrationRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Passes:
-    """The passes that a request takes of a model."""
-
     checkpoint: Checkpoint
     request: CalibrationRequest
     run: CalibrationRun
     output: Path
 
     def refuse_too_large(self, images: InputSet, widths: Mapping[str, int]) -> None:
-        """Raise BadInput if the sums won't fit, and name a restriction whose sums do if there is one.
+        """Raise BadInput if memory is too small for the sums, Missing if the disk is.
 
-        Raises:
-            BadInput: memory is too small.
-            Missing: the disk is too full.
+        The message names a restriction whose sums fit, if there is one.
         """
         checkpoint, request, run, statistics = self.checkpoint, self.request, self.run, self.request.statistics
         sites, available = choose_sites(checkpoint, statistics), memory.bytes_available(request.device)

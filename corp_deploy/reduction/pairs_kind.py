@@ -116,7 +116,6 @@ class TracedPairsKind:
         """Return None: there is no elimination."""
 
     def errors(self, site: TracedPairs, moments: HeadMoments, method: Method, cached: object) -> tuple[float, ...]:
-        """Return the loss of the logits at each width."""
         narrower = self.offers(site, method)[:-1]
         return *(self.reduced(site, moments, method, width).reports[0].error for width in narrower), 0.0
 

@@ -38,7 +38,6 @@ def random_stream(like_1NC: Tensor) -> Tensor:
 
 
 def random_sum(output: Tensor) -> Tensor:
-    """Return a random sum of an output's numbers."""
     generator = torch.Generator(device="cpu").manual_seed(1)
     return (output * torch.randn(output.shape, generator=generator, device="cpu").to(output)).sum()
 

@@ -84,7 +84,6 @@ class ReaderStats:
         return self.target.spread if self.target is not None else variance(self.weight_OU, self.stats.covariance_UU)
 
     def keeps_all_groups(self, kept_K: Tensor) -> bool:
-        """Return whether all groups of the site stay."""
         return len(kept_K) == len(self.reading.columns_GM)
 
     @cached_property

@@ -60,11 +60,7 @@ def rescalable_convolutions(program: Program) -> Iterator[CalledLayer]:
 
 
 def require_rescalable(model: nn.Module, images: InputSet | None) -> InputSet:
-    """Return the images.
-
-    Raises:
-        BadInput: there are no images, or the model has no convolution that can be rescaled.
-    """
+    """Return the images; raise BadInput without any, or without convolutions that can be rescaled."""
     if CONVOLUTIONS not in kinds_of(model) or next(rescalable_convolutions(tracing(model).program), None) is None:
         raise BadInput(f"--rescale: {type(model).__name__} has no convolutions that can be rescaled; leave it out")
     if images is None:

@@ -131,7 +131,6 @@ class SnapshotFiles:
         return Snapshots(counts=tuple(sorted(set(parts.values()))), write=write, written=written)
 
     def summaries(self) -> list[dict[str, Any]]:
-        """Summarise each file."""
         paths = [self._path(count) for count in self.counts]
         return [summary_of_moments(load_moments(path), path) for path in paths]
 

@@ -179,7 +179,6 @@ class SparsityReport:
         return own | {"sparse_macs": self.macs, "macs_of_zeros": self.macs_of_zeros, "layers": layers}
 
     def sentences(self) -> Iterator[str]:
-        """Yield the report in sentences."""
         sparse = [each for each in self.layers if each.pattern]
         patterns = ", ".join(dict.fromkeys(each.pattern for each in sparse))
         lost = fmean(each.error / (each.energy or 1.0) for each in sparse)

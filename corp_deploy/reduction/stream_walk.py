@@ -176,7 +176,6 @@ class Student:
         return next(self.program.tensor(name).device for name in self.owned)
 
     def set_(self, tensors: Mapping[str, Tensor]) -> None:
-        """Set weights and biases of layers."""
         foreign = sorted(set(tensors) - self.owned)
         assert not foreign, foreign
         for name, tensor in tensors.items():

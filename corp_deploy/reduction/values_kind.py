@@ -45,7 +45,6 @@ class _Heads:
 
     @property
     def taps(self) -> int:
-        """The number of columns of a group."""
         return self.own.weight_OC.shape[1] // self.groups_HV.numel()
 
     def fewer(self, kept_M: Tensor, recovery: ChannelRecovery) -> "_Heads":
