@@ -144,7 +144,7 @@ class Split(Generic[SomeSet]):
     held_out: SomeSet | None = None
 
 
-def split_inputs(inputs: SomeSet, *, hold_out: int | None, groups: str | None, seed: int) -> Split[SomeSet]:
+def split_for_calibration(inputs: SomeSet, *, hold_out: int | None, groups: str | None, seed: int) -> Split[SomeSet]:
     """Hold out `hold_out` inputs drawn by `seed`, or whole `groups` (see group_ids); None holds out nothing.
 
     Raises BadInput where one part would be empty.

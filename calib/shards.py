@@ -53,7 +53,7 @@ def _require_regular_member(path: Path, info: tarfile.TarInfo) -> None:
     is_sparse = info.issparse() or any(key.startswith("GNU.sparse") for key in info.pax_headers)
     if is_sparse or not (info.isreg() or info.isdir()):
         raise BadInput(
-            f"{path}: its member {info.name[:100]!r} is a link, a device or sparse; expected regular files alone"
+            f"{path}: its member {info.name[:100]!r} is a link, a device or sparse; expected only regular files"
         )
     if escapes_directory(info.name):
         raise BadInput(f"{path}: its member {info.name[:100]!r} has a path that leaves the archive")

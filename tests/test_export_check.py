@@ -1,4 +1,4 @@
-"""Every reason why a graph will not do is found, and a good graph has none."""
+"""Every reason why a graph can't be built is found, and a good graph has none."""
 
 import math
 import re
@@ -146,7 +146,7 @@ def test_files_that_are_not_models_are_refused(fp32: ModelProto, tmp_path: Path)
     rejects("no such ONNX file", require_onnx, tmp_path / "absent.onnx")
     (tmp_path / "whole.onnx").write_bytes(whole)
     assert require_onnx(tmp_path / "whole.onnx", precision="fp32").graph.node
-    rejects("will not do for tensorrt", require_onnx, tmp_path / "whole.onnx", precision="fp16")
+    rejects("can't be built with tensorrt", require_onnx, tmp_path / "whole.onnx", precision="fp16")
 
 
 def test_weights_are_counted_by_element(fp16: ModelProto) -> None:

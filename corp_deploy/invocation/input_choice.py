@@ -78,9 +78,9 @@ class HoldOutOptions(Record, heading="Inputs"):
 
     def split(self, inputs: Inputs, seed: int) -> "Split[Inputs]":
         """Split inputs into those that `calibrate` fits to and those that it holds out, None without `hold_out`."""
-        from calib.groups import split_inputs
+        from calib.groups import split_for_calibration
 
-        return split_inputs(inputs, hold_out=self.hold_out, groups=self.groups, seed=seed)
+        return split_for_calibration(inputs, hold_out=self.hold_out, groups=self.groups, seed=seed)
 
     def proving(self, inputs: Inputs, seed: int) -> Inputs:
         """Return the inputs that prove a model: those held out, or all without `hold_out`."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from calib import memory
 from calib.calibrate import ALONE, ResumeFile, Snapshots
 from calib.distributed import Ranks
-from calib.groups import split_inputs
+from calib.groups import split_for_calibration
 from calib.inputs import InputSet
 from calib.moments import Moments
 from calib.sites import PatchTaps
@@ -245,7 +245,7 @@ def write_moments(
     Raises:
         BadInput: there is no site or too little memory.
     """
-    parts = split_inputs(images, hold_out=request.hold_out, groups=request.groups, seed=request.seed)
+    parts = split_for_calibration(images, hold_out=request.hold_out, groups=request.groups, seed=request.seed)
     refuse_snapshots(run.snapshots, parts.fitted, run.ranks)
     passes = _Passes(checkpoint=checkpoint, request=request, run=run, output=output)
     statistics, widths, restriction = request.statistics, dict[str, int](), request.restriction

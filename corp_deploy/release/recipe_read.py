@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from calib.fingerprints import no_ids
-from calib.groups import Split, split_inputs
+from calib.groups import Split, split_for_calibration
 from calib.images import Images
 from calib.store import load_moments
 from corp_deploy.families import traced_model
@@ -67,7 +67,7 @@ def _calibration_images(
         )
     key = "group_labels" if table.group_labels else "groups" if table.groups else "hold_out"
     with mistakes.at(f"calibration.{key}"):
-        parts = split_inputs(images, hold_out=table.hold_out, groups=table.grouping, seed=table.seed)
+        parts = split_for_calibration(images, hold_out=table.hold_out, groups=table.grouping, seed=table.seed)
         with mistakes.at():
             if table.snapshots:
                 require_more(parts.fitted.count, table.snapshots)

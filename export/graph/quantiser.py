@@ -197,7 +197,7 @@ class Quantiser:
         helper.set_model_props(proto, dict(sorted(notes.items())))
         reasons = check_onnx(proto, precision=precision, backend="onnxruntime")
         if reasons:
-            raise BadInput("the quantised graph will not do:\n" + "\n".join(f"  {reason}" for reason in reasons))
+            raise BadInput("the quantised graph has faults:\n" + "\n".join(f"  {reason}" for reason in reasons))
         return proto
 
     def clipping(self, form: NumberFormat, weight_bits: int = 8) -> Clipping:

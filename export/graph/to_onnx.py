@@ -90,7 +90,7 @@ def _build_samples(ports: Sequence[Port], batch: int) -> dict[str, Tensor]:
 OPSETS = range(20, 24)  # below 20 GELU is expanded into its formula; TensorRT's parsers read up to 23
 BATCH = "batch"
 PREFIX = "export."
-_NEWER_HINT = f"\n  opset {OPSETS[-1]} will do: export with --opset {OPSETS[-1]}, or leave --opset out"
+_NEWER_HINT = f"\n  opset {OPSETS[-1]} works: export with --opset {OPSETS[-1]}, or leave --opset out"
 
 
 def _graph_bytes(model: nn.Module, precision: str) -> int:
@@ -164,7 +164,7 @@ def onnx_from_model(
             return newer
         hint = "" if remaining else _NEWER_HINT
     if reasons:
-        raise BadInput("the exported graph will not do:\n" + "\n".join(f"  {reason}" for reason in reasons) + hint)
+        raise BadInput("the exported graph has faults:\n" + "\n".join(f"  {reason}" for reason in reasons) + hint)
     return proto
 
 

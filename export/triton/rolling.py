@@ -133,7 +133,7 @@ def _staged(folder: Path, version: int, server: TritonServer) -> Iterator[str]:
             (folder / str(version)).rglob("*")
         ):  # links and pipes would be copied from elsewhere, or without end
             if path.is_symlink() or not (path.is_file() or path.is_dir()):
-                raise BadInput(f"{path}: a link, pipe or device, expected files alone; package the version again")
+                raise BadInput(f"{path}: a link, pipe or device, expected only files; package the version again")
         shutil.copytree(folder / str(version), copy / str(version))
         text = re.sub(r'(?m)^name: "[^"]*"', f'name: "{name}"', _pinned(folder, version), count=1)
         install_text(text, copy / "config.pbtxt")
