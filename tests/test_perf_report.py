@@ -299,12 +299,12 @@ def test_records_of_different_models_are_refused(changes: dict[str, Any], words:
 def test_site_table_omits_empty_columns() -> None:
     text = markdown_from_record(record())
     assert "| Error, compensated | Held out |" in text
-    assert "Stream lacks" not in text
+    assert "Stream error" not in text
     assert "| by site | 60.00 % |" in text
     plain = [{"site": "a", "width_dense": "4", "width_reduced": "2", "error_uncompensated": 0.5, "error": 0.1}]
     assert "Held out" not in markdown_from_record(record(sites=plain))
     looped = [plain[0] | {"stream_error": 0.01, "stream_error_held_out": 0.02}]
-    assert "| Stream lacks | Held out, stream |" in markdown_from_record(record(sites=looped))
+    assert "| Stream error | Stream error, held out |" in markdown_from_record(record(sites=looped))
 
 
 def of_role(role: Role) -> dict[str, Any]:

@@ -73,9 +73,7 @@ def located_table(parity: Parity) -> ReportTable:
     rows = tuple(
         (line.site or "no single site", line.link, line.reason, line.command or NOTHING) for line in parity.located
     )
-    return ReportTable(
-        key="located", title="Where it breaks", columns=("Site", "Link", "What was seen", "Mend"), rows=rows
-    )
+    return ReportTable(key="located", title="Where links fail", columns=("Site", "Link", "Finding", "Fix"), rows=rows)
 
 
 def structure_table(parity: Parity) -> ReportTable:
@@ -86,7 +84,7 @@ def structure_table(parity: Parity) -> ReportTable:
             passed.setdefault(test.candidate, []).append(test.test)
     sound = tuple((candidate, "PASS", ", ".join(dict.fromkeys(names))) for candidate, names in passed.items())
     return ReportTable(
-        key="structure", title="Structural tests", columns=("Test", "Status", "What was seen"), rows=not_passed + sound
+        key="structure", title="Structural tests", columns=("Test", "Status", "Finding"), rows=not_passed + sound
     )
 
 
@@ -121,8 +119,8 @@ def own_metrics_table(parity: Parity) -> ReportTable:
             (row.name, row.model, format_number(row.value, 6), f"{row.command}\n{row.sha256[:16]}")
             for row in parity.metrics
         ),
-        note="Made by the command on each artefact's outputs; the digest covers it, the files that it names and "
-        "the labels.",
+        note="Computed by the command from each artefact's outputs; the digest covers the command, its files and the "
+        "labels.",
     )
 
 
@@ -130,7 +128,7 @@ def shift_table(parity: Parity) -> ReportTable:
     shift = parity.shift
     return ReportTable(
         key="shift",
-        title="Images against calibration",
+        title="Inputs compared with calibration",
         columns=("Site", "Status", "Mean distance", "by chance", "Covariance distance", "by chance"),
         rows=tuple(
             (

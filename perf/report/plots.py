@@ -222,7 +222,10 @@ def draw_sites(rows: Mapping[str, tuple[float, float]]) -> Drawing:
     right, head = WIDTH - 16, 36
     bottom = head + len(rows) * row_px
     x = logarithmic_scale([v for pair in rows.values() for v in pair], start=left, end=right, least=LEAST_ERROR)
-    marks = [grid_x(x, head, bottom, "relative error"), legend([("only cut", "dense"), ("compensated", "reduced")])]
+    marks = [
+        grid_x(x, head, bottom, "relative error"),
+        legend([("uncompensated", "dense"), ("compensated", "reduced")]),
+    ]
     for i, (name, (before, after)) in enumerate(rows.items()):
         y, ends = head + (i + 0.5) * row_px, [x.at(max(value, LEAST_ERROR)) for value in (before, after)]
         label = text(left - 10, y + 4, cut_in_middle(name, left - 14), anchor="end", css="name")

@@ -90,7 +90,7 @@ def effects_table(lines: Sequence[EffectLine]) -> ReportTable:
         rows=tuple(
             (e.preset, error_text(e.relative_error), percent_text(e.agreement), percent_text(e.accuracy)) for e in lines
         ),
-        note="Same widths and images; with preset none the channels are only cut.",
+        note="Same widths and images; preset none only removes the channels.",
     )
 
 
@@ -151,19 +151,19 @@ def gate_table(rules: Sequence[GateLine]) -> ReportTable:
         title="Gate",
         columns=("Rule", "Verdict", "Why"),
         rows=tuple((line.rule, line.verdict, shorten(line.message, MOST_WHY, placeholder=" …")) for line in rules),
-        note="Reasons that are cut off stand in full beside the gate's verdict.",
+        note="Shortened reasons are complete beside the gate's verdict.",
     )
 
 
 def budgets_table(lines: Sequence[BudgetLine]) -> ReportTable:
     return ReportTable(
         key="ways",
-        title="One budget, several ways to spend it",
-        columns=("Widths", "Of the dense cost", "Logit error, predicted", "Logit error, found"),
+        title="Ways to spend the budget",
+        columns=("Widths", "Share of the dense cost", "Logit error, predicted", "Logit error, measured"),
         rows=tuple(
             (w.name, percent_text(w.share), error_text(w.predicted_error), error_text(w.measured_error)) for w in lines
         ),
-        note="Found on a few calibration images, before any labels or held-out images are looked at.",
+        note="Measured on a few calibration images, without labels and held-out images.",
     )
 
 
@@ -171,7 +171,7 @@ def merging_table(lines: MergingLines) -> ReportTable:
     return ReportTable(
         key="merging",
         title="Tokens by block",
-        columns=("Block", "Tokens that enter", lines.verb.capitalize(), "Tokens behind"),
+        columns=("Block", "Tokens that enter", lines.verb.capitalize(), "Tokens that leave"),
         rows=tuple((f"block {block}", *map(count_text, rest)) for block, *rest in lines.blocks),
         note=" ".join(f"{words[:1].upper()}{words[1:]}." for words in lines.sentences[1:]),
     )
@@ -179,8 +179,8 @@ def merging_table(lines: MergingLines) -> ReportTable:
 
 JUDGED_COLUMNS = {
     "Held out": "error_held_out",
-    "Stream lacks": "stream_error",
-    "Held out, stream": "stream_error_held_out",
+    "Stream error": "stream_error",
+    "Stream error, held out": "stream_error_held_out",
 }
 
 
@@ -193,13 +193,13 @@ def sites_table(lines: Sequence[SiteLine]) -> ReportTable:
     return ReportTable(
         key="sites",
         title="Sites",
-        columns=("Site", "Width, dense", "Width, reduced", "Error, only cut", "Error, compensated", *judged),
+        columns=("Site", "Width, dense", "Width, reduced", "Error, uncompensated", "Error, compensated", *judged),
         rows=tuple(
             (s.site, s.width_dense, s.width_reduced, error_text(s.error_uncompensated), error_text(s.error),
              *(error_text(getattr(s, name)) for name in judged.values()))
             for s in lines
         ),
-        note="An error on held-out images well above the one beside it is over-fitting." if judged else "",
+        note="An error on held-out images far above the one beside it shows over-fitting." if judged else "",
     )  # fmt: skip
 
 
@@ -231,7 +231,9 @@ def effort_table(lines: Sequence[EffortLine]) -> ReportTable:
     note += "Figures are those of the run that made a step's files; a step that was not run again keeps its older "
     note += "figures. Memory is all memory of the process, and torch's memory on the GPU."
     columns = ("Step", "Seconds", "Peak memory", "Peak on the GPU", *["Machine"] * several)
-    return ReportTable(key="effort", title="What it took", columns=columns, rows=tuple(rows), note=note if rows else "")
+    return ReportTable(
+        key="effort", title="Time and memory", columns=columns, rows=tuple(rows), note=note if rows else ""
+    )
 
 
 def _machine_name(line: EffortLine) -> str:
