@@ -42,7 +42,7 @@ class BatchSize:
     report: Callable[[str], None]
 
     def timed(self) -> tuple[Row, list[StructuralTest]]:
-        """Measure, and return the row with structural tests of the timed calls; the subjects stay bound."""
+        """Measure, and return the row with structural tests of timed calls; the caller releases the subjects."""
         begun_s, reference = self.limit.spent_s, self.subjects[0]
         self._first_calls()
         if self._is_late:
