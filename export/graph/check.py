@@ -80,9 +80,8 @@ def require_onnx(path: Path, *, precision: str | None = None, backend: str = "te
     proto = load_onnx(path)
     reasons = check_onnx(proto, precision=precision, backend=backend)
     if reasons:
-        raise BadInput(
-            f"{path}: this graph can't be built with {backend}:\n" + "\n".join(f"  {line}" for line in reasons)
-        )
+        listed = "\n".join(f"  {line}" for line in reasons)
+        raise BadInput(f"{path}: this graph can't be built with {backend}:\n{listed}")
     return proto
 
 

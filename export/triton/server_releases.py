@@ -18,7 +18,7 @@ from ground.errors import BadInput
 from ground.records import record_from_file
 from ground.templates import template_environment
 from ground.text import comment_line
-from ground.vulnerabilities import SERVER, describe_vulnerabilities, find_vulnerabilities
+from ground.vulnerabilities import SERVER, describe_vulnerabilities, find_vulnerabilities, version_numbers
 
 TABLE_PATH = Path(__file__).with_name("server_releases.json")
 IMAGE = "tritonserver"
@@ -73,10 +73,11 @@ def plan_warnings(release: ServerRelease, library_version: str, *, version_compa
     built, remedy = f"the plan was built with TensorRT {library_version}", "rebuild it with build_plan.sh"
     if release.tensorrt is None:
         return [f"{built}; the table does not know the TensorRT of {release.image}: if it differs, {remedy}"]
-    if _first(release.tensorrt, 3) == _first(library_version, 3):
+    served, built_with = version_numbers(release.tensorrt), version_numbers(library_version)
+    if served[:3] == built_with[:3]:
         return []
     has = f"{release.image} has {release.tensorrt}"
-    if version_compatible and _first(release.tensorrt, 1) == _first(library_version, 1):
+    if version_compatible and served[:1] == built_with[:1]:
         return [
             f"{built}, version compatible, and {has}; start it with --backend-config=tensorrt,version-compatible=true"
         ]
@@ -104,10 +105,6 @@ def onnx_warnings(release: ServerRelease, *, opset: int, ir: int) -> list[str]:
 
 def _table() -> _Table:
     return record_from_file(TABLE_PATH, _Table, kind="server-releases", remedy="install the tool again")
-
-
-def _first(version: str, count: int) -> tuple[str, ...]:
-    return tuple(version.split(".")[:count])
 
 
 SCRIPT_NAME = "build_plan.sh"
