@@ -73,7 +73,7 @@ def test_missing_corrupt_and_foreign_weights_are_refused(tmp_path: Path) -> None
         (tmp_path / name).write_bytes(b"\x00\x01not weights" * 10)
         rejects("can't be read", load_tiny, tmp_path / name)
     (tmp_path / "w.npz").write_bytes(bytes(9))
-    rejects(r"no known kind of weights, expected \.safetensors, \.pth", load_tiny, tmp_path / "w.npz")
+    rejects(r"no known format of weights, expected \.safetensors, \.pth", load_tiny, tmp_path / "w.npz")
 
 
 def test_mismatched_weights_are_refused(tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ def test_reduced_decoder_loads_in_transformers(home: Path, kind: str) -> None:
     [
         ("llama", ("--attn", 0.5), "would be computed from that width"),
         ("opt", ("--attn", 0.5), "opt reads no width"),
-        ("opt", ("--mlp", 0.5, "--whole-heads", 0.5), "makes their width of that number"),
+        ("opt", ("--mlp", 0.5, "--whole-heads", 0.5), "computes their width from that number"),
         ("llama", ("--params", 0.8), "a budget gives every layer"),
     ],
 )

@@ -158,7 +158,7 @@ REFUSED: dict[str, tuple[nn.Module, dict[str, Any], str]] = {
     "a name": (net(), {"mlps": {"layers.7.ffn": ("0", "2")}}, "the model has no module 'layers.7.ffn.0'"),
     "a layer": (net(), {"mlps": {"layers.0.ffn": ("0", "1")}}, "layers.0.ffn.1 is SiLU, expected a linear layer"),
     "names": (net(), {"mlps": {"layers.0.ffn": ("0",)}}, "expected the names of its linear layers inside it"),
-    "heads": (net(), mix(heads=5), "got 5 heads, the program has 3; say these"),
+    "heads": (net(), mix(heads=5), "got 5 heads, the program has 3; give 3"),
     "a scale": (net(), mix(scale=3.0), "got scale 3.0, the program scales by 0.25"),
     "nothing": (net(), {"mlps": {}, "attentions": {}}, "none named"),
     "a norm": (

@@ -223,7 +223,7 @@ def test_release_reports_loaded_and_skipped_weights(home: Path, tmp_path: Path) 
              "--trust-paths")  # fmt: skip
     first = invoked(*words)
     assert "took state_dict_ema.model, the moving average" in " ".join(first.stderr.split())
-    assert "left out what stands beside the model: loss.weight" in " ".join(first.stderr.split())
+    assert "left out tensors beside the model: loss.weight" in " ".join(first.stderr.split())
     assert "moving average" not in run(*words).stderr  # nothing was loaded
     recorded = json.loads((tmp_path / "out" / "dense" / "config.json").read_text())["lineage"]["source"]["notes"]
     assert [note.split()[1] for note in recorded] == ["took", "renamed", "left"]

@@ -293,7 +293,7 @@ def test_other_checkpoint_entries_are_skipped_and_named(tmp_path: Path) -> None:
     same(read.state, STATE)
     assert read.notes == (
         "last.ckpt: renamed 32 tensors, model.cls_token as cls_token",
-        "last.ckpt: left out what stands beside the model: loss.weight",
+        "last.ckpt: left out tensors beside the model: loss.weight",
     )
 
 

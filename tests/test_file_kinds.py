@@ -111,7 +111,7 @@ def test_directories_and_texts_are_refused_as_weights(tmp_path: Path) -> None:
     (tmp_path / "w.txt").write_text("weights")
     rejects("a text, 'weights', expected weights", read_weights, tmp_path / "w.txt")
     (tmp_path / "w.dat").write_bytes(bytes(20))
-    rejects("of no known kind of weights", read_weights, tmp_path / "w.dat")
+    rejects("no known format of weights", read_weights, tmp_path / "w.dat")
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)

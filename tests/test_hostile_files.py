@@ -312,7 +312,7 @@ class Rebuilt:
 
 
 TENSORS = {
-    "10^12 numbers in 16 bytes": (Rebuilt((10**6, 10**6), (0, 0)), "16 bytes said to be"),
+    "10^12 numbers in 16 bytes": (Rebuilt((10**6, 10**6), (0, 0)), "16 bytes for a shape of"),
     "numbers beyond the file": (Rebuilt((10**9,), (1,)), "can't be read"),
     "a negative size": (Rebuilt((-1,), (1,)), "can't be read"),
     "more numbers than 64 bits count": (Rebuilt((2**62, 2**62), (0, 0)), "can't be read"),
@@ -332,7 +332,7 @@ def test_compressed_checkpoint_is_refused(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "w.pth") as plain, zipfile.ZipFile(tmp_path / "p.pth", "w", 8) as bomb:
         for name in plain.namelist():
             bomb.writestr(name, plain.read(name))
-    refused(lambda: read_weights(tmp_path / "p.pth"), "its members are packed")
+    refused(lambda: read_weights(tmp_path / "p.pth"), "its members are compressed")
 
 
 GLOBAL = b"\x80\x02cposix\nmkdir\nX\x06\x00\x00\x00canary\x85R."

@@ -95,7 +95,7 @@ def test_torch_averaged_model_loads_without_its_counter(tmp_path: Path) -> None:
     for content in (averaged.state_dict(), {"model_ema": averaged.state_dict(), "model": before("module.", by=1.0)}):
         taken = read(content, tmp_path)
         same(taken.state, model.state_dict())
-        assert "w.pth: left out what stands beside the model: n_averaged" in taken.notes
+        assert "w.pth: left out tensors beside the model: n_averaged" in taken.notes
 
 
 KEYS = ("model_state_dict", "net", "network", "model", "module", "params", "generator", "student", "teacher", "ema")

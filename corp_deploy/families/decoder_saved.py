@@ -48,7 +48,7 @@ def _refusal_of_heads(name: str, width: int, dense: DecoderArchitecture, kind: s
         return f"{name} has heads narrower than {dense.head}, and {why}"
     heads = width // dense.head * dense.heads // dense.groups
     if not is_qk and heads != dense.heads and kind in _WITHOUT_HEADS:
-        return f"{name} has {heads} heads, and {kind} makes their width of that number"
+        return f"{name} has {heads} heads, and {kind} computes their width from that number"
     return ""
 
 

@@ -95,7 +95,7 @@ def build_in_memory(architecture: Architecture) -> nn.Module:
             raise BadInput(f"{architecture.name}: the module can't be copied ({str(error)[:200]})") from None
         if isinstance(copied, TracedModule):
             return copied
-        remedy = "of a module in memory say what it takes: input_size [3, height, width] of images"
+        remedy = "give what the module takes: input_size [3, height, width] for images"
         declared = record_from_value(architecture.kwargs, _Inputs, where="a module in memory", remedy=remedy)
         if declared.input_size is not None:
             facts = facts_of_images(copied, declared.input_size, architecture.preprocessing)

@@ -128,7 +128,10 @@ def fixed_shares(model: nn.Module, currency: Currency, whole: Mapping[str, str])
         for reason, names in reasons.items()
     ]
     parts = _by_part(rest.without({groups.key for groups in named.values()}))
-    every = [*of_sites, *((name, value, _reason(model, name) or "it is of no site") for name, value in parts.items())]
+    every = [
+        *of_sites,
+        *((name, value, _reason(model, name) or "it is part of no site") for name, value in parts.items()),
+    ]
     total = sum(cost for cost, _ in layers.every)
     return [(name, value / total, why) for name, value, why in sorted(every, key=lambda each: -each[1]) if value > 0]
 

@@ -92,17 +92,16 @@ def facts_with(model: nn.Module, spec: InputSpec, parameters: Sequence[str], rol
     except Exception as error:
         _refuse_written_batch(model, spec.ports, parameters, error)
         raise BadInput(
-            f"{type(model).__name__} can't be run on {ports_as_line(spec.ports)}: {in_a_line(error)}. "
-            "(a) Does it take that? "
-            f"If not, {WRITE}; (b) control flow that looks at values can't be traced: give a module without it; (c) of "
-            "a fixed size say that one"
+            f"{type(model).__name__} can't be run on {ports_as_line(spec.ports)}: {in_a_line(error)}. (a) If it takes "
+            f"something else, {WRITE}; (b) control flow on values can't be traced: give a module without it; "
+            "(c) if it takes one fixed size, give that size"
         ) from None
     outputs, inputs = read_outputs(model, result, other, BATCHES), {port.name for port in spec.ports}
     if role is not None:
         if len(outputs) > 1:
             names = ", ".join(each.port.name for each in outputs)
             raise BadInput(
-                f"{type(model).__name__}: it gives {names}, expected one tensor; let it say which as `outputs`"
+                f"{type(model).__name__}: it gives {names}, expected one tensor; name that in its attribute `outputs`"
             )
         outputs = (replace(outputs[0], port=replace(outputs[0].port, role=role)),)
     is_plain = isinstance(result, Tensor) and takes_by_place(model, parameters)
@@ -193,8 +192,8 @@ def _shape_of_images(model: nn.Module) -> tuple[int, int, int]:
         if any(_runs(model, [image_port((channels, side, side))], (), count) for count in FIXED_BATCHES):
             return channels, side, side  # the caller refuses its fixed batch size
     raise BadInput(
-        f"{type(model).__name__}: no size of images is known that it takes ({reason}); (a) let it say `input_size = "
-        f"(3, height, width)`; (b) of other inputs {WRITE}; (c) say it to corp_deploy.sites(..., inputs=...)"
+        f"{type(model).__name__}: it runs with no known size of images ({reason}); (a) set its attribute `input_size = "
+        f"(3, height, width)`; (b) of other inputs {WRITE}; (c) give the size to corp_deploy.sites(..., inputs=...)"
     )
 
 

@@ -23,7 +23,7 @@ from .plain_module import copy_of, plain_module_, require_module, unwrapped
 
 CLOSE = 1e-4
 EXPECTED_MLP = 'the names of its linear layers inside it: ("fc1", "fc2"), or ("gate", "fc2", "up") of a gated one'
-EXPECTED_ATTENTION = '{"qkv": NAME, "proj": NAME, "heads": N}, with "scale" where that is to be held against its own'
+EXPECTED_ATTENTION = '{"qkv": NAME, "proj": NAME, "heads": N}, and "scale" to compare it with the program\'s'
 
 
 def with_named_sites(
@@ -79,7 +79,7 @@ class _Found:
         values = self._between(path, ("values",), (qkv,), proj)
         heads = sum(groups.parts for name, groups in self.named.items() if name in values)
         if entry["heads"] != heads:
-            raise BadInput(f"{_where(path)}: got {entry['heads']!r:.50} heads, the program has {heads}; say these")
+            raise BadInput(f"{_where(path)}: got {entry['heads']!r:.50} heads, the program has {heads}; give {heads}")
         pairs = [name for name, groups in self.named.items() if _is_written(groups, ("queries and keys",), (qkv,))]
         if (scale := entry.get("scale")) is not None:
             own = [_scale(each) for each in self.sites.every if each.name in pairs and isinstance(each, TracedPairs)]

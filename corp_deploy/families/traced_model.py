@@ -56,8 +56,8 @@ from .tokenizer import FILE as TOKENIZER
 from .tokenizer import SequenceSpec, TextSpec, content_of_tokenizer
 
 _NO_STREAM = (
-    "its traced program takes several tensors that are no masks, or gives some that are of no one stream, so that none "
-    "can be followed from block to block; leave --polish out"
+    "its traced program takes several tensors that are no masks, or its outputs don't come from one stream, so that no "
+    "stream can be followed from block to block; leave --polish out"
 )
 
 

@@ -171,7 +171,7 @@ def load_checkpoint(directory: Path) -> Checkpoint:
     config = load_model_config(directory)
     weights = directory / WEIGHTS
     if not weights.is_file():
-        raise BadInput(f"{weights}: no such file, but {CONFIG} stands beside it; write the model again")
+        raise BadInput(f"{weights}: no such file, but there is a {CONFIG} beside it; write the model again")
     if (digest := sha256_of_file(weights)) != config.weights_sha256:
         raise BadInput(
             f"{weights}: sha256 {digest[:16]}..., {CONFIG} says {config.weights_sha256[:16]}...; "

@@ -63,7 +63,7 @@ def images_for_model(
             raise
         raise BadInput(
             f"{error}. The size {list(spec.shape)} is assumed, the first one that the module runs with; if it takes "
-            "another, let it say so: `input_size = (3, height, width)`"
+            "another, set its attribute `input_size = (3, height, width)`"
         ) from None
 
 

@@ -45,7 +45,7 @@ def labels_for(
         raise BadInput(f"{where}: labels are for images, the model takes {images.noun}; leave them out")
     classes = classes_of(model)
     if not classes:
-        raise BadInput(f"{where}: the model has no classifier, so labels say nothing of its outputs; leave them out")
+        raise BadInput(f"{where}: the model has no classifier, so labels can't judge its outputs; leave them out")
     if is_path and labels_file(Path(where)) is None:
         values: Any = _of_folders(images, max(classes, 2), note)
     else:
@@ -194,7 +194,9 @@ def _of_folders(images: Images, classes: int, note: Callable[[str], None]) -> li
     source = images.source
     folders = [_folder_of(name) for name in source.names] if isinstance(source, Folder) else []
     if not all(folders) or not folders:
-        raise BadInput("labels by folders: the images lie in no class folders; put those of each class into one")
+        raise BadInput(
+            "labels by folders: the images are in no class folders; put the images of each class into one folder"
+        )
     order = sorted(set(folders))
     if len(order) != classes:
         names = ", ".join(order[:5])[:150] + ", ..." * (len(order) > 5)

@@ -68,7 +68,7 @@ def _of_torchvision(model: nn.Module, kwargs: Mapping[str, Any]) -> Checkpoint:
             built = dense_from_architecture(architecture)
             load_weights(built, state, where=WHERE)
             return Checkpoint(model=built, architecture=architecture, lineage={"source": {"weights": WHERE.name}})
-    raise BadInput(f"model is {type(model).__name__}, whose weights are of no name of torchvision's")
+    raise BadInput(f"model is {type(model).__name__}, whose weights fit no name of torchvision's")
 
 
 def _of_transformers(model: nn.Module, kwargs: Mapping[str, Any]) -> Checkpoint:

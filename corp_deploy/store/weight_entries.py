@@ -91,11 +91,11 @@ def _fault(tensor: torch.Tensor) -> str:
     if tensor.layout != torch.strided:
         return str(tensor.layout)
     stored = tensor.untyped_storage().nbytes()
-    return f"{stored} bytes said to be {list(tensor.shape)}" if tensor.numel() * tensor.itemsize > stored else ""
+    return f"{stored} bytes for a shape of {list(tensor.shape)}" if tensor.numel() * tensor.itemsize > stored else ""
 
 
 def require_plain(state: State, path: Path) -> None:
     """Raise BadInput for tensors that are not dense, or have no values."""
     odd = [f"{name[:LONGEST_NAME]} ({fault})" for name, value in state.items() if (fault := _fault(value))]
     if odd:
-        raise BadInput(f"{path}: {first_names(odd)}: expected dense tensors with their values; save them as such")
+        raise BadInput(f"{path}: {first_names(odd)}: expected dense tensors with values; save them so")

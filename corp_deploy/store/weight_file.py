@@ -86,7 +86,7 @@ def _refuse_packed(path: Path) -> None:
     packed = [member.filename for member in members if member.compress_type != zipfile.ZIP_STORED]
     if packed or sum(member.file_size for member in members) > path.stat().st_size:
         raise BadInput(
-            f"{path}: its members are packed or lie over one another, {first_names(packed or ['all'])}; expected a "
+            f"{path}: its members are compressed or overlap, {first_names(packed or ['all'])}; expected a "
             "file as torch.save writes it"
         )
 
@@ -163,7 +163,7 @@ def content_of_weight_file(path: Path) -> Any:
     if kind is not None and kind.name not in (SAFETENSORS, TORCH):
         raise BadInput(f"{path}: {kind.name}, expected weights ({KINDS}); {kind.remedy}")
     if kind is None and path.suffix not in (SUFFIX, *_PICKLES):
-        raise BadInput(f"{path}: its content is of no known kind of weights, expected {KINDS}")
+        raise BadInput(f"{path}: its content is no known format of weights, expected {KINDS}")
     if path.suffix == SUFFIX if kind is None else kind.name == SAFETENSORS:
         with _as_safetensors(path):
             return load_file(path)

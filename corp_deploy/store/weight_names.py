@@ -33,7 +33,7 @@ class Named:
         notes = (f"renamed {len(self.renamed)} tensors, {first}",) if self.renamed else ()
         if not self.beside:
             return notes
-        return (*notes, f"left out what stands beside the model: {first_names(sorted(self.beside))}")
+        return (*notes, f"left out tensors beside the model: {first_names(sorted(self.beside))}")
 
 
 def _bare(name: str) -> str:
