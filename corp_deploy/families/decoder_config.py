@@ -53,9 +53,13 @@ class _Decoder(msgspec.Struct, frozen=True, kw_only=True):
             "it attends to an encoder": self.add_cross_attention,
         }
 
-    def architecture(self, **own: Any) -> DecoderArchitecture:
+    def own(self) -> dict[str, Any]:
+        """Return the fields of the architecture that this model type has otherwise than most."""
+        return {}
+
+    def architecture(self) -> DecoderArchitecture:
         heads = self.num_attention_heads
-        every = {
+        fields = {
             "vocabulary": self.vocab_size,
             "positions": self.max_position_embeddings,
             "width": self.hidden_size,
@@ -71,11 +75,11 @@ class _Decoder(msgspec.Struct, frozen=True, kw_only=True):
             "qkv_bias": True,
             "proj_bias": True,
             "mlp_bias": True,
-            **own,
+            **self.own(),
         }
-        if "head" not in own and self.hidden_size % heads:
+        if "head" not in fields and self.hidden_size % heads:
             raise ValueError(f"a width of {self.hidden_size} is no multiple of {heads} heads")
-        return DecoderArchitecture(**{"head": self.hidden_size // heads, **every})
+        return DecoderArchitecture(**{"head": self.hidden_size // heads, **fields})
 
 
 class _Opt(_Decoder, frozen=True, kw_only=True):
@@ -101,9 +105,8 @@ class _Opt(_Decoder, frozen=True, kw_only=True):
             "its norms have no weights": not self.layer_norm_elementwise_affine,
         }
 
-    def architecture(self, **own: Any) -> DecoderArchitecture:
-        positions = self.max_position_embeddings + 2
-        return _Decoder.architecture(self, positions=positions, first_position=2, **own)
+    def own(self) -> dict[str, Any]:
+        return {"positions": self.max_position_embeddings + 2, "first_position": 2}
 
 
 class _Gpt2(_Decoder, frozen=True, kw_only=True):
@@ -129,8 +132,8 @@ class _Gpt2(_Decoder, frozen=True, kw_only=True):
             ),
         }
 
-    def architecture(self, **own: Any) -> DecoderArchitecture:
-        return _Decoder.architecture(self, hidden=self.intermediate_size or 4 * self.hidden_size, **own)
+    def own(self) -> dict[str, Any]:
+        return {"hidden": self.intermediate_size or 4 * self.hidden_size}
 
 
 class _Llama(_Decoder, frozen=True, kw_only=True):
@@ -151,22 +154,20 @@ class _Llama(_Decoder, frozen=True, kw_only=True):
     use_sliding_window: bool | None = None
     tie_word_embeddings: bool = False
 
-    def architecture(self, **own: Any) -> DecoderArchitecture:
+    def own(self) -> dict[str, Any]:
         windowed = self.use_sliding_window if self.model_type in ("qwen2", "qwen3") else self.model_type == "mistral"
-        return _Decoder.architecture(
-            self,
-            groups=self.num_key_value_heads or self.num_attention_heads,
+        return {
+            "groups": self.num_key_value_heads or self.num_attention_heads,
             **({"head": self.head_dim} if self.head_dim else {}),
-            gated=True,
-            rms=True,
-            rope=_rope(self.rope_parameters or self.rope_scaling or {}, self.rope_theta),
-            qkv_bias=self.model_type == "qwen2" or self.attention_bias,
-            proj_bias=self.model_type != "qwen2" and self.attention_bias,
-            mlp_bias=self.mlp_bias,
-            qk_norm=self.model_type == "qwen3",
-            window=self.sliding_window if windowed else None,
-            **own,
-        )
+            "gated": True,
+            "rms": True,
+            "rope": _rope(self.rope_parameters or self.rope_scaling or {}, self.rope_theta),
+            "qkv_bias": self.model_type == "qwen2" or self.attention_bias,
+            "proj_bias": self.model_type != "qwen2" and self.attention_bias,
+            "mlp_bias": self.mlp_bias,
+            "qk_norm": self.model_type == "qwen3",
+            "window": self.sliding_window if windowed else None,
+        }
 
 
 _KINDS: Mapping[str, type[_Decoder]] = {

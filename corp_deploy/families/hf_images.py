@@ -126,16 +126,6 @@ def share_of(crop: int, size: int) -> float:
     return share
 
 
-def _resize(processor: _Processor, family: str, where: str) -> tuple[tuple[int, int], bool]:
-    size = processor.size
-    assert size is not None, processor
-    if isinstance(size, int):
-        return (size, size), family in _SHORTEST
-    if size.shortest_edge is not None:
-        return (size.shortest_edge, size.shortest_edge), True
-    return _sides(size, where), False
-
-
 def _values(entry: tuple[float, ...] | float | None, identity: float, processor: _Processor) -> tuple[float, ...]:
     """Return one number for each channel, or one number for all channels."""
     values = identity if entry is None or not processor.do_normalize else entry
@@ -159,11 +149,15 @@ def prepared(content: Mapping[str, Any], model_type: str, *, where: str) -> Prep
         raise BadInput(
             f"{where}: {reason}, which is not supported; preprocess the images yourself, or give another directory"
         )
-    resized, shortest = _resize(processor, family, where)
-    crops = bool(processor.do_center_crop)
+    size, crops = processor.size, bool(processor.do_center_crop)
+    assert size is not None, processor
+    shortest = family in _SHORTEST if isinstance(size, int) else size.shortest_edge is not None
+    if not isinstance(size, int) and size.shortest_edge is not None:
+        size = size.shortest_edge
+    resized = _sides(size, where)
     assert processor.crop_size is not None or not crops, processor
     sides = _sides(processor.crop_size, where) if crops and processor.crop_size is not None else resized
-    shares = {share_of(crop, size) for crop, size in zip(sides, resized, strict=True)}
+    shares = {share_of(crop, side) for crop, side in zip(sides, resized, strict=True)}
     if len(shares) > 1 or min(shares) <= 0.0 or max(shares) > 1.0 or (shortest and not crops):
         raise BadInput(
             f"{where}: images are resized to {resized}{' by the shorter edge' * shortest} and cropped to {sides}; "

@@ -104,16 +104,16 @@ def facts_with(model: nn.Module, spec: InputSpec, parameters: Sequence[str], rol
                 f"{type(model).__name__}: it gives {names}, expected one tensor; name that in its attribute `outputs`"
             )
         outputs = (replace(outputs[0], port=replace(outputs[0].port, role=role)),)
-    is_plain = isinstance(result, Tensor) and takes_by_place(model, parameters)
+    calling = None
+    if not (isinstance(result, Tensor) and takes_by_place(model, parameters)):
+        calling = CallOrder(parameters=tuple(parameters), outputs=tuple(each.place for each in outputs))
     # Inputs and outputs of a graph need different names.
     names_apart = (f"output_{each.port.name}" if each.port.name in inputs else each.port.name for each in outputs)
     return Facts(
         spec=spec,
         outputs=tuple(replace(each.port, name=name) for each, name in zip(outputs, names_apart, strict=True)),
         classes=next((math.prod(each.shape[1:]) for each in outputs if each.port.role == "logits"), 0),
-        calling=None
-        if is_plain
-        else CallOrder(parameters=tuple(parameters), outputs=tuple(each.place for each in outputs)),
+        calling=calling,
     )
 
 
