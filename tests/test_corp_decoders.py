@@ -18,8 +18,9 @@ from corp_deploy.families import traced_model
 from corp_deploy.families.counting import macs, parameters
 from corp_deploy.families.decoder import TextDecoder, traced_decoder
 from corp_deploy.families.decoder_config import architecture_from_transformers
-from corp_deploy.families.family import hooked_model, sequence_spec, sites_of
+from corp_deploy.families.family import sequence_spec, sites_of
 from corp_deploy.families.tokenizer import Tokenization
+from corp_deploy.families.traced_model import hooked_model
 from corp_deploy.invocation.method_choice import ALIGN, MethodChoice
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce, uniform_widths

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from corp_deploy import load
 from corp_deploy.families import traced_model
 from corp_deploy.families.counting import macs
-from corp_deploy.families.family import named_outputs_of, output_ports, outputs_of_walk, steps_to_outputs, with_outputs
-from corp_deploy.families.traced_model import trace_model
+from corp_deploy.families.family import named_outputs_of, output_ports, with_outputs
+from corp_deploy.families.traced_model import outputs_of_walk, steps_to_outputs, trace_model
 from corp_deploy.planning.probe import Probe
 from corp_deploy.polish.options import PolishOptions
 from corp_deploy.polish.polish import polished

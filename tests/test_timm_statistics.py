@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from calib.collect import collect
 from calib.moments import ChannelMoments, HeadMoments
-from corp_deploy.families.family import hooked_model, sites_of
+from corp_deploy.families.family import sites_of
+from corp_deploy.families.traced_model import hooked_model
 from corp_deploy.traced.models.sites import calibration_taps
 from tests import tiny
 from tests.timm_models import NUMERIC, VITS, checkpoint, library, moments, pixels

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from calib.inputs import InputSet
 from corp_deploy.families.counting import macs
-from corp_deploy.families.family import hooked_model, sites_of
-from corp_deploy.families.traced_model import trace_model, tracing
+from corp_deploy.families.family import sites_of
+from corp_deploy.families.traced_model import hooked_model, trace_model, tracing
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.closed_loop import reduce_traced
 from corp_deploy.reduction.loop import Loop

@@ -32,13 +32,8 @@ from .hf_tokens import with_named_tokens
 from .timm_images import ImageSpec
 from .timm_maps import with_named_maps
 from .tokenizer import SequenceSpec, TextSpec
-from .traced_model import count_ids as count_ids
-from .traced_model import has_uneven_heads as has_uneven_heads
-from .traced_model import hooked_model as hooked_model
 from .traced_model import output_ports as output_ports
-from .traced_model import outputs_of_walk as outputs_of_walk
 from .traced_model import sites_of as sites_of
-from .traced_model import steps_to_outputs as steps_to_outputs
 
 Spec = TypeVar("Spec", ImageSpec, TextSpec, ArraySpec)
 

@@ -17,8 +17,7 @@ from torch import Tensor, fx, nn
 
 from calib.inputs import Inputs, as_tuple, chunks, map_tensors, tensors_by_name
 from corp_deploy.families import traced_model
-from corp_deploy.families.family import outputs_of_walk, steps_to_outputs
-from corp_deploy.families.traced_model import tracing
+from corp_deploy.families.traced_model import outputs_of_walk, steps_to_outputs, tracing
 from corp_deploy.traced.models.steps import SegmentStep, StreamState
 from corp_deploy.traced.programs.program import Program, batch_axis_of
 from corp_deploy.traced.programs.readers import LINEAR, CalledLayer, every_layer

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from calib.inputs import Inputs, InputSet, to_device
 from corp_deploy.families import traced_model
-from corp_deploy.families.family import outputs_of_walk
+from corp_deploy.families.traced_model import outputs_of_walk
 from corp_deploy.reduction.streams import mean_of_sources
 from corp_deploy.traced.models.module import device_of
 from corp_deploy.traced.models.steps import SegmentStep, Step, StreamState

@@ -6,7 +6,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from corp_deploy.families.family import has_uneven_heads, output_ports
+from corp_deploy.families.family import output_ports
+from corp_deploy.families.traced_model import has_uneven_heads
 from corp_deploy.invocation.export_choice import ExportOptions, QuantisedOptions
 from corp_deploy.invocation.table import EXPORT_HEADS
 from corp_deploy.store.checkpoint import Checkpoint

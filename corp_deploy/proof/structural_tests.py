@@ -7,7 +7,8 @@ import torch
 from calib.collect import Options, collect
 from calib.moments import Moments
 from corp_deploy.families import traced_model
-from corp_deploy.families.family import hooked_model, sites_of, token_weigher
+from corp_deploy.families.family import sites_of, token_weigher
+from corp_deploy.families.traced_model import hooked_model
 from corp_deploy.reduction.calibrate import PIXEL_RANGE
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.input_sets import merging_of_moments

@@ -30,13 +30,13 @@ from corp_deploy.families import traced_model
 from corp_deploy.families.family import (
     HEADS,
     example_of,
-    hooked_model,
     refuse_idle_options,
     require_streams,
     sites_of,
     taps_for,
     token_weigher,
 )
+from corp_deploy.families.traced_model import hooked_model
 from corp_deploy.spec.widths import aligned_widths
 from corp_deploy.store.checkpoint import Checkpoint, on_device
 from corp_deploy.store.input_sets import lineage_for_moments

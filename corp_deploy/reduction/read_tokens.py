@@ -13,7 +13,8 @@ from torch import Tensor, fx, nn
 
 from calib.sites import evaluating
 from corp_deploy.families import traced_model
-from corp_deploy.families.family import example_of, gives_patches, outputs_of_walk, steps_to_outputs
+from corp_deploy.families.family import example_of, gives_patches
+from corp_deploy.families.traced_model import outputs_of_walk, steps_to_outputs
 from corp_deploy.traced.finding.cuts import find_cuts, outputs_after, required_nodes
 from corp_deploy.traced.models.module import Tracing
 from corp_deploy.traced.models.segments import build_full_masks, layout_of

@@ -23,7 +23,8 @@ from calib.memory import bytes_available, bytes_needed, refuse_too_large, shapes
 from calib.sites import Site
 from calib.store import join_moments, load_moments, save_moments
 from corp_deploy.families.decoder import traced_block
-from corp_deploy.families.family import hooked_model, sites_of
+from corp_deploy.families.family import sites_of
+from corp_deploy.families.traced_model import hooked_model
 from corp_deploy.store.decoder_layers import DecoderLayers
 from corp_deploy.store.input_sets import lineage_for_moments
 from corp_deploy.traced.models.module import TracedModule

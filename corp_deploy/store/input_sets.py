@@ -20,8 +20,9 @@ from calib.inputs import InputSet
 from calib.rows import SUFFIX, ArrayInputs, Sequences, open_arrays, open_ids, sample_sequences
 from calib.texts import Texts, open_texts
 from corp_deploy.families import traced_model
-from corp_deploy.families.family import array_ports, count_ids, image_spec, sequence_spec, text_spec
+from corp_deploy.families.family import array_ports, image_spec, sequence_spec, text_spec
 from corp_deploy.families.timm_images import ImageSpec, image_spec_of_note
+from corp_deploy.families.traced_model import count_ids
 from corp_deploy.spec.merging import Merging
 from corp_deploy.traced.models.module import assumes_size
 from ground.errors import BadInput
