@@ -35,7 +35,7 @@ SiteSums = ChannelSums | HeadSums | PatchSums
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Options:
-    """The statistics to keep: `attention_system` keeps system_HTT everywhere, `kept` for these dims of named sites.
+    """The statistics to keep: `attention_system` keeps system_HTT of all sites, `kept` that of some dims by site.
 
     A channel is active where |x| > `eps`. `precision` is that of the forward pass. `token_weights` gives the weights
     [B,N] of a batch's tokens in all statistics.

@@ -117,7 +117,7 @@ def bytes_needed(
 def patch_channels_that_fit(
     shapes: Mapping[str, Shape], available: int, *, free: Collection[str] | None = None
 ) -> Mapping[str, int]:
-    """Choose the channels a group that patches of convolutions may have, so that all sums fit `available` bytes.
+    """Choose how many channels of a group a convolution's patches may have, so that sums fit `available` bytes.
 
     As few sites as possible are restricted and returned, the largest first, none below LEAST_CHANNELS; `free` are
     those that may be, None all. Raises BadInput where nothing fits.

@@ -28,7 +28,7 @@ class AddedVersion:
 
 
 def write_repository(package: Package, repository: Path) -> AddedVersion:
-    """Add one version of all variants or, after an error, of none; older versions stay.
+    """Add one version of all variants, or of none after an error; older versions stay.
 
     Raises BadInput when artefacts contradict each other, their records or the options, and when the version exists.
     """
