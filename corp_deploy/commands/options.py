@@ -51,24 +51,17 @@ def _is_written(context: click.Context, parameter: click.Parameter) -> bool:
     return parameter.name in WRITTEN or parameter.name in others
 
 
-def _require_writable(context: click.Context, outputs: Mapping[click.Parameter, list[Path]]) -> None:
-    """Raise BadInput for a path of these parameters that can't be written to."""
-    for parameter, paths in outputs.items():
-        folder = isinstance(parameter.type, click.Path) and not parameter.type.file_okay
-        for path in paths:
-            require_writable(path, folder=folder)
-            for each in _beside(context, path) if parameter.name == "output" else ():
-                require_writable(each, folder=False)
-
-
 def check_output_paths(context: click.Context) -> None:
     """Check all paths that a command writes to.
 
     Raises BadInput for a path that can't be written, UsageError for a result that would replace one of its sources.
     """
     outputs = {each: [*_paths(context, each)] for each in context.command.params if _is_written(context, each)}
-    if not context.params.get("dry_run"):
-        _require_writable(context, outputs)
+    for parameter, paths in outputs.items() if not context.params.get("dry_run") else ():
+        for path in paths:
+            require_writable(path, folder=isinstance(parameter.type, click.Path) and not parameter.type.file_okay)
+            for each in _beside(context, path) if parameter.name == "output" else ():
+                require_writable(each, folder=False)
     written = [path for paths in outputs.values() for path in paths]
     written += [each for path in written for each in _beside(context, path)]
     if saved_as := context.params.get("save_as"):

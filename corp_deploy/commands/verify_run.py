@@ -99,6 +99,7 @@ class VerifyRun(ProofFiles, MetricOptions, ProofOptions, DecoderProof, heading="
             golden = read_golden(reference)
             limits.require_applied(golden.outputs)
             elsewhere = "compare it in an environment that loads it, with the same golden directory"
+            self._require_graph(golden.source.graph_sha256, reference, steps)
         else:
             inputs.require()
             first = artefact_from_path(reference)
@@ -109,7 +110,6 @@ class VerifyRun(ProofFiles, MetricOptions, ProofOptions, DecoderProof, heading="
             golden = make_golden(
                 first, inputs.open_for_engine(first), self._sizes([first, *steps]), elsewhere=elsewhere
             )
-        self._require_graph(golden.source.graph_sha256, reference, steps)
         for sentence in limits.unreachable(golden.images):
             out.warn(sentence)
         inputs_of_golden = ProofInputs(feeds=golden.feeds, digest=golden.images.digest, names=golden.names)

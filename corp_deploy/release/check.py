@@ -59,7 +59,7 @@ class SamplesRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind",
     labels: str | None = None
 
 
-def run_in_batches(runner: Runner, images: Images) -> Answers:
+def run_on_images(runner: Runner, images: Images) -> Answers:
     """Return the output for all images; several outputs are concatenated [N,F]."""
     parts = (images[start : start + BATCH] for start in range(0, len(images), BATCH))
     answers = [list(runner(feeds_from_array(part, runner.inputs)).values()) for part in parts]
@@ -104,7 +104,7 @@ def _differences(folder: Path, record: SamplesRecord) -> Iterator[str]:
     for graph, known_as in record.graphs.items():
         expected, bound = array_from_npy(path_in_release(folder, known_as.expected)), known_as.max_relative_error
         with opened_graph(path_in_release(folder, graph)) as runner:
-            answers = run_in_batches(runner, images)
+            answers = run_on_images(runner, images)
         if answers.shape != expected.shape:
             yield f"{graph}: answers {list(answers.shape)} to the samples, expected {list(expected.shape)}"
         elif not (error := FEATURE_MAP.rows(expected, answers).relative_error()) <= bound:

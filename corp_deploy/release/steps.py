@@ -58,7 +58,7 @@ from .check import (
     load_samples,
     opened_graph,
     path_in_release,
-    run_in_batches,
+    run_on_images,
 )
 from .incremental import StageDirs
 from .proven import proof_of_directory
@@ -196,7 +196,7 @@ def write_samples(dirs: StageDirs, recipe: Recipe) -> None:
         for precision in recipe.export.precisions:
             graph, expected = f"{subject}/{names.graph_name(precision)}", names.answers_name(subject, precision)
             with opened_graph(dirs.root / graph) as runner:
-                np.save(dirs.into / expected, run_in_batches(runner, images))
+                np.save(dirs.into / expected, run_on_images(runner, images))
             graphs[graph] = GraphAnswers(expected=expected, max_relative_error=REPLAY_ERROR[precision])
     if labels is not None:
         np.save(dirs.into / names.SAMPLE_LABELS, labels_for(labels, source, dense.model)[:count])
