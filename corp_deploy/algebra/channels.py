@@ -49,7 +49,7 @@ def judge_layer(
     kept_K: Tensor,
     new_weight_OK: Tensor,
     new_bias_O: Tensor,
-    solved: RidgeSolution | None,
+    solved: RidgeSolution,
 ) -> ChannelRecovery:
     """Return the new layer with its exact errors; see quadratic.output_error."""
     covariance_FF = second_FF - torch.outer(mean_F, mean_F)
@@ -66,8 +66,8 @@ def judge_layer(
         residual=left_variance + float(shift_O.square().sum()),
         residual_uncompensated=dropped_variance + float((dropped_OP @ mean_P).square().sum()),
         r2=explained(left_variance, dropped_variance),
-        condition=1.0 if solved is None else solved.condition,
-        ridge=0.0 if solved is None else solved.ridge,
+        condition=solved.condition,
+        ridge=solved.ridge,
     )
 
 
@@ -97,7 +97,8 @@ def recover_channels(
     old_O = weight_OF.new_zeros(weight_OF.shape[0]) if bias_O is None else bias_O
     pruned_P = complement(kept_K, mean_F.numel())
     dropped_OP, gram_KK = weight_OF[:, pruned_P], second_FF[kept_K[:, None], kept_K]
-    new_OK, new_O, solved = weight_OF[:, kept_K], old_O.clone(), None
+    new_OK, new_O = weight_OF[:, kept_K], old_O.clone()
+    solved = RidgeSolution(solution_OK=new_OK)
     if form == "bias":
         new_O = old_O + dropped_OP @ mean_F[pruned_P]
     elif form == "gram":

@@ -15,11 +15,14 @@ _CUTOFF_REL = 1e-12  # eigenvalues below this share of the largest count as zero
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RidgeSolution:
-    """X with X (gram + ridge I) = cross, and the 1-norm condition number of the matrix (at most 1/eps) or a bound."""
+    """X with X (gram + ridge I) = cross, and the 1-norm condition number of the matrix (at most 1/eps) or a bound.
+
+    The defaults are those of weights that nothing was solved for.
+    """
 
     solution_OK: Tensor
-    condition: float
-    ridge: float
+    condition: float = 1.0
+    ridge: float = 0.0
 
     def __post_init__(self) -> None:
         assert self.ridge >= 0.0, self.ridge
@@ -43,7 +46,7 @@ def solve_ridge(cross_OK: Tensor, gram_KK: Tensor, *, ridge_rel: float, bound: b
     """
     assert ridge_rel >= 0.0, ridge_rel
     if not gram_KK.numel():
-        return RidgeSolution(solution_OK=cross_OK.clone(), condition=1.0, ridge=0.0)
+        return RidgeSolution(solution_OK=cross_OK.clone())
     ridge = ridge_rel * max(float(gram_KK.diagonal().mean()), 0.0)  # rounding can leave a negative mean of constants
     matrix_KK = gram_KK.clone()
     matrix_KK.diagonal().add_(ridge)

@@ -69,7 +69,7 @@ def recover_projection(
     covariance_CC = second_CC - torch.outer(mean_C, mean_C)
     old_O = weight_OC.new_zeros(len(weight_OC)) if bias_O is None else bias_O
     plain_OK, new_O = weight_OC @ (map_KC > 0.0).to(torch.float64).T, old_O.clone()
-    solved = RidgeSolution(solution_OK=plain_OK, condition=1.0, ridge=0.0)
+    solved = RidgeSolution(solution_OK=plain_OK)
     if form == "gram":
         solved = solve_ridge_toward(torch.zeros_like(plain_OK), weight_OC, second_CC, map_KC, ridge_rel=ridge_rel)
     elif form == "affine":
