@@ -10,7 +10,7 @@ from corp_deploy.families.tokenizer import content_of_tokenizer
 from corp_deploy.invocation.source import JSON
 from corp_deploy.proof.custom_metrics import metric_from_text
 from corp_deploy.release.recipe_file import load_recipe
-from corp_deploy.release.serving import class_names
+from corp_deploy.release.serving import read_class_names
 from corp_deploy.spec.trusted_code import Code
 from corp_deploy.store.library_model import code_of_file
 from ground.files import text_from_file
@@ -37,7 +37,7 @@ def test_recipe_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
 def test_first_class_name_has_no_byte_order_mark(tmp_path: Path) -> None:
     path = tmp_path / "names.txt"
     path.write_text("cat\ndog\n")
-    assert class_names(marked(path)) == ("cat", "dog")
+    assert read_class_names(marked(path)) == ("cat", "dog")
 
 
 def test_record_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_arguments_texts_and_group_labels_with_a_byte_order_mark_are_read(tmp_pa
 
 READERS: dict[str, Callable[[Path], object]] = {
     "a recipe": load_recipe,
-    "class names": class_names,
+    "class names": read_class_names,
     "a record": load_bench,
     "texts": lambda path: open_texts(path, encode=lambda texts: pytest.fail("read")),
     "a model's code": lambda path: code_of_file(f"module:{path}:build"),

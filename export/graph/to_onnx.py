@@ -137,7 +137,7 @@ def onnx_from_model(
     with torch.no_grad():
         typed = typed_copy(model, precision, keep_fp32, norms=norms)
     samples = _build_samples(inputs, batch or 2)
-    names = [port.name for port in (*inputs, *outputs)]
+    names = [*(port.name for port in inputs), *(port.name for port in outputs)]
 
     def exported(version: int) -> tuple[onnx.ModelProto, list[str]]:
         with torch.no_grad():
@@ -184,7 +184,7 @@ def save_onnx(proto: onnx.ModelProto, path: Path) -> None:
 def _refuse_invalid_ports(inputs: Sequence[Port], outputs: Sequence[OutputPort]) -> None:
     if not inputs or not outputs:
         raise BadInput(f"a graph needs at least one input and one output, got {len(inputs)} and {len(outputs)}")
-    names = [port.name for port in (*inputs, *outputs)]
+    names = [*(port.name for port in inputs), *(port.name for port in outputs)]
     if len(set(names)) < len(names) or "" in names:
         raise BadInput(f"each input and output needs a name of its own, got {', '.join(map(repr, names))}")
     for port in inputs:

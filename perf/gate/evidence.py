@@ -137,9 +137,8 @@ def paired_change(rule: Rule, now: Evidence) -> tuple[Reading, Interval] | None:
         own, dense = (find_own_metric(parity, rule, subject, "this record") for subject in (None, DENSE))
         if own.change_error is None or own.images is None:
             return None
-        change, z = own.value - dense.value, z_of(now.confidence)
-        width = z * own.change_error
-        interval = Interval(value=change, low=change - width, high=change + width)
+        mean, width = own.value - dense.value, z_of(now.confidence) * own.change_error
+        interval = Interval(value=mean, low=mean - width, high=mean + width)
         return Reading(interval=interval, count=own.images, unit="images"), exact_interval(dense.value)
     if rule.metric != ACCURACY:
         return None
