@@ -38,7 +38,6 @@ class Sparsity:
 
     @property
     def share(self) -> float:
-        """The share of weights that stay."""
         return self.kept / self.of
 
 

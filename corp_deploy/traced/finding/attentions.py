@@ -11,7 +11,7 @@ from functools import cache
 import torch
 from torch import Tensor, fx
 
-from corp_deploy.traced.programs.attention_masks import PRODUCTS, SDPA, find_attention_output, scores_and_softmax
+from corp_deploy.traced.programs.attention_masks import find_attention_output, scores_and_softmax
 from corp_deploy.traced.programs.program import (
     IN_FRONT,
     Program,
@@ -88,9 +88,7 @@ def find_blocks(program: Program) -> tuple[Block, ...] | str:
 def find_attentions(program: Program) -> Iterator[Attention]:
     """Yield the attentions with as many queries as keys."""
     for node in program.nodes:
-        output = (
-            find_attention_output(node) if operation(node) in PRODUCTS else node if operation(node) == SDPA else None
-        )
+        output = find_attention_output(node)
         if output is not None and len(node.all_input_nodes) > 1:
             queries, keys = (sizes_at_one(each) for each in node.all_input_nodes[:2])
             if queries[-2] == keys[-2 if output is node else -1]:

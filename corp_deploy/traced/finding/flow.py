@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from corp_deploy.traced.programs.program import Program, module_of, named_arguments, operation, sizes_at_one
 
-from .labels import FIXED, TYPE, Groups, LabelTensor, compact, first_along, meeting_pairs, place_along, tidy, varying
+from .labels import FIXED, Groups, LabelTensor, compact, first_along, meeting_pairs, place_along, tidy, varying
 from .site_groups import SiteGroups
 
 Value = Any
@@ -50,7 +50,6 @@ class Call:
 
     @property
     def tensors(self) -> list[LabelTensor]:
-        """The tensors that enter, in order."""
         entering = (self.values[node] for node in self.node.all_input_nodes)
         return [each for each in entering if isinstance(each, LabelTensor)]
 
@@ -201,7 +200,7 @@ class Flow:
         if marks.labels is not None:
             return marks.labels
         if not marks.constant or math.prod(marks.shape) > MOST_ELEMENTS:
-            return torch.full((), FIXED, dtype=TYPE).expand(marks.shape)
+            return torch.full((), FIXED, dtype=torch.long).expand(marks.shape)
         labels = self.fresh(marks.shape)
         self.use(node, marks.constant, tuple(range(len(marks.shape))), labels, "between")
         return labels

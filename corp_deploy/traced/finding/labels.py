@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 FIXED = -1
-TYPE = torch.long
 
 
 def tidy(labels: Tensor) -> Tensor | None:
@@ -114,7 +113,7 @@ class Groups:
             parent, reason = torch.arange(2 * self.count + 1), torch.zeros(2 * self.count + 1, dtype=torch.long)
             parent[:start], reason[:start], parent[-1] = self._parent[:start], self._reason[:start], FIXED
             self._parent, self._reason = parent, reason
-        return torch.arange(start, self.count, dtype=TYPE)
+        return torch.arange(start, self.count, dtype=torch.long)
 
     def of(self, labels: Tensor) -> Tensor:
         """Return the names of the labels' groups, FIXED for FIXED."""

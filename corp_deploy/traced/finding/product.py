@@ -17,7 +17,7 @@ from .flow import Call, Flow, Value
 from .labels import LabelTensor, first_along, label_tensor, place_along
 from .moves import unlabelled
 
-FRONT, FREE = "abcdefghijklmn", string.ascii_lowercase
+FRONT = "abcdefghijklmn"
 _FACTORS = {
     "linear": ("input", "weight"),
     "matmul": ("self", "other"),
@@ -73,7 +73,7 @@ def _of_einsum(node: fx.Node, equation: str, nodes: list[Any]) -> Equation | Non
     terms, arrow, out = equation.partition("->")
     if len(nodes) != 2 or not arrow:
         return None
-    free = [letter for letter in FREE if letter not in equation]
+    free = [letter for letter in string.ascii_lowercase if letter not in equation]
 
     def spelled(term: str, of: fx.Node) -> str:
         count = len(sizes_at_one(of)) - len(term.replace("...", ""))

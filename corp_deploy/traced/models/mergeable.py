@@ -28,7 +28,6 @@ class Mergeable:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens that enter each block."""
         return self.blocks[0].tokens
 
     @property
@@ -51,10 +50,9 @@ class Mergeable:
 
         def rewritten(unmerging: fx.Node | None) -> MergedProgram:
             nodes = MergedNodes(program=program, protected=self.protected, as_before=merging.how == "drop")
-            merges = MergeBuilder(
+            return MergeBuilder(
                 nodes=nodes, blocks=self.blocks, merging=merging, unmerging=unmerging, follows=follows
-            )
-            return merges.merged_program()
+            ).build()
 
         try:
             merged, reader = rewritten(None), None

@@ -48,10 +48,6 @@ class MergedProgram:
     sizes_at: Mapping[str, fx.Node]
     sources_at: Mapping[str, fx.Node]
 
-    @property
-    def by_name(self) -> dict[str, fx.Node]:
-        return {node.name: node for node in self.program.nodes}
-
     def crossing(self, node: fx.Node) -> CutState:
         """Return the state at the cut of a node of the program with all tokens."""
         stands, name = self.stands[node.name], node.name

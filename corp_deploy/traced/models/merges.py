@@ -38,8 +38,8 @@ class MergeBuilder:
     """A builder of a program that merges tokens.
 
     `sizes`, `sources`: those of the current stream, None for all tokens. `tokens_at`: by name of a node of fewer tokens
-    the merge before it, its sizes and sources. `outside`: nodes on the way to outputs in front of the last. `back`: the
-    unmerged inputs of these by name.
+    the merge before it, its sizes and sources. `back`: the unmerged inputs of branches to early outputs, by name.
+    `tracks`: merges track source tokens.
     """
 
     nodes: MergedNodes
@@ -50,21 +50,17 @@ class MergeBuilder:
     merges: dict[str, TokenMerge] = field(default_factory=dict)
     tokens_at: dict[str, tuple[TokenMerge, fx.Node | None, fx.Node | None]] = field(default_factory=dict)
     back: dict[str, fx.Node] = field(default_factory=dict)
-    outside: frozenset[fx.Node] = frozenset()
+    tracks: bool = False
     sizes: fx.Node | None = None
     sources: fx.Node | None = None
     added: int = 0
 
-    @property
-    def program(self) -> Program:
-        return self.nodes.program
-
-    def merged_program(self) -> MergedProgram:
+    def build(self) -> MergedProgram:
         by_sum = {block.added: number for number, block in enumerate(self.blocks)}
         attentions = attentions_by_node([each for block in self.blocks for each in block.attentions])
-        out = find_output_branches(self.program)
-        self.outside = frozenset(user for _, user in out)
-        for node in self.program.nodes:
+        out = find_output_branches(self.nodes.program)
+        self.tracks = self.follows or self.unmerging is not None or (bool(out) and self.merging.how == "merge")
+        for node in self.nodes.program.nodes:
             self._copy(node, attentions.get(node), {each for each, user in out if user is node})
             if node in by_sum:
                 self._merge(by_sum[node])
@@ -83,7 +79,7 @@ class MergeBuilder:
         """Copy a node; its inputs `leaving` are on the way to an output in front of the last, and get unmerged."""
         nodes = self.nodes
         if leaving and self.merging.how == "merge":
-            nodes.copy_(node, **{each.name: self._given_back(each) for each in leaving if each in nodes.units})
+            nodes.copy_(node, **{each.name: self._unmerged_input(each) for each in leaving if each in nodes.units})
         elif node.op == "output" or not nodes.is_behind(node):
             nodes.copy_(node)
         else:
@@ -91,9 +87,9 @@ class MergeBuilder:
             if attention is not None and self.sizes is not None:
                 self._count_sizes(node, nodes.nodes[node], attention)
             if node in nodes.units:
-                self._tell(node)
+                self._note_tokens(node)
 
-    def _given_back(self, node: fx.Node) -> fx.Node:
+    def _unmerged_input(self, node: fx.Node) -> fx.Node:
         if node.name not in self.back:
             self.back[node.name] = self._new(
                 unmerge_tokens, self.nodes.nodes[node], self.tokens_at[node.name][2], like=node
@@ -106,7 +102,7 @@ class MergeBuilder:
         node.meta["nn_module_stack"] = like.meta.get("nn_module_stack", {})
         return node
 
-    def _tell(self, node: fx.Node) -> None:
+    def _note_tokens(self, node: fx.Node) -> None:
         self.tokens_at[node.name] = list(self.merges.values())[-1], self.sizes, self.sources
 
     # Attentions.
@@ -133,10 +129,9 @@ class MergeBuilder:
             return
         _, tokens = self.nodes.units.get(block.added, (block.tokens, block.tokens))
         how, metric = self.merging.how, self.merging.metric
-        follows = self.follows or self.unmerging is not None or (bool(self.outside) and how == "merge")
-        merge = TokenMerge(count=count, protected=self.nodes.protected, how=how, metric=metric, follows=follows)
+        merge = TokenMerge(count=count, protected=self.nodes.protected, how=how, metric=metric, follows=self.tracks)
         name, used = f"{block.path}.merge".lstrip("."), {*self.merges}
-        used |= {each.rpartition(".")[0] for each in constant_names(self.program.nodes)}
+        used |= {each.rpartition(".")[0] for each in constant_names(self.nodes.program.nodes)}
         while any(each == name or each.startswith(f"{name}.") for each in used):
             name += "_"
         stream = self.nodes.nodes[block.added]
@@ -146,9 +141,9 @@ class MergeBuilder:
         parts = [self._new(operator.getitem, call, at, like=block.added) for at in range(3)]
         self.merges[name] = merge
         self.nodes.nodes[block.added], sizes, sources = parts
-        self.sizes, self.sources = sizes if how == "merge" else None, sources if follows else None
+        self.sizes, self.sources = sizes if how == "merge" else None, sources if self.tracks else None
         self.nodes.begin_(block.added, tokens - count)
-        self._tell(block.added)
+        self._note_tokens(block.added)
 
     def _compared(self, block: Block, stream: fx.Node) -> fx.Node:
         if not self.merging.compares_attention:

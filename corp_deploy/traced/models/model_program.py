@@ -90,7 +90,7 @@ class Tracing:
     def shares(self) -> Shares:
         if self.merged is None:
             return compute_shares(self.analysis, aside=self.added)
-        now = self.merged.by_name
+        now = {node.name: node for node in self.merged.program.nodes}
         costs = {node: count_macs(now[node.name]) if cost else 0 for node, cost in self.analysis.costs.items()}
         return compute_shares(replace(self.analysis, costs=costs), aside=self.added)
 

@@ -212,7 +212,6 @@ def sites_of(model: nn.Module) -> Sites:
 
 
 def sites_by_segment(model: nn.Module) -> dict[ProgramSegment, tuple[str, ...]]:
-    """Return the names of the sites in each segment, in order."""
     own = tracing(model)
     tensors = {
         name: {span.name for span in (*groups.writers, *groups.readers)} for name, groups in sites_by_name(own).items()

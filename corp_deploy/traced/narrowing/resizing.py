@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, fx
 
 from corp_deploy.traced.finding.flow import Call
-from corp_deploy.traced.finding.labels import FIXED, TYPE, LabelTensor, Uneven, compact, keep_mask, narrow_value
+from corp_deploy.traced.finding.labels import FIXED, LabelTensor, Uneven, compact, keep_mask, narrow_value
 from corp_deploy.traced.programs.program import RUN, SHAPED, sizes_of_any_batch
 
 aten = torch.ops.aten
@@ -86,7 +86,7 @@ def gives_remaining(call: Call, target: Callable[..., Any], arguments: Arguments
         less = narrow_value(call.values[node], gone)
         if not isinstance(less, LabelTensor):
             return less
-        return torch.full(less.shape, FIXED, dtype=TYPE) if less.labels is None else less.labels
+        return torch.full(less.shape, FIXED, dtype=torch.long) if less.labels is None else less.labels
 
     result, new = target(**fx.map_arg(arguments, entering)), narrow_value(value, gone)
     both = zip(result, new, strict=True) if isinstance(result, list | tuple) else [(result, new)]

@@ -24,9 +24,6 @@ from corp_deploy.traced.programs.program import SHAPED, Program, module_of, oper
 
 from .resizing import CUTS, Arguments, aten, gives_remaining, resize_call, sizes_to_reshape
 
-PROVENANCE = ("nn_module_stack", "source_fn_stack")
-"""The keys of a node's meta that name the modules that it was called in."""
-
 
 class NarrowingRefused(Exception):
     """A node at which the program can't be narrowed."""
@@ -191,7 +188,6 @@ class _Narrowing:
         self.nodes[node] = new
 
     def is_spread(self, node: fx.Node) -> bool:
-        """Check whether a move gives labels along several axes."""
         value = self.flow.values.get(node)
         return is_move(node) and isinstance(value, LabelTensor) and value.labels is not None and len(value.dims) > 1
 
@@ -259,5 +255,5 @@ class _Narrowing:
 
 def _of_module(node: fx.Node, like: fx.Node) -> fx.Node:
     """Let a node belong to the modules that another was called in."""
-    node.meta = {key: each for key, each in like.meta.items() if key in PROVENANCE}
+    node.meta = {key: like.meta[key] for key in ("nn_module_stack", "source_fn_stack") if key in like.meta}
     return node

@@ -73,7 +73,6 @@ def constant_names(nodes: Iterable[fx.Node]) -> dict[str, None]:
 
 
 def count_uses(program: Program) -> Counter[str]:
-    """Count the uses of each parameter and constant."""
     reads = (node for node in program.nodes if node.op == "get_attr")
     return Counter(str(node.target) for node in reads for _ in node.users)
 

@@ -134,7 +134,6 @@ def add_zero_biases_(program: Program) -> tuple[str, ...]:
 
 
 def remove_biases_(graph: fx.GraphModule, names: Collection[str]) -> None:
-    """Remove the biases of these names from their layers."""
     if not names:
         return
     for node in list(graph.graph.nodes):

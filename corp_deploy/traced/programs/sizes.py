@@ -27,10 +27,7 @@ class BatchAffineSize:
         return self.times * batch + self.more
 
 
-Size = int | BatchAffineSize
-
-
-def size_from_batches(first: int, other: int) -> Size:
+def size_from_batches(first: int, other: int) -> int | BatchAffineSize:
     """Derive a size from its values at each of BATCHES; raise BatchDependentProgram if it is not affine."""
     if first == other:
         return first
