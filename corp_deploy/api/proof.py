@@ -25,12 +25,13 @@ from .values import InputsLike
 
 
 def _paths_of_candidates(paths: PathLike | Sequence[PathLike]) -> list[PathLike]:
-    every = [paths] if isinstance(paths, str | os.PathLike) else list(paths) if isinstance(paths, Sequence) else [paths]
-    if odd := [type(each).__name__ for each in every if not isinstance(each, str | os.PathLike)]:
+    if isinstance(paths, str | os.PathLike) or not isinstance(paths, Sequence):
+        paths = [paths]
+    if odd := [type(each).__name__ for each in paths if not isinstance(each, str | os.PathLike)]:
         raise BadInput(f"candidates: a {odd[0]}; give what reduce returned, or a directory, a graph or an engine")
-    if not every:
+    if not paths:
         raise BadInput("nothing to hold against the reference: give a directory, a graph or an engine as candidates")
-    return every
+    return list(paths)
 
 
 @dataclass(frozen=True, kw_only=True)
