@@ -25,20 +25,22 @@ class Evidence:
     bench: Bench | None = None
     parity: Parity | None = None
     confidence: float = DEFAULT_CONFIDENCE
+    where: str = "this record"
+    """The name of the records in messages."""
 
-    def reading(self, rule: Rule, subject: str | None, where: str) -> Reading:
+    def reading(self, rule: Rule, subject: str | None) -> Reading:
         """Return the rule's figure for a subject, None for the candidate. Raises BadInput if the records lack it."""
         if rule.is_of_bench:
             if self.bench is None:
-                raise BadInput(f"rule {rule.text!r}: {rule.metric} needs a bench record, {where} has none")
-            _require_subject(rule, subject, [each.name for each in self.bench.subjects], where)
+                raise BadInput(f"rule {rule.text!r}: {rule.metric} needs a bench record, {self.where} has none")
+            _require_subject(rule, subject, [each.name for each in self.bench.subjects], self.where)
             if rule.metric in TIMED:
-                return _read_time(self.bench, rule, subject, where, self.confidence)
-            return _read_count(self.bench, rule, subject, where)
-        _require_subject(rule, subject, (), where)
+                return _read_time(self.bench, rule, subject, self.where, self.confidence)
+            return _read_count(self.bench, rule, subject, self.where)
+        _require_subject(rule, subject, (), self.where)
         if rule.is_own:
-            return own_reading(find_own_metric(self.parity, rule, subject, where), self.confidence)
-        return parity_reading(self.parity, rule, subject, where, self.confidence)
+            return own_reading(find_own_metric(self.parity, rule, subject, self.where), self.confidence)
+        return parity_reading(self.parity, rule, subject, self.where, self.confidence)
 
     def covers(self, rule: Rule) -> bool:
         return (self.bench if rule.is_of_bench else self.parity) is not None
@@ -134,7 +136,7 @@ def paired_change(rule: Rule, now: Evidence) -> tuple[Reading, Interval] | None:
     if parity is None or rule.name != DENSE or rule.subject is not None:
         return None
     if rule.is_own:
-        own, dense = (find_own_metric(parity, rule, subject, "this record") for subject in (None, DENSE))
+        own, dense = (find_own_metric(parity, rule, subject, now.where) for subject in (None, DENSE))
         if own.change_error is None or own.images is None:
             return None
         mean, width = own.value - dense.value, z_of(now.confidence) * own.change_error
@@ -142,8 +144,8 @@ def paired_change(rule: Rule, now: Evidence) -> tuple[Reading, Interval] | None:
         return Reading(interval=interval, count=own.images, unit="images"), exact_interval(dense.value)
     if rule.metric != ACCURACY:
         return None
-    mine, dense_reading = (now.reading(rule, subject, "this record") for subject in (None, DENSE))
-    label = find_link(parity.links, rule, "this record").candidate
+    mine, dense_reading = (now.reading(rule, subject) for subject in (None, DENSE))
+    label = find_link(parity.links, rule, now.where).candidate
     pair = next(each for each in parity.comparisons if each.b == label)
     low, high = paired_interval(pair.only_b, pair.only_a, mine.count, now.confidence)
     change = Interval(value=mine.known.value - dense_reading.known.value, low=low, high=high)
@@ -164,7 +166,7 @@ def find_incomparable_keys(rule: Rule, now: Evidence, baseline: Evidence) -> tup
         assert baseline.parity is not None, rule
         pairs = {"inputs": (baseline.parity.images.digest, now.parity.images.digest)}
         if rule.is_own:
-            old, new = (find_own_metric(each.parity, rule, rule.subject, "a record") for each in (baseline, now))
+            old, new = (find_own_metric(each.parity, rule, rule.subject, each.where) for each in (baseline, now))
             pairs["command"] = (old.sha256, new.sha256)
         keys = {key: (then[:SHOWN], new[:SHOWN]) for key, (then, new) in pairs.items() if then != new}
     elif rule.metric in TIMED:
@@ -192,8 +194,8 @@ def machine_change(rule: Rule, now: Evidence, baseline: Evidence) -> Interval | 
     reference, before = now.bench.reference, baseline.bench.reference
     if reference.sha256 is None or reference.sha256 != before.sha256 or rule.subject == reference.name:
         return None
-    new = now.reading(rule, reference.name, "this record").interval
-    old = baseline.reading(rule, before.name, "the baseline").interval
+    new = now.reading(rule, reference.name).interval
+    old = baseline.reading(rule, before.name).interval
     if new is None or old is None:
         return None
     value = new.value / old.value

@@ -92,10 +92,10 @@ def judge(rules: Sequence[Rule], now: Evidence, baseline: Evidence | None = None
     With `starting` this record may become the baseline, so rules that need a baseline are UNJUDGED. Raises BadInput for
     no rules, and for a missing figure or baseline.
     """
-    older = replace(baseline or Evidence(), confidence=now.confidence)
+    older = replace(baseline or Evidence(), confidence=now.confidence, where="the baseline")
     lost = [rule for rule in rules if rule.wants_baseline and not older.covers(rule)]
     if lost and not starting:
-        now.reading(lost[0], lost[0].subject, "this record")  # a figure that this record lacks is reported first
+        now.reading(lost[0], lost[0].subject)  # a figure that this record lacks is reported first
         kind = "bench" if lost[0].is_of_bench else "parity"
         raise BadInput(
             f"no baseline to compare with, but {lost[0].text!r} needs one: give an older {kind} record as baseline, or "
@@ -110,7 +110,7 @@ def judge(rules: Sequence[Rule], now: Evidence, baseline: Evidence | None = None
 
 
 def _judge_rule(rule: Rule, now: Evidence, baseline: Evidence | None) -> JudgedRule:
-    value, bound, keys = now.reading(rule, rule.subject, "this record"), Reading(interval=None), tuple[str, ...]()
+    value, bound, keys = now.reading(rule, rule.subject), Reading(interval=None), tuple[str, ...]()
     if baseline is not None:
         bound, keys = _read_bound(rule, now, baseline), find_incomparable_keys(rule, now, baseline)
     mine, doubt = value.interval, value.doubt or bound.doubt
@@ -187,10 +187,7 @@ def _judge_paired_change(rule: Rule, change: Reading, dense: Interval, confidenc
 def _read_bound(rule: Rule, now: Evidence, baseline: Evidence) -> Reading:
     if rule.name is None:
         return Reading(interval=exact_interval(rule.offset))
-    if rule.name == BASELINE:
-        reading = baseline.reading(rule, rule.subject, "the baseline")
-    else:
-        reading = now.reading(rule, rule.name, "this record")
+    reading = baseline.reading(rule, rule.subject) if rule.name == BASELINE else now.reading(rule, rule.name)
     return reading if reading.interval is None else replace(reading, interval=_scale(rule, reading.interval))
 
 
@@ -207,7 +204,7 @@ def _narrow_p50(rule: Rule, now: Evidence, figure: Interval) -> Interval:
     pair = (rule.subject or bench.candidate.name, rule.name)
     if pair != (bench.candidate.name, bench.reference.name):
         return figure
-    speedup = now.reading(replace(rule, metric="speedup"), None, "this record").interval
+    speedup = now.reading(replace(rule, metric="speedup"), None).interval
     if speedup is None or speedup.low == 0:
         return figure
     low, high = (figure.value * speedup.value / end for end in (speedup.high, speedup.low))
