@@ -1,6 +1,6 @@
-"""Conversion of decoders' state dicts between transformers' names and the names of `decoder_model`, both ways.
+"""Conversion of decoders' state dicts between transformers' names and the names of `decoder`, both ways.
 
-`decoder_model` has one fused projection of q, k and v. GPT-2 has one too, and its linear layers are transposed.
+`decoder` has one fused projection of q, k and v. GPT-2 has one too, and its linear layers are transposed.
 """
 
 import re
