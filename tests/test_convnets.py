@@ -17,8 +17,10 @@ from calib.moments import Moments
 from corp_deploy.families.counting import macs, site_costs
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.traced_model import tracing
+from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.planning.budget_planner import build_budget_planner
 from corp_deploy.planning.curvature import effects_of_changes
+from corp_deploy.planning.request import ReductionRequest
 from corp_deploy.reduction.calibrate import Statistics, calibrate
 from corp_deploy.reduction.closed_loop import reduce_traced
 from corp_deploy.reduction.loop import Loop
@@ -180,7 +182,8 @@ def test_linear_bottlenecks_are_streams() -> None:
 def test_budget_is_used_up_and_kept(name: str) -> None:
     own, share = checkpoint(name), 0.7
     asked = method("best", None)
-    planner = build_budget_planner(own, moments(name), asked, images_of(name, 32), currency="macs")
+    request = ReductionRequest(options=ReduceOptions(macs=share), method=asked)
+    planner = build_budget_planner(own, moments(name), request, images_of(name, 32))
     plan = planner.widths_at(share)
     used = macs(reduce(own.model, moments(name), asked, widths=plan.widths).model) / macs(own.model)
     assert share - 0.04 < used <= share

@@ -18,11 +18,13 @@ from calib.moments import Moments
 from corp_deploy.families import traced_model
 from corp_deploy.families.counting import macs, parameters
 from corp_deploy.families.family import sites_of
+from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.planning.budget import allocate_widths
 from corp_deploy.planning.budget_planner import build_budget_planner
 from corp_deploy.planning.curves import CostCurve, compute_cost_curves, compute_eliminations
 from corp_deploy.planning.plan import choose_heads
 from corp_deploy.planning.probe import Probe
+from corp_deploy.planning.request import ReductionRequest
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.reduction.model import reduce
@@ -81,7 +83,8 @@ def test_budget_holds_for_the_counted_macs_and_parameters(
 ) -> None:
     """Biases that repairs add are counted too."""
     own, count = checkpoint(family), macs if currency == "macs" else parameters
-    planner = build_budget_planner(own, moments(family), best(), opened(family), currency=currency)
+    request = ReductionRequest(options=ReduceOptions.from_options({currency: share}), method=best())
+    planner = build_budget_planner(own, moments(family), request, opened(family))
     plan = planner.widths_at(share)
     reduced = reduce(own.model, moments(family), best(), widths=plan.widths).model
     used = count(reduced) / count(own.model)

@@ -238,7 +238,10 @@ def test_latency_budget_is_a_share_of_the_model_with_all_tokens(
     images = tiny.opened(tmp_path / "images.npy", tiny.images(12), dense.model)
     moments = calibrate(dense, images, batch_size=4)
     with torch.inference_mode():
-        planner = build_budget_planner(dense, moments, CHOICES, images, currency="latency", where=where)
+        options = ReduceOptions(latency=0.7, latency_tables=where.cache)
+        planner = build_budget_planner(
+            dense, moments, ReductionRequest(options=options, method=CHOICES, where=where), images
+        )
         found = planner.widths_at(0.7)
     tables = bench(dense)
     assert planner.total == pytest.approx(1e6 * MERGED_MS, rel=1e-3)

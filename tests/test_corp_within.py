@@ -19,11 +19,12 @@ from calib.images import Images
 from calib.moments import Moments
 from calib.store import save_moments
 from corp_deploy.invocation.budget_choice import Limit, limit_from_text
+from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.planning import carried_out, execution, limit_search
 from corp_deploy.planning.budget_planner import BudgetPlanner, build_budget_planner
 from corp_deploy.planning.judging import Judge, JudgeChoice, Judgement, JudgingInputs
 from corp_deploy.planning.limit_search import STEPS, find_smallest_within
-from corp_deploy.planning.request import WidthPlan
+from corp_deploy.planning.request import ReductionRequest, WidthPlan
 from corp_deploy.planning.sweep_points import SweepPoint, describe_sweep, smallest_by_error
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.method import method_from_preset
@@ -80,7 +81,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Home:
 @pytest.fixture(scope="module")
 def planner(home: Home) -> BudgetPlanner:
     with torch.inference_mode():
-        return build_budget_planner(home.dense, home.moments, METHOD, home.fitted, currency="macs")
+        request = ReductionRequest(options=ReduceOptions(macs=0.5), method=METHOD)
+        return build_budget_planner(home.dense, home.moments, request, home.fitted)
 
 
 def reduced(home: Home, planned: WidthPlan) -> Reduction:

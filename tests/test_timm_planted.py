@@ -7,7 +7,9 @@ from torch import Tensor
 from corp_deploy.families.counting import macs
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.inspection import inspection_of_model
+from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.planning.budget_planner import build_budget_planner
+from corp_deploy.planning.request import ReductionRequest
 from corp_deploy.reduction.calibrate import calibrate
 from corp_deploy.reduction.closed_loop import reduce_traced
 from corp_deploy.reduction.loop import Loop
@@ -135,6 +137,7 @@ def test_budget_is_used_up_and_met(form: str) -> None:
     own, asked = checkpoint(form), method(mlp_sparsity=None, attention_sparsity=None, conv_sparsity=None)
     sited = sum(row["macs"] for row in inspection_of_model(own.model)["sites"])
     share = 1.0 - 0.2 * sited / macs(own.model)
-    planner = build_budget_planner(own, moments(form), asked, opened(own.model, 16), currency="macs")
+    request = ReductionRequest(options=ReduceOptions(macs=share), method=asked)
+    planner = build_budget_planner(own, moments(form), request, opened(own.model, 16))
     narrower = reduce(own.model, moments(form), asked, widths=planner.widths_at(share).widths).model
     assert share - 0.08 < macs(narrower) / macs(own.model) <= share < 1.0

@@ -28,7 +28,7 @@ from .curves import (
 from .latency import measure_tables, price_in_time
 from .probe import Probe
 from .probe_split import draw_inputs, set_apart
-from .request import LatencyTarget, ProbedAllocation, WidthPlan, sentences_on_spared
+from .request import LatencyTarget, ProbedAllocation, ReductionRequest, WidthPlan, sentences_on_spared
 
 _ROUNDING = 1e-12
 _HALVINGS = 8
@@ -201,19 +201,11 @@ class BudgetPlanner(Planner):
 
 
 def build_budget_planner(
-    dense: Checkpoint,
-    moments: Moments,
-    method: Method,
-    images: InputSet,
-    *,
-    currency: Currency,
-    where: LatencyTarget | None = None,
-    loop: Loop | None = None,
-    watch: Stopwatch | None = None,
+    dense: Checkpoint, moments: Moments, request: ReductionRequest, images: InputSet, watch: Stopwatch | None = None
 ) -> BudgetPlanner:
     """Probe the sites and price their widths; for latency, by measured tables."""
-    probe = build_probe(dense, moments, method, images, loop, watch)
-    own = compute_site_curves(probe)
+    probe = build_probe(dense, moments, request.method, images, request.loop(moments), watch)
+    own, currency, where = compute_site_curves(probe), request.priced_in, request.where
     if currency != "latency":
         return BudgetPlanner(
             probe=probe,
@@ -225,7 +217,7 @@ def build_budget_planner(
             costs=site_costs(dense.model, currency),
         )
     assert where is not None, currency
-    tables, batch = measure_tables(dense, method, where), where.batches[0]
+    tables, batch = measure_tables(dense, request.method, where), where.batches[0]
     curves, total = price_in_time(compute_cost_curves(probe, "macs", curves=own), tables, batch)
     return BudgetPlanner(
         probe=probe,

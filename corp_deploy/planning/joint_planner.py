@@ -179,12 +179,7 @@ def _metrics_beside(model: nn.Module, choice: MergedStatistics) -> tuple[Metric,
 
 
 def build_joint_planner(
-    dense: Checkpoint,
-    moments: Moments,
-    request: ReductionRequest,
-    images: InputSet,
-    *,
-    watch: Stopwatch | None = None,
+    dense: Checkpoint, moments: Moments, request: ReductionRequest, images: InputSet, watch: Stopwatch | None = None
 ) -> JointPlanner:
     """Probe the losses of merging and of narrower sites, and price both; for latency, by a few dozen timings.
 

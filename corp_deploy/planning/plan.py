@@ -53,18 +53,8 @@ def build_planner(
     dense: Checkpoint, moments: Moments, request: ReductionRequest, images: InputSet, watch: Stopwatch | None = None
 ) -> Planner:
     """Return the planner for the cost that the request counts, joint with token merging if it asks for that."""
-    if request.options.auto_merging:
-        return build_joint_planner(dense, moments, request, images, watch=watch)
-    return build_budget_planner(
-        dense,
-        moments,
-        request.method,
-        images,
-        currency=request.priced_in,
-        where=request.where,
-        loop=request.loop(moments),
-        watch=watch,
-    )
+    build = build_joint_planner if request.options.auto_merging else build_budget_planner
+    return build(dense, moments, request, images, watch)
 
 
 def make_plan(

@@ -18,6 +18,7 @@ from calib.inputs import InputSet
 from calib.moments import Moments
 from corp_deploy.algebra.obs import Elimination
 from corp_deploy.families.counting import macs, parameters
+from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.invocation.running import SweepSpeedChoice
 from corp_deploy.reduction.model import Reduction
 from corp_deploy.store.checkpoint import Checkpoint, save
@@ -33,7 +34,7 @@ from .budget_planner import BudgetPlanner, build_budget_planner
 from .carried_out import carry_out
 from .curves import compute_eliminations
 from .judging import ScoredInputs, worst_agreement
-from .request import WidthPlan, build_reduced_checkpoint
+from .request import ReductionRequest, WidthPlan, build_reduced_checkpoint
 from .sweep_points import SweepPoint, mark_fronts
 from .sweep_speed import SweepBench
 from .sweep_trials import Scores, SweepRequest, TrialFolder, digest_of_values
@@ -97,9 +98,8 @@ class SweepCache:
         key = digest_of_values(method=asdict(method), moments=request.moments)
         if key not in self.planners:
             moments, source = self.swept.statistics[request.moments], self.swept.calibration or self.swept.source
-            self.planners[key] = build_budget_planner(
-                self.swept.dense, moments, method, source, currency="macs", watch=watch
-            )
+            asked = ReductionRequest(options=ReduceOptions(macs=request.budget), method=method)
+            self.planners[key] = build_budget_planner(self.swept.dense, moments, asked, source, watch)
         return self.planners[key].tried_at(request.budget)
 
     def reduce(self, request: SweepRequest, watch: Stopwatch | None = None) -> tuple[Reduction, Checkpoint]:
