@@ -19,7 +19,7 @@ from corp_deploy.algebra.gauss_newton import LayerTangent, Residuals, with_one
 from corp_deploy.families.family import sites_of
 from corp_deploy.families.traced_model import tracing
 from corp_deploy.reduction.layer_targets import output_rows
-from corp_deploy.reduction.stream_walk import Values, run_nodes
+from corp_deploy.reduction.stream_walk import Values, run_on_batch
 from corp_deploy.traced.finding.cuts import required_nodes
 from corp_deploy.traced.models.module import Tracing
 from corp_deploy.traced.models.segments import ProgramSegment, TokenRows
@@ -109,7 +109,9 @@ class _SegmentPath:
     def values(self, x_BNC: Tensor, weights_BN: Tensor | None) -> Values:
         """Return the segment's values for a stream that enters it."""
         nodes = (self.segment.before, *self.segment.beside)
-        return run_nodes(self.program, self.nodes, dict(zip(nodes, self.step.tensors(x_BNC, weights_BN), strict=True)))
+        return run_on_batch(
+            self.program, self.nodes, dict(zip(nodes, self.step.tensors(x_BNC, weights_BN), strict=True))
+        )
 
     def read(self, x_BNC: Tensor) -> Tensor:
         """Return the rows of the stream behind the segment that count [X,C]."""
@@ -131,7 +133,7 @@ class _SegmentPath:
         beside = {each: values[each] for node in behind for each in node.all_input_nodes if each not in behind}
         before = {self.segment.before: values[self.segment.before]}
         with sdpa_kernel(SDPBackend.MATH):  # other backends have no second derivative
-            end = run_nodes(self.program, behind, before | beside | outputs)[self.segment.after]
+            end = run_on_batch(self.program, behind, before | beside | outputs)[self.segment.after]
         return self.read(self.step.leaving.rows(end))
 
 

@@ -24,7 +24,7 @@ from .change import TracedReduced
 from .folded_site import TracedFold, fold_site, merges_units
 from .method import Method
 from .reader_stats import stats_of_readers
-from .stream_walk import run_nodes
+from .stream_walk import run_on_batch
 
 BATCH_SIZE = 32
 
@@ -97,7 +97,7 @@ def _show(model: nn.Module, shown: ShownInputs, own: Tracing, every: Collection[
         entering = dict(zip(inputs, tensors_by_name(here).values(), strict=True))
         beside = {node: entering[node] for node in side_inputs(own.program)}
         for nodes, after, folds in stretches:
-            values = run_nodes(own.program, nodes, entering)
+            values = run_on_batch(own.program, nodes, entering)
             for fold in folds:
                 fold.show(values, weights_BN, is_held_out=is_held)
             entering = beside | {node: values[node] for node in [after] if node in values}

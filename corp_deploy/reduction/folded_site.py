@@ -35,7 +35,7 @@ from .method import Method
 from .reader_kind import TracedKind
 from .reader_stats import ReaderStats
 from .report import HeldOut
-from .stream_walk import Values, run_nodes
+from .stream_walk import Values, run_on_batch
 from .values_kind import TracedValuesKind, groups_of_heads
 
 
@@ -113,7 +113,7 @@ class TracedFold:
         is_held_out: bool,
         masks: Mapping[fx.Node, Sequence[Mask]] | None = None,
     ) -> None:
-        """Add the inputs of all layers that read the site, given the `values` of the dense program; see `run_nodes`."""
+        """Add inputs of all layers that read the site, given the `values` of the dense program (see run_on_batch)."""
         if weights_BN is not None and isinstance(self.site, TracedValues):
             raise BadInput(
                 f"{self.site.name}: folded heads are judged on whole images, and these inputs have padding; rank "
@@ -121,7 +121,7 @@ class TracedFold:
             )
         region = self.units.region
         unchanged = {node: value for node, value in values.items() if node not in region.changed}
-        merged = run_nodes(self.program, region.nodes, unchanged, masks=masks)
+        merged = run_on_batch(self.program, region.nodes, unchanged, masks=masks)
 
         def there(x: Tensor) -> Tensor:
             is_of_tokens = weights_BN is not None and x.dim() == 3 and x.shape[:2] == weights_BN.shape

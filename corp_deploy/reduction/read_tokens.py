@@ -22,7 +22,7 @@ from corp_deploy.traced.models.steps import StreamState
 from corp_deploy.traced.programs.program import IN_FRONT, Program, batch_axis_of, sizes_at_one
 from corp_deploy.traced.programs.readers import LINEAR, layers
 
-from .stream_walk import run_nodes
+from .stream_walk import run_on_batch
 
 Reads = Literal["all", "pooled"]
 _DRAWS = 16  # channels drawn for each token, so that a maximum over tokens falls on every one of them
@@ -107,7 +107,7 @@ def _gradients(
     """Return the gradients of the outputs by a stream, which is `x` at a cut, and by the outputs of these nodes."""
     outputs = outputs_after(program, cut)
     entering = {cut: x, **build_full_masks(program, len(x), x.device)}
-    values = run_nodes(program, required_nodes(program, cut, outputs), entering)
+    values = run_on_batch(program, required_nodes(program, cut, outputs), entering)
     terms = [random_sum(each) for node in outputs if (each := values[node]).requires_grad]
     own = [values[node] if node in values and values[node].requires_grad else None for node in nodes]
     inputs = [stream_BNC, *(each for each in own if each is not None)]

@@ -29,14 +29,14 @@ from .streams import mean_of_sources
 Values = dict[fx.Node, Any]
 
 
-def run_nodes(
+def run_on_batch(
     program: Program,
     nodes: Sequence[fx.Node],
     entering: Mapping[fx.Node, Tensor],
     *,
     masks: Mapping[fx.Node, Sequence[Mask]] | None = None,
 ) -> Values:
-    """Return the values of these nodes; `masks`: by reader the elements of its inputs that are 0."""
+    """Return the nodes' values for a batch; `masks`: by reader the elements of its inputs that are 0."""
     values: Values = dict(entering)
     batch = len(next(iter(entering.values())))
     for node in nodes:
@@ -215,7 +215,7 @@ class Segment:
         return dict(zip(nodes, tensors, strict=True))
 
     def run_dense(self, piece: Piece, nodes: Sequence[fx.Node]) -> Values:
-        values = run_nodes(self.dense.program, nodes, self._entering(piece.dense))
+        values = run_on_batch(self.dense.program, nodes, self._entering(piece.dense))
         if self.after in values:
             piece.ahead = values[self.after]
         return values
@@ -225,7 +225,7 @@ class Segment:
         student, fewer = self.student, self.student.fewer
         entering = self._entering(piece.student)
         if fewer is None:
-            return run_nodes(student.program, nodes, entering, masks=student.masks)
+            return run_on_batch(student.program, nodes, entering, masks=student.masks)
         stands = fewer.stands
         here = {stands[node.name]: each for node, each in entering.items()} | dict(piece.merged)
         ends = [stands[node.name] for node in nodes]
@@ -239,7 +239,7 @@ class Segment:
             stands[node.name]: [(stands[source.name], axes, keep) for source, axes, keep in each]
             for node, each in student.masks.items()
         }
-        values = run_nodes(fewer.program, _nodes_between(fewer.program, here, ends), here, masks=masks)
+        values = run_on_batch(fewer.program, _nodes_between(fewer.program, here, ends), here, masks=masks)
         return values | {node: values[stands[node.name]] for node in (*nodes, *entering)}
 
     def weights_at(self, piece: Piece, values: Values, node: fx.Node) -> Tensor | None:
