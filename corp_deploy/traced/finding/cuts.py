@@ -25,7 +25,7 @@ from corp_deploy.traced.programs.program import (
 
 from .flow import site_labels
 from .labels import loses_elements
-from .product import count_macs, is_contraction
+from .product import count_node_macs, is_contraction
 from .sites import FoundSites
 
 _SIZE = torch.ops.aten.sym_size.int
@@ -86,7 +86,7 @@ def find_output_branches(program: Program) -> frozenset[tuple[fx.Node, fx.Node]]
     longest = max(before, key=lambda node: len(before[node]))
     inside = {*before[longest], program.output}
     beside = {node for every in before.values() for node in every} - inside
-    if any(count_macs(node) or node.op == "placeholder" for node in beside):
+    if any(count_node_macs(node) or node.op == "placeholder" for node in beside):
         return frozenset()
     early = [(node, program.output) for node in before if node is not longest]
     return frozenset(early + [(node, user) for user in beside for node in user.all_input_nodes])
@@ -97,7 +97,7 @@ def side_inputs(program: Program) -> tuple[fx.Node, ...]:
     _, *others = (node for node in program.nodes if node.op == "placeholder")
     if not others or any(node.meta["val"].is_floating_point() for node in others):
         return ()
-    return () if any(count_macs(node) for node in input_free_nodes(program, others)) else tuple(others)
+    return () if any(count_node_macs(node) for node in input_free_nodes(program, others)) else tuple(others)
 
 
 def input_free_nodes(program: Program, others: Sequence[fx.Node] = ()) -> set[fx.Node]:

@@ -87,7 +87,7 @@ def _of_einsum(node: fx.Node, equation: str, nodes: list[Any]) -> Equation | Non
     return Equation((nodes[0], nodes[1]), (one, other), out)
 
 
-def count_macs(node: fx.Node) -> int:
+def count_node_macs(node: fx.Node) -> int:
     """Count the multiply-adds of a contraction; other nodes have 0."""
     op = operation(node)
     if op.startswith("conv") and op[-1] == "d":
@@ -103,7 +103,7 @@ def count_macs(node: fx.Node) -> int:
 
 def is_contraction(node: fx.Node) -> bool:
     """Check whether a node sums products, or would if its layer read anything and were no constant."""
-    return operation(node) == "linear" or count_macs(node) > 0 or 0 in (sizes_at_one(node) or ())
+    return operation(node) == "linear" or count_node_macs(node) > 0 or 0 in (sizes_at_one(node) or ())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from corp_deploy.traced.programs.threads import one_thread
 
 from .flow import Flow, Role, Use, find_holders, find_stuck
 from .labels import LabelTensor, compact
-from .product import count_macs
+from .product import count_node_macs
 from .site_groups import FixedElements, Index, Kind, SiteGroups, Span
 from .walk import walk_program
 
@@ -80,7 +80,7 @@ def find_sites(program: Program, *, keeps_all: bool = False) -> FoundSites:
     """Find all sites of a program, with weights or on meta; with `keeps_all` those whose groups can be reordered."""
     flow = walk_program(program, keeps_all=keeps_all)
     units, parts, met = _removable(flow), _parts(flow), _met(flow)
-    costs = {node: count_macs(node) for node in program.nodes if node.op == "call_function"}
+    costs = {node: count_node_macs(node) for node in program.nodes if node.op == "call_function"}
     return FoundSites(
         program=program,
         flow=flow,

@@ -8,7 +8,7 @@ from torch import fx
 from corp_deploy.spec.merging import Merging, cap_schedule, tokens_after
 from corp_deploy.traced.finding.attentions import Block, count_leading_tokens, find_attentions, find_blocks
 from corp_deploy.traced.finding.cuts import find_bottlenecks, find_output_branches
-from corp_deploy.traced.finding.product import count_macs
+from corp_deploy.traced.finding.product import count_node_macs
 from corp_deploy.traced.programs.program import Program, operation, sizes_at_one
 from corp_deploy.traced.programs.readers import remove_biases_
 from corp_deploy.traced.programs.sizes import infer_sizes_
@@ -126,7 +126,7 @@ def _last_stream(program: Program, blocks: Sequence[Block], before: fx.Node | No
     for node, since in find_bottlenecks(program, find_output_branches(program)):
         if before in since:
             break
-        is_cut = sizes_at_one(node) == stream and any(map(count_macs, since))
+        is_cut = sizes_at_one(node) == stream and any(map(count_node_macs, since))
         if node is blocks[-1].added or (last is not None and is_cut):
             last = node
     return last

@@ -7,7 +7,7 @@ from functools import cached_property
 from torch import Tensor, fx, nn
 
 from corp_deploy.spec.merging import Merging
-from corp_deploy.traced.finding.product import count_macs
+from corp_deploy.traced.finding.product import count_node_macs
 from corp_deploy.traced.finding.shares import Shares, compute_shares
 from corp_deploy.traced.finding.sites import FoundSites, find_sites
 from corp_deploy.traced.narrowing.proof import NarrowedProgram
@@ -91,7 +91,7 @@ class Tracing:
         if self.merged is None:
             return compute_shares(self.analysis, aside=self.added)
         now = {node.name: node for node in self.merged.program.nodes}
-        costs = {node: count_macs(now[node.name]) if cost else 0 for node, cost in self.analysis.costs.items()}
+        costs = {node: count_node_macs(now[node.name]) if cost else 0 for node, cost in self.analysis.costs.items()}
         return compute_shares(replace(self.analysis, costs=costs), aside=self.added)
 
     @cached_property

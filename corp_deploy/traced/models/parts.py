@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from torch import fx, nn
 
 from corp_deploy.traced.finding.cuts import extract_between
-from corp_deploy.traced.finding.product import count_macs
+from corp_deploy.traced.finding.product import count_node_macs
 from corp_deploy.traced.narrowing.whole_removal import fill_empty_readers_
 from corp_deploy.traced.programs.program import Program, sizes_at_one
 from ground.ports import OutputPort, Port
@@ -52,7 +52,7 @@ def macs_at_tokens(model: nn.Module, name: str, tokens: Sequence[int]) -> list[i
     (segment,) = (each for each in own.segments if each.name == name)
     all_tokens = int(sizes_at_one(segment.before)[1])
     last, before, first = (
-        sum(map(count_macs, _at_tokens(own, segment.module, count).nodes))
+        sum(map(count_node_macs, _at_tokens(own, segment.module, count).nodes))
         for count in (all_tokens, all_tokens - 1, all_tokens - 2)
     )
     slope, bend = last - before, last - 2 * before + first

@@ -16,7 +16,7 @@ from corp_deploy.traced.finding.site_groups import Index, SiteGroups, Span
 from corp_deploy.traced.finding.sites import FoundSites
 from corp_deploy.traced.programs.program import Program, find_reachable, number_at_one, operation, sizes_at_one
 from corp_deploy.traced.programs.readers import replace_tensors
-from corp_deploy.traced.programs.subprogram import run_nodes
+from corp_deploy.traced.programs.subprogram import evaluate_nodes
 
 GATED = "folding takes means of rows, and the product of two means is not the mean of a gate's products"
 EXACT = 1e-5
@@ -136,7 +136,7 @@ def _are_alike(program: Program, units: Units, span: Span) -> bool:
     nodes = [node for node in units.region.nodes if number_at_one(node) is None]
     (end,) = units.region.ends
     dense, other = (
-        run_nodes(each, nodes, {node: x.clone() for node, x in entering.items()}, torch.float64)[end]
+        evaluate_nodes(each, nodes, {node: x.clone() for node, x in entering.items()}, torch.float64)[end]
         for each in (program, replace_tensors(program, moved))
     )
     columns_UK = torch.from_numpy(span.index_GM)[units.groups_UV].flatten(1).to(where)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, fx
 
 from .program import SAME, SHAPED, Program, named_arguments, operation, sizes_at_one
-from .subprogram import nodes_to_run, run_nodes
+from .subprogram import evaluate_nodes, nodes_to_run
 
 SDPA, SOFTMAX = "scaled_dot_product_attention", frozenset(("softmax", "_softmax"))
 PRODUCTS = frozenset(("matmul", "bmm"))
@@ -66,7 +66,7 @@ def score_factor(program: Program, product: fx.Node) -> float | None:
     if scores is None or nodes is None:
         return None
     ones = torch.ones(sizes_at_one(product), device=program.device)
-    zero, one = (run_nodes(program, nodes, {product: each})[scores] for each in (torch.zeros_like(ones), ones))
+    zero, one = (evaluate_nodes(program, nodes, {product: each})[scores] for each in (torch.zeros_like(ones), ones))
     times = (one - zero)[zero.isfinite()]
     return float(times[0]) if torch.allclose(times, times[:1]) else None
 
@@ -89,7 +89,7 @@ def unread_queries(program: Program, output: fx.Node) -> Tensor | None:
     with torch.inference_mode(False), torch.enable_grad():
         start = torch.randn(sizes_at_one(output), generator=generator).to(program.device).requires_grad_()
         # The constants are copied, as gradients can't pass tensors that were made in inference mode.
-        every = run_nodes(program, nodes, {output: start}, start.dtype)
+        every = evaluate_nodes(program, nodes, {output: start}, start.dtype)
         behind = dict.fromkeys((output, *nodes))
         ends = [every[node] for node in behind if not node.users or not behind.keys() >= node.users.keys()]
         ends = [each for each in ends if isinstance(each, Tensor) and each.requires_grad]
@@ -103,7 +103,7 @@ def _input_free_value(program: Program, node: fx.Node, zero: tuple[fx.Node, ...]
     """Return a node's value with zeros in place of the nodes `zero`; None if it depends on the inputs."""
     nodes, _ = nodes_to_run(program, [node], zero)
     zeros = {each: torch.zeros(sizes_at_one(each), device=program.device) for each in zero}
-    return None if nodes is None else run_nodes(program, nodes, zeros)[node]
+    return None if nodes is None else evaluate_nodes(program, nodes, zeros)[node]
 
 
 def _before_softmax(product: fx.Node) -> fx.Node | None:

@@ -29,11 +29,11 @@ class Subprogram:
         return sizes_at_one(self.layer.node)
 
     def __call__(self, x: Tensor) -> Tensor:
-        every = run_nodes(self.program, self.nodes, {self.layer.node: x.double()}, torch.float64)
+        every = evaluate_nodes(self.program, self.nodes, {self.layer.node: x.double()}, torch.float64)
         return every[self.nodes[-1] if self.nodes else self.layer.node]
 
 
-def run_nodes(
+def evaluate_nodes(
     program: Program, nodes: Iterable[fx.Node], values: Mapping[fx.Node, Tensor], dtype: torch.dtype | None = None
 ) -> dict[fx.Node, Any]:
     """Run nodes for one image and return their values beside the known ones, with floating constants cast to a type."""
