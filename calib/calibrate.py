@@ -36,7 +36,7 @@ def refuse_other_run(where: str, saved: Mapping[str, str], run: Mapping[str, str
 
 
 class ResumeState(msgspec.Struct, frozen=True, kw_only=True):
-    """A calibration's progress, unreadable images and kernel, and the options that a resumed `run` must repeat."""
+    """An unfinished calibration: next position, errors of `bad` inputs, Gram kernel, and the `run` to repeat."""
 
     position: int
     bad: tuple[str, ...]
@@ -113,6 +113,8 @@ ALONE = Ranks()
 
 
 class _Share:
+    """The inputs of one rank, and the progress of its calibration over them."""
+
     def __init__(
         self,
         collector: Collector,

@@ -1,7 +1,8 @@
 """Sums over the pairs of queries and keys of attention; in causal attention a query sees keys up to its own place.
 
-Of n tokens query i (from 1) sees i keys, key j is seen by n - j + 1 queries; sums over one side count each token by its
-pairs, times 2 / (n + 1). Keys are centred among those that a query sees, which softmax doesn't notice.
+Of n tokens query i (from 1) sees i keys, key j is seen by n - j + 1 queries; sums over queries or keys alone weigh a
+token by its number of pairs, times 2 / (n + 1), so the weights' sum is n. Keys are centred over what a query sees, as
+softmax ignores a constant added to a query's logits.
 
 Shapes: B inputs, H heads, N present tokens, n tokens of a block, D dims, S the K kept dims, P the removed ones, T pairs
 of dims; where positions rotate q and k, X = D factors of D / 2 planes.
@@ -20,8 +21,8 @@ from .products import PassWeights, grams_of_heads, upper_triangle, weighted, wei
 def key_sums(k_BHND: Tensor, weights: PassWeights | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return the sum of each input's keys [B,H,D], their Grams [B,H,D,D], and the sum of centred Grams [H,D,D].
 
-    The Grams are float64 and made of c = k - mean, which avoids cancellation: with r, the sum of c (near zero), k'k =
-    c'c + (n mean + r) mean' + mean r', and a Gram about the true mean is c'c - r r' / n.
+    The Grams are float64 and made of c = k - mean, which avoids cancellation: with r, the sum of c (near zero, as the
+    mean is rounded), k'k = c'c + (n mean + r) mean' + mean r', and a Gram about the true mean is c'c - r r' / n.
     """
     if weights is None:
         count: int | Tensor = k_BHND.shape[2]
@@ -58,7 +59,9 @@ def present_tokens(q_BHND: Tensor, k_BHND: Tensor, weights: PassWeights | None) 
             "[inputs, heads, tokens, dims] of both"
         )
     if weights is not None and not bool(((weights.weight_BN == 0) | (weights.weight_BN == 1)).all()):
-        raise BadInput("causal attention: got token weights other than 0 and 1, which leave open what a query sees")
+        raise BadInput(
+            "causal attention: got token weights other than 0 and 1, which don't say which tokens a query sees"
+        )
     for index, (q_HND, k_HND) in enumerate(zip(q_BHND, k_BHND, strict=True)):
         if weights is not None:
             there_N = weights.weight_BN[index] > 0
@@ -102,7 +105,7 @@ def add_system_(total_HTT: Tensor, q_HNK: Tensor, k_HNK: Tensor) -> None:
 
 
 def add_target_(target_HKK: Tensor, energy_H: Tensor, q_HND: Tensor, k_HND: Tensor, kept_HK: Tensor) -> None:
-    """Add (Q_S' L) K_S and ||L||^2, where L are the logits of visible pairs from the removed dims P."""
+    """Add (Q_S' L) K_S and ||L||^2, where L is Q_P K_P' of the removed dims P for visible pairs, else 0."""
     heads, count, _ = q_HND.shape
     is_left_out_H1D = torch.ones_like(q_HND[:, :1]).scatter_(2, kept_HK.unsqueeze(1), 0.0)
     at_HNK = kept_HK.unsqueeze(1).expand(-1, count, -1)
@@ -121,7 +124,7 @@ def plane_features(q: Tensor, k: Tensor) -> Tensor:
 
 
 def gram_of_planes(q_HND: Tensor, k_HND: Tensor, scale: float) -> Tensor:
-    """Return how attention changes with the planes' factors [H,X,X]: the sum over queries of scale^2 / 2 Cov_p(f).
+    """Return G [H,X,X], the cost of changing the planes' factors: the sum over queries of scale^2 / 2 Cov_p(f).
 
     f are the `plane_features` of a query with its keys, p is its attention. For a change x of the factors, x' G x is
     the KL divergence in nats to second order. At most PLANE_QUERIES queries count, evenly spread.

@@ -35,10 +35,10 @@ SiteSums = ChannelSums | HeadSums | PatchSums
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Options:
-    """The statistics to keep: `attention_system` keeps system_HTT of all sites, `kept` that of some dims by site.
+    """The statistics to sum: `attention_system` adds CORP's per-image system (see HeadMoments) at all attention sites.
 
-    A channel is active where |x| > `eps`. `precision` is that of the forward pass. `token_weights` gives the weights
-    [B,N] of a batch's tokens in all statistics.
+    `kept` [H,K] by site adds it at these sites, over these dims only. A channel is active where |x| > `eps`. The
+    `precision` is that of the forward pass. `token_weights` returns the weights of a batch's tokens in all statistics.
     """
 
     attention_system: bool = False
@@ -65,9 +65,9 @@ class Collector:
     """A context in which `add` runs batches through `model` and sums the activations at `sites`.
 
     On a CPU batches are cut into pieces of 8 inputs, the last one padded, so that no kernel sees a shape that depends
-    on the batch size. Inputs of a piece share float32 products: other pieces move wide Grams by about 1e-7 of their
-    scale. A merged token counts once for each token that it replaces. The first pass runs to its end, later ones stop
-    behind the last site. Leaving the context removes all hooks.
+    on the batch size. The inputs of a piece are multiplied together in float32, so cutting a batch elsewhere changes
+    wide Grams by about 1e-7 of their scale. A merged token counts once for each token that it replaces. The first pass
+    runs to its end, later ones stop behind the last site. Leaving the context removes all hooks.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class Collector:
 
     @contextmanager
     def in_copy(self) -> Iterator[None]:
-        """Let `add` change a copy of the sums within the context."""
+        """Make `add` change a copy of the sums, which is dropped when the context ends."""
         sums, images = self.sums, self.images
         self.sums = {name: each.copied() for name, each in sums.items()}
         try:
@@ -156,7 +156,7 @@ class Collector:
                 )
 
     def moments(self, lineage: Mapping[str, str]) -> Moments:
-        """Return the moments so far, on the CPU; sums on the CPU share their memory with them."""
+        """Return the moments so far, on the CPU; they share the memory of sums that are on the CPU."""
         if not self.images:
             raise BadInput("inputs to calibrate on: got none, expected at least one")
         self.refuse_nonfinite()
@@ -184,7 +184,9 @@ class Collector:
             return None
         elif self._without_tokens:
             name = min(self._without_tokens)
-            raise BadInput(f"{name}: a convolution reads a map, whose places have no weights; calibrate without them")
+            raise BadInput(
+                f"{name}: a convolution reads a map, whose places have no weights; calibrate without token weights"
+            )
         return weights_by_tokens(weight_BN, input_count(inputs), self.device)
 
     def _forward(self, inputs: Inputs) -> None:

@@ -17,7 +17,7 @@ NOT_SUMS = ("eps", "kept_HK", "taps", "channels_GR")
 
 
 def _merge_lineage(a: Mapping[str, str], b: Mapping[str, str]) -> dict[str, str]:
-    """Keep equal values and join others as `x+y`. Raises BadInput where values of MUST_MATCH differ."""
+    """Return the lineage of a sum: equal values, others joined as `x+y`. Raises BadInput where MUST_MATCH differs."""
     for key in MUST_MATCH:
         if a.get(key) != b.get(key):
             raise BadInput(
@@ -95,10 +95,10 @@ def merge_moments(a: Moments, b: Moments) -> Moments:
     return Moments(sites=sites, lineage=lineage, images=images, fingerprints=fingerprints, group_ids=groups, half=half)
 
 
-def subtract_statistics(site: OneKind, half: OneKind) -> OneKind:
+def subtract_statistics(site: OneKind, part: OneKind) -> OneKind:
     values: dict[str, Any] = {each.name: getattr(site, each.name) for each in fields(site)}
     differences = {
-        name: value - getattr(half, name)
+        name: value - getattr(part, name)
         for name, value in values.items()
         if value is not None and name not in NOT_SUMS
     }
@@ -106,9 +106,10 @@ def subtract_statistics(site: OneKind, half: OneKind) -> OneKind:
 
 
 def moments_without(total: Moments, part: Moments) -> Moments:
-    """Return the moments of the images of `total` that are not in `part`, without half and per-image systems.
+    """Return the moments of the images of `total` that are not in `part`.
 
-    Raises BadInput unless `part` holds some, but not all, images of `total` and no others.
+    The result has no `half` and no per-image systems. Raises BadInput unless `part` holds some, but not all, images of
+    `total` and no others.
     """
     inside_N, remaining_N = torch.isin(part.image_ids, total.image_ids), ~torch.isin(total.image_ids, part.image_ids)
     if not len(inside_N) or not inside_N.all() or not remaining_N.any():

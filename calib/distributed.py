@@ -1,6 +1,6 @@
 """Calibration by several processes of torchrun: each takes its share of the images, and all get all sums.
 
-torchrun keeps its store across restarts, with addresses of dead processes in it.
+torchrun keeps its store across restarts, with addresses of dead processes in it; `fresh_store` avoids these.
 """
 
 import os
@@ -24,7 +24,7 @@ POLL_S = 0.02
 
 
 def fresh_store(store: Store, *, rank: int, size: int, timeout_s: float) -> PrefixStore:
-    """Return a part of the store that only these processes use. Raises TimeoutError when one doesn't come.
+    """Return a part of the store that only living processes use. Raises TimeoutError when a process doesn't come.
 
     Rank 0 names the part and answers until every process has confirmed. An answer repeats the process's own fresh
     token, which proves that it comes from a living rank 0.
@@ -117,7 +117,7 @@ def under_torchrun() -> bool:
 
 @contextmanager
 def join_ranks(device: torch.device | str, *, timeout_s: float = 1800.0) -> Iterator[Ranks]:
-    """Join the other processes of torchrun. Raises RankLost when one doesn't come within `timeout_s`."""
+    """Join the other processes of torchrun. Raises RankLost when a process doesn't come within `timeout_s`."""
     on_gpu = torch.device(device).type == "cuda"
     backend = "nccl" if on_gpu else "gloo"
     if on_gpu:

@@ -36,13 +36,13 @@ def _labels_from_file(path: Path) -> list[str]:
     labels = array_from_npy(path)
     if labels.ndim != 1 or labels.dtype.kind not in "iuU":
         raise BadInput(f"{path}: got {labels.dtype} {list(labels.shape)}; {remedy}")
-    if labels.dtype.kind == "U" and not _are_letters(labels):
+    if labels.dtype.kind == "U" and not _are_unicode(labels):
         raise BadInput(f"{path}: a label holds values that are no Unicode characters; {remedy}")
     return [str(each) for each in labels.tolist()]
 
 
-def _are_letters(texts: NDArray[np.str_]) -> bool:
-    """Return whether all values are Unicode scalars, as NumPy takes any four bytes for a character."""
+def _are_unicode(texts: NDArray[np.str_]) -> bool:
+    """Return whether all characters are Unicode scalars; NumPy accepts any four bytes as a character."""
     if not texts.dtype.itemsize:
         return True
     codes = np.ascontiguousarray(texts).view(np.dtype("u4").newbyteorder(texts.dtype.byteorder))
@@ -73,7 +73,7 @@ def _labels_of_inputs(inputs: InputSet, by: str) -> list[str]:
 
 
 def merged_labels(labels: Iterable[int], ids: Iterable[int]) -> list[int]:
-    """Give labels that share an id one label, transitively."""
+    """Replace labels that share an id by one of them, transitively."""
     labels, parent = list(labels), dict[int, int]()
 
     def root(label: int) -> int:
@@ -119,9 +119,10 @@ def second_half_mask(groups_B: Tensor, *, seed: int, noun: str = "inputs") -> Te
 
 
 def held_out_groups(inputs: SomeSet, groups_B: Tensor, count: int, *, seed: int) -> tuple[SomeSet, SomeSet, Tensor]:
-    """Hold out groups drawn by `seed` until they have `count` inputs; return both parts and the groups of the first.
+    """Hold out groups drawn by `seed` until they have `count` inputs.
 
-    Raises BadInput unless both parts have an input.
+    Returns the inputs that stay, the held-out inputs, and the groups of those that stay. Raises BadInput unless both
+    parts have an input.
     """
     groups, sizes = groups_B.unique(return_counts=True)
     order = torch.from_numpy(np.random.default_rng(seed).permutation(len(groups)))

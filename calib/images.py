@@ -37,7 +37,7 @@ class _Rows(Dataset[tuple[int, Tensor | str]]):
 
 
 class _Loaded(NamedTuple):
-    """A decode worker's result: images [B,3,H,W], their positions, reasons of the bad ones, and the next position."""
+    """A decode worker's result: images [B,3,H,W], their positions, errors of unreadable ones, the next position."""
 
     images: Tensor
     positions: list[int]

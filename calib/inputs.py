@@ -81,7 +81,7 @@ InputsT_co = TypeVar("InputsT_co", bound=Tensor | Mapping[str, Tensor], covarian
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ReadBatch(Generic[InputsT_co]):
-    """Inputs [B,...] with content hashes [B]; `end` is the position after the batch, bad inputs included."""
+    """Inputs [B,...] with content hashes [B], errors of `bad` (unreadable) inputs, and the position after all."""
 
     inputs: InputsT_co
     ids: Tensor
@@ -96,7 +96,7 @@ def ids_from_hashes(hashes: Iterable[bytes]) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OpenedInputs(Generic[InputsT_co]):
-    """Inputs at `places` among the `available` ones; `ids` [count] hash contents, `digest` covers names too.
+    """Inputs at `places` among the `available` ones; `ids` [count] hash contents, `digest` hashes names and contents.
 
     Up to `max_bad` unreadable inputs are skipped. `noun` is the plural that messages use.
     """
@@ -139,7 +139,7 @@ class OpenedInputs(Generic[InputsT_co]):
     def read(
         self, batch_size: int, *, first: int = 0, stop: int | None = None, bad: Sequence[str] = (), pin: bool = False
     ) -> Iterator[ReadBatch[InputsT_co]]:
-        """Yield batches of positions `first` to `stop`. `bad`: reasons met before; `pin`: use page-locked memory."""
+        """Yield batches of positions `first` to `stop`. `bad`: errors of earlier inputs; `pin`: page-locked memory."""
         if batch_size < 1:
             raise BadInput(f"batch size: got {batch_size}, expected at least 1")
         met = list(bad)

@@ -24,7 +24,7 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 ObservedShapes = Callable[[Role], torch.Size]
-"""A function from a role to the shape of the site's activation; raises KeyError where none came."""
+"""A function from a role to the shape of the site's activation; raises KeyError if the site had none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +84,7 @@ _SHAPES: Mapping[SiteKind, Callable[[Any, ObservedShapes], Shape]] = {
 def shapes_of_sites(
     model: nn.Module, sites: Sequence[Site], *, example: Inputs, device: torch.device | str
 ) -> dict[str, Shape]:
-    """Return the shapes of sites, observed on an example; on `meta` its run costs nothing."""
+    """Return the shapes of sites, observed on an example; on the device `meta` the run computes nothing."""
     observed: dict[tuple[str, Role], torch.Size] = {}
 
     def on_activation(name: str, role: Role, activation: Tensor) -> None:
@@ -105,7 +105,7 @@ def shapes_of_sites(
 def bytes_needed(
     shapes: Mapping[str, Shape], *, attention_system: bool = False, kept: Mapping[str, int] | None = None
 ) -> dict[str, int]:
-    """Return the bytes of each site's sums; `kept`: the number of dims of each head in the system."""
+    """Return the bytes of each site's sums; `kept` by site: the dims per head that its per-image system covers."""
     kept = kept or {}
     return {
         name: shape.bytes_of_moments()
@@ -117,10 +117,10 @@ def bytes_needed(
 def patch_channels_that_fit(
     shapes: Mapping[str, Shape], available: int, *, free: Collection[str] | None = None
 ) -> Mapping[str, int]:
-    """Choose how many channels of a group a convolution's patches may have, so that sums fit `available` bytes.
+    """Return by convolution how many channels of a group its patches cover, so that sums fit `available` bytes.
 
-    As few sites as possible are restricted and returned, the largest first, none below LEAST_CHANNELS; `free` are
-    those that may be, None all. Raises BadInput where nothing fits.
+    As few sites as possible are restricted and returned, the largest first, none below LEAST_CHANNELS; only sites in
+    `free` may be restricted, with None all. Raises BadInput where nothing fits.
     """
     total = sum(bytes_needed(shapes).values())
     named = _choose_restricted(shapes, total, available, shapes if free is None else free)

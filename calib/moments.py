@@ -66,8 +66,8 @@ class ChannelMoments:
 class HeadMoments:
     """Sums over images and tokens of q and k before the dot product's scale, and of z; tokens count by their weights.
 
-    qq_HDD = sum of q q^T; kk_centred_HDD centres k within each image; energy_HD = sum over images of ||q_j||^2
-    ||k_j||^2. A window counts as an image; causal attention sums over pairs that see each other (see causal.py).
+    qq_HDD = sum of q q^T; kk_centred_HDD centres k within each image; energy_HD = sum over images of ||q||^2
+    ||k||^2 of a dim. A window counts as an image; causal attention sums over pairs that see each other (see causal.py).
 
     system_HTT = sum over images of upper(K'K) upper(Q'Q)^T is CORP's per-image system (eq. 15). With `kept_HK` (sorted
     dims S of each head) it covers those dims only, and target_HKK = (Q_S'Q_P)(K_P'K_S) and target_energy_H = <Q_P'Q_P,
@@ -156,8 +156,8 @@ class Moments:
 
     Merging needs the same `model`, `preprocessing` and `dtype` in `lineage`. `fingerprints` are sorted by content hash,
     and empty when unknown. `group_ids` [images] are the images' groups in that order, `half` the moments of about half
-    of the groups. `metrics` [O,O], by weight, weigh changes of a layer's outputs by their effect on the model's; they
-    are never stored.
+    of the groups. `metrics` [O,O], by name of a weight, weigh changes of its layer's outputs by their effect on the
+    model's outputs; files never hold them.
     """
 
     sites: Mapping[str, SiteMoments]

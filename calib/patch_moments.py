@@ -1,7 +1,7 @@
 """Second-order statistics of a convolution's input: of patches for least squares, of channels for GRAIL's Gram.
 
 Shapes: G groups, C channels of a group, R of them chosen, T places of the kernel, U = C T (or R T) columns of a patch
-in the order of the weights (see patches), O outputs, P = O / G of a group.
+in the order of the weights (see patches_of_map), O outputs, P = O / G outputs of a group.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class PatchMoments:
     """Sums of patches u and outputs y over `tokens` places, and of the input map x over `map_tokens` places.
 
     `taps` is T, `active_GC` counts |x| > eps. With `channels_GR` patches have these channels only, and cross_GPU, the
-    sum of y u^T, replaces the sums over the others.
+    sum of y u^T, replaces the sums over the other channels.
     """
 
     kind: ClassVar[SiteKind] = "convolution"

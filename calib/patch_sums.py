@@ -23,7 +23,7 @@ from .sums import RunningSums
 
 
 def _edges(conv: nn.Conv2d) -> tuple[int, int, int, int]:
-    """Return the zeros left, right, above and below the map. Raises BadInput for other padding than zeros."""
+    """Return the zero padding left, right, above and below the map. Raises BadInput for other padding than zeros."""
     if conv.padding_mode != "zeros":
         raise BadInput(f"a convolution pads by {conv.padding_mode!r}; only zero padding is supported")
     if conv.padding == "valid":
@@ -70,7 +70,7 @@ def patches_of_rows(x_BCHW: Tensor, conv: nn.Conv2d, rows: range) -> Tensor:
 
 
 def patches_of_map(x_BCHW: Tensor, conv: nn.Conv2d) -> Tensor:
-    """Return patches [B,N,G,U], which give the output times the group's weight, plus bias.
+    """Return patches [B,N,G,U], whose products with the groups' weights, plus bias, are the convolution's output.
 
     Raises BadInput for other padding than zeros.
     """

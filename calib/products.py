@@ -1,8 +1,8 @@
-"""Float32 products of a few images' tokens, summed in float64; each token counts by its weight.
+"""Sums and Grams of activations: float32 products of parts of the tokens, added in float64, each token by its weight.
 
-A wide Gram is one product over a pass, in parts of TERMS terms. Its error is 2e-6 of its scale where all terms have one
-sign, and 1e-7 elsewhere. Grams of q and k are made for each image, in parts of CHUNK terms. On a GPU a part has CHUNK
-terms, or TERMS for bfloat16, whose products are exact (5e-6 on an H100).
+A wide Gram, of channels, takes all tokens of a forward pass in parts of TERMS tokens. Its error is 2e-6 of its scale
+where all terms have one sign, and 1e-7 elsewhere. Grams of q and k are made for each image, in parts of CHUNK tokens.
+On a GPU a part has CHUNK tokens, or TERMS for bfloat16, whose products are exact in float32 (error 5e-6 on an H100).
 
 Shapes: B images, N tokens, n tokens of a chunk, F channels, R rows of a block, H heads, D dims.
 """
@@ -25,7 +25,7 @@ from .inputs import Inputs
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PartialTokenWeights:
-    """Weights [B,N] for activations with N tokens; tokens of others count equally."""
+    """Weights [B,N] for activations with N tokens; in activations with other numbers all tokens count equally."""
 
     weight_BN: Tensor
 
@@ -52,7 +52,7 @@ def pass_weights(weight_BN: Tensor, device: torch.device) -> PassWeights:
 
 
 def weights_by_tokens(weight_BN: Tensor, count: int, device: torch.device) -> Mapping[int, PassWeights]:
-    """Return the weights by number of tokens: for activations of N tokens, and of one vector for each input.
+    """Return the weights by number of tokens: [B,N] for N, and for 1 whether any token of the input has weight.
 
     Raises BadInput unless the weights are [count,N], finite and not negative.
     """
@@ -111,7 +111,7 @@ def _parts(x_nF: Tensor) -> tuple[Tensor, ...]:
 
 
 def _product_by_onednn(x_Fn: Tensor, start: int) -> Tensor:
-    """Multiply by oneDNN, whose only float32 operator here takes both operands transposed."""
+    """Multiply rows from `start` by oneDNN, whose only float32 operator here takes both operands transposed."""
     left_Rn, right_Fn = x_Fn[start : start + CPU_ROWS], x_Fn[start:]
     product_RF: Tensor = torch.ops.mkldnn._linear_pointwise(left_Rn, right_Fn, None, "none", [], "")
     return product_RF
@@ -176,7 +176,7 @@ def add_gram_(total_FF: Tensor, x_BNF: Tensor, kernel: Kernel | None = None) -> 
 
 
 def mirror_(total_FF: Tensor) -> None:
-    """Copy the upper triangle to the lower one, in place, as kernels round the two differently."""
+    """Copy the upper triangle to the lower one, in place; matrix products round the two differently."""
     rows = CPU_ROWS if total_FF.device.type == "cpu" else GPU_ROWS
     for start in range(0, total_FF.shape[-1], rows):
         stop = start + rows

@@ -17,7 +17,7 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChannelRedundancy:
-    """One row of Table 9. `k95`: directions that hold 95 % of the variance; `spectrum`: their shares, largest first."""
+    """One site's channels. `k95`: principal directions with 95 % of the variance; `spectrum`: shares of variance."""
 
     ratios: ClassVar = ("k95_ratio", "effective_rank_ratio")
     type: SiteKind

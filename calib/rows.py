@@ -26,7 +26,7 @@ Arrays = Mapping[str, NDArray[Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ArrayInputs(IndexedInputs):
-    """Rows of arrays of one length by name; `as_int64` converts whole numbers to int64."""
+    """Inputs that are rows of named arrays of one length; `as_int64` converts whole numbers to int64."""
 
     noun: ClassVar[str] = "inputs"
     as_int64: ClassVar[bool] = False
@@ -67,7 +67,7 @@ class Sequences(ArrayInputs):
 
 
 def sample_sequences(ids_SN: NDArray[Any], *, where: str, samples: int | None = None, seed: int = 0) -> Sequences:
-    """Draw `samples` of these rows by `seed`, or take all, in their order. Raises BadInput for too few."""
+    """Draw `samples` of the rows by `seed`, or take all, in their order. Raises BadInput for too few."""
     return Sequences(available=len(ids_SN), arrays={NAME: ids_SN}).sampled(samples, seed, where=where)
 
 

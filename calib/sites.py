@@ -97,8 +97,8 @@ class HeadTaps:
 
     `merge`: the module whose second output [B,N] counts the tokens merged into each one, if any. `slots_WN`: 1 for
     present tokens of windows [B,W,H,N,D]; None where all are present. `causal`: a query sees keys up to its place.
-    `plane_scale`: the scores' factor where positions rotate q and k by planes (dimensions p and p + D/2). Shared keys
-    are repeated for each head.
+    `plane_scale`: the factor before softmax if rotary embeddings rotate q and k in planes (dimensions p and p + D/2),
+    else None. Shared keys are repeated for each head.
     """
 
     kind: ClassVar[SiteKind] = "attention"

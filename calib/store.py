@@ -59,7 +59,7 @@ def _signed(header: dict[str, Any]) -> str:
 
 
 def _entry(name: str, value: Tensor) -> tuple[TensorEntry, str]:
-    """Return a tensor's entry and digest; the stored form is made again when the file is written."""
+    """Return a tensor's entry and digest; writing packs the tensor once more, so that memory holds no packed copy."""
     form = pack_if_upper(name, value)
     entry = TensorEntry(
         dtype=_DTYPES[form.dtype],

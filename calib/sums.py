@@ -57,7 +57,7 @@ class RunningSums(Generic[OneKind]):
         raise NotImplementedError
 
     def flush(self) -> None:
-        """Add what is held back until a batch is complete."""
+        """Add the products that wait until a batch is complete."""
 
     def is_finite(self) -> Tensor:
         totals = [(name, self.totals[name]) for name in self._telling]

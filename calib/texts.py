@@ -28,7 +28,7 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Texts(IndexedInputs):
-    """Documents, one a line; `first` holds the first one encoded."""
+    """Documents, one a line; `first` is the first document, encoded."""
 
     noun: ClassVar[str] = "documents"
 
