@@ -114,7 +114,7 @@ def test_custom_metric_is_judged_against_the_dense_model(home: Path) -> None:
     assert verdict(f"metric.hits < dense {signed(reduced - dense + 0.01)}") == "FAIL"
     assert verdict(f"metric.hits < dense {signed(reduced - dense - 0.01)}") == "PASS"
     rejects(r"no measure 'misses' of your own, it has hits; give verify --metric misses=", verdict, "metric.misses < 1")
-    rejects("not of 'other'", verdict, "other.metric.hits < 1")
+    rejects("not for 'other'", verdict, "other.metric.hits < 1")
     invoked("gate", "parity.json", "--fail-if", "metric.hits < 2", code=1)
 
 
