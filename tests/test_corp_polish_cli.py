@@ -89,8 +89,7 @@ def test_interrupted_polish_resumes_to_equal_bytes(home: Path) -> None:
         state = home / "state.safetensors"
         how = Polishing(state=state, on_progress=done)
         file, directory = home / "m", home / name
-        moments = load_moments(file)
-        reduce_checkpoint(dense, moments, choice, moments_file=file, directory=directory, images=images, polishing=how)
+        reduce_checkpoint(dense, file, choice, directory=directory, images=images, polishing=how)
         assert not state.exists()
         return (home / name / "model.safetensors").read_bytes()
 

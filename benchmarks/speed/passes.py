@@ -68,9 +68,8 @@ def work(checkpoint: Checkpoint, images: Images, batch_size: int, share: float, 
     def reduced(row: str) -> Work:
         return lambda: reduce_checkpoint(
             checkpoint,
-            store.load_moments(moments),
+            moments,
             asked(row, share),
-            moments_file=moments,
             directory=scratch / row,
             images=images,
         )

@@ -88,9 +88,9 @@ def reduce(call: ReduceCall) -> Reduced:
             input_set = call.split(opened_set, call.seed).fitted
         result, planned = reduce_checkpoint(
             dense,
-            moments,
+            moments_file,
             call,
-            moments_file=moments_file,
+            moments=moments,
             directory=Path(call.output),
             images=input_set,
         )

@@ -45,7 +45,6 @@ def reduce_command(
     Example: corp-deploy reduce --model deit_small_patch16_224 --weights deit_small.safetensors --moments
     moments.safetensors --images calibration/ --macs 0.7 -o reduced
     """
-    from calib.store import load_moments
     from corp_deploy.planning.carried_out import Polishing
     from corp_deploy.planning.execution import reduce_checkpoint
     from corp_deploy.planning.request import build_reduction_record
@@ -65,9 +64,8 @@ def reduce_command(
         with out.progress(title, None, unit="sites" if reduction.within is None else "models") as bar:
             result, plan = reduce_checkpoint(
                 dense,
-                load_moments(Path(files.moments)),
+                Path(files.moments),
                 reduction,
-                moments_file=Path(files.moments),
                 directory=output,
                 images=images,
                 on_progress=bar,

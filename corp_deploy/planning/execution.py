@@ -137,11 +137,11 @@ def _limited(
 
 def reduce_checkpoint(
     dense: Checkpoint,
-    moments: Moments,
+    moments_file: Path,
     options: ReduceOptions,
     *,
-    moments_file: Path,
     directory: Path,
+    moments: Moments | None = None,
     images: InputSet | None = None,
     on_progress: Callable[[int, int], None] | None = None,
     polishing: Polishing | None = None,
@@ -151,11 +151,12 @@ def reduce_checkpoint(
 
     The model is reduced on the device of the options, and also written in the form of transformers if they ask for
     it. Nothing is written unless all of it succeeds, except the state of a polish, from which the same call
-    continues.
+    continues. `moments`: those of the file, if the caller has opened it.
     """
     dense, request = on_device(dense, options.device), build_request(options)
     refuse_outdated(directory, request)
     require_sayable(dense, request)
+    moments = load_moments(moments_file) if moments is None else moments
     judges = judges_from_choice(dense.model, images, options)
     held_out = None if options.held_out is None else load_moments(Path(options.held_out))
     how = polishing or Polishing()

@@ -114,9 +114,8 @@ def write_reduced(dirs: StageDirs, run: Invocation, choice: ReduceOptions) -> No
         images = _held_out(dirs, run).split(_images(dense, dirs, run), seed).fitted
     reduce_checkpoint(
         dense,
-        load_moments(dirs.root / run["moments"]),
+        dirs.root / run["moments"],
         choice,
-        moments_file=dirs.root / run["moments"],
         directory=dirs.into / run["output"],
         images=images,
         polishing=Polishing(state=dirs.unfinished),
