@@ -1,7 +1,8 @@
 """Calibration of a checkpoint: calib's pass over the sites of a traced model, by one process or under torchrun.
 
-A restricted per-image system (eq. 15) covers only the dimensions of q and k that `reduce` will keep: its T^2 entries
-per head shrink with the fourth power of the kept share. A first pass without it ranks the dimensions.
+A restricted per-image system (CORP, eq. 15) covers only the S dimensions of q and k that `reduce` will keep. It has
+(S(S+1)/2)^2 entries per head, so its size shrinks with the fourth power of the kept share. A first pass without the
+system ranks the dimensions.
 """
 
 import math
@@ -54,10 +55,10 @@ from .steady_inputs import require_steady_on
 
 
 def _places(model: nn.Module) -> Iterator[tuple[PatchTaps, Tensor]]:
-    """Yield convolutions whose channels can do without patches, with the strength of the channels of each group [G,C].
+    """Yield convolutions whose patches may be summed of some input channels only, with each channel's strength [G,C].
 
-    Each is the only layer that reads a site, channel by channel, and each of its groups keeps equally many channels.
-    The strength comes from the weights that read and write a channel.
+    Each convolution is the only layer that reads a site, channel by channel, and each of its groups keeps equally many
+    channels. The strength of a channel is the norm of the weights that read it times that of the weights that write it.
     """
     for site in (each for each in sites_of(model).every if isinstance(each, TracedConvolutions)):
         every = [each for each in site.readings if not each.is_squeeze]
@@ -73,10 +74,10 @@ def _places(model: nn.Module) -> Iterator[tuple[PatchTaps, Tensor]]:
 
 
 def _within_memory(model: nn.Module, taps: Sequence[Site], bytes_of_sums: int) -> list[Site]:
-    """Return the same sites, convolutions with patches of fewer channels where all sums would take more memory.
+    """Limit convolutions to the patches of their strongest channels until all sums fit into `bytes_of_sums`.
 
     Raises:
-        BadInput: even the fewest channels take more.
+        BadInput: the sums don't fit even with the fewest channels.
     """
     places = {taps.name: (taps, strength_GC) for taps, strength_GC in _places(model)}
     shapes = shapes_of_sites(hooked_model(model), taps, example=example_of(model), device=device_of(model))
@@ -105,9 +106,9 @@ class Statistics:
     """The statistics to take: sites by glob pattern, attention or MLPs alone, CORP's per-image system.
 
     `kept` restricts that system to these dimensions per head, at these sites; see `kept_dims`. `patch_bytes` limits all
-    sums: the largest convolutions sum the patches of fewer channels, and sites that only streams need are left out
-    unless `residual`. `active_eps`: the magnitude above which an entry counts as active. `like`: moments whose sites
-    are taken, of convolutions the same channels.
+    sums: the largest convolutions sum the patches of fewer channels, and layers that read nothing but residual streams
+    are left out unless `residual`. `active_eps`: the magnitude above which an entry counts as active. `like`: earlier
+    moments; the same sites are calibrated, and for convolutions the same channels have patches.
     """
 
     patterns: tuple[str, ...] = ()
@@ -169,13 +170,14 @@ def choose_sites(checkpoint: Checkpoint, statistics: Statistics) -> list[Site]:
 def memory_needed(
     checkpoint: Checkpoint, sites: Sequence[Site], statistics: Statistics, widths: Mapping[str, int] | None = None
 ) -> dict[str, int]:
-    """Return the bytes that the sums of each site will take; `widths` as the restricted system will have."""
+    """Return the bytes that the sums of each site will take; `widths`: head widths of a restricted per-image system."""
     model = checkpoint.model
     shapes = shapes_of_sites(hooked_model(model), sites, example=example_of(model), device=device_of(model))
     return bytes_needed(shapes, attention_system=statistics.attention_system and not widths, kept=widths)
 
 
-def _queries(model: nn.Module) -> dict[str, TracedPairs]:
+def _mixable_pairs(model: nn.Module) -> dict[str, TracedPairs]:
+    """Return by name the sites of queries and keys whose dimensions a recovery can mix."""
     pairs = [site for site in sites_of(model).every if isinstance(site, TracedPairs)]
     return {site.name: site for site in pairs if site.repair.mixing != "none"}
 
@@ -183,14 +185,14 @@ def _queries(model: nn.Module) -> dict[str, TracedPairs]:
 def kept_widths(
     model: nn.Module, sites: Sequence[Site], sparsities: Sequence[float], align_head: int | None
 ) -> dict[str, int]:
-    """Return the widest head that `reduce` will ask of each of these sites at any of the sparsities.
+    """Return for each site the largest head width that `reduce` keeps at any of the sparsities.
 
-    Ranks don't change, so narrower kept sets lie inside the widest one.
+    The ranking of dimensions is the same at every width, so narrower kept sets lie inside the widest one.
 
     Raises:
-        BadInput: no site may lose query and key dimensions.
+        BadInput: at none of the sites can dimensions of queries and keys be removed.
     """
-    names, queries = {site.name for site in sites}, _queries(model)
+    names, queries = {site.name for site in sites}, _mixable_pairs(model)
     methods = [method_from_preset("corp", attention_sparsity=share, align_head=align_head) for share in sparsities]
     everywhere = [uniform_widths(model, method) for method in methods]
     widths: dict[str, int] = {}
@@ -206,7 +208,7 @@ def kept_widths(
 def kept_dims(model: nn.Module, first: Moments, widths: Mapping[str, int]) -> dict[str, Tensor]:
     """Return the dimensions of most logit energy, per site and head; raise BadInput for another model's moments."""
     require_same_model(model, first)
-    queries, where, kept = _queries(model), device_of(model), {}
+    queries, where, kept = _mixable_pairs(model), device_of(model), {}
     for name, width in widths.items():
         statistics = site_moments(queries[name], first, where)
         assert isinstance(statistics, HeadMoments), name
@@ -221,8 +223,8 @@ def kept_dims(model: nn.Module, first: Moments, widths: Mapping[str, int]) -> di
 def restricted_widths(
     model: nn.Module, sites: Sequence[Site], align_head: int
 ) -> Iterator[tuple[float, dict[str, int]]]:
-    """Yield the sparsities that a restricted system can be taken for, ascending, with the widths of every site."""
-    sizes = {(each.dims, math.lcm(align_head, each.both.joined)) for each in _queries(model).values()}
+    """Yield the sparsities at which a head width changes, ascending, each with the head width of every site."""
+    sizes = {(each.dims, math.lcm(align_head, each.both.joined)) for each in _mixable_pairs(model).values()}
     shares = {1.0 - width / size for size, step in sizes for width in aligned_widths(size, step)[:-1]}
     for share in sorted(shares):
         yield share, kept_widths(model, sites, (share,), align_head)
@@ -231,7 +233,7 @@ def restricted_widths(
 def sparsity_that_fits(
     checkpoint: Checkpoint, sites: Sequence[Site], statistics: Statistics, align_head: int, available: int
 ) -> float | None:
-    """Return the least sparsity whose restricted system fits into the available bytes."""
+    """Return the least sparsity whose restricted system fits into the available bytes, None if none fits."""
     for sparsity, widths in restricted_widths(checkpoint.model, sites, align_head):
         if sum(memory_needed(checkpoint, sites, statistics, widths).values()) <= available:
             return sparsity
@@ -252,8 +254,8 @@ def calibrate(
 ) -> Moments:
     """Return the moments of the chosen sites, with the lineage that ties them to this model and these images.
 
-    With `saved` an interrupted run continues; `snapshots` receive moments of the first images with their lineage. The
-    checkpoint's model stays on its device; another device runs a copy.
+    With `saved` an interrupted run continues; `snapshots` receive the moments of the first images, at several numbers
+    of them. If `device` is another one than the model's, a copy of the model runs there.
 
     Raises:
         BadInput: there is no site or too little memory, or the model isn't deterministic.

@@ -2,8 +2,8 @@
 
 A fit of K weights to fewer independent rows than K repairs these rows exactly, and then reports that nothing is lost.
 Rows (tokens, places of a map) of one image are alike, so an image counts for ROWS_OF_IMAGE of them at most, and copies
-of an image count once. Of texts every token counts. A layer behind pooling, with one row per image, is skipped where
-other layers have more: it would ask for as many images as it is wide.
+of an image count once. In texts every token counts. A layer behind pooling has one row per image and would need as many
+images as it has inputs, so it is skipped where other layers have more rows.
 """
 
 import math
@@ -74,7 +74,7 @@ def far_range_warning(low: float, high: float, spec: ImageSpec) -> str:
 
 
 def range_warning(model: nn.Module, images: InputSet) -> str:
-    """Return far_range_warning of some images of a raw array; images from files are in range by construction."""
+    """Return the far_range_warning for a sample of a raw array, an empty text for images decoded from files."""
     if not isinstance(images, Images) or not isinstance(images.source, Array) or images.source.pixels is not None:
         return ""
     rows = images.source.images_N3HW[list(images.places[:: -(-images.count // LOOKED_AT)])]

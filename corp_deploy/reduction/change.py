@@ -1,6 +1,6 @@
-"""The change of a traced model that reduces a site: layers that read it change, rows that write it are mixed.
+"""The change that reduces a site: new weights for layers that read it, mixed rows for layers that write it.
 
-Legend: C groups, M inputs of each, K groups kept, H heads, D rows of one, R rows of it that are left, O outputs, U
+Legend: C groups, M inputs of each, K groups kept, H heads, D rows of a head, R rows of it that are left, O outputs, U
 columns of a layer.
 """
 
@@ -82,7 +82,7 @@ class Mapped:
 def map_layer(
     program: Program, rows: CalledLayer | Side, of_both: Mapping[str, Tensor], added_HR: Tensor | None = None
 ) -> tuple[Mapped, Mapped]:
-    """Return the weight and the bias of a layer, whose rows are mixed alike; `added_HR` is added to the bias."""
+    """Return the mixed rows of a layer's weight and of its bias, by the same map; `added_HR` is added to the bias."""
     weight, bias = (program.tensor(name).detach().double() for name in (rows.weight, rows.bias))
     of_bias = Mapped(name=rows.bias, dense=bias, added_HR=added_HR, **of_both)
     return Mapped(name=rows.weight, dense=weight, **of_both), of_bias
@@ -92,8 +92,8 @@ def map_layer(
 class TracedReduced:
     """A reduced site with its reports: the groups `kept_K` stay, layers that read or write them change.
 
-    `changes` are those of readers, `mapped` the mixed rows of writers. `selected`: groups are removed and nothing else
-    changes. `beside`: by name the groups that other sites keep because whole heads are removed.
+    `changes` are those of readers, `mapped` the mixed rows of writers. `selected`: groups are removed without any new
+    weights. `beside`: by name the groups that other sites of the attention keep when this site removes whole heads.
     """
 
     reports: list[SiteReport]
@@ -122,7 +122,7 @@ def changed_tensors(new: Mapping[str, TracedReduced]) -> dict[str, Tensor]:
 
 
 def _mix_rows(tensors: dict[str, Tensor], mapped: Mapped) -> None:
-    """Mix rows of the layer as changed so far; removed rows become 0, as in a narrower program."""
+    """Mix rows of a tensor as other sites have changed it so far; set removed rows to 0."""
     now = tensors.get(mapped.name, mapped.dense).clone()
     rows_HDI = now.flatten(1)[mapped.rows_HD] if now.dim() > 1 else now[mapped.rows_HD][..., None]
     mixed_HRI = mapped.map_HRD @ rows_HDI

@@ -1,5 +1,8 @@
 """The choice of the groups of a traced site that stay, and the repair and error of the layers that read them.
 
+Moments of large convolutions can have patches (im2col statistics) of some input channels only; the groups of the other
+channels can't be kept unless all groups are.
+
 Legend: as in reader_stats.
 """
 
@@ -36,9 +39,9 @@ _SCORES: Mapping[str, Callable[["ReaderStats"], Tensor]] = {
 
 
 def _stack_layers(reads: Sequence[ReaderStats]) -> list[ReaderStats]:
-    """Stack layers that read the very same tensor into one, without squeezes.
+    """Stack the weights of layers that read the very same tensor into one layer; leave out squeezes.
 
-    Rows are in units of the model's output where those are known.
+    Where a layer has an output metric, its rows are scaled to their effect on the model's output.
     """
     stacked: dict[Any, list[ReaderStats]] = {}
     for read in without_squeezes(reads):
@@ -50,9 +53,9 @@ def _stack_layers(reads: Sequence[ReaderStats]) -> list[ReaderStats]:
 
 
 def eliminate_groups(reads: Sequence[ReaderStats], part_C: Tensor | None, *, ridge_rel: float) -> Elimination:
-    """Order all groups by backward elimination over all layers, as many of each part at a time.
+    """Order all groups by backward elimination over all layers, in rounds that remove one group of each part.
 
-    Groups without patches go first.
+    Groups whose channels have no patches are removed first.
     """
     stacked, groups = _stack_layers(reads), len(reads[0].reading.columns_GM)
     if any(read.target is not None for read in stacked):
@@ -71,7 +74,7 @@ def eliminate_groups(reads: Sequence[ReaderStats], part_C: Tensor | None, *, rid
 
 
 def _order_with_patches(stacked: Sequence[ReaderStats], part_C: Tensor | None, ridge_rel: float) -> Elimination:
-    """Order groups with patches by columns refitted to the layer's whole output."""
+    """Order the groups that have patches, by their columns after a refit to the whole output; all others go first."""
     every = [(read, read.target) for read in stacked if read.target is not None]
     refits = [refit_toward(read.weight_OU, target, strength=ridge_rel) for read, target in every]
     among = [replace(read, weight_OU=refit.weight_OK) for (read, _), refit in zip(every, refits, strict=True)]
@@ -80,7 +83,7 @@ def _order_with_patches(stacked: Sequence[ReaderStats], part_C: Tensor | None, r
 
 
 def _order_by_portions(stacked: Sequence[ReaderStats], part_C: Tensor | None, ridge_rel: float) -> Elimination:
-    """Order the groups of a site that a grouped convolution reads, no two of the convolution's groups the same one."""
+    """Order the groups of a site of which each is read by exactly one group of a grouped convolution."""
     orders = []
     for read in stacked:
         own_C = None if part_C is None else torch.unique(part_C[read.groups_C], return_inverse=True)[1]
@@ -111,7 +114,10 @@ def _join_portions(portions: Sequence[ReaderStats]) -> tuple[Tensor, Tensor, int
 
 
 def swap_groups(reads: Sequence[ReaderStats], kept_K: Tensor, *, ridge_rel: float) -> Tensor:
-    """Exchange kept groups while that lowers the loss, where one layer reads one element of each."""
+    """Exchange kept for removed groups while that lowers the loss.
+
+    Groups stay as they are if several layers read them or a group has several columns.
+    """
     stacked = _stack_layers(reads)
     if len(stacked) > 1 or stacked[0].columns > 1:
         return kept_K
@@ -121,9 +127,9 @@ def swap_groups(reads: Sequence[ReaderStats], kept_K: Tensor, *, ridge_rel: floa
 def rank_groups(
     reads: Sequence[ReaderStats], selection: str, writing_CX: Tensor, part_C: Tensor | None, width: int
 ) -> Tensor:
-    """Return the groups of the highest scores, ascending, as many of each part.
+    """Return the indices of the `width` groups of highest score, ascending, equally many of each part.
 
-    Scores over several layers are sums of each layer's shares.
+    If several layers read the groups, each layer's scores are divided by their sum and then added.
     """
     if selection in ("producer-l1", "producer-l2"):
         score_C = scores.producer(writing_CX, 1 if selection == "producer-l1" else 2)
@@ -146,7 +152,7 @@ def rank_groups(
 
 
 def repair_layer(read: ReaderStats, *, recovery: str, kept_K: Tensor, ridge_rel: float) -> Change:
-    """Repair one layer on the groups that stay; raise BadInput without patches of them."""
+    """Repair one layer on the groups that stay; raise BadInput if the moments lack patches of some."""
     if read.target is not None:
         return Change(read=read, recovery=_fit_with_patches(read, recovery, kept_K, ridge_rel))
     stats, kept_k, layer = read.stats, read.kept_k(kept_K), (read.weight_OU, read.bias_O)
@@ -168,7 +174,7 @@ def missing_patches(chosen: int, every: int, width: int, recovery: str) -> BadIn
 
 
 def _fit_with_patches(read: ReaderStats, recovery: str, kept_K: Tensor, ridge_rel: float) -> ChannelRecovery:
-    """Fit columns of channels with patches to the layer's dense output, by a ridge toward the columns themselves."""
+    """Fit the kept columns, whose channels have patches, to the dense output, by a ridge toward the dense columns."""
     assert read.target is not None, read.reading.name
     kept_U, parts = columns(read.kept_k(kept_K), read.stats.taps), len(read.reading.portions)
     if read.keeps_all_groups(kept_K):
@@ -196,7 +202,7 @@ def repair_mean(read: ReaderStats, kept_K: Tensor) -> ChannelRecovery:
 
 
 def repair_error(recovery: ChannelRecovery, kept_K: Tensor, other: ReaderStats) -> float:
-    """Return E||y - y'||^2 of a repaired layer on other statistics; raise BadInput if those lack its patches."""
+    """Return E||y - y'||^2 of a repaired layer on the statistics `other`; raise BadInput if they lack its patches."""
     if other.target is not None and other.keeps_all_groups(kept_K):
         return 0.0
     if recovery.weight_OK.shape[1] != len(other.kept_k(kept_K)) * other.stats.taps:

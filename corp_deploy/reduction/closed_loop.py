@@ -60,10 +60,10 @@ def reduce_traced(
     metrics: Mapping[str, Tensor] | None = None,
     on_progress: Done = None,
 ) -> Reduction:
-    """Return a new model with the widths asked for, by the symmetric loop unless `loop` is given.
+    """Return a model with the widths asked for: by the asymmetric loop with settings `loop`, or by the symmetric one.
 
-    Other arguments as in `reduce`; `metrics`: see Moments. Between two cuts of the program each fitted layer takes a
-    run of both models.
+    Other arguments are as in `reduce`; `metrics`: see Moments. Fitting a layer takes a run of both models between the
+    two cuts around it.
 
     Raises:
         BadInput: too few images, or an option that has no meaning for a traced model.
@@ -116,7 +116,7 @@ def reduce_traced(
 
 
 def _half_ids(images: InputSet, loop: Loop | None) -> Tensor | None:
-    """Return the ids of one of two halves, if there are images in both."""
+    """Return the loop's `half_ids` if each half has some of the images, else None."""
     if loop is None or loop.half_ids is None:
         return None
     inside_B = torch.isin(images.ids, loop.half_ids)
@@ -127,8 +127,8 @@ def _half_ids(images: InputSet, loop: Loop | None) -> Tensor | None:
 class _ClosedLoop:
     """The state of a closed loop on its way through the program.
 
-    `read`: by layer the places that outputs read, where those aren't all. `both_ways`: the held-out pieces are one
-    half.
+    `read`: the places of a layer's output that the model's outputs read, for layers with unread places. `both_ways`:
+    the held-out pieces are one half of the images, so fits to either half are judged on the other.
     """
 
     student: Student

@@ -28,7 +28,7 @@ _Ways = Sequence[tuple[Regression, Regression]]
 def _errors_at(groups: Sequence[_Ways], strength: float | None) -> tuple[float, float]:
     """Return the errors of a strength, None for no correction, on the fitted and on the held-out images.
 
-    They are means of all ways round, summed over the groups.
+    Each error is the mean over a group's pairs of fitted and judging sums, summed over the groups.
     """
     fitted = held_out = 0.0
     for ways in groups:
@@ -49,11 +49,11 @@ def fit_corrections(
     *,
     both_ways: bool = False,
 ) -> tuple[list[tuple[Tensor, Tensor]], LoopFit]:
-    """Fit weight and bias from the inputs of each group to the residual of its outputs, all of one strength.
+    """Fit weight and bias from the inputs of each group to the residual of its outputs, by ridges of one strength.
 
-    Each group has its sums of the fit and those held out. The strength is the one of least error on held-out images,
-    none if no correction lowers it; with `both_ways` either half is fitted and judges the other. `energy`: of the
-    target.
+    Each group has the sums of the fit and the held-out sums. The strength is the one of least error on held-out images,
+    None if no correction lowers that error; with `both_ways` fits to either half are judged on the other. The result
+    is then fitted to all images. `energy`: the target's, for the report.
     """
     each_way: list[_Ways] = []
     for fit, held_out in groups:
@@ -116,9 +116,9 @@ def correct_layer_(
     *,
     both_ways: bool,
 ) -> LoopFit:
-    """Add a correction of what the layer's output lacks to the layer.
+    """Correct the layer's weight and bias by a fit to the residual of its output.
 
-    `was`: its weights when the sums were taken, None if unchanged since. `both_ways`: the held-out inputs are one half.
+    `was`: its weights when the sums were taken, None if unchanged since. `both_ways`: see fit_corrections.
     """
     weight_GPK, bias_GP = weights_by_group(student.program, layer)
     gain_GP = torch.ones_like(bias_GP) if sums.gain_O is None else sums.gain_O.double().view_as(bias_GP)

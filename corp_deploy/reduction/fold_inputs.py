@@ -1,6 +1,7 @@
 """Runs of a traced model with merged channels or heads, for all sites at once.
 
-The program runs from cut to cut, with the rows' means between the rows that write merged units and their readers.
+The dense program runs from cut to cut. Between the layers that write merged units and those that read them it also runs
+with the mean rows, so that the readers can be fitted to the merged inputs.
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -61,7 +62,7 @@ class ShownInputs:
         return int(torch.isin(self.images.ids, self.fit_ids).sum())
 
     def batches(self) -> Iterator[tuple[Inputs, bool]]:
-        """Yield inputs of one set, and whether they are held out."""
+        """Yield batches of either set alone, and whether they are held out."""
         for batch in self.images.read(BATCH_SIZE):
             for ids, is_held in ((self.fit_ids, False), (self.held_out_ids, True)):
                 chosen_B = torch.isin(batch.ids, ids)
@@ -74,7 +75,7 @@ _Stretch = tuple[list[fx.Node], fx.Node | None, list[TracedFold]]
 
 
 def _stretches(own: Tracing, every: Iterable[TracedFold]) -> Iterator[_Stretch]:
-    """Split the program by its cuts, up to the last site."""
+    """Split the program at its cuts, up to the last folded site."""
     order, left = {node: place for place, node in enumerate(own.program.nodes)}, list(every)
     for before, after in pairwise([None, *(cut.node for cut in find_cuts(own.analysis)), None]):
         end = len(order) if after is None else order[after]
@@ -88,8 +89,8 @@ def _stretches(own: Tracing, every: Iterable[TracedFold]) -> Iterator[_Stretch]:
 
 
 @torch.inference_mode()
-def _show(model: nn.Module, shown: ShownInputs, own: Tracing, every: Collection[TracedFold]) -> None:
-    """Run each input through the dense program, from cut to cut."""
+def _sum_images(model: nn.Module, shown: ShownInputs, own: Tracing, every: Collection[TracedFold]) -> None:
+    """Run each image through the dense program, and add its values to the sums of every folded site."""
     stretches, inputs = tuple(_stretches(own, every)), [node for node in own.program.nodes if node.op == "placeholder"]
     for batch, is_held in shown.batches():
         here = to_device(batch, device_of(model))
@@ -132,7 +133,7 @@ def merge_sites(
             for site in sites
             if merges_units(site, method)
         }
-    _show(model, shown, own, folds.values())
+    _sum_images(model, shown, own, folds.values())
     reduced = dict[str, TracedReduced]()
     for name, fold in folds.items():
         others = None if held_out is None else stats_of_readers(fold.site, held_out, where)

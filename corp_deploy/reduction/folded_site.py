@@ -1,8 +1,8 @@
 """Sites of traced models with merged channels or heads: rows of a cluster become their mean, and readers are refitted.
 
-The activation of a mean row is not the mean of its members' activations, and no moment of the dense model tells it. So
-the readers' inputs are summed up as the merged rows produce them, with the residual of the dense outputs; one
-regression gives the error of any weight.
+The activation of a mean row is not the mean of its members' activations, and can't be computed from the dense model's
+moments. So the program runs with the mean rows on real images: sums of the readers' inputs, and of their outputs'
+residual to the dense ones, give the error of any weight by one regression.
 
 Legend: U units (channels or heads), K units kept, V groups of a unit, F columns of a layer, O its outputs.
 """
@@ -43,9 +43,9 @@ from .values_kind import TracedValuesKind, groups_of_heads
 class FoldedRead:
     """A layer that reads merged units: its columns by unit, and the kept units.
 
-    `refits`: the layer is fitted to the merged units' outputs; otherwise it is `foretold`, the projection by the dense
-    statistics. `fit` and `held_out`: sums of the merged activations and of the residual of plain folding, over the
-    inputs shown so far.
+    `plain_OK` is plain folding: the sum of the columns of each cluster. With `refits` the layer is fitted to the merged
+    units' outputs, otherwise it is `foretold`, computed from the dense statistics alone. `fit` and `held_out`: sums of
+    the merged activations and of the residual of plain folding, over the inputs shown so far.
     """
 
     read: ReaderStats
@@ -58,7 +58,7 @@ class FoldedRead:
     held_out: RegressionSums
 
     def see(self, dense: Tensor, merged: Tensor, there: Callable[[Tensor], Tensor], *, is_held_out: bool) -> None:
-        """Add the layer's dense and merged inputs for some images; `there` selects the tokens that are no padding."""
+        """Add the layer's dense and merged inputs for some images to the sums; `there` leaves out padding tokens."""
         at_F = torch.from_numpy(self.read.portion.columns_CM).flatten().to(dense.device)
         by_place = (x.movedim(1, -1) if self.read.is_of_maps else x for x in (dense, merged))
         z, z_merged = (there(x)[..., at_F] for x in by_place)
@@ -96,7 +96,7 @@ class FoldedRead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedFold:
-    """A site with merged units; `program` is the site's own with the means."""
+    """A site with merged units; `program` is the dense program with the mean rows in place of the merged ones."""
 
     site: Site
     units: Units
@@ -113,7 +113,7 @@ class TracedFold:
         is_held_out: bool,
         masks: Mapping[fx.Node, Sequence[Mask]] | None = None,
     ) -> None:
-        """Add inputs of all layers that read the site, given the `values` of the dense program (see run_on_batch)."""
+        """Run the region around the site with merged units, from dense `values`, and add each reader's inputs."""
         if weights_BN is not None and isinstance(self.site, TracedValues):
             raise BadInput(
                 f"{self.site.name}: folded heads are judged on whole images, and these inputs have padding; rank "

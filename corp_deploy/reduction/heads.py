@@ -38,9 +38,10 @@ def ridge_by_halves(
     fit: Callable[[Statistics, float], Fit],
     judged: Callable[[Fit, Statistics], HeldOut],
 ) -> tuple[float, RidgeChoice | None]:
-    """Return the ridge of a fit to all images, and how it was chosen.
+    """Return the ridge of a fit to all images, and the record of its choice.
 
-    With `splits` of the images it is the ridge whose fits to either half lose least on the other, else `ridge_rel`.
+    `splits` are the statistics of two halves of the images. With them the ridge is the one whose fits to either half
+    lose least on the other half, without them it is `ridge_rel`.
     """
     if splits is None:
         return ridge_rel, None
@@ -66,8 +67,9 @@ def recover_qk(
 ) -> tuple[QkRecovery, RidgeChoice | None]:
     """Recover queries and keys at one head width, from dimensions that `scores_HD` rank.
 
-    `splits` of the images choose the ridge that pulls CORP's maps (`logit`) toward the unchanged dimensions.
-    `in_planes`: whole planes are removed, alike in `grouped` consecutive heads that share keys and have equal scores.
+    `splits`, the moments of two halves of the images, choose the ridge that pulls CORP's maps (`logit`) toward the
+    unchanged dimensions. `in_planes`: whole planes are removed, the same ones in each run of `grouped` consecutive
+    heads, which share keys and have equal scores.
 
     Raises:
         BadInput: the moments lack what the recovery needs.
@@ -88,7 +90,7 @@ def recover_qk(
 
 
 def judge_qk(site: str, recovery: QkRecovery, moments: HeadMoments, method: Method) -> HeldOut:
-    """Return the error of the logits on any moments."""
+    """Return the error of the recovered logits on these moments, which may be others than those of the fit."""
     error_H = logit_error(site, moments, method, recovery.q_map_HRD, recovery.k_map_HRD)
     return HeldOut(energy=float(logit_scale(site, moments, method).sum()), error=float(error_H.sum()))
 
@@ -96,7 +98,7 @@ def judge_qk(site: str, recovery: QkRecovery, moments: HeadMoments, method: Meth
 def _recover_at_ridge(
     site: str, moments: HeadMoments, method: Method, scores_HD: Tensor, width: int, *, in_planes: bool, grouped: int
 ) -> QkRecovery:
-    """Recover at a fixed ridge; `lowrank`, which would mix planes, keeps those of least loss instead."""
+    """Recover at the method's ridge; `in_planes`, recovery `lowrank` eliminates planes, as it can't mix them."""
     seconds, ridge_rel = (moments.q_second_HDD, moments.k_centred_HDD), method.ridge_rel
     places, scores_HX = (width // 2, planes.plane_scores(scores_HD)) if in_planes else (width, scores_HD)
     if method.qk_recovery == "lowrank":
@@ -127,10 +129,10 @@ def _recover_at_ridge(
 
 
 def _best_covered(site: str, method: Method, covered_HX: Tensor, scores_HX: Tensor, kept_HX: Tensor) -> Tensor:
-    """Return as many of the best as are kept among those that the moments' system covers.
+    """Return the dimensions or planes of highest score that the moments' system covers, as many as `kept_HX` has.
 
     Raises:
-        BadInput: another score than the one of the system would keep others.
+        BadInput: they differ from `kept_HX`, the best of all, because the ranking isn't the one that calibration used.
     """
     best_HX = kept_from_scores(scores_HX.gather(1, covered_HX), kept_HX.shape[1])
     inside_HX = covered_HX.gather(1, best_HX)
@@ -166,7 +168,7 @@ class HeadOutputs:
         return HeldOut(energy=self.energy, error=output_error(self.z_mean_C, self.z_second_CC, change_OC, change_O))
 
     def at(self, kept_K: Tensor, recovery: ChannelRecovery) -> "HeadOutputs":
-        """Return these columns only, with the recovered projection that reads them."""
+        """Return the moments of these columns only, with the recovered projection that reads them."""
         return HeadOutputs(
             z_mean_C=self.z_mean_C[kept_K],
             z_second_CC=self.z_second_CC[kept_K[:, None], kept_K],
@@ -180,8 +182,8 @@ def recover_values(
 ) -> tuple[ValueRecovery, RidgeChoice | None]:
     """Recover values and output projection at one width per head.
 
-    `splits` of the images choose the ridge of the joint refit, which pulls toward the best projection of each head
-    alone.
+    `splits`, the moments of two halves of the images, choose the ridge of the joint refit, which pulls toward the best
+    projection of each head alone.
     """
     if width == own.weight_OC.shape[1] // heads:
         return values.keep_values(own.weight_OC, own.bias_O, heads), None
@@ -199,7 +201,7 @@ def recover_values(
 
 
 def kept_groups(own: HeadOutputs, method: Method, groups: int, count: int) -> Tensor:
-    """Return which of `groups` equal runs of consecutive heads stay."""
+    """Return the `count` of `groups` equal runs of consecutive heads that stay, ascending."""
     if method.heads_selection == "obs":
         covariance_CC = own.z_covariance_CC
         order_G = whole_heads.eliminate_heads(covariance_CC, own.weight_OC, groups, ridge_rel=method.ridge_rel).order_F
@@ -221,7 +223,7 @@ def recover_heads(
 ) -> tuple[ChannelRecovery, SiteReport]:
     """Return the projection that reads these heads only, with its report.
 
-    `splits` of the images choose the ridge whose projections of either half lose least on the other.
+    `splits`, the moments of two halves of the images, choose the ridge; see ridge_by_halves.
     """
     how = method.heads_recovery
     assert how != "keep", method

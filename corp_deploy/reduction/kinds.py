@@ -33,13 +33,13 @@ class Kind(Protocol):
         """Subtract the statistics `half`, of some of a site's images, from those of all its images."""
 
     def sparsity(self, method: Method) -> float | None:
-        """Return the share that uniform sparsities remove here."""
+        """Return the method's sparsity for sites of this kind, None if it has none."""
 
     def uniform(self, site: Any, method: Method) -> int | None:
         """Return the width for the method's own sparsity, aligned; None where the method leaves the site alone."""
 
     def widths(self, site: Any, method: Method) -> tuple[int, ...]:
-        """Return every width that a single number can describe, narrowest first."""
+        """Return every aligned width that all heads or parts of the site can have alike, narrowest first."""
 
     def offers(self, site: Any, method: Method) -> tuple[int, ...]:
         """Return every width that a budget may choose, narrowest first, the site's own last."""
@@ -48,12 +48,12 @@ class Kind(Protocol):
         """Return why the method can't reduce this site, an empty text if it can."""
 
     def note(self, site: Any, method: Method, width: Any) -> str | None:
-        """Return what stays unchanged here although a reduction was asked."""
+        """Return a sentence on what stays unchanged here although a reduction was asked, None if nothing does."""
 
     def chosen(self, site: Any, moments: Any, method: Method, width: Any, cached: Any = None) -> Tensor | None:
         """Return the channels of the site that stay at one width, ascending, for `reduced` to take as `cached`.
 
-        None where `reduced` chooses in another way. `cached`, an elimination, spares `obs` its work.
+        None where `reduced` makes the choice itself. `cached` is an elimination computed before, for selection `obs`.
         """
 
     def reduced(
@@ -69,8 +69,8 @@ class Kind(Protocol):
     ) -> TracedReduced:
         """Reduce the site to one width, repaired by its moments.
 
-        `cached`, an order of removal or a choice, spares work; `held_out`, moments of other inputs, judges the site
-        again; `splits`, the moments of either half of the images, choose the strength of ridges.
+        `cached` is an order of removal or a choice computed before; `held_out`, moments of other inputs, give the
+        report's held-out error; `splits`, the moments of two halves of the images, choose the strength of ridges.
         """
 
     def elimination(self, site: Any, moments: Any, method: Method) -> Elimination | None:

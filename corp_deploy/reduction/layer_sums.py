@@ -30,11 +30,12 @@ SplitStatistics = list[SiteMoments]
 
 
 def combine_halves(name: str, halves: SplitStatistics) -> SiteMoments:
+    """Return the moments over the inputs of the fit and the held-out ones together."""
     return halves[0] if len(halves) == 1 else add_statistics(name, *halves)
 
 
 def _combine_masks(one_X: Tensor | None, other_X: Tensor | None) -> Tensor | None:
-    """Return the places that both masks have, None for all; or the product of weights, None for 1."""
+    """Multiply two masks of places, or two weights of places; None stands for all places and weight 1."""
     return other_X if one_X is None else one_X if other_X is None else one_X * other_X
 
 
@@ -43,7 +44,7 @@ def _rows_at(x_XK: Tensor, places_X: Tensor | None) -> Tensor:
 
 
 class _LinearSums:
-    """Sums of a linear layer; places that no output reads count in the input's moments only, not in fits."""
+    """Sums of a linear layer; places that the model's outputs don't read are in its moments, but not in fits."""
 
     def __init__(self, layer: nn.Linear) -> None:
         inputs, outputs = layer.in_features, layer.out_features
@@ -87,7 +88,7 @@ class _LinearSums:
 
 
 class _ConvolutionSums:
-    """Sums of a convolution, whose maps have no padding among their tokens."""
+    """Sums of a convolution; all places of a map count."""
 
     def __init__(self, layer: nn.Conv2d, name: str, *, is_fitted: bool) -> None:
         channels_GR = torch.arange(layer.in_channels // layer.groups).repeat(layer.groups, 1) if is_fitted else None
@@ -166,7 +167,7 @@ class LayerSums:
                 self.weights.append(lacking.weights if lacking.counts is None else lacking.weights[lacking.counts])
 
     def variance(self) -> float:
-        """Return the variance of the target in the unit of the sums, which are weighted by place."""
+        """Return the variance of the target, divided by the mean weight of places as the sums are."""
         return self.energy.variance() / (float(torch.cat(self.weights).double().mean()) if self.weights else 1.0)
 
     def moments(self) -> SplitStatistics:
@@ -180,7 +181,7 @@ class LayerSums:
 def sum_layers(
     segment: Segment, pieces: Sequence[Piece], targets: Mapping[CalledLayer, Target | None]
 ) -> dict[CalledLayer, LayerSums]:
-    """Sum several layers at once, by one run of the student and, where there are targets, one of the dense model."""
+    """Sum layers' inputs in one run of the student, and residuals to targets, if any, in one of the dense model."""
     program = segment.student.program
     sums = {
         layer: LayerSums.of(layer_as_module(program, layer), layer.name, is_fitted=target is not None)

@@ -25,11 +25,10 @@ _NORM_ARGS = (None, None, 1e-5)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetResidual:
-    """The residual to a target, both in the stream's unit, laid out like the layer's output.
+    """A target and the residual to it, laid out like the layer's output, at the scale of the stream it is added to.
 
-    `gain_O` times the layer's output is what the stream receives, None for 1. `counts`: the places that reach the
-    stream at all [places]; `read`: those that the outputs read; None for all. `weights`: of each place, None for all
-    alike.
+    The stream receives `gain_O` (None: 1) times the layer's output. `counts` masks the places that reach the stream
+    [places], `read` those that the model's outputs read (None: all). `weights` are those of the places (None: equal).
     """
 
     residual: Tensor
@@ -44,7 +43,8 @@ class TargetResidual:
 class _PassedOutput:
     """The result of ops that only move and scale a tensor's elements.
 
-    `gain`: the scale of each element, 0 where it is left out; `pulled` is the ops' vector-Jacobian product.
+    `gain` is the scale of each element, 0 for elements that the ops drop; `pulled` computes the ops' vector-Jacobian
+    product.
     """
 
     output: Tensor
@@ -52,7 +52,7 @@ class _PassedOutput:
     pulled: Callable[[Tensor], tuple[Tensor, ...]]
 
     def back(self, x: Tensor) -> Tensor:
-        """Undo the moves alone: the gain of the vector-Jacobian product is divided out."""
+        """Move elements of the output's shape back to the input's places without scaling them; 0 for dropped ones."""
         return torch.where(self.gain == 0.0, 0.0, self.pulled(x)[0] / torch.where(self.gain == 0.0, 1.0, self.gain))
 
 
@@ -70,7 +70,7 @@ def _pass_through(first: fx.Node, own: Tensor, way: Sequence[fx.Node], values: V
 
 
 def _channel_gain(rows_XO: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return the gain of each channel, and the places that count; None if there are none or they differ."""
+    """Return the gain of each channel and the mask of places with any gain; None if gains differ between places."""
     counts_X = (rows_XO != 0.0).any(1)
     if not bool(counts_X.any()):
         return None
@@ -81,12 +81,12 @@ def _channel_gain(rows_XO: Tensor) -> tuple[Tensor, Tensor] | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A layer's target: the sum `at` that its output is added to, or the layer's own dense output.
+    """A layer's target: the dense value of the sum `at` that its output is added to, or its own dense output.
 
-    `way`: ops that only move and scale the layer's output, up to the sum `at` with the output of `other`. Without
-    these, or where one channel is scaled in different ways, the layer is fitted to its own dense output. `norm`: a
-    layer norm on the way, with the ops in `front` of it. `read_P`: the places of each input that the outputs read, None
-    for all.
+    `at` adds the layer's output, passed through the ops in `way`, to the output of `other`. The ops only move and scale
+    elements. If there is no such sum, or one channel is scaled differently at different places, the layer is fitted to
+    its own dense output. `norm`: a layer norm in front of `way`, with the ops `front` before it. `read_P`: the places
+    that the model's outputs read, None for all.
     """
 
     layer: fx.Node
@@ -138,7 +138,7 @@ class Target:
     def _before_norm(
         self, norm_node: fx.Node, source: Tensor, dense_sum: Tensor, beside: Tensor, student: Values
     ) -> TargetResidual | None:
-        """Return the residual in front of the norm, whose dense input is `source` (see algebra/norm_behind.py)."""
+        """Return the residual in front of the norm, with the norm's dense input `source` (see norm_behind.py)."""
         norm_args = (*norm_node.args[2:5], *_NORM_ARGS[len(norm_node.args) - 2 :])
         weight, eps = norm_args[0], norm_args[2]
         assert isinstance(eps, float), self
@@ -165,12 +165,12 @@ class Target:
 
 
 def output_rows(x: Tensor, layer: fx.Node) -> Tensor:
-    """Return a layer's output, or a tensor of its shape, by channel [places, O]."""
+    """Reshape a layer's output, or a tensor of the same shape, to [places, O]."""
     return (x if layer.target is LINEAR else x.movedim(1, -1)).flatten(0, -2)
 
 
 def find_target(layer: fx.Node, constants: Collection[fx.Node]) -> Target:
-    """Find the target of a layer; `constants`: nodes that no input's value reaches."""
+    """Find the target of a layer; `constants`: nodes that don't depend on the model's inputs."""
     at, target = layer, Target(layer=layer)
     while True:
         users = [user for user in at.users if user not in constants]

@@ -1,4 +1,4 @@
-"""The error of the logits under maps of queries and keys, which judges them.
+"""The error of the attention logits under maps of queries and keys.
 
 Legend: H heads, D dense head width, R reduced head width, S dimensions that a per-image system covers.
 """
@@ -37,7 +37,7 @@ def system_of(site: str, moments: HeadMoments) -> ImageSystem:
 
 
 def logit_error(site: str, moments: HeadMoments, method: Method, q_map_HRD: Tensor, k_map_HRD: Tensor) -> Tensor:
-    """Return the loss of each head's logits [H] by any maps, on the objective of the chosen recovery and any moments.
+    """Return the loss of each head's logits [H] by these maps on these moments, by the method's own objective.
 
     Raises:
         BadInput: the moments lack what the objective needs.

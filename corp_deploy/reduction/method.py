@@ -46,13 +46,13 @@ RESCALED = (
 class Method:
     """One way to reduce a model.
 
-    Sparsities are shares removed, in [0, 1); 0 takes such sites through the method at full width, None leaves them
-    alone. Alignments are in channels or dimensions; unless `aligned`, some kinds of model have larger ones of their
-    own. `mlp_swaps`: exchanges follow an elimination (see swap.py). `empties`: whether a budget may replace a site by a
-    constant. `rescales`: convolutions get the dense ones' means and variances afterwards (see rescaling.py). `rotates`:
-    reduced heads are given in a basis whose channels have even ranges (see rotation.py), at no cost and with the same
-    results. `heads_sparsity`: of whole heads, which are removed before dimensions of the others; `heads_recovery` keep:
-    a preset that removes none.
+    Sparsities are shares removed, in [0, 1); with 0 the method runs on these sites at full width, with None it leaves
+    them alone. Widths are multiples of the alignments `align_*`, in channels or dimensions; unless `aligned`, a site
+    may demand a larger multiple or a small MLP have a finer one. `mlp_swaps`: exchanges follow an elimination (see
+    swap.py). `empties`: whether a budget may replace a site by a constant. `rescales`: convolutions get the dense ones'
+    means and variances afterwards (see rescaling.py). `rotates`: reduced heads are rotated to even out the ranges of
+    their channels, with the same results (see rotation.py). `heads_sparsity`: the share of whole heads, which are
+    removed before dimensions of the others; methods with `heads_recovery` keep can't remove any.
 
     With geometry `square` the values are reduced to the width of the queries and keys, by `value_recovery`; the other
     geometries leave values alone.
@@ -148,23 +148,23 @@ class Method:
 
     @property
     def has_curves(self) -> bool:
-        """True if the method gives a site's loss at any width, for a budget: the elimination's own repairs."""
+        """True if selections and recoveries give a site's loss at every width from one elimination, for a budget."""
         exact = self.mlp_recovery == "affine" and self.conv_recovery in ("keep", "im2col")
         return self.mlp_selection == "obs" and exact and self.qk_recovery == "lowrank"
 
     @property
     def merges(self) -> bool:
-        """True if channels are merged, which only real images can fit and judge."""
+        """True if MLP channels are merged; the fit then needs images, as moments don't describe merged channels."""
         return self.mlp_selection == "fold"
 
     @property
     def folds_heads(self) -> bool:
-        """True if heads are merged, likewise."""
+        """True if whole heads are merged; the fit then needs images too."""
         return self.heads_selection == "fold" and self.heads_sparsity is not None
 
     @property
     def needs_attention_system(self) -> bool:
-        """True if CORP's per-image system (eq. 15) is used, which calibration takes only on request."""
+        """True if the method uses CORP's per-image system (eq. 15), which calibration sums only on request."""
         return self.qk_recovery == "logit" and self.reduces_attention
 
 

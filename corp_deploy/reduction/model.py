@@ -38,9 +38,9 @@ from .sparse_places import SparsityReport
 class Reduction:
     """A reduced model with the report of every site, the coverage of the requested sites, and notes on the others.
 
-    `decisions`: a sentence on each decision on the way. `polish`: a report of a further fit to the model, as plain JSON
-    values; None without one. `sparsity`: the weights that were set to zero after that. `gap`: the loss of sites on
-    images that they are not fitted to, where groups of images tell it.
+    `decisions`: a sentence on each decision. `polish`: the report of a polish as plain JSON values, None without one.
+    `sparsity`: the report on weights set to zero after that. `gap`: the sites' loss on images that they are not fitted
+    to, estimated where calibration recorded groups of images.
     """
 
     model: nn.Module
@@ -92,7 +92,7 @@ def reduce_site(
     chosen: Mapping[str, Elimination | Tensor | None],
     held_out: Moments | None = None,
 ) -> TracedReduced:
-    """Reduce one site to its width; eliminations or choices of sites in `chosen` are not made again."""
+    """Reduce one site to its width; `chosen` holds eliminations or choices made before, by site."""
     width, cached = widths[site.name], chosen.get(site.name)
     own = site_moments(site, moments, where)
     others = None if held_out is None else site_moments(site, held_out, where)
@@ -136,10 +136,10 @@ def reduce(
 
     Args:
         model: the dense model, which is not changed.
-        moments: its calibration.
+        moments: those of its calibration.
         method: what to remove and how to repair it.
         widths: by site, in place of the method's uniform ones; a site that is not named stays dense.
-        eliminations: by site, spare the `obs` selection its work at a second width.
+        eliminations: orders of removal by site, computed before, for selection `obs`.
         held_out: moments of other images, which judge every site again.
         images: needed to merge channels (the calibration images and the held-out ones, told apart by their content) and
             to rescale convolutions (those not held out).

@@ -26,7 +26,7 @@ def site_moments(site: Site, moments: Moments, device: torch.device) -> Any:
 
 
 def splits_at(site: Site, moments: Moments, own: OfSite, device: torch.device) -> tuple[OfSite, OfSite] | None:
-    """Split the site's statistics `own` by halves of the images that split no group; None without groups."""
+    """Return the site's statistics on two halves of the images, given `own` on all; None without groups of images."""
     if moments.half is None:
         return None
     half: OfSite = site_moments(site, moments.half, device)
@@ -35,7 +35,7 @@ def splits_at(site: Site, moments: Moments, own: OfSite, device: torch.device) -
 
 
 def require_disjoint(moments: Moments, held_out: Moments) -> None:
-    """Raise BadInput if any image is in both; a site would judge itself."""
+    """Raise BadInput if any image is in both moments: held-out images must not be fitted to."""
     common = int(torch.isin(held_out.image_ids, moments.image_ids).sum())
     if common:
         raise BadInput(

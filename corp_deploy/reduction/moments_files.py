@@ -53,7 +53,7 @@ def held_out_path(moments: Path) -> Path:
 class Restriction:
     """A limit of CORP's per-image system to the dimensions that `reduce` keeps at these sparsities.
 
-    The moments in `first` rank the dimensions; without them a pass before does.
+    The moments in the file `first` rank the dimensions; without it a pass is taken first to rank them.
     """
 
     sparsities: tuple[float, ...]
@@ -63,7 +63,7 @@ class Restriction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationRequest:
-    """The statistics to take and the images to take them of.
+    """The statistics to take, and the division of the images.
 
     The moments of `hold_out` images, drawn by `seed`, are kept apart. `groups` says which images belong together (see
     calib.groups): moments are then kept of two halves that split no group, and held-out images are whole groups.
@@ -84,8 +84,8 @@ class CalibrationRun:
 
     States are saved every `save_every` images (None: never), in files whose names begin with the stem of `unfinished`.
     The moments of the first `snapshots` images, ascending, are written beside those of all. `on_bytes_needed` receives
-    the bytes that the sums will take; `fitting` words the least sparsity that fits where all does not; `smaller`
-    receives each smaller batch size that is tried after memory ran out.
+    the bytes that the sums will take. `fitting` words the advice to restrict the per-image system to a sparsity, for
+    the message when memory is too small. `smaller` receives each smaller batch size that is tried after memory ran out.
     """
 
     ranks: Ranks = ALONE
@@ -98,7 +98,7 @@ class CalibrationRun:
     smaller: Callable[[int], None] = lambda size: None
 
     def state(self, part: str = "") -> ResumeFile | None:
-        """Return the file of a pass over all images, or of the part `FIRST` or one of `HALVES`."""
+        """Return the state file of the pass over all images, or of a pass named by `FIRST` or one of `HALVES`."""
         if self.save_every is None:
             return None
         name = f"{self.unfinished.stem}{part}.partial.safetensors"
@@ -123,7 +123,7 @@ class CalibrationRun:
         return SnapshotFiles(output=output, counts=self.snapshots)
 
     def copies(self, request: CalibrationRequest, images: InputSet) -> int:
-        """Return how many times the sums of one pass are held at once."""
+        """Return the number of copies of one pass's sums that are in memory at once."""
         inside = any(count % request.batch_size and count < images.count for count in self.snapshots)
         return (SUMS_HELD if request.groups is not None and request.device == "cpu" else 1) + inside
 
@@ -172,8 +172,8 @@ class _Passes:
     ) -> Moments:
         """Take one pass; begin again with batches of half the size if memory ran out before anything was saved.
 
-        Smaller batches save no states: those are of the size that was asked for, and the same command could not
-        continue from them.
+        A pass with smaller batches saves no states, as the same command, with its own batch size, could not continue
+        from them.
         """
         run, size = self.run, self.request.batch_size
         while True:
@@ -207,7 +207,7 @@ class _Passes:
         return replace(statistics, kept=kept_dims(self.checkpoint.model, first, widths))
 
     def fitted(self, images: InputSet, groups_B: Tensor | None, statistics: Statistics) -> Moments:
-        """Return the moments of the images that are fitted to; with groups by a pass over either half of them.
+        """Return the moments of the images that are fitted to; with groups, take a pass over each half.
 
         Snapshots of the first images are written on the way.
         """

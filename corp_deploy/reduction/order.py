@@ -30,8 +30,8 @@ from .values_kind import TracedValuesKind, groups_of_heads
 class Step:
     """A site to reduce to a width by a method.
 
-    `beside`: sites that lose the same heads. `place`: the first place in the program that sums over groups of any of
-    these.
+    `beside`: sites that lose the same heads. `place`: the position in the program of the first node that sums over
+    groups of the site or of those beside it.
     """
 
     site: Site
@@ -73,7 +73,7 @@ def _heads_left(site: Site, method: Method) -> int:
 
 
 def irreducible_sites(dense: Tracing, sites: Sites, widths: Widths, method: Method) -> dict[str, str]:
-    """Return the sites that no program can be narrowed at, with the reason, tested on the first groups of each part."""
+    """Return the reason by site where the program can't be narrowed, tested with the first groups of each part."""
     named, first = sites_by_name(dense), dict[str, TracedReduced]()
     for name, width in widths.items():
         site = sites.by_name[name]
@@ -87,7 +87,10 @@ def irreducible_sites(dense: Tracing, sites: Sites, widths: Widths, method: Meth
 
 
 def shared_reader(dense: Tracing, sites: Sites, names: Collection[str]) -> str | None:
-    """Return why a closed loop can't reduce these sites: a layer behind one that the model calls more than once."""
+    """Return why a closed loop can't reduce these sites, None if it can.
+
+    It can't reduce a site that is read by a layer that the model calls more than once.
+    """
     called = list(layers(dense.program, in_groups=True))
     calls, weights = Counter(layer.weight for layer in called), {layer.node.name: layer.weight for layer in called}
     for site in (each for each in sites.every if each.name in names):

@@ -1,10 +1,11 @@
 """An estimate of whether more images would pay: the loss of fits to half of them on their own half and on the other.
 
-Before a reduction some MLPs are cut to half for it; a reduction estimates it from its own sites.
+After calibration the fits are those of a few MLPs, reduced to half their width for the estimate alone; after a
+reduction they are those of its own sites.
 
 A fit of K weights per output to n independent tokens errs by J (1 - K/n) on those and by J (1 + K/n) on others, where J
-is the error with endless images. Tokens of one photograph are alike, so n is not their number: the gap itself gives it,
-and falls with the number of photographs.
+is the error with endless images. Tokens of one photograph are alike, so n is less than their number. It follows from
+the gap between both errors, which falls as 1 / n with the number of photographs.
 """
 
 from collections.abc import Iterable
@@ -34,8 +35,8 @@ _METHOD = Method(mlp_selection="combined", mlp_recovery="affine", qk_recovery="k
 class Overfitting:
     """The mean share of the sites' output that is lost on the images of the fit and on others, for fits to all images.
 
-    `tokens_effective`: the independent tokens that the images are worth. `more_groups`: the number of further groups
-    that brings the latter share within a tenth of the former, None where the gap says nothing.
+    `tokens_effective`: the number n of independent tokens that the images are worth. `more_groups`: the number of
+    further groups that brings both shares within a tenth of each other. Both are None if fits lose no more on others.
     """
 
     groups: int
@@ -48,7 +49,7 @@ class Overfitting:
         return asdict(self)
 
     def sentence(self, lead: str) -> str:
-        """Return a sentence with the loss of `lead`, and whether more images would help."""
+        """Return a sentence that begins with `lead`, on both losses and whether more images would help."""
         lost = (
             f"{lead} {self.share_fitted:.1%} of their output on these {self.groups} groups of images and "
             f"{self.share_held_out:.1%} on others"
@@ -61,7 +62,7 @@ class Overfitting:
 
 
 def estimate_from_splits(fitted: float, held_out: float, *, groups: int, weights: float) -> Overfitting:
-    """Estimate from the losses of fits to half of the groups, with `weights` per output."""
+    """Estimate the over-fitting of fits to all groups from that of fits to half of them, with `weights` per output."""
     limit, gap = 0.5 * (fitted + held_out), held_out - fitted
     is_bounded = gap > 0.0 and limit > 0.0
     # gap(M) = gap * (groups / 2) / M, to be at most WITHIN * (limit - gap(M) / 2)
@@ -76,7 +77,7 @@ def estimate_from_splits(fitted: float, held_out: float, *, groups: int, weights
 
 
 def estimate_overfitting(model: nn.Module, moments: Moments) -> Overfitting | None:
-    """Estimate on some MLPs; None for moments without groups or MLPs."""
+    """Estimate the over-fitting of a few MLPs reduced to half; None for moments without groups or without MLPs."""
     mlps = (site for site in sites_of(model).every if kind_of(site).sparsity(_METHOD))
     held = [site for site in mlps if all(each.name in moments.sites for each in site.listening())]
     # The method keeps about half of their channels.
@@ -90,7 +91,7 @@ def estimate_overfitting(model: nn.Module, moments: Moments) -> Overfitting | No
 
 
 def data_gap(reports: Iterable[SiteReport], moments: Moments) -> Overfitting | None:
-    """Estimate from the sites of a reduction whose ridges halves of the images chose; None without any."""
+    """Estimate the over-fitting of the sites whose ridges were chosen by halves of the images; None without any."""
     fits = [(report.ridge_fit, report.width) for report in reports if report.ridge_fit is not None]
     if not fits:
         return None

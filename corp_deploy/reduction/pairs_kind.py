@@ -54,9 +54,9 @@ class TracedPairsKind:
         return (site.width,) if stays else self.widths(site, method)
 
     def refusal(self, site: TracedPairs, method: Method) -> str:
-        """Return why dimensions that can't be mixed stay: nothing compensates for them.
+        """Return the reason if the dimensions can't be mixed, so that none compensates for a removed one, else ''.
 
-        A width for the site removes them anyway.
+        Uniform sparsities then leave the site whole; a width given for the site removes dimensions unrepaired.
         """
         if not method.reduces_attention or method.qk_recovery == "select" or site.repair.mixing != "none":
             return ""
@@ -71,7 +71,7 @@ class TracedPairsKind:
     def chosen(
         self, site: TracedPairs, moments: HeadMoments, method: Method, width: int, cached: object = None
     ) -> None:
-        """Return None: recoveries choose themselves."""
+        """Return None: `reduced` chooses the dimensions."""
 
     def reduced(
         self,
@@ -130,12 +130,12 @@ def _group_count(site: TracedPairs, dims: int) -> int:
 
 
 def _kept_groups(site: TracedPairs, kept_HK: Tensor) -> Tensor:
-    """Return the site's groups at these places of heads."""
+    """Return the site's groups at these places of each head, ascending."""
     return site.groups_HP.to(kept_HK.device).gather(1, kept_HK[:: site.both.shared]).flatten().sort().values
 
 
 def _dims_at(site: TracedPairs, kept_HK: Tensor) -> Tensor:
-    """Return all dimensions [H,R] of these places."""
+    """Return the dimensions [H,R] at these places: one each, or both of each plane."""
     first_J = site.groups_HP.shape[1] * torch.arange(site.both.joined, device=kept_HK.device)
     return (kept_HK[:, None] + first_J[:, None]).flatten(1)
 

@@ -20,13 +20,13 @@ MAX_WORKERS = 8  # each holds a handful of its site's matrices
 
 
 class _Map(Protocol):
-    """`map`, by several workers."""
+    """The built-in `map`, with the calls made by several workers."""
 
     def __call__(self, work: Callable[[Item], Result], items: Iterable[Item], /) -> Iterator[Result]: ...
 
 
-def _alike(work: Callable[[Item], Result], grad: bool, inference: bool, item: Item) -> Result:
-    # Both modes belong to the thread that set them.
+def _call_in_modes(work: Callable[[Item], Result], grad: bool, inference: bool, item: Item) -> Result:
+    # Both modes are set per thread, so each worker sets those of the caller.
     with torch.inference_mode(inference), torch.set_grad_enabled(grad):
         return work(item)
 
@@ -35,7 +35,7 @@ def _alike(work: Callable[[Item], Result], grad: bool, inference: bool, item: It
 def mapping(count: int, device: torch.device) -> Iterator[_Map]:
     """Open a `map` over `count` items, in order; on a CPU one worker per thread, up to MAX_WORKERS.
 
-    A GPU gets one item at a time. The first error of an item is raised in its turn.
+    A GPU gets one item at a time. An item's error is raised when the iteration reaches its result.
     """
     threads = torch.get_num_threads()
     workers = min(threads, MAX_WORKERS, count) if device.type == "cpu" else 1
@@ -47,6 +47,6 @@ def mapping(count: int, device: torch.device) -> Iterator[_Map]:
     torch.set_num_threads(threads // workers)
     try:
         with ThreadPoolExecutor(workers) as pool:
-            yield lambda work, items: pool.map(partial(_alike, work, grad, inference), items)
+            yield lambda work, items: pool.map(partial(_call_in_modes, work, grad, inference), items)
     finally:
         torch.set_num_threads(threads)

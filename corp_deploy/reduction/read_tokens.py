@@ -1,6 +1,6 @@
-"""The tokens of the last residual stream, and the places of linear layers' outputs, that a model's outputs read.
+"""The tokens of the last residual stream, and the places of linear layers' outputs, on which a model's outputs depend.
 
-A closed loop fits to those.
+A closed loop fits to these tokens and places only. They are found by the outputs' gradients for random streams.
 
 Legend: B random streams, N tokens of a stream, C channels, P places behind the batch.
 """
@@ -44,7 +44,7 @@ def random_sum(output: Tensor) -> Tensor:
 
 
 def _read_mask(model: nn.Module) -> Tensor:
-    """Return of each token of the last stream whether the outputs' gradient is not zero there for random streams."""
+    """Return the mask [N] of tokens of the last stream at which the outputs' gradient isn't zero for random streams."""
     with torch.inference_mode(False), evaluating(model):
         example = example_of(model)
         with torch.no_grad():
@@ -81,7 +81,7 @@ def tokens_to_fit(model: nn.Module, reads: Reads | None = None) -> Tensor | None
 
 
 def find_read_places(dense: Tracing, where: torch.device) -> dict[fx.Node, Tensor]:
-    """Return the places [P] that are read of linear layers with unread ones, among layers behind the first cut."""
+    """Return the mask of read places [P] of each linear layer that has unread ones, for layers behind the first cut."""
     program, read = dense.program, dict[fx.Node, Tensor]()
     nodes = [each.node for each in layers(program)]
     linear = [node for node in nodes if node.target is LINEAR and batch_axis_of(node) == IN_FRONT]
@@ -104,7 +104,10 @@ def find_read_places(dense: Tracing, where: torch.device) -> dict[fx.Node, Tenso
 def _gradients(
     program: Program, cut: fx.Node, stream_BNC: Tensor, x: Tensor, nodes: list[fx.Node]
 ) -> list[Tensor | None]:
-    """Return the gradients of the outputs by a stream, which is `x` at a cut, and by the outputs of these nodes."""
+    """Return the gradients of the program's outputs by the stream at a cut, and by the outputs of these nodes.
+
+    `x` is the stream in the layout of the cut's own tensor.
+    """
     outputs = outputs_after(program, cut)
     entering = {cut: x, **build_full_masks(program, len(x), x.device)}
     values = run_on_batch(program, required_nodes(program, cut, outputs), entering)

@@ -1,4 +1,4 @@
-"""The kinds of sites that layers read: their widths, losses and reduction, by statistics of those layers.
+"""The kinds of sites that are reduced by the statistics of the layers that read them: channels, values, streams.
 
 Legend: C groups, K kept, P parts.
 """
@@ -33,7 +33,7 @@ _LEAST_SQUARES = {"channels": "affine", "values": "affine", "convolutions": "im2
 
 
 class TracedKind(Generic[OfSite]):
-    """A Kind for one part of models, which has sparsities, selections and repairs of its own."""
+    """A Kind for one part of models: each part has its own sparsity, alignment, selection and repair in a method."""
 
     eliminates: ClassVar[bool] = True
 
@@ -41,7 +41,7 @@ class TracedKind(Generic[OfSite]):
         self.part = part
 
     def _choices(self, method: Method) -> tuple[float | None, int, str, str]:
-        """Return sparsity, alignment, selection and repair."""
+        """Return the method's sparsity, alignment, selection and repair for this part."""
         if self.part == "convolutions":
             return method.conv_sparsity, method.align_conv, method.conv_selection, method.conv_recovery
         if self.part == "streams":
@@ -87,6 +87,7 @@ class TracedKind(Generic[OfSite]):
         return (site.width,) if stays else self._with_none(site, method)
 
     def _with_none(self, site: OfSite, method: Method) -> tuple[int, ...]:
+        """Return the site's widths, with 0 in front if a constant may replace the site."""
         return (0,) * (method.empties and site.whole_removal is not None) + self.widths(site, method)
 
     def refusal(self, site: OfSite, method: Method) -> str:
@@ -153,7 +154,7 @@ class TracedKind(Generic[OfSite]):
     def report(
         self, site: OfSite, method: Method, changes: tuple[Change, ...], width: int, judged: HeldOut | None
     ) -> SiteReport:
-        """Report all layers that read the site as one."""
+        """Build one report on all layers that read the site: errors and energies add up."""
         every = [change.recovery for change in changes]
         before, after = sum(each.residual_uncompensated for each in every), sum(each.residual for each in every)
         lost = sum((1.0 - each.r2) * each.residual_uncompensated for each in every)

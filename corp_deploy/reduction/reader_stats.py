@@ -1,7 +1,7 @@
 """Statistics of a traced site's groups, as the layers that read them see them.
 
-A group is M inputs of every such layer, each of them at T places of its kernel. A grouped convolution is several layers
-of fewer inputs.
+A group is M inputs of every such layer, each of them at T places of its kernel. A grouped convolution counts as several
+layers, called portions, each with the inputs of one of its groups.
 
 Legend: C groups, M inputs of each, F = C M, T places, U = F T columns, O outputs of a layer, X = O T, K groups kept,
 k inputs kept, P parts that keep equally many each.
@@ -35,9 +35,10 @@ _ROUNDING, _ROUNDING_REL = 4.0, 0.25
 class ReaderStats:
     """A layer's own columns of a site, group by group, with their statistics over `tokens` tokens, float64.
 
-    A batch norm right behind the layer is merged into weight and bias, except for the constant it adds. `target`: the
-    layer's dense output, where patches were summed of some channels only: the columns are then those of these channels.
-    `metric_OO`: a change d of the layer's output costs d' M d at the model's output, where a plan has learned it.
+    The scale of a batch norm right behind the layer is multiplied into weight and bias; the constant that the norm adds
+    is not. `target`: if the moments have patches of some channels only, the columns are those of these channels and
+    `target` is the regression of the layer's whole output on them. `metric_OO`: the matrix M with which a change d of
+    the layer's output changes the model's output by d' M d, if a plan computed it (see planning/curvature.py).
     """
 
     reading: SiteReader
@@ -71,11 +72,11 @@ class ReaderStats:
 
     @property
     def input_key(self) -> tuple[str, int, bool]:
-        """The key of layers with the same input."""
+        """The key that layers with the same input share."""
         return self.reading.source, self.stats.taps, self.is_of_maps
 
     def kept_k(self, kept_K: Tensor) -> Tensor:
-        """Return the layer's inputs of groups that stay."""
+        """Return the positions, among the layer's own inputs, of those of groups that stay."""
         return columns(torch.isin(self.groups_C, kept_K).nonzero()[:, 0], self.joined)
 
     @cached_property
@@ -88,7 +89,7 @@ class ReaderStats:
 
     @cached_property
     def weighed_OU(self) -> Tensor:
-        """The weight in units of the model's output: the squares of a change's columns are its effect there."""
+        """R W with R'R = M, the metric: squares of columns are effects on the model's output; W without a metric."""
         if self.metric_OO is None or self.target is not None:
             return self.weight_OU
         root_OO: Tensor = torch.linalg.cholesky(self.metric_OO).T
@@ -99,7 +100,7 @@ class ReaderStats:
         return self.reading.layer.weight.dim() > 2
 
     def without_gain(self, change_O: Tensor) -> Tensor:
-        """Return a change [O,...] of weight or bias in front of that norm; 0 for outputs that the norm makes 0."""
+        """Divide a change [O,...] of weight or bias by the batch norm's scale; 0 for outputs that it scales to 0."""
         if self.reading.gain_O is None:
             return change_O
         gain = self.reading.gain_O[self.portion.rows].to(change_O.device).view(-1, *[1] * (change_O.dim() - 1))
@@ -117,7 +118,9 @@ def missing_statistics(site: str, of: str = "this site") -> BadInput:
 
 
 def stats_of_readers(site: Site, moments: Moments, where: torch.device) -> tuple[ReaderStats, ...]:
-    """Return the statistics of every layer that reads the site, all its uses as one, each group of a convolution apart.
+    """Return the statistics of every layer that reads the site, one for each group of a grouped convolution.
+
+    The statistics of all calls of a layer are added.
 
     Raises:
         BadInput: the moments were taken without one of the layers.
@@ -141,9 +144,9 @@ def stats_of_readers(site: Site, moments: Moments, where: torch.device) -> tuple
 def _find_target(
     moments: PatchMoments, portion: Portion, places_F: Tensor, gain_P: Tensor, stats: PatchStatistics
 ) -> Regression:
-    """Return the regression on the output of a group of the layer, scaled by the norm behind it.
+    """Return the regression of a portion's output, scaled by `gain_P` of the norm behind it, on its patches.
 
-    `places_F`: the channels' places among those that have patches.
+    `places_F`: the positions of the portion's channels among those that have patches.
     """
     assert moments.cross_GPU is not None, "there are patches of all channels"
     index_U = columns(places_F, moments.taps)
@@ -188,9 +191,9 @@ def _portion_stats(reading: SiteReader, portion: Portion, moments: Moment, metri
 
 
 def _statistics(moments: Moment, number: int, index_F: Tensor, places_F: Tensor) -> tuple[PatchStatistics, Tensor]:
-    """Return the moments of these channels of a group, and how often each is active.
+    """Return the moments of these channels of a portion, and the share of tokens at which each is active.
 
-    `places_F`: the channels' places among those that have patches.
+    `places_F`: the positions of the channels among those that have patches.
     """
     if isinstance(moments, ChannelMoments):
         second_UU, mean_U, taps = moments.second_FF[index_F[:, None], index_F], moments.mean_F[index_F], 1
@@ -223,7 +226,7 @@ def _above_rounding(second_UU: Tensor, mean_U: Tensor) -> Tensor:
 
 
 def subtract_half(own: ReaderStats, half: ReaderStats) -> ReaderStats:
-    """Subtract the statistics of the images of `half`, some of its own."""
+    """Return the statistics of a reader's images without those of `half`, which are some of them."""
     tokens = own.tokens - half.tokens
 
     def left(full: Tensor, part: Tensor) -> Tensor:
@@ -239,5 +242,8 @@ def subtract_half(own: ReaderStats, half: ReaderStats) -> ReaderStats:
 
 
 def without_squeezes(reads: Sequence[ReaderStats]) -> tuple[ReaderStats, ...]:
-    """Return all layers except squeezes, which follow the others' choice."""
+    """Return all layers except squeezes, which read a map's means while others read its places.
+
+    Squeezes have no part in the choice of groups.
+    """
     return tuple(read for read in reads if not read.reading.is_squeeze)

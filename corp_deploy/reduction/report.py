@@ -14,8 +14,8 @@ class LoopFit:
     (the alignment).
 
     Errors are mean squares per token of the residual, before and after the refit, on the images of the fit and on those
-    held out to choose `strength` (of the pull toward the layer before; None where no refit was best). A held-out error
-    well above `error` is over-fitting. `energy` is the dense stream's variance per token, unknown for an alignment.
+    held out to choose `strength`, the ridge toward the weights before the refit (None: no refit lowered the held-out
+    error). A held-out error well above `error` is over-fitting. `energy` is the variance of the target per token.
     """
 
     strength: float | None
@@ -41,7 +41,7 @@ class HeldOut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteReport:
-    """The reduction of one part (mlp, heads, qk, v) of a site; `qk` and `v` are of the heads left.
+    """The reduction of one part of a site, such as mlp, heads, qk or v; `qk` and `v` are of the heads left.
 
     Errors are mean squares on the calibration images: of the output per token for `mlp`, `heads` and `v`, of the logits
     for `qk`. `energy` is the dense signal in the same unit, so error / energy is the share lost. `held_out` is set if

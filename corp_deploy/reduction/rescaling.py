@@ -1,8 +1,8 @@
 """Convolutions of a reduced model rescaled to the dense ones' means and variances.
 
-This is REPAIR (Jordan et al. 2022, arXiv 2211.08403), which GRAIL calls re-estimating its BatchNorms. One convolution
-after the other in program order, so that each meets the rescaled outputs in front of it. No label is used and nothing
-is solved; weights and biases take the scale, so that it costs nothing at run time.
+This is REPAIR (Jordan et al. 2022, arXiv 2211.08403), which GRAIL calls re-estimating its BatchNorms. Convolutions are
+rescaled in program order, each on its input from the convolutions rescaled before. No label is used and nothing is
+solved. The scales are multiplied into weights and biases, so that they cost nothing at run time.
 
 Legend: B images of a piece, C channels, O outputs of a convolution, U columns of its weight, X places.
 """
@@ -71,9 +71,9 @@ def require_rescalable(model: nn.Module, images: InputSet | None) -> InputSet:
 def rescaled_tensors(
     model: nn.Module, kept: Mapping[str, Index], tensors: Mapping[str, Tensor], images: InputSet
 ) -> dict[str, Tensor]:
-    """Return the weights and biases that change, in dense sizes.
+    """Return all changed weights and biases, in dense sizes, after convolutions were rescaled.
 
-    These groups of sites are kept, and `tensors` have changed already.
+    `kept` are the groups that stay of each site, `tensors` the weights and biases that the reduction changed before.
     """
     dense = tracing(model)
     student, names = Student.of(dense), sites_by_name(dense)
@@ -87,8 +87,8 @@ def rescaled_tensors(
 def rescale_(dense: Tracing, student: Student, images: InputSet, *, batch_size: int = 16) -> None:
     """Rescale a student's convolutions to the dense model's means and variances on these images.
 
-    Each convolution takes a run from the cut in front of it, the dense model one of the whole. The new values of
-    removed rows have no effect.
+    The student runs once for each convolution, from the cut in front of it; the dense model runs once in all. Removed
+    rows get values too, which have no effect.
     """
     pieces = list(read_pieces(images, device_of(dense.program.graph), batch_size))
     left = list(rescalable_convolutions(dense.program))
@@ -120,7 +120,7 @@ def _sums(
 
 
 def _rescale_(student: Student, layer: CalledLayer, own: OutputSums, dense: OutputSums) -> None:
-    """Rescale a layer to the mean and variance of each dense output, unless it has them."""
+    """Rescale a layer so that each output has the dense output's mean and variance."""
     found, wanted = ((sums.mean_O, sums.variance_O) for sums in (own, dense))
     if not all(map(torch.equal, found, wanted)):
         weight, bias = (student.program.tensor(name) for name in (layer.weight, layer.bias))

@@ -1,7 +1,7 @@
 """Calibration of a decoder block by block: only one block's weights and sums are held, and all residual streams.
 
-The statistics of a block are written before the next one is read, in a file of their own; an interrupted run continues
-there. In the end all are joined into one file of moments, the same as of one pass over the whole model.
+The statistics of a block are written to a file of their own before the next block is read; an interrupted run continues
+from these files. In the end all are joined into one file of moments, equal to that of one pass over the whole model.
 
 Legend: B sequences of a batch, N tokens, C channels.
 """
@@ -55,9 +55,9 @@ class SequentialRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """Some sequences, whose moments become one file: their parts by block, and the lineage that identifies the moments.
+    """The sequences of one file of moments, fitted or held out, with their streams and the moments' lineage.
 
-    `kept`: a digest of the statistics' settings.
+    Files of single blocks are named by `kept`, a digest of the settings of the statistics.
     """
 
     output: Path
@@ -67,7 +67,7 @@ class _Part:
     kept: str
 
     def of_block(self, index: int) -> Path:
-        """Return the file of this block with the same settings."""
+        """Return the path of the file with one block's moments."""
         return self.output.with_name(f"{self.output.stem}.{self.kept}.block{index}.partial.safetensors")
 
     def remove_all(self) -> None:

@@ -51,7 +51,7 @@ def moments_in_splits(
 def refuse_snapshots(counts: tuple[int, ...], images: InputSet, ranks: Ranks) -> None:
     """Raise BadInput for counts that don't ascend or exceed the fitted images, and for several processes.
 
-    The shares of several processes are no prefixes of the images.
+    With several processes none reads the first images of all.
     """
     if not counts:
         return
@@ -69,7 +69,7 @@ def refuse_snapshots(counts: tuple[int, ...], images: InputSet, ranks: Ranks) ->
 
 
 def _written(counts: Sequence[int], path: Callable[[int], Path]) -> Snapshots:
-    """Return snapshots of these counts of images, each in a file of its own."""
+    """Return snapshots after these numbers of images, each saved to `path(count)`."""
     return Snapshots(
         counts=tuple(counts),
         write=lambda count, moments: save_moments(moments, path(count)),
@@ -88,7 +88,7 @@ class SnapshotFiles:
         return self.output.with_name(f"{self.output.stem}.{count}{self.output.suffix}")
 
     def _unfinished(self, count: int) -> Path:
-        """Return the path of the first half's part of a snapshot, by the count of its images."""
+        """Return the path of the first half's part of a snapshot; `count` is the number of images in that part."""
         return self.output.with_name(f"{self.output.stem}.{count}.half1.partial.safetensors")
 
     def of_pass(self) -> Snapshots | None:
@@ -96,9 +96,10 @@ class SnapshotFiles:
         return _written(self.counts, self._path) if self.counts else None
 
     def of_splits(self, images: InputSet, groups_B: Tensor, seed: int) -> tuple[Snapshots | None, Snapshots | None]:
-        """Return the snapshots that a pass over either half writes: the first leaves its part for the second.
+        """Return the snapshots of the passes over both halves.
 
-        The images are dealt to the halves as all images are.
+        The first pass saves its half of each snapshot, the second pass joins its own half to that. The first images are
+        split into halves as all images are.
 
         Raises:
             BadInput: the first images are all of one half.

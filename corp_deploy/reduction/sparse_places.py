@@ -34,10 +34,10 @@ _OF_SITES: Mapping[SparseKind, frozenset[Kind]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparsePlace:
-    """A layer by its name in the model and its `path` in the program that runs, with the `uses` of its weight.
+    """A layer that can be sparse: its name in the model, and its `path` in the program that runs.
 
-    `site`: the site that only this layer reads, so that its channels may be reordered; inputs change places only within
-    neighbouring blocks of `block` inputs.
+    `uses` counts the calls of its weight. `site`: a site that only this layer reads, whose channels may be reordered,
+    but only within runs of `block` neighbouring inputs.
     """
 
     name: str
@@ -54,7 +54,7 @@ class SparsePlace:
 
     @property
     def summed(self) -> int:
-        """The number of neighbours to group: inputs of a linear layer, channels of a convolution."""
+        """The length of a row that is cut into groups of n: a linear layer's inputs, a convolution group's channels."""
         layer = self.layer
         return layer.in_features if isinstance(layer, nn.Linear) else layer.in_channels // layer.groups
 
@@ -75,12 +75,12 @@ class SparsePlace:
         return ""
 
     def weight_rows(self) -> Tensor:
-        """Return the weight in float64 [G,O,K], neighbours side by side."""
+        """Return the weight in float64 [G,O,K], the members of each k:n group side by side."""
         rows_OK = rows_of_weight(self.layer.weight).flatten(1).double()
         return rows_OK.view(self.groups, -1, rows_OK.shape[1])
 
     def entering(self, x: Tensor) -> Tensor:
-        """Return the inputs of the rows [G,N,K], given the layer's input."""
+        """Reshape the layer's input to that of the weight's rows [G,N,K]; patches for a convolution."""
         layer = self.layer
         if isinstance(layer, nn.Linear):
             return x.reshape(1, -1, layer.in_features)
@@ -89,7 +89,7 @@ class SparsePlace:
         return u_GXU.reshape(self.groups, -1, self.summed, layer.weight[0, 0].numel()).transpose(2, 3).flatten(2)
 
     def leaving(self, y: Tensor) -> Tensor:
-        """Return the outputs of the rows [G,N,O], given the layer's output."""
+        """Reshape the layer's output to that of the weight's rows [G,N,O]."""
         layer = self.layer
         if isinstance(layer, nn.Linear):
             return y.reshape(1, -1, layer.out_features)
@@ -98,7 +98,7 @@ class SparsePlace:
 
     @torch.no_grad()
     def fill_(self, weight_GOK: Tensor, bias_GO: Tensor) -> None:
-        """Set the layer from float64 results, rounded to the model's type; a zero stays one."""
+        """Set the layer's weight and bias from float64 rows, rounded to the model's type; zeros stay zero."""
         weight_OK = weight_GOK.flatten(0, 1)
         if isinstance(self.layer, nn.Conv2d):
             weight_OK = weight_OK.view(len(weight_OK), -1, self.summed).transpose(1, 2).flatten(1)
@@ -128,11 +128,11 @@ def sparse_places_of_program(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSparsity:
-    """A layer of the model by its path: its pattern such as 2:4, or none and the `reason`.
+    """A layer of the model by its path, with its pattern such as 2:4, or without one and the `reason`.
 
     Errors are mean squares per token on the calibration inputs between the layer's output and its target: with the
-    unchanged weights (`error_dense`), with the kept ones of them (`error_masked`), and after the refit; `energy` is the
-    target's own. `macs`: multiply-adds of one input, zeros counted.
+    unchanged weights (`error_dense`), with some set to zero and no refit (`error_masked`), and after the refit.
+    `energy` is the target's variance. `macs`: multiply-adds of one input, zeros counted.
     """
 
     layer: str
@@ -169,7 +169,7 @@ class SparsityReport:
 
     @property
     def macs_of_zeros(self) -> int:
-        """The multiply-adds that a sparse kernel may skip; engines pick one where it is faster."""
+        """The multiply-adds with zeros, which a sparse kernel skips; engines use one where it is faster."""
         return sum(each.macs_of_zeros for each in self.layers)
 
     def as_json(self) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Models with k:n sparse layers: patterns are chosen and weights refitted layer by layer, in the order they run.
 
-Each layer is fitted on its input in the model as sparse so far, to its output in the model without zeros on that
-model's own stream (asymmetric calibration, arXiv 2504.02692), so that it compensates for zeros in front of it too. No
-label is used.
+A layer's fit takes the inputs from the model in which the layers before it are sparse already, and the targets from the
+model without zeros (asymmetric calibration, arXiv 2504.02692), so that the layer compensates for zeros in front of it
+too. No label is used.
 
 Legend: B inputs, N tokens, G groups of a convolution (1 of a linear layer), O rows, K inputs of a row.
 """
@@ -57,12 +57,12 @@ class _Reached(Exception):
 
 
 def run_part(part: nn.Module, entering: State) -> State:
-    """Return the input of the next part."""
+    """Run a part of a model and return the input of the next part."""
     return (part(*entering), *entering[1:])
 
 
 def inputs_and_outputs(part: nn.Module, state: State, layer: nn.Module) -> tuple[Tensor, Tensor]:
-    """Return the input and output of a layer in a run of a part, which ends there."""
+    """Run a part of a model up to a layer and return that layer's input and output."""
     found: list[tuple[Tensor, Tensor]] = []
 
     def hear(_: nn.Module, inputs: tuple[Tensor, ...], y: Tensor) -> None:
@@ -91,7 +91,7 @@ def called_layers(part: nn.Module, state: State, layers: Mapping[str, nn.Module]
 
 @dataclass(slots=True)
 class Pair:
-    """The stream of a few inputs before a step, in the reduced model and in the sparse one."""
+    """The values of a few inputs before a part, in the reduced model and in the sparse one."""
 
     reduced: State
     sparse: State
@@ -99,7 +99,7 @@ class Pair:
     weights_BN: Tensor | None = None
 
     def weights(self, x: Tensor) -> Tensor | None:
-        """Return the weights of a layer's input, None where all count alike: not all layers are of tokens."""
+        """Return the token weights of a layer's input, None if all count alike or the input isn't made of tokens."""
         tokens = self.sparse[0]
         weights_BN = tokens.sizes if isinstance(tokens, Tokens) else self.weights_BN
         return None if weights_BN is None or x.shape[:-1] != weights_BN.shape else weights_BN
@@ -133,10 +133,10 @@ class Sparsifying:
 def _sums(
     place: SparsePlace, before: nn.Module | None, parts: tuple[nn.Module, nn.Module], pairs: Sequence[Pair]
 ) -> list[RegressionSums]:
-    """Sum the layer's input in the sparse model, and its target.
+    """Sum the layer's input in the sparse model and its target, for each group of a convolution.
 
-    The target is the output of the layer `before` in the reduced model, or the layer's own if None. `parts`: the parts
-    of the reduced and of the sparse model in which they run.
+    The target is the output of the same layer in the reduced model, `before`; without `before`, it is the layer's
+    output in the sparse model. `parts` are the parts of both models that hold the layer.
     """
     weight_GOK = place.weight_rows()
     sums = [
@@ -158,9 +158,9 @@ def _sums(
 def _make_sparse_(
     place: SparsePlace, sums: Sequence[RegressionSums], how: Sparsifying, inputs: int
 ) -> tuple[LayerSparsity, Tensor | None]:
-    """Set the layer to its new weights, by sums over `inputs` inputs.
+    """Choose the layer's pattern, refit its weights by sums over `inputs` inputs, and set them.
 
-    Return its report and the new order of its inputs, None if that is unchanged.
+    Return the report and the new order of the layer's inputs, None if the order is unchanged.
     """
     sparsity, weight_GOK = how.kinds[place.kind], place.weight_rows()
     bias_GO = weight_GOK.new_zeros(weight_GOK.shape[:2])
@@ -241,9 +241,9 @@ def sparsify(
 ) -> tuple[nn.Module, SparsityReport]:
     """Return a copy of the model with k:n sparse layers, refitted on these inputs, and the report of each layer.
 
-    Where tokens are merged the targets are of the sparse stream itself, whose tokens differ from the reduced model's.
-    Memory: two residual streams of all inputs in float32. `on_progress` receives the number of finished layers and of
-    all.
+    In a model that merges tokens, targets are layers' outputs in the sparse model itself, which merges other tokens
+    than the reduced one. Memory: two residual streams of all inputs in float32. `on_progress` receives the number of
+    finished layers and of all.
 
     Raises:
         BadInput: no layer can be sparse, or activations are not finite.

@@ -1,7 +1,7 @@
 """A traced model and its student, the model that is being reduced, run side by side from cut to cut.
 
-Nothing is narrowed on the way: removed channels are 0 wherever they would be summed over, as in the proof of a
-narrowing, and weights change in place in the student's own copies of them.
+The student keeps its dense sizes on the way: removed channels are set to 0 wherever the program sums over them, as in
+traced/narrowing/proof.py, and weights change in place in the student's own copies.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -36,7 +36,7 @@ def run_on_batch(
     *,
     masks: Mapping[fx.Node, Sequence[Mask]] | None = None,
 ) -> Values:
-    """Return the nodes' values for a batch; `masks`: by reader the elements of its inputs that are 0."""
+    """Run these nodes on a batch and return all values; `masks` tell by node which elements of its inputs to zero."""
     values: Values = dict(entering)
     batch = len(next(iter(entering.values())))
     for node in nodes:
@@ -56,7 +56,7 @@ def run_on_batch(
 
 
 def call_node(node: fx.Node, values: Values, module: nn.Module | None = None) -> Any:
-    """Return the output of a node, or of the module that it calls; its inputs stay unchanged."""
+    """Return a node's output, by `module` if the node calls one; an in-place operation changes a copy."""
     entering: Any = fx.map_arg((node.args, node.kwargs), lambda each: values[each])
     args, kwargs = entering
     if module is not None:
@@ -75,7 +75,10 @@ def _apply_masks(values: Values, masks: Sequence[Mask]) -> Values:
 
 
 def _nodes_between(program: Program, entering: Collection[fx.Node], ends: Sequence[fx.Node]) -> list[fx.Node]:
-    """Return the nodes that have to run for these ends, in order, if some are known; sizes need none."""
+    """Return the nodes that have to run to compute `ends` from the values of `entering`, in program order.
+
+    A size is known without the node that it is of.
+    """
     found, front = set(ends), list(ends)
     while front:
         node = front.pop()
@@ -89,9 +92,9 @@ def _nodes_between(program: Program, entering: Collection[fx.Node], ends: Sequen
 class Piece:
     """The values of a few inputs at a cut, in the dense program and in the student.
 
-    Those `held_out` choose how far to trust a fit to the others. `weights_BN`: 0 for tokens that are padding, None
-    where all count. `merged`: the sizes and sources of the student's tokens, by the nodes that gave them. `ahead`: the
-    dense program's value at the next cut, if that was run.
+    Pieces that are `held_out` choose the strength of fits to the others. `weights_BN`: 0 for tokens that are padding,
+    None if there are none. `merged`: sizes and source indices of the student's merged tokens, by the nodes that
+    computed them. `ahead`: the dense program's value at the next cut, if a run has reached it.
     """
 
     dense: tuple[Tensor, ...]
@@ -111,7 +114,7 @@ def read_pieces(
     half_ids: Tensor | None = None,
     held_out_every: int | None = None,
 ) -> Iterator[Piece]:
-    """Yield all inputs; those with `half_ids`, or each `held_out_every`-th one, are held out.
+    """Yield all inputs in pieces; inputs with `half_ids`, or each `held_out_every`-th one, are held out.
 
     Raises:
         BadInput: there are too few inputs.
@@ -143,8 +146,8 @@ def read_pieces(
 class Student:
     """The model that is being reduced.
 
-    `tracing`: the dense program with copies of its layers' weights and biases, whose names are `owned`. `gone`
-    [labels]: the removed channels so far. `fewer`: the program that runs where tokens are merged.
+    `tracing`: the dense program with copies of its layers' weights and biases, whose names are `owned`. `gone`: the
+    mask over all labels of channel groups, true for those removed so far. `fewer`: the program with merged tokens.
     """
 
     tracing: Tracing
@@ -197,7 +200,7 @@ class Student:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """The program between two cuts, None for the inputs and the outputs. `beside`: inputs that go on to every cut."""
+    """The program between two cuts; None stands for its start or end. `beside`: inputs that every segment gets."""
 
     dense: Tracing
     student: Student
@@ -206,7 +209,7 @@ class Segment:
     beside: tuple[fx.Node, ...]
 
     def up_to(self, ends: Collection[fx.Node]) -> list[fx.Node]:
-        """Return the nodes that have to run for these ends."""
+        """Return the nodes between the cut `before` and these ends, in program order."""
         return required_nodes(self.dense.program, self.before, ends)
 
     def _entering(self, tensors: tuple[Tensor, ...]) -> dict[fx.Node, Tensor]:
@@ -221,7 +224,7 @@ class Segment:
         return values
 
     def run_student(self, piece: Piece, nodes: Sequence[fx.Node]) -> Values:
-        """Run the student; where tokens are merged, return the merged values of the nodes, and all merges' results."""
+        """Run the student and return the nodes' values; with merged tokens, sizes and sources of the tokens too."""
         student, fewer = self.student, self.student.fewer
         entering = self._entering(piece.student)
         if fewer is None:
@@ -243,13 +246,13 @@ class Segment:
         return values | {node: values[stands[node.name]] for node in (*nodes, *entering)}
 
     def weights_at(self, piece: Piece, values: Values, node: fx.Node) -> Tensor | None:
-        """Return the sizes of tokens that the student's node gives, or the padding mask [B,N]; None for all alike."""
+        """Return token weights of a node's output [B,N]: sizes of merged tokens, or 0 for padding; None: all equal."""
         fewer = self.student.fewer
         is_merged = fewer is not None and node.name in fewer.sizes_at
         return values[fewer.sizes_at[node.name]] if fewer is not None and is_merged else piece.weights_BN
 
     def as_merged(self, dense: Values, student: Values, node: fx.Node, ends: Sequence[fx.Node]) -> Values:
-        """Return dense values at these ends, averaged over the tokens that are merged in the student at this node."""
+        """Return dense values with those at `ends` averaged over the tokens that the student has merged at `node`."""
         fewer = self.student.fewer
         if fewer is None or node.name not in fewer.sources_at:
             return dense
@@ -257,14 +260,14 @@ class Segment:
         return dense | {end: mean_of_sources(dense[end], sources_BM, count) for end in ends}
 
     def read_of(self, node: fx.Node, read_P: Tensor | None) -> Tensor | None:
-        """Return the places of a node's output that outputs read, in the program with merged tokens."""
+        """Return the mask of a node's places that the model's outputs read, `read_P` unless tokens are merged there."""
         fewer = self.student.fewer
         if fewer is None or node.name not in fewer.merge_at:
             return read_P
         return fewer.read_of(fewer.stands[node.name], read_P)
 
     def advance_(self, pieces: Sequence[Piece], *, with_dense: bool) -> None:
-        """Move the pieces to the cut behind the segment; before the student changes both streams are one."""
+        """Move the pieces to the cut behind the segment; run the dense program too once the student has changed."""
         if self.after is None:
             return
         nodes = self.up_to([self.after])

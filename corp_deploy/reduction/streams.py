@@ -1,6 +1,6 @@
-"""Sums over a stream: its energy, a check for NaN and Inf, and its means where tokens are merged.
+"""Sums over a stream: its variance, a check for NaN and Inf, and means over merged tokens.
 
-Legend: B images of a piece, N tokens, M source tokens where some are merged, C channels of the stream.
+Legend: B images of a piece, N tokens, M tokens before merging, C channels of the stream.
 """
 
 import torch
@@ -36,6 +36,9 @@ class StreamEnergy:
 
 
 def mean_of_sources(x_BMC: Tensor, sources_BM: Tensor, count: int) -> Tensor:
-    """Return for each of `count` tokens the mean of the tokens of x whose source it is; sources below 0 are of none."""
+    """Average the tokens of x that were merged into each of `count` tokens.
+
+    `sources_BM` is the merged token that each token of x is part of, below 0 for none.
+    """
     is_in_BMN = (sources_BM.unsqueeze(-1) == torch.arange(count, device=x_BMC.device)).to(x_BMC.dtype)
     return (is_in_BMN.transpose(1, 2) @ x_BMC) / is_in_BMN.sum(dim=1).unsqueeze(-1)

@@ -33,7 +33,7 @@ from .report import SiteReport
 class _Heads:
     """Heads of a site: their groups, the rows that produce them, and moments of the input of the layer that reads them.
 
-    The moments are of the fit, of held-out inputs and of halves of the inputs.
+    `own` are the moments of the fit, `splits` those of two halves of its images.
     """
 
     groups_HV: Tensor
@@ -48,7 +48,7 @@ class _Heads:
         return self.own.weight_OC.shape[1] // self.groups_HV.numel()
 
     def fewer(self, kept_M: Tensor, recovery: ChannelRecovery) -> "_Heads":
-        """Return these heads alone, with the recovered layer that reads them."""
+        """Return the heads `kept_M` alone, with the recovered layer that reads them."""
         number_HX = torch.arange(self.own.weight_OC.shape[1], device=kept_M.device).view(len(self.groups_HV), -1)
         kept_K, splits = number_HX[kept_M].flatten(), self.splits
         return replace(
@@ -61,11 +61,11 @@ class _Heads:
         )
 
     def kept_K(self, each: int) -> Tensor:
-        """Return the first groups of every head."""
+        """Return the first `each` groups of every head, ascending."""
         return self.groups_HV[:, :each].flatten().sort().values.to(self.own.weight_OC.device)
 
     def chosen(self, method: Method, each: int) -> Tensor:
-        """Return equally many groups of every head, by backward elimination."""
+        """Return the `each` groups of every head that backward elimination keeps, ascending."""
         heads, dense = self.groups_HV.shape
         part_C = torch.arange(heads, device=self.own.weight_OC.device).repeat_interleave(dense)
         order = eliminate_blocks(
@@ -77,7 +77,7 @@ class _Heads:
     def reduced(
         self, recovery: ChannelRecovery, reports: list[SiteReport], mapped: tuple[Mapped, ...] = ()
     ) -> TracedReduced:
-        """Return the reduced site; the layer behind it is recovered on the first groups of each head, head by head."""
+        """Return the reduced site, given the recovered layer on the first groups of each head, head by head."""
         each = recovery.weight_OK.shape[1] // (len(self.groups_HV) * self.taps)
         order_K = columns(self.groups_HV[:, :each].flatten().argsort(), self.taps).to(recovery.weight_OK.device)
         change = Change(read=self.read, recovery=replace(recovery, weight_OK=recovery.weight_OK[:, order_K]))
@@ -85,7 +85,7 @@ class _Heads:
 
 
 class TracedValuesKind(TracedKind[TracedValues]):
-    """Values, as a Kind; where dimensions can't be mixed, some are chosen."""
+    """Values, as a Kind; dimensions are mixed, or only chosen if the model does not allow a mixture."""
 
     def __init__(self) -> None:
         super().__init__("values")
@@ -94,7 +94,10 @@ class TracedValuesKind(TracedKind[TracedValues]):
         return method.heads_sparsity or method.attention_sparsity
 
     def refusal(self, site: TracedValues, method: Method) -> str:
-        """Return why values, or queries and keys that are no site, can't be narrowed; an empty text if they can."""
+        """Return why the attention can't be narrowed as the method asks, an empty text if it can.
+
+        That is because no head can be removed, or because its queries and keys, which are not a site, stay.
+        """
         if reason := self._keeps_heads(site, method):
             return reason
         is_narrowed = method.geometry == "square" or method.heads_sparsity or site.beside
@@ -210,13 +213,13 @@ def _square_width(site: TracedValues) -> int:
 
 
 def _width_beside(site: TracedValues, size: int) -> int:
-    """Return the width of all heads beside queries of this size; whole where the queries are."""
+    """Return the width of all heads for queries of this size; full width if the queries keep theirs."""
     heads, dense = site.groups_HV.shape
     return heads * (dense if size == _square_width(site) else min(size, dense))
 
 
 def groups_of_heads(site: Site, kept_M: Tensor) -> dict[str, Index]:
-    """Return the groups of other sites that belong to these heads."""
+    """Return by name the groups of the attention's other sites that belong to these heads."""
     assert isinstance(site, TracedValues), site.name
     others = site.with_heads()
     assert not isinstance(others, str), (site.name, others)
