@@ -329,7 +329,7 @@ def test_options_a_builder_would_ignore_are_refused(graph: Path, monkeypatch: py
     known = r"same-compute-capability: tensorrt 11\.4\.0\.106 knows only NONE, AMPERE_PLUS"
     rejects(known, build, graph, world, compatibility="same-compute-capability")
     for options, reason in (
-        ({"backend": "tensorrt", "compatibility": "portable"}, "'portable' is none of tensorrt; choose ampere-plus or"),
+        ({"backend": "tensorrt", "compatibility": "portable"}, "'portable' is unknown to tensorrt; choose ampere-plus"),
         ({"backend": "tensorrt-rtx", "compatibility": "portable", "sms": ("86",)}, "leave --sm out"),
         ({"backend": "tensorrt-rtx", "compatibility": "targets", "sms": ("86",)}, "two targets or more"),
     ):

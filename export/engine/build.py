@@ -114,7 +114,7 @@ def build_engine(
 def engine_from_plan(
     onnx_path: Path, proto: ModelProto, plan: bytes, fusion: Mapping[str, Any], *, weights: ModelProto, **own: Any
 ) -> Engine:
-    """Return a plan with its record; `own` fields replace those from the graph, the kernels and the `weights`."""
+    """Return a plan with its record, from the graph, `fusion` fields, the types of `weights`, and `own` fields."""
     content, shares = onnx_path.read_bytes(), weight_shares(weights)
     inputs, outputs = ports_of_graph(proto)
     facts: dict[str, Any] = {
@@ -206,7 +206,7 @@ def build_ort_artifact(
     """Optimise the graph for `device` cpu or cuda, at the highest level that is valid on every machine (extended).
 
     The record counts graph nodes as kernels. Raises Missing without ONNX Runtime or its CUDA provider, and BadInput for
-    a graph that can't be built, such as a half graph for the CPU, whose kernels compute in float32.
+    a graph that can't be built, such as a 16-bit graph for the CPU, whose kernels compute in float32.
     """
     from export.graph.to_onnx import onnx_bytes  # torch comes with it
 

@@ -73,7 +73,7 @@ def fusion_fields(kernels: Sequence[Kernel], attention_sites: tuple[str, ...], p
 
 
 def attention_sites(proto: ModelProto) -> tuple[str, ...]:
-    """Return the sites of Attention and softmax in graph order, except softmaxes by which merging ranks tokens."""
+    """Return the sites of Attention and softmax in graph order, except softmaxes that only rank tokens for merging."""
     readers = readers_by_value(proto.graph)
 
     def is_averaged(node: NodeProto) -> bool:

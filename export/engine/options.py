@@ -90,7 +90,7 @@ class BuildOptions:
         levels = COMPATIBILITIES[self.backend]
         if self.compatibility not in (None, *levels):
             raise BadInput(
-                f"compatibility {self.compatibility!r} is none of {self.backend}; choose {' or '.join(levels)}"
+                f"compatibility {self.compatibility!r} is unknown to {self.backend}; choose {' or '.join(levels)}"
             )
         if self.compatibility == "portable" and self.sms:
             raise BadInput(
@@ -102,7 +102,7 @@ class BuildOptions:
 
     @property
     def exact(self) -> "dict[str, BuildOptions]":
-        """Options by target of the plans for one GPU each with which a compatible plan is compared."""
+        """Options by target of the plans, each for one GPU, with which a compatible plan is compared."""
         alone = replace(self, compatibility=None, version_compatible=False)
         if self.compatibility is None:
             return {}

@@ -37,7 +37,7 @@ def memory_from_log(text: str, profiles: int) -> EngineMemory:
     weights, activations = _WEIGHTS.findall(text), tuple(map(int, _ACTIVATIONS.findall(text)))
     unknown = [] if weights else [WITHOUT_WEIGHTS]
     if len(activations) != profiles:
-        unknown.append(f"the builder tells the activations' memory of {len(activations)} profiles, not of {profiles}")
+        unknown.append(f"the builder logs the activations' memory of {len(activations)} profiles, expected {profiles}")
     return EngineMemory(
         weights_bytes=int(weights[-1]) if weights else None,
         activations_bytes=activations if len(activations) == profiles else None,
@@ -75,7 +75,7 @@ class PricedLatency:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompatibilityPrice:
-    """The compatible plan, `own`, beside plans for one GPU each; `reason` tells why a latency was not measured."""
+    """The costs of a compatible plan, `own`, and of plans for one GPU each; `reason`: why a latency is missing."""
 
     level: str
     own: PricedPlan

@@ -200,7 +200,7 @@ def _norm_reasons(proto: ModelProto) -> Iterator[str]:
 
 
 def decomposed_norms(proto: ModelProto) -> Iterator[tuple[NodeProto, NodeProto]]:
-    """Yield norms that are made of several operators: each square root of a mean, with that mean."""
+    """Yield the Sqrt and the ReduceMean of each norm that is made of several operators."""
     producers = {name: node for node in proto.graph.node for name in node.output}
     for node in proto.graph.node:
         if node.op_type == "Sqrt" and (mean := _mean_below(node, producers)) is not None:

@@ -20,7 +20,7 @@ _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)
 
 
 def with_fusion_breaks(proto: ModelProto, patterns: Sequence[str]) -> ModelProto:
-    """Return a copy in which every value that a pattern names is an output, too; the graph itself without patterns.
+    """Return a copy in which all values that patterns name are outputs, too; without patterns the graph itself.
 
     A pattern names modules (`blocks.7.attn`, `blocks.*.mlp`), whose last value is meant, or, with a slash, nodes
     (`blocks.7.attn/Softmax`). Raises BadInput for patterns that fit nothing, and for values without a batch in front or
@@ -102,8 +102,8 @@ def _last_value(proto: ModelProto, module: str) -> str | None:
 
 def _unfit_reason(proto: ModelProto, value: ValueInfoProto | None) -> str | None:
     if value is None or value.type.tensor_type.elem_type not in _FLOATS:
-        return "its value is no float tensor of a known shape; break another one"
+        return "its value is no float tensor of a known shape; name another module or node"
     dims = dims_of_value(value)
     if has_fixed_sizes(dims) and dims[0] == dims_of_value(graph_inputs(proto)[0])[0]:
         return None
-    return f"it gives {dims}, expected a batch in front and fixed sizes behind it; break the block around it"
+    return f"it gives {dims}, expected a batch in front and fixed sizes behind it; name the block around it"

@@ -17,7 +17,7 @@ from ground.pixels import LARGEST, Normalisation
 
 
 class PixelEntry(nn.Module):
-    """The entry of pixels: uint8 to (pixel - shift) * scale in float32 by channel; only the cast without both."""
+    """An input layer from uint8 to float32, (pixel - shift) * scale by channel; without both it only casts."""
 
     def __init__(self, shift: Tensor | None = None, scale: Tensor | None = None) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def _first_convolution(model: nn.Module, shape: tuple[int, ...]) -> tuple[str, n
     readers = _Readers(images)
 
     def hook(path: str, module: nn.Module, _: tuple[Any, ...], answer: Any) -> None:
-        calls.append((path, any(derived.is_all_of(module, answer) for derived in readers.found)))
+        calls.append((path, any(derived.is_output_of(module, answer) for derived in readers.found)))
 
     with ExitStack() as stack, torch.no_grad(), readers:
         for path, module in model.named_modules():
@@ -79,7 +79,7 @@ class _DerivedTensor:
     version: int
     convolution: nn.Conv2d | None
 
-    def is_all_of(self, module: nn.Module, answer: Any) -> bool:
+    def is_output_of(self, module: nn.Module, answer: Any) -> bool:
         if self.convolution is None or answer is not self.tensor or self.tensor._version != self.version:
             return False
         return getattr(module, "weight", None) is self.convolution.weight

@@ -34,7 +34,7 @@ Run = Callable[[nn.Module], object]
 
 
 def simulate_quantisation(model: nn.Module, precision: str, run: Run) -> nn.Module:
-    """Return a copy on the CPU that rounds; `run` runs it on the inputs from which ranges are measured."""
+    """Return a copy on the CPU that rounds layers' weights and inputs; `run` calls it on inputs to measure ranges."""
     ranges = _Ranges(form=FORMATS[precision])
     own = Simulated(copy.deepcopy(model).cpu().float().eval(), ranges)
     with torch.inference_mode():
@@ -141,7 +141,7 @@ def _fits(module: str, pattern: str) -> bool:
 def quantise_graph(
     proto: ModelProto, form: NumberFormat, ends: Mapping[str, float], layers: Collection[Layer], *, weight_bits: int = 8
 ) -> ModelProto:
-    """Return a copy of the graph in which these layers read the number format `form`.
+    """Return a copy of the graph in which these layers read Q/DQ pairs of the number format `form`.
 
     `ends` gives by node the |x| that becomes the format's largest number; `weight_bits` is for INT8 weights.
     """

@@ -174,7 +174,7 @@ class Quantiser:
     def graph(
         self, precision: str, *, scales: ScaleChoice = "auto", keep: Sequence[str] = (), weight_bits: int = 8
     ) -> ModelProto:
-        """Return the graph in `int8` or `fp8`, without quantising modules that `keep` fits.
+        """Return the graph in `int8` or `fp8`, without quantising modules whose path a pattern of `keep` fits.
 
         `weight_bits` of INT8 weights are 8 or 7. Raises BadInput where a pattern fits nothing, no layer is left, or
         check_onnx refuses the graph.

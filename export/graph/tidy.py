@@ -1,4 +1,4 @@
-"""The tidying of an exported ONNX graph: names from sites, softmax in float32, each weight once, no local notes."""
+"""The tidying of an exported ONNX graph: names from sites, softmax in float32, each weight once, no exporter notes."""
 
 import ast
 import hashlib
@@ -55,7 +55,7 @@ def node_sites(graph: GraphProto, modules: Collection[str]) -> dict[str, str]:
 
 
 def widen_softmax(graph: GraphProto, sites: dict[str, str]) -> None:
-    """Cast around softmaxes of sixteen bits, as the exporter casts only after the exponentials."""
+    """Compute 16-bit softmaxes in float32, by casts around them; the exporter casts only after the exponentials."""
     types, narrow = declared_types(graph), {each.onnx for each in HALVES}
     nodes: list[NodeProto] = []
     for node in graph.node:
@@ -74,7 +74,7 @@ def widen_softmax(graph: GraphProto, sites: dict[str, str]) -> None:
 
 
 def narrow_folded(graph: GraphProto) -> None:
-    """Give convolutions' weights the type of their inputs, as the exporter folds bfloat16 norms in float32.
+    """Cast convolutions' weights to the type of their inputs; the exporter leaves those with folded norms float32.
 
     Raises BadInput for folded weights that the type can't hold.
     """

@@ -14,7 +14,7 @@ READERS = ("MatMul", "Gemm", "Conv")
 
 
 def weight_shares(proto: ModelProto) -> dict[str, float]:
-    """Return the share of the elements of all weight matrices that each floating type holds."""
+    """Return by type the share of the elements of all weight matrices that are of that type."""
     elements, total = Counter[str](), 0
     for _, _, tensor in read_matrices(proto):
         total += math.prod(tensor.dims)

@@ -31,8 +31,8 @@ CPU_BACKENDS = tuple(THREAD_KEYS)
 class Serving:
     """Settings of a server for the models.
 
-    `preferred_batches` are at the measured knee; requests wait at most `queue_delay_us` for them. `max_batch`: None for
-    the plan's maximum, or 8. `graph_batches`: batches of CUDA graphs, measured (plans only). `policy` latest serves the
+    The batcher waits at most `queue_delay_us` to fill one of `preferred_batches`. `max_batch`: None for the plan's
+    maximum, or 8. `graph_batches`: batch sizes to capture as CUDA graphs (plans only). `policy` latest serves the
     newest version, all every version, specific the one just written. `cpu_backend` python runs ONNX Runtime in the
     Python backend; `cpu_bf16` is for openvino.
     """
@@ -66,7 +66,7 @@ class Serving:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """A served model: `files` of its version directory are paths or texts, `pending` is a plan still to be built."""
+    """A served model: `files` of its version directory are paths or texts, `pending` is its plan until it is built."""
 
     name: str
     backend: str
@@ -84,7 +84,8 @@ class ServedModel:
 def config_text(variant: ServedModel, serving: Serving, version: int, *, labelled: bool) -> str:
     """Return config.pbtxt with a warm-up request for every batch size of profiles and batcher.
 
-    Triton doesn't batch a fixed batch, nor for OpenVINO, which would compute the largest batch for every request.
+    Triton batches no requests to models with a fixed batch, nor to OpenVINO, which would compute the largest batch for
+    every request.
     """
     batched, signature = variant.max_batch > 0, variant.signature
     fields: dict[str, Plain] = {"name": variant.name, "backend": variant.backend}

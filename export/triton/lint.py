@@ -103,9 +103,9 @@ def misused_fields(message: Message, fields: dict[str, Any] = FIELDS, path: str 
             if isinstance(field.value, Message):
                 yield from misused_fields(field.value, kind, f"{where}.")
             else:
-                yield field.line, f"{where} holds fields in braces, got {field.value!r}"
+                yield field.line, f"{where}: expected fields in braces, got {field.value!r}"
         elif isinstance(kind, str) and not _KINDS[kind][1](field.value):
-            yield field.line, f"{where} is {_KINDS[kind][0]}, got {field.value!r}"
+            yield field.line, f"{where}: expected {_KINDS[kind][0]}, got {field.value!r}"
 
 
 MOST_BYTES = 2**20

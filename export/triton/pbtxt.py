@@ -136,7 +136,7 @@ def _value(tokens: Any, name: str, line: int, has_colon: bool) -> Value:
 
 
 def parse(text: str) -> Message:
-    """Parse a message in text format. Raises ParseError with the line for a text that is none.
+    """Parse a message in text format. Raises ParseError with the line for any other text.
 
     The tokenizer is protobuf's, whose own parser keeps no lines. An escape about which Python only warns is refused, as
     the server does.

@@ -53,7 +53,7 @@ class RollResult:
 
 
 def roll(repository: Path, name: str, version: int, server: TritonServer, samples: Samples | None = None) -> RollResult:
-    """Roll all loaded variants to a version.
+    """Switch the server to a version of all loaded variants, and the configs of all variants that have it.
 
     Raises BadInput for an unknown version, and for a server that doesn't answer or has no variant loaded.
     """

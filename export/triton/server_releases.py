@@ -64,7 +64,7 @@ def server_release(tag: str) -> ServerRelease:
 
 
 def server_tags() -> tuple[str, ...]:
-    """Return the months in the table, newest first."""
+    """Return the releases in the table, such as 26.07, newest first."""
     return tuple(_table().releases)
 
 
