@@ -1,4 +1,4 @@
-"""What doctor says of this machine, and the floors it shares with pyproject.toml."""
+"""`doctor`'s findings on this machine, and the lower bounds that it shares with pyproject.toml."""
 
 import itertools
 import json
@@ -24,8 +24,14 @@ def findings() -> dict[str, dict[str, str]]:
     return {row["what"]: row for row in json.loads(done.stdout)["findings"]}
 
 
+def pretend_versions(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str]) -> None:
+    """Let doctor see these versions of packages in place of the installed ones."""
+    installed = machine._version
+    monkeypatch.setattr(machine, "_version", lambda name: versions.get(name) or installed(name))
+
+
 def test_doctor_and_pyproject_have_equal_lower_bounds() -> None:
-    """Of every requirement of whoever uses the package."""
+    """The extras dev and docs have no bounds in doctor, because users don't install them."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = {name: lines for name, lines in project["optional-dependencies"].items() if name not in ("dev", "docs")}
     lines = itertools.chain(project["dependencies"], *extras.values())
@@ -43,8 +49,7 @@ def test_installed_packages_satisfy_the_lower_bounds() -> None:
 
 def test_doctor_names_a_package_below_its_lower_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     older = {"onnx": "1.21.0", "pillow": "12.2.0", "tensorrt": "10.16.1.11", "torch": "2.11.0+cu126"}
-    installed = machine._version
-    monkeypatch.setattr(machine, "_version", lambda name: older.get(name) or installed(name))
+    pretend_versions(monkeypatch, older)
     found = findings()
     assert found["onnx"]["found"] == "1.21.0, older than 1.22"
     assert "onnx/onnx#7790" in found["onnx"]["disables"]
@@ -59,8 +64,7 @@ def test_doctor_names_a_package_below_its_lower_bound(monkeypatch: pytest.Monkey
 
 def test_doctor_names_vulnerabilities_of_installed_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     older = {"torch": "2.5.1+cu124", "onnx": "1.17.0", "pillow": "12.1.9", "onnxruntime": "1.24.0", "numpy": "1.16.2"}
-    installed = machine._version
-    monkeypatch.setattr(machine, "_version", lambda name: older.get(name) or installed(name))
+    pretend_versions(monkeypatch, older)
     monkeypatch.setattr(platform, "python_version", lambda: "3.13.5")
     found = findings()
     named = {
@@ -79,7 +83,6 @@ def test_doctor_names_vulnerabilities_of_installed_packages(monkeypatch: pytest.
 
 
 def test_lower_bounds_exclude_known_vulnerabilities() -> None:
-    """TensorRT 10 is taken below its floor, and named there."""
     for hole in vulnerabilities.LIBRARIES:
         if hole.package in machine.FLOORS:
             assert not hole.affects(machine.FLOORS[hole.package]), hole
@@ -95,10 +98,9 @@ def test_lower_bounds_exclude_known_vulnerabilities() -> None:
 def test_doctor_explains_missing_vnni(monkeypatch: pytest.MonkeyPatch, vnni: bool | None) -> None:
     monkeypatch.setattr(machine, "has_vnni", lambda: vnni)
     row = findings().get("VNNI")
-    if vnni is None:
-        assert row is None
+    assert (row is None) is (vnni is None)
+    if row is None:
         return
-    assert row is not None
     assert bool(row["found"]) is vnni
     assert row["remedy"] == ("" if vnni else "export them with --weight-bits 7")
     assert ("INT8 graphs in ONNX Runtime on this CPU" in row["disables"]) is not vnni

@@ -1,6 +1,4 @@
-"""A model that merges tokens: as commands and recipes ask for it, through a release, and what records, report, card
-and inspect say of the merging.
-"""
+"""Token merging in options, recipes, releases, records, reports, model cards and inspect."""
 
 import json
 from pathlib import Path
@@ -20,10 +18,10 @@ from corp_deploy.spec.merging import Merging
 from corp_deploy.store.checkpoint import load_checkpoint
 from corp_deploy.traced.models.parts import tokens_that_enter
 from corp_deploy.views.inspection import merging_lines
-from ground.errors import BadInput
 from perf.report.render import csv_from_record, html_from_record, markdown_from_record
 from tests.command import invoked
 from tests.recipes import RELEASE
+from tests.refusals import rejects
 
 from . import tiny
 
@@ -35,7 +33,7 @@ def test_record_and_inspect_list_tokens_and_macs_per_block() -> None:
     record, said = merging_record(model), inspection_of_model(model)
     assert record is not None
     assert (record.tokens, record.protected, record.rows) == ((17, 14, 10), 1, ((0, 17, 3, 14), (1, 14, 4, 10)))
-    # 8 even and 8 odd tokens, then 7 and 6, of 48 channels, and the means of those that are merged.
+    # 48 channels: 8 even tokens are compared with 8 odd ones, then 7 with 6; means of merged tokens take 3*8 and 4*6.
     assert record.macs_of_merging == 48 * (8 * 8 + 3 * 8 + 7 * 6 + 4 * 6)
     assert (record.macs, record.macs_with_all_tokens) == (macs(model), macs(dense))
     assert said["merging"].items() >= (Merging(schedule=(3, 4)).as_json() | {"schedule": (3, 4)}).items()
@@ -46,8 +44,8 @@ def test_record_and_inspect_list_tokens_and_macs_per_block() -> None:
     assert by_name["blocks.1.attn.qk"] + by_name["blocks.1.attn.v"] == 14 * 48 * 4 * 48 + 2 * 3 * 14 * 14 * 16
     assert sum(by_name.values()) == said["macs"] < inspection_of_model(dense)["macs"]
     reach = {0: {"attn.qk": 17, "attn.v": 17, "mlp": 14}, 1: {"attn.qk": 14, "attn.v": 14, "mlp": 10}}
-    every = {f"blocks.{at}.{part}": count for at, own in reach.items() for part, count in own.items()}
-    assert tokens_that_enter(model) == every
+    expected = {f"blocks.{at}.{part}": count for at, own in reach.items() for part, count in own.items()}
+    assert tokens_that_enter(model) == expected
     first, second = record.sentences()
     assert "most alike by what merging them changes in the residual stream: 17 tokens become 10, 1 of them" in first
     assert f"{macs(model) / macs(dense):.1%} of the multiply-adds" in second
@@ -139,17 +137,13 @@ def test_merging_alone_repairs_only_in_a_closed_loop(
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"mlp": 0.5, "merge_metric": "keys"}, "--merge-metric keys is not honoured by a model that keeps its tokens"),
         ({"merge_tokens": "3", "merge_how": "drop", "merge_metric": "keys"}, "is not honoured by dropped tokens"),
         ({"merge_tokens": "3", "merge_how": "drop", "merge_outputs": "unmerged"}, "no value to restore"),
-        (
-            {"merge_tokens": "3", "preset": "fold", "mlp": 0.5},
-            "merges channels or heads by tokens that all count alike",
-        ),
+        ({"merge_tokens": "3", "preset": "fold", "mlp": 0.5}, "merges channels or heads by tokens that all count"),
     ],
 )
-def test_options_without_effect_are_refused(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(BadInput, match=said):
-        ReduceOptions.from_options(options).refuse_ignored(options)
+def test_options_without_effect_are_refused(options: dict[str, Any], message: str) -> None:
+    rejects(message, ReduceOptions.from_options, options)

@@ -1,4 +1,4 @@
-"""Backbones that give named outputs: tokens, stages and their maps, dense and reduced, whatever their library."""
+"""Backbones with named outputs: tokens, stages and feature maps of dense, reduced and exported models."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -38,18 +38,15 @@ from corp_deploy.store.dense_model import load_dense
 from corp_deploy.store.input_sets import images_for_model, model_digest
 from corp_deploy.store.onnx_file import export_checkpoint
 from corp_deploy.traced.models.steps import StreamState
-from ground.errors import BadInput
 from tests import hf_towers, small_convnets, timm_models, tiny
 from tests.refusals import rejects
 from tests.small_models import pixels, small
 from tests.traced_examples import DENSENET, PVT, checkpoint_of, images
 
-EVERY = (
+ALL_NAMES = (
     "pooled,class,registers,patches,tokens,block0,block1_norm,block0_class,block1_registers_norm,block1_tokens,"
     "map,block1_map_norm"
 )
-
-
 NAMES = ("stage0_map", "feature1", "map", "logits")
 SMALL: dict[str, Any] = {
     "img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 2, "num_classes": 7
@@ -59,7 +56,7 @@ MAMBA = Architecture(
 )
 
 
-def given_of(model: nn.Module, images: Tensor | None = None) -> dict[str, Tensor]:
+def outputs_by_name(model: nn.Module, images: Tensor | None = None) -> dict[str, Tensor]:
     with torch.inference_mode():
         answer = model(torch.from_numpy(tiny.images(3)) if images is None else images)
     tensors = answer if isinstance(answer, tuple) else (answer,)
@@ -69,7 +66,7 @@ def given_of(model: nn.Module, images: Tensor | None = None) -> dict[str, Tensor
 def test_each_named_output_equals_timms() -> None:
     dense = VIT().model
     assert isinstance(dense, VisionTransformer)
-    model = named_by(dense, EVERY)
+    model = with_names(dense, ALL_NAMES)
     images = torch.from_numpy(tiny.images(3))
     with torch.inference_mode():
         tokens = dense.forward_features(images)
@@ -87,15 +84,15 @@ def test_each_named_output_equals_timms() -> None:
             "map": tokens[:, 3:].reshape(3, 4, 4, 48).permute(0, 3, 1, 2),
             "block1_map_norm": normed[0][0].reshape(3, 4, 4, 48).permute(0, 3, 1, 2),
         }  # fmt: skip
-    got = given_of(model)
-    assert list(got) == EVERY.split(",")
+    got = outputs_by_name(model)
+    assert list(got) == ALL_NAMES.split(",")
     for name, tensor in got.items():
         assert torch.allclose(tensor, expected[name], rtol=1e-5, atol=1e-5), name
 
 
 def test_naming_outputs_keeps_site_names_weights_and_macs() -> None:
     dense = VIT().model
-    model = named_by(dense, "class,patches,block0")
+    model = with_names(dense, "class,patches,block0")
     assert named_outputs_of(dense) is None
     assert named_outputs_of(model) == NamedOutputs(("class", "patches", "block0"))
     assert [site.name for site in traced_model.sites_of(model).every] == [
@@ -104,17 +101,17 @@ def test_naming_outputs_keeps_site_names_weights_and_macs() -> None:
     assert model_digest(model) == model_digest(dense)
     assert macs(model) == macs(dense)
     assert with_outputs(dense, None) is dense
-    assert {site.name.split(".")[1] for site in traced_model.sites_of(named_by(dense, "block1")).every} == {"0", "1"}
+    assert {site.name.split(".")[1] for site in traced_model.sites_of(with_names(dense, "block1")).every} == {"0", "1"}
 
 
-def of_timm(name: str, **kwargs: Any) -> nn.Module:
-    """With weights that are large enough to matter."""
+def traced_timm(name: str, **kwargs: Any) -> nn.Module:
+    """Build a timm model whose weights are large enough to matter, with its program."""
     made = timm.create_model(name, **kwargs).eval()
     tiny.enliven(made, 0)
     return trace_model(made, Architecture(name=name, kwargs=kwargs))
 
 
-def named_by(dense: nn.Module, names: str) -> nn.Module:
+def with_names(dense: nn.Module, names: str) -> nn.Module:
     return with_outputs(dense, outputs_from_text(names))
 
 
@@ -123,11 +120,7 @@ RESNET, REGNET = (partial(small_convnets.checkpoint, name) for name in ("resnet1
 REFUSED: list[tuple[Callable[[], Checkpoint], str, str]] = [
     (VIT, "logits", "the model has no classifier; its head gives pooled"),
     (VIT, "class,class", "class twice"),
-    (
-        VIT,
-        "nose",
-        "got 'nose', expected logits, pooled, class, registers, patches, tokens, map, or a layer such as",
-    ),
+    (VIT, "nose", "got 'nose', expected logits, pooled, class, registers, patches, tokens, map, or a layer such as"),
     (VIT, "class,block3", "block3: the model has no such layer; it has block0, block1, block2"),
     (VIT, "", "got ''"),
     (tiny.checkpoint, "pooled", "pooled is the output of one built with num_classes 0"),
@@ -151,57 +144,47 @@ REFUSED: list[tuple[Callable[[], Checkpoint], str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("made", "names", "said"), REFUSED)
-def test_outputs_a_model_lacks_are_refused(made: Callable[[], Checkpoint], names: str, said: str) -> None:
-    rejects(said, lambda: named_by(made().model, names))
+@pytest.mark.parametrize(("build", "names", "message"), REFUSED)
+def test_outputs_a_model_lacks_are_refused(build: Callable[[], Checkpoint], names: str, message: str) -> None:
+    rejects(message, with_names, build().model, names)
 
 
 def test_outputs_a_program_lacks_are_refused() -> None:
-    """A class token that comes later, and a module's own outputs."""
-    cait, said = (
-        of_timm("cait_xxs24_224", **SMALL),
-        "block0_class: the model has no class token there; its tokens are patch",
-    )
-    rejects(said, named_by, cait, "class,block0_class")
+    """CaiT appends its class token behind block 0, and a user's module declares its own outputs."""
+    cait = traced_timm("cait_xxs24_224", **SMALL)
+    message = "block0_class: the model has no class token there; its tokens are patch"
+    rejects(message, with_names, cait, "class,block0_class")
     own = nn.Sequential(nn.Conv2d(3, 8, 8, 8), nn.Flatten(2))
     model = trace_model(own, Architecture(name="own", family="module"))
-    rejects("a module of your own declares them", named_by, model, "map")
+    rejects("a module of your own declares them", with_names, model, "map")
 
 
 def test_saved_model_keeps_its_outputs(tmp_path: Path) -> None:
     dense = VIT()
-    model = named_by(dense.model, "class,patches,block1")
+    model = with_names(dense.model, "class,patches,block1")
     save(replace(dense, model=model), tmp_path / "model")
     loaded = load_checkpoint(tmp_path / "model")
     assert named_outputs_of(loaded.model) == named_outputs_of(model)
-    assert given_of(loaded.model).keys() == given_of(model).keys()
-    for name, tensor in given_of(model).items():
-        assert torch.equal(given_of(load(tmp_path / "model"))[name], tensor)
+    assert outputs_by_name(loaded.model).keys() == outputs_by_name(model).keys()
+    for name, tensor in outputs_by_name(model).items():
+        assert torch.equal(outputs_by_name(load(tmp_path / "model"))[name], tensor)
     config = tmp_path / "model" / "config.json"
     config.write_text(config.read_text().replace('"block1"', '"block7"'))
-    with pytest.raises(
-        BadInput, match=r"block7: the model has no such layer; it has block0, block1, block2, .*; write the model again"
-    ):
-        load_checkpoint(tmp_path / "model")
+    message = r"block7: the model has no such layer; it has block0, block1, block2, .*; write the model again"
+    rejects(message, load_checkpoint, tmp_path / "model")
 
 
 def test_merged_tokens_are_unmerged_and_dropped_ones_refused() -> None:
-    dense = VIT().model
-    outputs = outputs_from_text("class,patches,block0")
-    merging = Merging(schedule=(3, 2, 0))
-    merged = traced_model.with_merging(with_outputs(dense, outputs), merging)
-    got = given_of(merged)
+    model = with_names(VIT().model, "class,patches,block0")
+    got = outputs_by_name(traced_model.with_merging(model, Merging(schedule=(3, 2, 0))))
     for name, left in (("block0", 13), ("patches", 11)):
         assert got[name].shape == (3, 16, 48)
         assert [len(rows.unique(dim=0)) for rows in got[name]] == [left] * 3
-    dropping = Merging(schedule=(3, 2, 0), how="drop")
-    with pytest.raises(
-        BadInput, match="class, patches, block0 have a vector for each patch, and those that were dropped"
-    ):
-        traced_model.with_merging(with_outputs(dense, outputs), dropping)
+    message = "class, patches, block0 have a vector for each patch, and those that were dropped"
+    rejects(message, traced_model.with_merging, model, Merging(schedule=(3, 2, 0), how="drop"))
 
 
-READ = {
+TOKENS_READ = {
     "class": [0],
     "patches": [*range(3, 19)],
     "class,block0": [0],
@@ -210,12 +193,12 @@ READ = {
 }
 
 
-@pytest.mark.parametrize("names", READ)
+@pytest.mark.parametrize("names", TOKENS_READ)
 def test_fit_counts_the_tokens_outputs_contain(names: str) -> None:
-    model = named_by(VIT().model, names)
+    model = with_names(VIT().model, names)
     for read in (tokens_to_fit(model), tokens_to_fit(model, "pooled")):
         assert read is not None
-        assert read.tolist() == READ[names]
+        assert read.tolist() == TOKENS_READ[names]
 
 
 def mean_change(reduced: nn.Module, dense: nn.Module, images: Tensor) -> float:
@@ -227,7 +210,7 @@ def mean_change(reduced: nn.Module, dense: nn.Module, images: Tensor) -> float:
 
 def test_probe_weights_all_outputs_equally(tmp_path: Path) -> None:
     dense = VIT()
-    model = named_by(dense.model, "class,patches,block0")
+    model = with_names(dense.model, "class,patches,block0")
     inputs = tiny.opened(tmp_path / "images.npy", tiny.images(96), model)
     moments = calibrate(replace(dense, model=model), inputs, batch_size=32)
     method = method_from_preset("best", mlp_sparsity=0.5, attention_sparsity=0.0, align_hidden=8)
@@ -242,7 +225,7 @@ def test_probe_weights_all_outputs_equally(tmp_path: Path) -> None:
         change = mean_change(reduced, model, few)
         assert exact[trial] == pytest.approx(change, rel=1e-4)
         assert probe.effect(dict([trial])) == pytest.approx(change, rel=1e-4)
-        # Three random directions estimate it to a factor, the class token's share among them.
+        # Three random directions estimate the change, the class token's share included, to a factor of 4.
         assert change / 4 < first_order[trial] < change * 4
     assert exact[trials[0]] > 0
 
@@ -259,7 +242,7 @@ def test_loops_and_polish_lower_the_errors_of_all_outputs(
     names: str, loop: Loop | None, asked: PolishOptions, tmp_path: Path
 ) -> None:
     dense = VIT()
-    model, shown = named_by(dense.model, names), torch.from_numpy(tiny.images(64))
+    model, shown = with_names(dense.model, names), torch.from_numpy(tiny.images(64))
     inputs = tiny.opened(tmp_path / "images.npy", shown.numpy(), model)
     method = method_from_preset("best", mlp_sparsity=0.75, align_hidden=8)
     reduced = reduce(model, calibrate(replace(dense, model=model), inputs, batch_size=32), method).model
@@ -280,7 +263,7 @@ def test_transformers_vision_tower_gives_its_tokens(tmp_path: Path) -> None:
     images = torch.from_numpy(tiny.images(3))
     with torch.inference_mode():
         tokens = theirs(images).last_hidden_state
-    got = given_of(taken.model, images)
+    got = outputs_by_name(taken.model, images)
     torch.testing.assert_close(got["class"], tokens[:, 0], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(got["patches"], tokens[:, 1:], rtol=1e-4, atol=1e-4)
 
@@ -288,7 +271,7 @@ def test_transformers_vision_tower_gives_its_tokens(tmp_path: Path) -> None:
 @pytest.mark.slow("graph")
 def test_graph_with_merged_tokens_has_a_vector_per_patch(tmp_path: Path) -> None:
     dense = tiny.checkpoint(num_classes=0)
-    model = named_by(dense.model, "class,patches,block0")
+    model = with_names(dense.model, "class,patches,block0")
     merged = traced_model.with_merging(model, Merging(schedule=(3, 0)))
     path = tmp_path / "model.onnx"
     export_checkpoint(replace(dense, model=merged), path, precision="fp32")
@@ -297,18 +280,13 @@ def test_graph_with_merged_tokens_has_a_vector_per_patch(tmp_path: Path) -> None
     for count in (1, 4):
         images = tiny.images(count, seed=count)
         got = session.run(None, {"images": images})
-        expected = given_of(merged, torch.from_numpy(images))
+        expected = outputs_by_name(merged, torch.from_numpy(images))
         for (name, ours), theirs in zip(expected.items(), got, strict=True):
             assert theirs.shape == tuple(ours.shape)
             assert np.linalg.norm(theirs - ours.numpy()) < 1e-4 * float(ours.norm()), name
 
 
-# Models of timm's that no family reads give maps and their head's output by name, dense and reduced.
-
-
-def named(architecture: Architecture, *names: str) -> Checkpoint:
-    dense = checkpoint_of(architecture)
-    return replace(dense, model=with_outputs(dense.model, NamedOutputs(names)))
+# Feature maps and head outputs by name, of timm models that have no file in families/.
 
 
 def stages(word: str, places: Iterable[int]) -> dict[str, int | None]:
@@ -326,18 +304,17 @@ MAPS: list[tuple[Callable[[], Checkpoint], dict[str, int | None]]] = [
 ]
 
 
-@pytest.mark.parametrize(("made", "places"), MAPS)
-def test_feature_maps_equal_timms(made: Callable[[], Checkpoint], places: dict[str, int | None]) -> None:
-    """By the numbers of timm's features, None for what the head reads, and its logits; maps have channels first,
-    wherever the model has them.
-    """
-    dense: Any = made().model
+@pytest.mark.parametrize(("build", "places"), MAPS)
+def test_feature_maps_equal_timms(build: Callable[[], Checkpoint], places: dict[str, int | None]) -> None:
+    """`places` has an index into timm's features, or None for the logits and the features that the head reads."""
+    dense: Any = build().model
     assert_maps(dense, pixels(dense, 2), places)
-    assert named_outputs_of(named_by(dense, ",".join(places))) == NamedOutputs(tuple(places))
+    assert named_outputs_of(with_names(dense, ",".join(places))) == NamedOutputs(tuple(places))
 
 
 def assert_maps(dense: Any, images: Tensor, places: dict[str, int | None]) -> None:
-    given = given_of(named_by(dense, ",".join(places)), images)
+    """Compare named outputs with timm's features, as channels-first maps or as tokens by the output's name."""
+    given = outputs_by_name(with_names(dense, ",".join(places)), images)
     with torch.inference_mode():
         last, maps = dense.forward_intermediates(images)
         logits = dense(images)
@@ -359,7 +336,8 @@ def assert_maps(dense: Any, images: Tensor, places: dict[str, int | None]) -> No
 def test_reduced_model_keeps_its_feature_maps(
     architecture: Architecture, names: tuple[str, ...], tmp_path: Path
 ) -> None:
-    dense = named(architecture, *names)
+    dense = checkpoint_of(architecture)
+    dense = replace(dense, model=with_outputs(dense.model, NamedOutputs(names)))
     np.save(tmp_path / "calibration.npy", images(48, seed=1))
     moments = calibrate(dense, images_for_model(dense.model, tmp_path / "calibration.npy"), batch_size=16)
     aligned = {"align_hidden": 4, "align_head": 4, "align_conv": 4}
@@ -389,11 +367,11 @@ def test_reduced_model_keeps_its_feature_maps(
     ],
 )
 def test_every_vit_kind_gives_its_tokens(name: str, kept: dict[str, list[int]]) -> None:
-    model: Any = of_timm(name, **SMALL)
+    model: Any = traced_timm(name, **SMALL)
     pixels = torch.from_numpy(images(2, seed=1))
     with torch.no_grad():
         tokens = model.forward_features(pixels)
-    for each, got in given_of(named_by(model, ",".join(kept)), pixels).items():
+    for each, got in outputs_by_name(with_names(model, ",".join(kept)), pixels).items():
         wanted = tokens[:, kept[each]]
         torch.testing.assert_close(got, wanted[:, 0] if each == "class" else wanted, msg=each)
 
@@ -406,13 +384,10 @@ def test_every_vit_kind_gives_its_tokens(name: str, kept: dict[str, list[int]]) 
     ],
 )
 def test_walking_by_steps_reaches_every_output(name: str, names: str) -> None:
-    """Behind each cut of the stream, as of a model of one output."""
-    kwargs = SMALL | {"num_classes": 0}
-    if "swin" in name:
-        kwargs = {"img_size": 32, "embed_dim": 16, "depths": (1, 2), "num_heads": (2, 2), "window_size": 4}
-        kwargs["num_classes"] = 0
-    dense = of_timm(name, **kwargs)
-    model, pixels = named_by(dense, names), torch.from_numpy(images(3, seed=1))
+    """A model with named outputs has the same steps as one without."""
+    swin = {"img_size": 32, "embed_dim": 16, "depths": (1, 2), "num_heads": (2, 2), "window_size": 4}
+    dense = traced_timm(name, **(swin if "swin" in name else SMALL) | {"num_classes": 0})
+    model, pixels = with_names(dense, names), torch.from_numpy(images(3, seed=1))
     with torch.no_grad():
         walk = StreamState.of(traced_model.first_stream(model, pixels), None)
         for step in steps_to_outputs(model):
@@ -422,27 +397,27 @@ def test_walking_by_steps_reaches_every_output(name: str, names: str) -> None:
     assert [step.name for step in traced_model.steps(model)] == [step.name for step in traced_model.steps(dense)]
 
 
-# Stages' maps [B,C,H,W] as named outputs: their values, and a ConvNeXt's through closed loop, graphs, proof and
+# Maps [B,C,H,W] of stages
 
 
 def test_swin_maps_equal_timms() -> None:
     kwargs = {"img_size": (64, 96), "window_size": 4, "embed_dim": 24, "depths": (2, 2), "num_heads": (2, 4)}
-    dense = of_timm("swin_tiny_patch4_window7_224", **kwargs, num_classes=0)
+    dense = traced_timm("swin_tiny_patch4_window7_224", **kwargs, num_classes=0)
     images = torch.randn(2, 3, 64, 96, generator=torch.Generator().manual_seed(0))
     assert_maps(dense, images, {"stage0_map": 0, "layer1_map": 1, "map": None})
-    assert given_of(named_by(dense, "stage0_map"), images)["stage0_map"].shape == (2, 24, 16, 24), (
+    assert outputs_by_name(with_names(dense, "stage0_map"), images)["stage0_map"].shape == (2, 24, 16, 24), (
         "rows are not columns"
     )
 
 
 def test_stages_are_named_as_in_timm() -> None:
-    """timm's features of an EfficientNet are the last blocks of stages, blocks.0.0 and so on."""
+    """block1 is the stage blocks.1 of an EfficientNet, though timm's features lie behind its blocks, blocks.1.0 ..."""
     dense: Any = small_convnets.checkpoint("small_efficientnet").model
-    images, heard = small_convnets.pixels(2), list[torch.Tensor]()
+    images, heard = small_convnets.pixels(2), list[Tensor]()
     dense.get_submodule("blocks.1").register_forward_hook(lambda _, __, out: heard.append(out))
     with torch.inference_mode():
         dense(images)
-        got, _ = named_by(dense, "block1_map,map")(images)
+        got, _ = with_names(dense, "block1_map,map")(images)
     torch.testing.assert_close(got, heard[0], rtol=1e-5, atol=1e-5)
 
 
@@ -450,7 +425,7 @@ def test_patches_form_a_map_only_for_images() -> None:
     dense = tiny.checkpoint(num_classes=0, img_size=(32, 48)).model
     images = torch.randn(2, 3, 32, 48, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
-        patches, found = named_by(dense, "patches,map")(images)
+        patches, found = with_names(dense, "patches,map")(images)
     assert found.shape == (2, 48, 4, 6)
     for row in range(4):
         for column in range(6):
@@ -462,17 +437,15 @@ def test_hierarchical_stages_equal_timms_maps(form: str) -> None:
     dense = timm_models.checkpoint(form, num_classes=0).model
     theirs = timm_models.library(form, num_classes=0)
     images = timm_models.pixels(dense, 2)
-    heard: list[torch.Tensor] = []
-    count = len(list(theirs.get_submodule("stages").children()))
-    for index in range(count):
-        theirs.get_submodule(f"stages.{index}").register_forward_hook(lambda _, __, out: heard.append(out))
-    names = [f"stage{index}_map" for index in range(count)]
+    heard: list[Tensor] = []
+    stages = list(theirs.get_submodule("stages").children())
+    for stage in stages:
+        stage.register_forward_hook(lambda _, __, out: heard.append(out))
+    names = [f"stage{index}_map" for index in range(len(stages))]
     with torch.inference_mode():
         theirs(images)
-        got = named_by(dense, (",".join([*names, "map"])))(images)
+        got = with_names(dense, ",".join([*names, "map"]))(images)
     for name, ours, expected in zip(names, got, heard, strict=False):
-        channels_last = ours.shape != expected.shape
-        torch.testing.assert_close(
-            ours, expected.movedim(-1, 1) if channels_last else expected, rtol=1e-4, atol=1e-4, msg=name
-        )
-    assert len(got) == count + 1
+        channels_first = expected if ours.shape == expected.shape else expected.movedim(-1, 1)
+        torch.testing.assert_close(ours, channels_first, rtol=1e-4, atol=1e-4, msg=name)
+    assert len(got) == len(stages) + 1

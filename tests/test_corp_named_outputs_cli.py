@@ -1,4 +1,4 @@
-"""Backbones with named outputs through the commands: reduced, exported, proven output by output, packaged, released."""
+"""Named outputs in the commands: reduce, export, verify output by output, heads, sweep and release."""
 
 import csv
 import json
@@ -25,23 +25,24 @@ OUTPUTS = ("class", "patches", "block0")
 
 
 @cache
-def done(home: Path) -> Path:
-    """Everything up to the graphs, once."""
+def reduced_and_exported(home: Path) -> Path:
+    """Calibrate, reduce and export a model with three named outputs in a folder, and return the folder."""
     tiny.written(home, 64, num_classes=0, reg_tokens=2)
     np.save(home / "held-out.npy", tiny.images(16, seed=5))
     images = ("--images", home / "images.npy")
     invoked("calibrate", "--model", home / "dense", *images, "-o", home / "m.safetensors")
     model = ("--model", home / "dense", "--outputs", ",".join(OUTPUTS), "--moments", home / "m.safetensors", *images)
     result = invoked("reduce", *model, "--mlp", 0.5, "--align", "mlp=8,head=8", "--closed-loop", "-o", home / "reduced")
-    behind = "blocks.1.attn.proj, blocks.1.mlp.fc1, blocks.1.mlp.fc2"  # registers of the last block are in no output
-    assert f"only places that outputs read count in the fits of {behind}" in " ".join(result.output.split())
+    # No output contains the registers of the last block.
+    layers = "blocks.1.attn.proj, blocks.1.mlp.fc1, blocks.1.mlp.fc2"
+    assert f"only places that outputs read count in the fits of {layers}" in " ".join(result.output.split())
     invoked("export", "--model", home / "reduced", "-o", home / "reduced" / "model.onnx", "--precision", "fp32,fp16")
     return home
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return done(tmp_path_factory.mktemp("named"))
+    return reduced_and_exported(tmp_path_factory.mktemp("named"))
 
 
 @pytest.mark.slow("graph")
@@ -121,7 +122,7 @@ def test_engine_has_the_outputs_and_fused_attention(home: Path) -> None:
     assert audit.reduced.fused_attention == 2
 
 
-# Limits and sweeps of models with several outputs: what is said is of the worst one, and each is listed.
+# Limits and sweeps of models with several outputs report the worst output and list each.
 
 NAMES = ("class", "block0")
 
@@ -135,12 +136,12 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return bare
 
 
-def dense(bare: Path) -> tuple[Any, ...]:
+def dense_and_moments(bare: Path) -> tuple[Any, ...]:
     return ("--model", bare / "dense", "--outputs", ",".join(NAMES), "--moments", bare / "m.safetensors")
 
 
-def errors(bare: Path, directory: Path) -> dict[str, float]:
-    """Of each output on the held-out images, by hand."""
+def relative_errors(bare: Path, directory: Path) -> dict[str, float]:
+    """Compute each output's relative error on the held-out images."""
     images = torch.from_numpy(np.load(bare / "held-out.npy"))
     exact = with_outputs(load(bare / "dense"), outputs_from_text(",".join(NAMES)))
     reduced: nn.Module = load(directory)
@@ -153,9 +154,11 @@ def errors(bare: Path, directory: Path) -> dict[str, float]:
 @pytest.mark.slow("models")
 def test_within_limit_holds_at_the_worst_output(bare: Path) -> None:
     asked = ("--within", "error 0.3", "--judge", bare / "held-out.npy", "--align", "mlp=8,head=8")
-    result = invoked("reduce", *dense(bare), "--images", bare / "images.npy", *asked, "--json", "-o", bare / "within")
+    result = invoked(
+        "reduce", *dense_and_moments(bare), "--images", bare / "images.npy", *asked, "--json", "-o", bare / "within"
+    )
     within = json.loads(result.stdout)["within"]
-    by_hand = errors(bare, bare / "within")
+    by_hand = relative_errors(bare, bare / "within")
     answer = min((trial for trial in within["trials"] if trial["holds"]), key=lambda trial: trial["share"])
     worst = max(by_hand, key=by_hand.__getitem__)
     assert by_hand[worst] <= 0.3
@@ -167,13 +170,15 @@ def test_within_limit_holds_at_the_worst_output(bare: Path) -> None:
     assert failing
     assert all(judged["value"] == max(one["value"] for one in judged["outputs"].values()) > 0.3 for judged in failing)
     other = next(name for name in NAMES if name != worst)
-    out = invoked("reduce", *dense(bare), "--images", bare / "images.npy", *asked, "-o", bare / "within").output
+    out = invoked(
+        "reduce", *dense_and_moments(bare), "--images", bare / "images.npy", *asked, "-o", bare / "within"
+    ).output
     assert f"at {worst}, the worst output ({other} {by_hand[other]:.3g})" in " ".join(out.split())
 
 
 def test_accuracy_of_tokens_is_refused(bare: Path) -> None:
     asked = ("--within", "accuracy -1", "--judge", bare / "held-out.npy", "-o", bare / "no")
-    words = ("reduce", *dense(bare), "--images", bare / "images.npy", *asked)
+    words = ("reduce", *dense_and_moments(bare), "--images", bare / "images.npy", *asked)
     refuses("class is embedding, block0 is feature map, and only logits have labels", *words)
 
 
@@ -181,12 +186,12 @@ def test_accuracy_of_tokens_is_refused(bare: Path) -> None:
 def test_sweep_reports_the_worst_output_and_lists_each(bare: Path) -> None:
     more = ("--images", bare / "held-out.npy", "--align", "mlp=8,head=8", "--min-agreement", 0.01)
     swept = ("--sparsity", "0.1,0.5", "--preset", "best", *more, "-o", bare / "sweep")
-    result = invoked("sweep", *dense(bare), *swept)
+    result = invoked("sweep", *dense_and_moments(bare), *swept)
     trials = json.loads((bare / "sweep" / "sweep.json").read_text())["trials"]
     for trial, sparsity in zip(trials, (0.1, 0.5), strict=True):
         half = ("--mlp", sparsity, "--attn", sparsity, "--align", "mlp=8,head=8", "-o", bare / "half")
-        invoked("reduce", *dense(bare), *half)
-        by_hand = errors(bare, bare / "half")
+        invoked("reduce", *dense_and_moments(bare), *half)
+        by_hand = relative_errors(bare, bare / "half")
         assert {each["name"]: each["relative_error"] for each in trial["outputs"]} == pytest.approx(by_hand, rel=1e-3)
         assert trial["relative_error"] == max(each["relative_error"] for each in trial["outputs"])
         assert trial["agreement"] == min(each["agreement"] for each in trial["outputs"])
@@ -199,13 +204,13 @@ def test_sweep_reports_the_worst_output_and_lists_each(bare: Path) -> None:
     assert [float(row["relative_error block0"]) for row in rows] == [t["outputs"][1]["relative_error"] for t in trials]
 
 
-# Dense heads apart in the parity chain: their maps behind every step, with limits of their own, in a release too.
+# Dense heads given as files of their own: verify compares their maps behind every step, with limits for maps.
 
 PATCHES = Port(name="patches", shape=(16, 48))
 
 
 class Saliency(nn.Module):
-    """[B,16,48] -> [B,8,8] in [0,1]."""
+    """A head [B,16,48] -> [B,8,8] with values in [0,1]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -227,13 +232,13 @@ class Mean(nn.Module):
 
 
 def linear(width: int, *more: nn.Module) -> nn.Module:
-    """A head of 48 channels."""
+    """Build a head that reads 48 channels."""
     torch.manual_seed(width)
     return nn.Sequential(nn.Linear(48, width), *more)
 
 
 def segmentation() -> nn.Module:
-    """[B,16,48] -> [B,5,4,4]."""
+    """Build a head [B,16,48] -> [B,5,4,4]."""
     return linear(5, Transpose(), nn.Unflatten(2, (4, 4)))
 
 
@@ -246,7 +251,7 @@ def write_head(
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    base = done(tmp_path_factory.mktemp("heads"))
+    base = reduced_and_exported(tmp_path_factory.mktemp("heads"))
     write_head(Saliency(), base / "saliency.onnx")
     write_head(segmentation(), base / "classes.onnx", batch=4)
     return base

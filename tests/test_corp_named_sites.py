@@ -1,6 +1,4 @@
-"""Any module whose sites are named: of those in its program they alone are offered, what isn't there is refused, and
-code runs only where it is trusted.
-"""
+"""Users' own modules: declared sites, their checks against the program, and trust in the code that builds a module."""
 
 import json
 from pathlib import Path
@@ -33,7 +31,6 @@ from corp_deploy.traced.models.narrowed_model import at_widths
 from corp_deploy.traced.models.pairs import TracedPairs
 from corp_deploy.traced.models.values import TracedValues
 from examples.own_module.net import Net
-from ground.errors import BadInput
 from tests import tiny
 from tests.command import invoked, refuses
 from tests.recipes import recipe
@@ -69,33 +66,35 @@ def test_naming_sites_changes_neither_outputs_nor_the_module() -> None:
     assert torch.equal(outputs(model), before)
     assert type(model).__name__ == "Net"
     assert not any(module._forward_hooks for module in (*model.modules(), *ours.modules()))
-    assert [site.name for site in sites_of(ours).every] == EVERY
+    assert [site.name for site in sites_of(ours).every] == ALL_SITES
     assert traced_model.classes(ours) == 5
 
 
-EVERY = [f"layers.{i}.{part}" for i in range(2) for part in ("mix.qk", "mix.v", "ffn")]
+ALL_SITES = [f"layers.{i}.{part}" for i in range(2) for part in ("mix.qk", "mix.v", "ffn")]
 
 
 def test_only_named_sites_are_offered_and_reduced(tmp_path: Path) -> None:
-    """As they are where nothing is named; what else there is stays as it is."""
+    """A declaration of all sites equals no declaration; layers outside declared sites keep their shapes."""
     every, one = named(net()), named(net(), mlps={"layers.1.ffn": ("0", "2")}, attentions={})
     unnamed = Net()
     unnamed.load_state_dict(net().state_dict())
     unnamed.input_size = (3, 32, 32)  # type: ignore[assignment]
     free = traced_module(unnamed, facts_of_module(unnamed, Preprocessing()))
-    assert [site.name for site in sites_of(free).every] == EVERY
+    assert [site.name for site in sites_of(free).every] == ALL_SITES
     assert [site.name for site in sites_of(one).every] == ["layers.1.ffn"]
     assert [row["site"] for row in traced_rows(one, macs(one))[0]] == ["layers.1.ffn"]
-    made = [halved(model, tmp_path, attention_sparsity=0.5, align_head=8).model for model in (free, every, one)]
-    assert {name: list(each.shape) for name, each in made[0].state_dict().items()} == {
-        name: list(each.shape) for name, each in made[1].state_dict().items()
+    reduced = [halved(model, tmp_path, attention_sparsity=0.5, align_head=8).model for model in (free, every, one)]
+    assert {name: list(each.shape) for name, each in reduced[0].state_dict().items()} == {
+        name: list(each.shape) for name, each in reduced[1].state_dict().items()
     }
-    assert torch.equal(outputs(made[0]), outputs(made[1]))
-    narrower = [name for name, each in one.state_dict().items() if made[2].state_dict()[name].shape != each.shape]
+    assert torch.equal(outputs(reduced[0]), outputs(reduced[1]))
+    narrower = [name for name, each in one.state_dict().items() if reduced[2].state_dict()[name].shape != each.shape]
     assert narrower == ["layers.1.ffn.0.weight", "layers.1.ffn.0.bias", "layers.1.ffn.2.weight"]
-    assert [site.name for site in sites_of(made[2]).every] == ["layers.1.ffn"], "a reduced one offers them alone, too"
+    assert [site.name for site in sites_of(reduced[2]).every] == ["layers.1.ffn"], (
+        "a reduced one offers them alone, too"
+    )
     again = named(one, mlps={}, **mix())
-    assert [site.name for site in sites_of(again).every] == EVERY[:2]
+    assert [site.name for site in sites_of(again).every] == ALL_SITES[:2]
 
 
 class Mixed(nn.Module):
@@ -109,7 +108,7 @@ class Mixed(nn.Module):
 
 
 class Turning(nn.Module):
-    """Looks at values."""
+    """An MLP with a branch on the value of a pixel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +131,7 @@ class Several(nn.Module):
 
 
 class Twice(nn.Module):
-    """One MLP, one behind the other, and a layer that is never called."""
+    """An MLP that is called twice, and a layer that is never called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,7 +194,7 @@ def test_false_declarations_are_refused(case: str) -> None:
 
 
 def halved(model: nn.Module, folder: Path, **changes: Any) -> Reduction:
-    """At half its MLPs' widths, calibrated on 64 images."""
+    """Halve the widths of a model's MLPs, calibrated on 64 images."""
     moments = calibrate(checkpoint(model), tiny.opened(folder / "images.npy", tiny.images(64), model), batch_size=32)
     return reduce(model, moments, method_from_preset("best", mlp_sparsity=0.5, align_hidden=8, **changes))
 
@@ -206,7 +205,7 @@ def checkpoint(model: nn.Module) -> Checkpoint:
 
 
 class Fused(nn.Module):
-    """A gated MLP whose first layers are one."""
+    """A gated MLP with one layer for gates and values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -225,7 +224,7 @@ class Fused(nn.Module):
 def test_sites_of_the_program_are_found_and_exact(
     module: nn.Module, mlps: dict[str, tuple[str, ...]], words: str, tmp_path: Path
 ) -> None:
-    """Groups that are read by nobody are removed without a trace."""
+    """Channels with zero weights behind them are removed without a change of the outputs."""
     model = corp_deploy.sites(module.double().eval(), inputs=(3, 32, 32), mlps=mlps, output="embedding")
     assert [each.dtype for each in model.parameters()][:1] == [torch.float32]
     assert traced_model.classes(model) == 0
@@ -276,7 +275,7 @@ def test_declared_scale_is_checked_against_the_program(form: str, scale: float |
 
 
 def test_queries_and_keys_find_their_values_in_any_layout(tmp_path: Path) -> None:
-    """No module is the attention's own: they are narrowed apart, as wide as each other, and go with their values."""
+    """The attention's layers are the whole network's; removing all values removes queries and keys, too."""
     torch.manual_seed(0)
     net, inputs = nn.Sequential(Attention("plain")).eval(), torch.randn(40, 3, 32, 32)
     calibration = corp_deploy.calibrate(net, inputs, tmp_path / "m.safetensors")
@@ -414,8 +413,8 @@ def test_grey_module_uses_only_its_declared_mean(tmp_path: Path) -> None:
         timms = load_dense(f"module:{tmp_path / 'grey.py'}:timms", weights=None, kwargs={}).model
     plain: Any = timm.create_model("test_vit")
     assert image_spec(timms).as_json()["crop_pct"] == plain.pretrained_cfg["crop_pct"]
-    with pytest.raises(BadInput, match="mean has 3 numbers, expected 1"):
-        corp_deploy.sites(nn.Linear(8, 8), inputs=(1, 8, 8), mlps={}, mean=(0.1, 0.2, 0.3))
+    linear, mean = nn.Linear(8, 8), (0.1, 0.2, 0.3)
+    rejects("mean has 3 numbers, expected 1", corp_deploy.sites, linear, inputs=(1, 8, 8), mlps={}, mean=mean)
 
 
 def test_page_shows_the_example_unchanged() -> None:

@@ -1,4 +1,4 @@
-"""What commands say of a model that has no attention, and what they refuse."""
+"""Attention options in commands on a model without attention."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ NONE = "is not honoured by a model without attention"
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A dense ConvNeXt with its images and moments."""
+    """Write a dense ConvNeXt with its images and moments to the current directory."""
     checkpoint = small("convnext_atto")
     save(checkpoint, tmp_path / "dense")
     tiny.opened(tmp_path / "images.npy", pixels(checkpoint.model, 24).numpy(), checkpoint.model)

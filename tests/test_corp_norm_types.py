@@ -1,4 +1,4 @@
-"""Norms of timm's in sixteen bits: each is computed in float32, root mean squares as one operator."""
+"""Exports of timm's norms in 16 bits: each mean is computed in float32, and an RmsNorm is one operator."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ BOUNDS = {"fp16": 2e-3, "bf16": 1.6e-2}
 
 
 class OneNorm(nn.Module):
-    """A convolution, a norm of tokens or of maps whose mean of squares is past float16, a head."""
+    """A convolution, a norm of tokens or of maps, and a head; the norm's mean of squares overflows float16."""
 
     def __init__(self, norm: nn.Module, *, maps: bool) -> None:
         super().__init__()
@@ -44,8 +44,8 @@ def test_every_norm_computes_its_mean_in_float32(norm: nn.Module, precision: str
     model, images = OneNorm(norm, maps=isinstance(norm, RmsNorm2d)).eval(), tiny.images(8)
     graph = export(model, precision, norms=NORMS)
     assert input_types(graph, *MEANS) == {TensorProto.FLOAT}
-    one = [node for node in graph.graph.node if node.op_type == "RMSNormalization"]
-    assert len(one) == (1 if isinstance(norm, RmsNorm) else 0)
+    rms_nodes = [node for node in graph.graph.node if node.op_type == "RMSNormalization"]
+    assert len(rms_nodes) == isinstance(norm, RmsNorm)
     with torch.inference_mode():
         exact = model.double()(torch.from_numpy(images).double()).numpy()
     found = outputs_of_graph(graph, {"images": images})["head"]

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from corp_deploy.release.targets import ReleaseTarget, missing_to_run
 from ground.precision import BFLOAT16, FLOAT16, FLOAT32
 from perf.runners.openvino import OpenVinoRunner
 from tests import tiny
-from tests.command import invoked, refuses, run
+from tests.command import invoked, refuses
 from tests.recipes import recipe
 
 needs_openvino = pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="openvino is not installed")
@@ -28,8 +29,7 @@ QUICK = ("--batch", 2, "--time-limit", 0.5, "--half-width", 0.9, "--min-rounds",
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tiny.written(tmp_path_factory.mktemp("home"), 8, depth=1)
     for precision in ("fp32", "fp16"):
-        words = ["export", "--model", root / "dense", "--precision", precision, "-o", root / f"{precision}.onnx"]
-        assert run(*words).exit_code == 0
+        invoked("export", "--model", root / "dense", "--precision", precision, "-o", root / f"{precision}.onnx")
     return root
 
 
@@ -39,10 +39,10 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_bench_times_graphs_and_model_directories_in_openvino(home: Path, tmp_path: Path, dense: str) -> None:
     invoked("bench", home / dense, home / "fp16.onnx", "--backend", "openvino", *QUICK, "-o", tmp_path / "b.json")
     subjects = json.loads((tmp_path / "b.json").read_text())["subjects"]
-    assert [each["describe"]["backend"] for each in subjects] == ["openvino"] * 2
-    assert [each["describe"]["precision"] for each in subjects] == ["fp32", "mixed"]
-    assert [each["describe"]["computed_in"] for each in subjects] == ["fp32", "fp32"]
     assert all(each["macs"] for each in subjects)
+    keys = ("backend", "precision", "computed_in")
+    described = [[each["describe"][key] for key in keys] for each in subjects]
+    assert described == [["openvino", "fp32", "fp32"], ["openvino", "mixed", "fp32"]]
 
 
 @pytest.mark.slow("graph")
@@ -87,7 +87,7 @@ def test_runtime_without_a_graph_is_refused(home: Path, tmp_path: Path) -> None:
 
 
 def test_missing_openvino_names_the_package(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "openvino", None)
+    monkeypatch.setitem(sys.modules, "openvino", None)
     graph = home / "fp32.onnx"
     for words in (
         ("bench", graph, graph, "--backend", "openvino", "--batch", 1),
@@ -115,12 +115,9 @@ def test_graph_is_judged_by_its_coarsest_type(home: Path, file: str, runtime: An
     assert runtime in step.name
 
 
-def of_openvino(tmp_path: Path, **target: str) -> Recipe:
-    tables: dict[str, Any] = {
-        "reduce": {"mlp": 0.5},
-        "export": {"precisions": ["fp32", "bf16"]},
-        "bench": {"threads": 2},
-    }
+def load_openvino_recipe(tmp_path: Path, **target: str) -> Recipe:
+    """Write and load a recipe with a target for OpenVINO."""
+    tables = {"reduce": {"mlp": 0.5}, "export": {"precisions": ["fp32", "bf16"]}, "bench": {"threads": 2}}
     (tmp_path / "recipe.toml").write_text(recipe({**tables, "targets.openvino": target}))
     return load_recipe(tmp_path / "recipe.toml")
 
@@ -129,14 +126,14 @@ def of_openvino(tmp_path: Path, **target: str) -> Recipe:
     ("target", "graph"), [({}, "model.onnx"), ({"precision": "bf16"}, "model.bf16.onnx")], ids=["fp32", "bf16"]
 )
 def test_recipe_benches_each_target_in_its_precision(tmp_path: Path, target: dict[str, str], graph: str) -> None:
-    made, dtype = of_openvino(tmp_path, **target), target.get("precision", "fp32")
-    said = f"bench dense/{graph} reduced/{graph} --backend openvino --dtype {dtype} --threads 2"
-    commands = {stage.name: stage.command for stage in stages_of(made, tmp_path, Baseline())}
-    assert said in commands["bench.openvino"]
+    loaded, dtype = load_openvino_recipe(tmp_path, **target), target.get("precision", "fp32")
+    command = f"bench dense/{graph} reduced/{graph} --backend openvino --dtype {dtype} --threads 2"
+    commands = {stage.name: stage.command for stage in stages_of(loaded, tmp_path, Baseline())}
+    assert command in commands["bench.openvino"]
 
 
 def test_openvino_target_needs_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target: ReleaseTarget = of_openvino(tmp_path).targets[0]
+    target: ReleaseTarget = load_openvino_recipe(tmp_path).targets[0]
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert missing_to_run(target) == "openvino is not installed here; pip install 'corp-deploy[openvino]'"
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace(name=name))

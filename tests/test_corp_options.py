@@ -1,4 +1,4 @@
-"""Options that would be ignored are refused, and those that are honoured arrive: every pair of way and option."""
+"""Each option of each command is used or refused, in every variant that the support tables list."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -38,7 +38,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "provider": ("cpu", "cuda", "tensorrt"), "dtype": ("fp32", "fp16", "bf16"),
     "mode": ("eager", "compiled", "cuda_graph"), "threads": (3,), "streams": (2,), "flush_l2": (True,),
 }  # fmt: skip
-SETTLED = {"backend", "device", "provider"}  # to give another value of these is to ask for another way
+VARIANT_OPTIONS = {"backend", "device", "provider"}  # another value of these selects another variant
 
 
 def record_of(backend: str) -> EngineRecord:
@@ -58,8 +58,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def refused(result: Result, axis: Axis, option: str, value: object) -> None:
-    """One message, exit code 2, that names the option and everything that would honour it."""
+def assert_refused(result: Result, axis: Axis, option: str, value: object) -> None:
+    """Require exit code 2 and one message that names the option and every variant that supports it."""
     assert result.exit_code == 2, result.output
     assert "Traceback" not in result.output
     said = " ".join(result.stderr.split())
@@ -69,7 +69,7 @@ def refused(result: Result, axis: Axis, option: str, value: object) -> None:
     assert able or "nothing honours it" in said
 
 
-# Bench: what each way is asked with, and the runner that gets what is honoured; packages have a file of their own.
+# Bench: the options that select each variant, and its runner; torch packages have a file of their own.
 
 ASKED: dict[str, tuple[str, dict[str, str]]] = {
     "torch-cpu": ("dense", {"backend": "torch"}),
@@ -92,7 +92,7 @@ PAIRS = [
 
 @dataclass
 class Seen:
-    """What the runner and the measurement were told."""
+    """The name of the runner that was opened, and the arguments of the runner and the measurement."""
 
     runner: str = ""
     told: dict[str, Any] = field(default_factory=dict)
@@ -130,11 +130,11 @@ def test_bench_uses_or_refuses_every_option(
     result = run("bench", *words)
     assert list(tmp_path.iterdir()) == []
     if not BENCH.variants[way].supports(option, value):
-        # `--provider cuda` on a graph, `--device cuda` on a module: that is how the other way is asked for.
+        # `--provider cuda` on a graph and `--device cuda` on a module select another variant.
         others = [other for other, (path, words) in ASKED.items() if path == name and words == asked | {option: value}]
         if not others:
-            by_provider = value == "openvino" and "provider" in asked  # which OpenVINO would ignore
-            refused(result, BENCH, *(("provider", asked["provider"]) if by_provider else (option, value)))
+            by_provider = value == "openvino" and "provider" in asked  # OpenVINO would ignore the provider
+            assert_refused(result, BENCH, *(("provider", asked["provider"]) if by_provider else (option, value)))
             return
         way = others[0]
     assert result.exit_code == 4, result.output
@@ -148,15 +148,15 @@ def test_bench_uses_or_refuses_every_option(
         assert value == "eager"
     elif option == "mode":
         assert seen.told["mode"] == value if family == "torch" else seen.told["cuda_graph"] == (value == "cuda_graph")
-    elif option not in SETTLED or (family == "torch" and option == "device"):
+    elif option not in VARIANT_OPTIONS or (family == "torch" and option == "device"):
         assert seen.told[option] == value
 
 
 def test_bench_of_a_directory_follows_the_rules_of_its_graph(home: Path, tmp_path: Path) -> None:
-    """What would measure FP32 on the CPU and exit 0."""
+    """A directory's graph would otherwise be measured in FP32 on the CPU, with exit code 0."""
     for option, value, more in (("dtype", "fp16", ""), ("device", "cuda", "--provider cuda")):
         result = run("bench", home / "dense", home / "dense", f"--{option}", value, "-o", tmp_path / "b")
-        refused(result, BENCH, option, value)
+        assert_refused(result, BENCH, option, value)
         assert more in result.stderr
 
 
@@ -164,7 +164,7 @@ def test_backend_options_must_apply_to_both_subjects(home: Path, tmp_path: Path,
     """A module beside an engine needs its backend named; a precision that one of them ignores is refused."""
     both = ["bench", home / "dense", home / "tensorrt.plan", "-o", tmp_path / "b.json", "--backend", "torch"]
     assert REACHED in run(*both, "--device", "cuda").stderr
-    refused(run(*both, "--device", "cuda", "--dtype", "fp16"), BENCH, "dtype", "fp16")
+    assert_refused(run(*both, "--device", "cuda", "--dtype", "fp16"), BENCH, "dtype", "fp16")
     refuses("expected both on one device", *both)
 
 
@@ -176,17 +176,17 @@ def test_engine_takes_its_cost_from_its_own_graph(home: Path, tmp_path: Path) ->
     record = replace(record_of("tensorrt"), onnx_sha256=sha256_of(content), onnx_bytes=len(content))
     write_json(record_path(plan), record.to_json())
     facts = facts_of_onnx(graph)
-    told = contender_from_engine("dense", plan, RunOptions())
-    assert (told.macs, told.params) == (facts.macs, facts.parameters)
-    assert told.macs
+    engine = contender_from_engine("dense", plan, RunOptions())
+    assert (engine.macs, engine.params) == (facts.macs, facts.parameters)
+    assert engine.macs
     graph.write_bytes(content + b"\0")
-    told = contender_from_engine("dense", plan, RunOptions())
-    assert (told.macs, told.params) == (None, None)
+    engine = contender_from_engine("dense", plan, RunOptions())
+    assert (engine.macs, engine.params) == (None, None)
 
 
 def test_optimised_graph_named_plan_is_not_an_engine(home: Path, tmp_path: Path) -> None:
-    result = invoked("bench", home / "onnxruntime.plan", home / "dense.onnx", "-o", tmp_path / "b.json", code=2)
-    assert "which runs .onnx files" in " ".join(result.stderr.split())
+    graphs = (home / "onnxruntime.plan", home / "dense.onnx")
+    refuses("which runs .onnx files", "bench", *graphs, "-o", tmp_path / "b.json")
 
 
 # Build
@@ -235,7 +235,7 @@ def test_build_uses_or_refuses_every_option(
     if way == "onnxruntime-cpu" and option == "device":
         way = "onnxruntime-cuda"
     if not BUILD.variants[way].supports(option, value):
-        refused(result, BUILD, option, value)
+        assert_refused(result, BUILD, option, value)
         return
     assert result.exit_code == 4, result.output
     assert str(told[name]).replace("BatchProfile(smallest=1, tuned=2, largest=4)", "1:2:4") == arrives
@@ -249,13 +249,13 @@ def test_audit_takes_targets_of_one_backend(home: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr("export.engine.audit.audit_fusion", audited)
     result = run("audit", home / "dense.onnx", home / "dense.onnx", "--backend", way, "--sm", "89")
     if way == "tensorrt":
-        refused(result, AUDIT, "sm", "89")
+        assert_refused(result, AUDIT, "sm", "89")
         assert "for the GPU it runs on" in " ".join(result.stderr.split())
     else:
         assert "('89',)" in result.stderr
 
 
-# The commands that take a model: accepted is what gets as far as loading it.
+# The commands that take a model: an accepted call gets as far as loading the model.
 
 
 @pytest.fixture
@@ -291,12 +291,12 @@ EXPORT_VALUES = {
 def test_export_accepts_options_used_by_any_requested_precision(tmp_path: Path) -> None:
     words = ["export", "--model", "m", "-o", tmp_path / "m.onnx", "--precision", "fp32,mixed"]
     assert REACHED in run(*words, "--keep-fp32", "blocks.1").stderr
-    refused(run("export", "--model", "m", "-o", tmp_path / "m.onnx", "--auto"), EXPORT, "auto", True)
+    assert_refused(run("export", "--model", "m", "-o", tmp_path / "m.onnx", "--auto"), EXPORT, "auto", True)
 
 
 def test_export_refuses_heads_if_all_widths_are_equal(home: Path, tmp_path: Path) -> None:
     result = run("export", "--model", home / "dense", "-o", tmp_path / "m.onnx", "--heads", "ragged")
-    refused(result, option_table.EXPORT_HEADS, "heads", "ragged")
+    assert_refused(result, option_table.EXPORT_HEADS, "heads", "ragged")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -384,7 +384,7 @@ def test_ignored_options_are_refused(
     if axis.variants[way].supports(option, value):
         assert REACHED in result.stderr, result.output
     else:
-        refused(result, axis, option, value)
+        assert_refused(result, axis, option, value)
 
 
 @pytest.mark.usefixtures("unloaded")
@@ -404,25 +404,25 @@ def test_reduce_refuses_options_its_preset_ignores(preset: str, given: dict[str,
     if way.supports(option, value):
         assert REACHED in result.stderr, result.output
     else:
-        refused(result, PRESET, option, value)
+        assert_refused(result, PRESET, option, value)
 
 
 @pytest.mark.usefixtures("unloaded")
 def test_geometry_needs_a_preset_that_reduces_heads() -> None:
-    refused(run(*REDUCE, "--mlp", 0.5, "--heads", "ragged"), ATTENTION, "heads", "ragged")
+    assert_refused(run(*REDUCE, "--mlp", 0.5, "--heads", "ragged"), ATTENTION, "heads", "ragged")
     assert REACHED in run(*REDUCE, "--mlp", 0.5, "--attn", 0.5, "--heads", "ragged").stderr
     assert REACHED in run(*SWEEP, "--preset", "best,grail", "--heads", "square").stderr
-    refused(run(*SWEEP, "--preset", "grail", "--heads", "square"), PRESET, "heads", "square")
-    refused(run(*SWEEP, "--parts", "mlp", "--heads", "square"), ATTENTION, "heads", "square")
+    assert_refused(run(*SWEEP, "--preset", "grail", "--heads", "square"), PRESET, "heads", "square")
+    assert_refused(run(*SWEEP, "--parts", "mlp", "--heads", "square"), ATTENTION, "heads", "square")
 
 
 def test_decoder_options_are_refused_for_other_models(home: Path, tmp_path: Path) -> None:
     graphs = (home / "dense.onnx", home / "dense.onnx")
-    told = run("bench", *graphs, "--cached", 8, "-o", tmp_path / "b.json")
-    assert "--cached 8 is not honoured by models" in told.stderr
-    assert "graphs of decoders (directories of export-decoder)" in told.stderr
-    told = invoked("verify", home / "dense", graphs[0], "--random", 2, "--length", 8, "-o", tmp_path / "p.json", code=2)
-    assert "--length 8 is not honoured by a model as REFERENCE" in told.stderr
+    message = run("bench", *graphs, "--cached", 8, "-o", tmp_path / "b.json").stderr
+    assert "--cached 8 is not honoured by models" in message
+    assert "graphs of decoders (directories of export-decoder)" in message
+    words = ("verify", home / "dense", graphs[0], "--random", 2, "--length", 8, "-o", tmp_path / "p.json")
+    refuses("--length 8 is not honoured by a model as REFERENCE", *words)
 
 
 AXES = [
@@ -436,8 +436,8 @@ COMMANDS = {"INPUTS": ("calibrate", "sweep", "verify"), "CALIBRATE": ("calibrate
 
 @pytest.mark.parametrize(("name", "axis"), AXES)
 def test_support_table_lists_only_options_of_its_command(name: str, axis: Axis) -> None:
-    of_reduction = ("reduce", "sweep") if name in vars(reduction_table) else (name.partition("_")[0].lower(),)
-    commands = [main.commands[each] for each in COMMANDS.get(name, of_reduction)]
-    every = [each for command in commands for each in command.params if isinstance(each, click.Option)]
-    assert set(axis.options) <= set(map(typed_name, every))
+    default = ("reduce", "sweep") if name in vars(reduction_table) else (name.partition("_")[0].lower(),)
+    commands = [main.commands[each] for each in COMMANDS.get(name, default)]
+    options = [each for command in commands for each in command.params if isinstance(each, click.Option)]
+    assert set(axis.options) <= set(map(typed_name, options))
     assert axis.picks <= set(axis.options)

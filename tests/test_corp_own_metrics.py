@@ -1,4 +1,4 @@
-"""A user's own measure: run once an artefact on its outputs, recorded with what made it, used in rules; or refused."""
+"""Users' own metrics: runs on each candidate's outputs, records, use in gates and releases, and refusals."""
 
 import json
 import shlex
@@ -10,14 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
+from numpy.typing import NDArray
 
 from corp_deploy.proof import chain
 from corp_deploy.proof.custom_metrics import Meter, metric_from_text, metrics_from_texts
 from corp_deploy.proof.proof_inputs import ProofInputs
 from corp_deploy.store.checkpoint import save
 from corp_deploy.store.onnx_file import export_checkpoint
-from ground.errors import BadInput
 from perf.gate.evidence import Evidence
 from perf.gate.gate import judge
 from perf.gate.rule import rule_from_text
@@ -40,7 +39,7 @@ with open("runs.txt", "a") as log:
     print(len(right), file=log)
 """
 QUIET = SCORE.partition("with open")[0]
-"""Leaves nothing in a release, of which `check` would tell."""
+"""The script without its log, which `check` would report in a release."""
 VERIFY = ("verify", "dense", "reduced", "--images", "images.npz", "-o", "parity.json")
 LOGITS = {"logits": np.arange(12, dtype=np.float32).reshape(4, 3)}
 INPUTS = ProofInputs(feeds={"images": np.zeros((4, 1), dtype=np.float32)}, digest="0", names=("a", "b", "c", "d"))
@@ -56,37 +55,31 @@ def row_of(command: str, inputs: ProofInputs = INPUTS, **more: Any) -> OwnMetric
     return meter.metrics[0]
 
 
-def measured(command: str, **more: Any) -> float:
+def value_of(command: str, **more: Any) -> float:
     return row_of(command, **more).value
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("made")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    models = tmp_path_factory.mktemp("models")
     for name, seed in (("dense", 0), ("reduced", 1)):
         checkpoint = tiny.checkpoint(seed=seed, depth=1)
-        save(checkpoint, made / name)
-    export_checkpoint(checkpoint, made / "reduced" / "model.onnx", precision="fp32")
-    np.savez(made / "images.npz", images=tiny.images(9), labels=np.arange(9) % 7)
-    (made / "score.py").write_text(SCORE)
-    return made
+        save(checkpoint, models / name)
+    export_checkpoint(checkpoint, models / "reduced" / "model.onnx", precision="fp32")
+    np.savez(models / "images.npz", images=tiny.images(9), labels=np.arange(9) % 7)
+    (models / "score.py").write_text(SCORE)
+    return models
 
 
 @pytest.fixture
-def home(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    return Path(shutil.copytree(made, tmp_path, dirs_exist_ok=True))
+    return Path(shutil.copytree(models, tmp_path, dirs_exist_ok=True))
 
 
-def shares(home: Path) -> list[float]:
-    """Of the dense and of the reduced model, by hand."""
-    images, labels = torch.from_numpy(tiny.images(9)), np.arange(9) % 7
-    found = []
-    for seed in (0, 1):
-        with torch.no_grad():
-            logits = tiny.checkpoint(seed=seed, depth=1).model(images).numpy()
-        found.append(float(np.mean(logits.argmax(1) == labels)))
-    return found
+def logits_of(seed: int) -> NDArray[Any]:
+    """Compute the logits of the dense (0) or reduced (1) model on the images in images.npz."""
+    return tiny.ran(tiny.checkpoint(seed=seed, depth=1).model, tiny.images(9)).numpy()
 
 
 @pytest.mark.slow("graph")
@@ -96,9 +89,9 @@ def test_custom_metric_is_judged_against_the_dense_model(home: Path) -> None:
                  "-o", "parity.json", "--metric", command, "--max-error", 9)  # fmt: skip
     assert result.exit_code == 0, result.output
     parity = load_parity(home / "parity.json")
-    dense, reduced = shares(home)
+    dense, reduced = (float(np.mean(logits_of(seed).argmax(1) == np.arange(9) % 7)) for seed in (0, 1))
     assert [row.value for row in parity.metrics] == pytest.approx([dense, reduced, reduced])
-    assert (home / "runs.txt").read_text().split() == ["9"] * 3, "once an artefact"
+    assert (home / "runs.txt").read_text().split() == ["9"] * 3, "it runs once for each candidate"
     assert f"hits of dense torch fp32: {dense:.6g}" in result.output
     before = parity.metrics[0].sha256
     (home / "score.py").write_text(SCORE + "\n")
@@ -119,7 +112,7 @@ def test_custom_metric_is_judged_against_the_dense_model(home: Path) -> None:
 
 
 def signed(gap: float) -> str:
-    """As rules write what is added to a bound."""
+    """Format a gap as rules write the term that is added to a bound."""
     return f"{'-' if gap < 0 else '+'} {abs(gap):.6f}"
 
 
@@ -133,9 +126,8 @@ def test_metric_function_runs_only_if_trusted(home: Path) -> None:
     refuses("own.py is code, which would be run to measure outputs", *VERIFY, "--metric", "mean=module:own.py:mean")
     assert not (home / "ran").exists()
     invoked(*VERIFY, "--metric", "mean=module:own.py:mean", "--trust-code", "--max-error", 9)
-    with torch.no_grad():
-        logits = tiny.checkpoint(depth=1).model(torch.from_numpy(tiny.images(9))).numpy()
-    assert load_parity(home / "parity.json").metrics[0].value == pytest.approx(float(logits.mean()), rel=1e-4)
+    expected = float(logits_of(0).mean())
+    assert load_parity(home / "parity.json").metrics[0].value == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -150,31 +142,30 @@ def test_metric_function_runs_only_if_trusted(home: Path) -> None:
     ],
 )
 def test_metric_without_a_number_is_refused(code: str, says: str) -> None:
-    rejects(f"metric own of one: {says}", measured, python(code))
+    rejects(f"metric own of one: {says}", value_of, python(code))
 
 
 def test_metric_command_uses_no_shell_and_sees_only_outputs(tmp_path: Path) -> None:
     code = "import sys, numpy as np; f = np.load(sys.argv[1]); print(sorted(f.files)); print(f['logits'].sum())"
-    assert measured(python(code)) == 66.0
+    assert value_of(python(code)) == 66.0
     look = "import os, sys; print(oct(os.stat(os.path.dirname(sys.argv[1])).st_mode & 0o777)[2:])"
-    assert measured(python(look)) == 700.0
+    assert value_of(python(look)) == 700.0
     behind = shlex.join([sys.executable, "-c", "import sys; print(len(sys.argv))", "{outputs}"]) + " && exit 3"
-    assert measured(behind, below=tmp_path) == 5.0, "&& is an argument like others"
-    rejects("'no-such-program' can't be run: there is no such program", measured, "no-such-program {outputs}")
+    assert value_of(behind, below=tmp_path) == 5.0, "&& is an argument like others"
+    rejects("'no-such-program' can't be run: there is no such program", value_of, "no-such-program {outputs}")
     own = tmp_path / "own.sh"
     own.write_text("#!/bin/sh\necho 7\n")
-    rejects(r"'\./own.sh' can't be run: there is no such program", measured, "./own.sh {outputs}", below=tmp_path)
+    rejects(r"'\./own.sh' can't be run: there is no such program", value_of, "./own.sh {outputs}", below=tmp_path)
     own.chmod(0o755)
-    assert measured("./own.sh {outputs}", below=tmp_path) == 7.0
+    assert value_of("./own.sh {outputs}", below=tmp_path) == 7.0
 
 
 def test_failing_metric_command_ends_the_proof_early(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chain.Chain, "_step", lambda *_: pytest.fail("a candidate was run"))
-    failed = invoked(*VERIFY, "--metric", "false {outputs}", code=2)
-    told = " ".join(failed.output.split())
-    assert "metric own of dense torch fp32: exit code 1, expected 0 (the file holds logits, names)" in told
-    missing = run(*VERIFY, "--metric", "module:nowhere.py:mean", "--trust-code")
-    assert (missing.exit_code, "metric own: nowhere.py can't be read" in missing.output) == (2, True)
+    message = "metric own of dense torch fp32: exit code 1, expected 0 (the file holds logits, names)"
+    refuses(message, *VERIFY, "--metric", "false {outputs}")
+    missing = ("--metric", "module:nowhere.py:mean", "--trust-code")
+    refuses("metric own: nowhere.py can't be read", *VERIFY, *missing)
     assert not (home / "parity.json").exists()
 
 
@@ -194,7 +185,7 @@ def test_metric_is_compared_with_an_older_proof(home: Path) -> None:
     highest = "import sys, numpy; print(numpy.load(sys.argv[1])['logits'].max())"
     score = f"--metric={python(highest)}"
     words = ("verify", "dense", "dense", "--images", "images.npz", "--max-error", 1, "-o")
-    assert run(*words, "old.json", score).exit_code == 0
+    invoked(*words, "old.json", score)
     value = load_parity(home / "old.json").metrics[0].value
     assert run(*words[:2], "reduced", *words[3:], "now.json", score).exit_code in (0, 1)
     own = load_parity(home / "now.json").metrics[-1].value
@@ -208,33 +199,33 @@ def test_metric_is_compared_with_an_older_proof(home: Path) -> None:
     assert verdict(below, "old.json")[1] == ["PASS"]
     assert verdict("relative_error > baseline", "old.json")[1] == ["FAIL"]
     np.savez(home / "images.npz", images=tiny.images(9, seed=4))
-    assert run(*words, "other.json", score).exit_code == 0
+    invoked(*words, "other.json", score)
     assert verdict(below, "other.json")[1] == ["NOT-COMPARABLE"]
     assert verdict("relative_error > baseline", "other.json")[1] == ["NOT-COMPARABLE"]
-    refused = run("gate", "now.json", "--fail-if", below)
-    assert (refused.exit_code, "needs --baseline-parity FILE" in refused.output) == (2, True)
-    started = ("gate", "old.json", "--fail-if", "metric.own < baseline - 1", "--baseline-parity", "base.json")
-    assert run(*started).exit_code == 2
-    assert run(*started, "--init-baseline").exit_code == 0
+    refuses("needs --baseline-parity FILE", "gate", "now.json", "--fail-if", below)
+    first = ("gate", "old.json", "--fail-if", "metric.own < baseline - 1", "--baseline-parity", "base.json")
+    invoked(*first, code=2)
+    invoked(*first, "--init-baseline")
     assert (home / "base.json").read_bytes() == (home / "old.json").read_bytes()
 
 
 def test_metrics_apply_to_graphs_without_their_model(home: Path) -> None:
     seen = "import sys, numpy; f = numpy.load(sys.argv[1]); print(len(f['names']) + f['logits'].size)"
     graph, asked = "reduced/model.onnx", ("--metric", f"seen={python(seen)}")
-    assert run("verify", graph, graph, "--images", "images.npz", "-o", "p.json", *asked).exit_code == 3
+    invoked("verify", graph, graph, "--images", "images.npz", "-o", "p.json", *asked, code=3)
     assert [row.value for row in load_parity(home / "p.json").metrics] == [9 + 9 * 7] * 2
-    assert run("verify", graph, "--images", "images.npz", "--write-golden", "golden", *asked).exit_code == 2
-    assert run("verify", graph, "--images", "images.npz", "--write-golden", "golden").exit_code == 0
-    assert run("verify", "golden", graph, "-o", "q.json", *asked).exit_code == 3
+    golden = ("verify", graph, "--images", "images.npz", "--write-golden", "golden")
+    invoked(*golden, *asked, code=2)
+    invoked(*golden)
+    invoked("verify", "golden", graph, "-o", "q.json", *asked, code=3)
     assert [row.value for row in load_parity(home / "q.json").metrics] == [9 + 9 * 7] * 2
-    assert run("gate", "q.json", "--fail-if", "metric.seen < dense - 1").exit_code == 0
+    invoked("gate", "q.json", "--fail-if", "metric.seen < dense - 1")
 
 
 def test_metric_beyond_its_time_limit_is_killed_with_its_children() -> None:
     started = time.monotonic()
-    with pytest.raises(BadInput, match=r"took longer than 0\.5 s and was stopped"):
-        measured(python("import subprocess; subprocess.run(['sleep', '60'])"), time_limit_s=0.5)
+    command = python("import subprocess; subprocess.run(['sleep', '60'])")
+    rejects(r"took longer than 0\.5 s and was stopped", value_of, command, time_limit_s=0.5)
     assert time.monotonic() - started < 30
 
 
@@ -253,7 +244,7 @@ def test_metric_beyond_its_time_limit_is_killed_with_its_children() -> None:
 def test_invalid_metrics_are_refused_before_anything_runs(texts: list[str], says: str) -> None:
     rejects(says, metrics_from_texts, texts)
     words = [word for text in texts for word in ("--metric", text)]
-    assert run("verify", "dense", "reduced", "--images", "x.npy", "-o", "p.json", *words).exit_code == 2
+    invoked("verify", "dense", "reduced", "--images", "x.npy", "-o", "p.json", *words, code=2)
 
 
 def test_time_limit_without_a_metric_is_refused() -> None:
@@ -263,7 +254,7 @@ def test_time_limit_without_a_metric_is_refused() -> None:
 
 @pytest.mark.slow("graph")
 def test_release_applies_recipe_metrics_to_pixel_graphs(home: Path) -> None:
-    """Graphs of uint8, samples, server configuration, manifest, card, report and gate from one recipe."""
+    """The graphs take uint8, and samples, server configuration, manifest, card and report agree with them."""
     (home / "score.py").write_text(QUIET)
     photographs = np.random.default_rng(0).integers(0, 256, (22, 3, 32, 32), dtype=np.uint8)
     np.save(home / "calibration.npy", photographs[8:])
@@ -272,7 +263,8 @@ def test_release_applies_recipe_metrics_to_pixel_graphs(home: Path) -> None:
     asked = f"[parity]\nmetric = ['hits={sys.executable} score.py {{outputs}}']\nmetric_files = ['score.py']\n"
     recipe = recipe.replace("[parity]\n", asked).replace('fail_if = ["params', 'fail_if = ["metric.hits < -1", "params')
     (home / "recipe.toml").write_text(recipe)
-    invoked("release", "recipe.toml", "-o", "out", "--init-baseline", "--baseline", "base.json", "--trust-code")
+    release = ("release", "recipe.toml", "-o", "out", "--init-baseline", "--baseline", "base.json", "--trust-code")
+    invoked(*release)
     out = home / "out"
     assert np.load(out / "samples" / "images.npy").dtype == np.uint8
     manifest = json.loads((out / "manifest.json").read_text())
@@ -289,5 +281,5 @@ def test_release_applies_recipe_metrics_to_pixel_graphs(home: Path) -> None:
     assert "hits: dense torch fp32" in card
     invoked("check", "out")
     (home / "score.py").write_text(QUIET.replace("right.mean()", "right.sum()"))
-    invoked("release", "recipe.toml", "-o", "out", "--init-baseline", "--baseline", "base.json", "--trust-code")
+    invoked(*release)
     assert load_parity(out / "parity.json").metrics[0].value in range(9), "another script, another measure"

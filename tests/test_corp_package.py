@@ -1,4 +1,4 @@
-"""corp-deploy package: what its options say to a server stands in the configs, and `package serve` on a running one."""
+"""corp-deploy package: server options in the configs, verdicts on the model, and `package serve` on a server."""
 
 import json
 from pathlib import Path
@@ -26,7 +26,7 @@ from tests.triton_server import Server, lack
 
 @pytest.fixture
 def results(tmp_path: Path) -> Path:
-    """A directory of results with a graph and no measurement."""
+    """Make a directory of results with a graph and no measurement."""
     (tmp_path / "reduced").mkdir()
     write_onnx(tmp_path / "reduced" / "model.onnx")
     return tmp_path
@@ -84,19 +84,19 @@ def test_unservable_models_are_refused(results: Path, words: list[object], says:
     assert not (results / "repo").exists()
 
 
-# What the records beside the model say of its proof
+# Verdicts of the records beside the model
 
 
-def judged(results: Path, *, parity: str | None = None, gate: Verdict | None = None) -> None:
+def write_verdicts(results: Path, *, parity: str | None = None, gate: Verdict | None = None) -> None:
     """Write records with these verdicts: a proof without limits is UNJUDGED."""
     if parity is not None:
         answers = np.random.default_rng(0).standard_normal((20, 5))
         bound = user_tolerance(max_error={"PASS": 0.1, "FAIL": 0.001}.get(parity))
-        made = measure_link(
+        link = measure_link(
             name="onnx", kind="whole", reference="dense", candidate="reduced/model.onnx", reference_rows=answers,
             candidate_by_batch={4: answers * 1.01}, tolerance=bound,
         )  # fmt: skip
-        proof = Parity(images=ImageSet(count=20, digest="sha256:00"), links=(made,))
+        proof = Parity(images=ImageSet(count=20, digest="sha256:00"), links=(link,))
         write_json(results / "parity.json", proof.to_json())
     if gate is not None:
         rule = JudgedRule(rule="speedup@b1 < 1.1", verdict=gate, message="1.02 measured", metric="speedup")
@@ -115,26 +115,26 @@ def proof_in(results: Path) -> Any:
     ],
 )
 def test_failed_model_is_packaged_only_with_allow_failed(results: Path, verdicts: dict[str, Any], names: str) -> None:
-    judged(results, **verdicts)
-    refused = " ".join(package(results, code=1).output.split())
-    assert f"{results}: not packed, because its proof failed: {names}" in refused
-    assert "--allow-failed packs it all the same" in refused
+    write_verdicts(results, **verdicts)
+    message = " ".join(package(results, code=1).output.split())
+    assert f"{results}: not packed, because its proof failed: {names}" in message
+    assert "--allow-failed packs it all the same" in message
     assert not (results / "repo").exists()
     assert names in package(results, "--allow-failed").output
     assert any(f"{name}: {line}".startswith(names) for name, line in proof_in(results).items())
 
 
 def test_one_failed_target_record_refuses_the_package(results: Path) -> None:
-    judged(results, parity="FAIL")
+    write_verdicts(results, parity="FAIL")
     (results / "parity.json").rename(results / "parity.tensorrt.json")
     assert "parity.tensorrt.json: FAIL" in package(results, code=1).output
 
 
 def test_inconclusive_model_is_packaged_with_a_warning(results: Path) -> None:
-    judged(results, parity="UNJUDGED", gate="INCONCLUSIVE")
-    said = package(results).output
-    assert "warning: parity.json: UNJUDGED (0 links judged" in said
-    assert "warning: gate.json: INCONCLUSIVE: speedup@b1 < 1.1" in said
+    write_verdicts(results, parity="UNJUDGED", gate="INCONCLUSIVE")
+    output = package(results).output
+    assert "warning: parity.json: UNJUDGED (0 links judged" in output
+    assert "warning: gate.json: INCONCLUSIVE: speedup@b1 < 1.1" in output
     assert proof_in(results)["parity.json"].startswith("UNJUDGED")
 
 
@@ -144,12 +144,12 @@ def test_model_without_a_verdict_is_packaged_as_unproven(results: Path) -> None:
 
 
 def test_passed_model_is_packaged_without_a_warning(results: Path) -> None:
-    judged(results, parity="PASS", gate="PASS")
+    write_verdicts(results, parity="PASS", gate="PASS")
     assert ".json" not in package(results).output
     assert proof_in(results)["gate.json"] == "PASS"
 
 
-# A version in a running server: a release's samples, refusals, exit codes
+# `package serve`: a version in a running server, checked on a release's samples
 
 REASON = lack()
 
@@ -158,12 +158,13 @@ def serve(repository: Path, version: int, *words: object, code: int = 0) -> Resu
     return invoked("package", "serve", repository, "--model-version", version, *words, code=code)
 
 
-def samples_of(graph: Path, folder: Path) -> Path:
+def write_samples(graph: Path, folder: Path) -> Path:
     images = np.random.default_rng(1).standard_normal((3, *SHAPE)).astype(np.float32)
     return release_of(graph, images, folder, "reduced/model.onnx")
 
 
-def packaged(folder: Path) -> tuple[Path, dict[int, Path]]:
+def write_packages(folder: Path) -> tuple[Path, dict[int, Path]]:
+    """Write a repository of two versions, and return it with their graphs."""
     graphs = {version: write_onnx(folder / f"{version}.onnx", seed=version) for version in (1, 2)}
     for version, graph in graphs.items():
         write_repository(Package(name="vit", version=version, cpu_onnx=graph), folder / "models")
@@ -173,8 +174,8 @@ def packaged(folder: Path) -> tuple[Path, dict[int, Path]]:
 @pytest.mark.slow("server")
 @pytest.mark.skipif(REASON is not None, reason=str(REASON))
 def test_server_is_rolled_and_a_deviating_version_is_not_served(tmp_path: Path) -> None:
-    repository, graphs = packaged(tmp_path)
-    good, other = (samples_of(graphs[version], tmp_path / f"release{version}") for version in (1, 2))
+    repository, graphs = write_packages(tmp_path)
+    good, other = (write_samples(graphs[version], tmp_path / f"release{version}") for version in (1, 2))
     with Server(repository, tmp_path) as server:
         assert server.load("vit_cpu") is None
         address = f"http://{server.http_address}"
@@ -187,15 +188,15 @@ def test_server_is_rolled_and_a_deviating_version_is_not_served(tmp_path: Path) 
 
 
 def test_bad_calls_change_nothing(tmp_path: Path) -> None:
-    repository, graphs = packaged(tmp_path)
+    repository, graphs = write_packages(tmp_path)
     before = (repository / "vit_cpu/config.pbtxt").read_bytes()
-    release = samples_of(graphs[1], tmp_path / "release")
-    for words, told in (
+    release = write_samples(graphs[1], tmp_path / "release")
+    for words, message in (
         (("--samples", release), "give --server"),
         (("--timeout", 3), "give --server"),
         (("--server", "nowhere"), "expected an address such as"),
         (("--server", "http://127.0.0.1:9", "--timeout", 2), "is it running"),
         (("--server", "http://127.0.0.1:9", "--samples", tmp_path), "samples.json"),
     ):
-        assert told in serve(repository, 1, *words, code=2).output
+        assert message in serve(repository, 1, *words, code=2).output
     assert (repository / "vit_cpu/config.pbtxt").read_bytes() == before

@@ -1,4 +1,4 @@
-"""Recoveries of a convolution against real convolutions, and against least squares on patches cut out by loops."""
+"""Recoveries of a convolution, compared with real convolutions and with least squares on patches cut out by loops."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ FORMS = ["affine", "bias", "gram", "im2col", "none"]
 
 
 def maps_of(images: int, count: int, *, side: int, seed: int, rank: int | None = None) -> Tensor:
-    """[images, C, side, side]: positive channels that share a few patterns, as after a ReLU."""
+    """Draw maps [images, C, side, side] of channels that share a few patterns, behind a ReLU."""
     generator = torch.Generator().manual_seed(seed)
     rank = rank or count // 2
     mix = torch.randn(count, rank, generator=torch.Generator().manual_seed(100), dtype=torch.float64) / rank**0.5
@@ -35,7 +35,7 @@ def conv_of(outputs: int, count: int, kernel: int, *, seed: int = 7) -> tuple[Te
 
 
 def patches_by_hand(maps: Tensor, kernel: int, padding: int, stride: int = 1) -> Tensor:
-    """[places of all images, C k k]: every image and output place in turn, zeros outside of the map."""
+    """Cut patches [places of all images, C k k], image by image and place by place, with zeros outside the map."""
     images, count, height, width = maps.shape
     x: Array = maps.numpy()
     rows = []
@@ -65,7 +65,7 @@ def statistics_of(maps: Tensor, u: Tensor) -> PatchStatistics:
 def error_of_conv(
     maps: Tensor, weight: Tensor, bias: Tensor, kept: Tensor, result: ChannelRecovery, padding: int, stride: int = 1
 ) -> float:
-    """E||y - y'||^2 over places, by the convolutions themselves."""
+    """Compute E||y - y'||^2 over places by running both convolutions."""
     new = result.weight_OK.view(weight.shape[0], kept.numel(), *weight.shape[2:])
     dense = F.conv2d(maps, weight, bias, stride=stride, padding=padding)
     left = dense - F.conv2d(maps[:, kept], new, result.bias_O, stride=stride, padding=padding)
@@ -85,7 +85,7 @@ KINDS = ["random", "duplicates", "dead", "few"]
 
 
 def hard_maps(kind: str) -> Tensor:
-    """Six channels: independent; two all but the same as two others; two dead, one always on; two maps of 3 x 3."""
+    """Make maps of six channels, of which 4 and 5 copy others, or 3 and 5 are dead and 2 constant, or of few places."""
     if kind == "few":
         return maps_of(2, 6, side=3, seed=3)
     maps = maps_of(6, 6, side=5, seed=3)
@@ -137,7 +137,7 @@ def test_one_by_one_convolution_equals_a_linear_layer(form: str) -> None:
 
 
 def ridge_fit(x: Array, y: Array, ridge_rel: float) -> Array:
-    """[outputs, inputs] of the least mean square error plus ridge, by lstsq with ridge rows."""
+    """Solve for the map [outputs, inputs] of least mean square error plus ridge, by lstsq with ridge rows."""
     ridge = ridge_rel * np.square(x).mean(0).mean()
     rows = np.vstack((x / len(x) ** 0.5, ridge**0.5 * np.eye(x.shape[1])))
     targets = np.vstack((y / len(x) ** 0.5, np.zeros((x.shape[1], y.shape[1]))))
@@ -147,7 +147,7 @@ def ridge_fit(x: Array, y: Array, ridge_rel: float) -> Array:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_gram_and_affine_map_each_tap_by_channel_regression(kind: str) -> None:
-    """GRAIL's and the paper's equation, on channels of the map."""
+    """gram is GRAIL's equation and affine is the paper's, each on the channels of the map."""
     maps, (weight, bias) = hard_maps(kind), conv_of(3, 6, 3)
     stats, kept, pruned = statistics_of(maps, patches_by_hand(maps, 3, 1)), [0, 1, 4], [2, 3, 5]
     x: Array = maps.permute(0, 2, 3, 1).flatten(0, 2).numpy()
@@ -170,7 +170,7 @@ def test_gram_and_affine_map_each_tap_by_channel_regression(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ridge_rel", [0.0, 1e-5])
 def test_im2col_is_least_squares_over_patches(ridge_rel: float, kind: str) -> None:
-    """Of what the dropped columns gave, on the kept ones, centred; compared by what the layers give."""
+    """The pruned columns' contribution is regressed on the kept columns, centred; outputs are compared, not weights."""
     maps, (weight, bias) = hard_maps(kind), conv_of(3, 6, 3)
     u, kept = patches_by_hand(maps, 3, 1), torch.tensor([0, 1, 4])
     result = recover_convolution("im2col", statistics_of(maps, u), weight.flatten(1), bias, kept, ridge_rel=ridge_rel)
@@ -193,7 +193,7 @@ def test_im2col_is_least_squares_over_patches(ridge_rel: float, kind: str) -> No
 def rescaled(
     weight_OU: Tensor, bias_O: Tensor, mean_U: Tensor, covariance_UU: Tensor, mean_O: Tensor, variance_O: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """On inputs of these moments."""
+    """Rescale outputs of inputs with this mean and covariance to another mean and variance."""
     own = weight_OU @ mean_U + bias_O, ((weight_OU @ covariance_UU) * weight_OU).sum(dim=1).clamp_min(0.0)
     return rescale_outputs(weight_OU, bias_O, *own, mean_O, variance_O)
 
@@ -215,7 +215,7 @@ def test_rescaled_outputs_have_dense_mean_and_variance(kind: str) -> None:
 
 
 def test_constant_output_keeps_its_weights_and_matches_the_mean() -> None:
-    """Weights on dead channels alone, and none at all; beside them a constant output asked for."""
+    """Output 0 has no weights, output 1 reads a constant channel alone, and the variance wanted of output 2 is zero."""
     maps, (weight, bias) = hard_maps("dead"), conv_of(4, 6, 1)
     weight[0], weight[1] = 0.0, 0.0
     weight[1, 2] = 3.0  # a channel that is always on
@@ -231,7 +231,7 @@ def test_constant_output_keeps_its_weights_and_matches_the_mean() -> None:
 
 
 def test_constant_channel_is_not_constant_in_padded_patches() -> None:
-    """It goes into the bias where nothing is padded, and costs where something is."""
+    """Without padding a constant channel moves to the bias without loss; zeros of the padding make it vary."""
     maps, (weight, bias) = hard_maps("dead"), conv_of(4, 6, 3)
     kept = torch.tensor([0, 1, 4])
     for padding, lossless in ((0, True), (1, False)):

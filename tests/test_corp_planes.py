@@ -1,4 +1,4 @@
-"""Queries and keys that positions turn: planes kept, factors fitted, against sums over images written out here.
+"""Rotary queries and keys: kept planes and fitted factors, compared with sums over images.
 
 Legend: B images, H heads, N tokens, D = 2 P dimensions, P planes, K kept.
 """
@@ -28,7 +28,7 @@ from corp_deploy.reduction.moments import splits_at
 from corp_deploy.reduction.snapshots import moments_in_splits
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.traced.models.pairs import TracedPairs
-from ground.errors import BadInput
+from tests.refusals import rejects
 from tests.timm_models import checkpoint, method, opened
 from tests.timm_models import moments as moments_of_form
 
@@ -41,18 +41,17 @@ def generator(seed: int) -> torch.Generator:
 
 
 def complex_of(x: Tensor) -> Tensor:
-    """[..., 2P] as P complex numbers."""
+    """Return [..., 2P] as P complex numbers."""
     one, other = x.chunk(2, dim=-1)
     return torch.complex(one.contiguous(), other.contiguous())
 
 
 def raw(kind: str = "random") -> tuple[Tensor, Tensor]:
-    """q and k [B,H,N,D] before they are turned."""
+    """Draw q and k [B,H,N,D] before their rotation."""
     q, k = (torch.randn(IMAGES, HEADS, TOKENS, DIMS, generator=generator(seed), dtype=torch.float64) for seed in (1, 2))
     if kind == "ill-conditioned":
-        return q * torch.logspace(0, -4, DIMS, dtype=torch.float64), k * torch.logspace(
-            -3, 0, DIMS, dtype=torch.float64
-        )
+        q *= torch.logspace(0, -4, DIMS, dtype=torch.float64)
+        k *= torch.logspace(-3, 0, DIMS, dtype=torch.float64)
     if kind == "singular":
         q[..., 1], q[..., 1 + PLANES] = 0.0, 0.0
         k[..., 2], k[..., 2 + PLANES] = k[..., 0], k[..., PLANES]
@@ -60,7 +59,7 @@ def raw(kind: str = "random") -> tuple[Tensor, Tensor]:
 
 
 def angles(seed: int = 3) -> Tensor:
-    """[H,N,P]; the first token is not turned."""
+    """Draw rotary angles [H,N,P], zero for the first token."""
     angle_HNP = torch.rand(HEADS, TOKENS, PLANES, generator=generator(seed), dtype=torch.float64) * 2.0 * math.pi
     angle_HNP[:, 0] = 0.0
     return angle_HNP
@@ -75,7 +74,7 @@ def second(x: Tensor) -> Tensor:
 
 
 def system_of(q: Tensor, k: Tensor) -> ImageSystem:
-    """Image by image: upper(K'K) upper(Q'Q)'."""
+    """Sum upper(K'K) upper(Q'Q)' over images."""
     rows, columns = torch.triu_indices(DIMS, DIMS)
     total = torch.zeros(HEADS, len(rows), len(rows), dtype=torch.float64)
     for image in range(IMAGES):
@@ -86,8 +85,9 @@ def system_of(q: Tensor, k: Tensor) -> ImageSystem:
 
 
 def least_squares(q_BND: Tensor, k_BND: Tensor, kept: list[int], is_seen_NN: Tensor) -> float:
-    """The sum of squares that the best factors leave of the logits that are seen, over all images of a head: the logit
-    of c q and k is the real part of c q conj(k).
+    """Return the least squared error of a head's visible logits over all images, with a complex factor for each plane.
+
+    The logit of c q and k is the real part of c q conj(k).
     """
     product_XP = (complex_of(q_BND)[:, :, None] * complex_of(k_BND)[:, None].conj())[:, is_seen_NN].flatten(0, 1)
     rows = torch.cat((product_XP[:, kept].real, product_XP[:, kept].imag), dim=1)
@@ -112,7 +112,7 @@ def test_factors_are_least_squares_over_images(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["random", "ill-conditioned", "singular"])
 def test_factors_on_second_moments_have_zero_gradient(kind: str) -> None:
-    """tr(S_q E S_k E') of the maps, differentiated by the factors."""
+    """The error is tr(S_q E S_k E') of the maps, and autograd differentiates it by the factors."""
     q, k = turned_by(*raw(kind), angles())
     kept_HK = torch.tensor([[0, 2], [1, 3]])
     recovery = planes.logit_v1_planes(second(q), second(k), kept_HK, ridge_rel=1e-13)
@@ -144,7 +144,7 @@ def test_maps_commute_with_every_rotation() -> None:
 
 
 def test_elimination_removes_the_cheapest_plane() -> None:
-    """Against every fit of every set, with the same ridge."""
+    """Every removal is compared with a solved fit of every other removal, with the same ridge."""
     q, k = turned_by(*raw("ill-conditioned"), angles())
     loss, ridge_rel = planes.aggregated_loss(second(q), second(k)), 1e-3
     order_HP = planes.order_planes(loss.gram_HXX, ridge_rel=ridge_rel)
@@ -173,7 +173,7 @@ def test_zero_head_is_handled() -> None:
     assert bool(recovery.q_map_HRD.isfinite().all())
 
 
-# CORP's per-image system taken for some planes alone, and halves of the images that choose how strong its ridge is.
+# CORP's per-image system of the kept planes alone, and its ridge, chosen on halves of the images.
 
 FORM = "learned angles"
 
@@ -198,9 +198,7 @@ def test_whole_planes_are_kept(kept: dict[str, torch.Tensor]) -> None:
         assert isinstance(statistics, HeadMoments)
         assert dims_HK.shape == (3, 8)
         for head, dims in enumerate(dims_HK.tolist()):
-            energy = [
-                float(statistics.energy_HD[head, plane] + statistics.energy_HD[head, plane + 8]) for plane in range(8)
-            ]
+            energy = statistics.energy_HD[head].view(2, 8).sum(dim=0).tolist()
             best = sorted(sorted(range(8), key=energy.__getitem__)[-4:])
             assert dims == best + [plane + 8 for plane in best]
             assert kept_planes(statistics.energy_HD, 8)[head].tolist() == best
@@ -216,8 +214,8 @@ def test_restricted_system_reduces_like_the_full_one(whole: Checkpoint, kept: di
         assert site.error <= site.error_uncompensated
     for name, value in one.model.state_dict().items():
         torch.testing.assert_close(other.model.state_dict()[name], value, rtol=1e-4, atol=1e-5)
-    with pytest.raises(BadInput, match="covers 8 of 16 dimensions; expected a width of 4, 8"):
-        reduce(whole.model, taken, method("corp", mlp_sparsity=None, attention_sparsity=0.25, align_head=4))
+    wider = method("corp", mlp_sparsity=None, attention_sparsity=0.25, align_head=4)
+    rejects("covers 8 of 16 dimensions; expected a width of 4, 8", reduce, whole.model, taken, wider)
     full = reduce(whole.model, taken, method("corp", mlp_sparsity=None, attention_sparsity=0.0))
     assert all(site.error == 0.0 for site in full.sites)
 
@@ -228,7 +226,7 @@ def test_offered_sparsities_keep_whole_planes(whole: Checkpoint) -> None:
 
 
 def test_halves_of_the_images_choose_the_ridge(whole: Checkpoint) -> None:
-    """The factors of either half lose least of the logits of the other with the strength that is reported."""
+    """With the reported strength, factors fitted on each half lose the least of the other half's logits."""
     statistics = Statistics(attention_system=True)
     taken = moments_in_splits(
         opened(whole.model),
@@ -258,14 +256,14 @@ def test_halves_of_the_images_choose_the_ridge(whole: Checkpoint) -> None:
         assert lost[report.ridge_fit.strength] == pytest.approx(min(lost.values()), rel=1e-9)
 
 
-# Planes of queries that share keys: one choice a group, each head's factors in its own queries.
+# Grouped queries: heads that share keys keep the same planes, and each head's factors are in its own queries.
 
 QUERY_HEADS, GROUPED, PLACES, KEPT = 4, 2, 9, 2
 
 
 @pytest.fixture(scope="module")
 def activations() -> tuple[Tensor, Tensor]:
-    """Queries and keys [B,H,N,D], those of two heads in turn alike; planes of very different sizes."""
+    """Draw queries and keys [B,H,N,D] with planes of very different sizes; each two heads share their keys."""
     draw = torch.Generator().manual_seed(0)
     sizes = torch.linspace(0.3, 2.0, DIMS // 2).repeat(2)
     q = torch.randn(5, QUERY_HEADS, PLACES, DIMS, generator=draw) * sizes
@@ -283,7 +281,7 @@ def moments(activations: tuple[Tensor, Tensor]) -> HeadMoments:
 
 
 def require_shared(recovery: QkRecovery) -> None:
-    """Keys are selected alike by all heads of a group."""
+    """Require that all heads of a group keep the same planes, and that keys are selected without factors."""
     assert recovery.planes_HK is not None
     for head in range(QUERY_HEADS):
         first = head - head % GROUPED
@@ -294,7 +292,7 @@ def require_shared(recovery: QkRecovery) -> None:
 
 
 def test_each_head_attains_its_least_squares_solution(activations: tuple[Tensor, Tensor], moments: HeadMoments) -> None:
-    """A complex factor a plane and head, fitted over visible pairs by lstsq."""
+    """Each head has a complex factor for each plane, fitted by lstsq over visible pairs."""
     scores_HD = shared_by_groups(logit_energy(moments.energy_HD, moments.images), GROUPED)
     kept_HK = kept_from_scores(planes.plane_scores(scores_HD), KEPT)
     assert moments.system_HTT is not None
@@ -319,8 +317,8 @@ def test_elimination_removes_one_plane_from_all_heads_of_a_group(moments: HeadMo
     assert float(alone.residual_H.sum()) <= float(recovery.residual_H.sum()) * (1 + 1e-9)
 
 
-def test_exact_elimination_equals_exhaustive_search(moments: HeadMoments) -> None:
-    """Two of four planes kept: greedy against every pair of planes of the group, each with its best factors."""
+def test_exact_elimination_is_near_exhaustive_search(moments: HeadMoments) -> None:
+    """Greedy elimination is compared with every pair of four planes, each with its best factors."""
     gram_HXX = moments.plane_gram_HXX
     assert gram_HXX is not None
     recovery = planes.eliminate_planes_exactly(gram_HXX, KEPT, ridge_rel=1e-12, grouped=GROUPED)

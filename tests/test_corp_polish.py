@@ -1,5 +1,6 @@
-"""Polishing: which inputs judge, what errors are, what a state holds; a polished model is never worse."""
+"""Polishing: held-out inputs, errors, saved states, and polished models that are never worse."""
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -7,17 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from calib.images import Images
-from corp_deploy.families import traced_model as vit
+from corp_deploy.families import traced_model
 from corp_deploy.polish.held_out import relative_square, split_inputs, stream_error
 from corp_deploy.polish.options import PolishOptions
 from corp_deploy.polish.polish import polished
 from corp_deploy.spec.merging import Merging
 from corp_deploy.traced.models.narrowed_model import at_widths
 from corp_deploy.traced.models.token_merging import Tokens
-from ground.errors import BadInput
 from tests import tiny
 from tests.refusals import rejects
 
@@ -30,16 +30,12 @@ def images(tmp_path: Path) -> Images:
 
 
 def narrowed(model: nn.Module) -> nn.Module:
-    """The last half of every MLP's channels away, so that every MLP counts as reduced."""
+    """Remove the last half of every MLP's channels, so that every MLP counts as reduced."""
     return at_widths(model, {f"blocks.{at}.mlp": 96 for at in (0, 1)})
 
 
-def weights(model: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
-
 def assert_same(one: nn.Module, other: nn.Module) -> None:
-    mine, theirs = weights(one), weights(other)
+    mine, theirs = one.state_dict(), other.state_dict()
     assert mine.keys() == theirs.keys()
     assert [name for name in mine if not torch.equal(mine[name], theirs[name])] == []
 
@@ -48,14 +44,14 @@ def assert_same(one: nn.Module, other: nn.Module) -> None:
 def test_polish_reduces_the_error_on_unseen_images(images: Images) -> None:
     dense = tiny.checkpoint(init_values=0.5).model
     start, fresh = narrowed(dense), tiny.images(32, seed=9)
-    before = weights(start)
+    before = copy.deepcopy(start)
     result = polished(dense, start, images, PolishOptions(steps=3))
     report = result.report
     assert report.error < 0.9 * report.error_before
     expected = tiny.ran(dense, fresh)
     errors = [tiny.relative(tiny.ran(model, fresh), expected) for model in (result.model, start)]
     assert errors[0] < 0.95 * errors[1]
-    assert all(torch.equal(value, before[name]) for name, value in start.state_dict().items())
+    assert_same(start, before)
     assert not any(parameter.requires_grad for parameter in result.model.parameters())
     assert [part.part for part in report.parts] == ["blocks.0.mlp", "blocks.1.mlp"]
     assert all(part.error <= part.error_before for part in report.parts)
@@ -74,10 +70,10 @@ def test_state_of_another_polish_is_refused(images: Images, tmp_path: Path) -> N
     dense, state = tiny.checkpoint().model, tmp_path / "state.safetensors"
     start = narrowed(dense)
     polished(dense, start, images, PolishOptions(steps=1), state=state)
-    with pytest.raises(BadInput, match=r"state of another polish: options was .* remove the file to start afresh"):
-        polished(dense, start, images, PolishOptions(steps=2), state=state)
-    with pytest.raises(BadInput, match="state of another polish: reduced model was"):
-        polished(dense, narrowed(tiny.checkpoint(1).model), images, PolishOptions(steps=1), state=state)
+    message = r"state of another polish: options was .* remove the file to start afresh"
+    rejects(message, polished, dense, start, images, PolishOptions(steps=2), state=state)
+    other, message = narrowed(tiny.checkpoint(1).model), "state of another polish: reduced model was"
+    rejects(message, polished, dense, other, images, PolishOptions(steps=1), state=state)
     for content in (b"", b"no tensors", state.read_bytes()[:-7]):
         state.write_bytes(content)
         rejects("not a polish's state", polished, dense, start, images, PolishOptions(steps=1), state=state)
@@ -92,7 +88,7 @@ def test_time_limit_ends_the_polish(images: Images) -> None:
 
 def test_held_out_inputs_are_whole_groups_without_copies_in_the_fit(tmp_path: Path) -> None:
     pictures = tiny.images(12)
-    pictures[0] = pictures[3]  # a copy of one that is held out
+    pictures[0] = pictures[3]  # a copy of a held-out image
     images = tiny.opened(tmp_path / "images.npy", pictures)
     by_image = split_inputs(images, 4)
     assert torch.equal(by_image.held_out.ids, images.ids[[3, 7, 11]])
@@ -100,9 +96,9 @@ def test_held_out_inputs_are_whole_groups_without_copies_in_the_fit(tmp_path: Pa
     by_group = split_inputs(images, 2, groups)
     assert torch.equal(by_group.held_out.ids, images.ids[[2, 3, 7, 8, 9, 11]])
     assert torch.equal(by_group.fitted.ids, images.ids[[1, 4, 5, 6, 10]])
-    assert split_inputs(images, 8, groups).held_out.count == 3  # the last group, where there are fewer than 8
-    with pytest.raises(BadInput, match="12 images in 1 different groups; expected two or more"):
-        split_inputs(images, 4, torch.zeros(12, dtype=torch.int64))
+    assert split_inputs(images, 8, groups).held_out.count == 3, "of fewer than 8 groups, the last is held out"
+    one_group = torch.zeros(12, dtype=torch.int64)
+    rejects("12 images in 1 different groups; expected two or more", split_inputs, images, 4, one_group)
 
 
 def test_many_held_out_inputs_are_thinned_evenly(tmp_path: Path) -> None:
@@ -134,26 +130,26 @@ def test_merged_token_targets_the_mean_of_its_sources() -> None:
     dense = torch.randn(2, 5, 7, generator=generator, dtype=torch.float64)
     mine = torch.randn(2, 3, 7, generator=generator, dtype=torch.float64)
     sources, sizes = torch.tensor([[0, 1, 1, 2, 1], [0, 2, 1, -1, 2]]), torch.tensor([[1.0, 3, 1], [1, 1, 2]])
-    total, errors = 0.0, 0.0
+    errors = 0.0
     for image in range(2):
         for token in range(3):
-            target = torch.stack([dense[image, at] for at in range(5) if sources[image, at] == token]).mean(dim=0)
-            size = float(sizes[image, token])
-            errors += size * float((mine[image, token] - target).norm() / target.norm()) ** 2
-            total += size
+            target = dense[image, sources[image] == token].mean(dim=0)
+            errors += float(sizes[image, token] * ((mine[image, token] - target).norm() / target.norm()) ** 2)
     tokens = Tokens(mine, sizes.double(), sources)
-    assert float(stream_error(tokens, dense)) == pytest.approx(errors / total)
+    assert float(stream_error(tokens, dense)) == pytest.approx(errors / float(sizes.sum()))
 
 
 @pytest.mark.slow("training")
 @pytest.mark.parametrize("metric", [{}, {"metric": "attended"}, {"metric": "keys"}, {"how": "drop"}])
 def test_polish_reduces_the_error_of_merged_models(metric: dict[str, Any], images: Images) -> None:
     dense = tiny.checkpoint(init_values=0.5).model
-    start = vit.with_merging(narrowed(dense), Merging(schedule=(3, 4), **metric))
+    start = traced_model.with_merging(narrowed(dense), Merging(schedule=(3, 4), **metric))
     result = polished(dense, start, images, PolishOptions(steps=1))
     assert result.report.error < 0.95 * result.report.error_before
-    assert vit.merging_of(result.model) == vit.merging_of(start)
-    merging = polished(vit.with_merging(dense, vit.merging_of(start)), start, images, PolishOptions(steps=1))
+    assert traced_model.merging_of(result.model) == traced_model.merging_of(start)
+    merging = polished(
+        traced_model.with_merging(dense, traced_model.merging_of(start)), start, images, PolishOptions(steps=1)
+    )
     assert_same(merging.model, result.model)
 
 

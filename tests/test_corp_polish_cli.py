@@ -1,4 +1,4 @@
-"""A polish as it is asked for: `reduce --polish`, its record, the preset that implies it, and what is refused."""
+"""`reduce --polish`: its record, the preset that implies it, resumption, and refusals."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ NARROW = ("--mlp", 0.5, "--attn", 0.5, "--align", "mlp=8,head=8")
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A dense model, images, moments of all of them, and moments that left five out."""
+    """Make a dense model, images, moments m of all images, and moments left-out of all but five."""
     root = tiny.written(tmp_path_factory.mktemp("polish"), 24, init_values=0.5, depth=1)
     for name, more in (("m", ()), ("left-out", ("--hold-out", 5))):
         invoked("calibrate", "--model", root / "dense", "--images", root / "images.npy", "-o", root / name, *more)
@@ -38,15 +38,14 @@ def reduced(home: Path, name: str, *words: object, code: int = 0) -> Result:
     return invoked("reduce", *where, *words, code=code)
 
 
-def lineage(directory: Path) -> dict[str, Any]:
-    record: dict[str, Any] = json.loads((directory / "config.json").read_text())["lineage"]
-    return record
+def choice_of(**options: Any) -> ReduceOptions:
+    return ReduceOptions.from_options(options)
 
 
 def test_reduce_polishes_and_reports_it(home: Path) -> None:
     said = reduced(home, "layer", *NARROW, "--polish", "layer", "--polish-steps", 1).output
     assert "by least squares, without labels" in said
-    record = lineage(home / "layer")
+    record = json.loads((home / "layer" / "config.json").read_text())["lineage"]
     assert record["polish"] == "least squares"
     polish = record["reduction"]["polish"]
     assert polish["error"] <= polish["error_before"]
@@ -56,30 +55,28 @@ def test_reduce_polishes_and_reports_it(home: Path) -> None:
     assert not list(home.glob("*unfinished*"))
 
 
-@pytest.mark.parametrize("gone", ["block", "model"])
-def test_gradient_polish_is_refused_with_the_alternative(gone: str, home: Path) -> None:
-    said = reduced(home, "refused", *NARROW, "--polish", gone, code=2).stderr
-    assert f"'{gone}' is not one of 'none', 'layer'" in said
-    rejects(f"'{gone}': expected one of none, layer", choice_of, mlp=0.5, polish=gone)
+@pytest.mark.parametrize("removed", ["block", "model"])
+def test_gradient_polish_is_refused_with_the_alternative(removed: str, home: Path) -> None:
+    said = reduced(home, "refused", *NARROW, "--polish", removed, code=2).stderr
+    assert f"'{removed}' is not one of 'none', 'layer'" in said
+    rejects(f"'{removed}': expected one of none, layer", choice_of, mlp=0.5, polish=removed)
 
 
 @pytest.mark.parametrize("words", [("--polish", "layer"), ("--preset", "thorough")])
 def test_polish_without_images_is_refused(words: tuple[object, ...], home: Path) -> None:
     where = ("--model", home / "dense", "--moments", home / "m", "-o", home / "refused")
-    refused = invoked("reduce", *where, *NARROW, *words, code=2).stderr
-    assert "--polish" in refused
-    assert "give them with --images" in refused
+    message = invoked("reduce", *where, *NARROW, *words, code=2).stderr
+    assert "--polish" in message
+    assert "give them with --images" in message
 
 
 def test_interrupted_polish_resumes_to_equal_bytes(home: Path) -> None:
     dense = load_checkpoint(home / "dense")
-    choice = ReduceOptions.from_options(
-        {"mlp": 0.5, "attn": 0.5, "align": {"mlp": 8, "head": 8}, "polish": "layer", "polish_steps": 1}
-    )
+    choice = choice_of(mlp=0.5, attn=0.5, align={"mlp": 8, "head": 8}, polish="layer", polish_steps=1)
     images = images_for_model(dense.model, home / "images.npy")
 
     class Stopped(Exception):
-        """What an interruption raises here."""
+        """An interruption of the polish."""
 
     def stop(progress: PolishProgress) -> None:
         if progress.share > 0.5:
@@ -99,10 +96,6 @@ def test_interrupted_polish_resumes_to_equal_bytes(home: Path) -> None:
     assert (home / "state.safetensors").exists()
     assert not (home / "resumed").exists()
     assert run("resumed") == whole
-
-
-def choice_of(**options: Any) -> ReduceOptions:
-    return ReduceOptions.from_options(options)
 
 
 def test_thorough_preset_is_best_with_closed_loop_and_polish() -> None:
@@ -128,7 +121,7 @@ def test_images_held_out_of_calibration_judge_the_polish(home: Path) -> None:
     assert given.judges is not None
     assert (given.reduced_on.count, given.fitted.count, given.judges.count) == (19, 19, 5)
     assert set(given.judges.ids.tolist()).isdisjoint(left_out.image_ids.tolist())
-    every = inputs_to_polish(asked, images, load_moments(home / "m"), None)
-    assert every is not None
-    assert (every.fitted.count, every.judges, every.groups_B) == (24, None, None)
+    undivided = inputs_to_polish(asked, images, load_moments(home / "m"), None)
+    assert undivided is not None
+    assert (undivided.fitted.count, undivided.judges, undivided.groups_B) == (24, None, None)
     assert inputs_to_polish(build_request(choice_of(mlp=0.5)), images, left_out, None) is None

@@ -1,4 +1,4 @@
-"""Preprocessing from the command line to the reduced model: shown, recorded, kept, and never mixed."""
+"""Preprocessing from the command line to the reduced model: inspection, records, files, refusals and grey images."""
 
 import json
 import re
@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 import corp_deploy
 from calib.store import load_moments
-from corp_deploy.families import traced_model as vit
+from corp_deploy.families import traced_model
 from corp_deploy.families.family import image_spec
 from corp_deploy.invocation.running import FedOptions
 from corp_deploy.proof.chain import prove_chain
@@ -51,7 +51,7 @@ FOUND = {
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Weights in a trainer's file, a folder of pictures, and moments with the preprocessing set."""
+    """Make weights in a trainer's file, a folder of pictures, and moments with the preprocessing SET."""
     root = tmp_path_factory.mktemp("home")
     state = tiny.checkpoint().model.state_dict()
     average = {name: tensor * 1.01 for name, tensor in state.items()}
@@ -61,11 +61,11 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number in range(8):
         pixels = np.random.default_rng(number).integers(0, 256, (40, 48, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(root / "photos" / f"{number}.png")
-    invoked("calibrate", *named(root), *SET, "--images", root / "photos", "-o", root / "m.safetensors")
+    invoked("calibrate", *model_words(root), *SET, "--images", root / "photos", "-o", root / "m.safetensors")
     return root
 
 
-def named(home: Path) -> tuple[object, ...]:
+def model_words(home: Path) -> tuple[object, ...]:
     return "--model", NAME, "--weights", home / "last.pth.tar", "--model-kwargs", KWARGS
 
 
@@ -74,30 +74,30 @@ def inspected(*words: object) -> Any:
 
 
 def test_inspect_shows_timms_and_chosen_preprocessing(home: Path) -> None:
-    default = inspected(*named(home))
+    default = inspected(*model_words(home))
     assert default["preprocessing"]["mean"] == [0.5, 0.5, 0.5]
     assert default["preprocessing_source"] == "timm's tag augreg_in21k_ft_in1k"
     (note,) = default["weights"].pop("notes")
     assert "took state_dict_ema, the moving average" in note
     assert default["weights"] == {"weights": "last.pth.tar", "taken": "state_dict_ema"}
-    given = inspected(*named(home), *SET)
+    given = inspected(*model_words(home), *SET)
     assert given["preprocessing"] == FOUND
     assert given["preprocessing_source"].startswith(
         "mean, std, crop_pct, interpolation, crop_mode as given, the rest from timm's"
     )
-    shown = run("inspect", *named(home), *SET)
+    shown = run("inspect", *model_words(home), *SET)
     assert "3x32x32, bilinear, crop 1 (squash), mean 0.485 0.456 0.406, std 0.25 0.25 0.25" in shown.stdout
     assert "took state_dict_ema, the moving average" in shown.stderr
 
 
 def test_each_tag_has_its_own_preprocessing(home: Path) -> None:
-    record = inspected("--model", "vit_base_patch16_224.dino", *named(home)[2:])
+    record = inspected("--model", "vit_base_patch16_224.dino", *model_words(home)[2:])
     assert record["preprocessing"]["mean"] == [0.485, 0.456, 0.406]
     assert record["preprocessing_source"] == "timm's tag dino"
 
 
 def test_calibrate_shows_and_records_the_preprocessing(home: Path, tmp_path: Path) -> None:
-    words = ("calibrate", *named(home), *SET, "--images", home / "photos", "-o", tmp_path / "m.safetensors")
+    words = ("calibrate", *model_words(home), *SET, "--images", home / "photos", "-o", tmp_path / "m.safetensors")
     assert json.loads(invoked(*words, "--no-attention", "--json").stdout)["preprocessing"] == FOUND
     assert json.loads(load_moments(tmp_path / "m.safetensors").lineage["preprocessing"]) == FOUND
     shown = run(*words, "--no-attention").stdout
@@ -106,26 +106,33 @@ def test_calibrate_shows_and_records_the_preprocessing(home: Path, tmp_path: Pat
 
 def test_images_are_preprocessed_as_chosen(home: Path) -> None:
     given = Preprocessing(mean=(0.1,), std=(0.5,), crop_pct=1.0, interpolation="nearest")
-    model = load_dense(
-        NAME, weights=home / "weights.safetensors", kwargs=tiny.ARCHITECTURE.kwargs, preprocessing=given
-    ).model
+    model = load_dense(NAME, weights=home / "weights.safetensors", kwargs=KEYS, preprocessing=given).model
     (batch,) = images_for_model(model, home / "photos", samples=1, seed=0).batches(1)
     raw = batch[0] * 0.5 + 0.1
     assert float(raw.min()) >= 0.0
     assert float(raw.max()) <= 1.0
     assert len(set((raw * 255).round().flatten().tolist())) > 100
-    torch.testing.assert_close(raw * 255, (raw * 255).round(), atol=1e-3, rtol=0)  # nearest mixes no pixels
+    torch.testing.assert_close(raw * 255, (raw * 255).round(), atol=1e-3, rtol=0, msg="nearest mixes no pixels")
 
 
 def test_moments_of_another_preprocessing_are_refused(home: Path, tmp_path: Path) -> None:
-    words = ("reduce", *named(home), "--moments", home / "m.safetensors", "--mlp", 0.5, "-o", tmp_path / "reduced")
+    words = (
+        "reduce",
+        *model_words(home),
+        "--moments",
+        home / "m.safetensors",
+        "--mlp",
+        0.5,
+        "-o",
+        tmp_path / "reduced",
+    )
     result = invoked(*words, code=2)
     assert '"mean": [0.485, 0.456, 0.406]' in result.stderr
     assert '"mean": [0.5, 0.5, 0.5]' in result.stderr
     assert not (tmp_path / "reduced").exists()
     other = tmp_path / "other.safetensors"
     photos = ("--images", home / "photos", "--samples", 4)
-    assert run("calibrate", *named(home), *photos, "-o", other).exit_code == 0
+    invoked("calibrate", *model_words(home), *photos, "-o", other)
     merged = invoked("calibrate", "--merge", home / "m.safetensors", other, "-o", tmp_path / "both.safetensors", code=2)
     assert '"std": [0.25, 0.25, 0.25]' in merged.stderr
     assert '"std": [0.5, 0.5, 0.5]' in merged.stderr
@@ -133,10 +140,10 @@ def test_moments_of_another_preprocessing_are_refused(home: Path, tmp_path: Path
 
 def test_reduced_model_stores_the_preprocessing(home: Path, tmp_path: Path) -> None:
     reduced = tmp_path / "reduced"
-    words = ("reduce", *named(home), *SET, "--moments", home / "m.safetensors", "--mlp", 0.5, "--align", "mlp=8")
+    words = ("reduce", *model_words(home), *SET, "--moments", home / "m.safetensors", "--mlp", 0.5, "--align", "mlp=8")
     invoked(*words, "-o", reduced)
     assert json.loads((reduced / "config.json").read_text())["input"]["preprocessing"] == FOUND
-    assert vit.input_spec(load_checkpoint(reduced).model).as_json() == FOUND
+    assert traced_model.input_spec(load_checkpoint(reduced).model).as_json() == FOUND
     again = inspected("--model", reduced)
     assert again["weights"]["taken"] == "state_dict_ema"
     assert again["preprocessing_source"].startswith("mean, std")
@@ -144,17 +151,17 @@ def test_reduced_model_stores_the_preprocessing(home: Path, tmp_path: Path) -> N
 
 
 def test_raw_weights_are_loaded_on_request(home: Path) -> None:
-    assert inspected(*named(home), "--no-ema")["weights"]["taken"] == "state_dict"
+    assert inspected(*model_words(home), "--no-ema")["weights"]["taken"] == "state_dict"
     plain = ("--model", NAME, "--weights", home / "weights.safetensors", "--model-kwargs", KWARGS, "--ema")
     refuses("nothing in it is called a moving average", "inspect", *plain)
 
 
 def test_weights_under_a_key_are_loaded_on_request(home: Path, tmp_path: Path) -> None:
-    source = inspected(*named(home), "--weights-key", "state_dict")["weights"]
+    source = inspected(*model_words(home), "--weights-key", "state_dict")["weights"]
     assert source["taken"] == "state_dict"
     again = corp_deploy.Source(NAME, weights=home / "last.pth.tar", kwargs=json.loads(KWARGS), weights_key="state_dict")
     assert again.opened().lineage["source"]["taken"] == "state_dict"
-    refuses("--weights-key 'other': no tensors under it; it holds state_dict", "inspect", *named(home),
+    refuses("--weights-key 'other': no tensors under it; it holds state_dict", "inspect", *model_words(home),
             "--weights-key", "other")  # fmt: skip
     directories.save(tiny.checkpoint(), tmp_path)
     refuses("drop --weights-key", "inspect", "--model", tmp_path, "--weights-key", "other")
@@ -169,11 +176,11 @@ IMPOSSIBLE = {
 @pytest.mark.parametrize("option", IMPOSSIBLE)
 def test_impossible_values_are_usage_errors(option: str, home: Path) -> None:
     for value in IMPOSSIBLE[option]:
-        refuses(f"Invalid value for '{option}'", "inspect", *named(home), option, value)
+        refuses(f"Invalid value for '{option}'", "inspect", *model_words(home), option, value)
 
 
 def test_mean_and_std_need_one_number_per_channel(home: Path) -> None:
-    refuses("mean has 2 numbers, expected 1 or 3", "inspect", *named(home), "--mean", "0.1,0.2")
+    refuses("mean has 2 numbers, expected 1 or 3", "inspect", *model_words(home), "--mean", "0.1,0.2")
     rejects("mean has 3 numbers, expected 1: one for each channel", Preprocessing(mean=(0.1, 0.2, 0.3)).for_channels, 1)
     rejects("crop_mode is 'middle'", Preprocessing, crop_mode="middle")
 
@@ -224,7 +231,7 @@ def test_release_reports_loaded_and_skipped_weights(home: Path, tmp_path: Path) 
     first = invoked(*words)
     assert "took state_dict_ema.model, the moving average" in " ".join(first.stderr.split())
     assert "left out tensors beside the model: loss.weight" in " ".join(first.stderr.split())
-    assert "moving average" not in run(*words).stderr  # nothing was loaded
+    assert "moving average" not in run(*words).stderr, "nothing is loaded again"
     recorded = json.loads((tmp_path / "out" / "dense" / "config.json").read_text())["lineage"]["source"]["notes"]
     assert [note.split()[1] for note in recorded] == ["took", "renamed", "left"]
 
@@ -245,11 +252,11 @@ def test_recipe_refuses_what_the_commands_refuse(line: str, said: str, tmp_path:
     rejects(said.replace("[", r"\["), load_recipe, path)
 
 
-UNFIT = {"mean", "std"}
+NORMALISATION = {"mean", "std"}
 
 
-def of_channels(folder: Path, channels: int, prepared: Preprocessing | None = None) -> Checkpoint:
-    """A name whose preset is of three channels with the weights of another number of them, and what it may be fed."""
+def load_of_channels(folder: Path, channels: int, prepared: Preprocessing | None = None) -> Checkpoint:
+    """Load a model whose timm preset has three channels with weights of another number; write arrays to feed it."""
     arguments = {**KEYS, "in_chans": channels, "depth": 1}
     save_file(tiny.checkpoint(**arguments).model.state_dict(), folder / "w.safetensors")
     np.savez(folder / "images.npz", images=np.resize(tiny.images(8), (8, channels, 32, 32)))
@@ -262,8 +269,8 @@ def words_of(folder: Path, channels: int) -> tuple[object, ...]:
     return "--model", NAME, "--weights", folder / "w.safetensors", "--model-kwargs", kwargs
 
 
-def refused_by(channels: int) -> str:
-    """What is said wherever pixels are to be normalised."""
+def refusal_of(channels: int) -> str:
+    """Return the message of every attempt to normalise pixels without a mean for these channels."""
     of = f"{channels} channel{'s'[: channels > 1]}"
     return (
         f"pixels can't be normalised for a model of {of}: its mean, 0.5 0.5 0.5, is of 3 channels and its std, "
@@ -273,8 +280,8 @@ def refused_by(channels: int) -> str:
 
 @pytest.mark.parametrize("channels", [1, 2, 4])
 def test_preset_for_other_channels_is_neither_applied_nor_written(channels: int, tmp_path: Path) -> None:
-    taken = of_channels(tmp_path, channels)
-    assert not UNFIT & image_spec(taken.model).as_json().keys()
+    taken = load_of_channels(tmp_path, channels)
+    assert not NORMALISATION & image_spec(taken.model).as_json().keys()
     assert image_spec(taken.model).as_line() == f"{channels}x32x32, bicubic, crop 0.9 (center), no mean, no std"
     note = json.loads(metadata_of_checkpoint(taken)["corp_deploy.preprocessing"])
     assert note == image_spec(taken.model).as_json()
@@ -282,20 +289,19 @@ def test_preset_for_other_channels_is_neither_applied_nor_written(channels: int,
     assert json.loads((tmp_path / "dense" / "config.json").read_text())["input"]["preprocessing"] == note
     again = load_checkpoint(tmp_path / "dense").model
     assert images_for_model(again, tmp_path / "images.npz").count == 8
-    said = (
-        f"^{re.escape(f'{tmp_path}/pixels.npz: {refused_by(channels)}')}.*images \\[N,{channels},32,32\\] float32, prep"
-    )
-    rejects(said, images_for_model, again, tmp_path / "pixels.npz")
-    given = of_channels(tmp_path, channels, Preprocessing(mean=(0.2,), std=(0.5,)))
+    refusal = re.escape(f"{tmp_path}/pixels.npz: {refusal_of(channels)}")
+    message = f"^{refusal}.*images \\[N,{channels},32,32\\] float32, prep"
+    rejects(message, images_for_model, again, tmp_path / "pixels.npz")
+    given = load_of_channels(tmp_path, channels, Preprocessing(mean=(0.2,), std=(0.5,)))
     (batch,) = images_for_model(given.model, tmp_path / "pixels.npz").batches(8)
     assert batch.abs().max() < 1e-6
-    half = of_channels(tmp_path, channels, Preprocessing(mean=(0.2,)))
+    half = load_of_channels(tmp_path, channels, Preprocessing(mean=(0.2,)))
     assert "mean" in image_spec(half.model).as_json()
     rejects(r"its std, 0.5 0.5 0.5, is of 3 channels", images_for_model, half.model, tmp_path / "pixels.npz")
 
 
 def test_single_number_of_a_preset_applies_to_its_own_channels(tmp_path: Path) -> None:
-    """A snapshot's for all of its own channels, and for no others that are asked for."""
+    """A snapshot's one mean is for all of its own channels, but not for channels that kwargs add."""
     for channels, size, kwargs, expected in ((3, 3, {}, [0.5] * 3), (1, 1, {}, [0.5]), (3, 1, {"in_chans": 3}, None)):
         config = {"mean": [0.5], "std": [0.5], "input_size": [size, 32, 32], "fixed_input_size": True}
         own = {name: value for name, value in KEYS.items() if name not in ("num_classes", "img_size")}
@@ -314,18 +320,18 @@ def test_single_number_of_a_preset_applies_to_its_own_channels(tmp_path: Path) -
 
 def test_module_with_other_channels_is_used_unchanged() -> None:
     model = tiny.timm_model("test_vit", in_chans=1)
-    assert not UNFIT & image_spec(checkpoint_from_module(model).model).as_json().keys()
+    assert not NORMALISATION & image_spec(checkpoint_from_module(model).model).as_json().keys()
 
 
 def test_three_channel_mean_is_not_applied_to_grey_images(tmp_path: Path) -> None:
-    """Read a directory and a graph's note of a grey model."""
-    directories.save(of_channels(tmp_path, 1), tmp_path / "dense")
+    """Directories and graphs of grey models may record a mean of three channels."""
+    directories.save(load_of_channels(tmp_path, 1), tmp_path / "dense")
     path = tmp_path / "dense" / "config.json"
     config = json.loads(path.read_text())
     earlier = config["input"]["preprocessing"] | {"mean": [0.1, 0.2, 0.3], "std": [0.5] * 3}
     path.write_text(json.dumps(config | {"input": {"shape": [1, 32, 32], "preprocessing": earlier}}))
     model = load_checkpoint(tmp_path / "dense").model
-    assert not UNFIT & image_spec(model).as_json().keys()
+    assert not NORMALISATION & image_spec(model).as_json().keys()
     port, note = Port(name="images", shape=(1, 32, 32)), json.dumps(earlier)
     drawn: dict[str, Any] = {"where": "m.onnx", "samples": None, "seed": 0}
     assert images_of_port(port, note, tmp_path / "images.npz", **drawn).count == 8
@@ -336,7 +342,7 @@ def test_three_channel_mean_is_not_applied_to_grey_images(tmp_path: Path) -> Non
 
 
 def test_pixels_without_normalisation_are_refused_before_writing(tmp_path: Path) -> None:
-    of_channels(tmp_path, 1)
+    load_of_channels(tmp_path, 1)
     before = sorted(path.name for path in tmp_path.iterdir())
     model, out, pixels = words_of(tmp_path, 1), tmp_path / "out.onnx", ("--images", tmp_path / "pixels.npz")
     for words, said in (
@@ -345,27 +351,27 @@ def test_pixels_without_normalisation_are_refused_before_writing(tmp_path: Path)
         (("export", *model, "--precision", "fp32,fp16", "--input", "uint8", "-o", out), "input uint8: "),
     ):
         result = invoked(*words, code=2)
-        assert result.stderr.count(said + refused_by(1)) == 1
+        assert result.stderr.count(said + refusal_of(1)) == 1
         assert "exporting" not in result.stderr
         assert sorted(path.name for path in tmp_path.iterdir()) == before
     assert result.stderr.endswith("where the model is named with its weights, or leave --input out\n")
 
 
 def test_release_with_impossible_pixel_graphs_ends_at_its_first_stage(tmp_path: Path) -> None:
-    of_channels(tmp_path, 1)
+    load_of_channels(tmp_path, 1)
     table = ", ".join(f"{name} = {value}" for name, value in {**KEYS, "in_chans": 1, "depth": 1}.items())
     (tmp_path / "r.toml").write_text(
         f'[model]\nmodel = "{NAME}"\nweights = "w.safetensors"\nkwargs = {{ {table} }}\n'
         '[calibration]\nimages = "images.npz"\n[held_out]\nimages = "images.npz"\n[reduce]\nmlp = 0.5\n'
         '[export]\ninput = "uint8"\n'
     )
-    refuses(refused_by(1), "release", tmp_path / "r.toml", "-o", tmp_path / "out")
+    refuses(refusal_of(1), "release", tmp_path / "r.toml", "-o", tmp_path / "out")
     assert not (tmp_path / "out" / "dense").exists()
 
 
 def test_grey_arrays_are_used_for_bench_and_verify(tmp_path: Path) -> None:
-    """What takes float32 arrays asks for no mean."""
-    grey = of_channels(tmp_path, 1)
+    """Only pixels need a mean; arrays of float32 are preprocessed."""
+    grey = load_of_channels(tmp_path, 1)
     directories.save(grey, tmp_path / "dense")
     timed, ports = FedOptions(images=tmp_path / "images.npz"), image_spec(grey.model).ports
     assert single_array(open_timed_inputs(timed, ports, [tmp_path / "dense"], 2).feeds).shape == (2, 1, 32, 32)

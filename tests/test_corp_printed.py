@@ -1,4 +1,4 @@
-"""Every command that is printed beside a file makes that file, run as it stands in a fresh directory on its inputs."""
+"""Commands printed beside files: each one, run unchanged in a fresh directory with its inputs, makes its files."""
 
 import json
 import re
@@ -70,8 +70,8 @@ name = "tiny"
 """
 FIRST = ("dense", "moments", "reduce")
 TO_WIDTHS = PLAIN[PLAIN.index("[held_out]") : PLAIN.index("mlp = 0.3")]
-# The same, but for what some stages do with images, with attention and with precisions.
-OTHERWISE = {
+# Replacements in PLAIN that change how stages use images, attention and precisions, with the stages to run.
+VARIANTS = {
     "budget": ("mlp = 0.3\nattn = 0.5\n", "macs = 0.8\n", FIRST),
     "corp": ("mlp = 0.3\nattn = 0.5\n", 'preset = "corp"\nmlp = 0.3\nattn = 0.5\n', FIRST),
     "corp, kept dimensions": (TO_WIDTHS, f'attention_system = "kept"\n{TO_WIDTHS}preset = "corp"\n', FIRST),
@@ -81,7 +81,7 @@ OTHERWISE = {
 }
 
 
-def given(home: Path, text: str = PLAIN) -> Path:
+def write_release_inputs(home: Path, text: str = PLAIN) -> Path:
     home.mkdir(exist_ok=True)
     tiny.written(home, 14, to="calibration.npy", depth=1)
     np.savez(home / "held-out.npz", images=tiny.images(11, seed=1), labels=np.arange(11) % 7)
@@ -90,7 +90,7 @@ def given(home: Path, text: str = PLAIN) -> Path:
 
 
 def run_in(directory: Path, words: Iterable[str], monkeypatch: pytest.MonkeyPatch, *, code: int = 0) -> None:
-    """As a shell would."""
+    """Run a corp-deploy command line in a directory, as a shell would."""
     program, *rest = words
     assert program == "corp-deploy"
     monkeypatch.chdir(directory)
@@ -99,7 +99,7 @@ def run_in(directory: Path, words: Iterable[str], monkeypatch: pytest.MonkeyPatc
 
 
 def commands_of(manifest: Path) -> dict[str, list[str]]:
-    """Each printed command with the files that it is printed beside."""
+    """Return each printed command with the files that it is printed beside."""
     found: dict[str, list[str]] = {}
     for name, entry in json.loads(manifest.read_text())["files"].items():
         found.setdefault(entry["made_by"], []).append(name)
@@ -107,7 +107,7 @@ def commands_of(manifest: Path) -> dict[str, list[str]]:
 
 
 def copied(source: Path, home: Path, words: list[str], made: list[str]) -> Path:
-    """A fresh directory beside what lies outside, with the inputs that the words name, without results and stamps."""
+    """Copy the source's surroundings and the inputs that the words name, without results and stamps."""
     into = home / source.name
     shutil.copytree(source.parent, home, ignore=shutil.ignore_patterns(source.name))
     for name in dict.fromkeys(re.split("[ ,]", " ".join(words))):
@@ -126,17 +126,17 @@ TIMES = ("created", "rows", "environment", "warnings")
 
 
 def content(path: Path) -> Any:
-    """The bytes; of a measurement, all that it says but the times it took and the state of the machine meanwhile."""
+    """Return a file's bytes, or a measurement's record without times and the machine's state."""
     if path.name != "bench.json":
         return path.read_bytes()
     record = json.loads(path.read_text())
-    # Whether noise was measured too is a matter of the time that was left.
+    # The time that is left decides whether noise is measured too.
     rows = [{"batch": row["batch"], "trials": sorted(row["trials"])} for row in record["rows"]]
     return {key: value for key, value in record.items() if key not in TIMES} | {"rows": rows}
 
 
 def reproduced(source: Path, tmp_path: Path, commands: Mapping[str, list[str]], monkeypatch: pytest.MonkeyPatch) -> int:
-    """Runs every command; the files that it is printed beside must come out as they were."""
+    """Run every command, require that its files come out the same, and return the number of commands."""
     for index, (command, made) in enumerate(commands.items()):
         words = shlex.split(command)
         into = copied(source, tmp_path / str(index), words, made)
@@ -149,7 +149,7 @@ def reproduced(source: Path, tmp_path: Path, commands: Mapping[str, list[str]], 
 
 @pytest.mark.slow("graph")
 def test_printed_release_commands_reproduce_their_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    home = given(tmp_path / "home")
+    home = write_release_inputs(tmp_path / "home")
     whole = ("corp-deploy", "release", "recipe.toml", "-o", "out", "--baseline", "base.json", "--init-baseline")
     run_in(home, whole, monkeypatch)
     out = home / "out"
@@ -161,18 +161,18 @@ def test_printed_release_commands_reproduce_their_files(tmp_path: Path, monkeypa
     assert reproduced(out, tmp_path, commands, monkeypatch) >= 10
     for page in ("MODEL_CARD.md", "report.md"):
         text = (out / page).read_text()
-        told = [command for command, made in commands.items() if not {"report.md", "sbom.cdx.json"} & {*made}]
-        assert [command for command in told if command not in text] == [], page
+        shown = [command for command, made in commands.items() if not {"report.md", "sbom.cdx.json"} & {*made}]
+        assert [command for command in shown if command not in text] == [], page
 
 
 @pytest.mark.slow("graph")
-@pytest.mark.parametrize("name", OTHERWISE)
+@pytest.mark.parametrize("name", VARIANTS)
 def test_other_recipes_are_printed_completely(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    old, new, names = OTHERWISE[name]
+    old, new, names = VARIANTS[name]
     text = PLAIN.replace(old, new)
     assert text != PLAIN
     text = text.replace("hold_out = 4\n", "") if name == "closed loop" else text
-    home = given(tmp_path / "home", text.replace('[package]\nname = "tiny"\n', ""))
+    home = write_release_inputs(tmp_path / "home", text.replace('[package]\nname = "tiny"\n', ""))
     out, recipe = home / "out", load_recipe(home / "recipe.toml")
     only = [word for stage in names for word in ("--only", stage)]
     run_in(home, ("corp-deploy", "release", "recipe.toml", "-o", "out", *only), monkeypatch)
@@ -197,7 +197,7 @@ def test_printed_demo_commands_reproduce_their_files(
     run_in(home / "demo-out", demo_invocation(example).argv, monkeypatch)
     commands = commands_of(home / "demo-out" / "manifest.json")
     assert "" not in commands
-    assert commands.pop(str(demo_invocation(example))), "it has just made these in a fresh directory"
+    assert commands.pop(str(demo_invocation(example))), "run_in has just run it in a fresh directory"
     assert reproduced(home / "demo-out", tmp_path, commands, monkeypatch) == 7
     assert "--hold-out 5 " in (home / "demo-out" / "report.html").read_text()
     effects = json.loads((home / "demo-out" / "effects.json").read_text())["rows"]
@@ -214,7 +214,7 @@ Changes = dict[str, tuple[object, dict[str, object]]]
 
 
 def changes(table: str, before: dict[str, object] | None = None, **values: object) -> Changes:
-    """Another value for these keys, with what must hold before and after for it to mean something."""
+    """Map keys to another value and to the values of other keys that it needs before and after."""
     return {f"{table}.{key}": (value, before or {}) for key, value in values.items()}
 
 
@@ -269,11 +269,11 @@ CHANGES: Changes = (
     | changes("gate", fail_if=["params > dense"], confidence=0.8)
     | changes("package", name="other", allow_failed=True)
 )
-# Said by the recipe alone: the stages that these are for are run as `release recipe.toml --only`.
+# Keys of these tables stand in the recipe alone: their stages run as `release recipe.toml --only`.
 BY_RECIPE = ("release", "model", "samples", "licences")
-# Files outside; what stands in them counts, and not what they are called.
+# Files outside the recipe count by their content, not by their name.
 FILES = ("images", "labels", "group_labels", "head", "latency_tables", "history", "metric_files")
-# What makes no difference to the result.
+# Keys without an effect on the result.
 IDLE = ("calibration.workers",)
 
 
@@ -287,22 +287,22 @@ def stages_with(folder: Path, changes: Mapping[str, object]) -> dict[str, Stage]
     return {stage.name: stage for stage in stages_of(load_recipe(folder / "recipe.toml"), folder / "out", baseline)}
 
 
-def decides(stage: Stage) -> dict[str, object]:
-    """Everything that a stage's stamp holds but for versions, the commands of others and what these made."""
-    told = {key: value for key, value in stage.settings.items() if key not in ("versions", "commands", "recipe")}
-    return told | dict.fromkeys(stage.outside)
+def inputs_of(stage: Stage) -> dict[str, object]:
+    """Return the content of a stage's stamp, without versions and other stages' commands and files."""
+    settings = {key: value for key, value in stage.settings.items() if key not in ("versions", "commands", "recipe")}
+    return settings | dict.fromkeys(stage.outside)
 
 
 @pytest.mark.slow("models")
 def test_every_recipe_key_appears_in_the_commands(tmp_path: Path) -> None:
-    """What decides a stage's result is in its command, and what is in its command decides the stage."""
+    """A stage's command changes exactly if the stage's inputs change."""
     keys = {f"{table}.{key}" for table, known in SECTIONS.items() if table not in BY_RECIPE for key in keys_of(known)}
     assert {key for key in keys if key.split(".")[1] not in FILES} == CHANGES.keys()
     for key, (value, companions) in CHANGES.items():
         before, after = (stages_with(tmp_path, companions | own) for own in ({}, {key: value}))
         assert before.keys() == after.keys(), key
         printed = [name for name in before if before[name].command != after[name].command]
-        decided = [name for name in before if decides(before[name]) != decides(after[name])]
+        decided = [name for name in before if inputs_of(before[name]) != inputs_of(after[name])]
         itself = [name for name in before if "--only" in before[name].command]
         assert printed, key
         assert set(decided) - {*itself} <= {*printed}, key
@@ -312,19 +312,18 @@ def test_every_recipe_key_appears_in_the_commands(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("taken", "follows"), [("kept", True), ("whole", False), (None, False)])
 def test_only_a_restricted_system_depends_on_the_widths(tmp_path: Path, taken: str | None, follows: bool) -> None:
-    given = {**CORP, "calibration.attention_system": taken}
-    before = stages_with(tmp_path, given)["moments"]
+    system = {**CORP, "calibration.attention_system": taken}
+    before = stages_with(tmp_path, system)["moments"]
     for change in ({"reduce.attn": 0.6}, {"reduce.align_head": 16}):
-        after = stages_with(tmp_path, given | change)["moments"]
-        assert (decides(after) != decides(before)) == follows
+        after = stages_with(tmp_path, system | change)["moments"]
+        assert (inputs_of(after) != inputs_of(before)) == follows
         assert (after.command != before.command) == follows
 
 
 def test_full_system_is_the_default(tmp_path: Path) -> None:
-    one, other = (
-        stages_with(tmp_path, {**CORP, "calibration.attention_system": taken})["moments"] for taken in (None, "whole")
-    )
-    assert decides(one) == decides(other)
+    systems = ({**CORP, "calibration.attention_system": system} for system in (None, "whole"))
+    one, other = (stages_with(tmp_path, changes)["moments"] for changes in systems)
+    assert inputs_of(one) == inputs_of(other)
     assert one.command == other.command
     assert "--attention-system " in one.command
     assert "--attn" not in one.command

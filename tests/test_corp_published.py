@@ -1,4 +1,4 @@
-"""Presets against their papers' equations: raw float64 activations, sums by loops over tokens, numpy's solvers."""
+"""Presets compared with their papers' equations, solved by numpy on float64 activations."""
 
 import copy
 from collections.abc import Callable
@@ -34,7 +34,7 @@ SITES = ("blocks.0.mlp", "blocks.1.mlp")
 
 @cache
 def dense() -> Any:
-    """The tiny model in float64."""
+    """Return the tiny model in float64."""
     return copy.deepcopy(tiny.checkpoint().model).double().eval()
 
 
@@ -49,14 +49,11 @@ def moments(images: Images) -> Moments:
 
 
 @cache
-def heard(name: str, what: str, count: int, seed: int = 0) -> Array:
-    """The input or output of a module of the dense model for so many images in float64, [images, tokens, channels]."""
+def recorded(name: str, what: str, count: int, seed: int = 0) -> Array:
+    """Record a dense module's input or output on these images in float64, [images, tokens, channels]."""
     caught: dict[str, Tensor] = {}
-    handle = (
-        dense()
-        .get_submodule(name)
-        .register_forward_hook(lambda _, given, out: caught.update({"input": given[0], "output": out}))
-    )
+    module = dense().get_submodule(name)
+    handle = module.register_forward_hook(lambda _, args, out: caught.update({"input": args[0], "output": out}))
     with torch.inference_mode():
         dense()(torch.from_numpy(tiny.images(count, seed)).double())
     handle.remove()
@@ -70,7 +67,7 @@ def layer(name: str) -> tuple[Array, Array]:
 
 
 def gram_of(rows: Array) -> Array:
-    """E[x x'] by a loop over tokens."""
+    """Compute E[x x'] by a loop over tokens."""
     total = np.zeros((rows.shape[1], rows.shape[1]))
     for row in rows:
         total += np.outer(row, row)
@@ -87,14 +84,14 @@ def best_of(score: Array) -> tuple[list[int], list[int]]:
     return sorted(order[:HIDDEN].tolist()), sorted(order[HIDDEN:].tolist())
 
 
-# The published second layers: rows of x, first and second layer -> what the outputs become on other rows of x.
+# The published methods: from rows of x and both layers' weights to a function of other rows of x, the reduced outputs.
 
 Published = Callable[[Array, Array, Array, Array], Callable[[Array], Array]]
 
 
 def grail(score: Callable[[Array, Array, Array], Array]) -> Published:
     def fitted(x: Array, first: Array, second: Array, bias: Array) -> Callable[[Array], Array]:
-        """GRAIL, section 3.1: B = G M' (M G M' + ridge I)^-1 with M the selection, W' = W B, the bias as it was."""
+        """Fit GRAIL, section 3.1: B = G M' (M G M' + ridge I)^-1 with M the selection, W' = W B, the same bias."""
         kept, _ = best_of(score(x, first, second))
         selector = np.eye(x.shape[1])[kept]
         gram = gram_of(x)
@@ -116,7 +113,7 @@ def producer(power: int) -> Callable[[Array, Array, Array], Array]:
 
 
 def corp_v1(x: Array, first: Array, second: Array, bias: Array) -> Callable[[Array], Array]:
-    """CORP's first version: algorithm 2, then eq. 9-11 with second moments that nothing was taken from."""
+    """Fit CORP's first version: algorithm 2, then eq. 9-11 with uncentred second moments."""
     kept, pruned = best_of(np.array([np.mean(x[:, j] ** 2) for j in range(x.shape[1])]))
     sigma = gram_of(x)
     b = sigma[np.ix_(pruned, kept)] @ np.linalg.inv(ridge_on(sigma[np.ix_(kept, kept)]))
@@ -127,7 +124,7 @@ def corp_v1(x: Array, first: Array, second: Array, bias: Array) -> Callable[[Arr
 
 
 def corp(x: Array, first: Array, second: Array, bias: Array) -> Callable[[Array], Array]:
-    """CORP: section 3.3's combined score, then eq. 9-11."""
+    """Fit CORP: section 3.3's combined score, then eq. 9-11."""
     kept, pruned = best_of((x**2).mean(0) * np.linalg.norm(second, axis=0))
     mean = x.mean(0)
     sigma = gram_of(x - mean)
@@ -137,7 +134,7 @@ def corp(x: Array, first: Array, second: Array, bias: Array) -> Callable[[Array]
 
 
 def vbp(x: Array, first: Array, second: Array, bias: Array) -> Callable[[Array], Array]:
-    """Variance-based pruning of one layer: the least varying channels become their means."""
+    """Fit variance-based pruning of one layer: the least varying channels become their means."""
     kept, pruned = best_of(np.array([np.mean((x[:, j] - x[:, j].mean()) ** 2) for j in range(x.shape[1])]))
     new_bias = bias + sum(second[:, j] * x[:, j].mean() for j in pruned)
     return lambda rows: rows[:, kept] @ second[:, kept].T + new_bias
@@ -160,15 +157,15 @@ def test_mlp_of_each_preset_equals_the_paper(
     method = method_from_preset(preset, mlp_sparsity=0.5, mlp_selection=select, align_hidden=8, ridge_rel=RIDGE)
     reduced = reduce(tiny.checkpoint().model, moments, method).model
     for site in SITES:
-        x = heard(f"{site}.fc2", "input", COUNT).reshape(-1, 192)
+        x = recorded(f"{site}.fc2", "input", COUNT).reshape(-1, 192)
         new = published(x, layer(f"{site}.fc1")[0], *layer(f"{site}.fc2"))
-        expected = new(heard(f"{site}.fc2", "input", 6, 9).reshape(-1, 192))
-        found = mlp(reduced, site, torch.from_numpy(heard(site, "input", 6, 9))).numpy()
+        expected = new(recorded(f"{site}.fc2", "input", 6, 9).reshape(-1, 192))
+        found = mlp(reduced, site, torch.from_numpy(recorded(site, "input", 6, 9))).numpy()
         np.testing.assert_allclose(found.reshape(expected.shape), expected, atol=2e-5 * np.abs(expected).max())
 
 
 def test_merged_channels_equal_grails_folding(moments: Moments, images: Images) -> None:
-    """GRAIL's folding: mean rows, B = G M' (M G M' + ridge I)^-1 with M the means over clusters."""
+    """GRAIL folds rows to means and sets B = G M' (M G M' + ridge I)^-1, with M the means over clusters."""
     method = method_from_preset("grail-fold", mlp_sparsity=0.5, align_hidden=8, ridge_rel=RIDGE)
     reduced = reduce(tiny.checkpoint().model, moments, method, images=images).model.state_dict()
     for site in SITES:
@@ -177,7 +174,7 @@ def test_merged_channels_equal_grails_folding(moments: Moments, images: Images) 
         merge = np.zeros((HIDDEN, 192))
         for channel, own in enumerate(cluster):
             merge[own, channel] = 1.0 / cluster.count(own)
-        gram = gram_of(heard(f"{site}.fc2", "input", COUNT).reshape(-1, 192))
+        gram = gram_of(recorded(f"{site}.fc2", "input", COUNT).reshape(-1, 192))
         new = second @ gram @ merge.T @ np.linalg.inv(ridge_on(merge @ gram @ merge.T))
         np.testing.assert_allclose(reduced[f"{site}.fc1.weight"], merge @ first, atol=1e-6)
         np.testing.assert_allclose(reduced[f"{site}.fc1.bias"], merge @ first_bias, atol=1e-6)
@@ -186,22 +183,23 @@ def test_merged_channels_equal_grails_folding(moments: Moments, images: Images) 
 
 
 def heads_of(site: str, count: int, seed: int = 0) -> tuple[Array, Array]:
-    """q and k of the dense model, [heads, images, tokens, D]."""
-    qkv = heard(f"{site}.qkv", "output", count, seed)
+    """Return q and k of the dense model, [heads, images, tokens, D]."""
+    qkv = recorded(f"{site}.qkv", "output", count, seed)
     rows = qkv.reshape(*qkv.shape[:2], 3, HEADS, DIM).transpose(2, 3, 0, 1, 4)
     return rows[0], rows[1]
 
 
 @pytest.mark.parametrize(("preset", "select"), [("corp-v1", "energy"), ("corp-v1", "magnitude"), ("corp", "energy")])
 def test_query_key_maps_equal_the_papers(moments: Moments, preset: str, select: Any) -> None:
-    """Algorithm 4 or the ranking of section 4.4, then eq. 15 by its Kronecker form and eq. 16: the first version's on
-    all tokens' Grams, CORP's summed image by image.
+    """Dimensions are ranked by algorithm 4 or section 4.4, then fitted by eq. 15 in its Kronecker form and eq. 16.
+
+    The first version fits the Grams of all tokens; CORP sums the system image by image.
     """
     method = method_from_preset(preset, attention_sparsity=0.5, qk_selection=select, align_head=8, ridge_rel=RIDGE)
     reduced = reduce(tiny.checkpoint().model, moments, method).model
     for site in ("blocks.0.attn", "blocks.1.attn"):
         weight = layer(f"{site}.qkv")[0].reshape(3, HEADS, DIM, -1)
-        entering = torch.from_numpy(heard(site, "input", 5, 9))
+        entering = torch.from_numpy(recorded(site, "input", 5, 9))
         new = linear(reduced, f"{site}.qkv", entering).numpy()
         new_q, new_k, _ = np.split(new, (HEADS * WIDTH, 2 * HEADS * WIDTH), axis=-1)
         for head in range(HEADS):
@@ -236,7 +234,7 @@ def test_rankings_without_effect_are_refused() -> None:
         Method(mlp_selection="fold", mlp_recovery="affine", qk_recovery="keep")
 
 
-# At full width every method gives back the dense model, and at half of it one in which half is redundant: a method
+# Reductions without loss: full width, and half width of models in which half of the channels are redundant
 
 
 def logits(model: nn.Module) -> Tensor:
@@ -260,7 +258,7 @@ def test_full_width_equals_the_dense_model(moments: Moments, images: Images, pre
 
 
 def planted() -> tuple[Checkpoint, Moments]:
-    """The later half of channels and of queries' and keys' dimensions are copies of the first; less comes of them."""
+    """Make a model in which the later half of channels and of query and key dimensions copies the first half."""
     dense = tiny.checkpoint()
     with torch.no_grad():
         for name, parameter in dense.model.named_parameters():

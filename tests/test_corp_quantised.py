@@ -1,4 +1,4 @@
-"""INT8 and FP8 from command to record: graphs, blocks that stay as they are, parity, engines."""
+"""INT8 and FP8 from command to record: graphs, unquantised blocks, parity and engines."""
 
 import importlib.metadata
 import importlib.util
@@ -56,7 +56,7 @@ def test_verify_judges_against_the_dense_models_own_error(home: Path) -> None:
 
 
 def with_short_range(path: Path, kind: type[np.floating[Any]]) -> onnx.ModelProto:
-    """The graph, most of what one layer reads clipped."""
+    """Load a graph and shrink the range of one layer's inputs, so that most of them are clipped."""
     proto = onnx.load(path)
     for tensor in proto.graph.initializer:
         if tensor.name == "blocks.1.mlp.fc1/MatMul.input.scale":
@@ -78,8 +78,9 @@ def test_faulty_block_is_named_with_a_remedy(home: Path, tmp_path: Path) -> None
 
 @pytest.mark.slow("graph")
 def test_rounded_graph_equals_fp8_arithmetic(home: Path, tmp_path: Path) -> None:
-    """Against the graph as it is, run by ONNX Runtime without any of its optimisations; all else in FP32, as another
-    rounding of FP16 has other values fall on the next FP8 number, which is far away.
+    """ONNX Runtime runs the FP8 graph itself without optimisations.
+
+    All else is in FP32: another rounding of FP16 would move values to the next FP8 number, which is far away.
     """
     path = tmp_path / "model.fp8.onnx"
     words = ["--precision", "fp8", "--rest", "fp32", "--images", home / "images.npy"]
@@ -94,7 +95,7 @@ def test_rounded_graph_equals_fp8_arithmetic(home: Path, tmp_path: Path) -> None
 @pytest.mark.slow("graph")
 def test_auto_excludes_faulty_blocks(home: Path, tmp_path: Path) -> None:
     broken = tiny.checkpoint()
-    with torch.no_grad():  # an outlier that takes the whole range of what fc2 reads, and that fc2 does not look at
+    with torch.no_grad():  # an outlier takes up the whole range of fc2's inputs, but fc2 gives it no weight
         mlp: Any = broken.model.get_submodule("blocks.1.mlp")
         mlp.fc1.weight[0] = 0.0
         mlp.fc1.bias[0] = 3000.0
@@ -133,8 +134,8 @@ def test_kept_modules_stay_in_fp32(home: Path, tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def computed(home: Path) -> Path:
-    """Graphs that ONNX Runtime computes in INT8: of weights of eight bits and of seven."""
+def int8_graphs(home: Path) -> Path:
+    """Export graphs that ONNX Runtime computes in INT8, with weights of eight and of seven bits."""
     words = ["--precision", "int8", "--rest", "fp32", "--scales", "max", "--images", home / "images.npy", "--json"]
     model = ["export", "--model", home / "dense", *words, "-o"]
     invoked(*model, home / "eight.int8.onnx")
@@ -144,19 +145,19 @@ def computed(home: Path) -> Path:
 
 
 @pytest.mark.slow("graph")
-def test_graph_reports_the_bits_of_its_weights(computed: Path) -> None:
+def test_graph_reports_the_bits_of_its_weights(int8_graphs: Path) -> None:
     for name, bits in (("eight", 8), ("seven", 7)):
-        path = computed / f"{name}.int8.onnx"
+        path = int8_graphs / f"{name}.int8.onnx"
         assert facts_of_onnx(path).weight_bits == candidate_from_path(path).weight_bits == bits
 
 
 class Saturating(OnnxRunner):
-    """Kernels of INT8 that clip what the graph gives, as it is typed."""
+    """A runner whose INT8 kernels halve the outputs, but for graphs that run as typed."""
 
     def __call__(self, feeds: Feeds) -> Outputs:
         rows = super().__call__(feeds)
-        off = self.as_typed or onnx_precision(self.path) != "int8"
-        return rows if off else {name: values * np.float32(0.5) for name, values in rows.items()}
+        is_exact = self.as_typed or onnx_precision(self.path) != "int8"
+        return rows if is_exact else {name: values * np.float32(0.5) for name, values in rows.items()}
 
 
 SATURATE = "this CPU's INT8 kernels saturate (no VNNI), serve it on a CPU with VNNI"
@@ -173,12 +174,12 @@ SATURATE = "this CPU's INT8 kernels saturate (no VNNI), serve it on a CPU with V
     ],
 )
 def test_verify_separates_kernel_errors_from_graph_errors(
-    computed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, vnni: bool | None, said: str
+    int8_graphs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, vnni: bool | None, said: str
 ) -> None:
     monkeypatch.setattr("corp_deploy.proof.candidates.OnnxRunner", Saturating)
     monkeypatch.setattr("corp_deploy.proof.link_rules.has_vnni", lambda: vnni)
-    graphs = [computed / "dense" / "model.onnx", computed / f"{name}.int8.onnx"]
-    invoked("verify", computed / "dense", computed / "dense", *graphs, "--images", computed / "images.npy",
+    graphs = [int8_graphs / "dense" / "model.onnx", int8_graphs / f"{name}.int8.onnx"]
+    invoked("verify", int8_graphs / "dense", int8_graphs / "dense", *graphs, "--images", int8_graphs / "images.npy",
                "--batch", 8, "--quantised-factor", 4, "-o", tmp_path / "parity.json", code=1)  # fmt: skip
     links = json.loads((tmp_path / "parity.json").read_text())["links"]
     (link,) = [each for each in links if each["kind"] == "quantised"]
@@ -190,12 +191,12 @@ def test_verify_separates_kernel_errors_from_graph_errors(
 
 @pytest.mark.slow("graph")
 def test_graph_errors_are_not_attributed_to_kernels(
-    computed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    int8_graphs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("corp_deploy.proof.candidates.OnnxRunner", Saturating)
-    onnx.save(with_short_range(computed / "seven.int8.onnx", np.float32), tmp_path / "model.int8.onnx")
-    graphs = [computed / "dense" / "model.onnx", tmp_path / "model.int8.onnx"]
-    invoked("verify", computed / "dense", computed / "dense", *graphs, "--images", computed / "images.npy",
+    onnx.save(with_short_range(int8_graphs / "seven.int8.onnx", np.float32), tmp_path / "model.int8.onnx")
+    graphs = [int8_graphs / "dense" / "model.onnx", tmp_path / "model.int8.onnx"]
+    invoked("verify", int8_graphs / "dense", int8_graphs / "dense", *graphs, "--images", int8_graphs / "images.npy",
                "-o", tmp_path / "parity.json", code=1)  # fmt: skip
     (located,) = json.loads((tmp_path / "parity.json").read_text())["located"]
     assert "--keep-rest 'blocks.1.mlp' --images IMAGES --rest fp32 --weight-bits 7" in located["command"]
@@ -213,16 +214,16 @@ def test_suggested_command_keeps_the_export_options() -> None:
 @pytest.mark.slow("graph")
 def test_impossible_requests_give_one_message(home: Path, tmp_path: Path) -> None:
     out = tmp_path / "model.onnx"
-    model = ["export", "--model", home / "dense", "-o", out]
-    asked: list[tuple[list[object], str]] = [
-        (["--precision", "fp16", "--scales", "max"], "--scales"),
-        (["--precision", "fp16", "--rest", "fp32"], "--rest"),
-        (["--precision", "fp16", "--weight-bits", "7"], "--weight-bits"),
-        (["--precision", "int8", "--images", home / "images.npy", "--keep-fp32", "head"], "--keep-fp32"),
-        (["--precision", "int8", "--images", home / "images.npy", "--keep-rest", "blocks.7"], "fits no layer"),
+    images = ("--images", home / "images.npy")
+    calls: list[tuple[tuple[object, ...], str]] = [
+        (("fp16", "--scales", "max"), "--scales"),
+        (("fp16", "--rest", "fp32"), "--rest"),
+        (("fp16", "--weight-bits", "7"), "--weight-bits"),
+        (("int8", *images, "--keep-fp32", "head"), "--keep-fp32"),
+        (("int8", *images, "--keep-rest", "blocks.7"), "fits no layer"),
     ]
-    for words, message in asked:
-        refuses(message, *model, *words)
+    for words, message in calls:
+        refuses(message, "export", "--model", home / "dense", "-o", out, "--precision", *words)
         assert not out.exists()
 
 
@@ -230,8 +231,8 @@ def test_impossible_requests_give_one_message(home: Path, tmp_path: Path) -> Non
 def test_outdated_builder_is_reported(home: Path) -> None:
     old, new = (Library(name="tensorrt-rtx", version=version, module=None) for version in ("1.6.1.120", "1.7.1.116"))
     int8, fp8, fp16 = (onnx.load(home / "dense" / f"model.{name}.onnx") for name in ("int8", "fp8", "fp16"))
-    (told,) = convolution_remedies(old, int8)
-    assert told.endswith("export with --keep-rest patch_embed.proj, or build with tensorrt-rtx 1.7")
+    (remedy,) = convolution_remedies(old, int8)
+    assert remedy.endswith("export with --keep-rest patch_embed.proj, or build with tensorrt-rtx 1.7")
     for library, graph in ((new, int8), (old, fp8), (old, fp16)):
         assert convolution_remedies(library, graph) == []
     assert convolution_remedies(Library(name="tensorrt", version="10.16.1", module=None), int8) == []
@@ -258,7 +259,7 @@ def test_quantised_engine_keeps_fused_attention(home: Path, tmp_path: Path, prec
 
 @pytest.mark.slow("graph")
 def test_ranges_of_a_grey_model_come_from_its_arrays(tmp_path: Path) -> None:
-    """No mean of one channel is known, and none is needed."""
+    """The model has no mean for one channel, and arrays need none."""
     save(tiny.checkpoint(in_chans=1, depth=1), tmp_path / "dense")
     np.save(tmp_path / "images.npy", tiny.images(8)[:, :1])
     words = ["--precision", "int8", "--scales", "max", "--images", tmp_path / "images.npy"]

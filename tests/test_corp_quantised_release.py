@@ -1,4 +1,4 @@
-"""A release whose target is INT8: measured against what it rests on, and served only where it is faster."""
+"""Releases with an INT8 target: its speed against FP32, the gate, and the choice of the served graph."""
 
 import json
 from dataclasses import replace
@@ -58,7 +58,7 @@ def test_recipe_sets_the_bits_of_the_graph(home: Path) -> None:
 
 
 def with_gain(bench: Bench, times: float) -> Bench:
-    """The same record with the candidate so many times as fast as the reference in each of 24 rounds."""
+    """Return the record with 24 rounds in which the candidate is so many times as fast as the reference."""
 
     def blocks(row: Row) -> tuple[TimedBlock, ...]:
         first = [block for block in row.blocks if block.round == row.blocks[0].round]
@@ -78,16 +78,15 @@ def test_only_faster_variants_are_served(home: Path, tmp_path: Path, times: floa
     release = home / "release"
     for part in ("reduced", "bench.json", "parity.json"):
         (tmp_path / part).symlink_to(release / part)
-    save_bench(
-        with_gain(load_bench(release / "gain.onnxruntime-cpu.json"), times), tmp_path / "gain.onnxruntime-cpu.json"
-    )
+    name = "gain.onnxruntime-cpu.json"
+    save_bench(with_gain(load_bench(release / name), times), tmp_path / name)
     graph = quantised_graph(tmp_path, "onnxruntime-cpu")
     assert graph == tmp_path / "reduced" / "model.int8.onnx"
     path, note = choose_served_file(tmp_path, "onnxruntime-cpu", graph)
     assert (path.name, note is None) == (served, times > 1)
     package, notes = package_of_directory(tmp_path, proof_of_directory(tmp_path), ServingOptions(name="tiny"))
     assert some(package.cpu_onnx).name == served
-    assert bool(package.expected) == (times > 1)  # what was measured is told of what is served
+    assert bool(package.expected) == (times > 1), "figures of another graph are left out"
     assert any("model.int8.onnx is left out" in each for each in notes) == (times <= 1)
 
 

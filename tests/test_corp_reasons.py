@@ -1,4 +1,4 @@
-"""Reasons beside verdicts stand in one line of a table, or below it."""
+"""Reasons of verdicts in tables: short ones in the row, long ones below the table."""
 
 import io
 from typing import Any

@@ -1,9 +1,10 @@
-"""Recipes: every wrong key, type and range is named before anything runs; extends; the resolved text reads back."""
+"""Recipe files: errors by key, defaults, extends, resolved text and starter recipes."""
 
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,6 @@ from corp_deploy.release.recipe_file import MOST_BYTES, load_recipe
 from corp_deploy.release.recipe_toml import rendered, starter, text_of_recipe
 from corp_deploy.release.stages import stages_of
 from corp_deploy.store.checkpoint import save
-from ground.errors import BadInput
 from tests import small_convnets
 from tests.refusals import rejects
 
@@ -56,14 +56,8 @@ ADDED = [
     ("[targets.tensort]", "[targets]: unknown key 'tensort'; did you mean 'tensorrt'?"),
     ("[targets.tensorrt]\nsm = []", "[targets.tensorrt]: unknown key 'sm'; did you mean 'sms'?"),
     ("[bench]\ntime_limit_s = '3'", "bench.time_limit_s is '3', expected a number in (0, 1000000]"),
-    (
-        "[export]\nprecisions = ['int4']",
-        "export.precisions is ['int4'], expected a list of different values, such as",
-    ),
-    (
-        "[export]\nkeep_fp32 = ['blocks.1.attn']",
-        "export.keep_fp32 = 'blocks.1.attn' is not honoured by precision fp32",
-    ),
+    ("[export]\nprecisions = ['int4']", "export.precisions is ['int4'], expected a list of different values, such as"),
+    ("[export]\nkeep_fp32 = ['blocks.1.attn']", "export.keep_fp32 = 'blocks.1.attn' is not honoured by precision fp32"),
     (
         "[export]\nprecisions = ['fp32', 'mixed']",
         "precision mixed needs export.keep_fp32 = PATTERN, such as blocks.7.attn, or --auto",
@@ -83,10 +77,7 @@ ADDED = [
     ("[targets.openvino]\nfail_if = ['device_memory@b8 > 1']", "targets.openvino.fail_if: 'device_memory@b8 > 1' asks"),
     ("[targets.onnxruntime-cpu]\nsms = ['86']", "batch and sms shape engines"),
     ("[targets.onnxruntime-cpu]\nsparse = true", "batch and sms shape engines, as sparse does"),
-    (
-        "[targets.tensorrt]\nsparse = true",
-        "sparse asks for sparse kernels, but reduce.sparse for no sparse weights",
-    ),
+    ("[targets.tensorrt]\nsparse = true", "sparse asks for sparse kernels, but reduce.sparse for no sparse weights"),
     ("[targets.tensorrt-rtx]\nsparse = true", "TensorRT-RTX builds the same plan with and without it"),
     ("[targets.tensorrt]\nsms = ['86']", "use the backend tensorrt-rtx"),
     ("[targets.openvino]\nprecision = 'bf16'", "but export.precisions has ['fp32', 'fp16']"),
@@ -106,20 +97,17 @@ ADDED = [
     ("select_head = 'magnitude'", "[reduce]: dimensions of heads can't be ranked by magnitude"),
     ("targets = 3", "[reduce]: unknown key 'targets'"),
 ]
-"""What stands below the least recipe."""
+"""Lines added to the minimal recipe, and the message."""
 REDUCED = [
     ("ridge = 1e-3", "nothing asked for: give reduce.mlp, reduce.attn or reduce.conv a share to remove"),
     ("macs = 0.6\nparams = 0.5", "reduce.macs and reduce.params are several budgets; give one"),
     ("mlp = 0.5\npreset = 'corpse'", "reduce.preset is 'corpse', expected one of best, corp"),
-    (
-        "mlp = 0.5\nheads = 'ragged'",
-        "reduce.heads = 'ragged' is not honoured by a reduction",
-    ),
+    ("mlp = 0.5\nheads = 'ragged'", "reduce.heads = 'ragged' is not honoured by a reduction"),
     ("mlp = 0.5\nallow_partial = 1", "reduce.allow_partial is 1, expected true or false"),
     ("mlp = 0.5\nclosed_loop = 1", "reduce.closed_loop is 1, expected true, false or one of asymmetric, symmetric"),
     ("mlp = 0.5\nclosed_loop = true\nreads = 'class'", "reduce.reads is 'class', expected one of all, pooled"),
 ]
-"""What is asked for in place of its share."""
+"""Replacements of its `mlp = 0.5`, and the message."""
 SYSTEMS = [
     ("kept", "mlp = 0.5", "'kept', but this reduction needs no such system; leave it out, or give preset corp"),
     ("whole", "mlp = 0.5\nattn = 0.5", "'whole', but this reduction needs no such system"),
@@ -127,7 +115,7 @@ SYSTEMS = [
     ("kept", "attn = 0.5\npreset = 'corp'\nselect_head = 'magnitude'", "expected 'whole', or select_head 'energy'"),
     ("all", "attn = 0.5\npreset = 'corp'", "calibration.attention_system is 'all', expected one of whole, kept"),
 ]
-"""How the per-image system is taken, and of which reduction."""
+"""Values of calibration.attention_system, replacements of `mlp = 0.5`, and the message."""
 OWN = LEAST.replace('[held_out]\nimages = "val"', "").replace('images = "train"', 'images = "train"\nhold_out = 32')
 PROVED = [
     ("hold_out = 32", "", "held_out.images is missing; write it under [held_out], or hold_out = 128 under"),
@@ -136,12 +124,12 @@ PROVED = [
     ("mlp = 0.5", "mlp = 0.5\n[held_out]\nsamples = 9", "draw from held_out.images, and there are none"),
     ("mlp = 0.5", "mlp = 0.5\n[licences]\nheld_out = 'MIT'", "are those of licences.calibration; leave it out"),
 ]
-"""What is otherwise where the calibration proves the result."""
+"""Replacements in the recipe whose calibration images prove the result, and the message."""
 ARGUMENTS = [
     (f"kwargs.{'a.' * 60}b = 1", "nested too deep"),
     ("kwargs = { since = 1979-05-27 }", "}, expected no dates and times"),
 ]
-"""Of the model."""
+"""Lines of [model], and the message."""
 REFUSED = [
     *((LEAST + added, said) for added, said in ADDED),
     *((LEAST.replace("mlp = 0.5", reduce), said) for reduce, said in REDUCED),
@@ -165,7 +153,7 @@ def test_missing_and_malformed_recipes_are_named(tmp_path: Path) -> None:
 
 
 def test_images_held_out_of_calibration_can_prove_the_result(tmp_path: Path) -> None:
-    """And is looked at by nothing before, as every printed command says."""
+    """Every printed command leaves these images out until the proof."""
     text = OWN.replace("hold_out = 32", 'hold_out = 32\nsamples = 99\nseed = 5\ngroup_labels = "groups.npy"')
     recipe = load_recipe(written(tmp_path, text.replace("mlp = 0.5", "macs = 0.5")))
     here = tmp_path.resolve()
@@ -271,8 +259,8 @@ def test_starter_recipe_of_a_directory_is_complete(tmp_path: Path) -> None:
     assert [name for name in SECTIONS if f"[{name}]" not in text and name != "samples"] == []
     limits = recipe.parity
     assert (limits.min_agreement, limits.max_error) == (0.98, 0.05), "no link of a first release goes unjudged"
-    with pytest.raises(BadInput, match=r"with its own weights, .*drop --weights"):
-        starter(str(model), path, weights=tmp_path / "w.pth", images=None, held_out=None, labels=None)
+    weights: dict[str, Any] = {"weights": tmp_path / "w.pth", "images": None, "held_out": None, "labels": None}
+    rejects(r"with its own weights, .*drop --weights", starter, str(model), path, **weights)
     with_labels = starter(str(model), path, images=None, held_out=None, labels=tmp_path / "labels.npy")
     path.write_text(with_labels)
     labelled = load_recipe(path, trust_paths=True)
@@ -293,12 +281,12 @@ def test_starter_recipe_of_a_timm_name(tmp_path: Path) -> None:
     assert filled.held_out.labels == (tmp_path / "l.npy").resolve()
     drawn = InputOptions(images=images.resolve(), samples=None, seed=0, hold_out=filled.calibration.hold_out)
     assert (filled.proof_images, filled.calibration.hold_out) == (drawn, 128), "some of the images prove the result"
-    with pytest.raises(BadInput, match="neither a model directory nor a timm name; names that look alike: deit_tiny"):
-        starter("deit_tiny_patch61", path, images=None, held_out=None, labels=None)
+    message = "neither a model directory nor a timm name; names that look alike: deit_tiny"
+    rejects(message, starter, "deit_tiny_patch61", path, images=None, held_out=None, labels=None)
 
 
 def test_starter_recipe_of_a_convolutional_network(tmp_path: Path) -> None:
-    """Says nothing of heads and MLPs, which it has none of; of its directory and a saved one alike."""
+    """It has no keys for heads and MLPs, for a directory in the project and for a saved one."""
     convnet = (ROOT / "examples" / "digits" / "resnet").resolve()
     save(small_convnets.checkpoint("resnet18"), tmp_path / "saved")
     for model in (str(convnet), str(tmp_path / "saved")):

@@ -1,4 +1,4 @@
-"""The closed forms of queries and keys against loops over images with numpy's kron, and planted answers."""
+"""Closed forms of queries and keys, compared with loops over images, numpy's kron and planted answers."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ IMAGES, HEADS, TOKENS, DIM = 7, 2, 9, 6
 
 
 def heads(seed: int, *, tokens: int = TOKENS, rank: int = DIM, shift: float = 0.7) -> tuple[Tensor, Tensor]:
-    """q and k, [images, heads, tokens, D], mixed differently per head and image, with means of their own."""
+    """Draw q and k, [images, heads, tokens, D], with a mix and a mean of each head and a scale of each image."""
     generator = torch.Generator().manual_seed(seed)
 
     def one() -> Tensor:
@@ -41,7 +41,7 @@ def whole(q: Tensor, k: Tensor) -> ImageSystem:
 
 
 def part_of(q: Tensor, k: Tensor, covered_HS: Tensor) -> ImageSystem:
-    """What a pass restricted to these dimensions sums, image by image."""
+    """Sum the system restricted to these dimensions, image by image."""
     first, second = torch.triu_indices(covered_HS.shape[1], covered_HS.shape[1])
     systems, targets, energies = [], [], []
     for head, covered in enumerate(covered_HS.tolist()):
@@ -67,13 +67,13 @@ def second_of(x: Tensor, *, centred: bool = False) -> Tensor:
 
 
 def logits_lost(q: Tensor, k: Tensor, result: qk.QkRecovery) -> Tensor:
-    """Per head, sum over images of the squared difference between dense and reduced logits."""
+    """Sum the squared differences between dense and reduced logits over images, for each head."""
     reduced = (q @ result.q_map_HRD.mT) @ (k @ result.k_map_HRD.mT).mT
     return (q @ k.mT - reduced).square().sum(dim=(0, 2, 3))
 
 
 def papers_m(q: Array, k: Array, kept: list[int], ridge_rel: float) -> tuple[Array, Array, Array]:
-    """Eq. 15 word for word for one head, [images, tokens, D]: returns M, G and h."""
+    """Solve eq. 15 as the paper writes it for one head, [images, tokens, D], and return M, G and h."""
     pruned = [j for j in range(q.shape[-1]) if j not in kept]
     size = len(kept) ** 2
     g, h = np.zeros((size, size)), np.zeros(size)
@@ -134,7 +134,7 @@ def test_lowrank_equals_the_truncated_svd_of_all_logits() -> None:
 
 
 def test_centring_keys_does_not_change_attention() -> None:
-    """What `lowrank` drops by centring is constant along a query's row: attention at full width is the dense one."""
+    """Centring keys in `lowrank` shifts each query's logits by a constant, which softmax ignores."""
     q, k = heads(4)
     result = qk.lowrank(second_of(q), second_of(k, centred=True), DIM)
     dense = torch.softmax(q @ k.mT / DIM**0.5, dim=-1)
@@ -143,7 +143,7 @@ def test_centring_keys_does_not_change_attention() -> None:
 
 
 def test_planted_m_is_recovered() -> None:
-    """Pruned queries and keys that are linear in the kept ones: I + M gives every logit back."""
+    """Pruned queries and keys are linear in the kept ones, so I + M restores every logit."""
     q, k = heads(6)
     generator = torch.Generator().manual_seed(6)
     a, b = torch.randn(2, HEADS, 3, 3, generator=generator, dtype=torch.float64)
@@ -181,7 +181,7 @@ def test_select_is_judged_on_its_own_statistics() -> None:
 )
 @settings(max_examples=60, deadline=None)
 def test_no_recovery_is_worse_than_dropping(seed: int, rank: int, tokens: int, width: int, ridge_rel: float) -> None:
-    """Also with singular statistics: fewer directions than dimensions, single tokens (centred keys vanish)."""
+    """Statistics may be singular: fewer directions than dimensions, or single tokens, whose centred keys vanish."""
     q, k = heads(seed, rank=rank, tokens=tokens, shift=float(seed % 2))
     generator = torch.Generator().manual_seed(seed)
     kept_HR = torch.stack([torch.randperm(DIM, generator=generator)[:width].sort().values for _ in range(HEADS)])
@@ -214,16 +214,15 @@ def test_full_width_equals_the_dense_head() -> None:
         qk.logit_v1(second_of(q), second_of(k), everything, ridge_rel=1e-4),
         qk.lowrank(second_of(q), second_of(k), DIM),
     ):
-        torch.testing.assert_close(
-            result.q_map_HRD.mT @ result.k_map_HRD, torch.eye(DIM, dtype=torch.float64).expand(HEADS, DIM, DIM)
-        )
+        identity = torch.eye(DIM, dtype=torch.float64).expand(HEADS, DIM, DIM)
+        torch.testing.assert_close(result.q_map_HRD.mT @ result.k_map_HRD, identity)
         assert float(result.residual_H.max()) < 1e-12
 
 
 @pytest.mark.parametrize("rank", [DIM, 2])
 @pytest.mark.parametrize("kept", [[[0, 2, 5, 1], [1, 2, 3, 5]], [[0, 5], [2, 3]], [[5], [1]]])
 def test_restricted_system_equals_the_full_one(kept: list[list[int]], rank: int) -> None:
-    """For its own kept set and every narrower one; full-rank and singular queries and keys."""
+    """The kept set is that of the restricted system or a narrower one, with full-rank or singular queries and keys."""
     q, k = heads(11, rank=rank)
     kept_HR = torch.tensor(kept).sort().values
     part = part_of(q, k, torch.tensor([[0, 1, 2, 5], [1, 2, 3, 5]]))

@@ -1,5 +1,6 @@
-"""The closed forms of the MLP against least squares on raw samples."""
+"""Closed forms of MLPs and of values, compared with least squares and SVDs on raw samples."""
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ FORMS = (recover_mlp.none, recover_mlp.bias, recover_mlp.gram, recover_mlp.affin
 
 
 def samples_of(channels: int, tokens: int, *, seed: int, rank: int, scale: float = 0.0) -> Tensor:
-    """[tokens, F] with a mean of its own per channel; `scale` spreads the channels over so many decades."""
+    """Draw [tokens, F] with a mean of each channel; `scale` spreads the channels over so many decades."""
     generator = torch.Generator().manual_seed(seed)
     mix = torch.randn(rank, channels, generator=generator, dtype=torch.float64)
     x = torch.randn(tokens, rank, generator=generator, dtype=torch.float64) @ mix
@@ -40,7 +41,7 @@ def moments_of(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def error_on(x: Tensor, weight: Tensor, bias: Tensor, kept: Tensor, result: ChannelRecovery) -> float:
-    """E||y - y'||^2 on the samples themselves."""
+    """Compute E||y - y'||^2 on the samples."""
     lost = x @ weight.T + bias - x[:, kept] @ result.weight_OK.T - result.bias_O
     return float(lost.square().sum(dim=1).mean())
 
@@ -91,7 +92,7 @@ def test_bias_and_none_keep_the_columns() -> None:
 
 
 def test_planted_map_is_recovered() -> None:
-    """Pruned channels that are affine in the kept ones come back exactly; dropping them would lose a lot."""
+    """Pruned channels are affine in the kept ones, so the recovery is exact."""
     kept_x = samples_of(5, 100, seed=5, rank=5)
     generator = torch.Generator().manual_seed(6)
     map_PK = torch.randn(4, 5, generator=generator, dtype=torch.float64)
@@ -137,8 +138,9 @@ def test_full_width_loses_nothing() -> None:
             result = form(*moments_of(x), weight, bias, torch.arange(5), ridge_rel=1e-4)
             torch.testing.assert_close(result.weight_OK, weight)
             assert (result.residual, result.residual_uncompensated, result.r2) == (0.0, 0.0, 1.0)
-    shrunk = recover_mlp.gram(*moments_of(x), weight, bias, torch.arange(5), ridge_rel=1e-12)  # GRAIL's is no identity
-    torch.testing.assert_close(shrunk.weight_OK, weight)
+    # GRAIL's ridge shrinks the weights at full width, too, so the ridge is all but zero.
+    gram = recover_mlp.gram(*moments_of(x), weight, bias, torch.arange(5), ridge_rel=1e-12)
+    torch.testing.assert_close(gram.weight_OK, weight)
 
 
 def test_ridge_solve_equals_lstsq_on_singular_systems_and_reports_the_condition() -> None:
@@ -165,22 +167,21 @@ def test_condition_is_bounded(rank: int, ridge_rel: float) -> None:
     gram, cross = x.T @ x / 40, torch.randn(5, 12, generator=generator, dtype=torch.float64)
     exact, bounded = (solve_ridge(cross, gram, ridge_rel=ridge_rel, bound=bound) for bound in (False, True))
     assert torch.equal(exact.solution_OK, bounded.solution_OK)
-    assert exact.condition == pytest.approx(
-        float(torch.linalg.cond(gram + exact.ridge * torch.eye(12, dtype=torch.float64), p=1)), rel=1e-6
-    )
+    shifted = gram + exact.ridge * torch.eye(12, dtype=torch.float64)
+    assert exact.condition == pytest.approx(float(torch.linalg.cond(shifted, p=1)), rel=1e-6)
     assert exact.condition <= bounded.condition < 1e12
     weak = [solve_ridge(cross, gram, ridge_rel=1e-13, bound=bound) for bound in (False, True)]
-    assert torch.equal(weak[0].solution_OK, weak[1].solution_OK)  # where the bound says too little
-    assert weak[0].condition == weak[1].condition
+    assert torch.equal(weak[0].solution_OK, weak[1].solution_OK)
+    assert weak[0].condition == weak[1].condition, "with a bound this loose the condition is computed"
 
 
-# Values and the output projection at a smaller width, against SVDs and least squares on raw samples.
+# Values and the output projection at a smaller width
 
 HEADS, DIM, OUTPUTS = 3, 5, 8
 
 
 def layer(seed: int, *, tokens: int = 300, rank: int = HEADS * DIM) -> tuple[Tensor, Tensor, Tensor]:
-    """z [tokens, C] with means and correlation across heads, the projection's weight and its bias."""
+    """Draw z [tokens, C] with means and correlations across heads, and the projection's weight and bias."""
     generator = torch.Generator().manual_seed(seed)
     mix = torch.randn(rank, HEADS * DIM, generator=generator, dtype=torch.float64)
     z = torch.randn(tokens, rank, generator=generator, dtype=torch.float64) @ mix
@@ -238,25 +239,21 @@ def test_value_recovery_is_exact_and_never_worse_than_dropping(
     seed: int, rank: int, width: int, ridge_rel: float
 ) -> None:
     z, weight, bias = layer(seed, tokens=40, rank=rank)
-    result = recover_values.lowrank_values(*moments_of(z), weight, bias, HEADS, width, ridge_rel=ridge_rel)
     total = float((z @ weight.T).square().sum(dim=1).mean())
-    errors = [
-        recover_values.lowrank_values(
-            *moments_of(z), weight, bias, HEADS, width, ridge_rel=ridge_rel, sweeps=sweeps
-        ).residual
-        for sweeps in (0, 1, 3)
-    ]
+    fit = partial(recover_values.lowrank_values, *moments_of(z), weight, bias, HEADS, width, ridge_rel=ridge_rel)
+    errors = [fit(sweeps=sweeps).residual for sweeps in (0, 1, 3)]
     assert errors[2] <= errors[1] + 1e-7 * total
     assert errors[1] <= errors[0] + 1e-7 * total
+    result = fit()
     assert result.residual <= result.residual_uncompensated + 1e-6 * total
     assert result.residual == pytest.approx(value_error(z, weight, bias, result), rel=1e-5, abs=1e-7 * total)
-    for v_map in result.v_map_HRV:  # rows orthonormal: new values at the scale of the old
+    for v_map in result.v_map_HRV:  # with orthonormal rows, new values have the scale of the old ones
         torch.testing.assert_close(v_map @ v_map.T, torch.eye(width, dtype=torch.float64))
     assert result.condition >= 1.0
 
 
 def test_alternating_sweeps_divide_directions_between_heads() -> None:
-    """Two heads say the same three things: width 2 each is enough, if and only if the heads look at one another."""
+    """Two heads hold the same three directions, which widths of 2 span if the heads take different ones."""
     generator = torch.Generator().manual_seed(5)
     code = torch.randn(400, 3, generator=generator, dtype=torch.float64)
     z = torch.cat((code, code), dim=1) * torch.tensor([3.0, 2.0, 1.5, 3.0, 2.0, 1.5], dtype=torch.float64)
@@ -294,7 +291,7 @@ def test_full_width_equals_the_dense_layer() -> None:
 
 
 def test_fewer_outputs_than_values_are_reproduced_exactly() -> None:
-    """As many directions as outputs are all that is read, and further ones are of no use."""
+    """The projection reads as many directions as it has outputs, 3 of the 4 that are kept."""
     z, weight, bias = layer(4)
     few, few_bias = weight[:3], bias[:3]
     result = recover_values.lowrank_values(*moments_of(z), few, few_bias, HEADS, 4, ridge_rel=1e-9)
@@ -303,9 +300,7 @@ def test_fewer_outputs_than_values_are_reproduced_exactly() -> None:
 
 
 def test_small_variation_beside_a_large_mean_is_solved_accurately() -> None:
-    """Of rank 2 in each head and small beside the mean, its moments in single precision: least squares on the samples
-    loses nothing, and neither does this, with weights no larger than it needs.
-    """
+    """Values of rank 2 in each head, with float32 moments, are recovered with small weights and next to no loss."""
     generator = torch.Generator().manual_seed(5)
     mix = torch.block_diag(*torch.randn(HEADS, 2, DIM, generator=generator, dtype=torch.float64))
     z = 5.0 + 0.01 * torch.randn(400, 2 * HEADS, generator=generator, dtype=torch.float64) @ mix

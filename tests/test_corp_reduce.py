@@ -1,4 +1,4 @@
-"""Presets on images: what `best` loses beside others, widths, biases, and what is refused."""
+"""Presets on images: errors of `best` and others, widths, biases and refusals."""
 
 from functools import cache
 from pathlib import Path
@@ -15,8 +15,8 @@ from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
 from examples.digits.images import load_part
-from ground.errors import BadInput
 from tests import tiny
+from tests.refusals import rejects
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "digits" / "model"
 HEADS = 3
@@ -46,10 +46,9 @@ def test_best_loses_at_most_a_quarter_of_what_corp_loses(example_moments: Moment
     dense = tiny.ran(example().model, held_out)
     error = {}
     for preset in ("best", "corp", "none"):
-        method = method_from_preset(
-            preset, mlp_sparsity=sparsity, attention_sparsity=sparsity, align_hidden=8, align_head=8
-        )
-        error[preset] = tiny.relative(tiny.ran(reduce(example().model, example_moments, method).model, held_out), dense)
+        sizes = {"mlp_sparsity": sparsity, "attention_sparsity": sparsity, "align_hidden": 8, "align_head": 8}
+        reduced = reduce(example().model, example_moments, method_from_preset(preset, **sizes)).model
+        error[preset] = tiny.relative(tiny.ran(reduced, held_out), dense)
     assert error["best"] <= 0.25 * error["corp"], error
     assert error["corp"] <= 0.25 * error["none"], error
 
@@ -82,8 +81,8 @@ def test_aligned_and_requested_widths_are_reported(example_moments: Moments) -> 
 def test_corp_without_the_attention_system_explains_the_remedy(tmp_path: Path) -> None:
     checkpoint = tiny.checkpoint()
     moments = moments_of(checkpoint, tiny.images(8), tmp_path, attention_system=False)
-    with pytest.raises(BadInput, match=r"blocks\.0\.attn\.qk: .* --attention-system"):
-        reduce(checkpoint.model, moments, method_from_preset("corp", attention_sparsity=0.5))
+    corp = method_from_preset("corp", attention_sparsity=0.5)
+    rejects(r"blocks\.0\.attn\.qk: .* --attention-system", reduce, checkpoint.model, moments, corp)
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -95,10 +94,10 @@ def test_missing_bias_is_added_if_the_repair_needs_one(tmp_path: Path, bias: boo
     assert {"blocks.0.mlp.fc2.bias", "blocks.1.mlp.fc2.bias"} <= reduced.state_dict().keys()
     images = tiny.images(8)
     dense = tiny.ran(checkpoint.model, images)
-    plain = method_from_preset("none", mlp_sparsity=0.5, attention_sparsity=0.5)
-    assert tiny.relative(tiny.ran(reduced, images), dense) < tiny.relative(
-        tiny.ran(reduce(checkpoint.model, moments, plain).model, images), dense
-    )
+    method = method_from_preset("none", mlp_sparsity=0.5, attention_sparsity=0.5)
+    plain = reduce(checkpoint.model, moments, method).model
+    repaired_error, plain_error = (tiny.relative(tiny.ran(each, images), dense) for each in (reduced, plain))
+    assert repaired_error < plain_error
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A real release whose only target is OpenVINO: what it measures, proves and hands to a server."""
+"""A release whose only target is OpenVINO: its times, proofs, reports and server configuration."""
 
 import importlib.util
 import json
@@ -66,7 +66,7 @@ def test_target_is_timed_and_proved_in_openvino(home: Path) -> None:
 
 @pytest.mark.slow("graph")
 def test_inconclusive_samples_are_judged_on_the_held_out_images(home: Path) -> None:
-    """Of three samples all that agree don't show half; of nine held-out images they do."""
+    """Three agreeing samples can't show an agreement of 50 %, but nine held-out images can."""
     whole, of_target = (load_parity(home / "out" / f"parity{name}.json") for name in ("", ".openvino"))
     assert [each.status for each in whole.links] == ["PASS"] * 3
     assert [each.status for each in of_target.links] == ["UNJUDGED", "PASS", "UNJUDGED"]

@@ -1,4 +1,4 @@
-"""How many calibration images a release would have done with, beside reductions made by hand."""
+"""A release's errors by the number of calibration images, compared with single reductions."""
 
 import json
 from collections.abc import Mapping
@@ -28,15 +28,15 @@ MLP: Table = {"mlp": 0.5}
 STAGES = ("recipe", "dense", "moments", "reduce", "size")
 
 
-def written(root: Path, calibration: Table, reduce: Table) -> Path:
+def write_recipe(root: Path, calibration: Table, reduce: Table) -> Path:
     path, aligned = root / "recipe.toml", {"align_mlp": 8, "align_head": 8}
     path.write_text(recipe({"calibration": {"batch_size": 5, **calibration}, "reduce": {**aligned, **reduce}}))
     return path
 
 
-def sized(root: Path, calibration: Table, reduce: Table, *, code: int = 0) -> Result:
+def run_stages(root: Path, calibration: Table, reduce: Table, *, code: int = 0) -> Result:
     only = [word for stage in STAGES for word in ("--only", stage)]
-    return invoked("release", written(root, calibration, reduce), "-o", root / "out", *only, code=code)
+    return invoked("release", write_recipe(root, calibration, reduce), "-o", root / "out", *only, code=code)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def by_hand(root: Path, count: int) -> Moments:
+def moments_of_first(root: Path, count: int) -> Moments:
     source = tiny.opened(root / "calibration.npy", tiny.images(12))
     return calibrate(tiny.checkpoint(), source.subset(range(count)), batch_size=5)
 
@@ -54,7 +54,7 @@ def by_hand(root: Path, count: int) -> Moments:
 @pytest.mark.slow("models")
 @pytest.mark.parametrize("asked", [{"mlp": 0.5, "attn": 0.25}, {"macs": 0.7}])
 def test_every_snapshot_is_judged_at_the_widths_of_the_release(home: Path, asked: Table) -> None:
-    sized(home, {"snapshots": [3, 7]}, asked)
+    run_stages(home, {"snapshots": [3, 7]}, asked)
     size = json.loads((home / "out/calibration-size.json").read_text())
     dense, released = load(home / "out/dense"), load(home / "out/reduced")
     widths = {site.name: site.width for site in sites_of(released).every}
@@ -64,7 +64,7 @@ def test_every_snapshot_is_judged_at_the_widths_of_the_release(home: Path, asked
     with torch.no_grad():
         right = dense(images).double()
         for point, count in zip(size["points"], (3, 7, 12), strict=True):
-            model = reduce(dense, by_hand(home, count), method, widths=widths).model
+            model = reduce(dense, moments_of_first(home, count), method, widths=widths).model
             error = ((model(images).double() - right).norm(dim=1) / right.norm(dim=1)).mean()
             assert point["images"] == count
             assert point["relative_error"] == pytest.approx(float(error), rel=1e-4)
@@ -73,9 +73,9 @@ def test_every_snapshot_is_judged_at_the_widths_of_the_release(home: Path, asked
 def test_more_images_than_available_are_refused(home: Path) -> None:
     few = {"samples": 11, "hold_out": 2, "snapshots": [4, 9]}
     said = "snapshots ends at 9, expected less than 9, .*without those of calibration.hold_out"
-    rejects(said, load_recipe, written(home, few, MLP))
-    done = sized(home, {"snapshots": [4, 12]}, MLP, code=2)
-    assert "calibration.snapshots ends at 12, expected less than 12" in " ".join(done.stderr.split())
+    rejects(said, load_recipe, write_recipe(home, few, MLP))
+    message = " ".join(run_stages(home, {"snapshots": [4, 12]}, MLP, code=2).stderr.split())
+    assert "calibration.snapshots ends at 12, expected less than 12" in message
 
 
 @pytest.mark.parametrize(
@@ -89,4 +89,4 @@ def test_more_images_than_available_are_refused(home: Path) -> None:
 def test_snapshots_must_ascend_and_need_fits_to_moments(
     snapshots: list[int], asked: Table, said: str, home: Path
 ) -> None:
-    rejects(said, load_recipe, written(home, {"snapshots": snapshots}, {**MLP, **asked}))
+    rejects(said, load_recipe, write_recipe(home, {"snapshots": snapshots}, {**MLP, **asked}))

@@ -1,5 +1,4 @@
-"""Convolutions rescaled to the dense ones' means and variances: by loops over the calls of both programs, open
-loop and GRAIL's."""
+"""Rescaling of convolutions to the dense means and variances, in the open loop and in GRAIL's closed loop."""
 
 from dataclasses import replace
 from functools import cache
@@ -23,7 +22,6 @@ from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import Method
 from corp_deploy.reduction.model import Reduction, reduce
 from corp_deploy.store.checkpoint import load_checkpoint, save
-from ground.errors import BadInput
 from tests import tiny
 from tests.command import invoked, run
 from tests.refusals import rejects
@@ -32,9 +30,7 @@ from tests.test_traced_chain import assert_saved_is_loaded
 from tests.traced_examples import images, written_by
 
 COUNT = 48
-Given = dict[str, tuple[Tensor, Tensor]]
-
-
+Statistic = dict[str, tuple[Tensor, Tensor]]
 FORMS = ("resnet18d", "resnet50", "seresnet50", "resnext50_32x4d", "regnety_002", "small_efficientnet")
 
 
@@ -44,11 +40,11 @@ def moments(name: str) -> Moments:
 
 
 class Convolved(fx.Interpreter):
-    """A program whose convolutions' outputs are looked at, by the names of their weights."""
+    """A program that records the means and deviations of its convolutions' outputs by the names of their weights."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(tracing(model).program.graph)
-        self.given: Given = {}
+        self.given: Statistic = {}
 
     def run_node(self, n: fx.Node) -> Any:
         out = super().run_node(n)
@@ -58,19 +54,21 @@ class Convolved(fx.Interpreter):
         return out
 
 
-def given_by(model: nn.Module, shown: Tensor) -> Given:
-    """Mean and deviation of each output of every convolution that runs on these images."""
+def statistics_of(model: nn.Module, images_BCHW: Tensor) -> Statistic:
+    """Return the mean and deviation of each output of every convolution on these images."""
     convolved = Convolved(model)
     with torch.no_grad():
-        convolved.run(shown)
+        convolved.run(images_BCHW)
     return convolved.given
 
 
 def farthest(reduced: nn.Module, dense: nn.Module) -> float:
-    """From a reduced output's mean and deviation to the nearest ones of the dense convolution, each met once, as a
-    share of the convolution's deviation; of all the worst.
+    """Return the largest distance from a reduced output's mean and deviation to the nearest dense output's.
+
+    Distances are shares of the convolution's deviation. Reduced outputs have different nearest outputs, unless they
+    are far from all.
     """
-    own, wanted = (given_by(model, pixels(COUNT)) for model in (reduced, dense))
+    own, wanted = (statistics_of(model, pixels(COUNT)) for model in (reduced, dense))
     worst = 0.0
     assert own.keys() == wanted.keys()
     for path, pair in own.items():
@@ -82,25 +80,25 @@ def farthest(reduced: nn.Module, dense: nn.Module) -> float:
     return worst
 
 
-def rescaled_and_not(name: str, how: str, share: float, **changes: Any) -> tuple[Reduction, Reduction]:
+def reduce_plain_and_rescaled(name: str, how: str, share: float, **changes: Any) -> tuple[Reduction, Reduction]:
     own, source = checkpoint(name), images_of(name, COUNT)
-    plain = replace(method("grail", share), **changes)
-    again = replace(plain, rescales=True)
+    grail = replace(method("grail", share), **changes)
+    methods = (grail, replace(grail, rescales=True))
     if how == "symmetric":
-        plain_too, rescaled = (reduce_traced(own.model, source, each) for each in (plain, again))
+        plain, rescaled = (reduce_traced(own.model, source, each) for each in methods)
     else:
-        plain_too, rescaled = (reduce(own.model, moments(name), each, images=source) for each in (plain, again))
-    return plain_too, rescaled
+        plain, rescaled = (reduce(own.model, moments(name), each, images=source) for each in methods)
+    return plain, rescaled
 
 
 @pytest.mark.slow("models")
 @pytest.mark.parametrize("how", ["open", "symmetric"])
 @pytest.mark.parametrize("name", FORMS)
 def test_every_convolution_recovers_dense_means_and_variances(name: str, how: str) -> None:
-    plain, rescaled = rescaled_and_not(name, how, 0.5)
+    plain, rescaled = reduce_plain_and_rescaled(name, how, 0.5)
     assert farthest(rescaled.model, checkpoint(name).model) < 1e-4
-    assert farthest(plain.model, checkpoint(name).model) > 1e-2  # it can tell
-    own = given_by(checkpoint(name).model, pixels(COUNT))
+    assert farthest(plain.model, checkpoint(name).model) > 1e-2
+    own = statistics_of(checkpoint(name).model, pixels(COUNT))
     assert len(own) == sum(isinstance(each, nn.Conv2d) for each in library(name).modules())
     assert "means and variances" in rescaled.decisions[-1]
     assert not any("means and variances" in said for said in plain.decisions)
@@ -108,7 +106,7 @@ def test_every_convolution_recovers_dense_means_and_variances(name: str, how: st
 
 def test_rescaling_works_with_narrowed_streams() -> None:
     name = "resnet18d"
-    plain, rescaled = rescaled_and_not(name, "open", 0.5, residual_sparsity=0.5)
+    plain, rescaled = reduce_plain_and_rescaled(name, "open", 0.5, residual_sparsity=0.5)
     assert farthest(rescaled.model, checkpoint(name).model) < 1e-4
     assert farthest(plain.model, checkpoint(name).model) > 1e-2
 
@@ -137,7 +135,7 @@ def test_rescaling_halves_grails_error_on_trained_weights() -> None:
 
 
 class Halves(nn.Module):
-    """Half of the channels are the other half halved, and read by the same weights; what is behind is called twice."""
+    """A network in which the later channels are half the first ones and have the same weights behind them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,12 +187,11 @@ def test_full_width_is_unchanged() -> None:
 def test_unsupported_rescaling_is_refused() -> None:
     own, source = checkpoint("resnet50"), images_of("resnet50", COUNT)
     rescaling = method("grail", 0.5, rescales=True)
-    with pytest.raises(BadInput, match="--rescale takes means and variances on the calibration images"):
-        reduce(own.model, moments("resnet50"), rescaling)
+    message = "--rescale takes means and variances on the calibration images"
+    rejects(message, reduce, own.model, moments("resnet50"), rescaling)
     rejects("--rescale: the asymmetric closed loop", reduce_traced, own.model, source, rescaling, loop=Loop())
-    without = tiny.checkpoint()
-    with pytest.raises(BadInput, match="--rescale: VisionTransformer has no convolutions that can be rescaled"):
-        reduce_traced(without.model, source, rescaling)
+    message = "--rescale: VisionTransformer has no convolutions that can be rescaled"
+    rejects(message, reduce_traced, tiny.checkpoint().model, source, rescaling)
     rejects("--rescale", ReduceOptions, conv=0.5, rescale=True, closed_loop=True)
     assert ReduceOptions(conv=0.5, rescale=True, closed_loop="symmetric").method.rescales
     assert MethodChoice(conv=0.5, rescale=True).method.rescales
@@ -207,10 +204,8 @@ def test_command_rescales(tmp_path: Path) -> None:
     np.save(tmp_path / "images.npy", pixels(COUNT).numpy())
     save_moments(moments("resnet18d"), tmp_path / "m.safetensors")
     words = ["reduce", "--model", tmp_path / "dense", "--moments", tmp_path / "m.safetensors", "--conv", 0.5]
-    words += ["--preset", "grail", "--align", "conv=8", "--rescale"]
+    words += ["--preset", "grail", "--align", "conv=8", "--rescale", "-o", tmp_path / "reduced"]
     seen = ["--images", tmp_path / "images.npy"]
-
-    words += ["-o", tmp_path / "reduced"]
     assert "every convolution rescaled" in " ".join(invoked(*words, *seen).stdout.split())
     assert farthest(load_checkpoint(tmp_path / "reduced").model, own.model) < 1e-4
     assert "--effort, --rescale, --polish, --sparse, heads that are merged" in " ".join(run(*words).stderr.split())

@@ -1,4 +1,4 @@
-"""Ridges chosen on the other half of the images, against explicit loops in float64 over images and strengths."""
+"""Ridges chosen on halves of the images, compared with searches in float64, and the reported overfitting."""
 
 import json
 from dataclasses import replace
@@ -33,7 +33,7 @@ def opened(path: Path) -> Images:
 
 
 def photographs() -> np.ndarray:
-    """Crops of a few photographs: alike within one, different between them."""
+    """Make crops of a few photographs, alike within a photograph and different between them."""
     base = tiny.images(COUNT // CROPS, seed=1).repeat(CROPS, axis=0)
     return (base + 0.05 * tiny.images(COUNT, seed=2)).astype(np.float32)
 
@@ -61,7 +61,7 @@ def tokens_of(seed: int, count: int, width: int, rank: int | None = None) -> Ten
 
 
 def ridge_fit(x_XF: Tensor, weight_OF: Tensor, kept: Tensor, strength: float) -> tuple[Tensor, Tensor]:
-    """min over W', b' of mean |W x - W' x_K - b'|^2 + ridge |W' - W_K|^2, by least squares over rows of tokens."""
+    """Minimise mean |W x - W' x_K - b'|^2 + ridge |W' - W_K|^2 over W' and b', by lstsq over rows of tokens."""
     x_XK = x_XF[:, kept]
     mean_K, y_XO = x_XK.mean(0), x_XF @ weight_OF.T
     centred_XK = x_XK - mean_K
@@ -83,7 +83,7 @@ def share(fit: tuple[Tensor, Tensor], x_XF: Tensor, weight_OF: Tensor, kept: Ten
 @pytest.mark.parametrize("rank", [None, 9])
 @pytest.mark.parametrize("count", [13, 30, 4000])
 def test_ridge_equals_an_explicit_search(count: int, rank: int | None) -> None:
-    """Few tokens, fewer than channels (singular moments), and many."""
+    """There are fewer tokens than channels, which makes moments singular, or more, or many more."""
     one, other = tokens_of(1, count, 20, rank), tokens_of(2, count + 3, 20, rank)
     layer = torch.randn(6, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     method = method_from_preset("best", mlp_sparsity=0.5, align_hidden=1)
@@ -163,7 +163,7 @@ def test_full_width_is_unchanged(moments: Moments) -> None:
 
 
 def test_more_groups_close_the_gap() -> None:
-    """The law J (1 -+ s / n): what half of the groups show gives back what all of them, and more, would."""
+    """Shares follow J (1 -+ s / n), so the shares of half of the groups predict those of all and of more groups."""
     limit, slack, groups = 0.07, 9.0, 37
     fitted, held_out = limit * (1 - slack / (groups / 2)), limit * (1 + slack / (groups / 2))
     gap = estimate_from_splits(fitted, held_out, groups=groups, weights=768)
@@ -187,7 +187,7 @@ def test_overfitting_is_reported_with_groups(moments: Moments) -> None:
 
 @pytest.fixture
 def words(tmp_path: Path) -> list[object]:
-    """Of `calibrate`: model, images, output and groups."""
+    """Return the words of `calibrate` with a model, images, an output and groups."""
     save(tiny.checkpoint(), tmp_path / "dense")
     np.save(tmp_path / "images.npy", photographs())
     (tmp_path / "labels.json").write_text(json.dumps([str(each) for each in GROUPS]))
@@ -196,7 +196,7 @@ def words(tmp_path: Path) -> list[object]:
 
 
 def test_reduce_and_sweep_report_the_loss_on_the_other_half(words: list[object], tmp_path: Path) -> None:
-    """The mean over sites of what fits to either half lose on both halves, a quarter of the gap on either side."""
+    """Fits to one half lose more on the other half; each reported share is a quarter of that gap nearer the middle."""
     invoked(*words)
     images = words[3:5]
     words = [*words[1:3], "--moments", tmp_path / "m.safetensors", "--align", "mlp=8,head=8"]
@@ -215,8 +215,8 @@ def test_reduce_and_sweep_report_the_loss_on_the_other_half(words: list[object],
     swept = invoked("sweep", *words, *images, "--preset", "best", "--sparsity", 0.5, "-o", tmp_path / "sweep").output
     (trial,) = json.loads((tmp_path / "sweep" / "sweep.json").read_text())["trials"]
     assert trial["gap"] == pytest.approx([gap["share_fitted"], gap["share_held_out"]])
-    told = f"sites lose {gap['share_fitted']:.1%} of their output on images of the fit, {gap['share_held_out']:.1%} on"
-    assert told in " ".join(swept.split())
+    lost = f"sites lose {gap['share_fitted']:.1%} of their output on images of the fit, {gap['share_held_out']:.1%} on"
+    assert lost in " ".join(swept.split())
 
 
 def test_command_accepts_groups(words: list[object], tmp_path: Path) -> None:

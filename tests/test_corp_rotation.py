@@ -1,4 +1,4 @@
-"""Reduced heads in a rotated basis: the same logits and outputs, channels of more even ranges, off where asked."""
+"""Rotation of reduced heads by Hadamard matrices: equal logits and outputs, and the options for it."""
 
 from dataclasses import replace
 from functools import cache
@@ -19,7 +19,6 @@ from corp_deploy.reduction.closed_loop import reduce_traced
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import PRESETS, Method, method_from_preset
 from corp_deploy.reduction.model import reduce
-from ground.errors import BadInput
 from tests import small_convnets, tiny
 from tests.refusals import rejects
 from tests.small_models import outputs
@@ -64,7 +63,7 @@ def test_rotation_is_sylvesters_hadamard_matrix() -> None:
 @pytest.mark.parametrize("how", ["random", "ill-conditioned", "singular"])
 @pytest.mark.parametrize("width", [1, 6, 8])
 def test_rotation_preserves_logits_and_outputs(width: int, how: str) -> None:
-    """Spelled out head by head; a width without such a matrix is left as it is."""
+    """Heads are computed one by one; a width without a Hadamard matrix keeps its basis."""
     q_HRD, k_HRD, v_HRD = (spread(width, how) * scale for scale in (1.0, 2.0, -1.0))
     x_XD = torch.randn(20, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     weight_OK = torch.randn(5, 3 * width, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
@@ -84,21 +83,21 @@ def test_rotation_preserves_logits_and_outputs(width: int, how: str) -> None:
 def test_rotation_preserves_outputs_of_a_reduced_model(geometry: str) -> None:
     asked = method(geometry=geometry)
     plain = replace(asked, rotates=False)
-    rotated, as_it_was = (reduce(tiny.checkpoint().model, moments(), each) for each in (asked, plain))
-    exact = outputs(as_it_was.model, HELD_OUT)
+    rotated, unrotated = (reduce(tiny.checkpoint().model, moments(), each) for each in (asked, plain))
+    exact = outputs(unrotated.model, HELD_OUT)
     assert float((outputs(rotated.model, HELD_OUT) - exact).norm() / exact.norm()) < 1e-6
-    assert rotated.sites == as_it_was.sites
-    first, second = (each.model.get_parameter("blocks.0.attn.qkv.weight") for each in (rotated, as_it_was))
+    assert rotated.sites == unrotated.sites
+    first, second = (each.model.get_parameter("blocks.0.attn.qkv.weight") for each in (rotated, unrotated))
     changed = [not one.equal(two) for one, two in zip(first.split(24), second.split(24), strict=False)]
     values_too = geometry == "square"
     assert changed[:2] == [True, True]
     assert all(each == values_too for each in changed[2:])
-    projections = (each.model.get_parameter("blocks.0.attn.proj.weight") for each in (rotated, as_it_was))
+    projections = (each.model.get_parameter("blocks.0.attn.proj.weight") for each in (rotated, unrotated))
     assert torch.equal(*projections) != values_too
 
 
 def test_closed_loop_fits_the_rotated_basis() -> None:
-    """Its last layer is fitted behind the rotation: the same model as without one."""
+    """The last layer is fitted behind the rotation, so the outputs equal those without a rotation."""
     asked = method(geometry="square", mlp_sparsity=0.5, align_hidden=8)
     models = [
         reduce_traced(tiny.checkpoint().model, images(), each, loop=Loop()).model
@@ -110,7 +109,7 @@ def test_closed_loop_fits_the_rotated_basis() -> None:
 
 @pytest.mark.parametrize("kwargs", [{"num_heads": 1}, {"qk_norm": True}])
 def test_nothing_changes_without_a_free_rotation(kwargs: dict[str, Any]) -> None:
-    """A width of 24, norms of queries and keys."""
+    """A width of 24 has no Hadamard matrix, and norms of queries and keys fix the basis."""
     models = [
         reduce(tiny.checkpoint(**kwargs).model, moments(**kwargs), each).model.state_dict()
         for each in (method(), replace(method(), rotates=False))
@@ -124,5 +123,5 @@ def test_rotating_presets_are_listed() -> None:
     assert not MethodChoice(attn=0.5, rotate=False).method.rotates
     assert MethodChoice(attn=0.5, preset="corp", rotate=True).method.rotates
     rejects("--rotate is not honoured by preset grail", ReduceOptions, preset="grail", mlp=0.5, rotate=True)
-    with pytest.raises(BadInput, match="--no-rotate is not honoured by a reduction that leaves attention alone"):
-        ReduceOptions(mlp=0.5, rotate=False)
+    message = "--no-rotate is not honoured by a reduction that leaves attention alone"
+    rejects(message, ReduceOptions, mlp=0.5, rotate=False)

@@ -1,4 +1,4 @@
-"""Which tokens a budget merges away: curves without labels, schedules by brute force, and both kinds of reduction."""
+"""Merge schedules under a budget: error curves, costs, brute-force optima, and joint plans with narrower sites."""
 
 import itertools
 from dataclasses import replace
@@ -33,7 +33,7 @@ from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.spec.merging import Merging, most_merged, tokens_after
 from corp_deploy.store.checkpoint import Checkpoint
-from ground.errors import BadInput
+from tests.refusals import rejects
 
 from . import tiny
 
@@ -41,8 +41,8 @@ DEPTH = 4
 
 
 @pytest.fixture(scope="module")
-def given(tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkpoint, Images]:
-    """The model as every loaded one is, and images of its size."""
+def dense_and_images(tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkpoint, Images]:
+    """Make a dense model without gradients, as load_checkpoint does, and images of its size."""
     dense = tiny.checkpoint(depth=DEPTH, img_size=48)
     dense.model.requires_grad_(False)
     path = tmp_path_factory.mktemp("schedule") / "images.npy"
@@ -50,8 +50,8 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkpoint, Images]
 
 
 @pytest.fixture(scope="module")
-def probe(given: tuple[Checkpoint, Images]) -> Probe:
-    dense, images = given
+def probe(dense_and_images: tuple[Checkpoint, Images]) -> Probe:
+    dense, images = dense_and_images
     method = method_from_preset("best", align_hidden=32, align_head=8)
     moments, inputs = calibrate(dense, images, batch_size=8), next(iter(images.batches(8)))
     known = compute_eliminations(dense.model, moments, method)
@@ -65,7 +65,7 @@ def curves(probe: Probe) -> MergeCurves:
 
 @pytest.mark.slow("models")
 def test_merging_error_is_close_to_its_curve(probe: Probe, curves: MergeCurves) -> None:
-    """First order against the merged model itself, which merges at one block alone."""
+    """First-order curves are compared with models that merge at one block alone."""
     assert (np.diff(curves.errors_LG, axis=1) >= 0.0).all()
     assert (curves.errors_LG[:, 0] == 0.0).all()
     ratios = []
@@ -76,12 +76,12 @@ def test_merging_error_is_close_to_its_curve(probe: Probe, curves: MergeCurves) 
         change = tiny.relative(tiny.ran(merged, shown), tiny.ran(probe.model, shown)) ** 2
         assert exact == pytest.approx(change, rel=1e-3)
         predicted = curves.errors_LG[block, list(curves.amounts_G).index(amount)]
-        if block == DEPTH - 1:  # the class token reads nothing that is merged there
+        if block == DEPTH - 1:  # the class token reads no token that the last block merges
             assert exact == pytest.approx(0.0, abs=1e-10)
             assert predicted == pytest.approx(0.0, abs=1e-10)
             continue
         ratios.append(predicted / exact)
-    assert all(0.3 < ratio < 4.0 for ratio in ratios), ratios  # tokens of random weights are hardly alike
+    assert all(0.3 < ratio < 4.0 for ratio in ratios), ratios  # random weights make tokens hardly alike
 
 
 @pytest.mark.slow("models")
@@ -94,7 +94,7 @@ def test_predicted_costs_equal_the_count(probe: Probe, curves: MergeCurves, sche
 
 
 def merging_at(tokens: int, amounts_G: Any, cost: float) -> Any:
-    """What merges cost that can be made [G,G]: so much each, one of no tokens nothing."""
+    """Return the costs [G,G] of merges: `cost` for possible ones, 0 for a merge of no tokens, else infinity."""
     merging_GG = np.full((len(amounts_G), len(amounts_G)), np.inf)
     for one, before in enumerate(amounts_G):
         can = (amounts_G >= before) & (amounts_G - before <= most_merged("merge", tokens - int(before), 1))
@@ -103,7 +103,7 @@ def merging_at(tokens: int, amounts_G: Any, cost: float) -> Any:
 
 
 def test_schedule_on_the_hull_is_optimal() -> None:
-    """Three blocks, every path by brute force: none that costs as little errs less."""
+    """No path through three blocks with at most the same cost has a smaller error."""
     random = np.random.default_rng(0)
     amounts_G = np.arange(0, 17, 4)
     errors_LG = np.cumsum(random.uniform(0.1, 1.0, (3, 5)), axis=1) * np.array([[4.0], [2.0], [1.0]])
@@ -136,7 +136,7 @@ def test_schedule_on_the_hull_is_optimal() -> None:
 
 
 def free_merging(tokens: int, blocks: int) -> tuple[MergeCurves, MergeCosts]:
-    """A model whose every block costs as much as it has tokens, and merges for nothing."""
+    """Make curves and costs of a model whose blocks cost as much as they have tokens, with free merges."""
     amounts_G = amounts_offered(tokens, round(0.94 * tokens))
     running_LG = np.tile((tokens - amounts_G) / (tokens * blocks), (blocks, 1))
     curves = MergeCurves(tokens=tokens, protected=1, amounts_G=amounts_G, errors_LG=np.zeros(running_LG.shape))
@@ -145,13 +145,13 @@ def free_merging(tokens: int, blocks: int) -> tuple[MergeCurves, MergeCosts]:
 
 @pytest.mark.parametrize("share", [0.8, 0.6, 0.5, 0.4])
 def test_plain_schedules_reach_small_budgets(share: float) -> None:
-    """Of 257 tokens in 12 blocks, as at 224 pixels: 20 and more a block, and growing to more than 36."""
+    """257 tokens in 12 blocks, as at 224 pixels, need 20 merges and more a block, and growing ones more than 36."""
     curves, costs = free_merging(257, 12)
     for shape in plain_shapes(12)[1:]:
         plain = find_shaped_schedule(curves, costs, share, shape)
         assert plain is not None
         merging = Merging(schedule=plain.counts)
-        behind = tokens_after(merging, 257, 1)  # raises where a block can't merge so many
+        behind = tokens_after(merging, 257, 1)  # raises if a block can't merge so many
         assert sum(behind) / (257 * 12) == pytest.approx(plain.cost)
         assert share - 0.01 < plain.cost <= share
         largest = max(plain.counts)
@@ -234,16 +234,16 @@ def test_attended_metric_is_tried_beside_the_default(
     assert _metrics_beside(tiny.checkpoint(depth=1, **model).model, asked) == expected
 
 
-def asked(probe: Probe, merge_tokens: str, **options: Any) -> ReductionRequest:
+def request_of(probe: Probe, merge_tokens: str, **options: Any) -> ReductionRequest:
     method = replace(probe.method, mlp_sparsity=0.0, attention_sparsity=0.0)
     return build_request(ReduceOptions(merge_tokens=merge_tokens, **options), method=method)
 
 
 @pytest.mark.slow("models")
-def test_auto_merging_needs_and_keeps_a_budget(probe: Probe, given: tuple[Checkpoint, Images]) -> None:
-    dense, images = given
+def test_auto_merging_needs_and_keeps_a_budget(probe: Probe, dense_and_images: tuple[Checkpoint, Images]) -> None:
+    dense, images = dense_and_images
     for loop in (None, "asymmetric"):
-        looped = asked(probe, "auto", macs=0.6, closed_loop=loop)
+        looped = request_of(probe, "auto", macs=0.6, closed_loop=loop)
         reduction, planned = reduce_as_asked(dense, probe.moments, looped, images=images)
         assert planned.merging is not None
         assert sum(planned.merging.schedule) > 0
@@ -251,16 +251,16 @@ def test_auto_merging_needs_and_keeps_a_budget(probe: Probe, given: tuple[Checkp
         assert macs(reduction.model) <= 0.6 * macs(dense.model)
         assert any("tokens merged" in line for line in planned.decisions), planned.decisions
         assert min(planned.ways, key=lambda way: way.measured_error).name in planned.decisions[0]
-    with pytest.raises(BadInput, match="--merge-tokens auto needs a budget"):
-        reduce_as_asked(dense, probe.moments, asked(probe, "auto"), images=images)
-    with pytest.raises(BadInput, match="keeps every parameter"):
-        reduce_as_asked(dense, probe.moments, asked(probe, "auto", params=0.6), images=images)
+    for budget, message in (({}, "--merge-tokens auto needs a budget"), ({"params": 0.6}, "keeps every parameter")):
+        rejects(message, reduce_as_asked, dense, probe.moments, request_of(probe, "auto", **budget), images=images)
 
 
 @pytest.mark.slow("models")
-def test_budget_with_a_schedule_covers_the_whole_model(probe: Probe, given: tuple[Checkpoint, Images]) -> None:
-    dense, images = given
-    reduction, planned = reduce_as_asked(dense, probe.moments, asked(probe, "4", macs=0.6), images=images)
+def test_budget_with_a_schedule_covers_the_whole_model(
+    probe: Probe, dense_and_images: tuple[Checkpoint, Images]
+) -> None:
+    dense, images = dense_and_images
+    reduction, planned = reduce_as_asked(dense, probe.moments, request_of(probe, "4", macs=0.6), images=images)
     merging = traced_model.merging_of(reduction.model)
     assert merging is not None
     assert merging.schedule == (4,) * DEPTH
@@ -272,5 +272,5 @@ def test_budget_with_a_schedule_covers_the_whole_model(probe: Probe, given: tupl
     note = "the moments were taken without merged tokens"
     assert any(note in line for line in planned.decisions), "narrower sites were fitted to them"
     for no_fit in ({"macs": 0.6, "closed_loop": "asymmetric"}, {"allow_partial": True}):
-        _, planned = reduce_as_asked(dense, probe.moments, asked(probe, "4", **no_fit), images=images)
+        _, planned = reduce_as_asked(dense, probe.moments, request_of(probe, "4", **no_fit), images=images)
         assert not any(note in line for line in planned.decisions), planned.decisions

@@ -1,4 +1,4 @@
-"""verify --polygraphy: what it writes, read and compared by Polygraphy's own command line."""
+"""verify --polygraphy: its files, read and compared by Polygraphy's command line."""
 
 import io
 import json
@@ -17,7 +17,7 @@ from onnx import numpy_helper
 from corp_deploy.store.checkpoint import save
 from corp_deploy.store.onnx_file import export_checkpoint
 from tests import tiny
-from tests.command import invoked
+from tests.command import invoked, refuses
 
 COUNT, BATCH = 20, 8
 LACKING = "the extra `interop` (Polygraphy) is not installed"
@@ -26,16 +26,21 @@ polygraphy_tools = pytest.importorskip("polygraphy.tools", reason=LACKING)
 
 
 def polygraphy(line: str, directory: Path) -> tuple[int, str]:
-    """The command line's own main, its code and what it printed."""
+    """Run a line of Polygraphy's command line and return its exit code and output."""
     words = line.replace("'", "").split()
     assert words[0] == "polygraphy", line
-    told = io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(told), redirect_stderr(told), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # theirs
+    printed = io.StringIO()
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        redirect_stdout(printed),
+        redirect_stderr(printed),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")  # Polygraphy warns
         patch.setattr(sys, "argv", words)
         patch.chdir(directory)
         code = polygraphy_tools.main()
-    return int(code or 0), told.getvalue()
+    return int(code or 0), printed.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -46,15 +51,13 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         export_checkpoint(dense, root / f"{precision}.onnx", precision=precision)
     np.save(root / "images.npy", tiny.images(COUNT))
     words = ("--images", root / "images.npy", "--batch", f"1,{BATCH}", "-o", root / "parity.json")
-    result = invoked(
-        "verify", root / "dense", root / "fp32.onnx", root / "fp16.onnx", *words, "--polygraphy", root / "p"
-    )
-    (root / "printed.txt").write_text(result.stdout)
+    models = [root / name for name in ("dense", "fp32.onnx", "fp16.onnx")]
+    (root / "printed.txt").write_text(invoked("verify", *models, *words, "--polygraphy", root / "p").stdout)
     return root
 
 
 def lines_of(home: Path, place: int) -> tuple[str, list[str]]:
-    """The comparison of a graph, and the lines that debug it."""
+    """Return the command that compares a graph, and the commands that debug it."""
     script = [line for line in (home / "p" / "compare.sh").read_text().splitlines() if line.startswith("polygraphy")]
     readme = [line for line in (home / "p" / "README.md").read_text().splitlines() if line.startswith("polygraphy")]
     own = [line for line in readme[len(script) :] if f"{place + 1}-" in line]
@@ -84,9 +87,9 @@ def test_inputs_and_golden_outputs_equal_those_of_the_proof(home: Path) -> None:
 def test_printed_polygraphy_command_passes(home: Path, place: int) -> None:
     line, _ = lines_of(home, place)
     assert line in (home / "printed.txt").read_text()
-    code, told = polygraphy(line, home / "p")
-    assert code == 0, told
-    assert "Passed: 3/3 iterations" in told
+    code, printed = polygraphy(line, home / "p")
+    assert code == 0, printed
+    assert "Passed: 3/3 iterations" in printed
 
 
 @pytest.mark.slow("models")
@@ -100,12 +103,12 @@ def test_damaged_graph_fails_in_both_tools(home: Path) -> None:
     line, (kept, inside, merged, cut) = lines_of(home, 0)
     assert polygraphy(line.replace("fp32.onnx", "damaged.onnx"), home / "p")[0] == 1
     for good in (kept, inside, merged):
-        code, told = polygraphy(good, home / "p")
-        assert code == 0, told
+        code, printed = polygraphy(good, home / "p")
+        assert code == 0, printed
     assert polygraphy(inside.replace("fp32.onnx", "damaged.onnx"), home / "p")[0] == 1
-    code, told = polygraphy(cut.replace("../fp32.onnx", "../damaged.onnx"), home / "p")
+    code, printed = polygraphy(cut.replace("../fp32.onnx", "../damaged.onnx"), home / "p")
     if code != 0:
-        assert "'onnx_graphsurgeon' is required" in told
+        assert "'onnx_graphsurgeon' is required" in printed
         pytest.skip("polygraphy debug reduce needs onnx-graphsurgeon, which is not installed")
     assert len(onnx.load(str(home / "p" / "1-fp32.smallest.onnx")).graph.node) < len(model.graph.node)
 
@@ -113,10 +116,8 @@ def test_damaged_graph_fails_in_both_tools(home: Path) -> None:
 def test_unwritable_second_opinion_is_refused_before_the_proof(home: Path, tmp_path: Path) -> None:
     shutil.copytree(home / "dense", tmp_path / "reduced")
     words = ("--images", home / "images.npy", "-o", tmp_path / "parity.json", "--polygraphy", tmp_path / "p")
-    said = invoked("verify", home / "dense", tmp_path / "reduced", *words, code=2).stderr
-    assert "none of the candidates is an ONNX graph" in " ".join(said.split())
-    said = invoked("verify", home / "fp32.onnx", home / "fp16.onnx", *words, code=2).stderr
-    assert "--polygraphy" in said
+    refuses("none of the candidates is an ONNX graph", "verify", home / "dense", tmp_path / "reduced", *words)
+    refuses("--polygraphy", "verify", home / "fp32.onnx", home / "fp16.onnx", *words)
     assert not (tmp_path / "parity.json").exists()
     assert not (tmp_path / "p").exists()
 
@@ -124,6 +125,5 @@ def test_unwritable_second_opinion_is_refused_before_the_proof(home: Path, tmp_p
 def test_missing_polygraphy_names_the_package(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "polygraphy.json", None)
     words = ("--images", home / "images.npy", "-o", tmp_path / "parity.json", "--polygraphy", tmp_path / "p")
-    said = invoked("verify", home / "dense", home / "fp32.onnx", *words, code=4).stderr
-    assert "install the extra `interop`" in said
+    refuses("install the extra `interop`", "verify", home / "dense", home / "fp32.onnx", *words, code=4)
     assert not list(tmp_path.iterdir())

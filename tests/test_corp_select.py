@@ -1,4 +1,4 @@
-"""Scores, backward elimination and swaps, against plain computations on raw samples."""
+"""Scores, backward elimination and swaps of channels, compared with plain computations on samples."""
 
 import itertools
 from typing import Any
@@ -18,7 +18,7 @@ from corp_deploy.algebra.swap import swap
 
 
 def layer(channels: int, outputs: int, tokens: int, *, seed: int = 0, rank: int | None = None) -> tuple[Tensor, Tensor]:
-    """Samples [tokens, F] of GELU features that share a low-dimensional input, and output weights [O, F]."""
+    """Draw samples [tokens, F] of GELU features that share a low-dimensional input, and output weights [O, F]."""
     generator = torch.Generator().manual_seed(seed)
     inner = rank or max(2, channels // 3)
     mix = torch.randn(inner, channels, generator=generator, dtype=torch.float64) / inner**0.5
@@ -29,7 +29,7 @@ def layer(channels: int, outputs: int, tokens: int, *, seed: int = 0, rank: int 
 
 def test_row_scores_equal_their_formulas() -> None:
     w = layer(11, 5, 300)[1].numpy()
-    first = torch.from_numpy(w.T.copy())  # any rows will do
+    first = torch.from_numpy(w.T.copy())
     np.testing.assert_allclose(select.producer(first, 1), [sum(abs(v) for v in row) for row in w.T], rtol=1e-12)
     np.testing.assert_allclose(select.producer(first, 2), [sum(v**2 for v in row) ** 0.5 for row in w.T], rtol=1e-12)
     rows = torch.from_numpy(w.reshape(1, 5, 11))
@@ -48,16 +48,15 @@ def test_kept_is_sorted_and_ties_go_to_the_lower_index() -> None:
     score = torch.tensor([[1.0, 3.0, 2.0, 3.0, 2.0], [0.0, 0.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
     kept = select.kept_from_scores(score, 3)
     assert (kept.dtype, kept.tolist()) == (torch.int64, [[1, 2, 3], [0, 1, 2]])
-    with pytest.raises(AssertionError):
-        select.kept_from_scores(score, 0)
-    with pytest.raises(AssertionError):
-        select.kept_from_scores(score, 6)
+    for width in (0, 6):
+        with pytest.raises(AssertionError):
+            select.kept_from_scores(score, width)
 
 
 @pytest.mark.parametrize("block", [1, 3, 64])
 @pytest.mark.parametrize(("tokens", "rank"), [(2000, None), (40, None), (500, 5)])
 def test_obs_equals_plain_greedy(block: int, tokens: int, rank: int | None) -> None:
-    """Full rank, fewer samples than channels, and a nearly flat input: the same kept sets and errors."""
+    """The order and errors are equal at full rank, with fewer samples than channels, and with rank 5."""
     samples, weight = layer(80, 20, tokens, seed=tokens, rank=rank)
     cov = covariance_of(samples)
     result = obs(cov, weight, ridge_rel=1e-4, block=block)
@@ -103,12 +102,10 @@ def test_constant_inputs_and_full_width_are_handled() -> None:
 def test_elimination_refuses_impossible_widths() -> None:
     result = Elimination(order_F=torch.tensor([1, 0]), error_F=torch.tensor([0.0, 1.0]), ridge=0.0)
     assert result.kept(1).tolist() == [0]
-    assert result.kept(0).tolist() == []  # a constant is left
-    for width in (-1, 3):
+    assert result.kept(0).tolist() == []
+    for call, width in ((result.kept, -1), (result.kept, 3), (result.error_at, 3)):
         with pytest.raises(AssertionError):
-            result.kept(width)
-    with pytest.raises(AssertionError):
-        result.error_at(3)
+            call(width)
 
 
 @given(seed=st.integers(0, 10_000), width=st.integers(2, 10))
@@ -142,14 +139,15 @@ def test_swap_corrects_a_bad_choice_and_excludes_dead_channels() -> None:
     assert result.error == pytest.approx(ridge_loss(cov, weight, result.kept_K.tolist(), ridge), rel=1e-7)
 
 
-# Elimination of channels that several layers read, over all of them.
+# Elimination of channels that several layers read
 
 
 def greedy_over_readers(
     covariances: list[Tensor], weights: list[Tensor], ridge_rel: float, taps: list[int], parts: list[int]
 ) -> tuple[list[int], list[float]]:
-    """Every candidate solved anew at every step; errors against all the channels, as shares of each reader's. In turns
-    one of every part.
+    """Eliminate greedily with a new solution for every candidate, and return the order and errors.
+
+    Errors are relative to each reader's output on all channels. Each turn removes one channel of every part.
     """
     left, order, errors = list(range(len(parts))), list[int](), list[float]()
 
@@ -201,7 +199,7 @@ def test_elimination_is_greedy_over_all_readers(seed: int, taps: list[int], part
 
 
 def test_redundant_channel_is_removed_first() -> None:
-    """Of singular statistics: the copy costs nothing where every reader sees it as one."""
+    """Two channels copy others for every reader, so the statistics are singular and their removal costs nothing."""
     base = torch.randn(50, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     x_NC = torch.cat([base, 2.0 * base[:, :2]], dim=1)
     weights = [torch.randn(3, 8, generator=torch.Generator().manual_seed(each)).double() for each in (1, 2)]
@@ -221,15 +219,14 @@ def test_readers_with_zero_inputs_are_ignored() -> None:
     assert float(nothing.error_F.abs().max()) == 0.0
 
 
-# Elimination of a convolution's channels against explicit inverses and least squares at every step
-
+# Elimination of a convolution's channels, compared with inverses and least squares at every step
 
 Array = NDArray[np.floating[Any]]
 Blocks = list[list[int]]
 
 
 def patches_of(channels: int, taps: int, places: int, *, seed: int = 0, rank: int | None = None) -> Tensor:
-    """[places, C T]: positive columns that share a low-dimensional input."""
+    """Draw patches [places, C T] with positive columns that share a low-dimensional input."""
     generator = torch.Generator().manual_seed(seed)
     rank = rank or channels * taps // 2 + 1
     mix = torch.randn(rank, channels * taps, generator=generator, dtype=torch.float64) / rank**0.5
@@ -247,7 +244,7 @@ def covariance_of(u: Tensor) -> Tensor:
 
 
 def ridge_loss(cov: Tensor, weight: Tensor, kept: list[int], ridge: float) -> float:
-    """The least of tr((W - W') A (W - W')') over W' on these columns: by lstsq on a root of A, A = cov + ridge I."""
+    """Minimise tr((W - W') A (W - W')') over W' on the kept columns, A = cov + ridge I, by lstsq on a root of A."""
     values, vectors = np.linalg.eigh(cov.numpy() + ridge * np.eye(len(cov)))
     root: Array = np.sqrt(np.maximum(values, 0.0))[:, None] * vectors.T
     target = root @ weight.numpy().T
@@ -256,13 +253,11 @@ def ridge_loss(cov: Tensor, weight: Tensor, kept: list[int], ridge: float) -> fl
 
 
 def greedy(cov: Tensor, weight: Tensor, blocks: Blocks, ridge: float, group: list[int] | None = None) -> list[int]:
-    """Textbook: at every step the inverse over what is left, and the loss that each removal would leave."""
+    """Eliminate blocks greedily, with a new inverse over the remaining columns at every step."""
     a: Array = cov.numpy() + ridge * np.eye(len(cov))
     w: Array = weight.numpy()
     group = group or [0] * len(blocks)
-    order: list[int] = []
-    left = set(range(len(blocks)))
-    done: set[int] = set()
+    order, left, done = list[int](), set(range(len(blocks))), set[int]()
     while left:
         costs: dict[int, float] = {}
         here = [column for block in sorted(left) for column in blocks[block]]
@@ -285,7 +280,7 @@ def blocks_of(channels: int, taps: int) -> Blocks:
 
 
 def assert_errors(result: Elimination, cov: Tensor, weight: Tensor, taps: int, *, every: int = 1) -> None:
-    """At every `every`-th removal the error is the ridge objective of the set kept there."""
+    """Require that the error is the kept set's ridge objective, at every `every`-th width."""
     total = result.order_F.numel()
     whole = ridge_loss(cov, weight, [], result.ridge)
     assert sorted(result.order_F.tolist()) == list(range(total))
@@ -300,7 +295,7 @@ def assert_errors(result: Elimination, cov: Tensor, weight: Tensor, taps: int, *
 def test_every_step_equals_explicit_inverses(
     channels: int, taps: int, places: int, rank: int | None, outputs: int
 ) -> None:
-    """Full rank, fewer places than columns, and a nearly flat input; few outputs and many."""
+    """Patches have full rank, fewer places than columns, or rank 5, and outputs are few or many."""
     u, weight = patches_of(channels, taps, places, rank=rank), weight_of(outputs, channels * taps)
     cov = covariance_of(u)
     result = eliminate_blocks(cov, weight, taps, ridge_rel=1e-3)
@@ -310,7 +305,7 @@ def test_every_step_equals_explicit_inverses(
 
 
 def test_blocked_removals_equal_single_ones() -> None:
-    """Wide enough for late removals to be applied, matrices to shrink and to be formed anew, several times."""
+    """The layer is wide enough to delay removals, and to shrink and rebuild its matrices, several times."""
     u, weight = patches_of(72, 4, 2000, seed=2), weight_of(6, 288)
     cov = covariance_of(u)
     result = eliminate_blocks(cov, weight, 4, ridge_rel=1e-4)
@@ -343,7 +338,7 @@ def test_every_group_loses_one_channel_per_round(taps: int, places: int) -> None
 
 
 def test_grouped_elimination_joins_separate_ones_by_round() -> None:
-    """A convolution in groups: its covariance and its weights are block diagonal."""
+    """The covariance and weights of a grouped convolution are block diagonal."""
     parts = [(covariance_of(patches_of(5, 4, 300, seed=seed)), weight_of(3, 20, seed=seed)) for seed in (6, 7, 8)]
     alone = [eliminate_blocks(cov, weight, 4, ridge_rel=1e-3) for cov, weight in parts]
     result = interleave(alone)
@@ -359,7 +354,7 @@ def test_grouped_elimination_joins_separate_ones_by_round() -> None:
 
 @pytest.mark.parametrize("taps", [1, 4])
 def test_dead_channels_are_removed_first_by_index_without_loss(taps: int) -> None:
-    """Constants, and channels that nothing reads; in rounds they are the first of their groups."""
+    """Constant and unread channels are dead; in rounds they are the first of their groups."""
     u, weight = patches_of(8, taps, 300, seed=10), weight_of(3, 8 * taps)
     weight[:, 5 * taps : 6 * taps] = 0.0
     u[:, 2 * taps : 3 * taps] = 0.7
@@ -385,7 +380,7 @@ def test_constant_channels_are_removed_in_rounds_without_loss() -> None:
 
 @pytest.mark.parametrize("places", [30, 1000])
 def test_singular_patches_with_a_minimal_ridge_stay_accurate(places: int) -> None:
-    """More columns than places, and a ridge at the floor: only matrices formed anew keep the errors right."""
+    """At the smallest ridge only rebuilt matrices keep the errors right."""
     u, weight = patches_of(40, 9, places, seed=12, rank=36), weight_of(8, 360)
     cov = covariance_of(u)
     result = eliminate_blocks(cov, weight, 9, ridge_rel=0.0)

@@ -1,4 +1,4 @@
-"""Decoders calibrated block by block: the moments of a whole pass, one block held, interruptions, refusals."""
+"""Decoders calibrated block by block: moments, memory, interruptions and refusals."""
 
 import weakref
 from dataclasses import replace
@@ -15,7 +15,6 @@ from corp_deploy.reduction import sequential
 from corp_deploy.store.decoder_layers import DecoderLayers, open_layers
 from corp_deploy.store.dense_model import load_dense
 from corp_deploy.store.input_sets import model_digest
-from ground.errors import BadInput
 from tests import decoders
 from tests.command import invoked, refuses
 from tests.refusals import rejects
@@ -36,7 +35,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def calibrated(home: Path, kind: str, name: str, *options: Any, code: int = 0) -> Result:
+def run_calibrate(home: Path, kind: str, name: str, *options: Any, code: int = 0) -> Result:
     own = ("--model", f"hf:{home / kind}", "--text", home / "text.txt", "--samples", 20, "--batch-size", 7)
     return invoked("calibrate", *own, *options, "-o", home / f"{name}.safetensors", code=code)
 
@@ -44,8 +43,8 @@ def calibrated(home: Path, kind: str, name: str, *options: Any, code: int = 0) -
 @pytest.mark.parametrize("kind", ["sharded", "opt"])
 def test_sequential_moments_equal_a_full_pass(home: Path, kind: str) -> None:
     options = ("--attention-system", "--hold-out", 5)
-    calibrated(home, kind, f"{kind}-whole", *options)
-    calibrated(home, kind, f"{kind}-blocks", *options, "--sequential")
+    run_calibrate(home, kind, f"{kind}-whole", *options)
+    run_calibrate(home, kind, f"{kind}-blocks", *options, "--sequential")
     for part in ("", ".held-out"):
         whole, blocks = (load_moments(home / f"{kind}-{how}{part}.safetensors") for how in ("whole", "blocks"))
         assert_equal(blocks, whole, limit=0.0)
@@ -69,14 +68,14 @@ def test_at_most_one_block_is_in_memory(home: Path, monkeypatch: pytest.MonkeyPa
         return block
 
     monkeypatch.setattr(DecoderLayers, "block", counted)
-    calibrated(home, "llama", "counted", "--sequential")
-    assert len(built) == 3 + 1 + 3  # for the digest, for the memory, and for the pass
+    run_calibrate(home, "llama", "counted", "--sequential")
+    assert len(built) == 3 + 1 + 3, "3 for the digest, 1 for the estimate of memory, and 3 for the pass"
     assert max(most) == 1
 
 
 @pytest.mark.slow("models")
 def test_interrupted_run_resumes_at_the_next_block(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calibrated(home, "llama", "straight", "--sequential")
+    run_calibrate(home, "llama", "straight", "--sequential")
     collected = list[int]()
 
     class Counted(Collector):
@@ -87,12 +86,12 @@ def test_interrupted_run_resumes_at_the_next_block(home: Path, monkeypatch: pyte
             super().__init__(*given, **how)
 
     monkeypatch.setattr(sequential, "Collector", Counted)
-    calibrated(home, "llama", "goes-on", "--sequential", code=130)
+    run_calibrate(home, "llama", "goes-on", "--sequential", code=130)
     assert len(list(home.glob("goes-on.*.block*.partial.safetensors"))) == 1
     assert not (home / "goes-on.safetensors").exists()
     collected += [0, 0]
-    calibrated(home, "llama", "goes-on", "--sequential")
-    assert len(collected) == 2 + 2 + 2  # blocks 1 and 2 alone
+    run_calibrate(home, "llama", "goes-on", "--sequential")
+    assert len(collected) == 2 + 2 + 2, "only blocks 1 and 2 are left"
     assert_equal(load_moments(home / "goes-on.safetensors"), load_moments(home / "straight.safetensors"), limit=0.0)
     assert not list(home.glob("*.partial.safetensors"))
 
@@ -106,7 +105,7 @@ def test_interrupted_run_resumes_at_the_next_block(home: Path, monkeypatch: pyte
     ],
 )
 def test_options_that_need_a_full_pass_are_refused(home: Path, options: tuple[Any, ...], said: str) -> None:
-    result = calibrated(home, "llama", "refused", *options, "--sequential", code=2)
+    result = run_calibrate(home, "llama", "refused", *options, "--sequential", code=2)
     assert said in " ".join(result.stderr.split())
 
 
@@ -119,8 +118,7 @@ def test_parts_of_different_runs_are_not_merged(tmp_path: Path) -> None:
     paths = [tmp_path / f"{name}.safetensors" for name in "abc"]
     for path, lineage in zip(paths, ("1", "1", "2"), strict=True):
         save_moments(replace(moments(model=lineage), sites={path.stem: mlp()}), path)
-    with pytest.raises(BadInput, match="not of the same images and model"):
-        join_moments(paths, tmp_path / "odd.safetensors")
+    rejects("not of the same images and model", join_moments, paths, tmp_path / "odd.safetensors")
     rejects("a is in another part", join_moments, [paths[0], paths[0]], tmp_path / "odd.safetensors")
     paths[1].write_bytes(paths[1].read_bytes()[:-8])
     rejects("truncated", join_moments, paths[:2], tmp_path / "odd.safetensors")

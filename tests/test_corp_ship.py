@@ -1,4 +1,4 @@
-"""One command from a model and images to a release, the recipe that it leaves, and models that a file names."""
+"""`ship`, from a model and images to a release and its recipe, and models that a file names."""
 
 import json
 from collections.abc import Sequence
@@ -15,10 +15,10 @@ from corp_deploy.release.incremental import Stage, StageStatus
 from corp_deploy.release.pace import Pace
 from corp_deploy.release.recipe_file import load_recipe
 from corp_deploy.store.checkpoint import load_checkpoint, save
-from ground.errors import BadInput
 from tests import tiny
 from tests.command import invoked, refuses, run
 from tests.encoders import write_encoder
+from tests.refusals import rejects
 
 KWARGS = json.dumps(dict(tiny.ARCHITECTURE.kwargs))
 QUICK = ("--batch", "2", "--time-limit", "0.5")
@@ -26,7 +26,7 @@ QUICK = ("--batch", "2", "--time-limit", "0.5")
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model by its name with weights, the same as a directory, and images."""
+    """Write a model's weights, the same model as a directory, and images with and without copies."""
     root = tmp_path_factory.mktemp("ship")
     checkpoint = tiny.checkpoint()
     save(checkpoint, root / "dense")
@@ -38,38 +38,38 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def named(home: Path) -> tuple[object, ...]:
+def model_words(home: Path) -> tuple[object, ...]:
     return tiny.ARCHITECTURE.name, "--weights", home / "weights.safetensors", "--model-kwargs", KWARGS
 
 
 def ship(home: Path, output: Path, *words: object) -> Any:
-    return run("ship", *named(home), "--images", home / "images.npy", *QUICK, "-o", output, *words)
+    return run("ship", *model_words(home), "--images", home / "images.npy", *QUICK, "-o", output, *words)
 
 
-def stopped(*_: object, **__: object) -> None:
+def interrupt(*_: object, **__: object) -> None:
     raise KeyboardInterrupt
 
 
-def told(done: Any) -> tuple[list[str], list[str]]:
+def made_and_cached(done: Any) -> tuple[list[str], list[str]]:
     record = json.loads(done.stdout)
     return record["made"], record["cached"]
 
 
 @pytest.mark.slow("graph")
 def test_ship_makes_resumes_and_updates_a_release(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is interrupted, goes on, has nothing to do then, and does what a change of its recipe touches."""
+    """A run is interrupted and resumed; the next one finds nothing to do, and then a changed recipe."""
     output = tmp_path / "shipped"
     with monkeypatch.context() as patched:
-        patched.setattr(steps, "write_parity", stopped)
+        patched.setattr(steps, "write_parity", interrupt)
         assert ship(home, output).exit_code == 130
     assert not (output / "parity.json").exists()
     done = ship(home, output, "--json")
     assert done.exit_code in (1, 3), "so few images show no agreement of 98 %"
-    made, kept = told(done)
+    made, kept = made_and_cached(done)
     assert (made[0], "reduce" in kept) == ("parity", True)
     for name in ("reduced/model.fp16.onnx", "bench.json", "report.html", "SHA256SUMS"):
         assert (output / name).exists(), name
-    assert (output / "repository").exists() == (done.exit_code == 3), "what failed isn't packed"
+    assert (output / "repository").exists() == (done.exit_code == 3), "a failed model isn't packed"
     assert load_checkpoint(output / "reduced").model is not None
     again = ship(home, output)
     assert "nothing to do" in again.stdout
@@ -78,8 +78,8 @@ def test_ship_makes_resumes_and_updates_a_release(home: Path, tmp_path: Path, mo
     text = (output / "recipe.toml").read_text()
     (output / "recipe.toml").write_text(text.replace("max_error = 0.05", "max_error = 0.5"))
     changed = run(*words[1:], "--json")
-    assert told(changed)[0] == ["recipe", "parity", "gate", "package", "report", "manifest"]
-    assert ship(home, output).exit_code == changed.exit_code, "what no option says may be otherwise"
+    assert made_and_cached(changed)[0] == ["recipe", "parity", "gate", "package", "report", "manifest"]
+    assert ship(home, output).exit_code == changed.exit_code, "keys without an option may be changed"
     other = ship(home, output, "--macs", 0.5)
     assert other.exit_code == 2
     assert "reduce.macs is 0.7 there, 0.5 here; change it there and run `corp-deploy release" in other.stderr
@@ -87,8 +87,8 @@ def test_ship_makes_resumes_and_updates_a_release(home: Path, tmp_path: Path, mo
 
 
 def recipe_of(home: Path, output: Path, monkeypatch: pytest.MonkeyPatch, *words: object) -> Any:
-    """Of a run that ends behind its first stage."""
-    monkeypatch.setattr("corp_deploy.release.release_steps.write_dense", stopped)
+    """Run ship until its first stage, and return its recipe."""
+    monkeypatch.setattr("corp_deploy.release.release_steps.write_dense", interrupt)
     assert ship(home, output, *words).exit_code == 130
     return load_recipe(output / "recipe.toml", trust_paths=True)
 
@@ -115,7 +115,7 @@ def test_limit_is_judged_on_images_that_do_not_prove_the_result(
     recipe = recipe_of(home, tmp_path / "out", monkeypatch, *words)
     assert (str(recipe.reduce.within), recipe.reduce.macs, recipe.reduce.effort) == ("error 0.05", None, "quick")
     assert (recipe.calibration.hold_out, recipe.held_out.images) == (10, (home / "few.npy").resolve())
-    assert "interrupted" in ship(home, tmp_path / "out", *words).stderr, "the recipe that stands there is taken"
+    assert "interrupted" in ship(home, tmp_path / "out", *words).stderr, "the existing recipe is used"
     said = ship(home, tmp_path / "out", "--within", "error 0.1", "--held-out", home / "few.npy").stderr
     assert "reduce.within is error 0.05 there, error 0.1 here" in said
 
@@ -182,7 +182,7 @@ def test_text_models_are_referred_to_the_single_steps(home: Path, tmp_path: Path
     refuses("takes text, and a release needs a model of images", *words)
 
 
-# How far it is
+# Progress and the remaining time
 
 
 def test_remaining_time_is_estimated(tmp_path: Path) -> None:
@@ -206,7 +206,7 @@ def test_remaining_time_is_estimated(tmp_path: Path) -> None:
 
 
 def _paced(names: Sequence[str], times: Sequence[float], started: Sequence[str], **seconds: float) -> list[str]:
-    """The lines of stages that are all open, of which some start, the first at `times[2]`."""
+    """Return the progress lines of open stages, of which some start, the first at `times[2]`."""
     said, clock = list[str](), iter(times)
     pace = Pace(said.append, seconds=seconds, clock=lambda: next(clock))
     pace.plan([StageStatus(stage=name, state="runs", why="") for name in names])
@@ -230,10 +230,10 @@ def test_time_estimate_uses_the_measurement_limit() -> None:
 
 @pytest.fixture(scope="module")
 def model_file(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What calibrate wrote beside its moments."""
+    """Calibrate a model, and return the file of the model beside the moments."""
     folder = tmp_path_factory.mktemp("moments")
     words = ("--images", home / "images.npy", "--mean", "0.4", "-o", folder / "m.safetensors")
-    done = invoked("calibrate", "--model", *named(home), *words)
+    done = invoked("calibrate", "--model", *model_words(home), *words)
     assert f"{folder / 'm.model.toml'}: the model, for --model of the next commands" in done.stdout
     return folder / "m.model.toml"
 
@@ -241,9 +241,8 @@ def model_file(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_command_accepts_a_model_file(home: Path, model_file: Path, tmp_path: Path) -> None:
     assert "mean 0.4" in invoked("inspect", "--model", model_file).stdout
     reduced = tmp_path / "reduced"
-    invoked(
-        "reduce", "--model", model_file, "--moments", model_file.with_name("m.safetensors"), "--mlp", 0.5, "-o", reduced
-    )
+    moments = model_file.with_name("m.safetensors")
+    invoked("reduce", "--model", model_file, "--moments", moments, "--mlp", 0.5, "-o", reduced)
     images = ("--images", home / "images.npy", "--max-error", 9, "--batch", 2)
     invoked("verify", model_file, reduced, *images, "-o", tmp_path / "parity.json")
     where = ("--backend", "torch", "--batch", 1, "--time-limit", 0.5, "--half-width", 0.9, "--min-rounds", 6)
@@ -253,8 +252,8 @@ def test_every_command_accepts_a_model_file(home: Path, model_file: Path, tmp_pa
     assert weights["lineage"]["source"]["weights"] == "weights.safetensors"
     invoked("calibrate", "--model", home / "dense", "--images", home / "images.npy", "-o", tmp_path / "m.safetensors")
     invoked("calibrate", "--model", model_file, "--images", home / "images.npy", "-o", tmp_path / "n.safetensors")
-    assert (tmp_path / "n.safetensors").read_bytes() == model_file.with_name("m.safetensors").read_bytes()
-    assert not list(tmp_path.glob("*.model.toml")), "a directory says it all, and so does a file"
+    assert (tmp_path / "n.safetensors").read_bytes() == moments.read_bytes()
+    assert not list(tmp_path.glob("*.model.toml")), "a directory or a file needs no other file of the model"
     assert corp_deploy.load(model_file).state_dict().keys() == tiny.checkpoint().model.state_dict().keys()
 
 
@@ -292,5 +291,4 @@ def test_files_that_declare_no_model_are_refused(
     if text is not None:
         path.write_text(text or model_file.read_text())
     refuses(said, "inspect", "--model", path, *words)
-    with pytest.raises(BadInput):
-        corp_deploy.load(corp_deploy.Source(path, mean=(0.5,)))
+    rejects(r"model\.toml", corp_deploy.load, corp_deploy.Source(path, mean=(0.5,)))

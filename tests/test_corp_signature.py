@@ -1,4 +1,4 @@
-"""Signatures of releases: by keys and certificates, and everything that must not pass."""
+"""Signatures of releases by keys and certificates, and their checks of changed, foreign and broken files."""
 
 import base64
 import datetime
@@ -45,7 +45,7 @@ def pem_of_public(key: Key) -> bytes:
     )  # fmt: skip
 
 
-def named(text: str) -> x509.Name:
+def name_of(text: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, text)])
 
 
@@ -55,7 +55,7 @@ def certificate(subject: str, key: Key, issuer: str, by: Key, *, root: bool) -> 
         ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement", "encipher_only",
          "decipher_only", "crl_sign"), False,
     )  # fmt: skip
-    builder = x509.CertificateBuilder(named(issuer), named(subject), key.public_key(), root + 2)
+    builder = x509.CertificateBuilder(name_of(issuer), name_of(subject), key.public_key(), root + 2)
     builder = builder.not_valid_before(start).not_valid_after(start + datetime.timedelta(days=36500))
     builder = builder.add_extension(x509.BasicConstraints(ca=root, path_length=None), critical=True)
     builder = builder.add_extension(
@@ -69,7 +69,7 @@ def certificate(subject: str, key: Key, issuer: str, by: Key, *, root: bool) -> 
 
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Ours and another's keys, and a certificate of ours under a root."""
+    """Write the signer's keys, another's keys, and a certificate of the signer under a root."""
     place = tmp_path_factory.mktemp("keys")
     ours, others, root = (ec.generate_private_key(ec.SECP256R1()) for _ in range(3))
     for name, key in (("ours", ours), ("others", others)):
@@ -88,7 +88,7 @@ def digest(path: Path) -> str:
 
 
 def list_files(folder: Path, version: str) -> None:
-    """What a release says of its files, as whoever can write to it could say it anew."""
+    """Write a release's lists of its files, as anyone with access to the folder can."""
     own = ("manifest.json", "provenance.json", "SHA256SUMS", SIGNATURE, ATTESTATION)
     names = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
     files = {name: digest(folder / name) for name in names if name not in own and not name.startswith(".stages")}
@@ -153,7 +153,7 @@ def test_signed_release_verifies_under_its_name_and_version(out: Path, keys: Pat
 
 
 def test_model_signing_verifies_the_bundle(out: Path, keys: Path) -> None:
-    """Another reader, the library with its own defaults; and the list in it against digests made here."""
+    """The library verifies with its defaults, and the bundle lists the digest of every file."""
     from model_signing import verifying
 
     bundle = json.loads((out / SIGNATURE).read_text())
@@ -199,10 +199,10 @@ def test_changed_file_is_found_although_every_list_agrees(name: str, out: Path, 
     change, said_of_it = CHANGES[name]
     change(out)
     list_files(out, "2.0.0")
-    check(out, expect=1 if change is link else 0)  # the lists alone see nothing
-    told = verified(out, keys, "--expect-version", "2.0.0", expect=1)
-    assert said_of_it in told
-    assert told.endswith("not verified")
+    check(out, expect=1 if change is link else 0)  # the lists alone reveal only the link
+    message = verified(out, keys, "--expect-version", "2.0.0", expect=1)
+    assert said_of_it in message
+    assert message.endswith("not verified")
 
 
 def test_unsigned_lists_reveal_added_files(out: Path) -> None:
@@ -211,12 +211,12 @@ def test_unsigned_lists_reveal_added_files(out: Path) -> None:
 
 
 def test_older_release_by_the_same_key_is_not_accepted_as_the_newer(out: Path, keys: Path, tmp_path: Path) -> None:
-    """The library compares no names: the old one verifies, and only what it is called tells."""
+    """The library compares no names: the old release verifies, and only the expected version reveals it."""
     old = make(tmp_path / "old" / "out", "1.9.0")
     sign(old, KeySigner(key=keys / "ours.pem"), files_of(old))
     assert "1.9.0" in verified(old, keys, "--expect-version", "1.9.0")
-    told = verified(old, keys, "--expect-version", "2.0.0", expect=1)
-    assert "the signed version is '1.9.0', expected '2.0.0'" in told
+    message = verified(old, keys, "--expect-version", "2.0.0", expect=1)
+    assert "the signed version is '1.9.0', expected '2.0.0'" in message
     assert "the signed name is 'tiny', expected 'vit'" in verified(old, keys, "--expect-name", "vit", expect=1)
     shutil.copy(out / SIGNATURE, old / SIGNATURE)
     assert "the signature says" in verified(old, keys, expect=1)
@@ -225,8 +225,8 @@ def test_older_release_by_the_same_key_is_not_accepted_as_the_newer(out: Path, k
 
 
 def test_wrong_key_altered_statement_and_missing_signature_fail(out: Path, keys: Path) -> None:
-    told = said(check(out, "--verify", keys / "others.pub.pem", expect=1))
-    assert "model.sig: made with another key" in told
+    message = said(check(out, "--verify", keys / "others.pub.pem", expect=1))
+    assert "model.sig: made with another key" in message
     bundle = json.loads((out / SIGNATURE).read_text())
     statement = json.loads(base64.b64decode(bundle["dsseEnvelope"]["payload"]))
     statement["predicate"]["resources"].pop()
@@ -240,10 +240,8 @@ def test_wrong_key_altered_statement_and_missing_signature_fail(out: Path, keys:
 @pytest.mark.parametrize("text", ["", "[1]", "[" * 100_000, '{"verificationMaterial": {"publicKey": {}}}', "\0\xff"])
 def test_broken_signature_fails(text: str, out: Path, keys: Path) -> None:
     (out / SIGNATURE).write_text(text)
-    assert "model.sig: does not hold" in verified(out, keys, expect=1)
-    assert "model.sig: does not hold" in said(
-        check(out, "--verify", "release@example.org", "--root", keys / "root.pem", expect=1)
-    )
+    for who in ((keys / "ours.pub.pem",), ("release@example.org", "--root", keys / "root.pem")):
+        assert "model.sig: does not hold" in said(check(out, "--verify", *who, expect=1))
 
 
 def test_nothing_is_parsed_before_the_signature_verifies(
@@ -259,14 +257,13 @@ def test_nothing_is_parsed_before_the_signature_verifies(
 
 
 def test_statement_with_skipped_files_is_refused(out: Path, keys: Path) -> None:
-    """Signed with the library's own options, by our key."""
+    """The signer's key signs with options of the library that skip files or hash shards of them."""
     from model_signing import signing as library
 
+    sharded = hashing_config().use_shard_serialization(hashing_algorithm="sha256")
     for config in (
         hashing_config().set_ignored_paths(paths=[SIGNATURE, ".stages", "model.onnx"]),
-        hashing_config()
-        .use_shard_serialization(hashing_algorithm="sha256")
-        .set_ignored_paths(paths=[SIGNATURE, ".stages"]),
+        sharded.set_ignored_paths(paths=[SIGNATURE, ".stages"]),
     ):
         (out / SIGNATURE).unlink()
         signer = library.Config().use_elliptic_key_signer(private_key=keys / "ours.pem")
@@ -280,15 +277,15 @@ def test_certificate_needs_an_identity(out: Path, keys: Path) -> None:
     assert sign(out, signer, files_of(out))
     who = Certified(identity="release@example.org", roots=(keys / "root.pem",))
     assert who.verify(out).by == "release@example.org"
-    assert not sign(out, signer, files_of(out)), "it holds already"
+    assert not sign(out, signer, files_of(out)), "the signature holds already"
     roots = ("--root", keys / "root.pem")
     assert "signed by release@example.org" in said(check(out, "--verify", "release@example.org", *roots, expect=0))
-    told = said(check(out, "--verify", "mallory@example.org", *roots, expect=1))
-    assert "the certificate names release@example.org, Release, expected mallory@example.org" in told
-    with pytest.raises(Unverified, match="does not hold"):
-        Certified(identity="release@example.org", roots=(keys / "foreign-root.pem",)).verify(out)
-    with pytest.raises(Unverified, match="does not hold"):
-        PublicKey(path=keys / "ours.pub.pem").verify(out)
+    message = said(check(out, "--verify", "mallory@example.org", *roots, expect=1))
+    assert "the certificate names release@example.org, Release, expected mallory@example.org" in message
+    foreign = Certified(identity="release@example.org", roots=(keys / "foreign-root.pem",))
+    for verifier in (foreign, PublicKey(path=keys / "ours.pub.pem")):
+        with pytest.raises(Unverified, match="does not hold"):
+            verifier.verify(out)
 
 
 def test_signing_again_changes_nothing(out: Path, keys: Path) -> None:
@@ -337,7 +334,7 @@ def test_invalid_keys_are_refused(keys: Path, tmp_path: Path) -> None:
 
 
 def test_invalid_calls_of_check_are_refused(out: Path, keys: Path) -> None:
-    for words, told in (
+    for words, message in (
         (("--verify", keys / "ours.pem"), "it holds a private key"),
         (("--verify", out / "model.onnx"), "not"),
         (("--verify", "key.pub.pem"), "no such file, expected a public key; an identity goes with --root"),
@@ -345,11 +342,11 @@ def test_invalid_calls_of_check_are_refused(out: Path, keys: Path) -> None:
         (("--verify", "a@b.org", "--root", keys / "ours.pem"), "not certificates in PEM"),
         (("--verify", "a@b.org", "--root", keys / "root.pem", "--issuer", "https://c.org"), "give one of the two"),
     ):
-        assert told in said(check(out, *words, expect=2)), words
+        assert message in said(check(out, *words, expect=2)), words
 
 
 def test_sigstore_is_contacted_only_on_request(out: Path, keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tests' guard against networks ends every look-up: it is the machine without one."""
+    """The tests' guard against networks ends every look-up, as on a machine without a network."""
     monkeypatch.setattr("sigstore.oidc.detect_credential", lambda: None)
     with pytest.raises(Missing, match="no identity for Sigstore"):
         SigstoreSigner().require()
@@ -364,6 +361,6 @@ def test_sigstore_is_contacted_only_on_request(out: Path, keys: Path, monkeypatc
 
 def test_missing_signing_library_is_named(out: Path, keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "model_signing.signing", None)
-    told = said(check(out, "--verify", keys / "ours.pub.pem", expect=4))
-    assert "pip install 'corp-deploy[sign]'" in told
+    message = said(check(out, "--verify", keys / "ours.pub.pem", expect=4))
+    assert "pip install 'corp-deploy[sign]'" in message
     check(out, expect=0)

@@ -1,4 +1,4 @@
-"""Moments of the first images, written by the pass over all, against calibrations on those images alone."""
+"""Snapshots of a calibration, compared with calibrations on the first images, and how many images are enough."""
 
 import json
 from collections.abc import Iterator
@@ -33,7 +33,6 @@ from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.store.checkpoint import save
 from corp_deploy.store.input_sets import images_for_model
-from ground.errors import BadInput
 from perf.report.curves import ImagesPoint
 from tests import small_convnets, tiny
 from tests.command import invoked
@@ -55,52 +54,52 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def calibrated(home: Path, images: str, output: Path, *words: object, code: int = 0) -> Result:
+def said(result: Result) -> str:
+    return " ".join(result.stderr.split())
+
+
+def run_calibrate(home: Path, images: str, output: Path, *words: object, code: int = 0) -> Result:
     given = ["--model", home / "dense", "--images", home / images, "--batch-size", BATCH, "-o", output]
     return invoked("calibrate", *given, *words, code=code)
 
 
 @pytest.mark.parametrize("words", [(), ("--attention-system",)])
 def test_snapshot_equals_a_calibration_on_the_first_images(home: Path, tmp_path: Path, words: tuple[str, ...]) -> None:
-    result = calibrated(home, "images.npy", tmp_path / "m.safetensors", *words, "--snapshots", "5,12,30", "--json")
+    result = run_calibrate(home, "images.npy", tmp_path / "m.safetensors", *words, "--snapshots", "5,12,30", "--json")
     record = json.loads(result.stdout)
     assert [each["images"] for each in record["snapshots"]] == [5, 12, 30]
     for count in (5, 12):
-        calibrated(home, f"first{count}.npy", tmp_path / "alone.safetensors", *words)
-        snapshot, alone = (
-            load_moments(tmp_path / f"m.{count}.safetensors"),
-            load_moments(tmp_path / "alone.safetensors"),
-        )
+        run_calibrate(home, f"first{count}.npy", tmp_path / "alone.safetensors", *words)
+        snapshot, alone = (load_moments(tmp_path / f"{name}.safetensors") for name in (f"m.{count}", "alone"))
         assert_equal(snapshot, alone)
         assert snapshot.lineage == alone.lineage
-    calibrated(home, "images.npy", tmp_path / "without.safetensors", *words)
+    run_calibrate(home, "images.npy", tmp_path / "without.safetensors", *words)
     whole = (tmp_path / "without.safetensors").read_bytes()
     assert (tmp_path / "m.safetensors").read_bytes() == (tmp_path / "m.30.safetensors").read_bytes() == whole
 
 
 def test_snapshots_exclude_held_out_images(home: Path, tmp_path: Path) -> None:
-    calibrated(home, "images.npy", tmp_path / "m.safetensors", "--hold-out", 6, "--snapshots", "10,24")
+    run_calibrate(home, "images.npy", tmp_path / "m.safetensors", "--hold-out", 6, "--snapshots", "10,24")
     snapshot, held_out = load_moments(tmp_path / "m.10.safetensors"), load_moments(tmp_path / "m.held-out.safetensors")
     assert not torch.isin(snapshot.image_ids, held_out.image_ids).any()
     source = images_for_model(tiny.checkpoint().model, home / "images.npy")
     fitted = [place for place in range(COUNT) if int(source.ids[place]) not in held_out.image_ids.tolist()]
     alone = calibrate(tiny.checkpoint(), source.subset(fitted[:10]), batch_size=BATCH)
     assert_equal(snapshot, alone)
-    over = calibrated(
-        home, "images.npy", tmp_path / "n.safetensors", "--hold-out", 6, "--snapshots", "10,25", code=2
-    ).stderr
-    assert "--snapshots 25: expected at most 24" in over
+    beyond = ("--hold-out", 6, "--snapshots", "10,25")
+    message = run_calibrate(home, "images.npy", tmp_path / "n.safetensors", *beyond, code=2).stderr
+    assert "--snapshots 25: expected at most 24" in message
 
 
 def test_sampled_images_are_taken_in_random_order(home: Path, tmp_path: Path) -> None:
     drawn = ("--samples", 20, "--seed", 3)
-    calibrated(home, "images.npy", tmp_path / "m.safetensors", *drawn, "--snapshots", "7")
+    run_calibrate(home, "images.npy", tmp_path / "m.safetensors", *drawn, "--snapshots", "7")
     generator = np.random.default_rng
     places = np.sort(generator(3).choice(COUNT, 20, replace=False))[generator(3).permutation(20)]
     source = images_for_model(tiny.checkpoint().model, home / "images.npy")
     first = source.subset(places[:7].tolist())
     assert_equal(load_moments(tmp_path / "m.7.safetensors"), calibrate(tiny.checkpoint(), first, batch_size=BATCH))
-    calibrated(home, "images.npy", tmp_path / "sorted.safetensors", *drawn)
+    run_calibrate(home, "images.npy", tmp_path / "sorted.safetensors", *drawn)
     assert_equal(load_moments(tmp_path / "m.safetensors"), load_moments(tmp_path / "sorted.safetensors"), limit=1e-6)
 
 
@@ -108,13 +107,13 @@ def test_grouped_snapshots_contain_both_halves(home: Path, tmp_path: Path) -> No
     labels = tmp_path / "groups.json"
     labels.write_text(json.dumps([f"photograph {place % 10}" for place in range(COUNT)]))
     words = ("--groups", labels, "--snapshots", "5,21")
-    calibrated(home, "images.npy", tmp_path / "m.safetensors", *words)
+    run_calibrate(home, "images.npy", tmp_path / "m.safetensors", *words)
     source = images_for_model(tiny.checkpoint().model, home / "images.npy")
     groups_B = group_ids(source, str(labels))
     second_B = second_half_mask(groups_B, seed=0)
     for count in (5, 21):
         snapshot, first = load_moments(tmp_path / f"m.{count}.safetensors"), source.subset(range(count))
-        halves = split_by_mask(first, second_B[:count])  # each has products of its own, rounded apart
+        halves = split_by_mask(first, second_B[:count])  # each half's products are summed and rounded separately
         alone, second = (calibrate(tiny.checkpoint(), half, batch_size=BATCH) for half in halves)
         assert_equal(snapshot, merge_moments(alone, second))
         assert_equal(some(snapshot.half), second)
@@ -125,8 +124,8 @@ def test_grouped_snapshots_contain_both_halves(home: Path, tmp_path: Path) -> No
 
 def test_snapshot_within_one_half_is_refused(home: Path, tmp_path: Path) -> None:
     words = ("--groups", "image", "--snapshots", "1")
-    message = calibrated(home, "images.npy", tmp_path / "m.safetensors", *words, code=2).stderr
-    assert "the first 1 images are all in one half of the groups" in " ".join(message.split())
+    message = said(run_calibrate(home, "images.npy", tmp_path / "m.safetensors", *words, code=2))
+    assert "the first 1 images are all in one half of the groups" in message
     assert not list(tmp_path.iterdir())
 
 
@@ -151,23 +150,23 @@ def test_resumed_run_writes_equal_snapshots(home: Path, tmp_path: Path, monkeypa
     for name, grouped in (("plain", ()), ("grouped", ("--groups", labels))):
         (tmp_path / name).mkdir()
         words = (*grouped, "--snapshots", "5,21", "--checkpoint-every", 6, "--batch-size", 4)
-        calibrated(home, "images.npy", tmp_path / name / "m.safetensors", *words)
+        run_calibrate(home, "images.npy", tmp_path / name / "m.safetensors", *words)
         for stop in (8, 16, 24):
             output = tmp_path / name / str(stop) / "m.safetensors"
             output.parent.mkdir()
-            interrupted_after(stop, monkeypatch)
-            calibrated(home, "images.npy", output, *words, code=130)
+            interrupt_after(stop, monkeypatch)
+            run_calibrate(home, "images.npy", output, *words, code=130)
             monkeypatch.undo()
             assert not output.exists()
-            calibrated(home, "images.npy", output, *words)
+            run_calibrate(home, "images.npy", output, *words)
             for file in ("m", "m.5", "m.21"):
                 there, uninterrupted = (at / f"{file}.safetensors" for at in (output.parent, tmp_path / name))
                 assert there.read_bytes() == uninterrupted.read_bytes(), (name, stop, file)
             assert not list(output.parent.glob("*.partial.*"))
 
 
-def interrupted_after(images: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of all that is read, so that a half's pass is met too."""
+def interrupt_after(images: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interrupt reading after so many images, counted over all passes."""
     read, seen = Images.read, 0
 
     def stopping(self: Images, *words: Any, **named: Any) -> Iterator[Any]:
@@ -186,16 +185,12 @@ def test_lost_or_different_snapshots_end_a_resumed_run(
 ) -> None:
     output = tmp_path / "m.safetensors"
     words = ("--checkpoint-every", 6, "--batch-size", 4, "--snapshots")
-    interrupted_after(20, monkeypatch)
-    calibrated(home, "images.npy", output, *words, "5,21", code=130)
+    interrupt_after(20, monkeypatch)
+    run_calibrate(home, "images.npy", output, *words, "5,21", code=130)
     monkeypatch.undo()
-    assert "snapshots was '5,21', now '5'" in said(calibrated(home, "images.npy", output, *words, "5", code=2))
+    assert "snapshots was '5,21', now '5'" in said(run_calibrate(home, "images.npy", output, *words, "5", code=2))
     (tmp_path / "m.5.safetensors").unlink()
-    assert "first 5: its file is missing" in said(calibrated(home, "images.npy", output, *words, "5,21", code=2))
-
-
-def said(result: Result) -> str:
-    return " ".join(result.stderr.split())
+    assert "first 5: its file is missing" in said(run_calibrate(home, "images.npy", output, *words, "5,21", code=2))
 
 
 @pytest.mark.parametrize(
@@ -209,7 +204,7 @@ def said(result: Result) -> str:
     ],
 )
 def test_invalid_numbers_are_refused_before_the_pass(home: Path, tmp_path: Path, counts: str, message: str) -> None:
-    result = calibrated(home, "images.npy", tmp_path / "m.safetensors", "--snapshots", counts, code=2)
+    result = run_calibrate(home, "images.npy", tmp_path / "m.safetensors", "--snapshots", counts, code=2)
     assert message in said(result)
     assert not list(tmp_path.iterdir())
 
@@ -223,23 +218,24 @@ def test_memory_of_a_snapshot_within_a_batch_is_counted(
     monkeypatch.setattr(memory, "bytes_available", lambda device: int(1.5 * one))
     monkeypatch.setattr("calib.calibrate.bytes_available", lambda device: int(1.5 * one))
     source = images_for_model(tiny.checkpoint().model, home / "images.npy")
-    for count, fits in ((12, True), (13, False), (30, True)):
+
+    def snapshot_at(count: int) -> None:
         snapshots = Snapshots(counts=(count,), write=lambda _, moments: None)
-        given: dict[str, Any] = {"batch_size": BATCH, "statistics": statistics, "snapshots": snapshots}
-        if fits:
-            calibrate(tiny.checkpoint(), source, **given)
-        else:
-            rejects("1 sites need", calibrate, tiny.checkpoint(), source, **given)
+        calibrate(tiny.checkpoint(), source, batch_size=BATCH, statistics=statistics, snapshots=snapshots)
+
+    for end_of_a_batch in (12, 30):
+        snapshot_at(end_of_a_batch)
+    rejects("1 sites need", snapshot_at, 13)
 
 
-# How many calibration images are enough: planted curves, and a real one against reductions judged in loops.
+# How many calibration images are enough: planted curves, and a measured one, compared with single reductions
 
 SIZES = (4, 12, 40)
 METHOD = method_from_preset("best", mlp_sparsity=0.5, attention_sparsity=0.5, align_hidden=8, align_head=8)
 
 
 @pytest.fixture(scope="module")
-def judged(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Moments], Moments, ScoredInputs]:
+def moments_and_inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Moments], Moments, ScoredInputs]:
     root, dense = tmp_path_factory.mktemp("size"), tiny.checkpoint()
     source = tiny.opened(root / "fit.npy", tiny.images(SIZES[-1], seed=1))
     others = tiny.opened(root / "others.npy", tiny.images(24, seed=2))
@@ -248,15 +244,15 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Moments], Mom
 
 
 @pytest.fixture(scope="module")
-def size(judged: tuple[list[Moments], Moments, ScoredInputs]) -> CalibrationSize:
-    every, held_out, scored = judged
+def size(moments_and_inputs: tuple[list[Moments], Moments, ScoredInputs]) -> CalibrationSize:
+    every, held_out, scored = moments_and_inputs
     return measure_calibration_size(tiny.checkpoint().model, every, METHOD, held_out=held_out, scored=scored)
 
 
 def test_each_point_equals_its_reduction(
-    judged: tuple[list[Moments], Moments, ScoredInputs], size: CalibrationSize
+    moments_and_inputs: tuple[list[Moments], Moments, ScoredInputs], size: CalibrationSize
 ) -> None:
-    every, held_out, scored = judged
+    every, held_out, scored = moments_and_inputs
     assert isinstance(scored.inputs, torch.Tensor)
     dense = tiny.checkpoint().model
     means = []
@@ -276,7 +272,7 @@ def test_each_point_equals_its_reduction(
         assert point.agreement == pytest.approx(np.mean(same))
         means.append(np.mean(ratios))
     assert [point.over_largest for point in size.points] == pytest.approx([m / means[-1] for m in means], rel=1e-3)
-    assert size.points[0].over_largest > 1.05  # four images over-fit
+    assert size.points[0].over_largest > 1.05, "four images overfit"
     assert ("are not shown to be enough" in size.sentence) == (size.sufficient is None)
 
 
@@ -295,7 +291,7 @@ def test_error_curve_is_linear_in_one_over_n() -> None:
 
 
 def test_bootstrap_resamples_inputs_in_pairs() -> None:
-    """Errors that differ by a factor alone have no uncertainty, however much they vary over inputs."""
+    """If errors differ by a factor alone, their ratio has no uncertainty, however much they vary over inputs."""
     errors = np.random.default_rng(0).exponential(size=50)
     assert compare_errors(1.1 * errors, errors) == pytest.approx((1.1, 1.1, 1.1))
     noisy = errors + np.random.default_rng(1).normal(scale=0.3, size=50)
@@ -305,7 +301,7 @@ def test_bootstrap_resamples_inputs_in_pairs() -> None:
     assert compare_errors(np.ones(3), np.zeros(3))[2] == float("inf")
 
 
-def at(images: int, high: float) -> ImagesPoint:
+def point_at(images: int, high: float) -> ImagesPoint:
     ratio = min(high, 1.0)
     rest = {"fitted": 0.1, "held_out": 0.2 * high, "relative_error": 0.1, "agreement": None}
     return ImagesPoint(images=images, over_largest=ratio, low=ratio, high=high, **rest)  # type: ignore[arg-type]
@@ -316,12 +312,14 @@ def at(images: int, high: float) -> ImagesPoint:
     [((1.5, 1.2, 1.04, 1.0), 400), ((1.04, 1.2, 1.04, 1.0), 400), ((1.0, 1.0, 1.0, 1.0), 100), ((2, 2, 1.1, 1), None)],
 )
 def test_recommended_number_needs_all_larger_ones_to_agree(highs: tuple[float, ...], sufficient: int | None) -> None:
-    points = [at(images, high) for images, high in zip((100, 200, 400, 800), highs, strict=True)]
+    points = [point_at(images, high) for images, high in zip((100, 200, 400, 800), highs, strict=True)]
     assert find_sufficient(points, 0.05) == sufficient
 
 
-def test_held_out_moments_or_inputs_judge_alone(judged: tuple[list[Moments], Moments, ScoredInputs]) -> None:
-    every, held_out, scored = judged
+def test_held_out_moments_or_inputs_judge_alone(
+    moments_and_inputs: tuple[list[Moments], Moments, ScoredInputs],
+) -> None:
+    every, held_out, scored = moments_and_inputs
     dense = tiny.checkpoint().model
     by_moments = measure_calibration_size(dense, every, METHOD, held_out=held_out)
     assert (by_moments.judged_by, by_moments.fit_of) == ("held_out", "held_out")
@@ -332,10 +330,10 @@ def test_held_out_moments_or_inputs_judge_alone(judged: tuple[list[Moments], Mom
     assert by_inputs.points[0].held_out is None
 
 
-def test_unjudgeable_requests_are_refused(judged: tuple[list[Moments], Moments, ScoredInputs]) -> None:
-    every, held_out, _ = judged
+def test_unjudgeable_requests_are_refused(moments_and_inputs: tuple[list[Moments], Moments, ScoredInputs]) -> None:
+    every, held_out, _ = moments_and_inputs
     dense = tiny.checkpoint().model
-    with pytest.raises(BadInput, match="moments of 40, 12, 4 images: expected two files or more with ascending"):
-        measure_calibration_size(dense, every[::-1], METHOD, held_out=held_out)
+    message = "moments of 40, 12, 4 images: expected two files or more with ascending"
+    rejects(message, measure_calibration_size, dense, every[::-1], METHOD, held_out=held_out)
     rejects("no inputs to judge on", measure_calibration_size, dense, every, METHOD)
     rejects("calibration images too", measure_calibration_size, dense, every, METHOD, held_out=every[0])

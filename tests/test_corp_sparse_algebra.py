@@ -1,4 +1,4 @@
-"""k:n patterns and the refit on their supports, held to computations of their own: gradients by row, and loops."""
+"""k:n patterns and the refit of kept weights, compared with gradients by row and with loops."""
 
 from itertools import combinations
 from typing import get_args
@@ -23,7 +23,7 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 
 
 def samples(kind: str) -> Tensor:
-    """Inputs [X,K] with a mean."""
+    """Draw inputs [X,K] with a mean."""
     x_XK = drawn(TOKENS, INPUTS, seed=1) @ drawn(INPUTS, INPUTS, seed=2)
     if kind == "ill-conditioned":
         x_XK = x_XK @ torch.diag(torch.logspace(0, -3, INPUTS, dtype=torch.float64))
@@ -45,21 +45,17 @@ def regression_of(x_XK: Tensor, t_XO: Tensor) -> Regression:
 
 
 def problem(kind: str, *, ridge_rel: float, fits_bias: bool = True) -> tuple[Objective, Tensor, Tensor, Tensor]:
-    """A layer whose target is what other inputs give; with bias, inputs and targets."""
+    """Make a layer's objective with targets of other inputs, and return it with bias, inputs and targets."""
     x_XK, dense_OK, bias_O = samples(kind), drawn(OUTPUTS, INPUTS, seed=4), drawn(OUTPUTS, seed=5)
     bias_O = bias_O if fits_bias else torch.zeros_like(bias_O)
     t_XO = (x_XK + 0.2 * drawn(TOKENS, INPUTS, seed=6)) @ dense_OK.T + bias_O
     regression = regression_of(x_XK, t_XO)
-    return (
-        Objective(regression=regression, dense_OK=dense_OK, ridge_rel=ridge_rel, fits_bias=fits_bias),
-        bias_O,
-        x_XK,
-        t_XO,
-    )
+    objective = Objective(regression=regression, dense_OK=dense_OK, ridge_rel=ridge_rel, fits_bias=fits_bias)
+    return objective, bias_O, x_XK, t_XO
 
 
 def require_refitted(sparse: Sparse, objective: Objective, x_XK: Tensor, t_XO: Tensor) -> None:
-    """The gradient of every row's objective by each weight that stays, and by the bias, is zero."""
+    """Require zero gradients of every row's objective by each kept weight and by the bias."""
     left_XO = x_XK @ sparse.weight_OK.T + sparse.bias_O - t_XO
     spread_XK = x_XK - x_XK.mean(0) if objective.fits_bias else x_XK
     ridge = objective.ridge_rel * float(spread_XK.square().mean(0).mean())
@@ -76,7 +72,7 @@ def require_refitted(sparse: Sparse, objective: Objective, x_XK: Tensor, t_XO: T
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ridge_rel", [0.0, 1e-4, 1.0])
 def test_refit_is_least_squares_on_each_rows_support(kind: str, rule: Rule, ridge_rel: float, fits_bias: bool) -> None:
-    """Singular or not, and never worse than the mask."""
+    """The refit is never worse than the masked dense weights."""
     objective, bias_O, x_XK, t_XO = problem(kind, ridge_rel=ridge_rel, fits_bias=fits_bias)
     sparse = sparse_layer(objective, bias_O, TWO_OF_FOUR, rule)
     require_refitted(sparse, objective, x_XK, t_XO)
@@ -94,14 +90,13 @@ def test_rows_with_equal_support_are_solved_together() -> None:
 
 @pytest.mark.parametrize("rule", get_args(Rule))
 def test_planted_sparse_weights_are_recovered(rule: Rule) -> None:
-    """They give their own targets with no loss, whatever the inputs' correlations."""
+    """The targets are outputs of the planted weights, so the refit has no loss."""
     x_XK = samples("random")
     planted_OK = drawn(OUTPUTS, INPUTS, seed=7)
     planted_OK = planted_OK * magnitude_mask(planted_OK, TWO_OF_FOUR)
     bias_O = drawn(OUTPUTS, seed=8)
-    objective = Objective(
-        regression=regression_of(x_XK, x_XK @ planted_OK.T + bias_O), dense_OK=planted_OK, ridge_rel=1e-4
-    )
+    regression = regression_of(x_XK, x_XK @ planted_OK.T + bias_O)
+    objective = Objective(regression=regression, dense_OK=planted_OK, ridge_rel=1e-4)
     sparse = sparse_layer(objective, bias_O, TWO_OF_FOUR, rule)
     torch.testing.assert_close(sparse.weight_OK, planted_OK, rtol=1e-8, atol=1e-8)
     torch.testing.assert_close(sparse.bias_O, bias_O, rtol=1e-8, atol=1e-8)
@@ -109,7 +104,7 @@ def test_planted_sparse_weights_are_recovered(rule: Rule) -> None:
 
 
 def obs_by_loops(weight_OK: Tensor, hessian_KK: Tensor, sparsity: Sparsity) -> Tensor:
-    """Row by row: every pattern of a group is tried by solving for the group and all behind it."""
+    """Choose each row's patterns group by group, with a solution over all later inputs for every pattern."""
     weight_OK, mask_OK = weight_OK.clone(), torch.ones_like(weight_OK, dtype=torch.bool)
     for row in range(len(weight_OK)):
         for start in range(0, weight_OK.shape[1], sparsity.of):
@@ -173,12 +168,10 @@ def test_patterns_round_trip_and_invalid_ones_are_refused() -> None:
 
 @pytest.mark.parametrize("eps", [0.0, 1e-6, 1e-2])
 def test_damped_covariance_is_positive_definite(eps: float) -> None:
-    """Of a covariance of rank 1 that rounding gave eigenvalues below zero, as far below as that is."""
-    direction_K = torch.arange(1.0, 9.0, dtype=torch.float64)
-    covariance_KK = direction_K.outer(direction_K) - eps * direction_K.square().sum() * torch.eye(
-        8, dtype=torch.float64
-    )
+    """The covariance has rank 1 with eigenvalues below zero, as after rounding."""
+    direction_K, eye_KK = torch.arange(1.0, 9.0, dtype=torch.float64), torch.eye(8, dtype=torch.float64)
+    covariance_KK = direction_K.outer(direction_K) - eps * direction_K.square().sum() * eye_KK
     damped_KK = damp(covariance_KK)
     assert float(torch.linalg.eigvalsh(damped_KK)[0]) > 0.0
     off_KK = damped_KK - covariance_KK
-    torch.testing.assert_close(off_KK, off_KK.diagonal().mean() * torch.eye(8, dtype=torch.float64))
+    torch.testing.assert_close(off_KK, off_KK.diagonal().mean() * eye_KK)

@@ -1,4 +1,4 @@
-"""Stages: what makes one run again, kills at every file operation, the lock, a full disk."""
+"""Stages of a release: reruns, kills at every file operation, the lock, full disks and timing records."""
 
 import errno
 import json
@@ -40,7 +40,7 @@ from tests.refusals import rejects
 ROOT = Path(__file__).parents[1]
 
 
-def finished(stages: Sequence[Stage], root: Path) -> Outcome:
+def finish_stages(stages: Sequence[Stage], root: Path) -> Outcome:
     root.mkdir(exist_ok=True)
     with locked_release(root):
         return run_stages(stages, root, starts=lambda stage, why: None, every=stages)
@@ -55,7 +55,7 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def root(tmp_path: Path, source: Path) -> Path:
-    finished(fake_stages(source), tmp_path / "out")
+    finish_stages(fake_stages(source), tmp_path / "out")
     return tmp_path / "out"
 
 
@@ -65,7 +65,7 @@ def states(stages: list[Stage], root: Path) -> dict[str, str]:
 
 def test_second_run_rebuilds_nothing(root: Path, source: Path) -> None:
     before = tree(root)
-    assert finished(fake_stages(source), root).finished == ()
+    assert finish_stages(fake_stages(source), root).finished == ()
     assert tree(root) == before
     assert set(states(fake_stages(source), root).values()) == {"cached"}
 
@@ -74,18 +74,18 @@ def test_changed_setting_reruns_its_stage_and_affected_ones(root: Path, source: 
     stages = fake_stages(source)
     stages[1] = replace(stages[1], settings={"number": 7})
     assert states(stages, root) == {"one": "cached", "two": "runs", "three": "cached", "last": "follows"}
-    assert finished(stages, root).finished == ("two",), "two.bin came out the same, so nothing that reads it runs"
+    assert finish_stages(stages, root).finished == ("two",), "two.bin came out the same, so nothing that reads it runs"
 
 
 def test_changed_input_file_reruns_dependent_stages(root: Path, source: Path) -> None:
     source.write_text("another source")
     rows = {row.stage: row.why for row in stage_statuses(fake_stages(source), root)}
     assert rows["one"] == "changed: source"
-    assert finished(fake_stages(source), root).finished == ("one",)
+    assert finish_stages(fake_stages(source), root).finished == ("one",)
 
 
 def test_lost_or_changed_output_is_rebuilt(root: Path, source: Path) -> None:
-    """Also one of equal size and time: right after a run nothing is remembered by its time alone."""
+    """A change of equal size and time is found too: files of the last run are not trusted by their time alone."""
     before, path = tree(root), root / "two.bin"
     harms: dict[Callable[[], object], str] = {
         path.unlink: "two.bin is gone",
@@ -94,7 +94,7 @@ def test_lost_or_changed_output_is_rebuilt(root: Path, source: Path) -> None:
     for harm, why in harms.items():
         harm()
         assert {row.stage: row.why for row in stage_statuses(fake_stages(source), root)}["two"] == why
-        assert finished(fake_stages(source), root).finished == ("two",)
+        assert finish_stages(fake_stages(source), root).finished == ("two",)
         assert tree(root) == before
 
 
@@ -107,16 +107,16 @@ def test_lost_or_changed_output_is_rebuilt(root: Path, source: Path) -> None:
 )
 def test_damaged_stamp_reruns_the_stage(root: Path, source: Path, text: str) -> None:
     (root / STATE / "three.json").write_text(text)
-    assert finished(fake_stages(source), root).finished == ("three",)
+    assert finish_stages(fake_stages(source), root).finished == ("three",)
 
 
 def test_damaged_digests_are_recomputed(root: Path, source: Path) -> None:
     (root / STATE / "digests.json").write_text('{"kind": "corp-deploy/digests", "version": 1, "files": {"a": 1}}')
-    assert finished(fake_stages(source), root).finished == ()
+    assert finish_stages(fake_stages(source), root).finished == ()
 
 
 def test_stamp_round_trips(root: Path) -> None:
-    """As every release wrote it so far."""
+    """The format is that of all earlier releases."""
     stamp = json.loads((root / STATE / "two.json").read_text())
     assert list(stamp) == ["kind", "version", "inputs", "outputs"]
     assert (stamp["kind"], stamp["version"], stamp["inputs"]["number"]) == ("corp-deploy/stamp", 1, "1")
@@ -126,9 +126,9 @@ def test_stamp_round_trips(root: Path) -> None:
 def test_files_of_removed_stages_are_deleted_and_user_files_kept(root: Path, source: Path) -> None:
     (root / "mine.txt").write_text("mine")
     (root / "manifest.txt").write_text("edited")
-    finished(fake_stages(source)[:2], root)
+    finish_stages(fake_stages(source)[:2], root)
     assert not (root / "folder/three.bin").exists()
-    assert (root / "manifest.txt").exists(), "somebody wrote into it"
+    assert (root / "manifest.txt").exists(), "an edited file is kept"
     assert (root / "mine.txt").exists()
     assert (root / "folder/one.bin").exists()
 
@@ -136,13 +136,13 @@ def test_files_of_removed_stages_are_deleted_and_user_files_kept(root: Path, sou
 def test_missing_tool_stops_only_dependent_stages(tmp_path: Path, source: Path) -> None:
     stages = fake_stages(source)
     stages[1] = replace(stages[1], missing=lambda: "no GPU")
-    outcome = finished(stages, tmp_path / "out")
+    outcome = finish_stages(stages, tmp_path / "out")
     assert outcome.finished == ("one", "three")
     assert outcome.blocked == {"two": "no GPU", "last": "waits for two"}
     assert states(stages, tmp_path / "out")["last"] == "blocked"
-    outcome = finished(fake_stages(source), tmp_path / "out")
+    outcome = finish_stages(fake_stages(source), tmp_path / "out")
     assert outcome.finished == ("two", "last")
-    assert finished(stages, tmp_path / "out").blocked == {}, "done elsewhere is done"
+    assert finish_stages(stages, tmp_path / "out").blocked == {}, "a finished stage needs no tool"
 
 
 @pytest.mark.slow("process")
@@ -167,8 +167,8 @@ def test_concurrent_runs_are_refused(tmp_path: Path) -> None:
 def test_forced_stage_reruns_dependents_only_if_its_output_changes(root: Path, source: Path) -> None:
     stages = [replace(each, again=each.name == "two") for each in fake_stages(source)]
     assert {row.stage: row.why for row in stage_statuses(stages, root)}["two"] == AGAIN
-    assert finished(stages, root).finished == ("two",)
-    assert finished(fake_stages(source), root).finished == ()
+    assert finish_stages(stages, root).finished == ("two",)
+    assert finish_stages(fake_stages(source), root).finished == ()
 
 
 def test_measurements_rerun_on_another_machine_if_possible(tmp_path: Path, source: Path) -> None:
@@ -177,11 +177,11 @@ def test_measurements_rerun_on_another_machine_if_possible(tmp_path: Path, sourc
         return [one, replace(two, machine=lambda: {"driver": machine}, missing=lambda: missing), *others]
 
     root = tmp_path / "out"
-    assert "two" in finished(on("610.1"), root).finished
-    assert finished(on("610.1"), root).finished == ()
+    assert "two" in finish_stages(on("610.1"), root).finished
+    assert finish_stages(on("610.1"), root).finished == ()
     assert set(states(on("640.2", missing="no GPU"), root).values()) == {"cached"}
     assert {row.stage: row.why for row in stage_statuses(on("640.2"), root)}["two"] == "changed: machine"
-    assert finished(on("640.2"), root).finished == ("two",)
+    assert finish_stages(on("640.2"), root).finished == ("two",)
 
 
 def test_measurement_machine_is_identified_by_cpu_gpu_driver_and_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,14 +238,16 @@ def test_full_disk_gives_one_error_and_no_partial_file(root: Path, source: Path,
     stages = fake_stages(source)
     stages[1] = replace(stages[1], run=full, settings={"number": 9})
     with pytest.raises(OSError, match="stage two") as caught:
-        finished(stages, root)
+        finish_stages(stages, root)
     assert caught.value.errno == number
     assert tree(root) == before
     assert not (root / STATE / "work").exists()
 
 
 def test_missing_source_is_named(tmp_path: Path) -> None:
-    rejects(r"nowhere\.txt: no such file or folder", finished, fake_stages(tmp_path / "nowhere.txt"), tmp_path / "out")
+    rejects(
+        r"nowhere\.txt: no such file or folder", finish_stages, fake_stages(tmp_path / "nowhere.txt"), tmp_path / "out"
+    )
 
 
 def test_folder_digest_depends_on_names_and_contents(tmp_path: Path) -> None:
@@ -253,20 +255,20 @@ def test_folder_digest_depends_on_names_and_contents(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "a.png").write_bytes(b"1")
     stages = fake_stages(folder)
-    finished(stages, tmp_path / "out")
+    finish_stages(stages, tmp_path / "out")
     (folder / "a.png").rename(folder / "b.png")
-    assert finished(stages, tmp_path / "out").finished == ("one",)
+    assert finish_stages(stages, tmp_path / "out").finished == ("one",)
     (tmp_path / "x-00.tar").write_bytes(b"1")
-    assert finished(fake_stages(tmp_path / "x-{00..00}.tar"), tmp_path / "out").finished == ("one",)
+    assert finish_stages(fake_stages(tmp_path / "x-{00..00}.tar"), tmp_path / "out").finished == ("one",)
 
 
-# What stages took: beside the stamps, not among what is digested, and kept until a stage is run again.
+# Timing records stand beside the stamps, are left out of digests, and are kept until their stage runs again.
 
 MIB = 2**20
 
 
 class Peak:
-    """A gauge that always tells the same."""
+    """A memory gauge with a constant peak."""
 
     def reset_peak(self) -> None: ...
 
@@ -289,35 +291,31 @@ def stage(name: str, text: str, *parts: str) -> Stage:
     return Stage(name=name, outputs=(f"{name}.txt",), run=written, settings={"text": text})
 
 
-def carried_out(root: Path, *stages: Stage) -> tuple[str, ...]:
-    return finished(stages, root).finished
-
-
 def took(seconds: float) -> Effort:
     return Effort(seconds=seconds, peak_bytes=3 * MIB, device_peak_bytes=None)
 
 
 def known(step: Step, **parts: float) -> EffortRecord:
-    """`rest` is what was read and written."""
+    """Make the record of a step; `rest` is the time of reading and writing."""
     names = {"rest": "read and write"}
     efforts = {names.get(name, name): took(seconds) for name, seconds in parts.items()}
     return EffortRecord(step=step, machine=cpu_name(), versions=versions(), parts=efforts)
 
 
 def test_stage_keeps_its_step_records_until_it_reruns(tmp_path: Path) -> None:
-    # Whole stages take 2.5, 7 and 2 s, of which select takes 4 and 0.5, recover 2 and 0.25.
+    # Whole stages take 2.5, 7 and 2 s; of the last two, select takes 4 and 0.5 s, recover 2 and 0.25 s.
     times = watch_of(1.0, 3.5, *(10.0, 10.5, 14.5, 14.5, 16.5, 17.0), *(20.0, 21.0, 21.5, 21.5, 21.75, 22.0))
     out, moments = tmp_path / "out", timed(stage("moments", "a"), watch_of=times)
     one, two = (timed(stage("reduce", text, "select", "recover"), watch_of=times) for text in ("b", "c"))
-    assert carried_out(out, moments, one) == ("moments", "reduce")
+    assert finish_stages([moments, one], out).finished == ("moments", "reduce")
     assert "seconds" not in (out / STATE / "moments.json").read_text()
-    assert carried_out(out, moments, one) == ()
+    assert finish_stages([moments, one], out).finished == ()
     first = {
         ("calibrate", ""): known("calibrate", rest=2.5),
         ("reduce", ""): known("reduce", select=4.0, recover=2.0, rest=1.0),
     }
     assert efforts_in(out) == first
-    assert carried_out(out, moments, two) == ("reduce",)
+    assert finish_stages([moments, two], out).finished == ("reduce",)
     again = {("reduce", ""): known("reduce", select=0.5, recover=0.25, rest=1.25)}
     assert efforts_of(out, ["recipe", "moments", "reduce"]) == first | again
 
@@ -326,9 +324,9 @@ def test_failed_stage_keeps_the_older_timing_record(tmp_path: Path) -> None:
     def failing(dirs: StageDirs) -> None:
         raise BadInput("no")
 
-    carried_out(tmp_path / "out", timed(stage("reduce", "a"), watch_of=watch_of(0.0, 1.0)))
+    finish_stages([timed(stage("reduce", "a"), watch_of=watch_of(0.0, 1.0))], tmp_path / "out")
     broken = timed(replace(stage("reduce", "b"), run=failing), watch_of=watch_of(0.0))
-    rejects("no", carried_out, tmp_path / "out", broken)
+    rejects("no", finish_stages, [broken], tmp_path / "out")
     assert efforts_in(tmp_path / "out") == {("reduce", ""): known("reduce", rest=1.0)}
     untimed = stage("gate", "a")
     assert timed(untimed) is untimed
@@ -341,8 +339,8 @@ def test_resumed_stage_reports_that_earlier_time_is_not_counted(tmp_path: Path) 
 
     whole = stage("reduce", "a", "polish")
     with pytest.raises(KeyboardInterrupt):
-        carried_out(tmp_path / "out", timed(replace(whole, run=interrupted), watch_of=watch_of(0.0)))
-    carried_out(tmp_path / "out", timed(whole, watch_of=watch_of(0.0, 0.0, 5.0, 6.0)))
+        finish_stages([timed(replace(whole, run=interrupted), watch_of=watch_of(0.0))], tmp_path / "out")
+    finish_stages([timed(whole, watch_of=watch_of(0.0, 0.0, 5.0, 6.0))], tmp_path / "out")
     (row, _) = rows_of_efforts(efforts_in(tmp_path / "out"))
     assert (row["step"], row["seconds"]) == ("polish, continued", 5.0)
 
@@ -355,8 +353,7 @@ def test_timing_rows_name_repeated_steps() -> None:
         ("export", "dense"): known("export", export=1.0, rest=0.25),
         ("build", "tensorrt"): EffortRecord(step="build", machine="a|b", versions={}, gpu="H200", parts=built),
     }
-    told = [(row["step"], row.get("seconds"), row.get("machine")) for row in rows_of_efforts(efforts)]
-    assert told == [
+    assert [(row["step"], row.get("seconds"), row.get("machine")) for row in rows_of_efforts(efforts)] == [
         ("calibrate", 2.5, cpu_name()), ("select", None, None), ("recover", None, None),
         ("export dense", 1.0, cpu_name()), ("build tensorrt", 60.0, "a|b"), ("read and write", 0.75, None),
     ]  # fmt: skip
@@ -384,7 +381,7 @@ def test_damaged_timing_record_is_named(tmp_path: Path, text: str, reason: str) 
 
 
 def test_folder_digests_ignore_timing_records(tmp_path: Path) -> None:
-    """A reduced model in a recipe is the same model when it took another time."""
+    """A reduced model whose reduction took another time is the same model."""
     for name in ("model.safetensors", "effort.json", "model.onnx.effort.json", "effort.jsonl"):
         (tmp_path / name).write_text(name)
     assert [path.name for path in files_of(tmp_path)] == ["effort.jsonl", "model.safetensors"]

@@ -1,6 +1,4 @@
-"""Sweeps that measure: rows equal what reduce and bench say, what was finished is kept, several processes
-agree.
-"""
+"""Sweeps: rows equal to reduce and bench, resumed and cached trials, several processes, fronts and effects."""
 
 import csv
 import json
@@ -38,7 +36,7 @@ from perf.record.runs import load_bench
 from perf.stats.stats import Interval
 from perf.stats.summary import summarise
 from tests import tiny
-from tests.command import invoked, refuses, run
+from tests.command import invoked, refuses
 from tests.histories import bench_of_release
 
 FOLDER = TemporaryDirectory()
@@ -54,17 +52,17 @@ def home() -> Path:
     np.save(HOME / "labels.npy", np.arange(24) % 7)
     for count in (12, 40):
         words = ("--images", HOME / "calibration.npy", "--samples", count, "-o", HOME / f"m{count}.safetensors", "-q")
-        assert run("calibrate", "--model", HOME / "dense", *words).exit_code == 0
+        invoked("calibrate", "--model", HOME / "dense", *words)
     return HOME
 
 
-def given_words(moments: str = "m40.safetensors") -> list[object]:
+def model_words(moments: str = "m40.safetensors") -> list[object]:
     files = ",".join(str(home() / name) for name in moments.split(","))
     return ["--model", home() / "dense", "--moments", files, "--images", home() / "images.npy"]
 
 
 def sweep_words(output: Path, *words: object, moments: str = "m40.safetensors") -> list[object]:
-    return ["sweep", *given_words(moments), "--align", "mlp=8,head=8", *words, "-o", output]
+    return ["sweep", *model_words(moments), "--align", "mlp=8,head=8", *words, "-o", output]
 
 
 def trials_of(output: Path) -> list[dict[str, Any]]:
@@ -72,7 +70,7 @@ def trials_of(output: Path) -> list[dict[str, Any]]:
     return trials
 
 
-def swept(output: Path, *words: object, moments: str = "m40.safetensors") -> list[dict[str, Any]]:
+def run_sweep(output: Path, *words: object, moments: str = "m40.safetensors") -> list[dict[str, Any]]:
     invoked(*sweep_words(output, *words, moments=moments))
     return trials_of(output)
 
@@ -85,17 +83,17 @@ def without_times(trials: list[dict[str, Any]]) -> list[dict[str, Any]]:
 @pytest.mark.slow("graph", "measurement")
 def test_sweep_row_equals_reduce_and_bench(tmp_path: Path) -> None:
     words = ("--sparsity", 0.5, "--preset", "corp-v1", "--macs", 0.8, "--bench", "onnxruntime", "--batch", "1,3")
-    trials = swept(tmp_path / "s", *words, *QUICK, "--labels", home() / "labels.npy", "--keep-models")
+    trials = run_sweep(tmp_path / "s", *words, *QUICK, "--labels", home() / "labels.npy", "--keep-models")
     images = torch.from_numpy(np.load(home() / "images.npy"))
     asked = (["--preset", "corp-v1", "--mlp", 0.5, "--attn", 0.5], ["--macs", 0.8, "--images", home() / "images.npy"])
     dense = load_checkpoint(home() / "dense").model(images).double().detach()
     for number, (trial, options) in enumerate(zip(trials, asked, strict=True)):
         reduced = ["reduce", "--model", home() / "dense", "--moments", home() / "m40.safetensors", *options]
-        assert run(*reduced, "--align", "mlp=8,head=8", "-o", tmp_path / f"r{number}").exit_code == 0
+        invoked(*reduced, "--align", "mlp=8,head=8", "-o", tmp_path / f"r{number}")
         model = load_checkpoint(tmp_path / f"r{number}").model
         logits = model(images).double().detach()
         error = torch.linalg.norm(logits - dense) / torch.linalg.norm(dense)
-        assert trial["relative_error"] == pytest.approx(float(error), rel=0.2)  # as verify averages, by image
+        assert trial["relative_error"] == pytest.approx(float(error), rel=0.2)  # a sweep averages errors by image
         assert trial["agreement"] == float((logits.argmax(1) == dense.argmax(1)).double().mean())
         right = (logits.argmax(1).numpy() == np.arange(24) % 7).mean()
         five = [label in row.argsort()[-5:] for row, label in zip(logits.numpy(), np.arange(24) % 7, strict=True)]
@@ -119,15 +117,13 @@ def test_sweep_row_equals_reduce_and_bench(tmp_path: Path) -> None:
 
 
 class Killed(BaseException):
-    """The process ends here."""
+    """A simulated end of the process."""
 
 
 def test_killed_sweep_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        sweep_speed, "time_models", lambda *_, **__: bench_of_release(0, 2.5)
-    )  # it alone would take 30 s
+    monkeypatch.setattr(sweep_speed, "time_models", lambda *_, **__: bench_of_release(0, 2.5))  # timing takes 30 s
     words = ("--sparsity", "0.25,0.5", "--preset", "best,none", "--bench", "torch", "--batch", 1)
-    whole = swept(tmp_path / "whole", *words)
+    whole = run_sweep(tmp_path / "whole", *words)
     reduced, timed = sweeping.SweepCache.reduce, SweepBench.time
     calls: list[str] = []
 
@@ -155,14 +151,14 @@ def test_killed_sweep_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     again(slugs[:3])
     again([*slugs[2:], "time", "time"])
     monkeypatch.setattr(SweepBench, "time", timed)
-    assert without_times(swept(tmp_path / "s", *words)) == without_times(whole)
+    assert without_times(run_sweep(tmp_path / "s", *words)) == without_times(whole)
     assert calls == []
     left = sorted(path.name for folder in (tmp_path / "s/trials").iterdir() for path in folder.iterdir())
     assert left == sorted(["bench.json", "score.json", "timing.json"] * 4)
 
 
 def test_cached_trials_are_reused_only_for_equal_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = swept(tmp_path / "s", "--sparsity", 0.5, "--preset", "none")
+    first = run_sweep(tmp_path / "s", "--sparsity", 0.5, "--preset", "none")
     made: list[str] = []
     reduced = sweeping.SweepCache.reduce
 
@@ -171,20 +167,20 @@ def test_cached_trials_are_reused_only_for_equal_inputs(tmp_path: Path, monkeypa
         return reduced(self, request)
 
     monkeypatch.setattr(sweeping.SweepCache, "reduce", counted)
-    assert swept(tmp_path / "s", "--sparsity", 0.5, "--preset", "none") == first
+    assert run_sweep(tmp_path / "s", "--sparsity", 0.5, "--preset", "none") == first
     assert made == []
-    other = swept(tmp_path / "s", "--sparsity", 0.5, "--preset", "none", moments="m12.safetensors")
+    other = run_sweep(tmp_path / "s", "--sparsity", 0.5, "--preset", "none", moments="m12.safetensors")
     assert other[0]["images"] == 12
-    swept(tmp_path / "s", "--sparsity", 0.5, "--preset", "none", "--labels", home() / "labels.npy")
+    run_sweep(tmp_path / "s", "--sparsity", 0.5, "--preset", "none", "--labels", home() / "labels.npy")
     assert made == ["none-mlp0.5-attn0.5"] * 2
     for score in (tmp_path / "s/trials").glob("*/score.json"):
-        score.write_text(score.read_text()[:-40])  # cut short: not there
-    assert swept(tmp_path / "s", "--sparsity", 0.5, "--preset", "none")[0]["macs"] == first[0]["macs"]
+        score.write_text(score.read_text()[:-40])  # a truncated score counts as missing
+    assert run_sweep(tmp_path / "s", "--sparsity", 0.5, "--preset", "none")[0]["macs"] == first[0]["macs"]
     assert len(made) == 3
 
 
 def ranks_below(launcher: int) -> list[int]:
-    """The processes that the sweep's own torchrun started."""
+    """Find the processes started by the torchrun that this launcher started."""
     parents = {}
     for status in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
@@ -198,7 +194,7 @@ def ranks_below(launcher: int) -> list[int]:
 @pytest.mark.slow("process")
 def test_several_processes_give_equal_results_although_one_dies(tmp_path: Path) -> None:
     words = ("--sparsity", "0.25,0.5", "--preset", "none", "--parts", "mlp")
-    alone = swept(tmp_path / "alone", *words)
+    alone = run_sweep(tmp_path / "alone", *words)
     timed = ("--bench", "torch", "--batch", 2, *QUICK)
     given_to = sweep_words(tmp_path / "s", *words, *timed, "--jobs", 2)
     process = Popen([sys.executable, "-m", "corp_deploy", *map(str, given_to)], stdout=DEVNULL, stderr=PIPE, text=True)
@@ -236,15 +232,14 @@ def test_every_option_is_tried_with_every_preset(tmp_path: Path) -> None:
 
 
 def test_snapshots_show_how_many_images_suffice(tmp_path: Path) -> None:
-    trials = swept(tmp_path / "s", "--sparsity", 0.5, "--preset", "best", moments="m12.safetensors,m40.safetensors")
+    trials = run_sweep(tmp_path / "s", "--sparsity", 0.5, "--preset", "best", moments="m12.safetensors,m40.safetensors")
     assert [trial["images"] for trial in trials] == [12, 40]
     size = json.loads((tmp_path / "s/calibration-size.json").read_text())
     errors = [trial["relative_error"] for trial in trials]
-    assert [point["relative_error"] for point in size["points"]] == pytest.approx(
-        errors, rel=0.1
-    )  # means of other kinds
+    # Points have the mean error by image, trials that of all images.
+    assert [point["relative_error"] for point in size["points"]] == pytest.approx(errors, rel=0.1)
     assert size["sentence"] in (tmp_path / "s/sweep.html").read_text()
-    swept(tmp_path / "s", "--sparsity", 0.5, "--preset", "best")
+    run_sweep(tmp_path / "s", "--sparsity", 0.5, "--preset", "best")
     assert not (tmp_path / "s/calibration-size.json").exists(), "an earlier sweep's answer"
 
 
@@ -259,19 +254,12 @@ def test_tables_are_written_even_if_no_trial_meets_the_agreement(tmp_path: Path)
 
 def test_sweep_directory_is_locked_and_removed_if_empty(tmp_path: Path) -> None:
     with locked(tmp_path / "s", tmp_path / "s/.lock", what="sweep"):
-        refuses(
-            f"another sweep (process {os.getpid()} since 20",
-            "sweep",
-            *given_words(),
-            "--sparsity",
-            0.5,
-            "-o",
-            tmp_path / "s",
-        )
+        message = f"another sweep (process {os.getpid()} since 20"
+        refuses(message, "sweep", *model_words(), "--sparsity", 0.5, "-o", tmp_path / "s")
     assert not (tmp_path / "s").exists()
     save(tiny.checkpoint(seed=5, depth=1), tmp_path / "other")
-    words = ["--model", tmp_path / "other", *given_words()[2:]]
-    assert run("sweep", *words, "--sparsity", 0.5, "-o", tmp_path / "s").exit_code == 2
+    words = ["--model", tmp_path / "other", *model_words()[2:]]
+    invoked("sweep", *words, "--sparsity", 0.5, "-o", tmp_path / "s", code=2)
     assert not (tmp_path / "s").exists()
 
 
@@ -289,7 +277,7 @@ def test_sweep_directory_is_locked_and_removed_if_empty(tmp_path: Path) -> None:
     ],
 )
 def test_options_without_effect_are_refused(words: tuple[object, ...], message: str, tmp_path: Path) -> None:
-    refuses(message, "sweep", *given_words(), *words, "-o", tmp_path / "s")
+    refuses(message, "sweep", *model_words(), *words, "-o", tmp_path / "s")
     assert not (tmp_path / "s").exists()
 
 
@@ -338,14 +326,14 @@ def test_best_k_trials_are_counted() -> None:
     assert [top_k_accuracy(logits, labels, k) for k in (1, 2, 3, 5)] == [0.0, 0.5, 1.0, 1.0]
 
 
-# Trials of new tensors run what these reach alone, and find what whole passes find.
+# Trials of new tensors run only the nodes that depend on them, and have the effects of whole passes.
 
-IMAGES = 11  # a whole piece and a part of one
+IMAGES = 11  # one whole chunk of images and a part of another
 
 
 @pytest.mark.parametrize("in_place", [False, True])
 def test_partial_passes_equal_whole_passes(monkeypatch: pytest.MonkeyPatch, in_place: bool) -> None:
-    """Of one tensor in front, one behind, and several at once; also where nothing may be kept."""
+    """The first tensor, the last one or several change; with in-place nodes no intermediate value may be kept."""
     monkeypatch.setattr(probe, "changes_in_place", lambda node: in_place)
     program, images = tracing(tiny.checkpoint().model).running, torch.from_numpy(tiny.images(IMAGES))
     names = [str(node.target) for node in program.nodes if node.op == "get_attr"]
