@@ -102,7 +102,7 @@ def test_distinct_modules_are_never_joined() -> None:
     model = Does(lambda m, x: m.meta(x) + m.meta_(x)).eval()
     model.add_module("meta", nn.Linear(4, 4))
     model.add_module("meta_", nn.Linear(4, 4))
-    with pytest.raises(BatchDependentProgram, match=r"two parts that a graph calls meta_.weight"):
+    with pytest.raises(BatchDependentProgram, match=r"two tensors that a graph would both name meta_.weight"):
         record_graph(model, (torch.randn(2, 4),), {})
 
 
@@ -133,11 +133,11 @@ NOT_TOLD: dict[str, tuple[Forward, str]] = {
     "half of the batch": (lambda m, x: x[: len(x) // 2], "at a batch of 2"),
     "pairs of images": (lambda m, x: x.new_zeros(len(x) ** 2), "at a batch of 2"),
     "less than the batch": (lambda m, x: x.new_zeros(len(x) - 1), "at a batch of 2"),
-    "image by image": (lambda m, x: torch.stack([each * 2 for each in x]), "calls and"),
+    "image by image": (lambda m, x: torch.stack([each * 2 for each in x]), "calls at one"),
     "a part behind a part": (seen_through_another, "changed in place"),
-    "its input": (lambda m, x: x.mul_(2), "changes what it is given"),
-    "its buffer": (lambda m, x: x + m.table.add_(1), "changes what it is given"),
-    "a share": (lambda m, x: x / len(x) * (1 / len(x)), "0.5 and 0.2"),
+    "its input": (lambda m, x: x.mul_(2), "constant is changed in place"),
+    "its buffer": (lambda m, x: x + m.table.add_(1), "constant is changed in place"),
+    "a share": (lambda m, x: x / len(x) * (1 / len(x)), "0.5 at one batch size, 0.2"),
 }
 
 

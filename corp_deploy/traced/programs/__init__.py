@@ -1,1 +1,1 @@
-"""Programs: graphs of the ATen calls that models make, and all that can be read off them without sites."""
+"""Programs (graphs of a model's ATen calls): tracing, rewriting, running, and analyses that need no sites."""

@@ -1,4 +1,4 @@
-"""Attention masks of a program: the keys that queries see and the queries that are read, if all images share them."""
+"""Attention masks of a program that no input changes: the keys that each query sees, the queries that are read."""
 
 from itertools import pairwise
 
@@ -13,7 +13,7 @@ PRODUCTS = frozenset(("matmul", "bmm"))
 _FAR = 50.0
 """The distance below a query's largest score from which a key is hidden: float32 loses its exponential beside 1."""
 _BETWEEN = frozenset(("add", "sub", "mul", "div", "masked_fill", "where")) | SAME | SHAPED
-"""The ops between the two products of an attention, beside its softmax."""
+"""The ops that may stand between the two products of an attention, besides the softmax."""
 
 
 def _path_behind(product: fx.Node) -> list[fx.Node]:
@@ -39,9 +39,9 @@ def find_attention_output(product: fx.Node) -> fx.Node | None:
 
 
 def added_scores(program: Program, product: fx.Node) -> Tensor | None:
-    """Return the mask or positions [..., queries, keys] that an attention adds to the scores of one image.
+    """Return the mask or position bias [..., queries, keys] that an attention adds to the scores of one image.
 
-    None if it adds nothing, or something that depends on the inputs.
+    Hidden keys of a boolean mask get -inf. None if nothing is added, or a tensor that depends on the inputs.
     """
     if operation(product) == SDPA:
         arguments = named_arguments(product)
@@ -78,12 +78,12 @@ def attention_scale(product: fx.Node) -> float:
 
 
 def visible_keys(added: Tensor) -> Tensor:
-    """Return the mask of the keys that each query sees when this is added to its scores."""
+    """Return the mask of the keys that each query sees when `added` [..., queries, keys] is added to the scores."""
     return added > added.amax(-1, keepdim=True) - _FAR
 
 
 def unread_queries(program: Program, output: fx.Node) -> Tensor | None:
-    """Return the mask of a node's rows that nothing reads, as of padding; None if all are read or it is unknown."""
+    """Return the mask of a node's rows that no later node reads, such as padding; None if all or none seem read."""
     nodes = _nodes_behind(program, output)
     generator = torch.Generator().manual_seed(0)
     with torch.inference_mode(False), torch.enable_grad():

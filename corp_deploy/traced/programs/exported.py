@@ -1,7 +1,7 @@
 """Programs rewritten for export: as a tree of modules, in one floating type, with attentions that engines fuse.
 
-A trace fixes `.float()`, a division of integers or a type that was read off a weight as float32, and no product takes
-two types. The least number of a type, which masks are made of, is float32's; in half precision it is infinite.
+A trace in float32 records float32 for `.float()`, quotients of integers and types read off weights, and float32's least
+number in masks. In half precision, products would then get two types, and the least number would be infinite.
 """
 
 import operator
@@ -64,9 +64,10 @@ Pads = dict[int, list[int]]
 
 
 def pad_uneven_heads(program: Program) -> fx.GraphModule:
-    """Pad queries and keys, or values, with zeros to one head width, which engines fuse and which changes no result.
+    """Build a graph whose attentions have one head width: queries and keys, or values, are padded with zeros.
 
-    A fused attention without an explicit scale stays as it is, since its scale follows from the width.
+    Engines fuse such attentions, and no result changes. A fused attention without an explicit scale stays as it is,
+    since its scale follows from the width.
     """
     graph, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
     pads = {node: each for owner in program.nodes for node, each in _pads(owner)}
@@ -86,7 +87,7 @@ def pad_uneven_heads(program: Program) -> fx.GraphModule:
 
 
 def has_heads_to_pad(program: Program) -> bool:
-    """Check for an attention with other widths of queries and values that can be padded."""
+    """Check for an attention whose heads can be padded and have queries wider or narrower than values."""
     return any(pads for owner in program.nodes for pads in _pads(owner))
 
 
@@ -115,7 +116,7 @@ _ENDS = {_FLOAT.min: _HALF.min, _FLOAT.max: _HALF.max}
 
 
 def unify_types_(graph: fx.GraphModule) -> None:
-    """Cast the inputs of each product to the type of its weight, or else of the last weight before it."""
+    """Cast inputs of products to the type of their or the last weight, and float32's extremes to float16's."""
     # A clamp to the end of float32's range does nothing, and has to go on doing nothing.
     others = [node for node in graph.graph.nodes if not operation(node).startswith("clamp")]
     _change_arguments_(others, lambda each: _ENDS.get(each, each) if isinstance(each, float) else each)
@@ -165,10 +166,10 @@ class Norm(CalledModule):
 
 
 def build_module_tree(root: nn.Module, graph: fx.Graph) -> nn.Module:
-    """Turn a flat graph into modules that call each other, by the paths of those that it was traced from.
+    """Turn a flat graph into a tree of modules at the paths of the modules that it was traced from.
 
-    The tensors of `root` keep their names. If a module was called again or its calls are not consecutive, its later
-    calls stand in the module that calls it; those of norms stand in further modules.
+    The tensors of `root` keep their names. If a module was called again or its nodes are not consecutive, its later
+    nodes stand in its parent's graph, except that those of norms get modules named `..._again_2` and so on.
     """
     nodes = list(graph.nodes)
     inputs = [node for node in nodes if node.op == "placeholder"]
@@ -188,9 +189,9 @@ class _ModuleBuilder:
     own: dict[str, Tensor | nn.Module] = field(default_factory=dict)
 
     def build(self, called: Sequence[fx.Node], entering: Sequence[fx.Node], end: fx.Node | None) -> nn.Module:
-        """Build the module of these calls, which takes the nodes `entering`.
+        """Build the module that runs the nodes `called` and takes the results of the nodes `entering`.
 
-        `end`: the program's output for the outermost module; others return all that is used elsewhere.
+        `end`: the program's output node for the outermost module; other modules return all results used elsewhere.
         """
         for node in entering:
             self.nodes[node] = self.graph.placeholder(node.name)

@@ -1,7 +1,7 @@
-"""Constant folding in a fresh program, and means over channels as linear layers.
+"""Constant folding in a newly traced program, and replacement of means over channels by linear layers.
 
-A global response norm divides each channel by a mean over channels (arXiv 2301.00808, section 3). As a layer of equal
-weights this mean can be repaired: the remaining channels estimate the mean of all.
+A global response norm divides each channel by a mean over channels (arXiv 2301.00808, section 3). As a linear layer of
+equal weights, this mean can be refitted after channels are removed: the remaining channels estimate the mean of all.
 """
 
 from collections.abc import Collection, Iterator
@@ -16,10 +16,10 @@ NUMBERS = "numbers_folded"
 
 
 def fold_constants_(graph: fx.GraphModule) -> tuple[str, ...]:
-    """Replace all that depends on parameters and numbers alone by constants, and return their names.
+    """Replace values that depend on parameters and numbers alone by constants, and return the constants' names.
 
-    A constant takes the name of a parameter of its shape that nothing else uses, so that a standardised weight is still
-    the weight; else the name of its first parameter with a suffix.
+    A constant takes the name of a parameter of its shape that nothing else uses, so that a standardised weight keeps
+    the weight's name; else the name of the first parameter it depends on, with a suffix.
     """
     names, run = list[str](), fx.Interpreter(graph)
     values = run.env
@@ -46,7 +46,7 @@ def _is_folded(node: fx.Node, free: Collection[fx.Node]) -> bool:
 
 
 def _takes_rows(node: fx.Node) -> bool:
-    """Check for rows of a table [rows, columns], whose columns may still be removed."""
+    """Check for a node that slices rows off a parameter [rows, columns]; unfolded, the columns can still be removed."""
     if operation(node) not in ("slice", "select") or node.args[1] != 0:
         return False
     (table,) = node.all_input_nodes
@@ -72,7 +72,7 @@ _SCALED = frozenset(("div", "add", "clamp_min", "clamp")) | SAME
 
 
 def replace_means_(graph: fx.GraphModule) -> None:
-    """Replace divisors that are means over channels by linear layers with a weight [1, channels], uncompiled yet."""
+    """Replace divisors that are means over channels by linear layers [1, channels]; the caller recompiles the graph."""
     where = next((each.device for each in graph.parameters()), torch.device("cpu"))
     modules = dict(graph.named_modules())
     for count, (node, source, axis) in enumerate(list(_means(graph.graph))):

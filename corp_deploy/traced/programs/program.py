@@ -20,18 +20,18 @@ SAME, SHAPED, RUN = (
         lift_fresh_copy to _to_copy type_as resolve_conj resolve_neg""",
         # all elements in their order
         "view reshape _unsafe_view flatten unflatten squeeze unsqueeze view_as reshape_as ravel",
-        # run on the labels as they are
+        # some elements, or all in another order or repeated
         """permute transpose t mT movedim moveaxis swapaxes swapdims slice select narrow split split_with_sizes chunk
         tensor_split unsafe_split unsafe_chunk unbind roll flip expand expand_as repeat tile repeat_interleave
         pixel_shuffle pixel_unshuffle channel_shuffle unfold diagonal broadcast_to""",
     )
 )
-"""Ops that move elements and change none: they keep all places, keep the order, or run on labels as they are."""
+"""Ops that move elements and change no value: to the same places, in the same order, or otherwise (run on labels)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """A traced model: a graph that runs it and owns its parameters, with computed ones folded into constants.
+    """A traced model: a graph that owns the parameters, with values that need no input folded into constants.
 
     `model`: the name of the traced class. `any_batch`: whether the graph runs at any batch size, or at that of the
     example alone. `folded`: the names of the folded constants.
@@ -176,14 +176,14 @@ def sizes_of_any_batch(node: fx.Node, sizes: Sequence[int]) -> list[int] | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchAxis:
-    """The axis of a tensor that counts [outer, images, inner], the last fastest, as with windows of images."""
+    """The axis of a tensor that flattens [outer, images, inner] in row-major order, such as an axis of windows."""
 
     axis: int
     outer: int
     inner: int
 
     def in_front(self, x: Tensor) -> Tensor:
-        """Return the tensor as [images, *sizes], the sizes those of one image."""
+        """Return the tensor as [images, *sizes], where `sizes` is the shape at a batch of 1."""
         apart = x.unflatten(self.axis, (self.outer, -1, self.inner)).movedim(self.axis + 1, 0)
         return apart.flatten(self.axis + 1, self.axis + 2)
 
@@ -194,7 +194,7 @@ class BatchAxis:
 
 
 IN_FRONT = BatchAxis(axis=0, outer=1, inner=1)
-"""A first axis that counts images alone."""
+"""The batch axis of a tensor whose first axis counts images alone."""
 
 
 def batch_axis_of(node: fx.Node) -> BatchAxis | None:
@@ -233,7 +233,7 @@ Module = TypeVar("Module", bound=nn.Module)
 def copy_module(module: Module, convert: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Module:
     """Copy a module, each parameter and buffer converted; by default the copy shares the tensors.
 
-    Modules that keep tables from their first call on change their own state; a copy protects the original.
+    Modules that cache tables at their first call change their own state; a run of a copy leaves the original as it was.
     """
     memo: dict[int, Any] = {}
     for each in (*module.parameters(), *module.buffers()):

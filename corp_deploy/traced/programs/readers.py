@@ -1,4 +1,4 @@
-"""Layers of a program that hold a weight: their biases, modules to hook them by, other weights; and vocabularies.
+"""Linear layers and convolutions of a program: added biases, hookable modules, new weights; and vocabulary sizes.
 
 Legend: I inputs, O outputs.
 """
@@ -28,7 +28,7 @@ from .program import (
 
 
 def vocabulary_sizes(program: Program) -> dict[str, int]:
-    """Return, by name of an input, the number of rows of the smallest table that its numbers are looked up in."""
+    """Return, by name of an input, the number of rows of the smallest embedding table that its ids are looked up in."""
     rows: dict[str, int] = {}
     for node in program.nodes:
         if operation(node) != "embedding":
@@ -63,7 +63,7 @@ class CalledLayer:
 
 
 def every_layer(program: Program) -> Iterator[CalledLayer]:
-    """Yield the layers whose weight is a parameter, in order of the program."""
+    """Yield the linear layers and 2D convolutions whose weight is a parameter or constant, in order of the program."""
     for node in program.nodes:
         if node.target in (LINEAR, CONV2D):
             arguments = named_arguments(node)
@@ -86,7 +86,7 @@ def group_count(node: fx.Node) -> int:
 
 
 def batch_norm_gain(program: Program, node: fx.Node) -> Tensor | None:
-    """Return the factors [O], float64, of the batch norm behind a layer; None without one or with other users."""
+    """Return the factors [O], float64, of the batch norm behind a layer; None if the layer has any other user."""
     norm = next(iter(node.users)) if len(node.users) == 1 else node
     if norm.target is not BATCH_NORM:
         return None
@@ -115,7 +115,7 @@ def add_zero_biases_(program: Program) -> tuple[str, ...]:
     for layer in list(every_layer(program)):
         if layer.bias:
             continue
-        # A weight that is not called so, such as a computed one, has its bias beside it.
+        # A weight whose name doesn't end in .weight, such as a folded constant, gets a bias named after it.
         stem = f"{layer.name}." if layer.name != layer.weight else f"{layer.weight}_"
         name = f"{stem}bias" if f"{stem}bias" not in names else f"{stem}added_bias"
         if name not in added:
@@ -147,9 +147,9 @@ def remove_biases_(graph: fx.GraphModule, names: Collection[str]) -> None:
 
 
 class BatchFirst(nn.Module):
-    """A layer whose hooks see the images on the first axis, wherever the program has them.
+    """A layer whose hooks see the images on the first axis, whatever the program's batch axis is.
 
-    `is_read`: a mask of one image's rows [...]; the layer runs on those alone and gives zeros for others.
+    `is_read`: a mask of one image's rows [...]; the layer runs on these rows alone and gives zeros for the others.
     """
 
     is_read: Tensor | None
@@ -175,10 +175,10 @@ def build_listening_graph(
     tapped: Collection[str],
     read: Mapping[str, Tensor],
 ) -> tuple[fx.GraphModule, dict[str, Layer], dict[str, nn.Module]]:
-    """Build a graph that shares the program's tensors, with modules to hook; return it and the modules by node.
+    """Build a graph to hook that shares the program's tensors; return it, its layers and its taps, by node name.
 
-    The nodes `hooked` become layers as modules; behind the nodes `tapped` stand identity modules. `read`: masks of the
-    rows that are read, by hooked node, if some are not.
+    The nodes `hooked` become calls of layer modules; the nodes `tapped` are followed by identity modules, the taps.
+    `read`: masks of the rows that are read, by hooked node, for nodes of which some rows aren't.
     """
     called = layers(program, in_groups=True)
     modules = {layer.node.name: layer_as_module(program, layer) for layer in called if layer.node.name in hooked}
@@ -209,7 +209,7 @@ def build_listening_graph(
 
 
 def can_be_observed(reader: fx.Node, source: fx.Node) -> bool:
-    """Check that statistics can be taken of a layer's input: its batch axis is known, and maps are one an image."""
+    """Check that statistics of a layer's input can be taken: a known batch axis, for maps one of images alone."""
     batch = batch_axis_of(source)
     return batch is not None and (reader.target is LINEAR or batch.outer * batch.inner == 1)
 
@@ -237,7 +237,7 @@ def _parameter(tensor: Tensor) -> nn.Parameter:
 
 
 def replace_tensors(program: Program, tensors: Mapping[str, Tensor]) -> Program:
-    """Return the program with other values of some parameters; its graph is shared."""
+    """Return the program with new values of the named parameters; both programs share one graph."""
     graph = program.graph.graph
     root: dict[str, Any] = {name: program.tensor(name) for name in constant_names(graph.nodes)}
     root |= {name: _parameter(each) for name, each in tensors.items() if name in root}

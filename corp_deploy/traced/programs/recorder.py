@@ -24,10 +24,10 @@ class Ref:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedCall:
-    """An op's call with what it gives.
+    """A recorded call of an op, with the op's result in `gives`.
 
-    `args`: the positional and the named arguments, tensors as Ref. `stack`: the path and the class of every module that
-    the call was made in, outermost first.
+    `args`: the positional and the named arguments, with a Ref for each tensor. `stack`: the path and the class of every
+    module that the call was made in, outermost first.
     """
 
     target: Any
@@ -75,7 +75,7 @@ class Recorder(SchemaCheckMode):
         wholes = list(self._wholes(args[0])) if func._schema.is_mutable else []
         if func._schema.is_mutable:  # from here on, other views of the same storage are stale
             if _storage(args[0]) in self._storages:
-                raise BatchDependentProgram("it changes what it is given, or its own parameters")
+                raise BatchDependentProgram("an input, parameter or constant is changed in place")
             self._changes[_storage(args[0])] += 1
         self._write(func, written, gives)
         if func in _SCATTERS:
@@ -118,7 +118,7 @@ class Recorder(SchemaCheckMode):
         self._alive.append(tensor)
 
     def ref(self, tensor: Tensor) -> Ref:
-        """Return the reference of a known tensor, or of another view with its layout; record others as constants.
+        """Return a known tensor's reference, or that of a view with equal layout; record any other as a constant.
 
         Raises BatchDependentProgram for a stale view and for a meta tensor that no recorded call gave.
         """
@@ -126,10 +126,10 @@ class Recorder(SchemaCheckMode):
         if record is not None and record.changes < self._changes[_storage(tensor)]:
             record = self._by_place[_place(tensor)]
             if record.changes < self._changes[_storage(tensor)]:
-                raise BatchDependentProgram("a part of what was changed in place")
+                raise BatchDependentProgram("a view of a tensor that was changed in place")
         if record is None:
             if tensor.is_meta and not self._on_meta:
-                raise BatchDependentProgram("a tensor of unknown numbers that no call gave")
+                raise BatchDependentProgram("a meta tensor that no recorded call gave")
             record = _Known(Ref(f"constant_{len(self.constants)}"), 0)
             self.constants[str(record.ref.source)] = tensor
             self._storages.add(_storage(tensor))
@@ -166,7 +166,7 @@ def _place(tensor: Tensor) -> Any:
 
 
 class KeepNumbersOffMeta(TorchFunctionMode):
-    """A function mode that makes tensors of numbers on the CPU, since a meta tensor would lose the numbers."""
+    """A function mode in which torch.tensor and its like ignore `device`: on meta, the numbers would be lost."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

@@ -41,8 +41,8 @@ class _Recorded:
 def record_graph(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> fx.GraphModule:
     """Record a model's graph for any batch size, with the model's own parameters.
 
-    The meta of each node has its result on meta (`val`), the result's sizes (`sizes`) and the modules around the call
-    (`nn_module_stack`). Raises BatchDependentProgram, and whatever a model's code raises that looks at values.
+    Each node's `meta` has its result on the meta device (`val`), the result's sizes (`sizes`) and the modules around
+    the call (`nn_module_stack`). Raises BatchDependentProgram, or any error of model code that looks at values.
     """
     names, inputs = _names(model, args, kwargs), (tuple(args), dict(kwargs))
     running, (one, two) = copy_to_meta(model), BATCHES
@@ -127,17 +127,17 @@ class _GraphBuilder:
 
     def __init__(self, model: nn.Module, first: _Recorded, other: _Recorded) -> None:
         if len(first.calls) != len(other.calls) or first.constants.keys() != other.constants.keys():
-            raise BatchDependentProgram(f"{len(first.calls)} calls and {len(other.calls)}")
+            raise BatchDependentProgram(f"{len(first.calls)} calls at one batch size, {len(other.calls)} at the other")
         for name, each in first.constants.items():
             beside = other.constants[name]
             if not (each.shape == beside.shape if each.is_meta else torch.equal(each, beside)):
-                raise BatchDependentProgram("other constants")
+                raise BatchDependentProgram(f"{name}, whose values differ between batch sizes")
         self.first, self.other = first, other
         self.root: dict[str, Tensor] = {}
         for name, each in _named_tensors(model):
             is_parameter = isinstance(each, nn.Parameter)
             if (own := _graph_name(name)) in self.root:
-                raise BatchDependentProgram(f"two parts that a graph calls {own}")
+                raise BatchDependentProgram(f"two tensors that a graph would both name {own}")
             self.root[own] = nn.Parameter(each.detach(), requires_grad=False) if is_parameter else each
         self.device = next((each.device for each in self.root.values()), torch.device("cpu"))
         for name, each in first.constants.items():  # a meta model's weights are loaded later, constants are not
@@ -167,7 +167,7 @@ class _GraphBuilder:
 
     def _call(self, number: int, one: RecordedCall, other: RecordedCall) -> None:
         if one.target is not other.target or one.stack != other.stack:
-            raise BatchDependentProgram(f"{one.target} and {other.target}")
+            raise BatchDependentProgram(f"{one.target} at one batch size, {other.target} at the other")
         args, kwargs = self._both(one.args, other.args)
         stack = OrderedDict((path or "model", (_graph_name(path), kind)) for path, kind in one.stack)
         name = one.target._schema.name.rpartition("::")[2]
@@ -185,7 +185,7 @@ class _GraphBuilder:
         leaves, spec = tree_flatten(one)
         others, again = tree_flatten(other)
         if spec != again:
-            raise BatchDependentProgram("other arguments")
+            raise BatchDependentProgram("arguments that are nested differently at the two batch sizes")
         return tree_unflatten(list(map(self._leaf, leaves, others)), spec)
 
     def _leaf(self, one: Any, other: Any) -> Any:
@@ -197,7 +197,7 @@ class _GraphBuilder:
             size = size_from_batches(one, other)
             return size if isinstance(size, int) else self._number(size)
         if type(one) is not type(other) or not (one == other or (one != one and other != other)):
-            raise BatchDependentProgram(f"{one} and {other}")
+            raise BatchDependentProgram(f"{one} at one batch size, {other} at the other")
         return one
 
     def _number(self, size: BatchAffineSize) -> fx.Node:

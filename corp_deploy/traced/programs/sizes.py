@@ -13,7 +13,7 @@ BATCHES = (2, 5)
 
 
 class BatchDependentProgram(Exception):
-    """A model whose program differs between batch sizes."""
+    """A model that can't be recorded as one graph for every batch size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ def set_sizes(node: fx.Node, first: Any, other: Any) -> None:
 
 
 def inputs_at_batch(inputs: Any, batch: int) -> Any:
-    """Return the inputs on meta at another batch size; tensors without axes have none."""
+    """Return the inputs as empty meta tensors at another batch size; tensors without axes stay without."""
 
     def resize(tensor: Tensor) -> Tensor:
         shape = (batch, *tensor.shape[1:]) if tensor.dim() else ()
@@ -66,7 +66,7 @@ def inputs_at_batch(inputs: Any, batch: int) -> Any:
 
 
 def sizes_key(value: Any) -> Any:
-    """Return a key that is equal for arguments with which a call gives the same sizes."""
+    """Return a key of a call's arguments; equal keys mean results of equal sizes."""
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype
     if isinstance(value, list | tuple):
@@ -130,7 +130,7 @@ class _OnMeta(fx.Interpreter):
 
 
 def infer_sizes_(graph: fx.GraphModule, inputs: Sequence[Tensor], *, any_batch: bool) -> None:
-    """Record every node's result on meta and its sizes."""
+    """Record every node's result on meta and its sizes, for any batch size or only for that of the inputs."""
     runs = _OnMeta(graph), _OnMeta(graph)
     for run, batch in zip(runs, BATCHES if any_batch else (len(inputs[0]),) * 2, strict=True):
         run.run(*inputs_at_batch(inputs, batch), enable_io_processing=False)

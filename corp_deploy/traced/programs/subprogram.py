@@ -1,4 +1,4 @@
-"""Parts of a program run by themselves: the nodes behind one layer, or all nodes that certain ends need."""
+"""Parts of a program that run alone: from one layer's output on, or all nodes that certain end nodes need."""
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class Subprogram:
 
     @property
     def row_axis(self) -> int:
-        """The axis of the layer's output that its weight's rows make."""
+        """The axis of the layer's output that counts the rows of its weight."""
         return len(self.sizes) - 1 if self.layer.node.target is LINEAR else 1
 
     @property
@@ -36,7 +36,7 @@ class Subprogram:
 def evaluate_nodes(
     program: Program, nodes: Iterable[fx.Node], values: Mapping[fx.Node, Tensor], dtype: torch.dtype | None = None
 ) -> dict[fx.Node, Any]:
-    """Run nodes for one image and return their values beside the known ones, with floating constants cast to a type."""
+    """Run nodes for one image, floating constants cast to `dtype`; return their values and the known `values`."""
     every: dict[fx.Node, Any] = dict(values)
     for node in nodes:
         if node.op == "get_attr":
@@ -61,7 +61,7 @@ def subprogram_before(program: Program, source: fx.Node) -> Subprogram | None:
 def nodes_to_run(
     program: Program, ends: Iterable[fx.Node], available: Collection[fx.Node]
 ) -> tuple[tuple[fx.Node, ...] | None, set[fx.Node]]:
-    """Return the nodes to run for these ends in order, None if they need inputs, and the available nodes used."""
+    """Return the nodes to run for `ends`, in order, or None if these need inputs; and the `available` nodes used."""
 
     def entering(node: fx.Node) -> list[fx.Node]:
         return [] if node in available or number_at_one(node) is not None else node.all_input_nodes

@@ -1,4 +1,4 @@
-"""A switch to one torch thread, for work whose threads cost more than they save."""
+"""A switch to one torch thread, for small operations, which several threads only slow down."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ _TURNS = RLock()
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Run many small operations in one thread, which is faster on a busy machine; callers take turns."""
+    """Let torch use one thread inside the `with`; Python threads that enter it wait for each other."""
     with _TURNS:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)

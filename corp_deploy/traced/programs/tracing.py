@@ -28,7 +28,7 @@ def trace(model: nn.Module, inputs: Inputs) -> Program:
     graph.requires_grad_(False)
     _replace_in_place_ops_(graph.graph)
     _remove_checks_(graph.graph)
-    _detach_from_like_tensors_(graph.graph)
+    _simplify_tensor_references_(graph.graph)
     replace_means_(graph)
     return Program(graph=graph, model=type(model).__name__, any_batch=any_batch, folded=fold_constants_(graph))
 
@@ -83,8 +83,8 @@ def _sizes(value: Any) -> Any:
     return BatchAffineSize(two - one, one - (two - one))
 
 
-def _detach_from_like_tensors_(graph: fx.Graph) -> None:
-    """Give calls that read only another tensor's sizes or type these as numbers, so that its elements may go."""
+def _simplify_tensor_references_(graph: fx.Graph) -> None:
+    """Rewrite type_as, expand_as and view so that they depend on no other tensor's elements and on no strides."""
     for node in list(graph.nodes):
         source: Any = node.args[0] if node.args else None
         if node.target is torch.ops.aten.view.default:
@@ -130,7 +130,7 @@ def _out_of_place(op: torch._ops.OpOverload) -> torch._ops.OpOverload:
 
 
 def _remove_checks_(graph: fx.Graph) -> None:
-    """Remove torch's own checks of inputs, which know the dense sizes."""
+    """Remove the checks of inputs that torch.export adds, which expect the dense model's sizes."""
     for node in reversed(graph.nodes):
         if operation(node).startswith(("_assert", "sym_constrain", "_guards")) or node.op == "call_module":
             graph.erase_node(node)
