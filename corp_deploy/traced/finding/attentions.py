@@ -73,10 +73,10 @@ def find_blocks(program: Program) -> tuple[Block, ...] | str:
     for each in attentions:
         path, found = module_of(each.product)[0] or "the model", _added(program, each, constants)
         if found is None:
-            return f"what the attention in {path} gives is added to no stream of its tokens, as in windows or on maps"
+            return f"the attention in {path} is added to no stream of its tokens, as in windows or on maps"
         added, other = found
         if added not in passed:
-            return f"beside what the attention in {path} is added to, other branches carry its tokens on"
+            return f"beside the stream that the attention in {path} is added to, other branches carry its tokens on"
         by_sum[added].append(each)
         before[added] = other
     return tuple(
@@ -112,7 +112,7 @@ def _added(program: Program, attention: Attention, constants: set[fx.Node]) -> t
 
 
 def count_leading_tokens(program: Program, stream: fx.Node) -> int | None:
-    """Count the first tokens that no image changes, as class tokens; None if such tokens stand elsewhere too."""
+    """Count the first tokens that are equal for all images, such as class tokens; None if later ones are too."""
     constants = input_free_nodes(program)
 
     @cache

@@ -1,6 +1,6 @@
-"""The labels that go when sites keep certain groups, and the heads that hold groups of several sites.
+"""The labels that are removed when sites keep certain groups, and the heads that hold groups of several sites.
 
-A head holds dimensions of values and those of its queries and keys; it goes when all that it holds goes.
+A head holds dimensions of values, queries and keys; it is removed when all of these are.
 """
 
 from collections import defaultdict
@@ -21,9 +21,9 @@ Kept = Mapping[str, Sequence[int] | Index]
 
 
 def removed_labels(analysis: FoundSites, kept: Kept) -> Tensor:
-    """Return the mask [labels] of what goes; raise BadInput if that is impossible.
+    """Return the mask [labels] of those removed when sites keep these groups; raise BadInput if they can't.
 
-    The heads of a site that keeps nothing stay: it is folded to a constant.
+    A site that keeps nothing is folded to a constant later, so that its heads stay.
     """
     flow, by_key = analysis.flow, {site.key: site for site in analysis.sites}
     goes, folded_to_constant = (torch.zeros(flow.groups.count, dtype=torch.bool) for _ in range(2))
@@ -49,7 +49,7 @@ def _checked(site: SiteGroups, groups: Sequence[int] | Index) -> Index:
 
 
 def _with_empty_holders(flow: Flow, goes: Tensor) -> Tensor:
-    """Add labels that hold nothing any more, as heads without dimensions; raise BadInput if one of them can't go."""
+    """Add labels that hold only removed ones, such as empty heads; raise BadInput if one of them can't be removed."""
     stays, head_labels = find_stuck(flow), flow.held_groups()
     while True:
         lost, left = torch.zeros_like(goes), torch.zeros_like(goes)
@@ -114,7 +114,7 @@ def find_head_groups(analysis: FoundSites, values: SiteGroups) -> dict[str, Inde
 
 
 def jointly_narrowed(analysis: FoundSites, kept: Kept) -> list[list[str]]:
-    """Return the kept sites' keys in units; sites that lose the same heads are narrowed together or not at all."""
+    """Return the keys of `kept` in lists; sites of one list lose the same heads, so all or none must be narrowed."""
     units, labels_of_units = list[list[str]](), list[set[int]]()
     holders: Holders = {}
     for site in analysis.sites:

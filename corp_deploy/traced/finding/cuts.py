@@ -33,16 +33,16 @@ _SIZE = torch.ops.aten.sym_size.int
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """A node's tensor, the batch in front, with a name that a program narrowed from the dense one shares."""
+    """A node, the batch on its first axis, with a name that its copy in a narrowed program has too."""
 
     node: fx.Node
     name: str
 
 
 def find_cuts(analysis: FoundSites, *, beside_outputs: bool = False, to_end: bool = False) -> tuple[Cut, ...]:
-    """Find the cuts in order: the first behind each contraction, with one ahead, where only streams remove elements.
+    """Find the cuts in order: between contractions, the first tensor that no sites but streams can narrow.
 
-    A program of several inputs has no cut before the last use of any input but the first and the side inputs.
+    In a program of several inputs, all inputs but the first and the side inputs are used before the first cut.
     `beside_outputs`: allow outputs in front of a cut if nothing is contracted for them alone; with several outputs, the
     last stream is a cut too. `to_end`: include a cut behind the last contraction.
     """
@@ -67,7 +67,7 @@ def find_cuts(analysis: FoundSites, *, beside_outputs: bool = False, to_end: boo
 def find_bottlenecks(
     program: Program, out: frozenset[tuple[fx.Node, fx.Node]] = frozenset(), others: Sequence[fx.Node] = ()
 ) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
-    """Yield nodes from which all later ones are computed, with those since the last one; uses in `out` don't count."""
+    """Yield nodes from which all later ones are computed, each with the nodes since the last; skip uses in `out`."""
     aside = input_free_nodes(program, others) | {user for _, user in out if user.op != "output"}
     nodes = [node for node in program.nodes if node not in aside]
     place = {node: at for at, node in enumerate(nodes)}
@@ -81,7 +81,7 @@ def find_bottlenecks(
 
 
 def find_output_branches(program: Program) -> frozenset[tuple[fx.Node, fx.Node]]:
-    """Return uses (node, user) on the way to every output but the longest; none if one of them needs a contraction."""
+    """Return uses (node, user) for outputs other than the one of most nodes; none if such a use needs a contraction."""
     before = {node: required_nodes(program, None, [node]) for node in program.output.all_input_nodes}
     longest = max(before, key=lambda node: len(before[node]))
     inside = {*before[longest], program.output}
@@ -93,7 +93,7 @@ def find_output_branches(program: Program) -> frozenset[tuple[fx.Node, fx.Node]]
 
 
 def side_inputs(program: Program) -> tuple[fx.Node, ...]:
-    """Return inputs behind the first that go along to every cut: masks of integers, of which nothing is contracted."""
+    """Return the inputs behind the first if every later part takes them: integer masks, never contracted alone."""
     _, *others = (node for node in program.nodes if node.op == "placeholder")
     if not others or any(node.meta["val"].is_floating_point() for node in others):
         return ()
@@ -193,7 +193,7 @@ def _needed(
 
 
 def _codegen(program: Program, entering: Sequence[str], after: fx.Node | None) -> _PyTreeCodeGen:
-    """Arrange inputs and outputs as the program's are if they are the program's own, else flat."""
+    """Return the code generator that nests the program's own inputs and outputs as the program does, others flat."""
     own = program.graph.graph._codegen
     assert isinstance(own, _PyTreeCodeGen), own
     names, arranged, leaving = own.pytree_info

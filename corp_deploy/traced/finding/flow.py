@@ -38,7 +38,7 @@ class Call:
         return f"{self.op} in {path or 'the model'}{f' ({kind})' * bool(kind)}"
 
     def because(self, what: str, marks: LabelTensor) -> str:
-        """Say why labels stay that meet a tensor without labels, with that tensor's first reason."""
+        """Return why labels stay that meet the tensor `marks` without labels, with the first reason of `marks`."""
         return f"{self.where} {what} a tensor that can't be narrowed: {marks.why.rpartition(': ')[2]}"
 
     def __getitem__(self, name: str) -> Any:
@@ -87,8 +87,8 @@ class Use:
 class Flow:
     """The findings of a walk through a program: values and uses by node, and groups of labels that are joined or stay.
 
-    `keeps_all`: nothing is to be removed, so that an op that takes channels in any order mixes none. `inside`: pairs of
-    a label and one that it holds, as a head holds its dimensions; a holder goes if and only if all that it holds goes.
+    `keeps_all`: elements are reordered, none is removed, so that a norm over channels joins none. `inside`: pairs of a
+    label and one that it holds, as a head holds its dimensions; a holder goes if and only if all that it holds goes.
     `lumps`: labels that an op mixes, with the reason. `multiplied`, `added`, `summed`: labels that meet in a product or
     a sum, and those that attention weights sum up. `unknown`: ops without a rule that labels met.
     """
@@ -136,13 +136,13 @@ class Flow:
         self.stay(met[fixed].amax(1), why)
 
     def hold(self, outer: Tensor, inner: Tensor) -> None:
-        """Let each outer label hold the inner ones that it meets."""
+        """Record in `inside` that each outer label holds the inner ones that it meets."""
         met = meeting_pairs(outer, inner)
         self.inside.append(met[(met >= 0).all(1)])
         self.stay(met[(met[:, 0] >= 0) & (met[:, 1] < 0), 0], "it holds elements that stay")
 
     def guard(self, labels: Tensor, outer: int, why: str) -> None:
-        """Keep some of the labels [outer axes first, then others] at each place along the outer axes."""
+        """Forbid to remove all labels at any place along the first `outer` axes."""
         sizes = labels.shape[:outer]
         above = self.fresh(sizes)
         self.stay(above, why)
@@ -207,7 +207,7 @@ class Flow:
 
 
 def find_stuck(flow: Flow) -> Tensor:
-    """Return the mask [labels] of those whose groups can't go."""
+    """Return the mask [labels] of those that can't be removed, by themselves or for labels that they hold or are in."""
     stays = flow.groups.reason_of(torch.arange(flow.groups.count)) > 0
     head_labels = flow.held_groups()
     while True:
@@ -229,7 +229,7 @@ def find_holders(flow: Flow) -> Tensor:
 
 
 def site_labels(flow: Flow, site: SiteGroups) -> Tensor:
-    """Return the labels [G,M] of a site's groups where its first writer stands, in any program with its parameters."""
+    """Return the labels [G,M] of a site's groups in its first writer, for any program that has this parameter."""
     first = site.writers[0]
     labels = next(
         use.labels for use in flow.every_use if (use.name, use.axes, use.role) == (first.name, first.axes, "writes")

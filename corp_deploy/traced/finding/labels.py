@@ -1,4 +1,4 @@
-"""Integer labels of a tensor's elements, FIXED for those that can't be removed, and tensors without removed elements.
+"""Integer labels of a tensor's elements: those with one label are removed together, those with FIXED never.
 
 A label tensor is tidy if it has stride 0 along every axis that its labels don't vary along, so that the labels of a
 feature map take no more memory than those of its channels.

@@ -1,4 +1,4 @@
-"""Rules of ops that move elements and change none: they run on the labels themselves, or on the elements' numbers."""
+"""Rules of ops that move elements and change no value: run on labels, they give the labels of their result."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -35,7 +35,7 @@ def move(flow: Flow, call: Call) -> Any:
 
 
 def concatenate(flow: Flow, call: Call) -> Any:
-    """Run cat or stack, and join the labels of parts along all axes but theirs, where parts have equal sizes."""
+    """Run cat or stack on labels, and join labels of different parts at equal places along the other axes."""
     result = move(flow, call)
     if result.labels is None:
         return result
@@ -63,7 +63,7 @@ def concatenate(flow: Flow, call: Call) -> Any:
 
 
 def scatter(flow: Flow, call: Call) -> Any:
-    """Write a part into a tensor, and join labels along the part's axis."""
+    """Run select_scatter or slice_scatter on labels, and join labels along the axis of the scattered part."""
     result = move(flow, call)
     if result.labels is not None and set(result.dims) - {dim := call["dim"] % len(result.shape)}:
         flow.join(result.labels.narrow(dim, 0, 1), result.labels, f"{call.where} puts it beside elements that stay")
@@ -71,7 +71,7 @@ def scatter(flow: Flow, call: Call) -> Any:
 
 
 def pad(flow: Flow, call: Call) -> Value:
-    """Pad; elements that are added along an axis without labels belong to the same channels."""
+    """Pad labels; elements added along an axis that labels don't vary along get the labels beside them."""
     first, pad = call["self"], list(call["pad"])
     if first.is_fixed:
         return LabelTensor(call.shape, None, first.why)
@@ -90,7 +90,7 @@ def pad(flow: Flow, call: Call) -> Value:
 def take_by_index(flow: Flow, call: Call) -> Value:
     """Run index, index_select or gather along axes without labels, where the index doesn't matter.
 
-    Along other axes it does, and labels stop: on the meta device an index is unknown.
+    Along axes with labels the index matters but is unknown on the meta device, so all labels stay.
     """
     first = call["self"]
     if not isinstance(first, LabelTensor) or first.is_fixed:
@@ -106,13 +106,13 @@ def take_by_index(flow: Flow, call: Call) -> Value:
 
 
 def overwrite(flow: Flow, call: Call) -> Value:
-    """Give the labels of what copy writes over another tensor."""
+    """Return the labels of the tensor that `copy` writes over another one."""
     labels = flow.elements(call["src"], call.node)
     return label_tensor(labels.broadcast_to(call.shape), call["src"].why)
 
 
 def fill(flow: Flow, call: Call) -> Any:
-    """Give no labels to what new_zeros and its like create."""
+    """Return a value without labels for a tensor that new_zeros or the like creates."""
     return unlabelled(call.shape, f"it comes from {call.where}")
 
 
@@ -121,7 +121,7 @@ def pick_item(flow: Flow, call: Call) -> Any:
 
 
 def unlabelled(shape: Any, why: str) -> Any:
-    """Build values without labels of a shape or of several."""
+    """Build a value without labels of one shape, or a tuple of such values for several shapes."""
     if shape is None:
         return None
     if shape and isinstance(shape[0], tuple | type(None)):
@@ -155,7 +155,7 @@ def path_to(node: fx.Node, passes: Callable[[fx.Node], bool]) -> list[fx.Node]:
 
 
 def carry(numbers: Tensor, path: Iterable[fx.Node]) -> dict[fx.Node, Any]:
-    """Return what each move of a path makes of numbers in place of the first node's result; scaling leaves them."""
+    """Run the moves of a path on numbers in place of the first result; return them by node. Scaling changes none."""
     first, *moves = path
     values: dict[fx.Node, Any] = {first: numbers}
     for node in moves:
@@ -166,7 +166,7 @@ def carry(numbers: Tensor, path: Iterable[fx.Node]) -> dict[fx.Node, Any]:
 
 
 def axis_order(numbers: Tensor, shape: tuple[int, ...], dim: int) -> Tensor | None:
-    """Return the order along one axis of moved numbers; None if moves changed more than that order."""
+    """Return the order of moved numbers along one axis; None if the moves changed more than this order."""
     others = [size for place, size in enumerate(shape) if place != dim]
     if numbers.dim() != len(shape) or [size for place, size in enumerate(numbers.shape) if place != dim] != others:
         return None
@@ -175,7 +175,7 @@ def axis_order(numbers: Tensor, shape: tuple[int, ...], dim: int) -> Tensor | No
 
 
 def source_of_moves(node: fx.Node) -> fx.Node:
-    """Return the node behind moves and scalings by one number, else the last node that is neither."""
+    """Follow first inputs back past moves and scalings by one number, and return the first node that is neither."""
     return path_to(node, _is_passed)[0]
 
 

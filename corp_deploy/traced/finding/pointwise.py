@@ -34,7 +34,7 @@ def is_pointwise(target: Any) -> bool:
 
 
 def join_elementwise(flow: Flow, call: Call, tensors: Sequence[LabelTensor] = ()) -> Value:
-    """Join labels element by element, axes of size 1 broadcast; constants lose the elements that they meet."""
+    """Join labels element by element, axes of size 1 broadcast; constants get the labels of what they combine with."""
     tensors = tensors or call.tensors
     spread = [_aligned(each, len(call.shape)) for each in tensors]
     labelled = [each for each in spread if each.labels is not None]
@@ -125,7 +125,7 @@ def pool_maps(flow: Flow, call: Call) -> Any:
 
 
 def normalize_last_axes(flow: Flow, call: Call) -> Any:
-    """Mix the last axes, as many as `normalized_shape` has; a norm of one axis takes channels in any order."""
+    """Mix the last axes, as many as `normalized_shape` has; if elements are only reordered, one axis isn't mixed."""
     if flow.keeps_all and len(call["normalized_shape"]) == 1:
         return channelwise(flow, call, axis=len(call.tensors[0].shape) - 1)
     return mix(flow, call, call.tensors[0], range(-len(call["normalized_shape"]), 0))

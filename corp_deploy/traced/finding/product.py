@@ -102,7 +102,7 @@ def count_node_macs(node: fx.Node) -> int:
 
 
 def is_contraction(node: fx.Node) -> bool:
-    """Check whether a node sums products, or would if its layer read anything and were no constant."""
+    """Check whether a node sums products, or did before a site beside it was narrowed to nothing."""
     return operation(node) == "linear" or count_node_macs(node) > 0 or 0 in (sizes_at_one(node) or ())
 
 
@@ -197,7 +197,7 @@ def write_rows(flow: Flow, call: Call, weight: Factor, letters: str) -> Tensor:
 
 
 def keep_columns(flow: Flow, weight: Factor, letters: str, why: str) -> None:
-    """Let columns stay that meet fixed elements, if the weight is used elsewhere too."""
+    """Let a weight's columns stay where its input has no labels, if the weight is used elsewhere too."""
     if flow.times_used[weight.marks.constant] > 1:
         for letter in letters:
             ids = flow.axis(weight.marks.constant, weight.axes(letter), (weight.size(letter),))

@@ -18,7 +18,7 @@ from .labels import LabelTensor, compact
 from .sites import FoundSites
 
 EXACT = 1e-9
-"""The share below which a share is rounding."""
+"""The share of a side below which what is left of the side counts as nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)  # without slots, for the cached property
@@ -35,10 +35,10 @@ class LayerCosts:
 
     @cached_property
     def alone(self) -> Counter[str]:
-        """The cost that goes with each site: all of a layer beside a stream, half of a layer between two other sites.
+        """The cost of each site's layers: all of a layer beside a stream, half of a layer between two other sites.
 
-        A layer between two sites costs the product of the shares left of both, which is at most their mean. So the cost
-        that is added up of sites other than streams is never too low.
+        A layer between two narrowed sites costs the product of both kept shares, which is at most their mean. So a
+        model's cost that is added up from sites other than streams is never too low.
         """
         totals = defaultdict[str, float](float)
         for cost, sides in self.every:
@@ -59,14 +59,14 @@ class LayerCosts:
         return parts
 
     def without(self, keys: Collection[str]) -> Mapping[str, float]:
-        """Return, by place, the cost that goes with none of these sites."""
+        """Return, by place, the cost that removing all of these sites leaves, with shared layers split among sites."""
         left: dict[str, float] = defaultdict(float)
         for (cost, sides), place in zip(self.every, self.places, strict=True):
             left[place] += cost * (1.0 - sum(share for key, share in self._shared(sides).items() if key in keys))
         return left
 
     def of_others(self, keys: Collection[str]) -> "LayerCosts":
-        """Return the costs that are left when all of these sites go."""
+        """Return the costs of the other sites once all groups of these sites are removed."""
         every, places = [], []
         for (cost, sides), place in zip(self.every, self.places, strict=True):
             left = [1.0 - sum(share for key, share in side.items() if key in keys) for side in sides]
@@ -80,7 +80,7 @@ class LayerCosts:
         return replace(self, every=tuple(every), places=tuple(places))
 
     def saved(self, left: Mapping[str, float]) -> float:
-        """Return the cost that is saved when these shares of sites are left, and all of other sites."""
+        """Return the cost that is saved when sites keep the shares `left`, and other sites keep everything."""
 
         def left_of(side: Mapping[str, float]) -> float:
             return 1.0 - sum(share * (1.0 - left.get(key, 1.0)) for key, share in side.items())

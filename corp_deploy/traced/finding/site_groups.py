@@ -12,7 +12,7 @@ Index = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Span:
-    """The places of a site's groups in a tensor: index_GM [groups, places] counts along `axes`, the last fastest.
+    """The places of a site's groups in a tensor: flat indices index_GM [groups, places] into `axes`, the last fastest.
 
     `name`: the name of a parameter or constant; or that of a node whose result the node `reader` sums over.
     """

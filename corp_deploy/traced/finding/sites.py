@@ -156,7 +156,7 @@ def _kind(flow: Flow, met: Met, each: _AlikeGroups) -> Kind:
 
 
 def _is_pointwise(flow: Flow, each: _AlikeGroups) -> bool:
-    """Check that all uses are linear layers or 1x1 convolutions of places that something else reads too."""
+    """Check that only linear layers and 1x1 convolutions use a group, reading all places behind an activation."""
     for use in each.uses:
         if use.role in ("writes", "reads", "between"):
             if flow.program.tensor(use.name).shape[2:].numel() > 1 or _is_grouped(use.node):
@@ -175,7 +175,7 @@ def _is_grouped(node: fx.Node) -> bool:
 
 
 def _is_activated(reader: fx.Node) -> bool:
-    """Check for more than norms, gains and depthwise convolutions between a reader and the layer before it."""
+    """Check for an op other than norms, gains and grouped convolutions between a reader and the layer before it."""
     node = reader.all_input_nodes[0]
     while (
         operation(node) in _PLAIN

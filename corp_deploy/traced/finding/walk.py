@@ -85,7 +85,7 @@ def _depthwise(flow: Flow, call: Call, first: LabelTensor, weight: LabelTensor) 
 
 
 def _in_groups(flow: Flow, call: Call, first: LabelTensor, weight: LabelTensor, groups: int) -> Value:
-    """Let each group of rows [O / groups] read columns of its own [C / groups]; each keeps some of either."""
+    """Let each group of rows [O / groups] read its own columns [C / groups], and keep some rows and columns."""
     columns, why = weight.shape[1], f"{call.where} works in groups"
     source, kernel = call.arguments["input"], argument_factor(call, "weight", "OC" + _KERNEL[: len(weight.shape) - 2])
     if first.labels is not None:
@@ -102,7 +102,7 @@ def _in_groups(flow: Flow, call: Call, first: LabelTensor, weight: LabelTensor, 
 
 
 def embedding(flow: Flow, call: Call) -> Value:
-    """Write the columns of a table [V, C], whose rows are looked up by number."""
+    """Label the columns of a table [V, C], whose rows are looked up by id, as channels that this node writes."""
     weight = argument_factor(call, "weight", "VC")
     if not weight.marks.constant:
         return stop_labels(flow, call)
@@ -185,7 +185,7 @@ RULES: Mapping[str, Rule] = {op: rule for rule, ops in _BY_RULE for op in ops.sp
 
 
 def walk_program(program: Program, *, keeps_all: bool = False) -> Flow:
-    """Let the labels of all weights flow through the program in order; `keeps_all` as Flow's."""
+    """Let the labels of all weights flow through the program in order; `keeps_all`: see Flow."""
     flow = Flow(program=program, keeps_all=keeps_all, times_used=count_uses(program))
     for node in program.nodes:
         if node.op == "output":

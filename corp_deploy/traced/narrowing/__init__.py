@@ -1,1 +1,1 @@
-"""Programs narrowed to the kept groups of their sites, and the proof that they equal the dense ones with zeros."""
+"""Programs narrowed to the kept groups of their sites, compared with dense ones whose removed elements are zeroed."""

@@ -1,4 +1,4 @@
-"""A program narrowed to the kept groups of its sites, and the proof that it equals the dense one with zeros."""
+"""A program narrowed to the kept groups of its sites, and a comparison with the dense one, removed elements zeroed."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -56,7 +56,7 @@ def zero_removed(tensor: Tensor, axes: tuple[int, ...], keep: Tensor) -> Tensor:
 
 
 def relative_difference(analysis: FoundSites, gone: Tensor, narrowed: nn.Module, inputs: Inputs) -> float:
-    """Return the largest relative difference from the dense program with zeros; infinite if the narrowed one fails."""
+    """Return the largest relative difference from the masked dense program; infinite if the narrowed one fails."""
     args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
     with torch.no_grad():
         dense = tree_leaves(MaskedProgram(analysis, gone).run(*args, *kwargs.values()))
@@ -76,12 +76,12 @@ def _apart(one: Tensor, other: Tensor) -> float:
 
 
 ROUNDING = 1e-4
-"""The limit relative to the largest output: float32 rounds less over a network in another order."""
+"""The limit relative to the largest output: float32 rounding in another order, over a whole network, stays below."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NarrowedProgram:
-    """A narrowed program as a module, with the parts of the dense program's tensors that its own are.
+    """A narrowed program as a module; by `parts` each of its tensors is a part of one of the dense program's.
 
     `kept`: the groups by the sites' keys. `unreduced`: the reasons of sites that had to be kept whole, by key.
     `difference`: relative to the dense program with the same elements zeroed; None if not compared.
@@ -94,7 +94,7 @@ class NarrowedProgram:
     difference: float | None
 
     def set_(self, tensors: Mapping[str, Tensor]) -> None:
-        """Set the module's tensors to the kept parts of these, which have the dense program's names."""
+        """Set the module's tensors to the kept parts of dense tensors, given by their names in the dense program."""
         for name, (dense, keep) in self.parts.items():
             if dense in tensors:
                 set_tensor_(self.module, name, kept_part(tensors[dense], keep))
@@ -102,7 +102,7 @@ class NarrowedProgram:
 
 @one_thread()
 def narrow(analysis: FoundSites, kept: Kept) -> NarrowedProgram:
-    """Narrow a program by its labels alone; sites that can't be narrowed are kept whole."""
+    """Narrow a program by its labels, without running it; sites that can't be narrowed are kept whole."""
     chosen, unreduced = dict(kept), dict[str, str]()
     while True:
         try:
@@ -136,7 +136,7 @@ def _sites_at(analysis: FoundSites, node: fx.Node, chosen: Kept) -> list[str]:
 
 
 def prove(analysis: FoundSites, kept: Kept, inputs: Inputs) -> NarrowedProgram:
-    """Narrow a program and compare it on a batch with the dense one with zeros; sites that make it differ stay whole.
+    """Narrow a program and compare it on a batch with the masked dense one; sites that make it differ stay whole.
 
     Raises BadInput for a program that isn't deterministic, NotFinite if it gives NaN on this batch.
     """
@@ -159,7 +159,7 @@ def _compared(analysis: FoundSites, kept: Kept, inputs: Inputs) -> NarrowedProgr
 
 
 def _wrong(analysis: FoundSites, kept: Kept, inputs: Inputs) -> list[str]:
-    """Find sites that differ by themselves, by halves; all where only some together do."""
+    """Search by halving for sites that make a program differ; return all sites if only several together do."""
     wrong: list[str] = []
     every = jointly_narrowed(analysis, kept)
     for units in (front := [every]):

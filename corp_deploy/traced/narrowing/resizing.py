@@ -20,12 +20,12 @@ def sizes_to_reshape(node: fx.Node, sizes: Sequence[int]) -> list[int]:
     """Return a shape for `reshape` at any batch; raise Uneven if several axes depend on the batch."""
     shape = sizes_of_any_batch(node, sizes)
     if shape is None:
-        raise Uneven(f"the batch counts several axes of {tuple(sizes)}")
+        raise Uneven(f"several axes of {tuple(sizes)} depend on the batch size")
     return shape
 
 
 def resize_call(call: Call, value: Any, gone: Tensor) -> tuple[Callable[..., Any], Arguments]:
-    """Return a call's new op and arguments by name, nodes still the dense program's; raise Uneven if there are none."""
+    """Return a call's op and arguments by name for narrower tensors, with dense nodes; raise Uneven if none exist."""
     target, arguments, new = call.node.target, dict(call.arguments), narrow_value(value, gone)
     assert callable(target), call.node
     if call.op in SHAPED:
@@ -56,7 +56,7 @@ def _expanded_sizes(call: Call, old: tuple[int, ...], new: tuple[int, ...]) -> l
         if size != new_sizes[dim] and dim >= missing and before[dim - missing] == old[dim]:
             sizes[dim] = -1
         elif size != new_sizes[dim] and isinstance(new_sizes[dim], fx.Node):
-            raise Uneven(f"the batch counts axis {dim} too")
+            raise Uneven(f"axis {dim} depends on the batch size too")
     return sizes
 
 

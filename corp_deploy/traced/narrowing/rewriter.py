@@ -1,4 +1,4 @@
-"""A rewriter of programs without removed elements: it cuts every parameter and computes every size anew."""
+"""A rewriter of a program that leaves out removed elements: it selects parts of parameters and adapts sizes."""
 
 from copy import copy
 from dataclasses import dataclass, field
@@ -38,7 +38,7 @@ Parts = dict[str, tuple[str, Tensor | None]]
 
 
 def remove_elements(program: Program, flow: Flow, gone: Tensor) -> tuple[fx.GraphModule, Parts]:
-    """Rewrite a program without the labels `gone` [labels]; return it and the parts that its tensors are.
+    """Rewrite a program without the labels `gone` [labels]; return it, and the part that each of its tensors is.
 
     Raises NarrowingRefused.
     """
@@ -64,9 +64,9 @@ def kept_part(tensor: Tensor, keep: Tensor | None) -> Tensor:
 class _Narrowing:
     """A program that is rewritten without the labels `gone` [labels].
 
-    `nodes`: the new node of each dense one. `uneven`: moves that would give no tensor, such as queries beside wider
-    values; their parts are moved one by one. `tensors`: the remaining parameters, which `parts` they are, and their
-    `names`, several if different uses keep different elements.
+    `nodes`: the new node of each dense one. `uneven`: moves whose remaining elements form no tensor, such as those of
+    queries beside wider values; later moves that pick a part rebuild it alone. `tensors`: the remaining parameters, the
+    dense `parts` that they are, and their `names`: one for each part that uses of a dense parameter keep.
     """
 
     program: Program
@@ -92,7 +92,7 @@ class _Narrowing:
     def copy(self, node: fx.Node) -> None:
         def entering(each: fx.Node) -> fx.Node:
             if each in self.uneven:
-                raise NarrowingRefused(node, "an uneven part of it would be left")
+                raise NarrowingRefused(node, "its remaining elements form no tensor")
             return self.constant(each, None) if each.op == "get_attr" else self.nodes[each]
 
         self.nodes[node] = _of_module(self.graph.node_copy(node, entering), node)
@@ -110,7 +110,7 @@ class _Narrowing:
                 self.resize(node)
         except (Uneven, RuntimeError) as error:
             if not is_move(node):
-                raise NarrowingRefused(node, f"an uneven part of it would be left, {error}") from error
+                raise NarrowingRefused(node, f"its remaining elements form no tensor, {error}") from error
             self.uneven[node] = None
 
     def resize(self, node: fx.Node) -> None:
@@ -118,8 +118,8 @@ class _Narrowing:
         target, arguments = resize_call(call, value, self.gone)
         if not gives_remaining(call, target, arguments, value, self.gone):
             if is_move(node):
-                raise Uneven("its remaining elements would be moved otherwise")
-            raise NarrowingRefused(node, "its remaining elements would be moved otherwise")
+                raise Uneven("its op would move the remaining elements to other places")
+            raise NarrowingRefused(node, "its op would move the remaining elements to other places")
 
         def entering(each: fx.Node) -> fx.Node:
             return self.constant(each, self.mask(call, each)) if each.op == "get_attr" else self.nodes[each]
@@ -150,11 +150,11 @@ class _Narrowing:
         self.copy(node)
 
     def part(self, node: fx.Node) -> None:
-        """Move a part of an uneven tensor by itself; raise Uneven for a node that is no part yet."""
+        """Rewrite moves that pick a part of an uneven tensor, for the part alone; raise Uneven if a node picks none."""
         source, *moves = way = path_to(node, lambda each: each is node or each in self.uneven or self.is_spread(each))
         value = self.flow.values[source]
         if not is_move(node) or not isinstance(value, LabelTensor) or value.labels is None or len(value.dims) != 1:
-            raise NarrowingRefused(node, "an uneven part of it would be left")
+            raise NarrowingRefused(node, "its remaining elements form no tensor")
         (dim,) = value.dims
         # Each element carries its place along the axis.
         sizes = [-1 if each == dim else 1 for each in range(len(value.shape))]
@@ -184,7 +184,7 @@ class _Narrowing:
                     new = self.call(node, target, named)
                     moved = target(moved, **fx.map_arg(arguments, self.flow.values.get))
         if not torch.equal(moved, expected):
-            raise NarrowingRefused(node, "its remaining elements would be moved otherwise")
+            raise NarrowingRefused(node, "its op would move the remaining elements to other places")
         self.nodes[node] = new
 
     def is_spread(self, node: fx.Node) -> bool:
@@ -226,9 +226,9 @@ class _Narrowing:
         return None if bool(keep.all()) else keep
 
     def met(self, call: Call, shape: tuple[int, ...]) -> Tensor:
-        """Return the mask of a broadcast table's elements that meet remaining ones.
+        """Return the mask of a broadcast constant's elements that meet remaining ones.
 
-        The mask is that of the expanded table if its elements don't meet the same ones everywhere.
+        The mask has the expanded constant's shape if an element meets remaining ones at some places only.
         """
         value = self.flow.values[call.node]
         if not isinstance(value, LabelTensor) or value.labels is None or not is_pointwise(call.node.target):
@@ -242,7 +242,7 @@ class _Narrowing:
         return own.reshape(own.shape[missing:]) if torch.equal(own & others, keep) else keep
 
     def constant(self, node: fx.Node, keep: Tensor | None) -> fx.Node:
-        """Add a node for what a mask keeps of a constant; the first of several has the constant's name."""
+        """Add a node for the part of a constant that a mask keeps; the first part has the constant's name."""
         name = str(node.target)
         key = name, b"" if keep is None else f"{tuple(keep.shape)}".encode() + keep.numpy().tobytes()
         if key not in self.names:

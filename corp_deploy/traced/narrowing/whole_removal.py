@@ -1,4 +1,4 @@
-"""Sites folded to a constant: the layer that reads one keeps its bias alone, and all that it read is dead code."""
+"""Sites folded to a constant: the layer that reads such a site keeps only its bias, and the site is dead code."""
 
 import copy
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ from corp_deploy.traced.programs.sizes import infer_sizes_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeRemoval:
-    """The nodes of the one layer that reads a site which can go whole, and of one that writes it with as many rows."""
+    """The names of two nodes: the only layer that reads a site, and one that writes it for as many rows."""
 
     reader: str
     writer: str
@@ -44,7 +44,7 @@ def _writer(source: fx.Node, written: set[str]) -> fx.Node | None:
 
 
 def remove_sites(program: Program, places: Iterable[WholeRemoval], inputs: list[torch.Tensor]) -> Program:
-    """Return the program in which the readers of these sites read no channel; `inputs` of any values tell sizes."""
+    """Return a copy of the program in which the readers of these sites read no channel; `inputs` only give shapes."""
     graph = copy.deepcopy(program.graph)
     nodes = {node.name: node for node in graph.graph.nodes}
     for place in places:
