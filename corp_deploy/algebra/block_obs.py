@@ -9,12 +9,12 @@ leaves
 
     H - U'U  and  N - B'U - U'B  with  U = L^-1 H_g:,  B = L^-1 N_g: - (L^-1 N_gg L'^-1) U / 2.
 
-U and B of recent removals are kept as rows; only the rows of the current block are formed, and the matrices take many
-removals at once. The cost of a channel that several layers read is summed over the layers, each loss as a share of the
-variance of that layer's output, with one inverse per layer.
+U and B of recent removals are kept as rows and subtracted from H and N many at a time; a removal computes only the rows
+of H and N that belong to its own block. The cost of a channel that several layers read is summed over the layers, each
+loss as a share of the variance of that layer's output, with one inverse per layer.
 
-Legend: C blocks or channels, T columns of one, U = C T columns, O outputs, M blocks in the matrices, m = M T, J kept
-rows; R readers with equally many columns per channel, X rows of a reader (its outputs at each place of a kernel).
+Legend: C blocks or channels, T columns of one, U = C T columns, O outputs, M blocks still in the matrices, m = M T, J
+rows of recent removals; R readers (layers) with equally many columns per channel, X rows of a reader's weight.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,10 +31,10 @@ _ROWS = 128
 
 
 class _Surgeon:
-    """H and N over some blocks, and the latest removals, which are not applied yet.
+    """H and N over some blocks, and the latest removals, which are not subtracted yet.
 
-    A block is addressed by its position here; `here_M` holds the number of each block. A removed block stays in the
-    matrices until smaller ones are worth forming.
+    Methods take a block's position in the matrices; `here_M` holds the number of the block at each position. A removed
+    block stays in the matrices, marked in `gone_M`, until an eighth of them is removed.
     """
 
     def __init__(self, here_M: Tensor, factor_mm: Tensor, current_Om: Tensor) -> None:
@@ -98,7 +98,7 @@ class _Surgeon:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ReadersOfTaps:
-    """Inverses and Grams of the best weights of all readers with `taps` columns per channel."""
+    """H and N of all readers with `taps` columns per channel, stacked."""
 
     inverses_RUU: Tensor
     norms_RUU: Tensor
@@ -118,7 +118,7 @@ class _ReadersOfTaps:
         return apart.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2)
 
     def remove_(self, pick: Tensor) -> None:
-        """Remove a channel: its block of the inverse becomes the identity, its other entries 0."""
+        """Remove a channel from H and N; set its block of H to the identity and its other entries to 0."""
         at_T = pick * self.taps + torch.arange(self.taps, device=pick.device)
         h_RTU, n_RTU = self.inverses_RUU[:, at_T], self.norms_RUU[:, at_T]
         k_RTU = torch.linalg.solve(h_RTU[:, :, at_T], h_RTU)
@@ -134,7 +134,7 @@ class _ReadersOfTaps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Reader:
-    """A reader's shifted covariance [U,U], W A [X,U], and the factor that turns its losses into shares."""
+    """A = covariance + ridge I [U,U] and W A [X,U] of one reader; `share` turns its losses into shares of variance."""
 
     shifted_UU: Tensor
     target_XU: Tensor
@@ -142,7 +142,7 @@ class _Reader:
     taps: int
 
     def formed(self, here_M: Tensor) -> tuple[Tensor, Tensor]:
-        """Return inverse and Gram of the best weights on the channels that are left."""
+        """Return H and, times `share`, N on the channels that are left."""
         here_U = columns(here_M, self.taps)
         inverse_UU = torch.cholesky_inverse(torch.linalg.cholesky(self.shifted_UU[here_U[:, None], here_U]))
         weight_XU = self.target_XU[:, here_U] @ inverse_UU
@@ -150,7 +150,7 @@ class _Reader:
 
 
 class _Readers:
-    """Inverses and Grams of several layers over some channels, with the interface of _Surgeon."""
+    """H and N of several readers over some channels, with the interface of _Surgeon."""
 
     def __init__(self, readers: Sequence[_Reader], here_M: Tensor) -> None:
         self.here_M, self.gone_M = here_M, torch.zeros_like(here_M, dtype=torch.bool)
@@ -173,9 +173,10 @@ class _Readers:
 
 
 def _remove_all(form: Callable[[Tensor], _Surgeon | _Readers], part_C: Tensor) -> tuple[Tensor, Tensor]:
-    """Remove everything; return the order of removal and the cost of each removal.
+    """Remove all blocks, the cheapest first; return the order of removal and the cost of each removal.
 
-    The matrices are formed anew at each halving, so that rounding never piles up. A round removes one of every part.
+    `form` builds H and N on the blocks left, again whenever half of the blocks are gone, so that rounding errors don't
+    accumulate. Blocks are removed in rounds, one of every part.
     """
     order, costs, parts = list[Tensor](), list[Tensor](), int(part_C.max()) + 1
     here_M = torch.arange(len(part_C), device=part_C.device)
@@ -200,8 +201,8 @@ def eliminate_blocks(
 ) -> Elimination:
     """Order all blocks of `size` columns by greedy backward elimination; O(U^3), one pass for every width.
 
-    Blocks of one column without groups are left to `obs`. Blocks without variance or without weight cost nothing and go
-    first, by index.
+    `obs` does the work for blocks of one column without groups. Blocks without variance or without weight cost nothing
+    and go first, by index.
 
     Args:
         covariance_UU: float64 [U, U].
@@ -244,7 +245,9 @@ def eliminate_coupled(
     taps: Sequence[int] | None = None,
     part_C: Tensor | None = None,
 ) -> Elimination:
-    """Order all channels by greedy backward elimination; errors are sums of shares lost.
+    """Order all channels that several layers read, by greedy backward elimination over all of these layers.
+
+    Errors are sums over the layers of the lost share of each output's variance.
 
     Args:
         covariances: of each reader, float64 [U,U].

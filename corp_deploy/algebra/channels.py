@@ -24,8 +24,8 @@ class ChannelRecovery:
     """The new layer y' = weight x_K + bias; the defaults are those of a layer that loses nothing.
 
     residual: E||y - y'||^2; residual_uncompensated: the same if the channels were just dropped (eq. 63);
-    r2: share of the variance of the dropped part that the kept channels explain (eq. 65); condition, ridge: of the
-    solve, 1 and 0 without one.
+    r2: share of the variance of the dropped part that the kept channels explain (eq. 65); condition, ridge: those of
+    the least-squares solve, 1 and 0 without a solve.
     """
 
     weight_OK: Tensor

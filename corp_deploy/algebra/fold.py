@@ -10,9 +10,9 @@ _ROUNDS = 100
 
 
 def _seeds(distance_FF: Tensor, width: int, seed: int) -> Tensor:
-    """Draw the centres by k-means++: no two coincide.
+    """Draw the rows of the first centres by k-means++; no row is drawn twice.
 
-    The odds of each next centre are its squared distance to the nearest one so far.
+    A row's probability is proportional to its squared distance to the nearest centre so far.
     """
     generator = torch.Generator("cpu").manual_seed(seed)
     picks = [int(torch.randint(distance_FF.shape[0], (1,), generator=generator, device="cpu"))]

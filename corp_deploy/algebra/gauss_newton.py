@@ -26,11 +26,11 @@ def with_one(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTangent:
-    """The derivative of a layer's outputs over some tokens by the weights of its first map.
+    """The derivative J of a layer's outputs over some tokens by the weights W of its first map.
 
-    The inputs of that map [X,D] end in a one where it has a bias. The layer is y = f(first u), with any function f of
-    the map's outputs [X,R]. f is differentiated once: `pulled_XR` is linear in `weights_XO`, so its own derivative is
-    that of f. `size_bytes`: of everything that is kept.
+    The layer is y = f(W u), with any function f of the map's outputs [X,R]. The inputs u [X,D] end in a one if the map
+    has a bias. `pulled_XR` is f's vector-Jacobian product with `weights_XO`. It is linear in them, so differentiating
+    it gives the Jacobian-vector product without a second run of f. `size_bytes`: the memory that all this holds.
     """
 
     entering_XD: Tensor
@@ -42,7 +42,7 @@ class LayerTangent:
 
     @classmethod
     def of(cls, entering_XD: Tensor, given_XR: Tensor, run: Callable[[Tensor], Tensor]) -> Self:
-        """Differentiate `run`, from the map's outputs to the layer's outputs, which may cover fewer tokens."""
+        """Differentiate `run`, which computes f: the layer's outputs, possibly at fewer tokens, from the map's."""
         held_bytes = list[int]()
 
         def kept(tensor: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ class LayerTangent:
         return moved_XO
 
     def sensitivity(self, out_XO: Tensor) -> Tensor:
-        """Return the derivative of <outputs, out_XO> by the map's outputs [X,R]."""
+        """Return the derivative of the inner product <outputs, out_XO> by the map's outputs [X,R]."""
         (given_XR,) = torch.autograd.grad(self.out_XO, self.given_XR, out_XO, retain_graph=True)
         return given_XR
 
@@ -89,14 +89,14 @@ class Residuals:
         return float(len(self.residual_XO)) if self.weight_X is None else float(self.weight_X.double().sum())
 
     def back(self, out_XO: Tensor) -> Tensor:
-        """Return J' w r, summed over the tokens [R,D]."""
+        """Return J' w out_XO, with the tokens' weights w, summed over the tokens [R,D]."""
         weighted_XO = out_XO if self.weight_X is None else out_XO * self.weight_X.to(out_XO)[:, None]
         return self.tangent.sensitivity(weighted_XO).mT @ self.tangent.entering_XD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kronecker:
-    """G (x) A + ridge I, by the eigenvectors and eigenvalues of both, in the form that a division needs."""
+    """G (x) A + ridge I, by the eigenvectors of G and of A and the eigenvalues of the sum."""
 
     left_RR: Tensor
     right_DD: Tensor
@@ -134,7 +134,7 @@ def _preconditioner(
 
 
 def gauss_newton(pieces: Iterable[Residuals], *, ridge_rel: float, iterations: int) -> Iterator[Tensor]:
-    """Yield the step [R,D] after each iteration of conjugate gradients, until nothing is left to gain.
+    """Yield the step [R,D] after each iteration of conjugate gradients, until the iteration has converged.
 
     The pieces are iterated twice, and once more in each iteration. The ridge is relative to the mean diagonal of
     K-FAC's Kronecker product for J'J; 0 is allowed.

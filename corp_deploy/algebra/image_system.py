@@ -1,4 +1,6 @@
-"""CORP's per-image system (eq. 15): products of the Grams of q and k, summed over images, for any kept set inside it.
+"""CORP's per-image system (eq. 15): products of the Grams of q and k, summed over images.
+
+It gives the least-squares fit of missing logits for any kept set of dimensions among those that it covers.
 
 Legend: H heads, D dimensions of a head, S covered by the system, R kept of them, T = S(S+1)/2 pairs (a <= b, row by
 row).

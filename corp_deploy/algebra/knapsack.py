@@ -67,7 +67,7 @@ def _price_of_budget(sites: Sequence[SiteOptions], budget: float) -> float:
 
 
 def _frontier(cost_S: Array, error_S: Array) -> NDArray[np.int64]:
-    """Return the indices, by cost, of the partial choices that no cheaper or equally cheap one matches in error."""
+    """Return the indices of the partial choices with less error than all that cost no more, in order of cost."""
     order = np.lexsort((error_S, cost_S))
     best_before = np.concatenate(([np.inf], np.minimum.accumulate(error_S[order])[:-1]))
     return order[error_S[order] < best_before]

@@ -35,11 +35,11 @@ class NormBehind:
         return (given_BNC.var(dim=-1, correction=0, keepdim=True) + self.eps).sqrt()
 
     def passed(self, given_BNC: Tensor) -> Tensor:
-        """Return the weight of a squared change of the layer's output [B,N], without the gain."""
+        """Return 1 / sigma^2 [B,N]: the weight of a squared change in front of the norm, without the gain."""
         return self._sigma(given_BNC).squeeze(-1).square().reciprocal()
 
     def before(self, added_BNC: Tensor, given_BNC: Tensor) -> Tensor:
-        """Return gain times the output that leads to `added_BNC`, for a dense layer's output `given_BNC`."""
+        """Return gain * (y + d), given the wanted addition s(y) + drift (`added_BNC`) and the dense output y."""
         sigma, square_C = self._sigma(given_BNC), self.gain_C.square()
         unit_BNC = (given_BNC - given_BNC.mean(dim=-1, keepdim=True)) / sigma
         drift_BNC = added_BNC - self.gain_C * unit_BNC
@@ -48,7 +48,7 @@ class NormBehind:
 
 
 def _tangent(wanted_BNC: Tensor, unit_BNC: Tensor, weight_C: Tensor) -> Tensor:
-    """Return weight * (wanted - a - b u) with a and b such that it has no mean and no component along u."""
+    """Return weight * (wanted - a - b u), with a and b per token such that it has no mean and no component along u."""
 
     def along(direction: Tensor) -> Tensor:
         norm = (weight_C * direction.square()).sum(dim=-1, keepdim=True)

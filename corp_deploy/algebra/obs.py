@@ -3,8 +3,8 @@
 With A = covariance + ridge * I and S the channels still there, the best output weights on S are (W A)[:, S] H,
 H = A_SS^-1: CORP's eq. 9. Removing j then costs ||w_j||^2 / H_jj (optimal brain surgeon, one column at a time), so
 greedy elimination needs only the diagonals of H and of N = (current weights)' (current weights). Both change by a known
-low-rank term per removal. Inside a block of removals the terms are kept as vectors and only the current row is formed;
-at the end of the block the matrices take all terms in one product.
+low-rank term per removal. The terms of a block of removals are kept as vectors, from which each removal computes its
+own row of H and N; at the end of the block one product adds all terms to the matrices.
 
 Legend: F channels, O outputs, M channels still in the matrices, B removals in a block, K kept, P pruned.
 """
@@ -80,7 +80,10 @@ def interleave(eliminations: Sequence[Elimination]) -> Elimination:
 
 
 def others_first(order: Elimination, channels: int, lost: float) -> Elimination:
-    """Put all other channels in front of an order of some channels, each with an equal part of the loss `lost`."""
+    """Return the order of all channels in which those missing from `order` go first.
+
+    Removing all the missing ones costs `lost`, in equal parts.
+    """
     others = complement(order.order_F, channels)
     parts = torch.arange(1, len(others) + 1, device=others.device, dtype=torch.float64) / max(len(others), 1)
     return Elimination(
@@ -108,8 +111,8 @@ class RegularisedCovariance:
 def shifted_covariance(covariance_FF: Tensor, ridge_rel: float, *, scale: float | None = None) -> RegularisedCovariance:
     """Return covariance + ridge * I with its Cholesky factor.
 
-    A ridge too small for a factor is raised tenfold until there is one. It is relative to `scale`, by default the mean
-    diagonal.
+    ridge = ridge_rel * `scale`, by default the mean diagonal. Where the factorisation fails, the ridge is raised
+    tenfold until it succeeds.
     """
     scale = float(covariance_FF.diagonal().mean()) if scale is None else scale
     ridge = max(ridge_rel, _RIDGE_FLOOR_REL) * scale
@@ -124,10 +127,10 @@ def shifted_covariance(covariance_FF: Tensor, ridge_rel: float, *, scale: float 
 
 
 def removals_of_block(inverse_MM: Tensor, norms_MM: Tensor, gone_M: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Remove `count` channels in turn; return their positions and costs.
+    """Remove `count` channels, each time the cheapest; return their positions and costs.
 
-    Both matrices and the mask are updated in place. Positions stay on the device: a GPU is never waited for inside a
-    block.
+    Both matrices and the mask are updated in place. Positions stay on the device, so that the host doesn't wait for a
+    GPU within the block.
     """
     width = gone_M.numel()
     picks_B = torch.empty(count, dtype=torch.int64, device=gone_M.device)
@@ -169,8 +172,8 @@ Graph = tuple[torch.cuda.CUDAGraph, list[Tensor], tuple[Tensor, ...]]
 class CapturedWork:
     """`work(*tensors, count)`, thousands of tiny kernels, replayed as a CUDA graph on a GPU, called directly elsewhere.
 
-    The launches of such work by the host take longer than its kernels. A graph is captured once per shape. `work`
-    changes tensors in place and returns new ones. Graphs hold memory while the object is `keeping`.
+    The host takes longer to launch these kernels than the GPU to run them. A graph is captured once for each shape.
+    `work` changes tensors in place and returns new ones. Graphs stay in memory within a `keeping` context.
 
     Tensors are copied into the graph's own before a replay and back after it; results are copied out before another
     graph is replayed, so that all graphs share their memory.
@@ -225,7 +228,7 @@ removals = CapturedWork(removals_of_block)
 
 
 def _eliminate(shifted: RegularisedCovariance, weight_OF: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """Remove every channel; at each halving the matrices are formed anew, so that rounding never piles up."""
+    """Remove every channel; compute the matrices anew each time half are gone, so that rounding doesn't accumulate."""
     here_M = torch.arange(weight_OF.shape[1], device=weight_OF.device)
     target_OF = weight_OF @ shifted.matrix_FF
     factor_MM, current_OM = shifted.factor_FF, weight_OF

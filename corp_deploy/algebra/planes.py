@@ -48,7 +48,7 @@ class PlaneLoss:
 
 
 def dims_of_planes(planes_HK: Tensor, dims: int) -> Tensor:
-    """Return the dimensions [H,2K] of planes of a head of `dims` dimensions, one half behind the other."""
+    """Return the dimensions [H,2K] of a head's planes: the first one of each plane, then the second ones."""
     return torch.cat((planes_HK, planes_HK + dims // 2), dim=1)
 
 
@@ -87,12 +87,12 @@ def aggregated_loss(q_second_HDD: Tensor, k_second_HDD: Tensor) -> PlaneLoss:
 
 
 def exact_loss(gram_HXX: Tensor) -> PlaneLoss:
-    """Return the loss of a quadratic that was summed itself: KL of the attention, to second order (see calib)."""
+    """Return the loss with this gram and t = 0, such as calib's sums of the attention's KL to second order."""
     return PlaneLoss(gram_HXX=0.5 * (gram_HXX + gram_HXX.mT), cross_HX=gram_HXX.new_zeros(gram_HXX.shape[:2]))
 
 
 def residual_exact(gram_HXX: Tensor, q_map_HRD: Tensor, k_map_HRD: Tensor) -> Tensor:
-    """Return x' G x [H] of maps of this file's kind; a plane whose maps are zero is removed."""
+    """Return x' G x [H] for maps of q and k that this file builds; a plane whose maps are zero counts as removed."""
     planes = gram_HXX.shape[1] // 2
     lost_HDD = -(q_map_HRD.mT @ k_map_HRD)
     real_HP = 1.0 + lost_HDD.diagonal(dim1=1, dim2=2)[:, :planes]
@@ -101,7 +101,7 @@ def residual_exact(gram_HXX: Tensor, q_map_HRD: Tensor, k_map_HRD: Tensor) -> Te
 
 
 def covered_planes(system: ImageSystem) -> Tensor:
-    """Return the planes [H,C] of a system that covers whole ones, ascending: their first dimensions come first."""
+    """Return the planes [H,C] that a system covers, ascending; it must cover both dimensions of each."""
     return system.covered_HS[:, : system.covered_HS.shape[1] // 2]
 
 
@@ -145,7 +145,8 @@ def _fit_factors(loss: PlaneLoss, kept_HK: Tensor, ridge_rel: float) -> tuple[Te
 def _build_maps(factor_HK2: Tensor, kept_HK: Tensor, dims: int, grouped: int) -> tuple[Tensor, Tensor]:
     """Return the maps [H,2K,D] of q and of k.
 
-    Each takes the root of a factor's modulus, q its angle. With grouped keys q takes the whole factor.
+    Both scale by the root of a factor's modulus, and q turns by the factor's angle. With grouped keys q takes the whole
+    factor.
     """
     a_HK1, b_HK1 = factor_HK2.split(1, dim=2)
     root_HK1 = torch.linalg.vector_norm(factor_HK2, dim=2, keepdim=True).sqrt()
@@ -208,7 +209,10 @@ def _judge_factors(
     grouped: int,
     residual: Callable[[Tensor, Tensor], Tensor],
 ) -> QkRecovery:
-    """Return planes with fitted factors, judged beside planes without, by the residual of maps of q and of k."""
+    """Return the recovery with the planes `kept_HK` and fitted factors, with its residual.
+
+    The uncompensated case keeps the planes `plain_HK` unchanged. `residual` takes the maps of q and of k.
+    """
     factor_HK2, condition, ridge = fitted
     maps, plain = _build_maps(factor_HK2, kept_HK, dims, grouped), selection(dims_of_planes(plain_HK, dims), dims)
     own = judge_maps(maps, residual(*maps), residual(plain, plain), condition=condition, ridge=ridge)
@@ -218,10 +222,10 @@ def _judge_factors(
 def _fit_aggregated(
     q_second_HDD: Tensor, k_second_HDD: Tensor, kept_HK: Tensor, plain_HK: Tensor, *, ridge_rel: float, grouped: int
 ) -> QkRecovery:
-    """Return planes with fitted factors on the aggregated objective.
+    """Fit the factors of the planes `kept_HK` on the aggregated objective.
 
-    The uncompensated case keeps `plain_HK` alone. A head that loses more by the fit takes that case instead; heads that
-    share keys do so together.
+    The uncompensated case keeps the planes `plain_HK` unchanged. Heads for which the fit loses more take that case
+    instead, heads that share keys together.
     """
     dims, residual = q_second_HDD.shape[1], partial(residual_aggregated, q_second_HDD, k_second_HDD)
     fitted = _fit_factors(aggregated_loss(q_second_HDD, k_second_HDD), kept_HK, ridge_rel)
@@ -237,7 +241,10 @@ def _fit_aggregated(
 def eliminate_planes(
     q_second_HDD: Tensor, k_second_HDD: Tensor, planes: int, *, ridge_rel: float, grouped: int = 1
 ) -> QkRecovery:
-    """Keep as many planes of each head as the greedy elimination leaves. Pass k's second moment centred per image."""
+    """Keep `planes` planes of each head by greedy elimination, with factors fitted on the aggregated objective.
+
+    Pass k's second moment centred per image.
+    """
     gram_HXX = aggregated_loss(q_second_HDD, k_second_HDD).gram_HXX
     kept_HK = _last_planes(order_planes(gram_HXX, ridge_rel=ridge_rel, grouped=grouped), planes)
     energy_HD = q_second_HDD.diagonal(dim1=1, dim2=2) * k_second_HDD.diagonal(dim1=1, dim2=2)
@@ -246,9 +253,9 @@ def eliminate_planes(
 
 
 def eliminate_planes_exactly(gram_HXX: Tensor, planes: int, *, ridge_rel: float, grouped: int = 1) -> QkRecovery:
-    """Keep the planes that an elimination by the change of attention leaves.
+    """Keep `planes` planes of each head by greedy elimination on a summed quadratic; see exact_loss.
 
-    The uncompensated case keeps the planes that alone move attention most.
+    The uncompensated case keeps, unchanged, the planes whose removal alone would change attention most.
     """
     loss = exact_loss(gram_HXX)
     kept_HK = _last_planes(order_planes(loss.gram_HXX, ridge_rel=ridge_rel, grouped=grouped), planes)
@@ -261,12 +268,12 @@ def eliminate_planes_exactly(gram_HXX: Tensor, planes: int, *, ridge_rel: float,
 def logit_v1_planes(
     q_second_HDD: Tensor, k_second_HDD: Tensor, kept_HK: Tensor, *, ridge_rel: float, grouped: int = 1
 ) -> QkRecovery:
-    """Fit factors of these planes by the equation of CORP's first version, on second moments of all tokens."""
+    """Fit factors of these planes on the objective of CORP's first version: second moments of all tokens."""
     return _fit_aggregated(q_second_HDD, k_second_HDD, kept_HK, kept_HK, ridge_rel=ridge_rel, grouped=grouped)
 
 
 def logit_planes(system: ImageSystem, kept_HK: Tensor, *, ridge_rel: float, grouped: int = 1) -> QkRecovery:
-    """Fit M of CORP's eq. 14-16 as one complex number per plane: the missing logits of every image ~ Q_S M K_S'.
+    """Fit the M with which Q_S M K_S' replaces every image's missing logits (CORP, eq. 14-16), as factors of planes.
 
     The system has to cover the planes.
     """

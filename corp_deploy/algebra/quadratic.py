@@ -40,9 +40,10 @@ def pseudo_solve(cross_OK: Tensor, gram_KK: Tensor) -> tuple[Tensor, float]:
 def solve_ridge(cross_OK: Tensor, gram_KK: Tensor, *, ridge_rel: float, bound: bool = False) -> RidgeSolution:
     """Solve X (gram + ridge I) = cross in float64, ridge = ridge_rel * mean diagonal of gram.
 
-    By Cholesky. Where that finds the matrix singular to working precision (condition above 1e12), the eigenvalues under
-    1e-12 of the largest are dropped instead: the shortest of the least-squares solutions. K may be 0. With `bound` the
-    bound that the ridge implies replaces the condition where it is small enough: that spares an inverse.
+    The solver is Cholesky. Where the matrix is singular to working precision (condition above 1e12), eigenvalues under
+    1e-12 of the largest are dropped: the solution is the shortest of the least-squares solutions. K may be 0. With
+    `bound` an upper bound, which follows from the ridge, is returned as the condition if it is below 1e12; computing
+    the condition itself takes an inverse.
     """
     assert ridge_rel >= 0.0, ridge_rel
     if not gram_KK.numel():
@@ -67,7 +68,10 @@ def solve_ridge(cross_OK: Tensor, gram_KK: Tensor, *, ridge_rel: float, bound: b
 def solve_ridge_toward(
     start_OK: Tensor, weight_OC: Tensor, moment_CC: Tensor, map_KC: Tensor, *, ridge_rel: float
 ) -> RidgeSolution:
-    """Return S + (W - S R) G R' (R G R' + ridge I)^-1: the weights that read R z in place of z, by a ridge toward S."""
+    """Return S + (W - S R) G R' (R G R' + ridge I)^-1: weights that read R z in place of z, by a ridge toward S.
+
+    R is the map, G = E[z z'] or the covariance, S the start and W the weights that read z.
+    """
     spread_CK = moment_CC @ map_KC.T
     step = solve_ridge((weight_OC - start_OK @ map_KC) @ spread_CK, map_KC @ spread_CK, ridge_rel=ridge_rel)
     return replace(step, solution_OK=start_OK + step.solution_OK)
@@ -79,7 +83,7 @@ def variance(weight_OF: Tensor, covariance_FF: Tensor) -> float:
 
 
 def explained(left: float, lost: float) -> float:
-    """Return the share of a loss that a fit, which leaves `left` of it, gives back; 1 where nothing is lost."""
+    """Return 1 - left / lost: the share of a loss that a fit removes; 1 if nothing is lost."""
     return 1.0 - left / lost if lost > 0.0 else 1.0
 
 
@@ -90,7 +94,7 @@ def output_error(mean_F: Tensor, second_FF: Tensor, change_OF: Tensor, bias_chan
 
 
 def floored_roots(moment_HVV: Tensor, floor_rel: float) -> tuple[Tensor, Tensor]:
-    """Return the roots of the eigenvalues, none below floor_rel * their mean, and the eigenvectors."""
+    """Return the square roots of the eigenvalues, raised to floor_rel * their mean before, and the eigenvectors."""
     value_HV, basis_HVV = torch.linalg.eigh(moment_HVV)
     floor_H1 = (floor_rel * value_HV.mean(dim=1, keepdim=True)).clamp_min(torch.finfo(torch.float64).tiny)
     return torch.maximum(value_HV, floor_H1).sqrt(), basis_HVV
@@ -105,11 +109,10 @@ def diagonal_blocks(matrix_CC: Tensor, count: int) -> Tensor:
 def mean_from_kept(second_FF: Tensor, weight_F: Tensor, kept_K: Tensor) -> Tensor:
     """Return weights [K] that predict a weighted mean w'g of F positive numbers from some of them, g_S, given E[g g'].
 
-    There is no offset, so that both scale alike. If the kept numbers were in a fixed proportion to the rest, c0 = kappa
-    w_S would predict it, with kappa = E[w'g w_S'g_S] / E[(w_S'g_S)^2]. The regression is pulled toward that, argmin
-    E(w'g - c'g_S)^2 + ridge |c - c0|^2, by the weakest ridge with which none of the weights is below zero: a mean that
-    a norm divides by must not come near zero, and an exact answer for numbers that are multiples of the kept ones has
-    no such weight. Float64.
+    There is no offset, so that the prediction scales with g. If the kept numbers were in a fixed proportion to the
+    rest, c0 = kappa w_S would be exact, with kappa = E[w'g w_S'g_S] / E[(w_S'g_S)^2]. The regression is pulled toward
+    c0, argmin E(w'g - c'g_S)^2 + ridge |c - c0|^2, by the weakest ridge that leaves no weight below zero, because a
+    norm divides by the mean and the mean must not come near zero. Float64.
     """
     kept_weight_K = weight_F[kept_K]
     gram_KK, cross_K = second_FF[kept_K[:, None], kept_K], second_FF[kept_K] @ weight_F

@@ -97,7 +97,7 @@ def _fold_maps(m_HRR: Tensor, kept_HR: Tensor, head_dim: int) -> tuple[Tensor, T
 
 
 def logit(system: ImageSystem, kept_HR: Tensor, *, ridge_rel: float) -> QkRecovery:
-    """Recover the missing logits of every image by Q_S M K_S' (CORP, eq. 14-16); I + M is folded by its SVD as it is.
+    """Replace every image's missing logits by Q_S M K_S', and fold I + M into maps by its SVD (CORP, eq. 14-16).
 
     ridge = ridge_rel * mean diagonal of G. The residual is eq. 81, on the per-image objective.
     """
@@ -118,7 +118,7 @@ def logit(system: ImageSystem, kept_HR: Tensor, *, ridge_rel: float) -> QkRecove
 
 
 def logit_v1(q_second_HDD: Tensor, k_second_HDD: Tensor, kept_HR: Tensor, *, ridge_rel: float) -> QkRecovery:
-    """Solve the equation of CORP's first version on summed Grams, S_q,SS M S_k,SS + ridge M = S_q,SP S_k,PS.
+    """Recover by CORP's first version, on summed Grams: solve S_q,SS M S_k,SS + ridge M = S_q,SP S_k,PS for M.
 
     It is solved in the eigenbases of both. ridge = ridge_rel * mean diagonal of S_k,SS (x) S_q,SS. M has no component
     in directions in which that product and the ridge both vanish.
@@ -154,13 +154,13 @@ def _roots(second_HDD: Tensor, floor_rel: float) -> tuple[Tensor, Tensor, Tensor
 
 
 def lowrank(q_second_HDD: Tensor, k_second_HDD: Tensor, width: int, *, floor_rel: float = 1e-6) -> QkRecovery:
-    """Return the best maps of this rank on the aggregated objective, whatever dimensions they mix (Eckart-Young).
+    """Return the best maps of rank `width` on the aggregated objective; they mix all dimensions (Eckart-Young).
 
     S_q^1/2 S_k^1/2 = U S V': q_map = (S_q^-1/2 U_r S_r^1/2)', k_map = (S_k^-1/2 V_r S_r^1/2)'. Pass k's second moment
     centred per image: softmax ignores a constant along a query's row. Eigenvalues are raised to floor_rel * their mean,
-    so that directions without calibration data stay represented and full width gives back every logit. A head that
-    would lose no less by dropping its dimensions of least energy (one whose logits are the same for all keys; otherwise
-    possible only under that floor) drops those instead; that dropping is the uncompensated case.
+    so that directions without calibration data stay represented and full width gives back every logit. The
+    uncompensated case drops the dimensions of least energy. A head takes that case if it loses no more by it, as where
+    its logits are equal for all keys.
     """
     q_root_HDD, q_inverse_HDD, q_condition_H = _roots(q_second_HDD, floor_rel)
     k_root_HDD, k_inverse_HDD, k_condition_H = _roots(k_second_HDD, floor_rel)
@@ -182,7 +182,7 @@ def lowrank(q_second_HDD: Tensor, k_second_HDD: Tensor, width: int, *, floor_rel
 
 
 def _balance_norms(q_map_HRD: Tensor, k_map_HRD: Tensor) -> tuple[Tensor, Tensor]:
-    """Scale both maps inversely, without changing the logits, so that neither norm is over MOST_APART times the other.
+    """Scale one map up and the other down, with the same logits, until their norms differ at most MOST_APART times.
 
     Keys that hardly vary would otherwise get a map that no float32 holds.
     """

@@ -1,6 +1,6 @@
-"""Linear layers fitted to a target other than their own dense output, from weights that are already good.
+"""Linear layers fitted by ridge regression to any target, toward prior weights, and the sums over tokens for the fit.
 
-The sums over tokens for it: float32 products, float64 sums that add up.
+Products over tokens are computed in float32 and summed in float64; sums over several sets of tokens can be added.
 
 Legend: B images, N tokens, n tokens of one product, K inputs, R kept inputs, O outputs.
 """
@@ -77,7 +77,7 @@ class Regression:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refit:
-    """New weight and bias; residual: E||t - W x - b||^2; residual_prior: that of the prior at its best bias."""
+    """New weight and bias; residual: E||t - W x - b||^2; residual_prior: that of the prior at the best bias."""
 
     weight_OK: Tensor
     bias_O: Tensor
@@ -124,7 +124,7 @@ def _weighted(x_BNK: Tensor, weights_BN: Tensor | None) -> Tensor:
 
 @dataclass(slots=True, kw_only=True)
 class Gram:
-    """Sums over tokens of x and of x x'; only `gram_KK` has both triangles of the latter."""
+    """Sums over tokens of x and of x x', of which `upper_KK` holds the upper triangle and `gram_KK` both."""
 
     tokens: float
     sum_K: Tensor
@@ -160,7 +160,8 @@ class Gram:
 class RegressionSums:
     """Sums over tokens of inputs x, targets t and their products.
 
-    A regression on fewer inputs, or on the target less the output of a map, follows from them; no image is seen again.
+    They also give the regression on some of the inputs, or on the target minus the output of a map, without another
+    pass over the images.
     """
 
     x: Gram

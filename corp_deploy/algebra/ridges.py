@@ -1,7 +1,7 @@
 """The choice of a ridge by two halves of the images: the one whose fits to either half err least on the other. PURE.
 
-The halves split no group of images that are alike, so a fit gains nothing from memorising its own photographs. The fit
-itself decides what it shrinks and toward which weights: all of this project's shrink toward the dense layer.
+No group of similar images is in both halves, so memorising the images of one half doesn't lower the error on the other.
+The caller's fit decides what the ridge pulls toward: in this project, the weights of the dense layer.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,11 +19,11 @@ Fit = TypeVar("Fit")
 class RidgeChoice:
     """A strength for fits to half of the images, and the shares of the dense signal that such fits lose.
 
-    The shares are lost on the half of the fit and on the other one, each the mean of both ways round. The gap between
-    them is over-fitting, about twice that of a fit to all images.
+    `share_fitted` is the share lost on the half of the fit, `share_held_out` that on the other half, each the mean over
+    the fits to either half. The gap between them is over-fitting, about twice that of a fit to all images.
 
-    `strength_whole`: for the fit to both halves. Twice the images weigh twice as much against the pull of the ridge, so
-    half the strength does the same.
+    `strength_whole` is the strength for the fit to all images. It is half of `strength`: a ridge is relative to the
+    mean over images, so half of it is the same pull against the sum over twice as many.
     """
 
     strength: float

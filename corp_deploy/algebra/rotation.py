@@ -1,8 +1,9 @@
 """A rotation inside each head that leaves the result unchanged and evens out the ranges of its channels.
 
-Queries A q and keys B k give the same logits as R A q and R B k for any orthogonal R, values V v into W the same
-outputs as R V v into W R'. With R a Hadamard matrix over its root every new channel mixes all old ones alike, so that
-few exceed the range that one quantisation scale serves (QuaRot, arXiv 2404.00456, section 3).
+For any orthogonal R, queries R A q and keys R B k give the same logits as A q and B k, and an output projection W R'
+reads R V v with the same result as W reads V v. With R a Hadamard matrix over the root of its size, every new channel
+mixes all old ones with equal weight, so that channels have similar ranges, which one quantisation scale can serve
+(QuaRot, arXiv 2404.00456, section 3).
 
 Legend: H heads, D inputs of a map, R reduced width, K = H R, O outputs.
 """
@@ -12,12 +13,12 @@ from torch import Tensor
 
 
 def is_rotatable(width: int) -> bool:
-    """Return whether Sylvester's Hadamard matrices have this size: powers of two, of which 1 changes nothing."""
+    """Return whether Sylvester's Hadamard matrix of this size exists and mixes channels: a power of two above 1."""
     return width > 1 and width & (width - 1) == 0
 
 
 def hadamard(width: int, device: torch.device | None = None) -> Tensor:
-    """Return Sylvester's Hadamard matrix over its root in float64 [R, R]: orthogonal and symmetric."""
+    """Return Sylvester's Hadamard matrix over the root of its size, float64 [R, R]: orthogonal and symmetric."""
     assert is_rotatable(width), width
     two = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64, device=device)
     whole = two
@@ -34,7 +35,7 @@ def rotate_maps(map_HRD: Tensor) -> Tensor:
 
 
 def rotate_weight(weight_OK: Tensor, heads: int) -> Tensor:
-    """Return the weight that reads rotated channels of all heads side by side and gives the same output."""
+    """Return W R', the weight that reads the rotated channels of all heads, side by side, with the same output."""
     width = weight_OK.shape[1] // heads
     if not is_rotatable(width):
         return weight_OK

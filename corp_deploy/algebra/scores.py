@@ -21,7 +21,7 @@ def _over_taps(score_U: Tensor, taps: int) -> Tensor:
 
 
 def energy(second_U: Tensor, taps: int = 1) -> Tensor:
-    """Return sum_t E[u_ct^2] over the places that the kernel sees, weighted by padding and strides."""
+    """Return sum_t E[u_ct^2] of each channel over patches, so that padding and strides count."""
     return _over_taps(second_U, taps)
 
 
@@ -52,7 +52,10 @@ def logit_magnitude(q_weight_HDI: Tensor, k_weight_HDI: Tensor) -> Tensor:
 
 
 def shared_by_groups(value_HX: Tensor, grouped: int) -> Tensor:
-    """Sum over each `grouped` consecutive heads and repeat the sum for each of them [H,X], to rank what they share."""
+    """Sum the values of each run of `grouped` consecutive heads and give each head its run's sum [H,X].
+
+    Heads that share keys are so ranked alike.
+    """
     if grouped == 1:
         return value_HX
     shared_GX: Tensor = value_HX.unflatten(0, (-1, grouped)).sum(dim=1)

@@ -1,7 +1,7 @@
 """The choice of the k weights that stay of every n neighbouring ones of a row: k:n patterns. PURE.
 
-The loss of new weights W' of a linear layer, over inputs of covariance C, is tr((W' - W) C (W' - W)') plus a constant
-that no weights can lessen, W being the best dense ones.
+The loss of a linear layer with weights W', over inputs of covariance C, is tr((W' - W) C (W' - W)') plus a constant,
+where W are the best dense weights.
 
 Legend: O rows, K inputs, G groups of n neighbours, P patterns of a group, D those of a pattern that are dropped.
 """
@@ -20,9 +20,9 @@ def saliency(weight_OK: Tensor, spread_K: Tensor) -> Tensor:
 
 
 def cast_order(score_K: Tensor, sparsity: Sparsity, *, block: int | None = None) -> Tensor:
-    """Return CAST's order [K]: sorted by score, cut into n quantiles, and one of each in every group.
+    """Return CAST's order of the inputs [K], in which every group of n has one input of each of n quantiles of score.
 
-    With `block` the inputs are ordered within blocks of that many neighbours.
+    With `block` the inputs are reordered only within blocks of that many neighbours.
     """
     blocks = score_K.view(-1, len(score_K) if block is None else block)
     assert not blocks.shape[1] % sparsity.of, (block, sparsity)
@@ -33,7 +33,7 @@ def cast_order(score_K: Tensor, sparsity: Sparsity, *, block: int | None = None)
 
 
 def dropped_patterns(sparsity: Sparsity, device: torch.device) -> Tensor:
-    """Return every way to drop n - k of n, as positions [P,D]."""
+    """Return the positions [P,D] of the dropped weights, for every way to drop n - k of n."""
     ways = list(combinations(range(sparsity.of), sparsity.of - sparsity.kept))
     return torch.tensor(ways, dtype=torch.int64, device=device)
 
@@ -55,10 +55,10 @@ def magnitude_mask(weight_OK: Tensor, sparsity: Sparsity) -> Tensor:
 
 
 def cast_mask(weight_OK: Tensor, second_KK: Tensor, sparsity: Sparsity) -> Tensor:
-    """Choose by CAST (Marchenko-Pastur paper, Sec. 3) without a prior mask. Boolean [O,K].
+    """Choose the kept weights by CAST (Marchenko-Pastur paper, Sec. 3) without a prior mask. Boolean [O,K].
 
-    Of a group g it takes the pattern of least r' C_g r, where r are the weights it drops, C_g = E[x_g x_g']. It looks
-    at each group by itself and changes no weight.
+    In each group g by itself, the pattern has the least r' C_g r, where r are the weights that it drops and
+    C_g = E[x_g x_g'].
     """
     size, patterns_PD = sparsity.of, dropped_patterns(sparsity, weight_OK.device)
     masks_Pn = torch.ones(len(patterns_PD), size, dtype=torch.bool, device=weight_OK.device)
@@ -75,7 +75,7 @@ def cast_mask(weight_OK: Tensor, second_KK: Tensor, sparsity: Sparsity) -> Tenso
 def _cheapest(weight_On: Tensor, inverse_nn: Tensor, patterns_PD: Tensor) -> tuple[Tensor, Tensor]:
     """Return the cheapest positions to drop in each row [O,D], and their multipliers [H^-1]_DD^-1 w_D [O,D].
 
-    All weights behind the group compensate for the dropped ones.
+    The cost assumes that the group's other weights and all weights behind the group are updated to compensate.
     """
     blocks_PDD = inverse_nn[patterns_PD[:, :, None], patterns_PD[:, None, :]]
     w_POD = weight_On[:, patterns_PD].transpose(0, 1)
@@ -85,10 +85,11 @@ def _cheapest(weight_On: Tensor, inverse_nn: Tensor, patterns_PD: Tensor) -> tup
 
 
 def obs_mask(weight_OK: Tensor, hessian_KK: Tensor, sparsity: Sparsity) -> Tensor:
-    """Choose in SparseGPT's order of columns (arXiv 2301.00774), by the exact cost of dropping several at once.
+    """Choose the kept weights in SparseGPT's column order (arXiv 2301.00774), by the exact cost of dropping several.
 
-    Group by group from the left, each row drops those D of its group that cost w_D' ([H^-1]_DD)^-1 w_D least, H being
-    that of the group and of all behind it, and the weights of both are updated to compensate (optimal brain surgeon).
+    From left to right, each row drops the D weights of a group with the least cost w_D' ([H^-1]_DD)^-1 w_D, where H is
+    the Hessian of the group's columns and all columns behind it. The weights in these columns are then updated to
+    compensate (optimal brain surgeon).
     `hessian_KK`: the inputs' covariance with its ridge, positive definite. Boolean [O,K].
     """
     size, patterns_PD = sparsity.of, dropped_patterns(sparsity, weight_OK.device)

@@ -79,8 +79,8 @@ def _solve_rows(right_XS: Tensor, system_XSS: Tensor) -> Tensor:
 def refit_on_support(right_OK: Tensor, system_KK: Tensor, mask_OK: Tensor, start_OK: Tensor) -> Tensor:
     """Solve w_S A_SS = T_S row by row, zeros elsewhere, float64; every row keeps the same number of weights.
 
-    Where A_SS is singular, the solution is the one that changes the start's weights there least. Rows with the same
-    support share a factor; others are solved in batches, S^3 / 3 multiply-adds each.
+    S are the weights that `mask_OK` keeps. Where A_SS is singular, the solution is the one closest to `start_OK`. Rows
+    with the same support share a Cholesky factor; others are solved in batches, with S^3 / 3 multiply-adds each.
     """
     supports_PK, which_O = torch.unique(mask_OK, dim=0, return_inverse=True)
     kept = int(supports_PK[0].sum()) if len(supports_PK) else 0
@@ -109,10 +109,10 @@ def refit_on_support(right_OK: Tensor, system_KK: Tensor, mask_OK: Tensor, start
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sparse:
-    """Weights with their zeros, and their errors E||t - W x - b||^2.
+    """Sparse weights, and errors E||t - W x - b||^2.
 
-    The errors are those of the dense weights, of the kept weights unchanged (`error_masked`), and of the refit.
-    `energy`: of the target about its mean, or about 0 without a bias.
+    `error_dense` is the error of the dense weights, `error_masked` that of the kept ones unchanged, and `error` that
+    after the refit. `energy`: the target's variance, or its mean square if the layer has no bias.
     """
 
     weight_OK: Tensor
@@ -134,10 +134,10 @@ def best_dense(objective: Objective) -> Tensor:
 
 
 def damp(system_KK: Tensor) -> Tensor:
-    """Add PATTERN_DAMP of its mean diagonal to a matrix, or 1 where that is 0, so that it is positive definite.
+    """Add PATTERN_DAMP * its mean diagonal to a matrix's diagonal, or 1 if that is 0, to make it positive definite.
 
-    The damping grows tenfold while that isn't enough, as for covariances that rounding made of inputs far from zero
-    compared with their deviations.
+    The addition is raised tenfold until that succeeds. Covariances of inputs with a mean far larger than their
+    deviation need more, because of rounding.
     """
     mean = max(float(system_KK.diagonal().mean()), 0.0)
     damp = PATTERN_DAMP * mean if mean > 0.0 else 1.0
@@ -152,9 +152,9 @@ def damp(system_KK: Tensor) -> Tensor:
 def sparse_layer(
     objective: Objective, dense_bias_O: Tensor, sparsity: Sparsity, rule: Rule, *, refits: bool = True
 ) -> Sparse:
-    """Choose the pattern by a rule, then refit on it exactly; never worse than the kept dense weights.
+    """Choose the pattern by a rule, then refit the kept weights; the error never exceeds that without the refit.
 
-    Without `refits` those are left unchanged.
+    Without `refits` the kept weights keep their values.
     """
     if rule == "magnitude":
         mask_OK = magnitude_mask(objective.dense_OK, sparsity)
@@ -166,10 +166,10 @@ def sparse_layer(
 
 
 def refit_mask(objective: Objective, dense_bias_O: Tensor, mask_OK: Tensor, *, refits: bool = True) -> Sparse:
-    """Refit on the supports of a mask.
+    """Refit the weights that a mask keeps.
 
-    The refit is exact, so its penalised error is least; the kept dense weights have no penalty, so the error alone is
-    never above theirs either.
+    The refit minimises error plus penalty exactly. The kept dense weights have the least penalty, so the error without
+    the penalty is never above theirs either.
     """
     masked_OK, error = objective.dense_OK * mask_OK, objective.regression.error
     weight_OK, bias_O = masked_OK, dense_bias_O

@@ -38,9 +38,9 @@ class ExchangedSet:
 
 
 class _Swept:
-    """T and N of a kept set, kept channels before pruned ones, and the pivots of this round, which are not applied yet.
+    """T and N of a kept set, and the pivots of this round, which are not applied yet.
 
-    All indices here are positions: `channel_F` holds the channel at each position.
+    Kept channels stand before pruned ones. Methods take positions; `channel_F` holds the channel at each position.
     """
 
     def __init__(self, shifted_FF: Tensor, weight_OF: Tensor, kept_K: Tensor) -> None:
@@ -90,7 +90,7 @@ class _Swept:
         self.count += 1
 
     def exchange(self, i: int, j: int) -> None:
-        """Move kept i out and pruned j in; they change places when the round is applied."""
+        """Move the kept channel at i out and the pruned one at j in; `apply` swaps their positions."""
         self._pivot(j)
         self._pivot(i)
         self.exchanged.append((i, j))
@@ -118,9 +118,9 @@ def _change(t_ii: Tensor, t_jj: Tensor, t_ij: Tensor, n_ii: Tensor, n_jj: Tensor
 
 
 def _best_partners(swept: _Swept) -> tuple[Tensor, Tensor]:
-    """Return the least change by an exchange of every pruned position, and the kept position of that exchange.
+    """Return for every pruned position the least change by any exchange, and the kept position of that exchange.
 
-    A few kept rows at a time, so that intermediate results stay in the processor's cache.
+    It takes a few kept rows at a time, so that intermediate results stay in the processor's cache.
     """
     kept, t_F, n_F = swept.kept, swept.t_FF.diagonal(), swept.n_FF.diagonal()
     t_P, n_P = t_F[kept:], n_F[kept:]
@@ -139,7 +139,7 @@ def _best_partners(swept: _Swept) -> tuple[Tensor, Tensor]:
 
 
 def _candidates(swept: _Swept, allowed_F: Tensor) -> list[tuple[int, int, float]]:
-    """Return disjoint (i, j, change) from one look at every pair, best first, at most half a block of them."""
+    """Return disjoint exchanges (i, j, change of the loss), best first, at most half a block of them."""
     if swept.kept == swept.channel_F.numel():
         return []
     best_P, partner_P = _best_partners(swept)

@@ -22,8 +22,8 @@ from .scores import kept_from_scores
 class ValueRecovery(ChannelRecovery):
     """New v = v_map v per head (rows orthonormal), new projection y' = weight [v_map z] + bias.
 
-    residual_uncompensated: with as many coordinates just dropped, those of least E[z_i^2] ||W_:,i||^2 per head;
-    r2: 1 - the ratio of both; condition, ridge: of the joint refit.
+    residual_uncompensated: the error if as many coordinates were just dropped, those of least E[z_i^2] ||W_:,i||^2 per
+    head; r2: 1 - residual / residual_uncompensated; condition, ridge: those of the joint refit.
     """
 
     v_map_HRV: Tensor
@@ -35,7 +35,7 @@ class ValueRecovery(ChannelRecovery):
 
     @property
     def as_dense_OC(self) -> Tensor:
-        """Values and projection together as a projection of the dense z."""
+        """The product weight v_map: new values and projection as one projection of the dense z."""
         return self.weight_OK @ _block_diagonal(self.v_map_HRV)
 
 
@@ -68,10 +68,10 @@ def keep_values(weight_OC: Tensor, bias_O: Tensor | None, heads: int) -> ValueRe
 
 
 def _truncate(whitened_HOV: Tensor, root_HV: Tensor, basis_HVV: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Return the best weight_HOR v_map_HRV of this rank.
+    """Return v_map_HRV and weight_HOR, the best factors of each head's projection at rank `width`.
 
-    It is the SVD of the full map times its input's S^1/2, in the eigenbasis of S. Maps with orthonormal rows keep the
-    new values at the scale of the old ones, as half precision needs.
+    They are the truncated SVD of the projection times S^1/2, in the eigenbasis of the input's covariance S. The maps'
+    rows are orthonormal, so that new values have the scale of the old ones, as half precision needs.
     """
     outputs, head_dim = whitened_HOV.shape[1:]
     # With fewer outputs than values some directions are not read: rows of zeros put them last.
@@ -86,7 +86,7 @@ def _truncate(whitened_HOV: Tensor, root_HV: Tensor, basis_HVV: Tensor, width: i
 def _sweep_heads(
     covariance_CC: Tensor, weight_OC: Tensor, v_map_HRV: Tensor, new_OK: Tensor, ridge_rel: float
 ) -> tuple[Tensor, Tensor]:
-    """Fit each head in turn to the residual of the others: a reduced-rank ridge toward its current map."""
+    """Fit each head in turn to what the other heads leave of the output, by reduced-rank ridge toward its own map."""
     _, width, head_dim = v_map_HRV.shape
     v_map_HRV, new_OK = v_map_HRV.clone(), new_OK.clone()
     left_OC = weight_OC - new_OK @ _block_diagonal(v_map_HRV)
@@ -110,10 +110,10 @@ _NOISE = 4.0  # times the least eigenvalue of the heads' own covariances, as a b
 
 
 def _raise_eigenvalues(covariance_CC: Tensor, heads: int) -> Tensor:
-    """Add to the diagonal of a covariance whose heads' own covariances have eigenvalues below zero.
+    """Add to the diagonal of a covariance if any head's own block has an eigenvalue below zero.
 
-    A difference of float32 sums has such eigenvalues where z hardly changes compared with its mean, and a solve with
-    them amplifies noise.
+    Rounding of float32 sums gives such eigenvalues where z varies little compared with its mean; a solve with them
+    amplifies noise.
     """
     least = float(torch.linalg.eigvalsh(diagonal_blocks(covariance_CC, heads)).amin())
     if least >= 0.0:
@@ -134,12 +134,12 @@ def lowrank_values(
     ridge_rel: float,
     sweeps: int = 1,
 ) -> ValueRecovery:
-    """Truncate the SVD of W_O,h S_z,h^1/2 per head, fold the mean exactly into the bias, refit once over all heads.
+    """Truncate the SVD of W_O,h S_z,h^1/2 per head, refit the projection over all heads, fold the mean into the bias.
 
-    The refit is a ridge toward the weights so far: with M all maps side by side and C the covariance of z, W' + (W - W'
-    M) C M' (M C M' + ridge I)^-1, ridge = ridge_rel * mean diagonal of M C M'. Each of the `sweeps` then fits each
-    head's map again to the residual of the others and repeats the refit; nothing raises the error. Eigenvalues of S_z,h
-    are raised to _FLOOR_REL * their mean.
+    The refit is a ridge toward the truncated weights W': with M the block-diagonal matrix of all maps and C the
+    covariance of z, W' + (W - W' M) C M' (M C M' + ridge I)^-1, ridge = ridge_rel * mean diagonal of M C M'. Each of
+    the `sweeps` fits each head's map again to the residual of the other heads and repeats the refit; no step raises the
+    error. Eigenvalues of S_z,h are raised to _FLOOR_REL * their mean.
     """
     covariance_CC = _raise_eigenvalues(second_CC - torch.outer(mean_C, mean_C), heads)
     root_HV, basis_HVV = floored_roots(diagonal_blocks(covariance_CC, heads), _FLOOR_REL)
@@ -168,7 +168,7 @@ def lowrank_values(
 
 
 def lowrank_spectrum(mean_C: Tensor, second_CC: Tensor, weight_OC: Tensor, heads: int) -> Tensor:
-    """Return the loss of each head's truncation alone at widths 0..V, before the joint refit [H, V + 1]."""
+    """Return the loss [H, V + 1] of truncating each head to widths 0..V, the others dense, without a refit."""
     covariance_HVV = diagonal_blocks(second_CC - torch.outer(mean_C, mean_C), heads)
     value_HV, basis_HVV = torch.linalg.eigh(covariance_HVV)
     rooted_HOV = (head_slices(weight_OC, heads) @ basis_HVV) * value_HV.clamp_min(0.0).sqrt().unsqueeze(1)

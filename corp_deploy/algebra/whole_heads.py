@@ -38,8 +38,8 @@ def weight_energy(weight_OC: Tensor, heads: int) -> Tensor:
 def eliminate_heads(covariance_CC: Tensor, weight_OC: Tensor, heads: int, *, ridge_rel: float) -> Elimination:
     """Order heads by removal, each the one of least tr(W_h' W_h [H^-1]_hh^-1), the others refitted.
 
-    One order serves every count. If `heads` is fewer than the attention has, equal runs of consecutive heads, the query
-    heads of whole groups, are removed as one.
+    One order serves every count. If query heads share keys and values in groups, pass the number of groups as `heads`:
+    the heads of a group, which are consecutive, are then removed together.
     """
     return eliminate_blocks(covariance_CC, weight_OC, weight_OC.shape[1] // heads, ridge_rel=ridge_rel)
 
@@ -54,13 +54,14 @@ def recover_projection(
     *,
     ridge_rel: float,
 ) -> ChannelRecovery:
-    """Return the projection that reads the heads left.
+    """Return the projection that reads the heads left, z' = R z.
 
-    With S the sum of each cluster's columns, C the covariance:
+    With S the sum of the columns of each cluster, G the second moment and C the covariance of z:
 
     * `none`: S;
-    * `gram`: W G R' (R G R' + ridge I)^-1 on the second moment, the bias as it is (GRAIL, as published);
-    * `affine`: S + (W - S R) C R' (R C R' + ridge I)^-1, the mean of the loss in the bias; with all heads left W.
+    * `gram`: W G R' (R G R' + ridge I)^-1, with the bias unchanged (GRAIL, as published);
+    * `affine`: S + (W - S R) C R' (R C R' + ridge I)^-1, with the mean of the lost part added to the bias; it is W if
+      all heads are left.
 
     ridge = ridge_rel * mean diagonal of the matrix that it is added to.
     """
