@@ -39,11 +39,11 @@ def split_inputs(
 ) -> ValidationSplit:
     """Hold out each `every`-th input, or all inputs of each `every`-th group in the order of the groups' first inputs.
 
-    With `judges` all inputs are fitted to. Of more than 64 held-out inputs, 64 judge, evenly spaced, and the others are
-    left aside. Copies of an input that judges are left aside too.
+    With `judges` these are the held-out inputs and all `images` are fitted to. Of more than 64 held-out inputs only 64,
+    evenly spaced, are used. Copies of held-out inputs are not fitted to.
 
     Raises:
-        BadInput: nothing is left on a side.
+        BadInput: no input is left to fit to or to hold out.
     """
     if judges is not None:
         return ValidationSplit(fitted=images, held_out=_thinned(judges, list(range(judges.count))))
@@ -61,11 +61,11 @@ def split_inputs(
 
 
 def stream_error(reduced: Tokens, dense_BMC: Tensor) -> Tensor:
-    """Return the mean over the present tokens of each token's squared error, relative to its dense square.
+    """Return the mean over tokens, without padding, of the squared error relative to the dense token's square.
 
-    A merged token is compared with the mean of the dense tokens that were merged into it, and counts as often. The
-    error is relative by token, because readers of a stream normalise each token, and a few tokens can be far longer
-    than the rest.
+    A merged token is compared with the mean of the dense tokens that were merged into it, and counts as many times. The
+    error is relative to each token's own norm, because readers of a stream normalise each token, and the norms of a few
+    tokens can be far larger than the rest.
     """
     reduced_BNC, weights_BN, sources_BM = reduced
     dense_BNC = dense_BMC if sources_BM is None else mean_of_sources(dense_BMC, sources_BM, reduced_BNC.shape[1])
@@ -86,8 +86,8 @@ def relative_square(reduced: Tensor, dense: Tensor) -> Tensor:
 def held_out_error(dense: nn.Module, reduced: nn.Module, inputs: InputSet, *, reads_all: bool) -> float:
     """Return the relative error of the outputs on held-out inputs.
 
-    With `reads_all` users read all tokens of the last stream: that stream's error is averaged in, half and half in
-    squares.
+    With `reads_all`, for models of which users read all tokens of the last stream, the result is the root mean square
+    of the outputs' error and that stream's.
     """
     total, count = 0.0, 0
     for batch in inputs.batches(AT_ONCE):

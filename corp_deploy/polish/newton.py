@@ -1,10 +1,10 @@
 """A reduced sublayer's layers fitted to the dense stream in turn, without a step size and without randomness.
 
-First the first layer, by a Gauss-Newton step through everything behind it (algebra/gauss_newton.py), then the last one,
-by a regression on its new inputs. Held-out inputs choose both steps, so that their error never grows.
+Each group of layers takes a Gauss-Newton step through everything behind it in the segment (algebra/gauss_newton.py).
+Held-out inputs choose how much of the step is taken, so that their error never grows.
 
-Legend: B inputs of a pair, N tokens, C channels of the stream, O outputs, D inputs of a layer, and one more where it
-has a bias, R rows of the first layer, K inputs of the last one.
+Legend: B inputs of a pair, N tokens, X tokens in one row, C channels of the stream, O outputs, D inputs of a layer, and
+one more if it has a bias, R rows of a group's matrices.
 """
 
 import math
@@ -27,7 +27,7 @@ MOST_TOKENS = 65_536  # of a step's fit
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matrix:
-    """A linear layer or a pointwise convolution by its name in the model."""
+    """The weight and bias of a linear layer or a pointwise convolution, by the layer's name in the model."""
 
     name: str
     layer: nn.Linear | nn.Conv2d
@@ -50,7 +50,7 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Newton:
-    """The ridge of a Gauss-Newton step, and the iterations after which its step so far is tried, ascending."""
+    """The ridge of a Gauss-Newton step, and the iterations of its solver after which the step is tried, ascending."""
 
     ridge_rel: float = 1e-2
     looks: tuple[int, ...] = (3, 8)
@@ -69,9 +69,9 @@ def token_weights_behind(read: Tensor | None, pair: StreamPair) -> Tensor:
 
 
 def _wanted_stream(pair: StreamPair, read: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return the wanted reduced stream at the tokens that are read, and the weight of each token, None for all alike.
+    """Return the wanted reduced stream at the tokens that are read, and the size of each token, None if none merge.
 
-    The stream is [B,N,C], or one row of tokens [1,X,C] where some are padding.
+    The stream is [B,N,C], or if some tokens are padding, one row of the other tokens [1,X,C].
     """
     target_BNC, sizes_BN = pair.target, None if pair.reduced.tokens.sources is None else pair.reduced.tokens.sizes
     there_BN = None if pair.weights is None else pair.weights > 0.0
@@ -84,7 +84,7 @@ def _wanted_stream(pair: StreamPair, read: Tensor | None) -> tuple[Tensor, Tenso
 
 
 class _SublayerJudge:
-    """The mean square error of the stream behind a segment, over the tokens that count, of the held-out pairs."""
+    """A judge of a sublayer: the mean square error of the stream behind its segment, on held-out pairs."""
 
     def __init__(self, sublayer: "Sublayer", pairs: Sequence[StreamPair]) -> None:
         self.step, self.read, self.pairs = sublayer.step, sublayer.read, pairs
@@ -109,7 +109,10 @@ class _SublayerJudge:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerGroup:
-    """Matrices that read the same inputs, and the derivative of a sublayer's outputs by all of their rows."""
+    """Matrices that read the same inputs and take a step together.
+
+    `linearised` returns the sublayer's residuals on some pairs, with the derivative of its outputs by all rows.
+    """
 
     matrices: tuple[Matrix, ...]
     linearised: Callable[[Sequence[StreamPair]], Iterable[Residuals]]
@@ -139,7 +142,10 @@ class Sublayer:
 
 
 def _step_(group: LayerGroup, pairs: Sequence[StreamPair], judge: _SublayerJudge, how: Newton, error: float) -> float:
-    """Move layers by the share of a Gauss-Newton step that errs least on held-out inputs; return that error."""
+    """Move a group's layers by the share of a Gauss-Newton step of least held-out error; return that error.
+
+    The layers stay unchanged if no share lowers `error`, the held-out error before.
+    """
     start_RD = best_RD = group.rows_RD
     steps = gauss_newton(group.linearised(pairs), ridge_rel=how.ridge_rel, iterations=how.looks[-1])
     for iteration, step_RD in enumerate(steps, start=1):
@@ -160,7 +166,7 @@ def _step_(group: LayerGroup, pairs: Sequence[StreamPair], judge: _SublayerJudge
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartReport:
-    """A sublayer with its sweeps and its held-out relative error before and after; after is never more."""
+    """A fitted sublayer: the number of sweeps, and the held-out relative error before and after, never larger."""
 
     part: str
     steps: int
@@ -183,7 +189,7 @@ class SweepBudget:
 
 
 def _sample_pairs(pairs: Sequence[StreamPair], sweep: int) -> Sequence[StreamPair]:
-    """Return evenly spaced pairs of at most MOST_TOKENS tokens together, or one pair; other pairs in each sweep."""
+    """Return evenly spaced pairs with about MOST_TOKENS tokens in all, at least one; each sweep takes other pairs."""
     tokens = sum(pair.reduced.tokens.x.shape[:2].numel() for pair in pairs)
     stride = min(-(-tokens // MOST_TOKENS), len(pairs))
     return pairs[sweep % stride :: stride]
@@ -197,9 +203,9 @@ def fit_sublayer_(
     how: Newton | None = None,
     on_sweep: Callable[[PartReport], None] | None = None,
 ) -> PartReport:
-    """Fit a sublayer of a reduced model in place, by sweeps over its layers, until nothing is gained.
+    """Fit a sublayer of a reduced model in place, by sweeps over its layers, until the held-out error stops falling.
 
-    The pairs hold the dense stream behind the segment and the reduced one before it; held-out pairs judge.
+    A pair holds the dense stream behind the segment and the reduced one before it; held-out pairs judge.
     """
     fitted = [pair for pair in pairs if not pair.held_out]
     judge = _SublayerJudge(sublayer, [pair for pair in pairs if pair.held_out])

@@ -1,4 +1,4 @@
-"""Options of a polish that refuse contradictory values. No torch."""
+"""Options of a polish, which refuse contradictory values. Imports no torch."""
 
 from dataclasses import dataclass
 from typing import Literal

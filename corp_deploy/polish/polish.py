@@ -33,7 +33,7 @@ HELD_OUT_EVERY = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolishReport:
-    """The result of a polish: its layers, and the held-out relative error of the outputs before and after."""
+    """The result of a polish: its sublayers, and the held-out relative error of the outputs before and after."""
 
     fitted: int
     held_out: int
@@ -93,15 +93,15 @@ def fitted_steps(dense: nn.Module, model: nn.Module) -> dict[str, SegmentStep]:
 def reason_against(dense: nn.Module, reduced: nn.Module) -> str | None:
     """Return why a reduced model can't be polished, None where it can.
 
-    Its streams have fewer channels than the dense model's, sites stand in no segment, its segments differ from the
-    dense model's, or a layer's step would have to be solved through convolutions of several places.
+    The reasons are streams with fewer channels than the dense model's, reduced sites outside of all segments, other
+    segments than the dense model's, and convolutions with kernels larger than 1x1, which have no Gauss-Newton step.
     """
     every = (sites_of(model).every for model in (dense, reduced))
     widths, of_reduced = ({site.name: site.width for site in own if isinstance(site, TracedStream)} for own in every)
     if thinner := [name for name, width in of_reduced.items() if widths.get(name) != width]:
         return (
-            f"the streams that {', '.join(thinner[:4])} write have fewer channels than the dense model's, to "
-            "which they would be fitted; leave --polish or --residual away"
+            f"the streams that {', '.join(thinner[:4])} write have fewer channels than the dense model's, so that "
+            "they can't be fitted to those; leave out --polish or --residual"
         )
     narrower = reduced_sites(dense, reduced)
     walked = {name for step in traced_model.steps(reduced) if isinstance(step, SegmentStep) for name in step.sites}
@@ -115,7 +115,7 @@ def reason_against(dense: nn.Module, reduced: nn.Module) -> str | None:
         )
     if spatial := spatial_sites(reduced, narrower):
         return (
-            f"{', '.join(spatial[:4])} have convolutions of several places, through which no step is solved; leave "
+            f"{', '.join(spatial[:4])} have convolutions with kernels larger than 1x1, which polish can't fit; leave "
             "--polish out"
         )
     return None
@@ -137,7 +137,7 @@ def _fit_layers_(
     file: StateFile | None,
     on_progress: Callable[[PolishProgress], None] | None,
 ) -> tuple[PartReport, ...]:
-    """Fit each reduced sublayer in place, in order; take those that an earlier attempt finished from its file."""
+    """Fit each reduced sublayer in place, in order; load those that `file` has from an interrupted polish."""
     state, steps = PolishState() if file is None else file.load(device_of(model)), fitted_steps(dense, model)
     reports = list[PartReport]()
 
@@ -183,9 +183,9 @@ def polished(
 
     `judges`, other images, choose the steps; without them some of these images are held out, or all of some groups
     (`groups_B` int64 [images]). The model that errs least on them is returned, which may be the unpolished one.
-    `reads`: the tokens that count, see tokens_to_fit. With `state` an interrupted polish with a number of sweeps
-    continues behind the last finished sublayer and gives the same bits as an uninterrupted one; the file stays until it
-    is removed. All runs on the models' devices. See reason_against for models that can't be polished.
+    `reads`: the tokens that count, see tokens_to_fit. With the file `state` an interrupted polish continues behind the
+    last finished sublayer; if sweeps are limited and time isn't, the result has the same bits as without the
+    interruption. The caller removes the file. See reason_against for models that can't be polished.
 
     Raises:
         BadInput: too few images, or the state of another polish.

@@ -1,10 +1,10 @@
-"""The layers of a traced model's segment, each fitted by Gauss-Newton steps through everything behind it there.
+"""The layers of a traced model's segment that a polish fits, with the derivative of the segment's output by each layer.
 
-All operations between them are differentiated, rotary positions and norms too. For a layer whose output is added to a
-stream that step is the regression on its inputs.
+All operations behind a layer are differentiated, rotary positions and norms too. If the layer's output is only added to
+the stream, its Gauss-Newton step is the regression on its inputs.
 
-Legend: B inputs, N places of a stream, C channels, X rows of layers' inputs or outputs, R outputs, D inputs and a one
-for a bias.
+Legend: B inputs, N places of a stream, C channels, X rows of layers' inputs or outputs, R outputs, D inputs, among them
+a constant one if there is a bias.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -37,16 +37,16 @@ _CACHED_BYTES = 2**30
 
 
 def spatial_sites(model: nn.Module, sites: Sequence[str]) -> list[str]:
-    """Return those of a traced model's sites that convolutions with larger kernels write or read."""
+    """Return those of the sites that are written or read by a convolution other than 1x1 without stride and padding."""
     own, by_name = tracing(model), sites_of(model).by_name
     of_places = {each.weight for each in layers(own.program, in_groups=True) if not _is_linear(own.program, each)}
     return [name for name in sites if not of_places.isdisjoint(_site_weights(by_name[name]))]
 
 
 def segment_sublayer(model: nn.Module, step: SegmentStep) -> Sublayer:
-    """Return the layers that write or read sites within a traced model's step, except streams.
+    """Return the sublayer of a step: the linear layers that write or read its sites, except streams.
 
-    Layers with the same input take a step together. Layers that the program calls several times stay unchanged.
+    Layers with the same input form one group. Layers that the program calls several times are left out.
     """
     own, by_name = tracing(model), sites_of(model).by_name
     program, segment = own.running, next(each for each in own.segments if each.name == step.name)
@@ -78,7 +78,7 @@ def _site_weights(site: Site) -> set[str]:
 
 
 def _is_linear(program: Program, layer: CalledLayer) -> bool:
-    """Return whether a layer maps every place by itself."""
+    """Return whether a layer's output at each place depends on its input at that place only."""
     if layer.node.target is LINEAR:
         return True
     module = layer_as_module(program, layer)
@@ -87,7 +87,7 @@ def _is_linear(program: Program, layer: CalledLayer) -> bool:
 
 
 def _find_read_tokens(own: Tracing, segment: ProgramSegment, module: TokenRows) -> Tensor | None:
-    """Return the tokens behind the segment that any output depends on, None for all."""
+    """Return the indices of the tokens behind the segment that any output depends on, None for all."""
     gone = unread_queries(own.program, segment.cut) if module.leaving.axis == len(module.leaving.sizes) else None
     read_N = None if gone is None else ~gone.flatten()
     if own.merged is not None:
@@ -114,11 +114,11 @@ class _SegmentPath:
         )
 
     def read(self, x_BNC: Tensor) -> Tensor:
-        """Return the rows of the stream behind the segment that count [X,C]."""
+        """Flatten a stream behind the segment to rows [X,C], of the read tokens only."""
         return (x_BNC if self.read_X is None else x_BNC[:, self.read_X]).flatten(0, 1)
 
     def behind(self) -> Iterator[fx.Node]:
-        """Yield the nodes that depend on the layers' outputs."""
+        """Yield the segment's nodes that depend on the layers' outputs."""
         layer_nodes = {each.node for each in self.called}
         for node in self.nodes:
             if node not in layer_nodes and not layer_nodes.isdisjoint(node.all_input_nodes):
@@ -126,7 +126,7 @@ class _SegmentPath:
                 yield node
 
     def through(self, values: Values, given_XR: Tensor) -> Tensor:
-        """Return the rows of the stream behind the segment that count, for these outputs of the layers."""
+        """Compute the read rows of the stream behind the segment [X,C] from outputs `given_XR` of the layers."""
         behind, nodes = list(self.behind()), [each.node for each in self.called]
         parts = given_XR.split([values[layer].shape[_axis(layer)] for layer in nodes], dim=-1)
         outputs = {layer: _unflatten_rows(part, values[layer], layer) for layer, part in zip(nodes, parts, strict=True)}
@@ -147,7 +147,7 @@ def _unflatten_rows(rows_XR: Tensor, like: Tensor, node: fx.Node) -> Tensor:
 
 
 def _find_residuals(way: _SegmentPath, is_biasless: bool, pair: StreamPair) -> tuple[Residuals, int]:
-    """Return a pair's residuals behind the segment, and the bytes that they hold."""
+    """Return a pair's residuals behind the segment with their tangent, and the bytes that they take."""
     x_BNC, present_BN, _ = pair.reduced.tokens
     values = way.values(x_BNC, present_BN)
     first = way.called[0].node
@@ -165,7 +165,7 @@ def _find_residuals(way: _SegmentPath, is_biasless: bool, pair: StreamPair) -> t
 
 
 class _CachedResiduals:
-    """The residuals of some pairs; those beyond a gigabyte are computed again in each iteration."""
+    """The residuals of some pairs; what doesn't fit into a gigabyte is computed again in each iteration."""
 
     def __init__(self, look: Callable[[StreamPair], tuple[Residuals, int]], pairs: Sequence[StreamPair]) -> None:
         self._look, self._pairs, self._left = look, pairs, _CACHED_BYTES

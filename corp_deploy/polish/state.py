@@ -44,7 +44,7 @@ class PolishState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateFile:
-    """The file of a state; `run` holds everything that must be equal to continue."""
+    """The file of a state; `run` names the models, inputs and options, which must be equal to continue."""
 
     path: Path
     run: Mapping[str, str]
@@ -57,7 +57,7 @@ class StateFile:
             save_file(tensors, temporary, metadata={_HEADER: json.dumps(msgspec.to_builtins(header))})
 
     def load(self, device: torch.device) -> PolishState:
-        """Return the saved state, an empty one without a file; raise BadInput for any other file or run."""
+        """Return the saved state, or an empty one without a file; raise BadInput for another kind of file or run."""
         if not self.path.exists():
             return PolishState()
         where, remedy = f"{self.path}: not a polish's state", "remove the file to start afresh"

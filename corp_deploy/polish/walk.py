@@ -1,4 +1,4 @@
-"""Walks through the blocks of two models side by side, with the residual streams behind each block.
+"""A walk through the blocks of two models side by side, with the residual streams behind each block.
 
 Legend: B inputs, N tokens, M tokens of the dense stream, C channels.
 """
@@ -51,9 +51,9 @@ def last_stream(model: nn.Module, x_BNC: Tensor, weights_BN: Tensor | None) -> T
 
 
 def joined_outputs(model: nn.Module, last: Tokens, inputs: Inputs) -> Tensor:
-    """Return the outputs that read the last stream [B,...], or that stream where none does.
+    """Return the output that reads the last stream [B,...], or that stream if none does.
 
-    Several outputs are joined to [B,F], in which a token counts by its share of an output.
+    Several outputs are joined to [B,F], each over the root of its number of tokens, so that they count alike.
     """
     outputs = outputs_of_walk(model, StreamState(tokens=last), inputs) or (last.x,)
     if len(outputs) == 1:
@@ -80,13 +80,16 @@ class StreamPair(NamedTuple):
 
     @property
     def target(self) -> Tensor:
-        """The wanted reduced stream: each token the mean of the dense ones that were merged into it."""
+        """The wanted reduced stream, in which a token is the mean of the dense tokens that were merged into it."""
         x_BNC, _, sources_BM = self.reduced.tokens
         return self.dense if sources_BM is None else mean_of_sources(self.dense, sources_BM, x_BNC.shape[1])
 
 
 def stream_pairs(dense: nn.Module, fitted: InputSet, held_out: InputSet) -> list[StreamPair]:
-    """Return both streams before the first block, where they are equal. Memory: up to 2 * inputs * M * C * 4 bytes."""
+    """Return pairs of the streams before the first block, equal in both models, for all inputs.
+
+    Memory: up to 2 * inputs * M * C * 4 bytes.
+    """
     pairs = list[StreamPair]()
     for inputs, is_held_out in ((fitted, False), (held_out, True)):
         for batch in inputs.batches(AT_ONCE):
