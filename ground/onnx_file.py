@@ -44,7 +44,7 @@ def read_onnx(path: Path, *, weights: bool = True) -> "ModelProto":
 
     proto = _parse(path)
     where = str(path)
-    _refuse_no_text(proto, where)
+    _refuse_invalid_utf8(proto, where)
     _refuse_unknown_types(proto, where)
     _refuse_versions(proto, where)
     _refuse_sizes(proto, where)
@@ -56,7 +56,7 @@ def read_onnx(path: Path, *, weights: bool = True) -> "ModelProto":
     return proto
 
 
-_NO_TEXT = "it is not valid, and names what is no text in UTF-8"
+_NO_TEXT = "it is not valid, and one of its names is no text in UTF-8"
 
 
 def checker_error(graph: "ModelProto | Path", *, full: bool = False) -> str:
@@ -93,7 +93,7 @@ def _parse(path: Path) -> "ModelProto":
         raise BadInput(f"{path}: not an ONNX file, or cut short ({size} bytes); export it again") from None
 
 
-def _refuse_no_text(message: "Message", where: str) -> None:
+def _refuse_invalid_utf8(message: "Message", where: str) -> None:
     """Raise BadInput for a string field that is not valid UTF-8, because libraries crash on the bytes they get."""
     for field in message.DESCRIPTOR.fields:
         if field.type not in (field.TYPE_STRING, field.TYPE_MESSAGE):
@@ -102,7 +102,7 @@ def _refuse_no_text(message: "Message", where: str) -> None:
         each = value if field.is_repeated else (value,) if message.HasField(field.name) else ()
         for one in each:
             if field.type == field.TYPE_MESSAGE:
-                _refuse_no_text(one, where)
+                _refuse_invalid_utf8(one, where)
             elif not isinstance(one, str):
                 field_name = f"{message.DESCRIPTOR.name}.{field.name}"
                 raise BadInput(f"{where}: {field_name} holds {one[:40]!r}, which is no text in UTF-8; export it again")

@@ -106,10 +106,10 @@ class _Handler:
 
 @contextmanager
 def raising_on_signals(*passing: type[Exception]) -> Iterator[None]:
-    """Raise Terminated on ASKS_TO_END in this process; forked processes end as usual.
+    """Raise Terminated in this process when a signal of ASKS_TO_END comes; forked processes end as usual.
 
-    Handlers of other libraries and ignored signals (nohup) stay. After a signal, any exception except `passing` is
-    replaced by the signal's, because native code may lose that one and raise its own.
+    Handlers of other libraries and ignored signals (nohup) stay. After a signal, its exception replaces all others
+    except `passing`, because native code may lose the signal's exception and raise another one.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

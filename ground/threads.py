@@ -71,7 +71,7 @@ def usable_cpus() -> int:
 
 
 def thread_limit() -> int | None:
-    """Return the number of threads that a quota allows, None if only the affinity limits it: runtimes know that."""
+    """Return the number of threads that a quota allows, None if it allows all CPUs of the affinity."""
     affinity, quota = affinity_cpus(), cpu_quota()
     granted = granted_cpus(affinity, quota)
     return granted if granted < affinity else None

@@ -447,7 +447,7 @@ def test_record_and_reports_show_tied_images() -> None:
     margins[7] = 0.0
     images = ImageSet(count=40, digest="d")
     proof = Parity(images=images, links=(judge(reference, candidate, margins),))
-    assert "graph merges other tokens on 1, where similarities are equal to rounding" in proof.line
+    assert "graph merges other tokens on 1, where similarities are equal up to rounding" in proof.line
     assert parity_from_value(proof.to_json(), where="parity.json") == proof
     untied = Parity(images=images, links=(judge(reference, reference, margins + 1.0),))
     assert "other tokens" not in untied.line

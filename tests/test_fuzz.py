@@ -74,7 +74,7 @@ def test_group_labels_with_control_characters(tmp_path: Path, codes: tuple[int, 
 def test_graph_whose_fault_cannot_be_printed() -> None:
     """The checker names an input that nothing gives, of which it can't make a text."""
     content = relu(of="none").SerializeToString().replace(b"none", b"\xf1one")
-    said = "onnx.checker: it is not valid, and names what is no text in UTF-8"
+    said = "onnx.checker: it is not valid, and one of its names is no text in UTF-8"
     assert said in check_onnx(onnx.load_from_string(content))
 
 

@@ -202,7 +202,7 @@ class BatchSize:
 
 
 def least_of(trials: Sequence[BenchTrial]) -> float | None:
-    """Return the least seconds for an interval by the fastest calls; None if there are only first calls."""
+    """Return the least seconds for an interval, by the fastest calls; None if a subject was called only once."""
     called = [trial.warm_up_samples_ms for trial in trials if trial.warm_up_samples_ms]
     if not called or min(map(len, called)) < 2:
         return None

@@ -1,4 +1,4 @@
-"""Division of a batch size's time between comparison, warm-up, A/A run and audit.
+"""Division of a batch size's time between comparison, warm-up, A/A run and audit (calls on varied batches).
 
 The least time for an interval is reserved, and no part starts that isn't expected to end in time. Times are in seconds;
 `calls_s` has the time of a call of each subject.
@@ -25,7 +25,7 @@ def round_s(calls_s: Sequence[float], calls: int) -> float:
 
 
 def least_s(calls_s: Sequence[float]) -> float:
-    """Return the least duration for an interval, with one call per block and a plain call of each subject."""
+    """Return the duration of the fewest rounds for an interval, of one call per block, and of the plain calls."""
     return SLACK * (MIN_ROUNDS * round_s(calls_s, 1) + sum(calls_s))
 
 

@@ -1,4 +1,4 @@
-"""Readings of the figures of rules from records, with intervals and doubts, and changes of the machine itself."""
+"""Figures that gate rules ask for, read from records with intervals and doubts, and the machine's own changes."""
 
 import math
 from collections.abc import Collection
@@ -131,7 +131,7 @@ def _or_doubt(interval: Interval | None, doubt: str) -> Reading:
 
 
 def paired_change(rule: Rule, now: Evidence) -> tuple[Reading, Interval] | None:
-    """Return a figure's difference from the dense one on the same images, and the dense one; None without pairs."""
+    """Return a figure's paired difference from the dense model's, and the dense figure; None without pairs."""
     parity = now.parity
     if parity is None or rule.name != DENSE or rule.subject is not None:
         return None
@@ -186,7 +186,7 @@ def divided_by_machine_change(figure: Interval, machine_change: Interval) -> Int
 
 
 def machine_change(rule: Rule, now: Evidence, baseline: Evidence) -> Interval | None:
-    """Return the reference model's figure now over then, None unless it is one model and not the rule's subject."""
+    """Return the reference's figure over its baseline, None if it is another model or the rule's subject."""
     if not rule.wants_baseline or rule.is_own or rule.metric not in MACHINE_METRICS:
         return None
     if now.bench is None or baseline.bench is None:

@@ -80,7 +80,7 @@ class Gate:
 
     @property
     def exit_code(self) -> int:
-        """The exit code: 0 even if rules wait for a baseline, but not for a proof alone that judged nothing."""
+        """The verdict's exit code; for UNJUDGED 0, but that of INCONCLUSIVE if the only row is an unjudged proof."""
         if self.verdict == "UNJUDGED" and all(judged.metric == PARITY for judged in self.rules):
             return EXIT_CODES["INCONCLUSIVE"]
         return EXIT_CODES[self.verdict]

@@ -21,7 +21,7 @@ DENSE = "dense"
 class Reading:
     """A figure with its interval over `count` units (rounds or images), and the `share` of images if it is a share.
 
-    `doubt` is why the figure decides nothing, `broken` why there is no figure, which fails the rule.
+    `doubt` is why the figure can't decide the rule, `broken` why it is missing or not finite, which fails the rule.
     """
 
     interval: Interval | None

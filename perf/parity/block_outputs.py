@@ -37,7 +37,7 @@ def site_of(node_name: str) -> str:
 
 
 def site_outputs(model: ModelProto) -> dict[str, str]:
-    """Return the values by key that nodes outside of their site read, in the graph's order.
+    """Return the values that leave their site (other sites or outputs read them), by key, in the graph's order.
 
     The last such value of a site has the site as its key. Earlier ones (residual sums) have `blocks.3:0` and so on, and
     so has the last one if a nested site follows it. Raises BadInput if no node's name has a path.
@@ -179,7 +179,7 @@ def locate_in_half(
     float_type: FloatType = FLOAT16,
     scaled: Collection[str] = (),
 ) -> FaultLocation:
-    """Locate where a 16-bit graph deviates from its FP32 twin, on the 8 to 32 inputs with the largest errors.
+    """Locate where a 16-bit graph deviates from its FP32 twin; `feeds` are a few inputs with large errors.
 
     `fix_command` is the command that helps, with `{site}` in it. `scaled` has sites whose outputs differ on purpose.
     Raises BadInput if the graphs share no block.
@@ -200,7 +200,7 @@ def locate_in_exact(link: str, model: nn.Module, graph: ModelProto, feeds: Feeds
 
 
 def check_headroom(candidate: str, fp32: Path, fp16: Path, feeds: Feeds) -> StructuralTest:
-    """Test that float16 values stay below 65,504, by their size in the float32 graph.
+    """Test that the values that are float16 in one graph stay below 65,504 in the float32 graph.
 
     Masks with the largest float32 value don't count. Raises BadInput unless both graphs are exports of one model.
     """

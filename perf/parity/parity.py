@@ -43,7 +43,7 @@ class ImageSet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parity:
-    """The whole proof; `sources` are compared engines, `fitted` counts images that candidates were fitted to."""
+    """The whole proof; `sources` are compared engines, `fitted` counts its images that candidates were fitted to."""
 
     images: ImageSet
     links: tuple[Link, ...]
@@ -113,7 +113,7 @@ class Parity:
         on = f"on {self.images.count} {self.images.noun}"
         on += "" if self.fitted is None else self.fitted.clause
         apart = [f"{link.name} merges other tokens on {link.apart}" for link in self.links if link.apart]
-        on += f" ({', '.join(apart)}, where similarities are equal to rounding)" if apart else ""
+        on += f" ({', '.join(apart)}, where similarities are equal up to rounding)" if apart else ""
         return f"{on}: {'; '.join(unmet)}" if unmet else on
 
     @property

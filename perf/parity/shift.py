@@ -115,9 +115,9 @@ def site_shift(site: str, calibrated: Stats, parts: Scatter) -> SiteShift:
         raise BadInput(f"shift at {site}: got {len(parts.means)} part, expected 2 or more; give more images")
     mean_scale = math.sqrt(max(float(np.trace(calibrated.covariance_FF)), np.finfo(float).tiny))
     covariance_scale = max(float(np.linalg.norm(calibrated.covariance_FF)), np.finfo(float).tiny)
-    calibration_too = 1 + sum(parts.images) / calibrated.images
-    mean_noise = _noise(parts.mean_scatter(), len(parts.means), calibration_too) / mean_scale
-    covariance_noise = _noise(parts.covariance_scatter(), len(parts.means), calibration_too) / covariance_scale
+    calibration_factor = 1 + sum(parts.images) / calibrated.images
+    mean_noise = _noise(parts.mean_scatter(), len(parts.means), calibration_factor) / mean_scale
+    covariance_noise = _noise(parts.covariance_scatter(), len(parts.means), calibration_factor) / covariance_scale
     mean_distance = float(np.linalg.norm(parts.mean_F - calibrated.mean_F)) / mean_scale
     covariance_distance = float(np.linalg.norm(parts.covariance_FF() - calibrated.covariance_FF)) / covariance_scale
     far = mean_distance > max(FAR_MEAN, NOISE_FACTOR * mean_noise)
@@ -132,6 +132,6 @@ def site_shift(site: str, calibrated: Stats, parts: Scatter) -> SiteShift:
     )
 
 
-def _noise(scatter: float, parts: int, calibration_too: float) -> float:
-    """Return the expected distance between two averages without any shift, from the scatter of the parts."""
-    return math.sqrt(scatter / (parts - 1) / parts * calibration_too)
+def _noise(scatter: float, parts: int, calibration_factor: float) -> float:
+    """Return the expected distance without a shift, from the parts' scatter; the factor adds calibration's noise."""
+    return math.sqrt(scatter / (parts - 1) / parts * calibration_factor)

@@ -50,7 +50,7 @@ class Ties:
         sentence = (
             f"other tokens were merged on {self.apart} of {self.inputs} {noun} ({self.share:.1%}), whose similarities "
         )
-        sentence += f"are equal to {self.margin:.1g}; they err by up to {self.worst:.2g} and are judged apart"
+        sentence += f"are equal up to {self.margin:.1g}; they err by up to {self.worst:.2g} and are judged apart"
         return sentence if self.holds else f"{sentence}: more than {self.limit:.1%}"
 
 
@@ -92,8 +92,8 @@ CEILINGS = {FLOAT16: 0.05, BFLOAT16: 0.2, INT8: 0.5, FLOAT8: 0.5}
 class Tolerance:
     """Bounds on one link, None for no bound; flips on margins up to margin_noise (in logits) count as noise.
 
-    `confidence` is that of an agreement's interval, 0 if the point decides. `elsewhere` names inputs that judge an
-    undecided agreement. An `excluded` output is only measured.
+    `confidence` is that of an agreement's interval, 0 if the point decides. `elsewhere` names the inputs on which
+    an undecided agreement is judged instead. An `excluded` output is only measured.
     """
 
     rule: str
@@ -149,8 +149,8 @@ def half_tolerance(
 ) -> Tolerance:
     """Bound a 16-bit link by `factor` times a model's own error in that type, usually the dense model's.
 
-    The bound is at least the type's unit roundoff and at most its ceiling, as the error of a model that breaks in that
-    type is no reference.
+    The bound is at least the type's unit roundoff and at most its ceiling in CEILINGS: the error of a model that fails
+    in that type is no measure of rounding.
     """
     if not factor >= 1:
         raise BadInput(
@@ -183,7 +183,7 @@ def user_tolerance(
     noise: Measures | None = None,
     elsewhere: str = "",
 ) -> Tolerance:
-    """Return the user's limits for the reduced and the whole link; `noise` (dense FP16) is the margin of ties."""
+    """Return the user's limits for the reduced and the whole link; `noise`, dense FP16 errors, sets margin_noise."""
     tie = 2 * noise.max_abs if noise is not None and math.isfinite(noise.max_abs) else 0.0
     return Tolerance(
         rule="no limit was set" if min_agreement is max_error is min_iou is None else "the limit that was set",
@@ -238,7 +238,7 @@ def judge_measures(errors: Measures, tolerance: Tolerance) -> tuple[Verdict, str
 
 
 def _judge_agreement(errors: Measures, tolerance: Tolerance) -> tuple[Verdict, str]:
-    """Judge the agreement, in words that are empty without a limit; UNJUDGED if other inputs decide it."""
+    """Return the agreement's verdict and sentence, empty without a limit; UNJUDGED if other inputs decide it."""
     least = tolerance.min_agreement
     if least is None:
         return "PASS", ""

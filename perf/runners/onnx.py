@@ -211,7 +211,7 @@ def _sizes(shape: Sequence[int | str | None]) -> tuple[int, ...]:
 def onnx_precision(path: Path) -> str:
     """Return the precision of a graph's weights by their bytes, `unknown` without weights.
 
-    It is a quantised type from 1 % on, and mixed if no type has 99 %.
+    A quantised type with more than 1 % of the bytes gives its name; otherwise it is mixed if no type has 99 %.
     """
     sizes: Counter[FloatType] = Counter()
     for tensor in read_onnx(path, weights=False).graph.initializer:

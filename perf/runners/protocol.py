@@ -129,7 +129,7 @@ class Runner(Protocol):
         ...
 
     def gauge(self) -> MemoryGauge | None:
-        """Return the gauge of its memory, also before it is entered."""
+        """Return the gauge of the runner's memory, also before it is entered."""
         ...
 
     def describe(self) -> Flat:
