@@ -119,7 +119,7 @@ def test_convolutional_models_are_not_polished(name: str, tmp_path: Path) -> Non
     start = reduce(dense.model, calibrated(dense, tmp_path), method_from_preset("none", **HALF)).model
     reason = reason_against(dense.model, start)
     assert reason is not None
-    assert "have convolutions of several places, through which no step is solved; leave --polish out" in reason
+    assert "have convolutions with kernels larger than 1x1, which polish can't fit; leave --polish out" in reason
 
 
 @pytest.mark.slow("graph")
