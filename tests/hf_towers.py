@@ -58,6 +58,15 @@ def write_tower(directory: Path, name: str, **changes: Any) -> Any:
     return model
 
 
+def load_by_transformers(directory: Path, name: str) -> Any:
+    """Load a directory by a class of transformers, and assert that no weight is missing or unexpected."""
+    import transformers
+
+    model, loading = getattr(transformers, name).from_pretrained(directory, output_loading_info=True)
+    assert not any(loading.values()), loading
+    return model.eval()
+
+
 def output_of(name: str, model: Any, images: torch.Tensor, **more: Any) -> torch.Tensor:
     """The output of theirs that ours is."""
     outputs = model(images, **more)

@@ -40,6 +40,7 @@ from perf.parity.tolerance import MOST_APART, SPREAD, Choices, exact_tolerance
 from perf.runners.module import ModuleRunner
 from perf.runners.onnx import OnnxRunner
 from tests import tiny
+from tests.doubles import some
 from tests.export_text import EMBEDDING, INPUTS, TOKEN_LOGITS, TextEncoder, sentences
 
 IMAGES = 64
@@ -97,19 +98,18 @@ def test_only_one_candidate_is_open_at_a_time(
     home: Path, dense: Checkpoint, inputs: ProofInputs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[str] = []
-    for runner in (ModuleRunner, OnnxRunner):
-        enter, leave = runner.__enter__, runner.__exit__
+    enter, leave = ModuleRunner.__enter__, ModuleRunner.__exit__
 
-        def entered(self: Any, enter: Any = enter) -> Any:
-            events.append("open")
-            return enter(self)
+    def entered(self: Any) -> Any:
+        events.append("open")
+        return enter(self)
 
-        def left(self: Any, *error: Any, leave: Any = leave) -> None:
-            events.append("close")
-            leave(self, *error)
+    def left(self: Any, *error: Any) -> None:
+        events.append("close")
+        leave(self, *error)
 
-        monkeypatch.setattr(runner, "__enter__", entered)
-        monkeypatch.setattr(runner, "__exit__", left)
+    monkeypatch.setattr(ModuleRunner, "__enter__", entered)
+    monkeypatch.setattr(ModuleRunner, "__exit__", left)
     prove_chain(dense, [candidate_from_path(home / "reduced")], inputs, batches=(8,), limits=ParityLimits())
     assert events == ["open", "close"] * 2
 
@@ -366,8 +366,7 @@ def test_model_margin_is_the_least_of_its_merges(how: Any, metric: Any) -> None:
     model, images = tiny.checkpoint().model, torch.from_numpy(tiny.images(6))
     assert merge_margins(model, images) is None
     merged = traced_model.with_merging(model, Merging(schedule=SCHEDULE, how=how, metric=metric))
-    found = merge_margins(merged, images)
-    assert found is not None
+    found = some(merge_margins(merged, images))
     each = []
     with torch.inference_mode():
         walk = StreamState.of(traced_model.first_stream(merged, images), None)
@@ -411,16 +410,15 @@ def test_erring_tied_images_are_judged_apart_and_others_fail() -> None:
     reference, candidate, margins = rows()
     candidate[7] *= 1.01
     assert judge(reference, candidate, margins).status == "FAIL"
-    bound = BOUND.max_relative_error
-    assert bound is not None
+    bound = some(BOUND.max_relative_error)
     margins[7] = SPREAD * bound * 1.01
     assert judge(reference, candidate, margins).status == "FAIL"
     margins[7], margins[9] = SPREAD * bound * 0.99, 0.0  # image 9 is tied too, but both models merge the same tokens
     found = judge(reference, candidate, margins)
     assert found.status == "PASS"
-    assert found.ties is not None
-    assert (found.ties.inputs, found.ties.tied, found.ties.apart) == (40, 2, 1)
-    assert found.ties.worst == pytest.approx(0.01, rel=1e-4)
+    ties = some(found.ties)
+    assert (ties.inputs, ties.tied, ties.apart) == (40, 2, 1)
+    assert ties.worst == pytest.approx(0.01, rel=1e-4)
     assert found.measures.images == 39
     assert found.measures.relative_error < 1e-7
     assert "other tokens were merged on 1 of 40 images (2.5%)" in found.reason
@@ -494,8 +492,7 @@ def test_merged_model_is_proved_to_its_graph_and_engine(tmp_path: Path) -> None:
     assert proof.verdict == "PASS", proof.line
     merged, exact_link, half, _ = proof.links
     assert (merged.ties, half.ties) == (None, None)
-    assert exact_link.ties is not None
-    assert exact_link.ties.inputs == 24
+    assert some(exact_link.ties).inputs == 24
     assert "the merged model's own FP16 error" in half.tolerance.rule
     assert "the error of FP16 in the dense model: other tokens are merged there" in half.reason
 

@@ -74,8 +74,8 @@ def test_planning_receives_the_requested_options() -> None:
     )  # fmt: skip
     assert (request.options.auto_heads, request.method.geometry) == (True, "padded")
     assert (request.method.align_hidden, request.method.align_head, request.method.ridge_rel) == (8, 4, 1e-3)
-    assert request.where is not None
     assert (request.priced_in, request.options.share) == ("latency", 0.7)
+    assert request.where is not None
     assert (request.where.batches, request.where.cache) == ((8,), Path("tables"))
     plain = build_request(ReduceOptions.from_options({"mlp": 0.5, "select": {"mlp": "wanda"}, "preset": "corp"}))
     assert (plain.where, plain.polish) == (None, None)

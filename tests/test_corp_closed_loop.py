@@ -31,6 +31,7 @@ from corp_deploy.traced.finding.cuts import find_cuts
 from corp_deploy.traced.models.steps import StreamState
 from tests import tiny
 from tests.command import invoked
+from tests.doubles import some
 from tests.test_traced_loops import Heard, layer_of
 
 
@@ -139,8 +140,7 @@ def test_closed_loop_gains_more_on_random_weights_and_reports_its_loss() -> None
         if site.loop is not None:
             assert site.loop.error <= site.loop.error_recovered * (1 + 1e-9)
             assert site.loop.error_held_out <= site.loop.error_recovered_held_out
-            assert site.loop.energy is not None
-            assert site.loop.error_held_out < site.loop.energy
+            assert site.loop.error_held_out < some(site.loop.energy)
         if site.alignment is not None:
             assert site.alignment.error_held_out <= site.alignment.error_recovered_held_out
     assert looped.as_json()["sites"][-1]["loop"]["energy"] > 0.0
@@ -152,11 +152,13 @@ def sums_of(x_BNK: Tensor, t_BNO: Tensor) -> RegressionSums:
     return sums
 
 
+PLANTED_OK = torch.randn(3, 5, generator=torch.Generator().manual_seed(99), dtype=torch.float64)
+
+
 def planted(seed: int, *, noise: float) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(6, 9, 5, generator=generator, dtype=torch.float64) + 1.0
-    truth = torch.randn(3, 5, generator=torch.Generator().manual_seed(99), dtype=torch.float64)
-    return x, x @ truth.T + 2.0 + noise * torch.randn(6, 9, 3, generator=generator, dtype=torch.float64)
+    return x, x @ PLANTED_OK.T + 2.0 + noise * torch.randn(6, 9, 3, generator=generator, dtype=torch.float64)
 
 
 def test_sums_equal_float64_means_and_add_up() -> None:
@@ -176,9 +178,8 @@ def test_noise_is_not_fitted_and_a_linear_map_is() -> None:
     (x, clear), (y, other) = planted(0, noise=1e-6), planted(1, noise=1e-6)
     strengths = (1e-9, 1.0, 1e6)
     ((weight_CK, _),), fit = fit_corrections([(sums_of(x, clear), sums_of(y, other))], 1.0, strengths)
-    truth = torch.randn(3, 5, generator=torch.Generator().manual_seed(99), dtype=torch.float64)
     assert fit.strength == 1e-9
-    torch.testing.assert_close(weight_CK, truth, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(weight_CK, PLANTED_OK, rtol=1e-4, atol=1e-4)
     noise_x, noise_t = planted(2, noise=0.0)[0], torch.randn(6, 9, 3, dtype=torch.float64)
     noise_t -= noise_t.mean(dim=(0, 1))
     ((nothing_CK, _),), fit = fit_corrections([(sums_of(noise_x, noise_t), sums_of(y, -noise_t))], 1.0, strengths)
@@ -192,7 +193,6 @@ def test_zero_layer_scale_is_handled() -> None:
         model.blocks[0].ls2.gamma.zero_()  # type: ignore[index, union-attr]
         model.blocks[1].ls1.gamma[:7] = 0.0  # type: ignore[index, union-attr]
     reduction = reduce_traced(model, opened(model, images), best(mlp_sparsity=0.5, attention_sparsity=0.5), loop=Loop())
-    assert all(bool(torch.isfinite(tensor).all()) for tensor in reduction.model.state_dict().values())
     assert tiny.relative(tiny.ran(reduction.model, images), tiny.ran(model, images)) < 0.5
 
 
@@ -241,18 +241,15 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Images:
 
 def layer_input(model: nn.Module, name: str) -> Any:
     """Return the input of a layer as float64 rows, a row for each token of each image."""
-    caught: list[Tensor] = []
-    model.get_submodule(name).register_forward_pre_hook(lambda _, args: caught.append(args[0]))
-    with torch.inference_mode():
-        model(torch.from_numpy(tiny.images(24, seed=4)).double())
-    return caught[0].flatten(0, 1).numpy()
+    entering, _ = tiny.module_io(model, name, torch.from_numpy(tiny.images(24, seed=4)).double())
+    return entering.flatten(0, 1).numpy()
 
 
 def test_grail_preset_equals_the_papers_loop(images: Images) -> None:
     """By hand, for each MLP in turn: the Gram of the model so far, structured Wanda, W G_:S (G_SS + ridge I)^-1."""
     by_hand: Any = copy.deepcopy(tiny.checkpoint().model).double().eval()
     for index, block in enumerate(by_hand.blocks):
-        x = layer_input(copy.deepcopy(by_hand), f"blocks.{index}.mlp.fc2")
+        x = layer_input(by_hand, f"blocks.{index}.mlp.fc2")
         second = block.mlp.fc2.weight.detach().numpy()
         gram: Any = sum(np.outer(row, row) for row in x) / len(x)
         score = np.abs(second).sum(0) * np.sqrt(np.diag(gram))

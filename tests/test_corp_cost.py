@@ -131,14 +131,12 @@ def test_counting_leaves_the_model_unchanged(wrapped: Callable[[], Any]) -> None
 
 
 def test_float32_bound_accounts_for_convolutions() -> None:
-    """ONNX Runtime was 1.8e-5 off after fifty convolutions with random normalisations and two blocks."""
+    """ONNX Runtime was 1.8e-5 off after fifty convolutions, which the first bound, 3.7e-5, allows."""
     bounds = [
         exact_tolerance(products=count_macs(on_meta(name, depth=2)).chain, largest_logit=0.0).max_relative_error
         for name in ("vit_base_r50_s16_224", "vit_base_patch16_224")
     ]
     assert bounds == [10 * 2**-24 * 62, 10 * 2**-24 * 14]
-    assert bounds[0] is not None
-    assert bounds[0] > 1.8e-5
 
 
 def test_depth_is_the_longest_chain_of_products() -> None:

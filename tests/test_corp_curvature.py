@@ -39,11 +39,11 @@ from corp_deploy.spec.merging import Merging
 from corp_deploy.spec.widths import HeadGeometry
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.input_sets import images_for_model
+from tests import tiny
+from tests.doubles import some
 from tests.refusals import rejects
-
-from . import tiny
-from .small_convnets import checkpoint as convnet
-from .small_convnets import images_of
+from tests.small_convnets import checkpoint as convnet
+from tests.small_convnets import images_of
 
 METHOD = method_from_preset("best", align_hidden=16, align_head=8)
 EXACT = replace(METHOD, mlp_swaps=False)
@@ -82,6 +82,11 @@ def images(dense: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Image
 def moments_of(dense: Checkpoint, images: Images, places: Iterable[int] = range(40), **statistics: Any) -> Moments:
     """Calibrate on the images at these places."""
     return calibrate(dense, images.subset(list(places)), batch_size=8, statistics=Statistics(**statistics))
+
+
+def places_in(images: Images, moments: Moments) -> list[int]:
+    """Return the places of the images that the moments are of."""
+    return torch.isin(images.ids, moments.image_ids).nonzero().squeeze(1).tolist()
 
 
 def _assert_same(one: Moments, other: Moments) -> None:
@@ -125,7 +130,7 @@ def test_subtracted_images_use_the_merging_of_the_moments(
         for each in (then, now)
     )
     apart = set_apart(asked, moments_of(calibrated, images), images)
-    left = [place for place, image in enumerate(images.ids.tolist()) if image in set(apart.moments.image_ids.tolist())]
+    left = places_in(images, apart.moments)
     assert len(left) == 32
     _assert_same(apart.moments, moments_of(calibrated, images, left))
 
@@ -135,8 +140,7 @@ def test_subtracted_sums_equal_the_collected_ones(
     dense: Checkpoint, images: Images, statistics: dict[str, Any]
 ) -> None:
     apart = set_apart(dense, moments_of(dense, images, **statistics), images)
-    left = [place for place, image in enumerate(images.ids.tolist()) if image in set(apart.moments.image_ids.tolist())]
-    _assert_same(apart.moments, moments_of(dense, images, left, **statistics))
+    _assert_same(apart.moments, moments_of(dense, images, places_in(images, apart.moments), **statistics))
     asked = build_request(ReduceOptions(macs=0.7))
     if "active_eps" not in statistics:
         rejects("the moments hold no statistics", reduce_as_asked, dense, apart.moments, asked, images=images)
@@ -151,16 +155,13 @@ def test_known_groups_are_left_out_whole(dense: Checkpoint, images: Images) -> N
     grouped = replace(whole, group_ids=groups, half=half)
     apart = set_apart(dense, grouped, images)
     assert apart.moments.images == 40 - 12
-    assert not torch.isin(
-        grouped.group_ids[~torch.isin(whole.image_ids, apart.moments.image_ids)], apart.moments.group_ids
-    ).any()
-    assert apart.moments.half is not None
-    left, left_half = (
-        sorted(place_of[image] for image in each.image_ids.tolist()) for each in (apart.moments, apart.moments.half)
-    )
+    gone = ~torch.isin(whole.image_ids, apart.moments.image_ids)
+    assert not torch.isin(groups[gone], apart.moments.group_ids).any()
+    half_left = some(apart.moments.half)
+    left, left_half = (places_in(images, each) for each in (apart.moments, half_left))
     assert left_half == [place for place in left if place % 2 == 0]
     _assert_same(apart.moments, moments_of(dense, images, left))
-    _assert_same(apart.moments.half, moments_of(dense, images, left_half))
+    _assert_same(half_left, moments_of(dense, images, left_half))
 
 
 def test_ungrouped_images_are_left_out_one_by_one(dense: Checkpoint, images: Images, tmp_path: Path) -> None:
@@ -283,13 +284,12 @@ def test_closed_loop_budget_is_settled_by_closed_loops(dense: Checkpoint, images
     apart = set_apart(dense, moments_of(dense, images), images)
     shown = torch.as_tensor(apart.inputs)
     assert apart.others.count == min(IN_LOOP, 40 - len(shown))
-    assert planned.widths is not None
-    ragged, known = replace(METHOD, geometry="ragged"), planned.metrics
-    model = reduce_traced(dense.model, apart.others, ragged, widths=planned.widths, loop=Loop(), metrics=known).model
+    ragged, widths, known = replace(METHOD, geometry="ragged"), some(planned.widths), planned.metrics
+    model = reduce_traced(dense.model, apart.others, ragged, widths=widths, loop=Loop(), metrics=known).model
     taken = min((way for way in planned.ways if "by site" in way.name), key=lambda way: way.measured_error)
     error = tiny.relative(tiny.ran(model, shown), tiny.ran(dense.model, shown))
     assert taken.measured_error == pytest.approx(error, rel=1e-5)
-    assert {site.site for site in reduction.sites} == set(planned.widths)
+    assert {site.site for site in reduction.sites} == set(widths)
 
 
 # Channels are chosen by their effect on the model's outputs.
@@ -353,11 +353,9 @@ def test_channels_with_least_effect_on_outputs_are_removed_first(images: Images)
     metric_OO = factor @ factor.T + 1e-3 * torch.eye(48, dtype=torch.float64)
     site = sites_of(dense.model).by_name["blocks.1.mlp"]
     order, plain = (
-        kind_of(site).elimination(site, site_moments(site, replace(moments, metrics=metrics), CPU), EXACT)
+        some(kind_of(site).elimination(site, site_moments(site, replace(moments, metrics=metrics), CPU), EXACT))
         for metrics in ({WEIGHT: metric_OO}, {})
     )
-    assert order is not None
-    assert plain is not None
     left = list(range(24))
     for place in range(12):
         lost = {each: lost_in_outputs(dense, moments, metric_OO, [k for k in left if k != each]) for each in left}
@@ -373,10 +371,9 @@ def test_budget_reduction_uses_the_learned_metrics(dense: Checkpoint, images: Im
     moments = moments_of(dense, images)
     request = build_request(ReduceOptions(macs=0.7, align={"mlp": 16, "head": 8}))
     reduction, planned = reduce_as_asked(dense, moments, request, images=images)
-    assert planned.widths is not None
     assert planned.metrics.keys() >= {f"blocks.{block}.mlp.fc2.weight" for block in (0, 1)}
     known, plain = (
-        reduce(dense.model, replace(moments, metrics=metrics), planned.method, widths=planned.widths).model
+        reduce(dense.model, replace(moments, metrics=metrics), planned.method, widths=some(planned.widths)).model
         for metrics in (planned.metrics, {})
     )
     pixels = tiny.images(16, seed=3)

@@ -27,8 +27,9 @@ from corp_deploy.reduction.model import reduce, uniform_widths
 from corp_deploy.store.dense_model import load_dense
 from corp_deploy.store.input_sets import texts_for_model
 from corp_deploy.traced.models.pairs import TracedPairs
-from tests import decoders
+from tests import decoders, hf_towers, tiny
 from tests.command import invoked
+from tests.doubles import some
 from tests.refusals import rejects
 
 pytest.importorskip("transformers", reason="transformers is not installed, so that there are no models of it")
@@ -55,15 +56,13 @@ def logits_of(model: nn.Module, ids: Tensor) -> Tensor:
     return logits
 
 
-def by_transformers(directory: Path) -> nn.Module:
-    """Load a decoder by AutoModelForCausalLM, and assert that no weight is missing or unexpected."""
-    import transformers
+def assert_same_logits(found: nn.Module, expected: nn.Module, ids: Tensor, tolerance: float = 1e-5) -> None:
+    torch.testing.assert_close(logits_of(found, ids), logits_of(expected, ids), rtol=tolerance, atol=tolerance)
 
-    kind: Any = transformers.AutoModelForCausalLM
-    model, loading = kind.from_pretrained(directory, output_loading_info=True)
-    assert not any(loading.values()), loading
-    assert isinstance(model, nn.Module)
-    return model.eval()
+
+def by_transformers(directory: Path) -> nn.Module:
+    model: nn.Module = hf_towers.load_by_transformers(directory, "AutoModelForCausalLM")
+    return model
 
 
 def calibrated(home: Path, kind: str, *options: Any) -> Path:
@@ -81,9 +80,7 @@ def reduced(home: Path, kind: str, name: str, *options: Any, code: int = 0) -> R
 
 @pytest.mark.parametrize("kind", decoders.KINDS)
 def test_decoder_logits_equal_those_of_transformers(home: Path, kind: str) -> None:
-    ids = decoders.ids(3, 40)
-    expected = logits_of(by_transformers(home / kind), ids)
-    torch.testing.assert_close(logits_of(dense_of(home / kind), ids), expected, rtol=1e-5, atol=1e-5)
+    assert_same_logits(dense_of(home / kind), by_transformers(home / kind), decoders.ids(3, 40))
 
 
 @pytest.mark.slow("models")
@@ -91,11 +88,9 @@ def test_decoder_logits_equal_those_of_transformers(home: Path, kind: str) -> No
 def test_reduced_decoder_loads_in_transformers(home: Path, kind: str) -> None:
     heads = () if kind in ("opt", "gpt2") else ("--whole-heads", 0.5)
     reduced(home, kind, f"{kind}-hf", "--mlp", 0.5, *heads, "--save-as", "hf")
-    ids, saved = decoders.ids(2), home / f"{kind}-hf" / "hf"
-    model, ours = by_transformers(saved), load(home / f"{kind}-hf")
-    torch.testing.assert_close(logits_of(model, ids), logits_of(ours, ids), rtol=1e-5, atol=1e-5)
-    again = dense_of(saved)
-    torch.testing.assert_close(logits_of(again, ids), logits_of(ours, ids), rtol=1e-5, atol=1e-5)
+    saved, ours = home / f"{kind}-hf" / "hf", load(home / f"{kind}-hf")
+    for again in (by_transformers(saved), dense_of(saved)):
+        assert_same_logits(again, ours, decoders.ids(2))
     config = json.loads((saved / "config.json").read_text())
     entry = {"opt": "ffn_dim", "gpt2": "n_inner"}.get(kind, "intermediate_size")
     assert config[entry] == 80
@@ -131,9 +126,13 @@ def test_decoder_with_fewer_groups_is_reduced_again(home: Path, tmp_path: Path) 
     invoked("calibrate", "--model", home / "fewer", "--text", home / "text.txt", "--samples", 24, "-o", moments)
     own = ("--model", home / "fewer", "--moments", moments, "--mlp", 0.5, "--align", "mlp=8", "--save-as", "hf")
     invoked("reduce", *own, "-o", tmp_path / "again")
-    ids = decoders.ids(2)
-    model = by_transformers(tmp_path / "again" / "hf")
-    torch.testing.assert_close(logits_of(model, ids), logits_of(load(tmp_path / "again"), ids), rtol=1e-5, atol=1e-5)
+    assert_same_logits(by_transformers(tmp_path / "again" / "hf"), load(tmp_path / "again"), decoders.ids(2))
+
+
+def write_planted(folder: Path, model: nn.Module) -> None:
+    """Write a changed Llama as the decoder `planted`, and a text."""
+    decoders.write_decoder(folder / "planted", "llama", model)
+    (folder / "text.txt").write_text(decoders.text())
 
 
 def test_redundant_channels_and_groups_are_recovered(home: Path, tmp_path: Path) -> None:
@@ -147,13 +146,11 @@ def test_redundant_channels_and_groups_are_recovered(home: Path, tmp_path: Path)
             for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
                 rows = len(projection.weight) // 2
                 projection.weight[rows:] = projection.weight[:rows]
-    decoders.write_decoder(tmp_path / "planted", "llama", model)
-    (tmp_path / "text.txt").write_text(decoders.text())
+    write_planted(tmp_path, model)
     reduced(tmp_path, "planted", "less", "--mlp", 0.5, "--whole-heads", 0.5, "--ridge", "1e-9", "--save-as", "hf")
     ids = decoders.ids(2)
-    expected = logits_of(model, ids)
-    got = logits_of(by_transformers(tmp_path / "less" / "hf"), ids)
-    assert float((got - expected).norm() / expected.norm()) < 2e-3
+    found, expected = (logits_of(each, ids) for each in (by_transformers(tmp_path / "less" / "hf"), model))
+    assert tiny.relative(found, expected) < 2e-3
 
 
 def test_layer_without_bias_is_fitted_with_uncentred_moments(home: Path) -> None:
@@ -170,18 +167,12 @@ def test_layer_without_bias_is_fitted_with_uncentred_moments(home: Path) -> None
     dense = dense_of(home / "llama")
     sequences = texts_for_model(dense, home / "text.txt", samples=32)
     ids = torch.cat([batch["input_ids"] for batch in sequences.batches(16)])
-    caught: list[Tensor] = []
-    down = dense.get_submodule("blocks.0.mlp.down")
-    assert isinstance(down, nn.Linear)
-    handle = down.register_forward_pre_hook(lambda _, args: caught.append(args[0]))
-    logits_of(dense, ids)
-    handle.remove()
-    hidden = caught[0].flatten(0, 1).double()
+    hidden = tiny.module_io(dense, "blocks.0.mlp.down", ids)[0].flatten(0, 1).double()
     gate, kept = (model.get_parameter("blocks.0.mlp.gate.weight") for model in (dense, ours))
     own = [int((gate == row).all(1).nonzero()) for row in kept]
-    expected = torch.linalg.lstsq(hidden[:, own], hidden @ down.weight.double().T).solution.T
-    last = ours.get_parameter("blocks.0.mlp.down.weight").double()
-    error, best = ((hidden[:, own] @ w.T - hidden @ down.weight.double().T).square().sum() for w in (last, expected))
+    down, last = (model.get_parameter("blocks.0.mlp.down.weight").double() for model in (dense, ours))
+    expected = torch.linalg.lstsq(hidden[:, own], hidden @ down.T).solution.T
+    error, best = ((hidden[:, own] @ weight.T - hidden @ down.T).square().sum() for weight in (last, expected))
     assert float(best) <= float(error) <= 1.001 * float(best)
 
 
@@ -204,14 +195,12 @@ def test_redundant_shared_values_are_recovered(tmp_path: Path) -> None:
         for layer in model.model.layers:
             rows = layer.self_attn.v_proj.weight.view(2, 2, 8, -1)
             rows[:, 1] = rows[:, 0]
-    decoders.write_decoder(tmp_path / "planted", "llama", model)
-    (tmp_path / "text.txt").write_text(decoders.text())
+    write_planted(tmp_path, model)
     dense, moments = dense_of(tmp_path / "planted"), load_moments(calibrated(tmp_path, "planted"))
     method = method_from_preset("best", ridge_rel=1e-9)
     less = reduce(dense, moments, method, widths={f"blocks.{index}.attn.v": 16 for index in range(2)}).model
     assert less.get_parameter("blocks.0.attn.qkv.weight").shape[0] == 4 * 16 + 2 * (16 + 8)
-    ids = decoders.ids(2)
-    torch.testing.assert_close(logits_of(less, ids), logits_of(dense, ids), rtol=1e-3, atol=1e-3)
+    assert_same_logits(less, dense, decoders.ids(2), tolerance=1e-3)
 
 
 def test_query_and_key_norms_refuse_narrower_queries_and_keys(home: Path) -> None:
@@ -282,13 +271,8 @@ def test_unsupported_decoders_are_refused_with_the_reason(
 def test_attention_is_limited_to_the_sliding_window(home: Path, tmp_path: Path) -> None:
     decoders.write_decoder(tmp_path / "mistral", "mistral", sliding_window=24)
     model = dense_of(tmp_path / "mistral")
-    spec = sequence_spec(model)
-    assert spec is not None
-    assert spec.shape == (24,)
-    ids = decoders.ids(2, 24)
-    torch.testing.assert_close(
-        logits_of(model, ids), logits_of(by_transformers(tmp_path / "mistral"), ids), rtol=1e-5, atol=1e-5
-    )
+    assert some(sequence_spec(model)).shape == (24,)
+    assert_same_logits(model, by_transformers(tmp_path / "mistral"), decoders.ids(2, 24))
     rejects("sees 24 at most", dense_of, tmp_path / "mistral", length=25)
 
 

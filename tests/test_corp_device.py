@@ -1,4 +1,4 @@
-"""Reduction runs where the model and its statistics are."""
+"""Devices of calibration, reduction and closed loops, and work captured as CUDA graphs."""
 
 from typing import Any
 
@@ -54,11 +54,11 @@ def test_sums_already_on_the_device_are_not_copied(moments: Moments) -> None:
 def test_checkpoint_is_copied_only_to_another_device() -> None:
     checkpoint = tiny.checkpoint()
     before = {name: parameter.data_ptr() for name, parameter in checkpoint.model.named_parameters()}
-    there = checkpoints.on_device(checkpoint, "meta")
-    assert {parameter.device.type for parameter in there.model.parameters()} == {"meta"}
+    on_meta = checkpoints.on_device(checkpoint, "meta")
+    assert {parameter.device.type for parameter in on_meta.model.parameters()} == {"meta"}
     assert checkpoints.on_device(checkpoint, "cpu") is checkpoint
     assert {name: parameter.data_ptr() for name, parameter in checkpoint.model.named_parameters()} == before
-    assert (there.architecture, there.lineage) == (checkpoint.architecture, checkpoint.lineage)
+    assert (on_meta.architecture, on_meta.lineage) == (checkpoint.architecture, checkpoint.lineage)
 
 
 @needs_gpu
@@ -66,9 +66,9 @@ def test_gpu_calibration_and_loop_leave_the_model_on_its_device(images: Images) 
     checkpoint = tiny.checkpoint()
     calibrate(checkpoint, images, batch_size=8, device="cuda")
     assert not next(checkpoint.model.parameters()).is_cuda
-    there = tiny.checkpoint().model.cuda()
-    assert next(reduce_traced(there, images, method("best"), loop=Loop()).model.parameters()).is_cuda
-    assert next(there.parameters()).is_cuda
+    on_gpu = tiny.checkpoint().model.cuda()
+    assert next(reduce_traced(on_gpu, images, method("best"), loop=Loop()).model.parameters()).is_cuda
+    assert next(on_gpu.parameters()).is_cuda
 
 
 def relative_error(one: nn.Module, other: nn.Module) -> float:
@@ -79,16 +79,16 @@ def relative_error(one: nn.Module, other: nn.Module) -> float:
 @pytest.mark.parametrize(("preset", "changes"), CASES)
 def test_gpu_solves_equal_cpu_solves(preset: str, changes: Any, moments: Moments, images: Images) -> None:
     wanted = method(preset, **changes)
-    here: Reduction = reduce(tiny.checkpoint().model, moments, wanted, images=images)
-    there = reduce(tiny.checkpoint().model.cuda(), moments, wanted, images=images)
-    assert relative_error(there.model, here.model) < 1e-4
+    on_cpu: Reduction = reduce(tiny.checkpoint().model, moments, wanted, images=images)
+    on_gpu = reduce(tiny.checkpoint().model.cuda(), moments, wanted, images=images)
+    assert relative_error(on_gpu.model, on_cpu.model) < 1e-4
 
 
 @needs_gpu
 def test_the_closed_loop_runs_on_a_gpu(images: Images) -> None:
-    here = reduce_traced(tiny.checkpoint().model, images, method("best"), loop=Loop())
-    there = reduce_traced(tiny.checkpoint().model.cuda(), images, method("best"), loop=Loop())
-    assert relative_error(there.model, here.model) < 1e-2
+    on_cpu = reduce_traced(tiny.checkpoint().model, images, method("best"), loop=Loop())
+    on_gpu = reduce_traced(tiny.checkpoint().model.cuda(), images, method("best"), loop=Loop())
+    assert relative_error(on_gpu.model, on_cpu.model) < 1e-2
 
 
 @needs_gpu
@@ -100,11 +100,7 @@ def test_captured_removals_equal_single_ones(monkeypatch: pytest.MonkeyPatch) ->
         captured = obs.obs(covariance_FF.cuda(), weight_OF.cuda(), ridge_rel=1e-6)
         assert obs.removals.graphs
     assert not obs.removals.graphs
-    monkeypatch.setattr(
-        obs,
-        "removals",
-        lambda inverse_MM, norms_MM, gone_M, count: obs.removals_of_block(inverse_MM, norms_MM, gone_M, count),
-    )
+    monkeypatch.setattr(obs, "removals", obs.removals_of_block)
     plain = obs.obs(covariance_FF.cuda(), weight_OF.cuda(), ridge_rel=1e-6)
     assert captured.order_F.equal(plain.order_F)
     assert captured.error_F.equal(plain.error_F)

@@ -1,4 +1,4 @@
-"""`--effort`: what is composed, judged on images that nothing was fitted to, and what is refused."""
+"""`--effort`: its candidates, the images that judge them, and its refusals."""
 
 import json
 from dataclasses import replace
@@ -42,8 +42,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def reduced(home: Path, name: str, *words: object, moments: str = "m") -> Result:
-    given = ("--model", home / "dense", "--moments", home / moments, "--images", home / "images.npy", "-o", home / name)
-    return invoked("reduce", *given, *words)
+    where = ("--model", home / "dense", "--moments", home / moments, "--images", home / "images.npy", "-o", home / name)
+    return invoked("reduce", *where, *words)
 
 
 def record_of(directory: Path) -> dict[str, Any]:
@@ -51,14 +51,14 @@ def record_of(directory: Path) -> dict[str, Any]:
     return record
 
 
-def judged(monkeypatch: pytest.MonkeyPatch, *errors: float) -> None:
-    """What one pass and the loop are found to err by."""
-    found = iter(errors)
-    monkeypatch.setattr(carried_out, "_output_error", lambda *_: next(found))
+def fake_errors(monkeypatch: pytest.MonkeyPatch, *errors: float) -> None:
+    """Replace the measured errors of one pass and of the closed loop."""
+    remaining = iter(errors)
+    monkeypatch.setattr(carried_out, "_output_error", lambda *_: next(remaining))
 
 
-def by_hand(home: Path, way: str, *, every: bool, name: str = "m") -> tuple[torch.nn.Module, float, int]:
-    """A uniform reduction in one way, and its error on the images set apart; fitted to those too, or not."""
+def reduce_by_hand(home: Path, way: str, *, every: bool, name: str = "m") -> tuple[torch.nn.Module, float, int]:
+    """Return a uniform reduction, fitted to the judging images too if `every`, its error on them and their number."""
     dense, moments = load_checkpoint(home / "dense"), load_moments(home / name)
     options = {"mlp": 0.5, "attn": 0.5, "align": {"mlp": 8, "head": 8, "conv": 32}}
     images, method = images_for_model(dense.model, home / "images.npy"), ReduceOptions.from_options(options).method
@@ -80,12 +80,12 @@ def by_hand(home: Path, way: str, *, every: bool, name: str = "m") -> tuple[torc
 @pytest.mark.slow("models")
 @pytest.mark.parametrize("name", ["m", "grouped"])
 def test_candidates_are_judged_on_unfitted_images_and_the_better_one_is_kept(name: str, home: Path) -> None:
-    """Halves of groups choose ridges in the trials as they do in what is kept."""
+    """Trials choose ridges by halves of groups, as the kept reduction does."""
     assert (load_moments(home / name).half is not None) == (name == "grouped")
     reduced(home, f"uniform-{name}", *UNIFORM, moments=name)
     record = record_of(home / f"uniform-{name}")
     by_name = {stage["name"]: stage for stage in record["stages"]}
-    found = {way: by_hand(home, way, every=False, name=name)[1:] for way in (ONE, LOOP)}
+    found = {way: reduce_by_hand(home, way, every=False, name=name)[1:] for way in (ONE, LOOP)}
     errors, (count,) = {way: error for way, (error, _) in found.items()}, {count for _, count in found.values()}
     assert {way: stage["error"] for way, stage in by_name.items()} == pytest.approx(errors, rel=1e-4)
     kept = min(errors, key=lambda way: errors[way])
@@ -106,11 +106,14 @@ def test_candidates_are_judged_on_unfitted_images_and_the_better_one_is_kept(nam
 def test_winner_is_refitted_to_all_images(
     way: str, errors: tuple[float, float], most_apart: float, every: bool, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    judged(monkeypatch, *errors)
+    fake_errors(monkeypatch, *errors)
     monkeypatch.setattr(carried_out, "MOST_APART", most_apart)
     name = f"{way[-4:]}-{every}"
     reduced(home, name, *UNIFORM)
-    state, expected = load_checkpoint(home / name).model.state_dict(), by_hand(home, way, every=every)[0].state_dict()
+    state, expected = (
+        load_checkpoint(home / name).model.state_dict(),
+        reduce_by_hand(home, way, every=every)[0].state_dict(),
+    )
     assert state.keys() == expected.keys()
     for key, tensor in state.items():
         torch.testing.assert_close(tensor, expected[key], rtol=1e-5, atol=1e-6)
@@ -118,7 +121,7 @@ def test_winner_is_refitted_to_all_images(
 
 @pytest.mark.slow("models")
 def test_thorough_budget_is_polished_and_tries_widths_in_loops(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    judged(monkeypatch, 0.2, 0.1)
+    fake_errors(monkeypatch, 0.2, 0.1)
     reduced(home, "thorough", "--macs", 0.7, "--effort", "thorough", "--polish-steps", 1, *ALIGN)
     record = record_of(home / "thorough")
     assert record["polish"]["error"] <= record["polish"]["error_before"]

@@ -1,8 +1,4 @@
-"""Engines of one graph against each other: in one environment, by golden answers in two, and what is no comparison.
-
-Engines are stood for by their graph in ONNX Runtime, with an error that is known; plans here are a record and a few
-bytes. Graphs themselves are really run.
-"""
+"""`verify` between engines of one graph: directly, by golden outputs, and its refusals, on stand-ins for engines."""
 
 import json
 from collections.abc import Iterator
@@ -19,6 +15,7 @@ from PIL import Image
 from corp_deploy.proof import candidates
 from corp_deploy.proof.compare_engines import read_golden
 from corp_deploy.store.checkpoint import save
+from corp_deploy.store.input_sets import images_for_model
 from corp_deploy.store.onnx_file import export_checkpoint
 from export.engine.record import record_of_plan, record_path, sha256_of
 from export.graph.ports import ports_of_graph
@@ -29,14 +26,14 @@ from ground.files import sha256_of_file, write_json
 from perf.parity.parity import load_parity
 from perf.runners.onnx import OnnxRunner
 from tests import tiny
-from tests.command import invoked, refuses, run
+from tests.command import invoked, refuses
 from tests.export_served import engine_record
 
 ERRORS = {"10.16.1": 0.0, "11.4.0": 0.25}
 
 
 def plan(path: Path, graph: Path, *, version: str = "10.16.1", **changes: object) -> Path:
-    """A plan of this graph: its bytes are the version, its record says the rest."""
+    """Write a stand-in for a plan of this graph: its bytes are the version, its record has the rest."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(version)
     record_built_engine(sha256_of(path.read_bytes()))
@@ -52,7 +49,7 @@ def plan(path: Path, graph: Path, *, version: str = "10.16.1", **changes: object
 
 
 class StandIn:
-    """Answers as the graph beside the plans does, off by what ERRORS says of its version in the first class."""
+    """An engine that runs its graph in ONNX Runtime and adds the version's entry in ERRORS to the first logit."""
 
     def __init__(self, path: Path, graph: Path) -> None:
         self._runner, self._version = OnnxRunner(graph), path.read_text()
@@ -101,12 +98,12 @@ def _stand_ins(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(candidates, "EngineRunner", engine)
 
 
-def said(result: Result) -> str:
+def output_of(result: Result) -> str:
     return " ".join(result.output.split())
 
 
-def relative(error: float, home: Path) -> float:
-    """The relative error of logits that are off by so much in one class, computed by hand."""
+def relative_error(error: float, home: Path) -> float:
+    """Return the relative error of logits that are off by `error` in one class."""
     with OnnxRunner(home / "m.onnx") as runner:
         logits = runner({"images": tiny.images(10)})["logits"]
     return float(np.sqrt(10 * error**2) / np.linalg.norm(logits))
@@ -114,12 +111,13 @@ def relative(error: float, home: Path) -> float:
 
 def test_engines_are_compared_by_golden_outputs(home: Path, tmp_path: Path) -> None:
     images = ("--images", home / "images.npy")
-    kept = invoked("verify", home / "old/m.plan", *images, "--write-golden", tmp_path / "golden")
-    assert "tensorrt 10.16.1 for SM 89" in said(kept)
-    invoked("verify", tmp_path / "golden", home / "new/m.plan", "-o", tmp_path / "p.json", "--max-error", 1.0)
+    written = invoked("verify", home / "old/m.plan", *images, "--write-golden", tmp_path / "golden")
+    assert "tensorrt 10.16.1 for SM 89" in output_of(written)
+    compare = ("verify", tmp_path / "golden", home / "new/m.plan", "-o", tmp_path / "p.json")
+    invoked(*compare, "--max-error", 1.0)
     parity = load_parity(tmp_path / "p.json")
     (link,) = parity.links
-    assert link.measures.relative_error == pytest.approx(relative(0.25, home), rel=0.02)
+    assert link.measures.relative_error == pytest.approx(relative_error(0.25, home), rel=0.02)
     assert [source.version for source in parity.sources] == ["10.16.1", "11.4.0"]
     assert {source.graph_sha256 for source in parity.sources} == {sha256_of_file(home / "m.onnx")}
     assert [source.sha256 for source in parity.sources] == [
@@ -127,8 +125,8 @@ def test_engines_are_compared_by_golden_outputs(home: Path, tmp_path: Path) -> N
     ]
     assert (parity.images.count, [row.batch for row in link.batches]) == (10, [1, 7])
     assert len(np.load(tmp_path / "p.npz").files) > 3
-    invoked("verify", tmp_path / "golden", home / "new/m.plan", "-o", tmp_path / "p.json", "--max-error", 1e-4, code=1)
-    invoked("verify", tmp_path / "golden", home / "new/m.plan", "-o", tmp_path / "p.json", code=3)
+    invoked(*compare, "--max-error", 1e-4, code=1)
+    invoked(*compare, code=3)
 
 
 def test_engines_are_compared_directly_if_both_load(home: Path, tmp_path: Path) -> None:
@@ -146,21 +144,18 @@ def test_engine_is_compared_with_its_own_graph(home: Path, tmp_path: Path) -> No
 
 
 def test_folders_are_preprocessed_as_the_graph_declares(home: Path, tmp_path: Path) -> None:
-    """The same pictures through the model's own transform and through the note that its plan carries."""
+    """The model's own transform and the preprocessing that its plan notes give the same pixels."""
     (tmp_path / "photos").mkdir()
     generator = np.random.default_rng(0)
     for index in range(3):
         pixels = generator.integers(0, 256, (40, 50, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(tmp_path / "photos" / f"{index}.png")
     invoked("verify", home / "old/m.plan", "--images", tmp_path / "photos", "--write-golden", tmp_path / "golden")
-    from corp_deploy.store.input_sets import images_for_model
-
     (expected,) = images_for_model(tiny.checkpoint().model, tmp_path / "photos").batches(8)
     np.testing.assert_array_equal(read_golden(tmp_path / "golden").feeds["images"], expected.numpy())
     plan(tmp_path / "mute" / "m.plan", home / "m.onnx", notes={})
-    mute = run("verify", tmp_path / "mute/m.plan", "--images", tmp_path / "photos", "--write-golden", tmp_path / "g")
-    assert mute.exit_code == 2
-    assert "notes no preprocessing" in said(mute)
+    words = ("--images", tmp_path / "photos", "--write-golden", tmp_path / "g")
+    refuses("notes no preprocessing", "verify", tmp_path / "mute/m.plan", *words)
 
 
 def test_engines_of_other_graphs_are_not_comparable(home: Path, tmp_path: Path) -> None:
@@ -179,13 +174,13 @@ def test_unloadable_engine_prints_the_command_for_its_machine(home: Path, tmp_pa
         f"corp-deploy verify {home}/old/m.plan --random 4 --seed 0 --write-golden golden",
         f"corp-deploy verify golden {home}/new/m.plan -o p.json",
     ):
-        assert part in said(two), two.output
+        assert part in output_of(two), two.output
     plan(tmp_path / "strange" / "m.plan", home / "m.onnx", version="8.6.0")
     asked = ("verify", tmp_path / "strange/m.plan", "--random", 4, "--write-golden", tmp_path / "golden")
     refuses("built by tensorrt 8.6.0 for SM 89, and it can't be run here", *asked, code=4)
     assert not (tmp_path / "golden").exists()
     movable = plan(tmp_path / "movable" / "m.plan", home / "m.onnx", options={"version_compatible": True})
-    assert run("verify", movable, home / "new/m.plan", "--random", 4, "-o", tmp_path / "p.json").exit_code == 3
+    invoked("verify", movable, home / "new/m.plan", "--random", 4, "-o", tmp_path / "p.json", code=3)
 
 
 @pytest.mark.parametrize(
@@ -218,14 +213,14 @@ def test_meaningless_calls_are_refused(
 
 def test_golden_directories_are_checked_by_digest(home: Path, tmp_path: Path) -> None:
     golden = tmp_path / "golden"
-    assert run("verify", home / "old/m.plan", "--random", 4, "--write-golden", golden).exit_code == 0
+    invoked("verify", home / "old/m.plan", "--random", 4, "--write-golden", golden)
     words = ("verify", golden, home / "same/m.plan", "-o", tmp_path / "p.json")
     refuses("holds the inputs that its answers are to", *words, "--random", 4)
     content = (golden / "outputs.npz").read_bytes()
     (golden / "outputs.npz").write_bytes(content[:-1] + b"x")
     refuses("its bytes are not those that golden.json describes", *words)
     (golden / "outputs.npz").unlink()
-    assert "missing, a file that golden.json describes" in said(run(*words))
+    refuses("missing, a file that golden.json describes", *words)
 
 
 def test_modified_plan_is_refused(home: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Models with a site that can't be reduced whole, and with a cost that no site owns: budgets, notes, the numbers."""
+"""Budgets of models whose queries and keys stay, whose MLPs are gated or without biases, and odd inputs and stems."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -34,8 +34,8 @@ from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.input_sets import images_for_model
 from corp_deploy.store.onnx_file import metadata_of_checkpoint
 from corp_deploy.traced.models.steps import SegmentStep
-from ground.errors import BadInput
 from tests import timm_models, tiny
+from tests.refusals import rejects
 
 MODELS: Mapping[str, Callable[[], Checkpoint]] = {
     "q/k norm": lambda: tiny.checkpoint(qk_norm=True),
@@ -46,9 +46,9 @@ MODELS: Mapping[str, Callable[[], Checkpoint]] = {
 
 @cache
 def checkpoint(family: str) -> Checkpoint:
-    own = MODELS[family]()
-    own.model.requires_grad_(False)
-    return own
+    dense = MODELS[family]()
+    dense.model.requires_grad_(False)
+    return dense
 
 
 @cache
@@ -69,10 +69,10 @@ def best(**changes: Any) -> Method:
     return method_from_preset("best", **{"align_hidden": 8, "align_head": 8, **changes})
 
 
-def probe(family: str, method: Method) -> Probe:
-    model, taken = checkpoint(family).model, moments(family)
-    known = compute_eliminations(model, taken, method)
-    return Probe(model=model, moments=taken, method=method, inputs=pixels(family)[:8], eliminations=known)
+def probe_of(family: str, method: Method) -> Probe:
+    model, inputs = checkpoint(family).model, pixels(family)[:8]
+    known = compute_eliminations(model, moments(family), method)
+    return Probe(model=model, moments=moments(family), method=method, inputs=inputs, eliminations=known)
 
 
 @pytest.mark.parametrize(
@@ -81,31 +81,29 @@ def probe(family: str, method: Method) -> Probe:
 def test_budget_holds_for_the_counted_macs_and_parameters(
     family: str, share: float, currency: Literal["macs", "params"]
 ) -> None:
-    """Biases that repairs add are counted too."""
-    own, count = checkpoint(family), macs if currency == "macs" else parameters
+    """The count includes the biases that repairs add."""
+    dense, count = checkpoint(family), macs if currency == "macs" else parameters
     request = ReductionRequest(options=ReduceOptions.from_options({currency: share}), method=best())
-    planner = build_budget_planner(own, moments(family), request, opened(family))
+    planner = build_budget_planner(dense, moments(family), request, opened(family))
     plan = planner.widths_at(share)
-    reduced = reduce(own.model, moments(family), best(), widths=plan.widths).model
-    used = count(reduced) / count(own.model)
+    reduced = reduce(dense.model, moments(family), best(), widths=plan.widths).model
+    used = count(reduced) / count(dense.model)
     assert plan.decisions[0].startswith(f"budget: {used:.1%} of the dense {currency} used")
     assert used <= share
 
 
 @pytest.mark.parametrize("geometry", ["padded", "square", "ragged"])
 def test_values_are_offered_while_queries_stay(geometry: Any) -> None:
-    asked = probe("q/k norm", best(geometry=geometry))
-    found = {offer.site: offer for offer in compute_cost_curves(asked, "macs")}
-    offer = found["blocks.1.attn.v"]
-    assert offer.widths == (0, 24, 48)
-    assert offer.costs[0] < offer.costs[1] < offer.costs[2] == offer.cost_now
-    assert offer.errors[0] > offer.errors[1] > offer.errors[2] == 0.0
+    probe = probe_of("q/k norm", best(geometry=geometry))
+    (curve,) = [each for each in compute_cost_curves(probe, "macs") if each.site == "blocks.1.attn.v"]
+    assert curve.widths == (0, 24, 48)
+    assert curve.costs[0] < curve.costs[1] < curve.costs[2] == curve.cost_now
+    assert curve.errors[0] > curve.errors[1] > curve.errors[2] == 0.0
     widths = {"blocks.1.attn.v": 24}
-    reduction = reduce(asked.model, asked.moments, asked.method, widths=widths, eliminations=asked.eliminations)
+    reduction = reduce(probe.model, probe.moments, probe.method, widths=widths, eliminations=probe.eliminations)
     assert [(site.site, site.part, site.width) for site in reduction.sites] == [("blocks.1.attn.v", "v", 8)]
-    rows = slice(0, 2 * 3 * 16)
-    name = "blocks.1.attn.qkv.weight"
-    assert torch.equal(reduction.model.get_parameter(name)[rows], asked.model.get_parameter(name)[rows])
+    reduced, dense = (model.get_parameter("blocks.1.attn.qkv.weight") for model in (reduction.model, probe.model))
+    assert torch.equal(reduced[: 2 * 3 * 16], dense[: 2 * 3 * 16])
 
 
 def test_tied_sites_take_the_same_width_index() -> None:
@@ -118,7 +116,7 @@ def test_tied_sites_take_the_same_width_index() -> None:
 
 
 def test_values_tied_to_queries_may_be_removed_whole() -> None:
-    """Those can't, and are as narrow as they may be then, which loses nothing more."""
+    """Queries can't be removed whole; they take their least width, which loses nothing once the values are gone."""
     queries = CostCurve(site="qk", widths=(2, 4), costs=(2, 4), errors=(1.0, 0.0), cost_now=4, tied="attn")
     values = CostCurve(site="v", widths=(0, 2, 4), costs=(0, 2, 4), errors=(3.0, 1.0, 0.0), cost_now=4, tied="attn")
     assert allocate_widths([queries, values], 8, 0.25).widths == {"qk": 2, "v": 0}
@@ -130,48 +128,47 @@ def test_reported_value_loss_equals_the_loss_of_the_stream() -> None:
     reduction = reduce(model, moments("q/k norm"), best(), widths={"blocks.0.attn.v": 24})
     (report,) = reduction.sites
 
-    def behind_attention(of: nn.Module) -> Tensor:
-        x_BNC = traced_model.first_stream(of, pixels("q/k norm"))
-        for step in list(traced_model.steps(of))[:2]:
+    def stream_after_attention(model: nn.Module) -> Tensor:
+        x_BNC = traced_model.first_stream(model, pixels("q/k norm"))
+        for step in list(traced_model.steps(model))[:2]:
             assert isinstance(step, SegmentStep)
             x_BNC = step(x_BNC)
         return x_BNC.double()
 
     with torch.inference_mode():
-        lost_BNC = behind_attention(reduction.model) - behind_attention(model)
+        lost_BNC = stream_after_attention(reduction.model) - stream_after_attention(model)
     assert report.error == pytest.approx(float(lost_BNC.square().sum(-1).mean()), rel=1e-4)
     assert report.error < report.error_uncompensated
 
 
 def test_uniform_square_heads_reduce_the_values_alone() -> None:
-    asked = best(attention_sparsity=0.5, geometry="square")
-    square = reduce(checkpoint("q/k norm").model, moments("q/k norm"), asked).model
-    assert {site.name: site.width for site in sites_of(square).every} == {
+    method = best(attention_sparsity=0.5, geometry="square")
+    reduced = reduce(checkpoint("q/k norm").model, moments("q/k norm"), method).model
+    assert {site.name: site.width for site in sites_of(reduced).every} == {
         f"blocks.{number}.{part}": width for number in (0, 1) for part, width in (("attn.v", 24), ("mlp", 192))
     }
 
 
 @pytest.mark.parametrize("mlp_sparsity", [None, 0.5])
 def test_heads_are_weighted_if_some_keep_queries_and_keys(mlp_sparsity: float | None) -> None:
-    """Where only values can go, they do."""
-    asked = probe("q/k norm", best(mlp_sparsity=mlp_sparsity, attention_sparsity=0.5))
-    taken = choose_heads(asked, None)
-    share = min(taken.ways, key=lambda way: way.predicted_error).share
-    dense = macs(asked.model)
+    probe = probe_of("q/k norm", best(mlp_sparsity=mlp_sparsity, attention_sparsity=0.5))
+    plan = choose_heads(probe, None)
+    share = min(plan.ways, key=lambda way: way.predicted_error).share
+    dense = macs(probe.model)
     geometry: HeadGeometry = "padded" if mlp_sparsity else "square"
-    uniform = reduce(asked.model, asked.moments, replace(asked.method, geometry=geometry)).model
+    uniform = reduce(probe.model, probe.moments, replace(probe.method, geometry=geometry)).model
     assert share <= macs(uniform) / dense < 1.0
-    reduced = reduce(asked.model, asked.moments, taken.method, widths=taken.widths).model
+    reduced = reduce(probe.model, probe.moments, plan.method, widths=plan.widths).model
     assert macs(reduced) <= share * dense * (1.0 + 1e-9)
 
 
 def test_stem_without_a_projection_is_described() -> None:
     kwargs = {"depth": 1, "num_classes": 7}
     model = tiny.timm_model("vit_base_mci_224", **kwargs)
-    named = Architecture(name="vit_base_mci_224", kwargs=kwargs)
-    carried = metadata_of_checkpoint(Checkpoint(model=model, architecture=named, lineage={}))
-    assert carried["corp_deploy.depth"] == "1"
-    assert int(carried["corp_deploy.macs"]) == macs(model)
+    architecture = Architecture(name="vit_base_mci_224", kwargs=kwargs)
+    metadata = metadata_of_checkpoint(Checkpoint(model=model, architecture=architecture, lineage={}))
+    assert metadata["corp_deploy.depth"] == "1"
+    assert int(metadata["corp_deploy.macs"]) == macs(model)
 
 
 @pytest.mark.parametrize(("channels", "words"), [(1, "1 channel;"), (4, "4 channels;")])
@@ -180,8 +177,7 @@ def test_image_folder_is_refused_for_a_model_without_rgb_input(tmp_path: Path, c
     folder = tmp_path / "images"
     folder.mkdir()
     Image.new("RGB", (32, 32)).save(folder / "a.png")
-    with pytest.raises(BadInput) as refused:
-        images_for_model(model, folder)
-    assert f"folders and tar shards give RGB, the model takes {words} give .npy, .npz" in str(refused.value)
+    message = f"folders and tar shards give RGB, the model takes {words} give .npy, .npz"
+    rejects(message, images_for_model, model, folder)
     np.save(tmp_path / "images.npy", np.zeros((2, channels, 32, 32), np.float32))
     assert images_for_model(model, tmp_path / "images.npy").count == 2

@@ -1,4 +1,4 @@
-"""What judges a model is told from what it was fitted to: by verify, gate, bench, perplexity, sweep and a release."""
+"""Overlap of judging with fitted data, as verify, gate, bench, perplexity, sweep and releases report it."""
 
 import json
 import shutil
@@ -18,6 +18,7 @@ from corp_deploy.store.fitted import fitted_of_lineage
 from corp_deploy.store.model_config import load_model_config
 from tests import decoders, tiny
 from tests.command import invoked, refuses, run
+from tests.doubles import some
 from tests.recipes import RELEASE
 
 NONE = {"same": 0, "alike": 0}
@@ -25,9 +26,10 @@ NONE = {"same": 0, "alike": 0}
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model reduced on the first 8 of 12 images; `mixed` are 3 of those, 2 others, and a copy that only looks alike.
+    """Return a folder with a dense and a reduced model, their graphs, moments and images.
 
-    The 4 that calibration left out judge, and 9 of another draw.
+    The model is fitted to 8 of the 12 calibration images; left-out.npy has the other 4, others.npy 9 of another draw,
+    and mixed.npy 3 fitted images, 2 others, and one that only looks like a fitted image.
     """
     root = tmp_path_factory.mktemp("fitted")
     save(tiny.checkpoint(), root / "dense")
@@ -43,23 +45,22 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     mixed = np.concatenate([images[is_fitted][:3], others[:2], 1.01 * images[is_fitted][3:4]])
     np.save(root / "mixed.npy", mixed.astype(np.float32))
     reduce = ("reduce", "--model", root / "dense", "--moments", root / "moments.safetensors")
-    assert run(*reduce, "--mlp", 0.5, "--align", "mlp=8", "-o", root / "reduced").exit_code == 0
-    assert run("export", "--model", root / "reduced", "-o", root / "reduced" / "model.onnx").exit_code == 0
-    assert run("export", "--model", root / "dense", "-o", root / "dense" / "model.onnx").exit_code == 0
+    invoked(*reduce, "--mlp", 0.5, "--align", "mlp=8", "-o", root / "reduced")
+    for name in ("reduced", "dense"):
+        invoked("export", "--model", root / name, "-o", root / name / "model.onnx")
     return root
 
 
 def fitted_to(directory: Path) -> Fingerprints:
-    known = fitted_of_lineage(load_model_config(directory).lineage, where=str(directory))
-    assert known is not None
-    return known.fingerprints
+    return some(fitted_of_lineage(load_model_config(directory).lineage, where=str(directory))).fingerprints
 
 
-def verified(home: Path, output: Path, images: str, *candidates: object, extra: tuple[object, ...] = ()) -> Any:
-    words = ("verify", home / "dense", *candidates, "--images", home / images, "--batch", "2", "--max-error", 10)
+def verify(home: Path, output: Path, images: str, candidate: object, *extra: object) -> tuple[Any, str]:
+    """Verify a candidate; return the record of its overlap and the messages."""
+    words = ("verify", home / "dense", candidate, "--images", home / images, "--batch", "2", "--max-error", 10)
     done = run(*words, "-o", output, *extra)
     assert done.exit_code in (0, 1), done.output
-    return done
+    return json.loads(output.read_text()), " ".join(done.stderr.split())
 
 
 @pytest.mark.slow("graph")
@@ -70,26 +71,22 @@ def verified(home: Path, output: Path, images: str, *candidates: object, extra: 
 def test_verify_reports_overlap_with_fitted_images(
     home: Path, tmp_path: Path, images: str, expected: tuple[int, int, int]
 ) -> None:
-    done = verified(home, tmp_path / "parity.json", images, home / "reduced")
-    record = json.loads((tmp_path / "parity.json").read_text())
+    record, warnings = verify(home, tmp_path / "parity.json", images, home / "reduced")
     judging, same, alike = expected
     assert record["fitted"] == {"judging": judging, "same": same, "alike": alike, "noun": "images"}
     assert (f"{same} of which the model was fitted to" in record["line"]) == (same > 0)
-    assert ("judge it on images that calibration never saw" in " ".join(done.stderr.split())) == (same + alike > 0)
-    assert ("look like images that it was fitted to" in " ".join(done.stderr.split())) == (alike > 0)
+    assert ("judge it on images that calibration never saw" in warnings) == (same + alike > 0)
+    assert ("look like images that it was fitted to" in warnings) == (alike > 0)
 
 
 @pytest.mark.slow("graph")
 def test_graphs_carry_digests_and_moments_identify_models(home: Path, tmp_path: Path) -> None:
     alone = shutil.copy(home / "reduced" / "model.onnx", tmp_path / "model.onnx")
     for extra, expected in (((), (3, 0)), (("--moments", home / "moments.safetensors"), (3, 1))):
-        verified(home, tmp_path / "parity.json", "mixed.npy", alone, extra=extra)
-        record = json.loads((tmp_path / "parity.json").read_text())["fitted"]
-        assert (record["same"], record["alike"]) == expected
-    other = tmp_path / "dense.onnx"
-    shutil.copy(home / "dense" / "model.onnx", other)
-    verified(home, tmp_path / "parity.json", "mixed.npy", other)
-    assert "fitted" not in json.loads((tmp_path / "parity.json").read_text())
+        record, _ = verify(home, tmp_path / "parity.json", "mixed.npy", alone, *extra)
+        assert (record["fitted"]["same"], record["fitted"]["alike"]) == expected
+    dense = shutil.copy(home / "dense" / "model.onnx", tmp_path / "dense.onnx")
+    assert "fitted" not in verify(home, tmp_path / "parity.json", "mixed.npy", dense)[0]
 
 
 @pytest.mark.slow("graph")
@@ -103,19 +100,24 @@ def test_graph_with_a_damaged_entry_is_refused(home: Path, tmp_path: Path) -> No
         refuses(message, *words, "-o", tmp_path / "parity.json")
 
 
+def gate_row(gate: Path) -> tuple[str, float]:
+    """Return the verdict and the value of a gate's own rule on overlap."""
+    (row,) = [each for each in json.loads(gate.read_text())["rules"] if each["rule"] == "fitted_images > 0"]
+    return row["verdict"], row["value"]
+
+
 def test_gate_fails_on_overlap_unless_a_rule_allows_it(home: Path, tmp_path: Path) -> None:
     parity, gate = tmp_path / "parity.json", tmp_path / "gate.json"
-    verified(home, parity, "mixed.npy", home / "reduced")
-    assert run("gate", parity, "-o", gate).exit_code == 1
-    rows = {row["rule"]: row for row in json.loads(gate.read_text())["rules"]}
-    assert (rows["fitted_images > 0"]["verdict"], rows["fitted_images > 0"]["value"]) == ("FAIL", 3.0)
-    assert run("gate", parity, "--fail-if", "fitted_images > 2").exit_code == 1
-    assert run("gate", parity, "--fail-if", "fitted_images > 3").exit_code == 0
-    verified(home, parity, "left-out.npy", home / "reduced")
-    assert run("gate", parity, "-o", gate).exit_code == 0
+    verify(home, parity, "mixed.npy", home / "reduced")
+    invoked("gate", parity, "-o", gate, code=1)
+    assert gate_row(gate) == ("FAIL", 3.0)
+    invoked("gate", parity, "--fail-if", "fitted_images > 2", code=1)
+    invoked("gate", parity, "--fail-if", "fitted_images > 3")
+    verify(home, parity, "left-out.npy", home / "reduced")
+    invoked("gate", parity, "-o", gate)
     alone = shutil.copy(home / "dense" / "model.onnx", tmp_path / "model.onnx")
-    verified(home, parity, "mixed.npy", alone)
-    assert run("gate", parity).exit_code == 0
+    verify(home, parity, "mixed.npy", alone)
+    invoked("gate", parity)
     refuses("doesn't say which images the model was fitted to", "gate", parity, "--fail-if", "fitted_images > 0")
 
 
@@ -124,8 +126,8 @@ def test_bench_reports_overlap_of_its_images(home: Path, tmp_path: Path) -> None
     graphs = (home / "dense" / "model.onnx", home / "reduced" / "model.onnx")
     quick = ("--time-limit", 1, "--min-rounds", 6, "--block-ms", 1, "--half-width", 0.9, "--threads", 1)
     for images, found in (("mixed.npy", {"same": 3, "alike": 0}), ("left-out.npy", NONE), (None, None)):
-        fed = () if images is None else ("--images", home / images)
-        invoked("bench", *graphs, *fed, "--batch", 6, *quick, "-o", tmp_path / "bench.json")
+        inputs = () if images is None else ("--images", home / images)
+        invoked("bench", *graphs, *inputs, "--batch", 6, *quick, "-o", tmp_path / "bench.json")
         record = json.loads((tmp_path / "bench.json").read_text())
         assert (None if found is None else record["fitted"] | found) == record["fitted"]
         assert any("was fitted to" in each for each in record["warnings"]) == (images == "mixed.npy")
@@ -155,37 +157,34 @@ def test_sweep_budgets_are_divided_by_calibration_images(home: Path, tmp_path: P
 
 @pytest.mark.slow("models")
 def test_held_out_images_do_not_influence_a_budget(home: Path, tmp_path: Path) -> None:
-    """Those of --held-out judge: neither do they settle widths, nor are they said to have been fitted to."""
+    """Held-out images only judge: they settle no widths and are not recorded as fitted."""
     reduce = ("reduce", "--model", home / "dense", "--moments", home / "moments.safetensors", "--align", "mlp=8,head=8")
     budget = ("--macs", 0.7, "--images", home / "calibration.npy")
     held_out = ("--held-out", home / "moments.held-out.safetensors")
-    assert run(*reduce, *budget, *held_out, "-o", tmp_path / "apart").exit_code == 0
-    assert run(*reduce, *budget, "-o", tmp_path / "all").exit_code == 0
+    invoked(*reduce, *budget, *held_out, "-o", tmp_path / "apart")
+    invoked(*reduce, *budget, "-o", tmp_path / "all")
     apart, every = fitted_to(tmp_path / "apart"), fitted_to(tmp_path / "all")
     left_out = load_moments(home / "moments.held-out.safetensors").image_ids
     assert not torch.isin(left_out, apart.ids).any()
     assert torch.isin(left_out, every.ids).all()
-    done = run(*reduce, "--macs", 0.7, "--images", home / "left-out.npy", *held_out, "-o", tmp_path / "none")
-    assert done.exit_code == 2
-    assert "all 4 images are those of the held-out moments" in " ".join(done.stderr.split())
+    words = ("--macs", 0.7, "--images", home / "left-out.npy", *held_out, "-o", tmp_path / "none")
+    refuses("all 4 images are those of the held-out moments", *reduce, *words)
     assert not (tmp_path / "none").exists()
 
 
 def test_images_that_chose_a_model_do_not_prove_it(home: Path, tmp_path: Path) -> None:
-    """--within is held on images left out of the fit, which settle how small the model becomes."""
+    """Images that --within leaves out of the fit settle how small the model becomes, so they count as fitted."""
     words = ("reduce", "--model", home / "dense", "--moments", home / "moments.safetensors", "--align", "mlp=8,head=8")
     within = ("--within", "error 0.9", "--images", home / "calibration.npy")
-    assert run(*words, *within, "-o", tmp_path / "reduced").exit_code == 0
-    verified(home, tmp_path / "parity.json", "left-out.npy", tmp_path / "reduced")
-    assert json.loads((tmp_path / "parity.json").read_text())["fitted"]["same"] == 4
+    invoked(*words, *within, "-o", tmp_path / "reduced")
+    record, _ = verify(home, tmp_path / "parity.json", "left-out.npy", tmp_path / "reduced")
+    assert record["fitted"]["same"] == 4
 
 
 def test_model_reduced_twice_keeps_its_fitted_images(home: Path, tmp_path: Path) -> None:
-    model = ("--model", home / "reduced")
-    moments = tmp_path / "moments.safetensors"
-    assert run("calibrate", *model, "--images", home / "others.npy", "-o", moments).exit_code == 0
-    words = ("reduce", *model, "--moments", moments, "--attn", 0.5, "--align", "head=8", "-o", tmp_path / "again")
-    assert run(*words).exit_code == 0
+    model, moments = ("--model", home / "reduced"), tmp_path / "moments.safetensors"
+    invoked("calibrate", *model, "--images", home / "others.npy", "-o", moments)
+    invoked("reduce", *model, "--moments", moments, "--attn", 0.5, "--align", "head=8", "-o", tmp_path / "again")
     assert len(fitted_to(tmp_path / "again")) == 8 + 9
 
 
@@ -196,9 +195,8 @@ def test_damaged_entry_is_refused_by_name(home: Path, tmp_path: Path) -> None:
     for entry, message in ((7, "lineage.fitted"), ({"ids": "!!"}, "not base64")):
         config["lineage"]["fitted"] = entry
         (broken / "config.json").write_text(json.dumps(config))
-        done = run("verify", home / "dense", broken, "--images", home / "others.npy", "-o", tmp_path / "p.json")
-        assert done.exit_code == 2, done.output
-        assert message in " ".join(done.stderr.split())
+        words = ("verify", home / "dense", broken, "--images", home / "others.npy", "-o", tmp_path / "p.json")
+        refuses(message, *words)
 
 
 def test_perplexity_reports_overlap_of_sequences(tmp_path: Path) -> None:
@@ -206,11 +204,10 @@ def test_perplexity_reports_overlap_of_sequences(tmp_path: Path) -> None:
     decoders.write_tokenizer(tmp_path / "llama")
     (tmp_path / "text.txt").write_text(decoders.text(letters=2_000))
     (tmp_path / "other.txt").write_text(decoders.text(start=4_000, letters=2_000))
-    model = f"hf:{tmp_path / 'llama'}"
-    moments = tmp_path / "moments.safetensors"
-    assert run("calibrate", "--model", model, "--text", tmp_path / "text.txt", "-o", moments).exit_code == 0
-    words = ("reduce", "--model", model, "--moments", moments, "--mlp", 0.5, "--align", "mlp=8")
-    assert run(*words, "-o", tmp_path / "reduced").exit_code == 0
+    model, moments = f"hf:{tmp_path / 'llama'}", tmp_path / "moments.safetensors"
+    invoked("calibrate", "--model", model, "--text", tmp_path / "text.txt", "-o", moments)
+    half = ("--mlp", 0.5, "--align", "mlp=8")
+    invoked("reduce", "--model", model, "--moments", moments, *half, "-o", tmp_path / "reduced")
     for text, all_seen in (("text.txt", True), ("other.txt", False)):
         record = tmp_path / "perplexity.json"
         done = invoked("perplexity", model, tmp_path / "reduced", "--text", tmp_path / text, "-o", record)
@@ -233,15 +230,14 @@ def test_release_judged_on_fitted_images_fails_its_gate(tmp_path: Path) -> None:
     assert "on 9 images, 5 of which the model was fitted to" in " ".join(planned.stderr.split())
     assert not (tmp_path / "out").exists()
     assert "fitted_images > 0" in invoked(*release, code=1).stdout
-    rows = {row["rule"]: row for row in json.loads((tmp_path / "out" / "gate.json").read_text())["rules"]}
-    assert (rows["fitted_images > 0"]["verdict"], rows["fitted_images > 0"]["value"]) == ("FAIL", 5.0)
+    assert gate_row(tmp_path / "out" / "gate.json") == ("FAIL", 5.0)
     card = " ".join((tmp_path / "out" / "MODEL_CARD.md").read_text().split())
     assert "Judged on images: " in card
     assert "5 of which the model was fitted to" in card
     assert "5 of which the model was fitted to" in (tmp_path / "out" / "report.html").read_text()
     again = np.concatenate([images[:2], tiny.images(7, seed=2)])
     np.savez(tmp_path / "held-out.npz", images=again, labels=np.arange(9) % 7)
-    planned = run(*release, "--dry-run")  # the calibration is done by now
+    planned = invoked(*release, "--dry-run")  # the calibration is done by now
     assert "on 9 images, 2 of which the model was fitted to" in " ".join(planned.stderr.split())
     recipe.write_text(recipe.read_text().replace('"params >= dense"', '"params >= dense", "fitted_images > 5"'))
-    assert run(*release).exit_code == 0
+    invoked(*release)

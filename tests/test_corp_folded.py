@@ -1,7 +1,7 @@
-"""Merged channels: what is said to be lost is what the shipped layers lose, and refitting them loses less."""
+"""Merged channels and heads: reported losses, refitting, the clustering of rows, and refusals."""
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ from corp_deploy.release.stages import stages_of
 from corp_deploy.store.checkpoint import Checkpoint, save
 from tests import tiny
 from tests.command import invoked, refuses
+from tests.doubles import some
+from tests.recipes import recipe
 from tests.refusals import rejects
 from tests.small_models import error
 from tests.test_corp_whole_heads import HELD_OUT, planted
@@ -50,7 +52,7 @@ def doubled(model: nn.Module) -> nn.Module:
 
 
 def linear(model: nn.Module, name: str, x: Tensor) -> Tensor:
-    """In float64."""
+    """Apply a linear layer of the model in float64."""
     weight, bias = (model.get_parameter(f"{name}.{each}").double() for each in ("weight", "bias"))
     return functional.linear(x, weight, bias)
 
@@ -64,7 +66,7 @@ def mlp(model: nn.Module, name: str, x: Tensor) -> Tensor:
 
 
 def attention(model: nn.Module, name: str, x: Tensor) -> Tensor:
-    """Spelled out, in float64, with as many heads of 16 as the layer has."""
+    """Apply an attention layer with heads of 16, written out in float64."""
     q, k, v = linear(model, f"{name}.qkv", x).unflatten(-1, (3, -1, 16)).permute(2, 0, 3, 1, 4)
     z = (q @ k.mT / 4.0).softmax(-1) @ v
     return linear(model, f"{name}.proj", z.transpose(1, 2).flatten(2))
@@ -74,17 +76,13 @@ HALF = {"heads_sparsity": 1 / 3}
 Layer = Callable[[nn.Module, str, Tensor], Tensor]
 
 
-def losses(dense: nn.Module, reduced: nn.Module, pixels: Tensor, layer: Layer, part: str) -> Mapping[str, float]:
-    """Mean square per token of (dense layer - folded one) on the dense model's activations, all in float64."""
-    found, whole = dict[str, float](), doubled(dense)
-
-    def compare(name: str, given: tuple[Tensor, ...], out: Tensor) -> None:
-        found[name] = float((out - layer(reduced, name, given[0])).flatten(0, 1).square().sum(1).mean())
-
+@torch.inference_mode()
+def losses(dense: nn.Module, reduced: nn.Module, pixels: Tensor, layer: Layer, part: str) -> dict[str, float]:
+    """Return the mean squared change per token of each merged layer on the dense model's inputs, in float64."""
+    found = {}
     for name in (f"blocks.{block}.{part}" for block in range(2)):
-        whole.get_submodule(name).register_forward_hook(lambda _, given, out, name=name: compare(name, given, out))
-    with torch.inference_mode():
-        whole(pixels.double())
+        entering, out = tiny.module_io(doubled(dense), name, pixels.double())
+        found[name] = float((out - layer(reduced, name, entering)).flatten(0, 1).square().sum(1).mean())
     return found
 
 
@@ -110,7 +108,6 @@ def folded(preset: str, both: tuple[Moments, Moments], images: Images, **asked: 
 def test_reported_loss_equals_that_of_the_merged_layer(
     both: tuple[Moments, Moments], images: Images, part: str, layer: Layer, preset: str, asked: dict[str, Any]
 ) -> None:
-    """Of merged channels and of merged heads."""
     reduction = folded(preset, both, images, **asked, **({"heads_selection": "fold"} if part == "attn" else {}))
     parts, dense = held_out_split(images, 12, seed=0), tiny.checkpoint().model
     fit, others = (losses(dense, reduction.model, pixels_of(each), layer, part) for each in parts)
@@ -118,25 +115,20 @@ def test_reported_loss_equals_that_of_the_merged_layer(
     for site in reduction.sites:
         assert site.part == {"mlp": "mlp", "attn": "heads"}[part]
         assert site.error == pytest.approx(fit[site.site.removesuffix(".v")], rel=1e-4)
-        assert site.held_out is not None
-        assert site.held_out.error == pytest.approx(others[site.site.removesuffix(".v")], rel=1e-4)
+        assert some(site.held_out).error == pytest.approx(others[site.site.removesuffix(".v")], rel=1e-4)
         assert 0.0 < site.error <= site.error_uncompensated * (1.0 + 1e-9)
         assert site.error < site.energy or preset == "none"
     assert reduction.notes == ()
 
 
 def test_refit_is_ridge_regression_toward_plain_folding(both: tuple[Moments, Moments], images: Images) -> None:
-    """By lstsq on the merged layer's own float64 activations, the bias free."""
-    dense, reduction = tiny.checkpoint().model, folded("fold", both, images, mlp_sparsity=0.5)
+    """The expected weights come from lstsq on the merged layer's own float64 activations, with a free bias."""
+    whole, small = doubled(tiny.checkpoint().model), folded("fold", both, images, mlp_sparsity=0.5).model
     rest = pixels_of(held_out_split(images, 12, seed=0)[0])
     name = "blocks.1.mlp"
-    whole, small = doubled(dense), reduction.model
-    caught: dict[str, Any] = {}
-    whole.get_submodule(name).register_forward_hook(lambda _, given, out: caught.update(u=given[0], y=out))
     with torch.inference_mode():
-        whole(rest.double())
-        caught["z"] = hidden(small, name, caught["u"])
-    z, y = (caught[key].flatten(0, 1).numpy() for key in ("z", "y"))
+        entering, out = tiny.module_io(whole, name, rest.double())
+        z, y = (each.flatten(0, 1).numpy() for each in (hidden(small, name, entering), out))
     rows = np.asarray(whole.get_parameter(f"{name}.fc1.weight").detach())
     means = np.asarray(small.get_parameter(f"{name}.fc1.weight").detach().double())
     second = np.asarray(whole.get_parameter(f"{name}.fc2.weight").detach())
@@ -154,8 +146,8 @@ def test_refit_is_ridge_regression_toward_plain_folding(both: tuple[Moments, Mom
     np.testing.assert_allclose(found, expected, atol=2e-4 * np.abs(expected).max())
 
 
-def doubles_of(checkpoint: Checkpoint) -> Checkpoint:
-    """Every second hidden channel of every MLP made a copy of the one before it."""
+def with_duplicates(checkpoint: Checkpoint) -> Checkpoint:
+    """Make every second hidden channel of every MLP a copy of the one before it."""
     with torch.no_grad():
         for name, rows in checkpoint.model.named_parameters():
             if "mlp.fc1" in name:
@@ -165,7 +157,7 @@ def doubles_of(checkpoint: Checkpoint) -> Checkpoint:
 
 @pytest.mark.parametrize(("preset", "ridge_rel"), [("fold", 1e-4), ("grail-fold", 1e-12)])
 def test_planted_duplicates_are_merged_without_loss(images: Images, preset: str, ridge_rel: float) -> None:
-    checkpoint = doubles_of(tiny.checkpoint())
+    checkpoint = with_duplicates(tiny.checkpoint())
     moments = calibrate(checkpoint, images, batch_size=8)
     method = method_from_preset(preset, mlp_sparsity=0.5, align_hidden=8, ridge_rel=ridge_rel)
     for site in reduce(checkpoint.model, moments, method, images=images).sites:
@@ -175,7 +167,7 @@ def test_planted_duplicates_are_merged_without_loss(images: Images, preset: str,
 
 @pytest.mark.parametrize("preset", ["grail-fold", "fold"])
 def test_closed_loop_judges_on_its_own_stream(images: Images, preset: str) -> None:
-    """Before the first reduced site that stream is the dense one, so the loss is the open loop's."""
+    """The first reduced site reads the dense stream, so that its loss is the open loop's."""
     model, moments = tiny.checkpoint().model, calibrate(tiny.checkpoint(), images, batch_size=8)
     method, widths = method_from_preset(preset), {"blocks.0.mlp": 96, "blocks.1.mlp": 96}
     loop = Loop(align_inputs=False)
@@ -218,27 +210,16 @@ def test_command_needs_images_and_reports_on_both_sets(
 
 
 def test_recipe_merges_by_its_calibration_images(tmp_path: Path) -> None:
-    recipe = """
-[model]
-model = "deit_small_patch16_224"
-[calibration]
-images = "train"
-[held_out]
-images = "val"
-[reduce]
-mlp = 0.5
-preset = "{preset}"
-"""
-    for preset, looks in (("grail", False), ("grail-fold", True), ("fold", True)):
-        (tmp_path / "recipe.toml").write_text(recipe.format(preset=preset))
+    model = {"model": {"model": "deit_small_patch16_224"}}
+    for preset, needs_images in (("grail", False), ("grail-fold", True), ("fold", True)):
+        (tmp_path / "recipe.toml").write_text(recipe(model | {"reduce": {"mlp": 0.5, "preset": preset}}))
         loaded = load_recipe(tmp_path / "recipe.toml")
-        assert loaded.reduce.needs_images == looks
+        assert loaded.reduce.needs_images == needs_images
         commands = {stage.name: stage.command for stage in stages_of(loaded, tmp_path, Baseline())}
-        assert ("--images" in commands["reduce"]) == looks
+        assert ("--images" in commands["reduce"]) == needs_images
 
 
 def test_merged_rows_are_cluster_means(both: tuple[Moments, Moments], images: Images) -> None:
-    """Spelled out head by head, without a bias that the projection did not have."""
     name = "blocks.0.attn.qkv"
     dense, reduced = tiny.checkpoint().model, folded("fold", both, images, **HALF).model
     weight, bias = dense.get_parameter(f"{name}.weight").detach(), dense.get_parameter(f"{name}.bias").detach()
@@ -279,7 +260,7 @@ def test_unmergeable_sites_are_reported() -> None:
         method_from_preset("vbp", heads_sparsity=0.5)
 
 
-# Merging channels: the clustering, against loops.
+# The clustering of rows
 
 
 def test_planted_clusters_are_found_and_ordered() -> None:

@@ -1,4 +1,4 @@
-"""Vision models of transformers' directories: the same outputs, preprocessing, and what is refused."""
+"""Vision models from directories of transformers: outputs, preprocessing, saving and refusals."""
 
 import json
 from pathlib import Path
@@ -86,7 +86,10 @@ def test_any_activation_of_transformers_is_read(tmp_path: Path, name: str) -> No
 
 
 def _write_whole(directory: Path, kind: str) -> Any:
-    """CLIP or SigLIP with its text tower; of the vision tower the file says only what isn't the class's default."""
+    """Write CLIP or SigLIP with both towers and, as published files do, without settings that are a class's defaults.
+
+    Return the model.
+    """
     text = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
     vision = {**hf_towers.SMALL, "intermediate_size": 80}
     if kind == "clip":
@@ -160,9 +163,7 @@ _PROCESSORS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", _PROCESSORS)
 def test_preprocessing_equals_that_of_transformers(tmp_path: Path, name: str) -> None:
-    """A crop of an odd surplus is a row further down: of 43 rows to 32 transformers leaves 5 above, torchvision, which
-    timm crops by, 6.
-    """
+    """Cropping 43 rows to 32, transformers leaves 5 rows above the crop, and torchvision, which timm uses, 6."""
     hf_towers.write_tower(tmp_path, name, num_channels=3)
     kind, settings = _PROCESSORS[name]
     processor = getattr(transformers, f"{kind}Pil")(**settings)
@@ -192,7 +193,7 @@ def test_saved_directory_keeps_the_preprocessing(tmp_path: Path, name: str) -> N
     save(dense, tmp_path / "ours")
     again = load_checkpoint(tmp_path / "ours")
     images = _images(channels=theirs.config.num_channels)
-    # Not to the bit: torch sums by where in memory the tensors lie, which are mapped from two files.
+    # The order of torch's sums depends on the tensors' places in memory, so that outputs differ in the last bits.
     torch.testing.assert_close(again.model(images), dense.model(images), rtol=0, atol=1e-5)
     for name, tensor in dense.model.state_dict().items():
         assert torch.equal(again.model.state_dict()[name], tensor), name
@@ -263,7 +264,7 @@ def test_unused_processor_file_is_named(tmp_path: Path) -> None:
 def test_missing_and_misshapen_tensors_are_refused(tmp_path: Path) -> None:
     hf_towers.write_tower(tmp_path, "ViTForImageClassification")
     path = tmp_path / "model.safetensors"
-    state = {name: tensor.clone() for name, tensor in load_file(path).items()}  # the file is written anew below
+    state = {name: tensor.clone() for name, tensor in load_file(path).items()}  # the file is overwritten below
     query = "vit.encoder.layer.1.attention.attention.query.weight"
     for changed, words in (
         ({key: value for key, value in state.items() if key != query}, "no weights of .*layers.1.attention.q_proj"),

@@ -1,4 +1,4 @@
-"""Vision models of transformers through the commands: inspect, calibrate, reduce, export, verify."""
+"""Vision models of transformers through the commands, from a directory or a recipe to a saved directory."""
 
 import json
 from pathlib import Path
@@ -6,19 +6,24 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from corp_deploy import load
+from corp_deploy.release.recipe_file import load_recipe
+from corp_deploy.release.recipe_toml import text_of_recipe
+from corp_deploy.store.dense_model import load_dense
 from corp_deploy.store.model_config import load_model_config
+from corp_deploy.store.transformers_saved import refuse_unsayable
 from tests import hf_towers, tiny
 from tests.command import invoked, refuses
 from tests.recipes import recipe
 from tests.refusals import rejects
 
-pytest.importorskip("transformers", reason="transformers is not installed, so that there are no models of it")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed, so there are no models of it")
 
 
 def calibrated(home: Path, name: str, **changes: Any) -> tuple[str, ...]:
-    """A tower, moments of images, and what tells a command of them."""
+    """Write a tower, images and moments, and return the options that name them."""
     hf_towers.write_tower(home / "hf", name, **changes)
     config = json.loads((home / "hf" / "config.json").read_text())
     (home / "hf" / "config.json").write_text(json.dumps(config | {"torch_dtype": "float16"}))
@@ -55,18 +60,9 @@ def test_tower_is_exported_from_its_directory(tmp_path: Path, name: str, role: s
     assert {link["status"] for link in links} == {"PASS"}, links
 
 
-def _theirs(directory: Path, name: str) -> Any:
-    """The saved directory as transformers loads it; nothing may be missing of it or stand beside it."""
-    import transformers
-
-    model, loading = getattr(transformers, name).from_pretrained(directory, output_loading_info=True)
-    assert not any(loading.values()), loading
-    return model.eval()
-
-
 @pytest.mark.slow("models")
 @pytest.mark.parametrize(
-    ("name", "options", "said"),
+    ("name", "options", "expected_config"),
     [
         ("ViTModel", ("--mlp", 0.5, "--attn", 0.5), {"intermediate_size": 40, "head_dim": 8}),
         ("DeiTForImageClassificationWithTeacher", ("--mlp", 0.3, "--attn", 0.5), {"head_dim": 8}),
@@ -79,35 +75,25 @@ def _theirs(directory: Path, name: str) -> Any:
     ],
 )
 def test_reduced_model_loads_in_transformers(
-    tmp_path: Path, name: str, options: tuple[Any, ...], said: dict[str, int]
+    tmp_path: Path, name: str, options: tuple[Any, ...], expected_config: dict[str, int]
 ) -> None:
-    import torch
-    import transformers
-
     changes: dict[str, Any] = {"num_channels": 3}
-    changes |= {"use_gated_mlp": True, "hidden_act": "silu"} if "use_gated_mlp" in said else {}
+    changes |= {"use_gated_mlp": True, "hidden_act": "silu"} if "use_gated_mlp" in expected_config else {}
     square = ("--heads", "square") if "--attn" in options else ()
-    invoked(
-        "reduce",
-        *calibrated(tmp_path, name, **changes),
-        *options,
-        *square,
-        "--save-as",
-        "hf",
-        "-o",
-        tmp_path / "reduced",
-    )
-    config = json.loads((tmp_path / "reduced" / "hf" / "config.json").read_text())
-    assert said.items() <= config.items()
+    words = (*calibrated(tmp_path, name, **changes), *options, *square, "--save-as", "hf", "-o", tmp_path / "reduced")
+    invoked("reduce", *words)
+    saved = tmp_path / "reduced" / "hf"
+    config = json.loads((saved / "config.json").read_text())
+    assert expected_config.items() <= config.items()
     assert (config["dtype"], "torch_dtype" in config) == ("float32", False)
-    theirs = _theirs(tmp_path / "reduced" / "hf", name)
+    theirs = hf_towers.load_by_transformers(saved, name)
     images = torch.from_numpy(tiny.images(4, seed=9))
     with torch.inference_mode():
-        ours = load(tmp_path / "reduced")(images)
         expected = hf_towers.output_of(name, theirs, images)
+    ours = tiny.ran(load(tmp_path / "reduced"), images)
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
     automatic: Any = transformers.AutoModel
-    assert type(automatic.from_pretrained(tmp_path / "reduced" / "hf")).__name__.startswith(name[:4])
+    assert type(automatic.from_pretrained(saved)).__name__.startswith(name[:4])
 
 
 @pytest.mark.parametrize(
@@ -132,9 +118,15 @@ def test_widths_no_configuration_can_express_are_refused_before_any_work(
     (tmp_path / "moments.safetensors").write_bytes(b"never read")
     np.save(tmp_path / "images.npy", tiny.images(8))
     images = ("--images", tmp_path / "images.npy") if {"--macs", "auto"} & {*map(str, options)} else ()
-    model = ("--model", f"hf:{tmp_path / 'hf'}", "--moments", tmp_path / "moments.safetensors")
-    align = ("--align", "mlp=8,head=8")
-    command = ("reduce", *model, *align, *options, *images, "--save-as", "hf", "-o", tmp_path / "reduced")
+    model = (
+        "--model",
+        f"hf:{tmp_path / 'hf'}",
+        "--moments",
+        tmp_path / "moments.safetensors",
+        "--align",
+        "mlp=8,head=8",
+    )
+    command = ("reduce", *model, *options, *images, "--save-as", "hf", "-o", tmp_path / "reduced")
     message = " ".join(invoked(*command, code=2).stderr.split())
     assert words in message
     assert "corp_deploy.load reads the directory" in message
@@ -142,9 +134,6 @@ def test_widths_no_configuration_can_express_are_refused_before_any_work(
 
 
 def test_ragged_widths_and_other_models_are_refused(tmp_path: Path) -> None:
-    from corp_deploy.store.dense_model import load_dense
-    from corp_deploy.store.transformers_saved import refuse_unsayable
-
     hf_towers.write_tower(tmp_path, "ViTModel")
     dense = load_dense(f"hf:{tmp_path}", weights=None, kwargs={})
     first, second = ({"layers.0.mlp": 40, "layers.1.mlp": width} for width in (40, 32))
@@ -162,9 +151,6 @@ RECIPE = recipe({"model": {"model": "hf:source"}, "calibration": {"images": "ima
 
 
 def test_recipe_reads_and_writes_a_transformers_directory(tmp_path: Path) -> None:
-    from corp_deploy.release.recipe_file import load_recipe
-    from corp_deploy.release.recipe_toml import text_of_recipe
-
     names = dict(enumerate(["ant", "bee", "cat", "dog", "elk"]))
     hf_towers.write_tower(tmp_path / "source", "ViTForImageClassification", qkv_bias=True, id2label=names)
     np.save(tmp_path / "images.npy", tiny.images(24))
@@ -175,7 +161,7 @@ def test_recipe_reads_and_writes_a_transformers_directory(tmp_path: Path) -> Non
     assert load_recipe(tmp_path / "resolved.toml") == read
     stages = [word for name in ("recipe", "dense", "moments", "reduce") for word in ("--only", name)]
     invoked("release", tmp_path / "recipe.toml", "-o", tmp_path / "out", *stages)
-    saved = _theirs(tmp_path / "out" / "reduced" / "hf", "ViTForImageClassification")
+    saved = hf_towers.load_by_transformers(tmp_path / "out" / "reduced" / "hf", "ViTForImageClassification")
     assert (saved.config.intermediate_size, saved.config.head_dim) == (40, 8)
     own = load_model_config(tmp_path / "out" / "reduced")
     assert own.lineage["class_names"] == [*names.values()]

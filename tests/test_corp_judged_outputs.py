@@ -1,4 +1,4 @@
-"""Limits of `verify` reach every output of a model: maps, one logit, several outputs, and a graph alone."""
+"""Limits of `verify` on models with several outputs, maps or a single logit, and on graphs of a fixed batch."""
 
 import json
 from pathlib import Path
@@ -59,18 +59,18 @@ def test_malformed_output_limits_are_refused(text: str) -> None:
     rejects("has a max_error already", lambda: ParityLimits(output_limit=("a:max_error=1", "a:max_error=2")))
 
 
-def fixed(batch: int) -> Candidate:
+def graph_of_batch(batch: int) -> Candidate:
     path = Path(f"b{batch}.onnx")
     return Candidate(label=path.name, name=path.stem, form="graph", path=path, float_type=FLOAT32, batch=batch)
 
 
 def test_batch_sizes_a_fixed_graph_skips_are_named() -> None:
-    free = fixed(0)
-    (said,) = require_batches([fixed(1), free], (1, 8))
-    assert said == "b1.onnx: its batch is fixed at 1; batch 8 is not run on it"
+    free, one, four = (graph_of_batch(batch) for batch in (0, 1, 4))
+    (warning,) = require_batches([one, free], (1, 8))
+    assert warning == "b1.onnx: its batch is fixed at 1; batch 8 is not run on it"
     assert require_batches([free], (1, 8)) == []
-    rejects("no candidate runs at batch 8, as every one is fixed at 1", require_batches, [fixed(1)], (1, 8))
-    rejects("its batch is fixed at 4, and --batch 1,8 leaves that out", require_batches, [fixed(4), free], (1, 8))
+    rejects("no candidate runs at batch 8, as every one is fixed at 1", require_batches, [one], (1, 8))
+    rejects("its batch is fixed at 4, and --batch 1,8 leaves that out", require_batches, [four, free], (1, 8))
 
 
 CODE = """
@@ -90,7 +90,7 @@ def build(seed=0, kind="map"): return Net(seed, kind)
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A user's module in the working directory, with images."""
+    """Enter a folder with a user's module and images."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "net.py").write_text(CODE)
     np.save(tmp_path / "images.npy", np.random.default_rng(0).standard_normal((24, 3, 16, 16)).astype(np.float32))
@@ -103,13 +103,13 @@ def verify(kind: str, graph: str, *words: object) -> tuple[object, ...]:
             "-o", "parity.json", "--batch", 4, *words)  # fmt: skip
 
 
-def exported(kind: str, seed: int, path: str) -> None:
+def export(kind: str, seed: int, path: str) -> None:
     kwargs = json.dumps({"kind": kind, "seed": seed})
     invoked("export", "--model", "module:net.py:build", "--model-kwargs", kwargs, "--trust-code", "-o", path)
 
 
 def test_max_error_fails_a_graph_with_a_different_map(home: Path) -> None:
-    exported("map", 1, "other.onnx")
+    export("map", 1, "other.onnx")
     said = invoked(*verify("map", "other.onnx", "--max-error", 0.05), code=1).stdout
     assert "whole" in said
     assert "no limit was set" not in said
@@ -119,7 +119,7 @@ def test_max_error_fails_a_graph_with_a_different_map(home: Path) -> None:
 
 
 def test_single_logit_is_judged_with_labels_0_and_1(home: Path) -> None:
-    exported("one", 0, "same.onnx")
+    export("one", 0, "same.onnx")
     np.save(home / "labels.npy", np.arange(24) % 2)
     words = ("--min-agreement", 0.5, "--labels", "labels.npy", "--logit-threshold")
     above = invoked(*verify("one", "same.onnx", *words, 9), code=3)

@@ -1,4 +1,4 @@
-"""CORP's system restricted to kept dimensions gives what the whole one gives, and says what it can't give."""
+"""CORP's attention system restricted to kept dimensions against the whole system, and its refusals."""
 
 import json
 import re
@@ -19,7 +19,7 @@ from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from tests import tiny
-from tests.command import invoked, refuses, run
+from tests.command import invoked, refused, refuses, run
 from tests.doubles import some
 from tests.recipes import recipe
 
@@ -28,7 +28,7 @@ RESTRICTED = ("--attention-system", "--attn", "0.5,0.75", "--align", ALIGN)
 
 
 def dense() -> Checkpoint:
-    """Two heads of 32, so that there are several widths."""
+    """Return a model with two heads of 32, which have several widths."""
     return tiny.checkpoint(embed_dim=64, num_heads=2)
 
 
@@ -51,9 +51,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def reduced(home: Path, output: Path, moments: str, share: float, *extra: object) -> Result:
+def reduced(home: Path, output: Path, moments: str, share: float, *extra: object, code: int = 0) -> Result:
     named = ("--model", home / "dense", "--moments", home / moments, "-o", output, "--json")
-    return run("reduce", *named, "--preset", "corp", "--attn", share, "--align", ALIGN, *extra)
+    return invoked("reduce", *named, "--preset", "corp", "--attn", share, "--align", ALIGN, *extra, code=code)
 
 
 def assert_same_recoveries(checkpoint: Checkpoint, exact: Moments, found: Moments, width: int) -> None:
@@ -67,7 +67,7 @@ def assert_same_recoveries(checkpoint: Checkpoint, exact: Moments, found: Moment
 
 @pytest.mark.parametrize("width", [8, 16])
 def test_two_passes_in_one_call_equal_the_full_system(home: Path, width: int) -> None:
-    """For every sparsity asked for, out of one file that holds a sixteenth of the numbers."""
+    """One file serves both requested sparsities."""
     found = load_moments(home / "kept.safetensors")
     assert_same_recoveries(load_checkpoint(home / "dense"), load_moments(home / "whole.safetensors"), found, width)
     site = found.sites["blocks.0.attn.qk"]
@@ -82,11 +82,12 @@ def test_first_pass_ranks_dimensions_for_the_second(home: Path, tmp_path: Path) 
 
 
 def test_wider_head_than_covered_is_refused_with_the_available_widths(home: Path, tmp_path: Path) -> None:
-    refused = reduced(home, tmp_path / "r", "kept.safetensors", 0.25)
-    assert refused.exit_code == 2
-    assert "blocks.0.attn.qk: a head width of 24 was asked for" in refused.stderr
-    assert "covers 16 of 32 dimensions; expected a width of 8, 16" in refused.stderr
-    assert "calibrate --attention-system --attn 0.25" in refused.stderr
+    refused(
+        reduced(home, tmp_path / "r", "kept.safetensors", 0.25, code=2),
+        "blocks.0.attn.qk: a head width of 24 was asked for",
+        "covers 16 of 32 dimensions; expected a width of 8, 16",
+        "calibrate --attention-system --attn 0.25",
+    )
     assert not (tmp_path / "r").exists()
 
 
@@ -103,14 +104,12 @@ def test_held_out_images_use_the_same_kept_dims(home: Path, tmp_path: Path) -> N
         path = calibrated(home, name, *words, "--hold-out", 6)
         held_out = path.with_name(f"{path.stem}.held-out.safetensors")
         done = reduced(home, tmp_path / name, name, 0.5, "--held-out", held_out)
-        assert done.exit_code == 0, done.output
         errors.append([site["held_out"]["error"] for site in json.loads(done.stdout)["sites"]])
     assert errors[1] == pytest.approx(errors[0], rel=1e-9)
     others = calibrated(home, "others.safetensors", *RESTRICTED, images="a.npy")
     parts = calibrated(home, "part.safetensors", *RESTRICTED, images="b.npy")
-    refused = reduced(home, tmp_path / "o", parts.name, 0.5, "--held-out", others)
-    assert refused.exit_code == 2
-    assert "leaves out dimensions that are kept here" in refused.stderr
+    foreign = reduced(home, tmp_path / "o", parts.name, 0.5, "--held-out", others, code=2)
+    refused(foreign, "leaves out dimensions that are kept here")
 
 
 def test_parts_ranked_by_one_first_pass_merge(home: Path, tmp_path: Path) -> None:
@@ -121,15 +120,14 @@ def test_parts_ranked_by_one_first_pass_merge(home: Path, tmp_path: Path) -> Non
     exact, found = load_moments(home / "whole.safetensors"), load_moments(home / "merged.safetensors")
     assert_same_recoveries(load_checkpoint(home / "dense"), exact, found, 16)
     alone = [calibrated(home, f"{name}-alone.safetensors", *RESTRICTED, images=f"{name}.npy") for name in "ab"]
-    refuses(
-        "choose both by the moments of one first pass", "calibrate", "--merge", *alone, "-o", tmp_path / "m.safetensors"
-    )
+    merge = ("calibrate", "--merge", *alone, "-o", tmp_path / "m.safetensors")
+    refuses("choose both by the moments of one first pass", *merge)
 
 
 def test_both_passes_resume_from_their_own_state(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     every = ("--batch-size", 8, "--checkpoint-every", 8)
     with monkeypatch.context() as patched:
-        patched.setattr(ResumeFile, "clear", lambda self: None)  # as if the machine had gone before the last step
+        patched.setattr(ResumeFile, "clear", lambda self: None)  # as if the machine had stopped before the last step
         calibrated(home, "saved.safetensors", *RESTRICTED, *every)
     states = sorted(path.name for path in home.glob("saved*partial*"))
     assert states == ["saved.first.partial.safetensors", "saved.partial.safetensors"]
@@ -138,32 +136,35 @@ def test_both_passes_resume_from_their_own_state(home: Path, monkeypatch: pytest
     assert not list(home.glob("saved*partial*"))
 
 
+def limit_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("calib.memory", "calib.calibrate"):
+        monkeypatch.setattr(f"{name}.bytes_available", lambda device: 3_000_000)
+
+
 def test_command_printed_by_an_out_of_memory_message_works(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("calib.memory", "calib.calibrate"):
-        monkeypatch.setattr(f"{name}.bytes_available", lambda device: 3_000_000)
+    limit_memory(monkeypatch)
     output = tmp_path / "with space.safetensors"
     kwargs = json.dumps({**tiny.ARCHITECTURE.kwargs, "embed_dim": 64, "num_heads": 2})
     weights = home / "dense" / "model.safetensors"
     named = ("--model", tiny.ARCHITECTURE.name, "--model-kwargs", kwargs, "--no-ema", "--weights", weights)
     words = (*named, "--images", home / "images.npy", "--samples", 12, "-o", output)
-    refused = invoked("calibrate", *words, "--attention-system", code=2)
-    printed = re.search(r"corp-deploy (calibrate .*)", refused.stderr)
-    assert printed, refused.stderr
+    result = invoked("calibrate", *words, "--attention-system", code=2)
+    printed = re.search(r"corp-deploy (calibrate .*)", result.stderr)
+    assert printed, result.stderr
     invoked(*shlex.split(printed[1]))
     assert load_moments(output).images == 12
     share = float(shlex.split(printed[1])[-1])
-    from_them = (*named, "--moments", output, "--preset", "corp")
-    assert run("reduce", *from_them, "--attn", share, "-o", tmp_path / "r").exit_code == 0
+    invoked("reduce", *named, "--moments", output, "--preset", "corp", "--attn", share, "-o", tmp_path / "r")
 
 
 def test_no_command_is_printed_if_none_fits(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("calib.memory.bytes_available", lambda device: 1000)
     words = ("--model", home / "dense", "--images", home / "images.npy", "-o", tmp_path / "m.safetensors")
-    refused = invoked("calibrate", *words, "--attention-system", code=2)
-    assert "what fits" not in refused.stderr
-    assert "use a larger machine" in refused.stderr
+    result = invoked("calibrate", *words, "--attention-system", code=2)
+    assert "what fits" not in result.stderr
+    assert "use a larger machine" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -185,11 +186,10 @@ def test_attention_system_without_widths_is_refused(
 
 
 def test_dimensions_of_another_ranking_are_refused(home: Path, tmp_path: Path) -> None:
-    refused = reduced(home, tmp_path / "r", "kept.safetensors", 0.5, "--select", "head=magnitude")
-    assert refused.exit_code == 2
-    assert "the ranking by magnitude keeps dimensions that the system in these moments leaves out" in refused.stderr
-    whole = reduced(home, tmp_path / "w", "whole.safetensors", 0.5, "--select", "head=magnitude")
-    assert whole.exit_code == 0, whole.output
+    select = ("--select", "head=magnitude")
+    other = reduced(home, tmp_path / "r", "kept.safetensors", 0.5, *select, code=2)
+    refused(other, "the ranking by magnitude keeps dimensions that the system in these moments leaves out")
+    reduced(home, tmp_path / "w", "whole.safetensors", 0.5, *select)
 
 
 STAGES = ("--only", "dense", "--only", "moments")
@@ -197,9 +197,9 @@ STAGES = ("--only", "dense", "--only", "moments")
 
 def write_recipe(folder: Path, **calibration: str) -> None:
     images: dict[str, Any] = {"images": "images.npy"}
-    of_corp = {"preset": "corp", "attn": 0.5, "align_head": 8}
+    reduction = {"preset": "corp", "attn": 0.5, "align_head": 8}
     tables = {"calibration": images | {"batch_size": 4, "hold_out": 4} | calibration, "held_out": images}
-    (folder / "recipe.toml").write_text(recipe(tables | {"reduce": of_corp}))
+    (folder / "recipe.toml").write_text(recipe(tables | {"reduce": reduction}))
 
 
 def release_home(home: Path, folder: Path, **calibration: str) -> Path:
@@ -213,11 +213,11 @@ def release_home(home: Path, folder: Path, **calibration: str) -> Path:
 def test_release_resumes_from_the_states_of_both_passes(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Interrupted in the first pass, between the two, and in the second one."""
+    """The release is interrupted twice in each pass."""
     monkeypatch.setattr("corp_deploy.release.stages.SAVE_EVERY_IMAGES", 8)
     folder = release_home(home, tmp_path, attention_system="kept")
     moments = ".stages/moments.safetensors"
-    assert run("release", folder / "recipe.toml", "-o", folder / "straight", *STAGES).exit_code == 0
+    invoked("release", folder / "recipe.toml", "-o", folder / "straight", *STAGES)
     saves: list[str] = []
     save_state = ResumeFile.save
 
@@ -240,8 +240,7 @@ def test_release_beyond_memory_names_the_recipe_key(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = release_home(home, tmp_path)
-    for name in ("calib.memory", "calib.calibrate"):
-        monkeypatch.setattr(f"{name}.bytes_available", lambda device: 3_000_000)
+    limit_memory(monkeypatch)
     words = ("release", folder / "recipe.toml", "-o", folder / "out", *STAGES)
     refuses('attention_system = "kept" under [calibration], where reduce.attn is 0.5 or more', *words)
     write_recipe(folder, attention_system="kept")

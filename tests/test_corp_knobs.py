@@ -1,4 +1,4 @@
-"""--select, --repair, --qk and --active-eps: every published choice by itself, against float64 on raw activations."""
+"""--select, --repair, --qk and --active-eps, each against float64 formulas on raw activations."""
 
 import itertools
 import json
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
 from calib.store import load_moments
 from corp_deploy.invocation.method_choice import RANKING, REPAIR
@@ -29,7 +29,7 @@ Array = NDArray[np.float64]
 
 @cache
 def home() -> Path:
-    """A dense model of one block, its images, and moments with CORP's system and another threshold of the active."""
+    """Return a folder with a model of one block, images, and moments with CORP's system and an own --active-eps."""
     tiny.written(HOME, 40, depth=1)
     asked = ["--model", HOME / "dense", "--images", HOME / "images.npy", "--attention-system", "--active-eps", EPS]
     invoked("calibrate", *asked, "-o", HOME / "m.safetensors", "-q")
@@ -37,30 +37,30 @@ def home() -> Path:
 
 
 def reduced(output: str, *options: object) -> nn.Module:
-    given = ["--model", home() / "dense", "--moments", home() / "m.safetensors", "--align", "mlp=8,head=8"]
-    invoked("reduce", *given, *options, "-o", home() / output, "-q")
+    where = ["--model", home() / "dense", "--moments", home() / "m.safetensors", "--align", "mlp=8,head=8"]
+    invoked("reduce", *where, *options, "-o", home() / output, "-q")
     return load_checkpoint(home() / output).model
 
 
 @cache
 def activations() -> Array:
-    """What enters fc2 [images * tokens, F], by a hook."""
-    model, heard = load_checkpoint(home() / "dense").model, list[Tensor]()
-    layer = model.get_submodule("blocks.0.mlp.fc2")
-    layer.register_forward_pre_hook(lambda _, inputs: heard.append(inputs[0]))
-    with torch.inference_mode():
-        model(torch.from_numpy(np.load(home() / "images.npy")))
-    return np.concatenate([each.flatten(0, 1).double().numpy() for each in heard])
+    """Return the input of fc2 [images * tokens, F]."""
+    model = load_checkpoint(home() / "dense").model
+    entering, _ = tiny.module_io(model, "blocks.0.mlp.fc2", np.load(home() / "images.npy"))
+    return entering.flatten(0, 1).double().numpy()
+
+
+def parameter(model: nn.Module, name: str) -> Array:
+    return model.get_parameter(f"blocks.0.mlp.{name}").detach().double().numpy()
 
 
 def weights() -> tuple[Array, Array]:
-    layer = load_checkpoint(home() / "dense").model.get_submodule("blocks.0.mlp.fc2")
-    assert isinstance(layer, nn.Linear)
-    return layer.weight.detach().double().numpy(), layer.bias.detach().double().numpy()
+    model = load_checkpoint(home() / "dense").model
+    return parameter(model, "fc2.weight"), parameter(model, "fc2.bias")
 
 
 def score(how: str) -> Array:
-    """The papers' rankings as they are printed."""
+    """Score the channels by a paper's formula."""
     x, (w, _) = activations(), weights()
     energy, norm = (x**2).mean(0), np.sqrt((w**2).sum(0))
     scores = {
@@ -71,7 +71,7 @@ def score(how: str) -> Array:
 
 
 def repaired(how: str, kept: Array) -> tuple[Array, Array]:
-    """The second layer on the kept channels, by least squares over all tokens."""
+    """Return the second layer's weight and bias on the kept channels, repaired by least squares over all tokens."""
     x, (w, b) = activations(), weights()
     gone = np.setdiff1d(np.arange(x.shape[1]), kept)
     if how == "none":
@@ -87,38 +87,34 @@ def repaired(how: str, kept: Array) -> tuple[Array, Array]:
 RANKED = ("energy", "magnitude", "combined", "active", "variance", "wanda")
 
 
-@pytest.mark.slow("models")
-@pytest.mark.parametrize(("rank", "repair"), [*itertools.product(RANKED, ("none", "affine")), ("obs", "affine")])
+PRESET_OF_REPAIR = {"none": "best", "affine": "none", "bias": "corp", "gram": "corp"}
+SLOW = [
+    pytest.param(*each, marks=pytest.mark.slow("models"))
+    for each in (*itertools.product(RANKED, ("none", "affine")), ("obs", "affine"))
+]
+
+
+@pytest.mark.parametrize(("rank", "repair"), [("wanda", "bias"), ("wanda", "gram"), *SLOW])
 def test_every_ranking_combines_with_every_channel_recovery(rank: str, repair: str) -> None:
-    check_channels(rank, repair, preset="none" if repair == "affine" else "best")
-
-
-@pytest.mark.parametrize("repair", ["bias", "gram"])
-def test_every_channel_recovery_runs(repair: str) -> None:
-    check_channels("wanda", repair, preset="corp")
-
-
-def check_channels(rank: str, repair: str, *, preset: str) -> None:
+    """Each runs on a preset that has another ranking or recovery."""
+    preset = PRESET_OF_REPAIR[repair]
     asked = ["--preset", preset, "--select", rank, "--repair", repair, "--mlp", 0.5, "--ridge", 1e-9]
     model = reduced(f"{rank}-{repair}", *asked)
-    first, second = (model.get_parameter(f"blocks.0.mlp.{name}.weight") for name in ("fc1", "fc2"))
-    dense = load_checkpoint(home() / "dense").model.get_submodule("blocks.0.mlp.fc1")
-    assert isinstance(dense, nn.Linear)
-    kept = np.array([int((dense.weight == row).all(1).nonzero()) for row in first])
+    dense = parameter(load_checkpoint(home() / "dense").model, "fc1.weight")
+    kept = np.array([int((dense == row).all(1).nonzero()[0].item()) for row in parameter(model, "fc1.weight")])
     if rank != "obs":
-        scores = score(rank)  # equal ones may stand in for each other
+        scores = score(rank)  # channels of equal score may replace each other
         np.testing.assert_allclose(np.sort(scores[kept]), np.sort(scores)[-96:], rtol=1e-9)
     weight, bias = repaired(repair, kept)
     x = activations()[:, kept]
-    expected, got = x @ weight.T + bias, x @ second.detach().double().numpy().T
-    got += model.get_parameter("blocks.0.mlp.fc2.bias").detach().double().numpy()
+    expected, got = x @ weight.T + bias, x @ parameter(model, "fc2.weight").T + parameter(model, "fc2.bias")
     assert np.linalg.norm(got - expected) < 2e-4 * np.linalg.norm(expected)
 
 
 @pytest.mark.slow("models")
 @pytest.mark.parametrize("qk", ["select", "logit-v1", "logit", "lowrank"])
 def test_query_key_option_equals_its_preset(qk: str) -> None:
-    """The same weights as the preset that is made of it gives, which tests of its algebra hold to the papers."""
+    """The option and the preset that contains it give the same weights."""
     by = {"select": "none", "logit-v1": "corp-v1", "logit": "corp", "lowrank": "best"}[qk]
     other = "corp" if qk != "logit" else "none"
     one = reduced(f"qk-{qk}", "--preset", other, "--qk", qk, "--attn", 0.5, "--no-rotate")
@@ -137,6 +133,7 @@ def test_preset_without_attention_accepts_the_attention_option() -> None:
 
 def test_options_without_effect_are_refused() -> None:
     images = ("--images", home() / "images.npy")
+    where = ["--model", home() / "dense", "--moments", home() / "m.safetensors", "-o", home() / "never"]
     for asked, said in (
         (("--qk", "keep", "--attn", 0.5), "--attn 0.5 is not honoured by preset best with --qk keep"),
         (("--mlp", 0.5, "--qk", "select"), "--qk select is not honoured by a reduction that leaves attention alone"),
@@ -160,8 +157,7 @@ def test_options_without_effect_are_refused() -> None:
         (("--mlp", 0.5, "--repair", "nothing"), "'nothing': expected one of none, bias, gram, affine, or mlp= one of"),
         (("--mlp", 0.5, "--repair", "mlp=gram,mlp=bias"), "each once or left out"),
     ):
-        given = ["--model", home() / "dense", "--moments", home() / "m.safetensors", "-o", home() / "never"]
-        refuses(said, "reduce", *given, *asked)
+        refuses(said, "reduce", *where, *asked)
         assert not (home() / "never").exists()
 
 
@@ -171,7 +167,7 @@ def test_activity_threshold_is_stored_in_the_moments() -> None:
     assert mlp.active_share_F.numpy() == pytest.approx((np.abs(activations()) > EPS).mean(0), abs=1e-3)  # type: ignore[union-attr]
 
 
-OTHERWISE: dict[str, dict[str, Any]] = {
+RECIPE_KEYS: dict[str, dict[str, Any]] = {
     "energy": {"select": "energy", "conv": 0.5},
     "mlp=wanda,head=magnitude,conv=obs": {
         **{"select_mlp": "wanda", "select_head": "magnitude", "select_conv": "obs"},
@@ -181,9 +177,9 @@ OTHERWISE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("text", OTHERWISE)
+@pytest.mark.parametrize("text", RECIPE_KEYS)
 def test_rankings_round_trip_as_text(text: str) -> None:
-    choice = record_of(ReduceOptions, "reduce", {"preset": "corp", "mlp": 0.5, **OTHERWISE[text]})
+    choice = record_of(ReduceOptions, "reduce", {"preset": "corp", "mlp": 0.5, **RECIPE_KEYS[text]})
     assert choice.select == RANKING.from_text(text)
     assert str(choice.command_options["select"]) == text
     assert REPAIR.from_text("mlp=gram,conv=im2col,heads=none") == {"mlp": "gram", "conv": "im2col", "heads": "none"}

@@ -1,6 +1,4 @@
-"""What a budget of latency rests on: tables of a model's own blocks at their own tokens, merges and the whole model,
-measured by a fake clock; few of them price every schedule.
-"""
+"""Latency tables of a model's blocks, merges and the whole model on a fake clock, and budgets and prices from them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -60,7 +58,7 @@ PLAN = Plan(min_rounds=6, noise_rounds=0, warm_up_min_s=0.0)
 
 
 def cost_ms(module: nn.Module) -> float:
-    """A millisecond for a thousand parameters."""
+    """Return a millisecond for every thousand parameters."""
     return sum(parameter.numel() for parameter in module.parameters()) / 1e3
 
 
@@ -87,9 +85,9 @@ class FakeRunner(DoubleOfRunner):
 
 @pytest.fixture
 def clocked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Clocked:
-    """One cache of tables, measured on runners of a fake clock, by what a module, its inputs and outputs take."""
+    """Return a function that makes a target whose runners take `took_ms(module, inputs, outputs)` of a fake clock."""
 
-    def where(took_ms: Callable[..., float]) -> LatencyTarget:
+    def target_with(took_ms: Callable[..., float]) -> LatencyTarget:
         clock = FakeClock()
 
         def runner(module: nn.Module, inputs: tuple[Port, ...], outputs: tuple[OutputPort, ...], *_: Any) -> FakeRunner:
@@ -99,18 +97,18 @@ def clocked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Clocked:
         monkeypatch.setattr(latency_grid, "cached_table", partial(latency_table.cached_table, clock=clock))
         return LatencyTarget(backend="torch", batches=(1,), cache=tmp_path, plan=PLAN)
 
-    return where
+    return target_with
 
 
 @pytest.fixture
 def measured(clocked: Clocked) -> Callable[..., LatencyTables]:
-    """measure_tables, where latency is a module's parameters."""
-    where = clocked(lambda module, *_: cost_ms(module))
-    return lambda checkpoint, method=CHOICES: measure_tables(checkpoint, method, where)
+    """Return measure_tables on a target whose latency is proportional to a module's parameters."""
+    target = clocked(lambda module, *_: cost_ms(module))
+    return lambda checkpoint, method=CHOICES: measure_tables(checkpoint, method, target)
 
 
 def narrowed(dense: Checkpoint, hidden: int) -> Checkpoint:
-    """The same architecture by name and arguments, as a reduced directory has it, with narrower MLPs."""
+    """Return a checkpoint with narrower MLPs and, like a reduced directory, the dense architecture."""
     return replace(dense, model=at_widths(dense.model, {f"blocks.{at}.mlp": hidden for at in (0, 1)}))
 
 
@@ -120,7 +118,7 @@ def curve_of(site: str, widths: tuple[int, ...], power: int) -> CostCurve:
 
 
 def assert_within(model: nn.Module, curves: list[CostCurve], tables: LatencyTables, *, rel: float) -> None:
-    """A budget of 0.8 is one of the model's own latency, and its widths are as quick as it says."""
+    """Assert that a budget of 0.8 is a share of the model's own latency and that its widths take the stated share."""
     priced, total = price_in_time(curves, tables, 1)
     assert total == pytest.approx(1e6 * cost_ms(model), rel=rel)
     found = allocate_widths(priced, total, 0.8)
@@ -148,14 +146,14 @@ def test_reduced_model_does_not_reuse_dense_latency(measured: Callable[..., Late
 
 @pytest.mark.slow("models")
 def test_sites_are_timed_within_their_segments(measured: Callable[..., LatencyTables]) -> None:
-    """Alike ones once, and what two sites of a segment save is added up."""
+    """Equal segments are timed once, and the savings of two sites of a segment add up."""
     dense, method = own_checkpoint(), replace(CHOICES, geometry="square", attention_sparsity=0.5)
     tables = measured(dense, method)
     assert sorted(tables.by_name) == [
         "channels of 192, as in h.0",
         "convolution channels of 24, as in stem",
         "queries and keys of 48, as in h.0.attn.qk",
-        "queries and keys of 48, as in h.1.attn.qk",  # what makes tokens of the map stands in front of the first
+        "queries and keys of 48, as in h.1.attn.qk",  # the first block's segment also turns the map into tokens
         "values of 48, as in h.0.attn.v",
         "values of 48, as in h.1.attn.v",
     ]
@@ -169,7 +167,7 @@ MERGE_MS, MERGED_MS, WHOLE_MS = 0.25, 1500.0, 2000.0
 
 
 def fake_ms(module: nn.Module, inputs: tuple[Port, ...], outputs: tuple[OutputPort, ...]) -> float:
-    """A layer takes as long as it has parameters and tokens, of images 17; the whole model so long, merging or not."""
+    """Return a layer's parameters times its tokens (17 for images), and constants for a merge and a whole model."""
     if isinstance(module, MergeAlone):
         return MERGE_MS
     if outputs != (STREAM,):
@@ -183,7 +181,6 @@ Bench = Callable[[Checkpoint], LatencyTables]
 
 @pytest.fixture
 def where(clocked: Clocked) -> LatencyTarget:
-    """Layers take as long as they have parameters and tokens, merges MERGE_MS each."""
     return clocked(fake_ms)
 
 
@@ -264,24 +261,18 @@ def test_single_merge_in_onnxruntime_equals_torch(tmp_path: Path, how: Any) -> N
     x = np.random.default_rng(0).normal(size=(2, 17, 8)).astype(np.float32)
     inputs = (Port(name="tokens", shape=(17, 8)),)
     with latency_grid._runner(alone, inputs, (STREAM,), where, tmp_path) as runner:
-        (given,) = runner({"tokens": x}).values()
-    expected = tiny.ran(alone, x).numpy()
-    assert given.shape == (2, 14, 8)
-    np.testing.assert_allclose(given, expected, atol=1e-5)
+        (found,) = runner({"tokens": x}).values()
+    assert found.shape == (2, 14, 8)
+    np.testing.assert_allclose(found, tiny.ran(alone, x).numpy(), atol=1e-5)
 
 
 LOSSES = MergeCurves(tokens=17, protected=1, amounts_G=amounts_offered(17, 14), errors_LG=np.zeros((2, 15)))
 
 
-@pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("tables")
-
-
 @pytest.fixture
-def again(where: LatencyTarget, kept: Path) -> LatencyTarget:
-    """The same, of whose measurements those that another test has made are taken."""
-    return replace(where, cache=kept)
+def sharing(where: LatencyTarget, tmp_path_factory: pytest.TempPathFactory) -> LatencyTarget:
+    """Return the target with a cache that all tests share."""
+    return replace(where, cache=tmp_path_factory.getbasetemp() / "latency-tables")
 
 
 @pytest.fixture(scope="module")
@@ -308,12 +299,12 @@ def asked(target: LatencyTarget, **options: Any) -> ReductionRequest:
 
 
 def milliseconds(dense: Checkpoint, model: nn.Module, schedule: tuple[int, ...]) -> float:
-    """What the fake clock gives a model: its segments at their tokens, its merges, and what no segment explains."""
-    behind = tokens_after(Merging(schedule=schedule), 17, 1)
-    tokens = {"blocks.0.attn": 17, "blocks.0.mlp": behind[0], "blocks.1.attn": behind[0], "blocks.1.mlp": behind[1]}
+    """Return a model's time on the fake clock: its segments at their tokens, its merges, and the unexplained rest."""
+    after = tokens_after(Merging(schedule=schedule), 17, 1)
+    tokens = {"blocks.0.attn": 17, "blocks.0.mlp": after[0], "blocks.1.attn": after[0], "blocks.1.mlp": after[1]}
 
-    def took(of: nn.Module, name: str, count: int) -> float:
-        return cost_ms(next(each.module for each in tracing(of).segments if each.name == name)) * count
+    def took(model: nn.Module, name: str, count: int) -> float:
+        return cost_ms(next(each.module for each in tracing(model).segments if each.name == name)) * count
 
     layers = sum(took(dense.model, name, 17) for name in tokens)
     now = sum(took(model, name, count) for name, count in tokens.items())
@@ -325,9 +316,9 @@ OTHERS = [pytest.param(each, marks=pytest.mark.slow("models")) for each in ((0, 
 
 @pytest.mark.parametrize("schedule", [*OTHERS, (6, 0)])
 def test_few_measurements_price_every_schedule(
-    dense: Checkpoint, again: LatencyTarget, schedule: tuple[int, ...]
+    dense: Checkpoint, sharing: LatencyTarget, schedule: tuple[int, ...]
 ) -> None:
-    latencies = measure_merge_latencies(dense, CHOICES, LOSSES, again)
+    latencies = measure_merge_latencies(dense, CHOICES, LOSSES, sharing)
     costs = merge_costs_in_ns(dense, LOSSES, latencies)
     picks = [sum(schedule[: block + 1]) for block in range(2)]
     expected = milliseconds(dense, dense.model, schedule)
@@ -344,7 +335,8 @@ def test_measurements_are_bounded_and_cached(dense: Checkpoint, where: LatencyTa
     measure_merge_latencies(dense, CHOICES, LOSSES, where)
     kept = {path: path.stat().st_mtime_ns for path in where.cache.iterdir()}
     cells = sum(len(latency_table.load_table(path).cells) for path in kept)
-    # The first block's attention, ahead of every merge; layers behind merges; of three tokens a merge has one size.
+    # The first block's attention before every merge, three layers after merges, merges of two sizes (of three tokens
+    # one size only), and the whole model.
     assert len(kept) == 2 + 3 * TOKENS + (2 * TOKENS - 1) + 1
     assert cells <= 48
     same = measure_merge_latencies(dense, CHOICES, LOSSES, where)
@@ -357,7 +349,7 @@ def test_measurements_are_bounded_and_cached(dense: Checkpoint, where: LatencyTa
 
 @pytest.mark.slow("models")
 def test_merge_times_are_interpolated_linearly() -> None:
-    """By the share of what can be merged at once, then by tokens."""
+    """The time is interpolated by the share of the tokens that can merge, then by the number of tokens."""
 
     def table(ms: float) -> latency_table.LatencyTable:
         cell = latency_table.Cell(width=1, batch=1, samples_ms=(ms,), disturbed=False)
@@ -377,8 +369,8 @@ def test_disturbed_measurement_is_refused(
 ) -> None:
     measured = vars(latency_grid)["cached_table"]
 
-    def disturbed(*given: Any, **how: Any) -> tuple[latency_table.LatencyTable, bool]:
-        table, cached = measured(*given, **how)
+    def disturbed(*args: Any, **kwargs: Any) -> tuple[latency_table.LatencyTable, bool]:
+        table, cached = measured(*args, **kwargs)
         return replace(table, cells=tuple(replace(cell, disturbed=True) for cell in table.cells)), cached
 
     monkeypatch.setattr(latency_grid, "cached_table", disturbed)
@@ -389,9 +381,9 @@ def test_disturbed_measurement_is_refused(
 @pytest.mark.slow("models")
 @pytest.mark.parametrize("share", [0.9, 0.75])
 def test_latency_budget_chooses_schedule_and_widths(
-    dense: Checkpoint, images: Images, moments: Moments, again: LatencyTarget, share: float
+    dense: Checkpoint, images: Images, moments: Moments, sharing: LatencyTarget, share: float
 ) -> None:
-    reduction, planned = reduce_as_asked(dense, moments, asked(again, latency=share), images=images)
+    reduction, planned = reduce_as_asked(dense, moments, asked(sharing, latency=share), images=images)
     schedule = (0, 0) if planned.merging is None else planned.merging.schedule
     took = milliseconds(dense, reduction.model, schedule) / WHOLE_MS
     assert took <= share + 1e-3

@@ -68,6 +68,15 @@ def ran(model: nn.Module, images: Tensor | NDArray[np.float32]) -> Tensor:
     return out
 
 
+def module_io(model: nn.Module, name: str, inputs: Tensor | NDArray[np.float32]) -> tuple[Tensor, Tensor]:
+    """Run a model, and return the input and the output of one of its modules."""
+    caught: list[tuple[Tensor, Tensor]] = []
+    handle = model.get_submodule(name).register_forward_hook(lambda _, args, out: caught.append((args[0], out)))
+    ran(model, inputs)
+    handle.remove()
+    return caught[0]
+
+
 def relative(found: Tensor, expected: Tensor) -> float:
     """The norm of the difference by that of what was expected."""
     return float((found.double() - expected.double()).norm() / expected.double().norm())
