@@ -288,11 +288,11 @@ def test_command_accepts_both_loops(images: Images, tmp_path: Path) -> None:
     save_moments(calibrate(tiny.checkpoint(), images, batch_size=8), tmp_path / "m.safetensors")
     words = ["reduce", "--model", tmp_path / "dense", "--moments", tmp_path / "m.safetensors", "--mlp", 0.5]
     words += ["--images", tmp_path / "images.npy", "--align", "mlp=8"]
-    for option, said, fitted in (
+    for option, message, fitted in (
         (("--closed-loop", "symmetric"), "in which they run, each to its dense weights", False),
         (("--closed-loop",), "in which they run, fitted to", True),
     ):
-        assert said in " ".join(invoked(*words, *option, "-o", tmp_path / "r").stdout.split())
+        assert message in " ".join(invoked(*words, *option, "-o", tmp_path / "r").stdout.split())
         lineage = json.loads((tmp_path / "r" / "config.json").read_text())["lineage"]
         assert (lineage["reduction"]["sites"][0]["loop"] is not None) == fitted
     held_out = invoked(*words, "--closed-loop", "symmetric", "--held-out", "h.safetensors", "-o", "r", code=2)

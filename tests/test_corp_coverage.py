@@ -95,9 +95,9 @@ def test_requested_reduction_is_done_and_counted(
     home: Path, tmp_path: Path, family: str, words: tuple[object, ...], verdict: str
 ) -> None:
     located = [home / word if word == "images.npy" else word for word in words]
-    said = " ".join(reduce(home, family, tmp_path / "r", *located).stdout.split())
-    assert f"reduced model written, {verdict}" in said or verdict.startswith("of")
-    assert verdict in said
+    output = " ".join(reduce(home, family, tmp_path / "r", *located).stdout.split())
+    assert f"reduced model written, {verdict}" in output or verdict.startswith("of")
+    assert verdict in output
 
 
 def test_reduction_without_effect_is_refused(home: Path, tmp_path: Path) -> None:

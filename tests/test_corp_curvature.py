@@ -125,11 +125,11 @@ def test_subtracted_images_use_the_merging_of_the_moments(
     dense: Checkpoint, images: Images, then: tuple[int, ...], now: tuple[int, ...]
 ) -> None:
     """The model's present merging does not matter: sums over other tokens would leave no valid covariance."""
-    calibrated, asked = (
+    calibrated, current = (
         replace(dense, model=traced_model.with_merging(dense.model, Merging(schedule=each))) if each else dense
         for each in (then, now)
     )
-    apart = set_apart(asked, moments_of(calibrated, images), images)
+    apart = set_apart(current, moments_of(calibrated, images), images)
     left = places_in(images, apart.moments)
     assert len(left) == 32
     _assert_same(apart.moments, moments_of(calibrated, images, left))
@@ -141,9 +141,9 @@ def test_subtracted_sums_equal_the_collected_ones(
 ) -> None:
     apart = set_apart(dense, moments_of(dense, images, **statistics), images)
     _assert_same(apart.moments, moments_of(dense, images, places_in(images, apart.moments), **statistics))
-    asked = build_request(ReduceOptions(macs=0.7))
+    request = build_request(ReduceOptions(macs=0.7))
     if "active_eps" not in statistics:
-        rejects("the moments hold no statistics", reduce_as_asked, dense, apart.moments, asked, images=images)
+        rejects("the moments hold no statistics", reduce_as_asked, dense, apart.moments, request, images=images)
 
 
 def test_known_groups_are_left_out_whole(dense: Checkpoint, images: Images) -> None:
@@ -252,10 +252,10 @@ def test_worker_pool_keeps_modes_and_raises_the_first_error() -> None:
 @pytest.mark.usefixtures("two_threads")
 def test_reduction_does_not_depend_on_the_number_of_workers(tmp_path: Path) -> None:
     probe = probe_of(tmp_path, "padded")
-    wanted = replace(probe.method, mlp_sparsity=0.5, attention_sparsity=0.5)
-    side_by_side = reduce(probe.model, probe.moments, wanted)
+    method = replace(probe.method, mlp_sparsity=0.5, attention_sparsity=0.5)
+    side_by_side = reduce(probe.model, probe.moments, method)
     torch.set_num_threads(1)
-    alone = reduce(probe.model, probe.moments, wanted)
+    alone = reduce(probe.model, probe.moments, method)
     assert [site.site for site in side_by_side.sites] == [site.site for site in alone.sites]
     for one, other in zip(side_by_side.model.parameters(), alone.model.parameters(), strict=True):
         assert torch.equal(one, other)
@@ -286,9 +286,9 @@ def test_closed_loop_budget_is_settled_by_closed_loops(dense: Checkpoint, images
     assert apart.others.count == min(IN_LOOP, 40 - len(shown))
     ragged, widths, known = replace(METHOD, geometry="ragged"), some(planned.widths), planned.metrics
     model = reduce_traced(dense.model, apart.others, ragged, widths=widths, loop=Loop(), metrics=known).model
-    taken = min((way for way in planned.ways if "by site" in way.name), key=lambda way: way.measured_error)
+    chosen = min((way for way in planned.ways if "by site" in way.name), key=lambda way: way.measured_error)
     error = tiny.relative(tiny.ran(model, shown), tiny.ran(dense.model, shown))
-    assert taken.measured_error == pytest.approx(error, rel=1e-5)
+    assert chosen.measured_error == pytest.approx(error, rel=1e-5)
     assert {site.site for site in reduction.sites} == set(widths)
 
 

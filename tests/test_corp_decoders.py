@@ -104,7 +104,7 @@ def test_reduced_decoder_loads_in_transformers(home: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "options", "said"),
+    ("kind", "options", "message"),
     [
         ("llama", ("--attn", 0.5), "would be computed from that width"),
         ("opt", ("--attn", 0.5), "opt reads no width"),
@@ -113,10 +113,10 @@ def test_reduced_decoder_loads_in_transformers(home: Path, kind: str) -> None:
     ],
 )
 def test_widths_no_configuration_can_express_are_refused_before_any_work(
-    home: Path, kind: str, options: tuple[Any, ...], said: str
+    home: Path, kind: str, options: tuple[Any, ...], message: str
 ) -> None:
     result = reduced(home, kind, "refused", *options, "--save-as", "hf", code=2)
-    assert said in " ".join(result.stderr.split())
+    assert message in " ".join(result.stderr.split())
     assert not (home / "refused").exists()
 
 
@@ -204,8 +204,8 @@ def test_redundant_shared_values_are_recovered(tmp_path: Path) -> None:
 
 
 def test_query_and_key_norms_refuse_narrower_queries_and_keys(home: Path) -> None:
-    said = " ".join(reduced(home, "qwen3", "refused", "--mlp", 0.5, "--attn", 0.5, code=2).stderr.split())
-    assert "blocks.0.attn.v: queries and keys stay: rms_norm in blocks.0.attn.q_norm (RmsNorm) mixes it" in said
+    messages = " ".join(reduced(home, "qwen3", "refused", "--mlp", 0.5, "--attn", 0.5, code=2).stderr.split())
+    assert "blocks.0.attn.v: queries and keys stay: rms_norm in blocks.0.attn.q_norm (RmsNorm) mixes it" in messages
     result = reduced(home, "qwen3", "partly", "--mlp", 0.5, "--attn", 0.5, "--allow-partial")
     assert "blocks.1.attn.v kept as it is: queries and keys stay" in " ".join(result.stderr.split())
 
@@ -248,7 +248,7 @@ def test_token_ids_replace_text(home: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "changes", "said"),
+    ("kind", "changes", "message"),
     [
         ("opt", {"do_layer_norm_before": False}, "norms stand behind the branches"),
         ("opt", {"word_embed_proj_dim": 32}, "embedded in another width"),
@@ -262,10 +262,10 @@ def test_token_ids_replace_text(home: Path, tmp_path: Path) -> None:
     ],
 )
 def test_unsupported_decoders_are_refused_with_the_reason(
-    home: Path, kind: str, changes: dict[str, Any], said: str
+    home: Path, kind: str, changes: dict[str, Any], message: str
 ) -> None:
     config = json.loads((home / kind / "config.json").read_text()) | changes
-    rejects(said, architecture_from_transformers, config, where="config.json")
+    rejects(message, architecture_from_transformers, config, where="config.json")
 
 
 def test_attention_is_limited_to_the_sliding_window(home: Path, tmp_path: Path) -> None:
@@ -298,11 +298,11 @@ def test_decoder_costs_equal_the_count(home: Path) -> None:
         return tokens * dim * rows + heads * tokens * tokens * (qk + v), dim * rows
 
     whole = attention_costs(4, 16, 16)
-    for widths, asked in (((2, 16, 16), {}), ((2, 8, 16), {"--attn": 0.5})):
-        reduced(home, "llama", "counted", "--whole-heads", 0.5, *(word for pair in asked.items() for word in pair))
+    for widths, attention in (((2, 16, 16), ()), ((2, 8, 16), ("--attn", 0.5))):
+        reduced(home, "llama", "counted", "--whole-heads", 0.5, *attention)
         less = load(home / "counted")
-        gone = [2 * (all_ - left) for all_, left in zip(whole, attention_costs(*widths), strict=True)]
-        assert [macs(model) - macs(less), parameters(model) - parameters(less)] == gone
+        removed = [2 * (all_ - left) for all_, left in zip(whole, attention_costs(*widths), strict=True)]
+        assert [macs(model) - macs(less), parameters(model) - parameters(less)] == removed
         for site in (each for each in sites_of(less).every if each.name == "blocks.0.mlp"):
             assert site.parameters_now == 3 * dim * decoders.HIDDEN
 
@@ -310,15 +310,15 @@ def test_decoder_costs_equal_the_count(home: Path) -> None:
 def attention_logits(model: nn.Module, ids: Tensor) -> Tensor:
     """Return the first attention's unscaled logits [B,H,N,N] in float64, 0 where the causal mask hides a token."""
     site = next(each for each in sites_of(model).every if isinstance(each, TracedPairs))
-    (taps,), heard = site.listening(), dict[str, Tensor]()
+    (taps,), caught = site.listening(), dict[str, Tensor]()
     handles = [
-        taps.queries.listen("q", lambda x: heard.update(q=x)),
-        taps.keys.listen("k", lambda x: heard.update(k=x)),
+        taps.queries.listen("q", lambda x: caught.update(q=x)),
+        taps.keys.listen("k", lambda x: caught.update(k=x)),
     ]
     logits_of(hooked_model(model), ids)
     for handle in handles:
         handle.remove()
-    return (heard["q"].double() @ heard["k"].double().mT).tril()
+    return (caught["q"].double() @ caught["k"].double().mT).tril()
 
 
 @pytest.mark.slow("models")

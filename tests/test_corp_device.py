@@ -78,9 +78,9 @@ def relative_error(one: nn.Module, other: nn.Module) -> float:
 @needs_gpu
 @pytest.mark.parametrize(("preset", "changes"), CASES)
 def test_gpu_solves_equal_cpu_solves(preset: str, changes: Any, moments: Moments, images: Images) -> None:
-    wanted = method(preset, **changes)
-    on_cpu: Reduction = reduce(tiny.checkpoint().model, moments, wanted, images=images)
-    on_gpu = reduce(tiny.checkpoint().model.cuda(), moments, wanted, images=images)
+    half = method(preset, **changes)
+    on_cpu: Reduction = reduce(tiny.checkpoint().model, moments, half, images=images)
+    on_gpu = reduce(tiny.checkpoint().model.cuda(), moments, half, images=images)
     assert relative_error(on_gpu.model, on_cpu.model) < 1e-4
 
 

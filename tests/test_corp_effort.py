@@ -126,16 +126,16 @@ def test_thorough_budget_is_polished_and_tries_widths_in_loops(home: Path, monke
     record = record_of(home / "thorough")
     assert record["polish"]["error"] <= record["polish"]["error_before"]
     assert any("the closed loop is kept, its widths tried in loops" in line for line in record["decided"])
-    asked = build_request(ReduceOptions.from_options({"macs": 0.7, "effort": "thorough", "polish_steps": 2}))
-    assert asked.polish == PolishOptions(steps=2)
+    request = build_request(ReduceOptions.from_options({"macs": 0.7, "effort": "thorough", "polish_steps": 2}))
+    assert request.polish == PolishOptions(steps=2)
 
 
 def test_few_images_are_reduced_in_one_pass_and_reported(home: Path) -> None:
     reduced(home, "plain", *UNIFORM, "--samples", 12)
     record = record_of(home / "plain")
     assert "stages" not in record
-    said = "effort standard: of 12 images none can be set apart to judge, so one pass over the moments"
-    assert said in record["decided"]
+    decision = "effort standard: of 12 images none can be set apart to judge, so one pass over the moments"
+    assert decision in record["decided"]
 
 
 @pytest.mark.parametrize(

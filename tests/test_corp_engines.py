@@ -176,8 +176,8 @@ def test_unloadable_engine_prints_the_command_for_its_machine(home: Path, tmp_pa
     ):
         assert part in output_of(two), two.output
     plan(tmp_path / "strange" / "m.plan", home / "m.onnx", version="8.6.0")
-    asked = ("verify", tmp_path / "strange/m.plan", "--random", 4, "--write-golden", tmp_path / "golden")
-    refuses("built by tensorrt 8.6.0 for SM 89, and it can't be run here", *asked, code=4)
+    strange = ("verify", tmp_path / "strange/m.plan", "--random", 4, "--write-golden", tmp_path / "golden")
+    refuses("built by tensorrt 8.6.0 for SM 89, and it can't be run here", *strange, code=4)
     assert not (tmp_path / "golden").exists()
     movable = plan(tmp_path / "movable" / "m.plan", home / "m.onnx", options={"version_compatible": True})
     invoked("verify", movable, home / "new/m.plan", "--random", 4, "-o", tmp_path / "p.json", code=3)

@@ -90,13 +90,13 @@ def pixels_of(images: Images) -> Tensor:
     return torch.cat(list(images.batches(8)))
 
 
-def folded(preset: str, both: tuple[Moments, Moments], images: Images, **asked: Any) -> Reduction:
-    method = method_from_preset(preset, **{"align_hidden": 8, **asked})
+def folded(preset: str, both: tuple[Moments, Moments], images: Images, **options: Any) -> Reduction:
+    method = method_from_preset(preset, **{"align_hidden": 8, **options})
     return reduce(tiny.checkpoint().model, both[0], method, held_out=both[1], images=images)
 
 
 @pytest.mark.parametrize(
-    ("part", "layer", "preset", "asked"),
+    ("part", "layer", "preset", "options"),
     [
         ("mlp", mlp, "grail-fold", {"mlp_sparsity": 0.75}),
         ("mlp", mlp, "fold", {"mlp_sparsity": 0.3}),
@@ -106,9 +106,9 @@ def folded(preset: str, both: tuple[Moments, Moments], images: Images, **asked: 
     ],
 )
 def test_reported_loss_equals_that_of_the_merged_layer(
-    both: tuple[Moments, Moments], images: Images, part: str, layer: Layer, preset: str, asked: dict[str, Any]
+    both: tuple[Moments, Moments], images: Images, part: str, layer: Layer, preset: str, options: dict[str, Any]
 ) -> None:
-    reduction = folded(preset, both, images, **asked, **({"heads_selection": "fold"} if part == "attn" else {}))
+    reduction = folded(preset, both, images, **options, **({"heads_selection": "fold"} if part == "attn" else {}))
     parts, dense = held_out_split(images, 12, seed=0), tiny.checkpoint().model
     fit, others = (losses(dense, reduction.model, pixels_of(each), layer, part) for each in parts)
     assert [site.site.removesuffix(".v") for site in reduction.sites] == list(fit)
@@ -135,10 +135,10 @@ def test_refit_is_ridge_regression_toward_plain_folding(both: tuple[Moments, Mom
     cluster = cluster_rows(torch.from_numpy(rows), 96, seed=0).numpy()
     np.testing.assert_allclose(means, [rows[cluster == each].mean(0) for each in range(96)], atol=1e-6)
     plain = np.stack([second[:, cluster == each].sum(1) for each in range(96)], axis=1)
-    centred, wanted = z - z.mean(0), y - y.mean(0)
+    centred, centred_y = z - z.mean(0), y - y.mean(0)
     ridge = 1e-4 * np.square(centred).mean(0).mean()
     system = np.vstack((centred / len(z) ** 0.5, ridge**0.5 * np.eye(96)))
-    targets = np.vstack((wanted / len(z) ** 0.5, ridge**0.5 * plain.T))
+    targets = np.vstack((centred_y / len(z) ** 0.5, ridge**0.5 * plain.T))
     fitted = np.linalg.lstsq(system, targets, rcond=None)[0].T
     expected = centred @ fitted.T + y.mean(0)
     with torch.inference_mode():
@@ -245,11 +245,11 @@ def test_refitted_merging_loses_less_than_the_published_one(both: tuple[Moments,
 def test_copies_are_merged_without_loss(preset: str, loop: str, tmp_path: Path) -> None:
     dense = planted()
     source = tiny.opened(tmp_path / "images.npy", tiny.images(32), dense.model)
-    asked = method_from_preset(preset, heads_sparsity=0.5, ridge_rel=1e-9)
+    method = method_from_preset(preset, heads_sparsity=0.5, ridge_rel=1e-9)
     if loop == "open":
-        reduction = reduce(dense.model, calibrate(dense, source, batch_size=16), asked, images=source)
+        reduction = reduce(dense.model, calibrate(dense, source, batch_size=16), method, images=source)
     else:
-        reduction = reduce_traced(dense.model, source, asked, loop=Loop() if loop == "asymmetric" else None)
+        reduction = reduce_traced(dense.model, source, method, loop=Loop() if loop == "asymmetric" else None)
     assert error(reduction.model, dense.model, HELD_OUT) < 1e-4
 
 

@@ -142,8 +142,8 @@ def test_copies_of_an_image_stay_in_one_part(tmp_path: Path) -> None:
     rest, held_out = held_out_split(images, 4, seed=0)
     assert (rest.count, held_out.count) == (18, 12)
     assert not torch.isin(rest.ids, held_out.ids).any()
-    said = "got 10 of 30 images, which are copies of 10 different ones, and copies stay on one side: expected 1 to 9"
-    rejects(said, held_out_split, images, 10, seed=0)
+    message = "got 10 of 30 images, which are copies of 10 different ones, and copies stay on one side: expected 1 to 9"
+    rejects(message, held_out_split, images, 10, seed=0)
     for count in (0, 30, 31):
         rejects(f"got {count} of 30 images", held_out_split, images, count, seed=0)
 

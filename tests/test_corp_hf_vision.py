@@ -179,8 +179,8 @@ def test_preprocessing_equals_that_of_transformers(tmp_path: Path, name: str) ->
 
 def test_command_line_preprocessing_overrides_the_directorys(tmp_path: Path) -> None:
     hf_towers.write_tower(tmp_path, "ViTModel")
-    asked = Preprocessing(mean=(0.25,), crop_pct=0.5)
-    loaded = load_dense(f"hf:{tmp_path}", weights=None, kwargs={}, preprocessing=asked)
+    own = Preprocessing(mean=(0.25,), crop_pct=0.5)
+    loaded = load_dense(f"hf:{tmp_path}", weights=None, kwargs={}, preprocessing=own)
     spec = image_spec(loaded.model).as_json()
     assert (spec["mean"], spec["std"], spec["crop_pct"]) == ([0.25] * 3, [0.5] * 3, 0.5)
     assert loaded.lineage["source"]["preprocessing"].startswith("transformers' default of vit")

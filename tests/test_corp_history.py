@@ -103,9 +103,11 @@ def test_unwritten_baseline_is_reported_with_the_reason(
     baseline_gate: tuple[object, ...], rule: str, verdict: str, code: int, tmp_path: Path
 ) -> None:
     done = invoked(*baseline_gate, "--fail-if", rule, "--quiet", code=code)
-    said = " ".join(done.stderr.split())
-    assert f"warning: {tmp_path / 'base.json'}: baseline not written, because the gate is {verdict} ({rule}: " in said
-    assert "the first record that passes becomes it: measure again, or correct the rule" in said
+    messages = " ".join(done.stderr.split())
+    assert (
+        f"warning: {tmp_path / 'base.json'}: baseline not written, because the gate is {verdict} ({rule}: " in messages
+    )
+    assert "the first record that passes becomes it: measure again, or correct the rule" in messages
     assert not (tmp_path / "base.json").exists()
 
 

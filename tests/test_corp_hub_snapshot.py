@@ -113,7 +113,7 @@ def test_snapshot_loads_at_another_size_with_other_weights(snapshot: Path, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "message"),
     [
         (
             {"model_type": "swin", "architectures": ["SwinModel"]},
@@ -129,8 +129,8 @@ def test_snapshot_loads_at_another_size_with_other_weights(snapshot: Path, tmp_p
         (CONFIG | {"architecture": "vit_tinny_patch16_224"}, "vit_tiny_patch16_224"),
     ],
 )
-def test_invalid_configuration_is_refused(config: Mapping[str, Any], said: str, snapshot: Path) -> None:
-    rejects(said, load, with_config(snapshot, config))
+def test_invalid_configuration_is_refused(config: Mapping[str, Any], message: str, snapshot: Path) -> None:
+    rejects(message, load, with_config(snapshot, config))
 
 
 def test_directory_without_configuration_or_weights_is_refused(snapshot: Path) -> None:
@@ -165,7 +165,7 @@ def test_saved_model_keeps_its_preprocessing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("hf-hub:timm/vit_tiny_patch16_224.augreg_in21k", "hf download timm/vit_tiny_patch16_224.augreg_in21k"),
         ("hf_hub:timm/vit_tiny_patch16_224", "nothing is ever downloaded"),
@@ -181,8 +181,8 @@ def test_saved_model_keeps_its_preprocessing(tmp_path: Path) -> None:
         ("vit_tiny_patch16_224.nonsense", "timm's tags of vit_tiny_patch16_224: augreg_in21k"),
     ],
 )
-def test_unknown_names_are_refused_at_once(name: str, said: str) -> None:
-    rejects(re.escape(said), load, name)
+def test_unknown_names_are_refused_at_once(name: str, message: str) -> None:
+    rejects(re.escape(message), load, name)
 
 
 def test_recorded_names_never_cause_network_access(tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ mlp = 0.5
 
 
 @pytest.mark.parametrize(
-    ("model", "more", "said"),
+    ("model", "more", "message"),
     [
         ("hf-hub:timm/vit_tiny_patch16_224", 'weights = "w.pth"', "nothing is ever downloaded"),
         ("dense", "kwargs = {{ img_size = 48 }}", "drop model.kwargs"),
@@ -233,11 +233,11 @@ mlp = 0.5
         ("dense", 'weights = "images.npy"', "drop model.weights"),
     ],
 )
-def test_release_refuses_a_bad_snapshot_before_it_runs(model: str, more: str, said: str, tmp_path: Path) -> None:
+def test_release_refuses_a_bad_snapshot_before_it_runs(model: str, more: str, message: str, tmp_path: Path) -> None:
     tiny.written(tmp_path, 8)
     (tmp_path / "w.pth").touch()
     (tmp_path / "r.toml").write_text(RECIPE.format(model=model, more=more.format()))
-    refuses(said, "release", tmp_path / "r.toml", "-o", tmp_path / "out", "--dry-run")
+    refuses(message, "release", tmp_path / "r.toml", "-o", tmp_path / "out", "--dry-run")
 
 
 def test_release_of_a_snapshot_is_planned(snapshot: Path, tmp_path: Path) -> None:

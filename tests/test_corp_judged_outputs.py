@@ -110,9 +110,9 @@ def export(kind: str, seed: int, path: str) -> None:
 
 def test_max_error_fails_a_graph_with_a_different_map(home: Path) -> None:
     export("map", 1, "other.onnx")
-    said = invoked(*verify("map", "other.onnx", "--max-error", 0.05), code=1).stdout
-    assert "whole" in said
-    assert "no limit was set" not in said
+    output = invoked(*verify("map", "other.onnx", "--max-error", 0.05), code=1).stdout
+    assert "whole" in output
+    assert "no limit was set" not in output
     links = {link["name"]: link["status"] for link in json.loads((home / "parity.json").read_text())["links"]}
     assert links["whole"] == "FAIL"
     refuses("--min-iou: it applies to no output", *verify("one", "other.onnx", "--min-iou", 0.5))

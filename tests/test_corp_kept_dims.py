@@ -168,7 +168,7 @@ def test_no_command_is_printed_if_none_fits(home: Path, tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (("--attn", "0.5"), "give --attention-system with it"),
         (("--attention-system", "--align", "head=8"), "belong to --attention-system --attn S"),
@@ -178,10 +178,10 @@ def test_no_command_is_printed_if_none_fits(home: Path, tmp_path: Path, monkeypa
     ],
 )
 def test_attention_system_without_widths_is_refused(
-    home: Path, tmp_path: Path, words: tuple[str, ...], said: str
+    home: Path, tmp_path: Path, words: tuple[str, ...], message: str
 ) -> None:
     named = ("--model", home / "dense", "--images", home / "images.npy", "-o", tmp_path / "m.safetensors")
-    refuses(said, "calibrate", *named, *words)
+    refuses(message, "calibrate", *named, *words)
     assert not (tmp_path / "m.safetensors").exists()
 
 

@@ -31,8 +31,8 @@ Array = NDArray[np.float64]
 def home() -> Path:
     """Return a folder with a model of one block, images, and moments with CORP's system and an own --active-eps."""
     tiny.written(HOME, 40, depth=1)
-    asked = ["--model", HOME / "dense", "--images", HOME / "images.npy", "--attention-system", "--active-eps", EPS]
-    invoked("calibrate", *asked, "-o", HOME / "m.safetensors", "-q")
+    words = ["--model", HOME / "dense", "--images", HOME / "images.npy", "--attention-system", "--active-eps", EPS]
+    invoked("calibrate", *words, "-o", HOME / "m.safetensors", "-q")
     return HOME
 
 
@@ -98,8 +98,8 @@ SLOW = [
 def test_every_ranking_combines_with_every_channel_recovery(rank: str, repair: str) -> None:
     """Each runs on a preset that has another ranking or recovery."""
     preset = PRESET_OF_REPAIR[repair]
-    asked = ["--preset", preset, "--select", rank, "--repair", repair, "--mlp", 0.5, "--ridge", 1e-9]
-    model = reduced(f"{rank}-{repair}", *asked)
+    options = ["--preset", preset, "--select", rank, "--repair", repair, "--mlp", 0.5, "--ridge", 1e-9]
+    model = reduced(f"{rank}-{repair}", *options)
     dense = parameter(load_checkpoint(home() / "dense").model, "fc1.weight")
     kept = np.array([int((dense == row).all(1).nonzero()[0].item()) for row in parameter(model, "fc1.weight")])
     if rank != "obs":
@@ -115,10 +115,10 @@ def test_every_ranking_combines_with_every_channel_recovery(rank: str, repair: s
 @pytest.mark.parametrize("qk", ["select", "logit-v1", "logit", "lowrank"])
 def test_query_key_option_equals_its_preset(qk: str) -> None:
     """The option and the preset that contains it give the same weights."""
-    by = {"select": "none", "logit-v1": "corp-v1", "logit": "corp", "lowrank": "best"}[qk]
+    preset = {"select": "none", "logit-v1": "corp-v1", "logit": "corp", "lowrank": "best"}[qk]
     other = "corp" if qk != "logit" else "none"
     one = reduced(f"qk-{qk}", "--preset", other, "--qk", qk, "--attn", 0.5, "--no-rotate")
-    two = reduced(f"qk-by-{qk}", "--preset", by, "--attn", 0.5, "--no-rotate")
+    two = reduced(f"qk-by-{qk}", "--preset", preset, "--attn", 0.5, "--no-rotate")
     for name, weight in one.state_dict().items():
         torch.testing.assert_close(weight, two.state_dict()[name], rtol=0.0, atol=0.0)
     dense = reduced(f"qk-none-{qk}", "--preset", other, "--mlp", 0.0).state_dict()
@@ -134,7 +134,7 @@ def test_preset_without_attention_accepts_the_attention_option() -> None:
 def test_options_without_effect_are_refused() -> None:
     images = ("--images", home() / "images.npy")
     where = ["--model", home() / "dense", "--moments", home() / "m.safetensors", "-o", home() / "never"]
-    for asked, said in (
+    for options, message in (
         (("--qk", "keep", "--attn", 0.5), "--attn 0.5 is not honoured by preset best with --qk keep"),
         (("--mlp", 0.5, "--qk", "select"), "--qk select is not honoured by a reduction that leaves attention alone"),
         (
@@ -157,7 +157,7 @@ def test_options_without_effect_are_refused() -> None:
         (("--mlp", 0.5, "--repair", "nothing"), "'nothing': expected one of none, bias, gram, affine, or mlp= one of"),
         (("--mlp", 0.5, "--repair", "mlp=gram,mlp=bias"), "each once or left out"),
     ):
-        refuses(said, "reduce", *where, *asked)
+        refuses(message, "reduce", *where, *options)
         assert not (home() / "never").exists()
 
 
