@@ -142,7 +142,7 @@ def test_merging_alone_repairs_only_in_a_closed_loop(
         ({"mlp": 0.5, "merge_metric": "keys"}, "--merge-metric keys is not honoured by a model that keeps its tokens"),
         ({"merge_tokens": "3", "merge_how": "drop", "merge_metric": "keys"}, "is not honoured by dropped tokens"),
         ({"merge_tokens": "3", "merge_how": "drop", "merge_outputs": "unmerged"}, "no value to restore"),
-        ({"merge_tokens": "3", "preset": "fold", "mlp": 0.5}, "merges channels or heads by tokens that all count"),
+        ({"merge_tokens": "3", "preset": "fold", "mlp": 0.5}, "merged tokens have different weights"),
     ],
 )
 def test_options_without_effect_are_refused(options: dict[str, Any], message: str) -> None:

@@ -38,9 +38,11 @@ EXPECTED = "'error 0.05' (largest relative error), 'agreement 0.98' (least share
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """A largest relative error, a least agreement with the dense model, or a least change of accuracy in points.
+    """A limit on a reduced model's loss: a relative error, an agreement with the dense model, or a change of accuracy.
 
-    Raises BadInput for a value that every model meets, or none.
+    `value` is the largest error, the least agreement, or the least change in points (-0.5 allows half a point less).
+
+    Raises BadInput for a value that every model meets, or that no model can meet.
     """
 
     measure: Measure
@@ -75,21 +77,22 @@ def limit_from_text(text: str) -> Limit:
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetChoice(Record, heading="Budget"):
-    """A share of the dense cost to keep in one currency, or a limit on the loss; tables and batch are for latency.
+    """A budget, as a share of the dense model's MACs, parameters or latency to keep, or a limit on the loss (`within`).
 
-    Raises BadInput for several budgets, and for one of latency without a directory for its tables.
+    Raises BadInput for more than one budget, for a budget beside a limit, for a latency budget without
+    `latency_tables`, and for labels without a limit on accuracy.
     """
 
     macs: float | None = option(
         SHARE_KEPT, help=f"Share of the dense MACs to keep: widths differ by site; {cost(BUDGET)}."
     )
-    params: float | None = option(SHARE_KEPT, help="Share of the dense parameters to keep, likewise.")
+    params: float | None = option(SHARE_KEPT, help="Share of the dense parameters to keep: widths differ by site.")
     latency: float | None = option(SHARE_KEPT, help="Share of the dense latency to keep, on this machine.")
     most_cut: float = option(
         SHARE,
         MOST_CUT,
-        help="Refuse a budget of MACs or parameters that takes more than this share of every site that it may cut, "
-        "evenly: little of such a model can be cut (see inspect), and what can would be cut too far to repair.",
+        help="Refuse a budget of MACs or parameters that would remove more than this share of every prunable site, if "
+        "spread evenly: where few layers are prunable (see inspect), they would be cut too far to repair.",
     )
     within: Limit | str | None = option(
         ParsedText(span="measure number", expected="a text that is not empty", kind=Limit, read=limit_from_text),
@@ -102,7 +105,7 @@ class BudgetChoice(Record, heading="Budget"):
         help="Other images (texts) that judge --within; default: those of --images (--text) that calibrate held out.",
     )
     labels: Labels | None = option(
-        FILE_OR_VALUES, in_recipe=False, help=f"{LABELS_HELP} Of those that judge, for --within accuracy."
+        FILE_OR_VALUES, in_recipe=False, help=f"{LABELS_HELP} For the inputs that judge --within accuracy."
     )
     latency_tables: PathLike | None = option(DIRECTORY, help="Where --latency and --within keep latency tables.")
     batch: int | None = option(BATCH, help="Batch size for the latency; default 1.")
@@ -140,7 +143,7 @@ class BudgetChoice(Record, heading="Budget"):
 
     @property
     def allocates(self) -> bool:
-        """True if widths are allocated by site, to a budget or to a limit on the loss."""
+        """True if the widths of sites follow from a budget or a limit on the loss, not from shares to remove."""
         return self.currency is not None or self.within is not None
 
     @property

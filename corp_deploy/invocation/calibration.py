@@ -25,9 +25,12 @@ Inputs = TypeVar("Inputs", bound="InputSet")
 
 @dataclass(frozen=True, kw_only=True)
 class StatisticsOptions(Record, heading="Statistics"):
-    """The statistics to take, and the sites; CORP's per-image system is of all dimensions, or of those that are kept.
+    """The statistics that a calibration collects, and the sites that it collects them at.
 
-    Raises BadInput for options that exclude one another, and for one without the option that it belongs to.
+    CORP's per-image system (`attention_system`) covers all dimensions of heads, or only those kept at the sparsities
+    `attn`.
+
+    Raises BadInput for `attention_system` without attention, and for options of the system without the system.
     """
 
     sites: Sequence[str] = option(Repeated(), (), help="Only sites that fit this pattern, such as 'blocks.3.*'.")
@@ -53,8 +56,8 @@ class StatisticsOptions(Record, heading="Statistics"):
     attn: Sequence[float] = option(
         ListOf(SHARE_REMOVED, "0.5,0.75"),
         (),
-        help="Collect that system only for the dimensions that reduce --attn S keeps at these sparsities: a second "
-        "pass, far less memory.",
+        help="Collect the per-image system only for the dimensions that reduce --attn S keeps at these sparsities: a "
+        "second pass, far less memory.",
     )
     first_pass: PathLike | None = option(
         FILE,
@@ -96,7 +99,7 @@ class StatisticsOptions(Record, heading="Statistics"):
 
 @dataclass(frozen=True, kw_only=True)
 class PassOptions(Record, heading="The pass"):
-    """The split of the inputs, and the pass over them."""
+    """The inputs to hold out and to group, and the forward passes over the others."""
 
     hold_out: int | None = option(
         IMAGES,
@@ -118,7 +121,10 @@ class PassOptions(Record, heading="The pass"):
     )
 
     def order_for_snapshots(self, source: Inputs, *, samples: int | None, seed: int) -> Inputs:
-        """Return the inputs, shuffled if they were drawn and snapshots take the first ones of them."""
+        """Return the inputs, shuffled if `samples` of them were drawn and there are snapshots.
+
+        A snapshot takes the first inputs, and drawn inputs come in the order of the data set.
+        """
         from calib.inputs import shuffle_inputs
 
         return shuffle_inputs(source, seed=seed) if self.snapshots and samples is not None else source
@@ -126,7 +132,7 @@ class PassOptions(Record, heading="The pass"):
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrateOptions(PassOptions, MergedStatistics, StatisticsOptions):
-    """All options of `calibrate`. Raises BadInput for one that the device ignores."""
+    """All options of `calibrate` in Python. Raises BadInput for an option that has no effect on the device."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -160,7 +166,7 @@ class CalibrateFiles(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrateRun(CalibrateOptions):
-    """All options of the command `calibrate`, with those of resuming and of one block at a time."""
+    """All options of the command `calibrate`: those in Python, saving its state, and calibration block by block."""
 
     checkpoint_every: int | None = option(
         IMAGES, help="Save the state every N images; the same command resumes from it."

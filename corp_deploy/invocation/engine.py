@@ -23,7 +23,7 @@ PROFILE = ParsedText(span="min:opt:max", expected="MIN:OPT:MAX", kind=BatchProfi
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions(Record, heading="Engine"):
-    """The options of `build`; the builder decides on those that are None, and those it would ignore are refused."""
+    """The options of `build`; None leaves an option to the builder, and options that it ignores are refused."""
 
     backend: Literal["tensorrt", "tensorrt-rtx", "onnxruntime"] = option(
         default="tensorrt", help="What builds it; TensorRT-RTX and ONNX Runtime need no GPU."
@@ -67,7 +67,7 @@ class EngineOptions(Record, heading="Engine"):
         BUILD.refuse([("", way)], options)
 
     def build_options(self, command: str) -> BuildOptions:
-        """Return the options as `export` takes them, with the command for the record."""
+        """Return the options as a value of the package `export`, with the command line for the engine's record."""
         options = self.values | {"workspace_mib": self.workspace_mib and self.workspace_mib * 2**20}
         named = {ENGINE_OPTIONS.get(name, name): value for name, value in options.items() if name != "device"}
         return BuildOptions(**named, command=command)
@@ -88,7 +88,7 @@ class AuditOptions(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class ServingOptions(Record, heading="Serving"):
-    """The options of `package`: what is written, and how a server runs it."""
+    """The options of `package`: names, versions and class labels of the models, and how a server runs them."""
 
     name: str = option(TEXT, "vit", help="Model name; variants are NAME, NAME_onnx and NAME_cpu.")
     model_version: int = option(MODEL_VERSION, 1, help="Version directory to add.")
@@ -127,7 +127,7 @@ class ServingOptions(Record, heading="Serving"):
 
     @property
     def serving(self) -> "Serving":
-        """The options as `export` takes them, without the preferred batch size, which is measured."""
+        """The options as a value of the package `export`; the preferred batch size is added later, from bench.json."""
         from export.triton.config import Serving
 
         others = ("name", "model_version", "labels", "server", "batch", "allow_failed")

@@ -59,7 +59,7 @@ class QuantisedOptions(Record, heading="INT8 and FP8"):
 
 @dataclass(frozen=True, kw_only=True)
 class GraphOptions(Record, heading="Graph"):
-    """The options of a graph beside its precision; None leaves it as the model has it."""
+    """The options of a graph apart from its precision; `heads` None keeps the model's head geometry."""
 
     opset: int | None = option(
         OPSET,
@@ -97,9 +97,10 @@ class GraphOptions(Record, heading="Graph"):
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions(GraphOptions, QuantisedOptions, heading="Precision"):
-    """All options of `export`: precisions, what mixed graphs keep in FP32, and what else shapes a graph.
+    """All options of `export`: precisions, the modules that mixed graphs keep in FP32, and the form of the graph.
 
-    Raises BadInput for an option that no precision honours, and for a precision without an option that it needs.
+    Raises BadInput for an option that has no effect with these precisions, for a mixed precision without modules to
+    keep, and for a search (`auto`) that no precision needs.
     """
 
     precision: str | Sequence[str] = option(
@@ -112,7 +113,8 @@ class ExportOptions(GraphOptions, QuantisedOptions, heading="Precision"):
     keep_fp32: Sequence[str] = option(
         Repeated(),
         (),
-        help="Modules that mixed graphs keep in FP32, with all below them, such as blocks.7; beside what --auto finds.",
+        help="Modules that mixed graphs keep in FP32, with all below them, such as blocks.7, in addition to those that "
+        "--auto finds.",
     )
     auto: bool = option(
         default=False,
@@ -142,7 +144,7 @@ class ExportOptions(GraphOptions, QuantisedOptions, heading="Precision"):
         EXPORT.refuse([("", f"{name}-auto" if name in searching else name) for name in self.precisions], options)
 
     def require_inputs(self, has_inputs: bool) -> None:
-        """Raise BadInput for precisions that need inputs without any, and for inputs that no precision needs."""
+        """Raise BadInput for absent inputs that a precision or `auto` needs, and for inputs that nothing needs."""
         if self.quantised and not has_inputs:
             raise BadInput(
                 f"{' and '.join(self.quantised)} computes its ranges from real inputs; give --images (or --text)"
@@ -152,7 +154,7 @@ class ExportOptions(GraphOptions, QuantisedOptions, heading="Precision"):
 
     @property
     def command_options(self) -> dict[str, Any]:
-        """The options of a command that are not the defaults, and always those of INT8 and FP8 graphs."""
+        """The options to print in a command: precision, non-default options, and INT8's and FP8's even if default."""
         options = options_of(ExportOptions)
         names = ("precision", *self.non_default, *(("rest", "scales", "balance") if self.quantised else ()))
         typed = {options[name].typed for name in names}
@@ -164,7 +166,7 @@ class ExportOptions(GraphOptions, QuantisedOptions, heading="Precision"):
 
     @property
     def mixed(self) -> tuple[str, ...]:
-        """The precisions that keep sites in FP32."""
+        """The precisions that keep some modules in FP32."""
         return tuple(name for name in self.precisions if name in MIXED)
 
     @property
@@ -174,7 +176,7 @@ class ExportOptions(GraphOptions, QuantisedOptions, heading="Precision"):
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderExport(Record):
-    """The options of `export-decoder`: the precision, and the sizes that caches are shown for."""
+    """The options of `export-decoder`: the precision, and the sequences for which cache sizes are shown."""
 
     precision: Literal["fp32", "int8", "int4", "fp16"] = option(
         default="fp32", help="int8 and int4 quantise weights only; fp16 is for GPUs, the others for CPUs."

@@ -30,7 +30,7 @@ KINDS = ("images", "text", "tokens", "arrays")
 
 
 def refuse_several(chosen: Collection[str]) -> None:
-    """Raise BadInput for inputs of more than one kind, given by the names of their options."""
+    """Raise BadInput if `chosen`, the names of options for inputs, has more than one name."""
     if len(chosen) > 1:
         first, second = map(spelled, list(chosen)[:2])
         raise BadInput(f"{first} and {second} exclude each other; give what the model takes")
@@ -62,7 +62,7 @@ class Decoded(Record, heading="Inputs"):
 
 @dataclass(frozen=True, kw_only=True)
 class HoldOutOptions(Record, heading="Inputs"):
-    """The inputs that `calibrate` held out. Raises BadInput for groups without a number of held-out inputs."""
+    """The number and groups of the inputs that `calibrate` held out. Raises BadInput for groups without a number."""
 
     hold_out: int | None = option(
         IMAGES,
@@ -77,7 +77,7 @@ class HoldOutOptions(Record, heading="Inputs"):
             raise BadInput("--groups says which images --hold-out takes together; give both, or none")
 
     def split(self, inputs: Inputs, seed: int) -> "Split[Inputs]":
-        """Split inputs into those that `calibrate` fits to and those that it holds out, None without `hold_out`."""
+        """Return the inputs that `calibrate` fits to, and those that it holds out (None without `hold_out`)."""
         from calib.groups import split_for_calibration
 
         return split_for_calibration(inputs, hold_out=self.hold_out, groups=self.groups, seed=seed)
@@ -90,7 +90,7 @@ class HoldOutOptions(Record, heading="Inputs"):
 
 @dataclass(frozen=True, kw_only=True)
 class InputOptions(HoldOutOptions, Decoded, Drawn):
-    """Inputs of one kind, or none. Raises BadInput for several kinds."""
+    """Images, texts, tokens or arrays, or no inputs. Raises BadInput for more than one of these."""
 
     images: Path | None = option(
         PATH,
@@ -132,9 +132,9 @@ class InputOptions(HoldOutOptions, Decoded, Drawn):
         return f"{spelled(next(iter(self._chosen_paths), 'images'))} {shlex.quote(str(self.path))}"
 
     def open(self, checkpoint: "Checkpoint", note: Callable[[str], None]) -> "InputSet":
-        """Return the inputs as the model takes them; `note` is called with a sentence on files that were left out.
+        """Open the inputs for a model; `note` is called with a sentence if unreadable images were skipped.
 
-        Raises BadInput for a model that takes another kind.
+        Raises BadInput for a model that takes another kind of inputs.
         """
         from corp_deploy.store.input_sets import arrays_for_model, ids_for_model, texts_for_model
 
@@ -156,9 +156,9 @@ class InputOptions(HoldOutOptions, Decoded, Drawn):
         return images
 
     def proving_images(self, model: "nn.Module", note: Callable[[str], None] = lambda text: None) -> "Images":
-        """Return the images that prove a model.
+        """Return the images that prove a model: those held out, or all without `hold_out`.
 
-        Raises BadInput as images_for_model does, and for too few images to hold out as many as asked for.
+        Raises BadInput as images_for_model does, and for fewer images than `hold_out` asks for.
         """
         return self.proving(self._open_images(model, note), self.seed)
 
@@ -173,7 +173,7 @@ class InputOptions(HoldOutOptions, Decoded, Drawn):
 
 @dataclass(frozen=True, kw_only=True)
 class RequiredInputs(InputOptions):
-    """Inputs of one kind. Raises BadInput without any."""
+    """Images, texts, tokens or arrays. Raises BadInput without inputs."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

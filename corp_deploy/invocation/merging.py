@@ -23,7 +23,7 @@ SCHEDULE = ParsedText(
 
 @dataclass(frozen=True, kw_only=True)
 class MergedStatistics(Record, heading="Merged tokens"):
-    """The merging of tokens while statistics are taken; whether a model can merge so many is checked later."""
+    """Token merging during calibration. A schedule that a model is too small for is refused when the model is open."""
 
     merge_tokens: int | str | None = option(
         SCHEDULE,
@@ -33,9 +33,10 @@ class MergedStatistics(Record, heading="Merged tokens"):
     )
     merge_metric: Metric = option(
         default="ward",
-        help="How tokens are compared: by how much a merge changes the stream behind the attention (Ward: sizes "
-        "times squared distance; --merge-tokens auto tries attended beside it); attended: by that, and what the class "
-        "token attends to merges last; by the cosine of that stream, or of the concatenated keys of all heads.",
+        help="How tokens are compared: ward, by how much a merge changes the residual stream after the attention "
+        "(sizes times squared distance); attended, by that change, with tokens that the class token attends to merged "
+        "last; stream or keys, by the cosine of that stream or of the concatenated keys of all heads. --merge-tokens "
+        "auto tries ward and attended.",
     )
     merge_how: How = option(
         default="merge",
@@ -53,7 +54,7 @@ class MergedStatistics(Record, heading="Merged tokens"):
 
     @property
     def schedule(self) -> str | None:
-        """The schedule as a text, None without merging."""
+        """The merging schedule as a text, None without merging."""
         return None if self.merge_tokens is None else str(self.merge_tokens)
 
     @property
@@ -73,13 +74,13 @@ class MergedStatistics(Record, heading="Merged tokens"):
 
     @property
     def of_statistics(self) -> "MergedStatistics":
-        """The merging under which moments are taken: none if a budget will choose the schedule."""
+        """The merging under which moments are collected: no merging if `auto` will choose the schedule afterwards."""
         return MergedStatistics() if self.auto_merging else MergedStatistics.from_options(self.values)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MergingChoice(MergedStatistics):
-    """The merging of tokens in a reduced model."""
+    """Token merging in a reduced model, and the form of its outputs."""
 
     merge_outputs: Literal["merged", "unmerged"] = option(
         default="merged",

@@ -51,7 +51,7 @@ REPAIR = ByKind({kind: OneOf(words) for kind, words in (REPAIRS | {CHANNELS: CHA
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Composition:
-    """A preset that implies options of `reduce`, with the preset of its method."""
+    """A named combination of a preset (`method`) and other options of `reduce` (`implied`)."""
 
     method: str
     implied: Mapping[str, Any]
@@ -73,7 +73,7 @@ def method_of(preset: str) -> str:
 
 
 def with_implied(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options of `reduce`, with values that the preset implies in place of None."""
+    """Return options of `reduce`, with None replaced by the values that the preset's Composition implies."""
     preset = options.get("preset")
     implied = COMPOSITIONS[str(preset)].implied if preset in COMPOSITIONS else {}
     return {**options, **{name: value for name, value in implied.items() if options.get(name) is None}}
@@ -81,7 +81,7 @@ def with_implied(options: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class GeometryOptions(Record, heading="Widths and method"):
-    """The geometry and the multiples of widths, for operations that try or time several widths."""
+    """The head geometry and the multiples of widths, for `sweep` and `latency-table`."""
 
     heads: Literal["padded", "square", "ragged"] = option(default="padded", help="Geometry.")
     align: Mapping[str, int] = option(MULTIPLES, WIDTHS, help="Multiples of widths.")
@@ -89,7 +89,10 @@ class GeometryOptions(Record, heading="Widths and method"):
 
 @dataclass(frozen=True, kw_only=True)
 class MethodChoice(Record, heading="Widths and method"):
-    """A preset, and options that replace parts of it. Raises BadInput for a combination that makes no sense."""
+    """A preset, shares to remove, and options that replace parts of the preset.
+
+    Raises BadInput for options that contradict one another.
+    """
 
     mlp: float | None = option(
         SHARE_REMOVED,
@@ -166,15 +169,15 @@ class MethodChoice(Record, heading="Widths and method"):
 
     @property
     def sparsities(self) -> tuple[float | None, ...]:
-        """The shares to remove, None for a kind of sites that is left alone."""
+        """The shares to remove by kind of site, None for a kind that is left alone."""
         return self.mlp, self.attn, self.conv, self.residual, self.whole_heads
 
     @property
     def method(self) -> Method:
-        """The method; heads `auto` start as padded ones. Raises BadInput for a combination that makes no sense."""
+        """The method of these options, with padded heads for `auto`. Raises BadInput as the record does."""
         return _method(
             method_of(self.preset),
-            **self._knobs,
+            **self._replaced,
             mlp_sparsity=self.mlp,
             attention_sparsity=self.attn,
             conv_sparsity=self.conv,
@@ -191,12 +194,12 @@ class MethodChoice(Record, heading="Widths and method"):
         )
 
     def by_kind(self, name: Literal["select", "repair"]) -> Mapping[str, str]:
-        """Return the values of one of these options by kind, none if it isn't given."""
+        """Return the words of `select` or `repair` by kind of site, an empty mapping if the option is None."""
         return self.values[name] or {}
 
     @property
-    def _knobs(self) -> dict[str, str | None]:
-        """The parts of the preset that options replace, by the fields of a method."""
+    def _replaced(self) -> dict[str, str | None]:
+        """The parts of the preset that options replace, by the names of Method's fields; None keeps a part."""
         select, repair = self.by_kind("select"), self.by_kind("repair")
         return {
             "mlp_selection": select.get("mlp", select.get(CHANNELS)),
@@ -211,9 +214,12 @@ class MethodChoice(Record, heading="Widths and method"):
 
     @property
     def of_preset(self) -> tuple[Axis, str]:
-        """The axis of presets, and the preset on it, or the preset with its replaced parts as a way of its own."""
+        """The table of presets and their options, and the row of this preset.
+
+        A preset with replaced parts gets a row of its own, since other options have an effect with it.
+        """
         name = method_of(self.preset)
-        changed = {field: value for field, value in self._knobs.items() if value is not None}
+        changed = {field: value for field, value in self._replaced.items() if value is not None}
         if not changed:
             return PRESET, name
         typed = self.command_options
@@ -254,7 +260,7 @@ PATTERNS = ParsedText(
 
 @dataclass(frozen=True, kw_only=True)
 class SparseChoice(Record, heading="Sparse weights"):
-    """The options of sparse weights, which a reduction makes last."""
+    """The options of the last step of a reduction, which sets weights to zero in a K:N pattern."""
 
     sparse: str | Mapping[SparseKind, Sparsity] | None = option(
         PATTERNS,
@@ -276,6 +282,6 @@ class SparseChoice(Record, heading="Sparse weights"):
 
     @property
     def patterns(self) -> Mapping[SparseKind, Sparsity]:
-        """The patterns by kind of site, none without sparse weights."""
+        """The sparsity patterns by kind of site, an empty mapping without sparse weights."""
         assert not isinstance(self.sparse, str), self.sparse
         return self.sparse or {}

@@ -1,7 +1,8 @@
 """Options that are declared once, as fields of frozen records, and invocations of commands as values.
 
-From a record commands/command.py makes the options of a command, release/recipe_keys.py the keys of a recipe's table,
-and api/in_python.py the parameters of a function; the record's constructor takes values as any of the three write them.
+From a record, commands/command.py makes the options of a command, release/recipe_keys.py the keys of a recipe's table,
+and api/in_python.py the parameters of a function. The record's constructor converts texts of a command line, values of
+TOML and Python objects.
 """
 
 import os
@@ -22,7 +23,7 @@ PathLike: TypeAlias = str | os.PathLike[str]
 
 
 class SupportsArray(Protocol):
-    """An array of numpy, a tensor, and the like."""
+    """An object that numpy can convert, such as an array or a tensor."""
 
     def __array__(self) -> Any: ...
 
@@ -34,21 +35,21 @@ WRITTEN = (
     *("output", "summary", "write_golden", "polygraphy"),
     *("timing_cache", "latency_tables", "history", "track"),
 )
-"""The options that name files to write."""
+"""The options that name files or directories to write."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """An option with its values, its default and its help."""
+    """The declaration of one option: its name, the type of its values (`of`), its default and its help."""
 
     name: str
     of: Values
     default: Any
     help: str
     flag_value: str | None
-    """The value that the option has on a command line without one."""
+    """The value of an option that is typed without a value (--closed-loop alone), None for options that need one."""
     unset: str | None
-    """A word for the meaning of None."""
+    """The default that help shows where the default is None."""
     typed: str
     """The option's name in a command."""
     in_recipe: bool | str
@@ -60,7 +61,7 @@ class Option:
         return value is False and self.default is not False
 
     def converted(self, value: Any) -> Any:
-        """Return a value in the option's type, or the default for None; raise BadInput for a wrong value."""
+        """Convert a value to the option's type, None to the default; raise BadInput for a wrong or required value."""
         if value is None and self.default is NEEDED:
             raise BadInput(f"{spelled(self.typed)}: nothing is given, expected {self.of}")
         value = self.default if value is None else tuple(value) if isinstance(value, list) else value
@@ -92,13 +93,13 @@ def option(
     typed: str | None = None,
     in_recipe: bool | str = True,
 ) -> Any:
-    """Return a field of a record; without `of` its type says what values it takes: words, or true and false."""
+    """Declare a field of a record as an option; without `of` its annotation, a Literal or bool, has the values."""
     meta = {"of": of, "help": help, "flag_value": flag_value, "unset": unset, "typed": typed, "in_recipe": in_recipe}
     return field(default=default, metadata=meta)
 
 
 def declared(record: type["Record"], name: str, default: Any) -> Any:
-    """Return a field that is an option of another record, with another default."""
+    """Declare a field as the option `name` of another record, with a default of its own."""
     each = _every_option(record)[name]  # type: ignore[arg-type]  # a class is hashable, which mypy misses
     names = ("of", "help", "flag_value", "unset", "typed", "in_recipe")
     return field(default=default, metadata={key: getattr(each, key) for key in names})
@@ -112,7 +113,7 @@ def _values_of(annotation: Any) -> Values:
 
 @cache
 def _every_option(record: type["Record"]) -> Mapping[str, Option]:
-    """Return the options of a record by name; they are read once, as every record needs them when it is made."""
+    """Return the options of a record by name, cached, since every constructor of a record reads them."""
     return {
         each.name: Option(
             name=each.name,
@@ -132,7 +133,7 @@ def _every_option(record: type["Record"]) -> Mapping[str, Option]:
 
 
 def options_of(record: type["Record"], *only: str) -> dict[str, Option]:
-    """Return the options of a record by name, in order, or `only` some of them."""
+    """Return the options of a record by name in the order of declaration, or only those named in `only`."""
     every = _every_option(record)  # type: ignore[arg-type]  # a class is hashable, which mypy misses
     return {name: every[name] for name in only or every}
 
@@ -144,9 +145,9 @@ def _command_value(of: Values, value: Any) -> Any:
 
 
 class Record:
-    """Options with their values, as a frozen dataclass whose constructor raises BadInput for wrong ones.
+    """A frozen dataclass whose fields are options, and whose constructor converts the values or raises BadInput.
 
-    Help shows the options that a class itself declares under its `heading`.
+    Help shows the options that a class itself declares, not those it inherits, under the class's `heading`.
     """
 
     heading: ClassVar[str] = ""
@@ -164,7 +165,7 @@ class Record:
 
     @property
     def command_options(self) -> dict[str, Any]:
-        """The options as an Invocation has them, by the names that they are typed by, without None and False."""
+        """The options as an Invocation holds them: by typed name, without None and empty lists, False as no_NAME."""
         options = options_of(type(self))
         values = {each.typed: _command_value(each.of, self.values[name]) for name, each in options.items()}
         off = {f"no_{each.typed}": True for each in options.values() if each.off(values[each.typed])}
@@ -178,7 +179,7 @@ class Record:
         }
 
     def refuse_ignored(self, options: Mapping[str, Any]) -> None:
-        """Raise BadInput for an option, given by name, that this record's values make ineffective."""
+        """Raise BadInput for one of `options` (values by typed name) that has no effect beside this record's values."""
 
     @classmethod
     def from_options(cls, values: Mapping[str, Any]) -> Self:
@@ -223,5 +224,5 @@ class Invocation:
 
 
 def path_from(directory: Path, path: PathLike | None) -> str | None:
-    """Return a path as it is written in a command that is run in the directory."""
+    """Return a path relative to the directory that a command is run in, with slashes; None for None."""
     return None if path is None else Path(os.path.relpath(Path(path).absolute(), directory.resolve())).as_posix()

@@ -1,7 +1,7 @@
-"""Tables of the options that each way of a command's work honours, for refusals, help and printed commands.
+"""Types of the tables that say which options have an effect in which case, for refusals, help and printed commands.
 
-A way is a backend on a device, a precision, a preset, or a kind of input. The ways themselves are data, see table and
-reduction_table. Imports nothing heavy.
+A way, such as a backend on a device, a precision, a preset or a kind of input, honours an option if the option has an
+effect there. The tables are in table and reduction_table. Imports nothing heavy.
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,14 +12,15 @@ from ground.errors import BadInput
 
 ANY: None = None
 Values = tuple[str, ...] | None
-"""The values of an option that a way honours, ANY for all."""
+"""The values of an option that a way honours; ANY stands for all values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """One way to do a command's work: its name in words, how a user gets it, and the options that it honours.
+    """One way to do a command's work, with the options that it honours.
 
-    `instead` says, for options that the way doesn't honour, what to do for the same effect.
+    `label` names the way in messages, `how` is what a user types to get it, and `instead` has, by option that it
+    doesn't honour, the end of the message: the reason, or what to do for the same effect.
     """
 
     label: str
@@ -37,7 +38,7 @@ class Variant:
 def variant(
     label: str, how: str, names: str = "", instead: Mapping[str, str] | None = None, **values: Values
 ) -> Variant:
-    """Return a variant that honours `names`: options, with values if only some: "threads mode=eager,compiled"."""
+    """Return a variant that honours options, listed like "threads mode=eager,compiled" (only these two modes)."""
     pairs = (word.partition("=") for word in names.split())
     supported = {name: tuple(some.split(",")) if some else ANY for name, _, some in pairs}
     return Variant(label=label, how=how, supported=supported | values, instead=instead or {})
@@ -45,20 +46,24 @@ def variant(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
-    """The ways of one command. If several are at work, each has to honour an option, or one an option in `picks`."""
+    """A table of alternative ways by name, such as all backends of `bench`.
+
+    If a command uses several ways at once, each of them has to honour an option; for an option in `picks`, one way is
+    enough.
+    """
 
     variants: Mapping[str, Variant]
     picks: frozenset[str] = frozenset()
 
     @property
     def options(self) -> tuple[str, ...]:
-        """The options that at least one way honours; the axis ignores all others."""
+        """The options that at least one way honours; `refuse` and `supported` let all other options pass."""
         return tuple(dict.fromkeys(option for variant in self.variants.values() for option in variant.supported))
 
     def refuse(self, at_work: Iterable[tuple[str, str]], options: Mapping[str, Any]) -> None:
         """Raise BadInput for an option that the ways at work would ignore.
 
-        `at_work` has pairs of what a way works on ("" for nothing in particular) and the way's name.
+        `at_work` has pairs: the file that a way works on, for the message ("" for none), and the way's name.
         """
         working = [(what, self.variants[name]) for what, name in at_work]
         for option, value in options.items():
@@ -75,7 +80,7 @@ class Axis:
             raise BadInput(f"{spelled} is not honoured by {variant.label}{where}; {supporting_text}{hint}")
 
     def help(self, option: str) -> str:
-        """Return which ways honour an option, for its help text; by value if they honour different values."""
+        """Return the sentence of a help text that names the ways which honour an option, or each of its values."""
         values = tuple(
             dict.fromkeys(value for variant in self.variants.values() for value in variant.supported.get(option) or ())
         )
@@ -93,7 +98,7 @@ class Axis:
         return "all" if len(able) == len(self.variants) else ", ".join(able)
 
     def supported(self, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the options that a way honours, and those that are not on this axis."""
+        """Return the options without those that only other ways of this table honour."""
         variant = self.variants[name]
         return {key: value for key, value in values.items() if key not in self.options or variant.supports(key, value)}
 
@@ -103,7 +108,7 @@ def spelled(option: str) -> str:
 
 
 def spelling(option: str, value: object) -> list[str]:
-    """Return an option as the words of a command: flags alone, a tuple with commas, a list as repeated options."""
+    """Return an option as the words of a command: a flag alone, a tuple with commas, a list as repeated options."""
     name = spelled(option)
     if value is None or value is False:
         return []

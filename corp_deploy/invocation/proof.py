@@ -38,9 +38,10 @@ OUTPUT_LIMITS = {"max_error": ERROR, "min_agreement": SHARE, "min_iou": SHARE}
 
 @dataclass(frozen=True, kw_only=True)
 class LimitOptions(Record, heading="Limits"):
-    """The limits of every output of the model and every map of a head, and of single ones; None sets no limit.
+    """The limits that a proof judges the model's outputs and the score maps of heads by; None sets no limit.
 
-    For score maps `max_map_error` and `min_pixels` stand in for `max_error` and `min_agreement`.
+    A limit applies to every output, one of `output_limit` to the output it names. For score maps, `max_map_error` and
+    `min_pixels` replace `max_error` and `min_agreement`.
     """
 
     min_agreement: float | None = option(
@@ -58,7 +59,8 @@ class LimitOptions(Record, heading="Limits"):
     max_apart: float = option(
         SHARE,
         0.05,
-        help="Largest share of inputs on which rounding may merge other tokens; these inputs are judged separately.",
+        help="Largest share of inputs on which rounding may change which tokens are merged; these inputs are judged "
+        "separately.",
     )
     max_map_error: float | None = option(ERROR, help="Largest relative error of score maps, in place of --max-error.")
     min_iou: float | None = option(SHARE, help="Least intersection over union of score maps.")
@@ -96,7 +98,7 @@ class LimitOptions(Record, heading="Limits"):
 
     @property
     def by_output(self) -> dict[str, dict[str, float]]:
-        """The limits of single outputs by the output's name. Raises BadInput for a text that is no limit."""
+        """The limits in `output_limit` by output and by name. Raises BadInput for a text that is not a limit."""
         limits = dict[str, dict[str, float]]()
         for text in self.output_limit:
             output, _, limit = text.rpartition(":")
@@ -131,7 +133,7 @@ class LanguageOptions(Record, heading="Limits"):
 
 @dataclass(frozen=True, kw_only=True)
 class HeadOptions(Record, heading="Heads apart"):
-    """The dense heads that are run on the model's outputs."""
+    """The separate ONNX heads for dense prediction that are run on the model's outputs."""
 
     heads: Sequence[PathLike] = option(
         Repeated(each=FILE),
@@ -146,7 +148,7 @@ class HeadOptions(Record, heading="Heads apart"):
 
 @dataclass(frozen=True, kw_only=True)
 class ProofOptions(HeadOptions, LimitOptions, heading="Proof"):
-    """All options of a proof: limits, heads, batch sizes and runtimes."""
+    """The options of a proof in Python and recipes: limits, heads, batch sizes and runtimes."""
 
     batches: Sequence[int] = option(
         ListOf(BATCH, "1,8,32"), (1, 7, 32), typed="batch", help="Batch sizes to run every candidate at."
@@ -168,7 +170,10 @@ class ProofOptions(HeadOptions, LimitOptions, heading="Proof"):
 
 @dataclass(frozen=True, kw_only=True)
 class ProofFiles(Record, heading="Proof"):
-    """The files of a proof beside its inputs. Raises BadInput for an output that per-image figures would replace."""
+    """The record that a proof writes, and the moments that it reads.
+
+    Raises BadInput for a record that ends in .npz, as the per-image figures beside the record do.
+    """
 
     output: PathLike | None = option(FILE, help="parity.json to write; per-image figures go to .npz beside it.")
     moments: PathLike | None = option(
@@ -183,7 +188,7 @@ class ProofFiles(Record, heading="Proof"):
 
 @dataclass(frozen=True, kw_only=True)
 class MetricOptions(Record, heading="Proof"):
-    """Metrics of the user's own."""
+    """Metrics that commands or functions of the user compute from the models' outputs."""
 
     metric: Sequence[str] = option(
         Repeated(each=text_of("[NAME=]COMMAND")),
@@ -206,7 +211,7 @@ class MetricOptions(Record, heading="Proof"):
 
 @dataclass(frozen=True, kw_only=True)
 class GateOptions(Record):
-    """The options of `gate`: rules, history and tracking."""
+    """The options of `gate`: rules, the history of releases, and files for benchmark tracking."""
 
     rules: Sequence[str] = option(
         Repeated(),

@@ -1,6 +1,6 @@
 """All options of a reduction, and the refusals of contradictory combinations. Imports no torch.
 
-Fields have the names of the options of `reduce`, and refusals spell them so.
+Messages name the options of the command `reduce`; recipes and the Python interface respell them.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,26 +22,26 @@ from .values import DIRECTORY, FILE, OneOf
 
 SaveAs = Literal["hf"]
 Effort = Literal["quick", "standard", "thorough"]
-"""Attempts beside one pass over the moments: nothing; the closed loop; also its widths, and a polish."""
+"""The stages tried after one pass over the moments: none; the closed loop; also widths from the loop, and a polish."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RepairChoice(Record, heading="Loops, polish and results"):
-    """The closed loop, held-out moments, the polish, and the form of the result."""
+    """The closed loop, the polish, held-out moments, and what is written."""
 
     allow_partial: bool = option(default=False, help="Continue if some of the requested sites can't be reduced.")
     closed_loop: bool | Literal["asymmetric", "symmetric", "none"] | None = option(
         OneOf((*LOOPS, "none"), on="asymmetric", off="none"),
         flag_value="asymmetric",
-        help="Block by block on the model reduced so far: without a value or asymmetric, fitted to the dense "
-        f"model's stream, {cost(CLOSED_LOOP)}; symmetric, as published by GRAIL, to the outputs of the dense "
-        "weights there.",
+        help="Fit block by block on the inputs that the model reduced so far gives: asymmetric (or no value), to the "
+        f"dense model's stream, {cost(CLOSED_LOOP)}; symmetric, as published by GRAIL, to the outputs of the dense "
+        "weights on these inputs.",
     )
     effort: Effort = option(
         default="quick",
-        help="What is composed, each stage kept where it errs less on images that it wasn't fitted to: quick, one pass "
-        "over the moments; standard, the closed loop too, which takes most of the time; thorough, also "
-        "a budget's widths tried in the loop, and --polish layer where it applies.",
+        help="Stages to try; each is kept if it has the smaller error on held-out images: quick, one pass over the "
+        "moments; standard, the closed loop too, which takes most of the time; thorough, also a budget's widths tried "
+        "in the loop, and --polish layer if it applies.",
     )
     polish: PolishName | None = option(
         help="Then fit each reduced layer, without labels, by least squares on the calibration images to the dense "
@@ -101,8 +101,8 @@ class ReduceOptions(SparseChoice, MergingChoice, RepairChoice, BudgetChoice, Met
             )
         if self.merge_tokens is not None and self._fits_channels:
             raise BadInput(
-                f"--merge-tokens: preset {self.preset} merges channels or heads by tokens that all count alike, "
-                "which merged ones don't; give another preset"
+                f"--merge-tokens: preset {self.preset} fits merged channels or heads with the same weight for every "
+                "token, but merged tokens have different weights; give another preset"
             )
         self._refuse_beside_whole_heads()
         self._refuse_beside_budgets()
@@ -161,7 +161,7 @@ class ReduceOptions(SparseChoice, MergingChoice, RepairChoice, BudgetChoice, Met
 
     @property
     def composes(self) -> bool:
-        """True if stages beside one pass over the moments are kept or left out by trying them."""
+        """True if `effort` tries the closed loop (and a polish) and keeps a stage only where it lowers the error."""
         return self.effort != "quick"
 
     @property
@@ -179,14 +179,14 @@ class ReduceOptions(SparseChoice, MergingChoice, RepairChoice, BudgetChoice, Met
 
     @property
     def polish_options(self) -> PolishOptions | None:
-        """The options of the polish, None without one."""
+        """The limits of the polish, None without a polish."""
         if self.polishing == "none":
             return None
         return PolishOptions(steps=self.polish_steps, time_s=self.polish_time)
 
     @property
     def method_asked(self) -> Method:
-        """The method; if only tokens are merged, a closed loop repairs every site at its full width."""
+        """The method, in which a closed loop repairs MLPs and attention at full width if only tokens are merged."""
         looped = self.loop is not None or self.composes
         repairs = self.merge_tokens is not None and looped and not self.allocates
         if not repairs or any(each is not None for each in self.sparsities):
@@ -199,7 +199,7 @@ class ReduceOptions(SparseChoice, MergingChoice, RepairChoice, BudgetChoice, Met
 
     @property
     def _fits_channels(self) -> bool:
-        """True if channels or heads are merged, which only images can fit."""
+        """True if the method merges channels or heads, which takes images and not only moments."""
         return self.method.merges or self.method.folds_heads
 
     @property
@@ -228,7 +228,7 @@ class ReduceOptions(SparseChoice, MergingChoice, RepairChoice, BudgetChoice, Met
         self._refuse_idle_kinds(options)
 
     def _refuse_idle_kinds(self, options: Mapping[str, Any]) -> None:
-        """Raise BadInput for a ranking or a repair, given by name, of sites that this reduction leaves alone."""
+        """Raise BadInput for a ranking or a repair that is given for a kind of site which is not reduced."""
         mlp, conv = self.mlp is not None or self.allocates, self.conv is not None or self.allocates
         touched = {
             "mlp": (mlp, "--mlp"),

@@ -1,15 +1,21 @@
-"""The options of `reduce` and `sweep` that each way of a reduction honours. Imports nothing heavy."""
+"""Tables of the options of `reduce` and `sweep` that have an effect with a preset, a budget, a loop and so on.
+
+See option_support for the tables' types. Imports nothing heavy.
+"""
 
 from corp_deploy.reduction.method import PRESETS, Method
 
 from .option_support import Axis, Variant, variant
 
-# The inputs of a sweep that presets with merged channels are fitted to.
+# The options of `sweep` for the inputs that presets with merged channels are fitted to.
 FITTED = ("calibration_images", "calibration_text")
 
 
 def preset_way(name: str, method: Method) -> Variant:
-    """Return the options that a method honours on attention and convolutions, and budgets if it has curves."""
+    """Return a preset's row: the widths, budgets and other options that have an effect with its method.
+
+    Budgets need a method with curves, and options of attention, convolutions and heads one that reduces those.
+    """
     attention, convolutions = method.qk_recovery != "keep", method.conv_recovery != "keep"
     square = "" if method.value_recovery == "keep" else ",square,auto"
     parts = ",".join(("joint", "mlp", *["attn"] * attention, *["conv"] * convolutions))
@@ -20,7 +26,7 @@ def preset_way(name: str, method: Method) -> Variant:
     return variant(f"preset {name}", f"--preset {name}", " ".join(names))
 
 
-# Presets; a sweep uses several, of which one that touches attention is enough for a geometry.
+# Presets. A sweep uses several; --heads and the inputs in FITTED need only one preset that honours them.
 PRESET = Axis(
     picks=frozenset({"heads", *FITTED}),
     variants={name: preset_way(name, method) for name, method in PRESETS.items()},
@@ -52,15 +58,15 @@ IMAGES = Axis(
     variants={
         "none": variant("a reduction from the moments alone", "--mlp 0.5 --attn 0.5"),
         "images": variant(
-            "what looks at images",
-            "a budget, --within, --heads auto, --closed-loop, --effort, --rescale, --polish, --sparse, or what is "
-            "merged (presets grail-fold and fold, --select heads=fold)",
+            "a reduction that reads images",
+            "a budget, --within, --heads auto, --closed-loop, --effort, --rescale, --polish, --sparse, or merged "
+            "channels or heads (presets grail-fold and fold, --select heads=fold)",
             "images text arrays samples seed workers max_bad hold_out groups",
         ),
     },
 )
 
-# The streams that blocks are repaired on.
+# The inputs that blocks are fitted on: those of the dense model (open), or of the model reduced so far.
 LOOP = Axis(
     variants={
         "open": variant("the open loop", "no --closed-loop", "rescale"),
@@ -68,13 +74,13 @@ LOOP = Axis(
             "the closed loop",
             "--closed-loop",
             "reads=all,pooled",
-            {"rescale": "it fits what convolutions give already"},
+            {"rescale": "the closed loop already fits the outputs of convolutions"},
         ),
         "symmetric": variant(
             "the symmetric closed loop",
             "--closed-loop symmetric",
             "rescale",
-            {"reads": "it is fitted to nothing that is read behind the last block"},
+            {"reads": "the symmetric loop fits sites to their dense weights, whatever tokens the outputs read"},
         ),
     },
 )

@@ -25,10 +25,11 @@ Device = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(Record, heading="What runs them"):
-    """The backend of both models and its options; None is its default, and options that it ignores are refused.
+    """The backend that runs both models, and its options; None is the backend's default.
 
-    `backend` runs model directories: torch; aotinductor, which compiles a package first; or onnxruntime (the default)
-    and openvino, which run an FP32 export. Graphs run in the latter two. See BENCH.
+    The backends torch, aotinductor (which compiles the model first), onnxruntime and openvino (which run its FP32
+    export) run model directories; onnxruntime and openvino run graphs, too. An option that the backend ignores is
+    refused, see BENCH.
     """
 
     backend: Backend | None = option(
@@ -56,7 +57,9 @@ class RunOptions(Record, heading="What runs them"):
         help="The type that torch casts weights to and that OpenVINO computes in; other graphs and engines have "
         f"their own types. {BENCH.help('dtype')}",
     )
-    streams: int | None = option(STREAMS, unset="1", in_recipe=False, help="Above 1: throughput only.")
+    streams: int | None = option(
+        STREAMS, unset="1", in_recipe=False, help="Concurrent streams; above 1, only throughput is measured."
+    )
     flush_l2: bool = option(
         in_recipe=False, default=False, help=f"Overwrite the GPU's L2 cache before each call. {BENCH.help('flush_l2')}"
     )
@@ -71,7 +74,7 @@ class RunOptions(Record, heading="What runs them"):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(Record, heading="How long"):
-    """The length and the precision of a measurement."""
+    """The time limit of a measurement, and the precision at which it stops."""
 
     time_limit: float = option(
         SECONDS,
@@ -139,7 +142,7 @@ class BenchFiles(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class TextFed(Record, heading="Inputs"):
-    """Texts that both models are timed on."""
+    """The texts that both models are timed on."""
 
     text: PathLike | None = option(
         FILE, help="Texts, one a line, for the tokenizer of a model directory; default: random tokens."
@@ -175,9 +178,10 @@ TRIALS = Axis(
 
 @dataclass(frozen=True, kw_only=True)
 class SweepSpeedChoice(Record, heading="Timing and engines"):
-    """The runtime that times trials, and the builder of their engines, each None for none.
+    """The runtime that times the trials of a sweep (`bench`), and the builder of their engines (`engine`).
 
-    Raises BadInput for engine targets without a builder, and for engines to time without one.
+    None times nothing, or builds no engines. Raises BadInput for targets of engines, or for timing of engines, without
+    a builder.
     """
 
     bench: Literal["onnxruntime", "openvino", "torch", "engine"] | None = option(
@@ -218,9 +222,10 @@ class SweepSpeedChoice(Record, heading="Timing and engines"):
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderLoad(Record, heading="Graphs of decoders"):
-    """The load of decoders: single prompts of these lengths, then one token of each of a batch of sequences.
+    """The work that decoders are timed on: prefill of one prompt of each length, and decoding.
 
-    The sequences have `cached` tokens in the cache. For the other options see BenchOptions.
+    A decoding step computes the next token of every sequence of a batch, with `cached` tokens in the cache. `batches`,
+    `provider` and `threads` are taken from BenchOptions.
     """
 
     lengths: Sequence[int] = option(

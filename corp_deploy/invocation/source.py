@@ -34,16 +34,16 @@ OUTPUT_NAMES = ParsedText(
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSource(Record, heading="Model"):
-    """A model, with its weights, arguments, preprocessing and outputs.
+    """A model's name, weights, arguments, preprocessing and outputs.
 
     `name`: a timm name (with `weights`), a directory written by corp-deploy or a snapshot of one of timm's
     repositories, `hf:DIR` of transformers, `torchvision:NAME` (with `weights`), `module:PATH.py:FUNCTION` (with
-    `trust_code`), or a .toml file whose table [model] says all of this. `kwargs` are the arguments of its library;
-    `ema` takes the moving average of the weights (True) or the raw ones (False), `weights_key` those under a key of
-    the file, with dots between keys and before the rest of a prefix; `mean` and `std` (a number for all channels, or
-    one for each), `crop_pct` in (0, 1], `interpolation` and `crop_mode` replace the model's own preprocessing;
-    `outputs` are the names of its outputs: ("class", "patches", "block8"). The source is read when a function uses it,
-    and nothing is ever downloaded.
+    `trust_code`), or a .toml file whose table [model] has all of this. `kwargs`: arguments for the model's library.
+    `ema`: True for the moving average of the weights, False for the raw ones. `weights_key`: the key of the weights in
+    their file, with dots between nested keys, and with a prefix of the weights' names after the last key. `mean`,
+    `std` (one number, or one for each channel), `crop_pct` in (0, 1], `interpolation` and `crop_mode` replace the
+    model's own preprocessing. `outputs`: names such as ("class", "patches", "block8"). Files are read when a function
+    uses the model, and nothing is ever downloaded.
     """
 
     name: PathLike = field(kw_only=False)
@@ -63,7 +63,8 @@ class ModelSource(Record, heading="Model"):
         ListOf(MEAN, CHANNELS, different=False), help="Mean pixel of the training; default: timm's."
     )
     std: Sequence[float] | None = option(
-        ListOf(DEVIATION, CHANNELS, different=False), help="Standard deviation of its pixels; default: timm's."
+        ListOf(DEVIATION, CHANNELS, different=False),
+        help="Standard deviation of the training's pixels; default: timm's.",
     )
     crop_pct: float | None = option(SHARE_KEPT, help="Share of a side that the crop keeps.")
     interpolation: str | None = option(OneOf(INTERPOLATIONS), help="How images are resized.")
@@ -79,7 +80,7 @@ class ModelSource(Record, heading="Model"):
 
     @property
     def named_outputs(self) -> NamedOutputs | None:
-        """The model's named outputs, None for its own output. Raises BadInput for names that are none."""
+        """The named outputs to use, None for the model's own output. Raises BadInput for unknown names."""
         return None if self.outputs is None else NamedOutputs(tuple(self.outputs))
 
     @property

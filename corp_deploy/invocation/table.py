@@ -1,4 +1,7 @@
-"""The options that each backend honours, command by command. Imports nothing heavy."""
+"""Tables of the options that have an effect with a backend, a precision or a kind of input, command by command.
+
+See option_support for the tables' types. Imports nothing heavy.
+"""
 
 from export.engine.options import COMPATIBILITIES, REFUSALS
 from ground.precision import EVERY_WORD, MIXED, PRECISIONS, QUANTISED, WORDS
@@ -12,7 +15,7 @@ GRAPH = "an .onnx file or a model directory"
 
 
 def _onnxruntime(provider: str, where: str, names: str) -> Variant:
-    """ONNX Runtime by one of its execution providers."""
+    """Return the row of ONNX Runtime with one of its execution providers."""
     return variant(
         f"ONNX Runtime {where}",
         f"{GRAPH}, --provider {provider}",
@@ -26,7 +29,7 @@ def _engine(backend: str, words: str) -> Variant:
     return variant(words, f"a .plan of build --backend {backend}", names, {"dtype": OF_ENGINES})
 
 
-# What runs the two models; `picks`, as a model directory beside an engine needs its backend named.
+# What runs the two models. --backend and --provider may apply to one of them only: a directory beside an engine.
 BENCH = Axis(
     picks=frozenset({"backend", "provider"}),
     variants={
@@ -68,7 +71,7 @@ BENCH = Axis(
     },
 )
 
-# What is timed.
+# The kinds of models that `bench` times.
 BENCH_OF = Axis(
     variants={
         "models": variant(
@@ -85,7 +88,7 @@ BENCH_OF = Axis(
     },
 )
 
-# The names of fields of export's BuildOptions by the options of `build`.
+# The fields of BuildOptions (package export) by the options of `build`.
 ENGINE_OPTIONS = {
     "batch": "profiles",
     "sm": "sms",

@@ -1,6 +1,6 @@
-"""Types of option values, for command lines, recipes and Python; each type reads its values from texts.
+"""Types of option values for command lines, recipes and Python, each of which checks values and parses texts.
 
-Quantities (ground/quantity.py) are such types, too.
+The quantities of ground/quantity.py are such types, too.
 """
 
 import re
@@ -14,11 +14,11 @@ from ground.errors import BadInput
 from ground.quantity import quoted
 
 CHANNELS = "channels"
-"""The kind of a word without a kind: channels of MLPs and of convolutions, whichever are reduced."""
+"""The key of a value that is typed without a kind of site: it is for the channels of MLPs and of convolutions."""
 
 
 class Values(Protocol):
-    """A type of values, which str() describes, and `span` within a line of help."""
+    """A type of values: str() is its description in messages, `span` its placeholder in help, such as FILE."""
 
     @property
     def span(self) -> str: ...
@@ -26,12 +26,12 @@ class Values(Protocol):
     def holds(self, value: object) -> bool: ...
 
     def from_text(self, text: str) -> Any:
-        """Return the value of a text; raise BadInput for other texts."""
+        """Parse a text; raise BadInput for a text that is no value of this type."""
 
 
 @dataclass(frozen=True, slots=True)
 class OneOf:
-    """One of some words; `on` and `off` are the words for true and false."""
+    """The type of an option that takes one of some words; `on` and `off` are the words for True and False."""
 
     words: tuple[str, ...]
     on: str | None = None
@@ -56,7 +56,7 @@ class OneOf:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedText:
-    """Values that a function reads from texts."""
+    """The type of values of class `kind` that the function `read` parses from texts."""
 
     span: str
     expected: str
@@ -64,7 +64,7 @@ class ParsedText:
     """The type of the values."""
     read: Callable[[str], Any]
     or_whole: bool = False
-    """True if recipes may write whole numbers, too."""
+    """True if a recipe may have a whole number in place of the text."""
     pattern: str = r"\S"
     """A regular expression that texts in recipes have to match."""
 
@@ -83,7 +83,7 @@ def _no_flag(text: str) -> bool:
 
 
 def text_of(span: str) -> ParsedText:
-    """Return the type of any text, under this name in help."""
+    """Return the type of any text that is not empty, with `span` as its placeholder in help."""
     return ParsedText(span=span, expected="a text that is not empty", kind=str, read=str)
 
 
@@ -93,7 +93,7 @@ FLAG = ParsedText(span="", expected="true or false", kind=bool, read=_no_flag)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InMemory:
-    """A value from Python in place of a file."""
+    """A Python value, such as an array of labels, in place of the path of a file."""
 
     value: Any
 
@@ -122,7 +122,7 @@ LICENCE = ParsedText(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repeated:
-    """Any number of texts or of other values, for an option that may be repeated."""
+    """The type of an option that may be repeated: a tuple with one item for each time."""
 
     each: Values = TEXT
 
@@ -142,9 +142,9 @@ class Repeated:
 
 @dataclass(frozen=True, slots=True)
 class ByKind:
-    """A value for each kind of site, any of which may be left out: mlp=64,head=16.
+    """The type of a mapping from kinds of sites to values, such as mlp=64,head=16; any kind may be left out.
 
-    A value without a kind is for CHANNELS, if that is one of the kinds.
+    If CHANNELS is one of the kinds, a value may be typed without a kind, and has the key CHANNELS.
     """
 
     kinds: Mapping[str, Values]
@@ -184,7 +184,7 @@ class ByKind:
 
 @dataclass(frozen=True, slots=True)
 class ListOf:
-    """Several values, separated by commas; with `different` no value twice."""
+    """The type of a tuple typed with commas; if `different`, texts with a value twice are refused."""
 
     each: Values
     example: str
@@ -211,7 +211,10 @@ class ListOf:
 
 
 def literal(of: Values, word: str) -> str:
-    """Return a word behind an option as its value in Python and TOML, "" if it belongs to the sentence."""
+    """Return the word that follows an option in a message as a literal of Python and TOML, "" if it is no value.
+
+    A message such as "--heads square needs --attn" is so rewritten for Python and recipes: heads='square'.
+    """
     bare = word.strip("'")
     if re.fullmatch("[A-Z]+", bare):
         return bare
