@@ -258,7 +258,7 @@ def test_mistakes_give_one_message_and_write_nothing(home: Path, tmp_path: Path)
     rejects("gone: no such", corp_deploy.calibrate, dense, tmp_path / "gone", tmp_path / "m.safetensors")
     with pytest.raises(corp_deploy.BadInput, match="give `attention_system=True` with it"):
         corp_deploy.calibrate(dense, images, tmp_path / "m.safetensors", attn=[0.5])
-    rejects("nothing to hold against the reference", corp_deploy.verify, dense, [], images)
+    rejects("candidates: got none", corp_deploy.verify, dense, [], images)
     rejects(r"expected \.json", corp_deploy.verify, dense, home / "reduced", images, output=tmp_path / "p.npz")
     if not torch.cuda.is_available():
         with pytest.raises(corp_deploy.Missing):

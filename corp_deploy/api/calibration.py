@@ -56,8 +56,8 @@ def calibrate(call: CalibrateCall) -> Calibration:
     """Take a model's second-order statistics in one pass over unlabelled inputs, and write them to `output`.
 
     `inputs`: a folder of images, tar shards, .npy, .npz or .safetensors of [N,C,H,W] (float32, preprocessed, or uint8),
-    an array or tensor of these in memory, a file of text, or token ids [S,N]. Sums are float64. For several processes,
-    for going on after an interruption, and for decoders block by block there is the command.
+    an array or tensor of these in memory, a file of text, or token ids [S,N]. Sums are float64. The command `calibrate`
+    also resumes, runs in several processes, and calibrates decoders block by block.
 
     Raises BadInput for inputs that the model doesn't take, for damaged ones beyond `max_bad`, for activations that
     are not finite (naming the site), for too little memory, and where there is no site; Missing without the device.

@@ -43,7 +43,7 @@ def _typed(records: Collection[type[Record]]) -> dict[str, Option]:
 
 
 def _argument(options: Mapping[str, Option], name: str, value: str, form: str = "{}") -> str | None:
-    """Return an option as an argument, None if it isn't among these; a value that isn't its own follows it."""
+    """Return an option as a Python argument, `mlp=0.5`, None if unknown; a word that isn't its value follows it."""
     if (negated := options.get(name.removeprefix("no_"))) is not None and name not in options:
         return f"`{form.format(f'{negated.name}=False')}` {value}".rstrip()
     if (option := options.get(name)) is None:

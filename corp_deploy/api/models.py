@@ -51,7 +51,7 @@ class Source(ModelSource):
     __doc__ = (
         (ModelSource.__doc__ or "")
         + """
-    In Python `name` may also be a module in memory, with `kwargs` that it was made with and doesn't show, or with the
+    In Python `name` may also be a module in memory, with `kwargs` of its constructor that it doesn't show, or with the
     size of its inputs: {"input_size": (3, 32, 32)}. A directory that was reduced from a module which no library makes
     needs that `module` beside it.
     """

@@ -30,7 +30,7 @@ def _paths_of_candidates(paths: PathLike | Sequence[PathLike]) -> list[PathLike]
     if odd := [type(each).__name__ for each in paths if not isinstance(each, str | os.PathLike)]:
         raise BadInput(f"candidates: a {odd[0]}; give what reduce returned, or a directory, a graph or an engine")
     if not paths:
-        raise BadInput("nothing to hold against the reference: give a directory, a graph or an engine as candidates")
+        raise BadInput("candidates: got none, expected a directory, a graph or an engine to compare with the reference")
     return list(paths)
 
 
@@ -52,13 +52,13 @@ def verify(call: VerifyCall) -> Parity:
     `candidates` are in the order in which they were made: reduced directory, FP32 graph, FP16 graph, engine. Each
     is compared with the one before. The reduced model is judged, at every output, by `min_agreement` (the share of
     inputs that agree) and `max_error` (‖candidate − reference‖ / ‖reference‖), or by `output_limit` at single ones,
-    unless `exclude_output` names it. `labels` are class indices [N] of all inputs, also where `hold_out` leaves
-    some of these to judge: an array, a list, a file, a mapping from file names, or the word folders; `moments` show
+    unless `exclude_output` names it. `labels` are class indices [N] of all inputs, also of those that `hold_out`
+    doesn't leave to judge: an array, a list, a file, a mapping from file names, or the word folders; `moments` show
     whether these inputs look like those of calibration. The record is written to `output`, parity.json, with the
     figures of every input beside it.
 
-    Least shares are judged by an interval of this `confidence`. Warns, before any work, of shares that so few inputs
-    can't show.
+    `min_agreement` and `min_pixels` are judged by intervals of this `confidence`. Warns, before any work, if the inputs
+    are too few to show such a share.
 
     Returns the proof: `verdict` is PASS, FAIL, INCONCLUSIVE (a limit lies within its interval) or UNJUDGED (no limit
     judged one of the outputs, which `unjudged` names), `links` hold every figure, `located` names the block where a

@@ -38,7 +38,7 @@ class Speed:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Reasons why the figures are less sure."""
+        """Reasons why the figures are less certain."""
         return self.record.warnings
 
 
@@ -55,7 +55,7 @@ class BenchCall(BenchOptions, TextFed, BenchFiles):
 
 @function_from_record(BenchCall)
 def bench(call: BenchCall) -> Speed:
-    """Time two models in one process, interleaved, with the first against itself beside them.
+    """Time two models in one process, interleaved, and the first against itself, which shows the noise.
 
     Both are ONNX files, engines, model directories or AOTInductor packages. `batches` are measured one after the other;
     one that takes longer than `time_limit` has no speed-up, and a warning says how long it takes. The models run on

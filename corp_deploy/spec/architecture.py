@@ -40,7 +40,7 @@ class Preprocessing:
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     def for_channels(self, channels: int) -> "Preprocessing":
-        """Spread mean and std to all channels; raise BadInput for another number of them than 1 or one a channel."""
+        """Repeat a single mean and std for each channel; raise BadInput for another number of values."""
         for name, values in (("mean", self.mean), ("std", self.std)):
             if values is not None and len(values) not in (1, channels):
                 expected = "1" if channels == 1 else f"1 or {channels}"

@@ -21,11 +21,11 @@ MOST_BLOCKS, MOST_TOKENS = 256, 2**20
 class Merging:
     """The tokens that are merged away between the attention and the MLP of each block.
 
-    `schedule`: the number of tokens per block. `metric`: `ward` is what a merge adds to the sum of squares within
-    tokens of the stream behind the attention (Ward 1963), `attended` that times the sum of the roots of the class
-    token's attention to both, `stream` and `keys` the cosine of that stream or of all heads' keys. `how`: `merge` takes
-    means weighted by the number of source tokens, `drop` removes the tokens that the class token attends to least.
-    `unmerged`: outputs are dense, every source token gets the value of the token it is in. Raises BadInput.
+    `schedule`: the number of tokens per block. `metric` compares two tokens: `ward` by the rise of the within-cluster
+    sum of squares in the residual stream behind the attention (Ward 1963), `attended` by that times the sum of the
+    roots of the class token's attention to both, `stream` and `keys` by the cosine of that stream or of all heads'
+    keys. `how`: `merge` takes means weighted by the number of source tokens, `drop` removes the tokens that the class
+    token attends to least. `unmerged`: outputs have a row for every source token, with the value of its merged token.
     """
 
     schedule: tuple[int, ...]
@@ -44,7 +44,7 @@ class Merging:
 
     @property
     def compares_attention(self) -> bool:
-        """The flag of a merging that reads keys or weights of attentions."""
+        """True if the merging reads the keys or the weights of attentions."""
         return self.how == "drop" or self.metric in ("attended", "keys")
 
     def as_json(self) -> dict[str, Any]:

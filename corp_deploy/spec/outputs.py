@@ -26,7 +26,7 @@ EXAMPLE = "class,patches,block8"
 class NamedOutput:
     """An output that is asked for by name, of the layer with path `layer`; empty for the last stream or the head.
 
-    `part`: None for an output of the head.
+    `part`: None for an output of the head. `normed`: read behind the model's last norm.
     """
 
     name: str
@@ -36,12 +36,12 @@ class NamedOutput:
 
     @property
     def has_patches(self) -> bool:
-        """The flag of an output with a vector for each place of the image."""
+        """True if the output has a vector for each place of the image."""
         return self.part in ("patches", "tokens", "map")
 
     @property
     def port(self) -> OutputPort:
-        """The port of an output that is read off a stream."""
+        """The port of an output that is read from a residual stream."""
         assert self.part is not None, self.name
         return OutputPort(name=self.name, role="embedding" if self.part == "class" else "feature map")
 

@@ -28,7 +28,7 @@ def narrow_step(dense: int, align: int) -> int:
 
 
 def finer_step(dense: int, least: int, align: int) -> int:
-    """Return the multiple for channels of convolutions: `align`, or a finer one if that leaves no choice."""
+    """Return the multiple of `least` for a convolution's widths: near `align`, near 8, or `least` if dense is small."""
     steps = (least * -(-each // least) for each in (align, MIN_WIDTH))
     return next((step for step in steps if 2 * step <= dense), least)
 

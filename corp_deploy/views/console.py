@@ -54,7 +54,7 @@ class _Count(MofNCompleteColumn):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """A progress bar that is called with the number of finished units and, if only then known, of all units."""
+    """A progress bar, called with the number of finished units and, if it wasn't known before, of all units."""
 
     progress: Progress
     task: TaskID
@@ -68,7 +68,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """The destination of a command's words."""
+    """The printer of a command's results, notes, warnings and progress."""
 
     json: bool
     quiet: bool

@@ -96,7 +96,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _least(plan: "FirstPlan") -> str:
-    return f"; --macs {plan.least:g} takes no more than that of each" if plan.least < 1.0 else "; no budget is in reach"
+    return f"; --macs {plan.least:g} keeps to that" if plan.least < 1.0 else "; no budget keeps to that"
 
 
 def _plan_lines(plan: "FirstPlan") -> list[str]:
@@ -105,9 +105,11 @@ def _plan_lines(plan: "FirstPlan") -> list[str]:
     have = f"plan: {sites} that a budget may cut have {plan.offered:.0%} of the MACs"
     stays = [f"plan: the rest can't be cut: {'; '.join(rest)}"] if rest else []
     if plan.cut is None:
-        never = f"plan: --macs {plan.macs:g} is out of reach, as {plan.most_cut:g} of each is the most{_least(plan)}"
+        never = (
+            f"plan: --macs {plan.macs:g} is out of reach: reduce takes {plan.most_cut:g} of each at most{_least(plan)}"
+        )
         return [have, *stays, never]
-    takes = f"plan: --macs {plan.macs:g} takes {plan.cut:.2f} of each of them, evenly"
+    takes = f"plan: --macs {plan.macs:g} takes the same share, {plan.cut:.2f}, of each of them"
     more = "" if plan.holds else f", where reduce takes {plan.most_cut:g} at most{_least(plan)} (or --most-cut)"
     return [have, *stays, f"{takes}{more}"]
 

@@ -64,7 +64,7 @@ def row_figures(row: SummaryRow) -> dict[str, Any]:
 
 
 def speed_record(bench: Bench) -> dict[str, Any]:
-    """Return the figures of the table: value, low, high."""
+    """Return the table's figures as JSON, those with an interval as value, low, high."""
     summary = summarise(bench)
     return {
         "rows": [

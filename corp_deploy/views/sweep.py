@@ -28,9 +28,9 @@ def _figures(speed: SpeedAtBatch | None) -> tuple[str, str]:
 
 
 def sweep_table(trials: Sequence[SweepPoint]) -> Table:
-    """Return a table with a row for each trial; stars mark the front of least error at least MACs.
+    """Return a table with a row for each trial; stars mark the Pareto front of error and MACs.
 
-    Kinds of sites have columns if a trial narrows them; budgets alone have those of MLPs and attention.
+    A kind of sites has a column if a trial sets its sparsity; a sweep of budgets has those of MLPs and attention.
     """
     several = [f"error of {score.name}" for trial in trials[:1] for score in trial.outputs]
     conv = any(trial.conv_sparsity for trial in trials)

@@ -134,7 +134,7 @@ def sweep_page(
     size: CalibrationSize | None = None,
     fitted: FittedInputs | None = None,
 ) -> str:
-    """Return the page; `size` shows how many calibration images are enough, `fitted` how many of them judge, too."""
+    """Return the page; `size`: the calibration images that are enough; `fitted`: judging inputs that were fitted to."""
     remarks = (
         () if fitted is None or not fitted.has_overlap else (Remark(text=_as_sentence(fitted.warning), warns=True),)
     )

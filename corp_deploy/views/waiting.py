@@ -80,7 +80,7 @@ class Waiting:
         self._ended = threading.Event()
 
     def restart(self) -> None:
-        """Start the silence anew, as something was printed."""
+        """Count the silence from now, because something was printed."""
         self._heard_at = self._clock()
 
     def look(self) -> None:
@@ -119,5 +119,5 @@ class Waiting:
 
 
 def waits_quietly(words: Sequence[str]) -> bool:
-    """Return True if a command prints no phases: it is quiet, prints JSON, or is another process than the first."""
+    """Return True if a command prints no phases: it is quiet, prints JSON, or has a rank above 0."""
     return bool({"-q", "--quiet", "--json"} & {*words}) or os.environ.get("RANK", "0") != "0"
