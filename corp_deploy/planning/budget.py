@@ -58,7 +58,7 @@ def allocate_widths(curves: list[CostCurve], dense: int, share: float, *, full_c
 
 
 def _padded_to_one_length(tied: list[CostCurve]) -> list[CostCurve]:
-    """Repeat the narrowest width, at no error, of each curve that has fewer widths than those that it is tied to.
+    """Repeat the first width of shorter curves, at no error, so that tied curves have equally many widths.
 
     If one of two tied sites can be removed whole and the other can't, the other then takes its narrowest width.
     """
@@ -108,8 +108,8 @@ def find_uniform_for_share(
 ) -> Allocation | None:
     """Return the allocation of the smallest uniform sparsity, in percent steps, that meets the budget.
 
-    The result is None if no sparsity does: measured costs need not fall with the width. `used` replaces the share of
-    an allocation, which curves add up site by site, by the share that its widths use together.
+    The result is None if no sparsity does, as measured costs need not fall with the width. Curves price each site by
+    itself; `used` replaces an allocation's share by what its widths cost together, if sites share layers.
     """
     for percent in range(100):
         even = percent / 100

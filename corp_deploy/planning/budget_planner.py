@@ -1,4 +1,4 @@
-"""Planners: the widths of a budget at any share of the cost, from one pass over the probe's images."""
+"""Planners: a plan for a budget of any share of the cost, by error and cost curves that are computed once."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ def build_probe(
 ) -> Probe:
     """Return the probe of a budget: images set apart, moments without them, and every site's order of removal.
 
-    With a `loop`, the probe tries widths in that closed loop, on a few of the other images.
+    With a `loop`, the probe measures widths on models from that closed loop, fitted to a few of the other images.
     """
     apart = set_apart(dense, moments, images)
     metrics = compute_site_metrics(dense.model, method, draw_inputs(dense, apart.loop_images))
@@ -79,7 +79,7 @@ def probe_allocations(probe: Probe, allocations: Sequence[Allocation]) -> tuple[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planner(ABC):
-    """A budget's probe, curves and costs in one currency, from which a plan for any share is made.
+    """A budget's probe, curves and costs, from which plans for any share are made.
 
     `own` holds the sites' error curves in their own units. Shares refer to `full_cost`, the cost of the model without
     token merging; `where` says how latency is measured.
@@ -104,7 +104,7 @@ class Planner(ABC):
 
     @abstractmethod
     def tried_at(self, share: float) -> WidthPlan:
-        """Return the plan for this share with its error, and that of its alternatives, measured on the images."""
+        """Return the plan for this share, with its error and that of alternatives measured on the probe's images."""
 
     def _planned(self, best: Allocation, words: str, ways: tuple[ProbedAllocation, ...] = ()) -> WidthPlan:
         return WidthPlan(
@@ -133,8 +133,8 @@ class BudgetPlanner(Planner):
     """A planner that chooses widths alone.
 
     `curves` are priced in the currency, and `total` is the cost of the model with the tokens that it merges. `costs`
-    tells what widths of sites that share layers save together. `merging_ms` is the time of the merges alone, if
-    latency counts and the model merges tokens.
+    computes the exact saving of all sites' widths together, as sites share layers; it is None for latency. If latency
+    counts and the model merges tokens, `merging_ms` is the time of the merges alone.
     """
 
     curves: list[CostCurve]
@@ -167,8 +167,8 @@ class BudgetPlanner(Planner):
     def _allocated(self, share: float) -> Allocation:
         """Return the best widths whose exact share is at most `share`.
 
-        Curves overestimate the cost of sites that share layers, so that bisection finds the larger budget over the
-        curves whose widths use what was asked for.
+        Curves overestimate the cost of sites that share layers. So bisection finds the largest budget by the curves for
+        which the exact cost of the chosen widths is at most `share`.
         """
         if self.costs is None:
             return allocate_widths(self.curves, self.total, share, full_cost=self.full_cost)
@@ -185,7 +185,7 @@ class BudgetPlanner(Planner):
         return best
 
     def _exactly(self, share: float) -> Allocation:
-        """Return the allocation that the curves choose, with the share that its widths use together."""
+        """Return the allocation that the curves choose for a budget, with the exact share of its widths."""
         rounded_up = share * (1.0 + _ROUNDING)
         return self._used_by(allocate_widths(self.curves, self.total, rounded_up, full_cost=self.full_cost))
 
@@ -203,7 +203,7 @@ class BudgetPlanner(Planner):
 def build_budget_planner(
     dense: Checkpoint, moments: Moments, request: ReductionRequest, images: InputSet, watch: Stopwatch | None = None
 ) -> BudgetPlanner:
-    """Probe the sites and price their widths; for latency, by measured tables."""
+    """Measure the sites' output errors and price their widths in the request's currency, latency by measured tables."""
     probe = build_probe(dense, moments, request.method, images, request.loop(moments), watch)
     own, currency, where = compute_site_curves(probe), request.priced_in, request.where
     if currency != "latency":

@@ -51,10 +51,10 @@ class SizeFit:
 class CalibrationSize:
     """Points of ascending numbers of images, and the smallest number that is enough.
 
-    `sufficient` is the smallest number from which on every error is at most 1 + `within` times that of the largest
-    number, the upper bound of the interval included. It is None if only the largest number is: more images may help.
-    `images_by_fit` is the number at which the fitted line comes within that share of its limit. `judged_by` and
-    `fit_of` are relative_error or held_out.
+    `sufficient` is the smallest number from which on the upper bound of every error is at most 1 + `within` times the
+    error of the largest number. It is None if no smaller number is enough: then more images may help. At
+    `images_by_fit` images the fitted line is within that share of its limit. `judged_by` and `fit_of` name the loss
+    that decides and the loss that the line is fitted to: relative_error or held_out.
     """
 
     points: tuple[ImagesPoint, ...]
@@ -137,8 +137,8 @@ def measure_calibration_size(
 
     The moments are those of one model on ascending numbers of images. Widths are uniform unless `widths` gives them by
     site. `held_out` moments, inputs with the dense outputs (`scored`), or both judge; no calibration image may be among
-    these. `calibration` is as in `sweep`; `on_progress` hears how many reductions are judged. Raises BadInput if the
-    numbers of images don't ascend, nothing judges, or `reduce` refuses.
+    these. `calibration` is as in `sweep`; `on_progress` receives the number of judged reductions. Raises BadInput if
+    the numbers of images don't ascend, nothing judges, or `reduce` refuses.
     """
     counts = [each.images for each in every]
     if len(counts) < 2 or any(one >= other for one, other in pairwise(counts)):

@@ -1,6 +1,6 @@
 """Plans carried out: in one pass over the moments, in the closed loop over the images, or by the better of both.
 
-Images that neither is fitted to judge which is better. The polish of the result is here too.
+Images to which neither is fitted decide which is better. This file also polishes the result.
 """
 
 import math
@@ -49,8 +49,8 @@ def carry_out(
 ) -> Reduction:
     """Reduce by a plan: in the closed loop over the images if the request asks for it, otherwise in one pass.
 
-    If calibration recorded groups of images, the reduction also tells the error of its sites on images that they are
-    not fitted to. `watch` records the times of selection, of recovery, and of a loop, which does both.
+    If calibration recorded groups of images, the reduction has an estimate of its sites' error on images that they are
+    not fitted to. `watch` records the times of selection and recovery, or of a loop, which does both.
     """
     if request is not None and request.options.loop is not None:
         assert images is not None
@@ -100,7 +100,7 @@ def _output_error(dense: nn.Module, reduced: nn.Module, planned: WidthPlan, apar
 
 
 def _count_judges(apart: ProbeSplit, images: InputSet) -> int:
-    """Return how many images can judge: none if some of them are, or may be, fitted to."""
+    """Return the number of images set apart, or 0 if some of these are, or may be, among those of the fit."""
     set_apart_ids = images.ids[~torch.isin(images.ids, apart.others.ids)]
     fitted_ids = apart.moments.image_ids
     unseen = len(fitted_ids) and not torch.isin(set_apart_ids, fitted_ids).any()
@@ -118,10 +118,11 @@ def carry_out_better(
 ) -> tuple[Reduction, WidthPlan]:
     """Carry a plan out in one pass and in the closed loop, and return the reduction of less error with its plan.
 
-    Both attempts are fitted without the images set apart, which judge them; the plan's widths did look at these images.
-    If no images can be set apart, one pass is taken. The winner is fitted to all images again, unless it is a loop that
-    was fitted to nearly all of them. With effort `thorough`, if the loop wins, the widths of a budget are tried in
-    loops too. `planning` returns the plan of a request, and the model with the tokens that it then merges.
+    Both attempts are fitted without the images set apart, which judge them; the choice of the plan's widths did use
+    these images. If no images can be set apart, the plan is carried out in one pass. The winner is fitted to all images
+    again, unless it is a loop that was fitted to nearly all of them. With effort `thorough`, if the loop wins, the
+    budget's widths are planned again by trials in closed loops. `planning` returns the plan of a request, and the model
+    with the token merging that the plan chose.
     """
     effort, options = request.options.effort, request.options
     # The same request in the closed loop, with nothing left to choose.
@@ -169,7 +170,7 @@ def carry_out_better(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Polishing:
-    """The file of a polish's state, and the callback that hears of its progress."""
+    """The file of a polish's state, and the callback that receives its progress."""
 
     state: Path | None = None
     on_progress: Callable[[PolishProgress], None] | None = None
@@ -179,8 +180,8 @@ class Polishing:
 class PolishInputs:
     """The inputs of a polish.
 
-    `reduced_on` are the inputs that the reduction before it may look at, `fitted` those that the polish is fitted to,
-    with their groups [B] if known. `judges` are inputs that neither sees; if None, some of `fitted` judge.
+    `reduced_on` are the inputs that the reduction before it may use, `fitted` those that the polish is fitted to, with
+    their groups [B] if known. `judges` are inputs that neither uses; if None, the polish holds out some of `fitted`.
     """
 
     reduced_on: InputSet
@@ -190,7 +191,7 @@ class PolishInputs:
 
 
 def _groups(images: InputSet, moments: Moments) -> Tensor | None:
-    """Return the group that calibration put each input in, or None if it isn't known of all."""
+    """Return the group of each input in calibration, or None if the group of any isn't known."""
     if not len(moments.group_ids):
         return None
     group_of = dict(zip(moments.image_ids.tolist(), moments.group_ids.tolist(), strict=True))
@@ -203,8 +204,9 @@ def inputs_to_polish(
 ) -> PolishInputs | None:
     """Divide the images into those that a polish is fitted to and its judges; return None if no polish is asked for.
 
-    The inputs that calibration left out (--hold-out) judge: on its own inputs the closed form errs less and would seem
-    better than the polish. If there is a limit, they judge that one alone.
+    Inputs that calibration left out (--hold-out) judge the polish, because on the calibration inputs the closed form
+    errs too little and would seem better. If the request has a limit (--within), the left-out inputs judge only the
+    limit, and the polish holds out some of its own.
     """
     if request.polish is None or images is None:
         return None
@@ -230,8 +232,8 @@ def with_polish(
 ) -> Reduction:
     """Return the reduction with its model polished and the polish's report.
 
-    An `optional` polish, which a preset or an effort implies, is left out if the model can't be polished. Raises
-    BadInput if the model can't be polished, and the polish isn't optional.
+    If the model can't be polished, an `optional` polish, which a preset or an effort implies, is left out, and any
+    other raises BadInput.
     """
     if reason := reason_against(dense, reduction.model):
         if not optional:

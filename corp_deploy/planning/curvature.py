@@ -32,9 +32,9 @@ PIECE_TOKENS = 2048  # tokens whose gradients by segment and direction are in me
 class OutputGradients(Generic[Place]):
     """Gradients of the outputs for a piece of the inputs.
 
-    `at` holds the tensor at each place, such as the stream behind every segment [B,N,C] or what a layer reads;
-    `gradients` those of the outputs by what changes at the place, in every direction [V,B,...]; `energy` is the squared
-    sum of the outputs.
+    `at` holds the tensor at each place, such as the stream behind every segment [B,N,C] or a layer's input. `gradients`
+    holds, for V random sign vectors v, the derivative of <v, outputs> [V,B,...] by the stream or by the layer's output.
+    `energy` is the sum of the squared outputs.
     """
 
     at: Mapping[Place, Tensor]
@@ -42,7 +42,7 @@ class OutputGradients(Generic[Place]):
     energy: float
 
     def energy_of_change(self, place: Place, change_BNC: Tensor) -> float:
-        """Return the squared change of the outputs, summed over the piece, if the stream there changes by so much."""
+        """Return the squared change of the outputs, summed over the piece, by a change of the stream at a place."""
         moved_VB = torch.einsum("vbnc,bnc->vb", self.gradients[place], change_BNC).double()
         return float(moved_VB.square().mean(dim=0).sum())
 
@@ -66,7 +66,7 @@ def join_outputs(outputs: Sequence[Tensor]) -> Tensor:
 def gradients_of(
     outputs: Tensor, at: Mapping[Place, Tensor], changing: Mapping[Place, Tensor], generator: torch.Generator
 ) -> OutputGradients[Place]:
-    """Differentiate outputs, in DIRECTIONS random directions, by the tensors in `changing`."""
+    """Differentiate the outputs' products with DIRECTIONS random sign vectors by the tensors in `changing`."""
     by_direction = [
         torch.autograd.grad(
             outputs,
@@ -115,8 +115,8 @@ Change = Mapping[str, Tensor]
 """Differences of weights and biases by name, in the dense sizes."""
 
 
-class _Moved(fx.Interpreter):
-    """An interpreter that adds zeros to some layers' outputs, by which the program's outputs are differentiated."""
+class _ShiftInterpreter(fx.Interpreter):
+    """An interpreter that adds zeros to some layers' outputs, so that outputs can be differentiated by the zeros."""
 
     def __init__(self, program: Program, layers: Mapping[fx.Node, CalledLayer]) -> None:
         super().__init__(program.graph)
@@ -135,12 +135,12 @@ class _Moved(fx.Interpreter):
 def _layer_gradients(
     model: nn.Module, inputs: Inputs, weights: Collection[str]
 ) -> Iterator[OutputGradients[CalledLayer]]:
-    """Yield, for a few inputs at a time, what each layer of these weights reads and the gradients by its output."""
+    """Yield, for a few inputs at a time, the input of each layer with these weights and the gradients by its output."""
     program, drawn = tracing(model).running, torch.Generator().manual_seed(0)
     layers = {layer.node: layer for layer in every_layer(program) if layer.weight in weights}
     with torch.inference_mode(False), torch.no_grad():
         for piece in chunks(inputs, _PIECE) if layers else ():
-            moved = _Moved(program, layers)
+            moved = _ShiftInterpreter(program, layers)
             with torch.enable_grad():
                 given = moved.run(*(each.clone() for each in tensors_by_name(piece).values()))
                 gradients = gradients_of(join_outputs(as_tuple(given)), moved.entering, moved.zeros, drawn)
@@ -148,9 +148,9 @@ def _layer_gradients(
 
 
 def _moved_by(gradients: OutputGradients[CalledLayer], layer: CalledLayer, change: Change) -> Tensor | None:
-    """Return by how much a change of this layer moves the outputs in each direction, or None if it doesn't change.
+    """Return v' J d for a change of this layer and each random direction v, or None if the layer doesn't change.
 
-    The result is by image [V,B], or for all together [V,1] if the program doesn't tell the images apart there.
+    The result is by image [V,B], or summed over images [V,1] if the layer's output has no batch axis.
     """
     weight, bias = change.get(layer.weight), change.get(layer.bias)
     if weight is None:
@@ -166,7 +166,7 @@ def _moved_by(gradients: OutputGradients[CalledLayer], layer: CalledLayer, chang
 
 
 def _energy_moved(by_layer: Sequence[Tensor]) -> float:
-    """Return the squared change by all layers [V,B] or [V,1] together, the mean over directions, summed over images."""
+    """Return the squared change of the outputs by all layers together, from v' J d of each layer [V,B] or [V,1]."""
     if len({each.shape for each in by_layer}) > 1:
         by_layer = [each.sum(dim=1, keepdim=True) for each in by_layer]
     return float(torch.stack(list(by_layer)).sum(dim=0).square().mean(dim=0).sum())
@@ -188,9 +188,9 @@ def compute_output_metrics(model: nn.Module, inputs: Inputs, weights: Collection
     """Return the output metric M [O,O] of each layer, by the name of its weight; float64, positive definite.
 
     d' M d is the squared change of the model's outputs by a change d of the layer's output, on average over its
-    positions: E[g g'] of the gradients g (the Gauss-Newton matrix), with its mean diagonal added to the diagonal. Large
-    cuts are not first order, and a metric that is half isotropic then loses less (docs/measured/tried.md). Layers that
-    no output depends on, and those of more than MOST_OUTPUTS outputs, have no metric.
+    positions: E[g g'] of the gradients g (the Gauss-Newton matrix), with its mean diagonal added to the diagonal. The
+    addition helps where many channels are removed, as the first order is inexact there (docs/measured/tried.md). Layers
+    that no output depends on, and those of more than MOST_OUTPUTS outputs, have no metric.
     """
     sums, program = dict[str, Tensor](), tracing(model).running
     few = {name for name in weights if len(program.tensor(name)) <= MOST_OUTPUTS}

@@ -58,8 +58,8 @@ class ErrorCurve:
 class CostCurve:
     """One site's possible widths, narrowest first, with the cost and the squared relative output error of each.
 
-    `cost_now` is the site's cost in the present model, which may differ from that of the same width in new modules.
-    Sites with the same word in `tied` take widths at the same position.
+    `cost_now` is the site's cost in the present model. A plan must give sites with the same word in `tied` widths at
+    the same position in their lists.
     """
 
     site: str
@@ -71,7 +71,7 @@ class CostCurve:
 
 
 def narrowable(model: nn.Module) -> list[Site]:
-    """List the sites that are not a constant already."""
+    """List the sites that still have channels; an earlier reduction may have replaced others by constants."""
     return [site for site in sites_of(model).every if site.width > 0]
 
 
@@ -103,7 +103,7 @@ def compute_eliminations(model: nn.Module, moments: Moments, method: Method) -> 
 
 
 def _probed_positions(curve: ErrorCurve) -> list[int]:
-    """Return the positions of a quarter, half and three quarters of the widths, and that of a constant if offered."""
+    """Return the positions of a quarter, half and three quarters of the widths, and that of width 0 if offered."""
     narrower = len(curve.errors) - 1
     empty = {0} if curve.widths[0] == 0 else set[int]()
     return sorted(empty | {min(max(round(part * len(curve.errors)) - 1, 0), narrower - 1) for part in TRIED})
@@ -113,7 +113,7 @@ def _in_outputs(curve: ErrorCurve, effects: Sequence[float]) -> tuple[float, ...
     """Return the curve in units of output error, given the measured effects at the probed positions.
 
     The ratio of effect to error is interpolated geometrically between these positions and constant beyond them. The
-    effect of a constant stands for itself alone.
+    effect of width 0 is used for that width only.
     """
     empty = effects[0] if curve.widths[0] == 0 else None
     trials = [
@@ -133,8 +133,8 @@ def _in_outputs(curve: ErrorCurve, effects: Sequence[float]) -> tuple[float, ...
 class SiteCurves:
     """The error curves, in their own units, of all sites that have a choice of width.
 
-    `folded_to_constant` is the squared relative output error of each site that is replaced by a constant, measured
-    exactly because that is no small change.
+    `folded_to_constant` is the squared relative output error if a site is replaced by a constant, measured exactly
+    because first-order estimates hold for small changes only.
     """
 
     by_site: Mapping[str, ErrorCurve]
@@ -147,7 +147,7 @@ class SiteCurves:
 
 
 def compute_site_curves(probe: Probe) -> SiteCurves:
-    """Compute the error curves from the moments, and measure each site that may become a constant on a few inputs.
+    """Compute the error curves from the moments, and measure on a few inputs what replacing sites by constants costs.
 
     Raises BadInput if the method has no error curves.
     """

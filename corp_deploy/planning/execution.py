@@ -74,8 +74,8 @@ def reduce_as_asked(
 ) -> tuple[Reduction, WidthPlan]:
     """Plan a reduction, and carry it out in one pass over the moments or in the closed loop over the images.
 
-    Moments of other images, `held_out`, judge every site again; ReduceOptions refuses them with a closed loop. Raises
-    BadInput if the request fits neither the model nor its moments, or removes less than it asks for.
+    Moments of other images, `held_out`, give every site a held-out error; ReduceOptions refuses them with a closed
+    loop. Raises BadInput if the request doesn't fit the model or its moments, or removes less than it asks for.
     """
     dense, request = apply_asked_merging(dense, request)
     require_same_model(dense.model, moments)
@@ -122,7 +122,7 @@ def _limited(
     images: InputSet | None,
     judges: JudgeChoice | None,
 ) -> Reduction:
-    """Return the polished reduction, or if it exceeds the limit of the request, the one before, with a sentence."""
+    """Return the polished reduction or, if it exceeds the limit, the unpolished one; add a sentence on it."""
     limit = request.options.limit
     if limit is None or images is None or judges is None or polished.polish is None:
         return polished

@@ -1,4 +1,4 @@
-"""First plans: what a budget takes of every site, by costs alone, before calibration and without weights."""
+"""First plans: the share that a budget takes of every site, by costs alone, before calibration."""
 
 import math
 from bisect import bisect_left
@@ -26,10 +26,10 @@ _WORDS: Mapping[Currency, str] = {"macs": "MACs", "params": "parameters"}
 class FirstPlan:
     """An even cut of all sites that meets a budget of MACs or parameters.
 
-    `macs` is the budget. `cut` is the share, in hundredths, that it takes of each of the `sites` that it may cut, which
-    hold the share `offered` of the cost; it is None if the budget is out of reach. `least` is the smallest budget, in
-    hundredths, that cuts at most `most_cut`. `stays` are the parts that stay whole, with share and reason, largest
-    first.
+    `macs` is the budget: the share of the cost to keep. `sites` is the number of sites that it may cut; removing them
+    whole saves the share `offered`. `cut` is the share that it takes of each, a multiple of 0.01, or None if the budget
+    is out of reach. `least` is the smallest budget that cuts at most `most_cut`. `stays` are the parts of the model
+    that can't be cut, each with its share of the cost and the reason, largest first.
     """
 
     macs: float
@@ -52,7 +52,7 @@ class FirstPlan:
 def compute_first_plan(
     model: nn.Module, method: Method, share: float, most_cut: float, currency: Currency = "macs"
 ) -> FirstPlan:
-    """Compute the even cut that meets a budget with this method, ignoring the multiples that widths come in."""
+    """Compute the even cut that meets a budget with this method, without rounding widths to their alignment."""
     total, full_cost = dense_cost(model, currency), cost_of_all_tokens(model, currency)
     layers = tracing(model).shares.macs if currency == "macs" else tracing(model).shares.parameters
     keys, whole = list[str](), dict[str, str]()
@@ -83,9 +83,9 @@ def compute_first_plan(
 
 
 def refuse_far_cuts(model: nn.Module, method: Method, currency: Currency, share: float, most_cut: float) -> None:
-    """Raise BadInput for a budget that takes more than `most_cut` of every site, evenly.
+    """Raise BadInput for a budget that an even cut meets only by taking more than `most_cut` of every site.
 
-    A budget that no widths meet is left to the planner, which knows the savings of constants.
+    A budget that no even cut meets is left to the planner, which can also replace sites by constants.
     """
     plan, word = compute_first_plan(model, method, share, most_cut, currency), _WORDS[currency]
     if plan.cut is None or plan.holds:

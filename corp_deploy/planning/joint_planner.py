@@ -2,7 +2,8 @@
 
 It first chooses merging schedules that leave 95, 90, 85, ... % of the cost (see schedule.py) and measures the error of
 each on images from the whole set, since merging is fitted to none. The widths then take the rest of the budget, with
-costs at the tokens that remain, and both errors add up. The plans of least predicted error are measured end to end.
+costs at the tokens that remain, and squared errors add up. The plans of least predicted error are measured on whole
+models.
 """
 
 from collections.abc import Callable
@@ -40,8 +41,8 @@ ABOUT = 1.1  # schedules with up to so many times the least error count as equal
 class PricedMerging:
     """A merging of tokens, or none, with what it loses and costs.
 
-    `lost` is its squared relative output error alone. `curves` are those of the sites with the tokens left, and `cost`
-    is the model's cost with all widths.
+    `lost` is the squared relative output error of the merging alone. `curves` are the sites' curves with the tokens
+    that are left, and `cost` is the cost of the model that merges, at its present widths.
     """
 
     merging: Merging | None
@@ -59,9 +60,9 @@ class PricedMerging:
 class JointPlanner(Planner):
     """A planner that chooses merged tokens and widths together.
 
-    `unfitted` is the probe with inputs from the whole set, for merging, which is fitted to none; the inputs of `probe`
-    are those that no fit has seen. `merging` makes the merging of a schedule, and `metrics` are the other similarities
-    to try. `priced` caches the chosen mergings by the step of the grid.
+    `unfitted` is the probe with inputs drawn from all images; it measures merging, which is fitted to no image. The
+    inputs of `probe` are in no fit. `merging` makes the merging of a schedule, and `metrics` are further similarity
+    metrics to try. `priced` caches the chosen mergings by the step of the grid of shares.
     """
 
     unfitted: Probe
@@ -75,7 +76,7 @@ class JointPlanner(Planner):
         return self._named(self.ranked(share)[0], share)
 
     def tried_at(self, share: float) -> WidthPlan:
-        """Return the best, as measured, of the TRIED plans of least predicted error and of the best one reallocated."""
+        """Measure the TRIED plans of least predicted error, reallocate the best one's widths, and return the best."""
         ways = self.ranked(share)[:TRIED]
         trials = probe_allocations(self.probe, ways)
         best = min(range(len(trials)), key=lambda at: trials[at].measured_error)
@@ -85,7 +86,7 @@ class JointPlanner(Planner):
         return replace(self._named(ways[best], share), ways=trials)
 
     def narrowest(self) -> float:
-        """Return about the smallest share within reach: that of the grid's schedule that merges the most tokens."""
+        """Return the share that the narrowest widths keep with the schedule of the grid that merges most tokens."""
         step = 0
         while self._schedules(step + 1):
             step += 1
@@ -94,7 +95,7 @@ class JointPlanner(Planner):
         return most_merged.least / self.full_cost
 
     def ranked(self, share: float) -> list[Allocation]:
-        """Allocate widths beside every schedule that leaves more than the share; order by predicted error.
+        """Allocate widths for the merging at every step of the grid above `share`; order by predicted error.
 
         Raises BadInput if no schedule and widths keep so little.
         """
@@ -120,7 +121,7 @@ class JointPlanner(Planner):
         )
 
     def _reallocated(self, way: Allocation, share: float) -> Allocation | None:
-        """Allocate the widths again by errors of the model with this merging; return None if the widths are equal."""
+        """Allocate the widths again by errors measured with this merging; return None if that changes no width."""
         (priced,) = (each for each in self.priced.values() if each is not None and each.merging == way.merging)
         probe = self.probe.on_few_inputs
         if way.merging is not None:
@@ -132,13 +133,13 @@ class JointPlanner(Planner):
         return None if again.widths == way.widths else replace(again, name=f"{again.name}, allocated again")
 
     def _priced_merging(self, step: int) -> PricedMerging | None:
-        """Return the best merging that leaves 1 - step * GRID of the cost, or None if none does."""
+        """Return the best merging that leaves at most 1 - step * GRID of the cost, or None if none does."""
         if step not in self.priced:
             self.priced[step] = self._best_merging(step)
         return self.priced[step]
 
     def _schedules(self, step: int) -> list[Schedule]:
-        """List schedules that leave 1 - step * GRID of the cost: plain ones, the latest first, and the curves' best."""
+        """List schedules that leave at most 1 - step * GRID of the cost: plain shapes, then the best by the curves."""
         limit = (1.0 - step * GRID) * self.full_cost
         losses, costs = self.losses, self.prices.costs
         plain = [find_shaped_schedule(losses, costs, limit, shape) for shape in plain_shapes(len(losses.errors_LG))]

@@ -124,7 +124,7 @@ class JudgingInputs:
 class Judgement:
     """One measure of a reduced model, with its 95 % interval over the inputs.
 
-    If several outputs are judged, it is that of the worst, which `output` names; `every` holds those of all outputs.
+    If the model has several outputs, it is that of the worst, which `output` names, and `every` has one for each.
     """
 
     value: float
@@ -150,9 +150,9 @@ def _ids(moments: Moments) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeChoice:
-    """The inputs that judge, or None for those that calibration left out.
+    """The user's choice of judging inputs, or None for the inputs that calibration left out.
 
-    `labels_N` are the class indices of these inputs; without inputs, those of all inputs given to `apart`.
+    `labels_N` are the class indices of `inputs` or, if that is None, of all inputs that `apart` gets.
     """
 
     inputs: InputSet | None = None
@@ -192,9 +192,9 @@ class JudgeChoice:
 
 
 def judges_from_choice(model: nn.Module, images: InputSet | None, choice: BudgetChoice) -> JudgeChoice | None:
-    """Open the judges that the options ask for, or return None without a limit.
+    """Open the inputs of --judge and the labels, or return None if no limit (--within) is set.
 
-    `images` are those of the reduction, some of which may judge.
+    `images` are those of the reduction, some of which calibration may have left out to judge.
     """
     if choice.within is None or images is None:
         return None
@@ -214,7 +214,7 @@ def _bootstrapped(count: int, value: float, statistic: Callable[[NDArray[np.int6
 
 
 class Judge:
-    """The dense model's outputs for the inputs that judge, with which reduced models are compared by one measure.
+    """A judge of reduced models: compares their outputs with the dense model's on the judging inputs, by one measure.
 
     Raises BadInput if the measure is not defined for the model's outputs, or has no labels.
     """

@@ -58,9 +58,9 @@ def refuse_disturbed(tables: Mapping[str, LatencyTable]) -> None:
 class LatencyTables:
     """Latency tables by name, and the names of those of each site.
 
-    `names` holds the tables of a site by number of tokens, `tokens` the number that reaches it, and `merges` the table
-    of each token merge. `dense` is the latency of the model, and `all_tokens` that without its merging, both as width
-    1. `measured` counts the tables that were not in the cache.
+    `names` holds the names of a site's tables by number of tokens, `tokens` the number that reaches each site, and
+    `merges` the name of each token merge's table. `dense` is the latency of the model, and `all_tokens` that without
+    its merging, both tables with the one width 1. `measured` counts the tables that were not in the cache.
     """
 
     by_name: dict[str, LatencyTable]
@@ -87,9 +87,9 @@ class LatencyTables:
 
 @dataclass(frozen=True, kw_only=True)  # without slots, for the cached property
 class Grids:
-    """Measurements of parts of a model without merging; sites with equal cost signatures share one.
+    """The grids to measure of a model that merges no tokens: its parts by width and number of tokens.
 
-    `scratch` is the directory of graphs while they are timed.
+    Sites with equal cost signatures share a grid. `scratch` is the directory of graphs while they are timed.
     """
 
     model: nn.Module
@@ -99,7 +99,7 @@ class Grids:
 
     @cached_property
     def shapes(self) -> dict[str, str]:
-        """A name of the shape of each site that can be narrower, equal for sites with equal latencies."""
+        """The name of the shape of each site that can be narrower; sites with the same name have equal latencies."""
         shapes, names = dict[str, str](), dict[str, str]()
         for site in sites_of(self.model).every:
             if len(kind_of(site).offers(site, self.method)) > 1:
@@ -149,7 +149,7 @@ class Grids:
     def measured(
         self, grids: Mapping[str, Grid], on_progress: Callable[[int, int], None] = lambda finished, total: None
     ) -> dict[str, tuple[LatencyTable, bool]]:
-        """Measure each grid, or read its table from the cache; tell for each whether the cache held it."""
+        """Measure each grid or read its table from the cache; return the tables, and whether each was in the cache."""
         tables = dict[str, tuple[LatencyTable, bool]]()
         with watching() as (watch, gpu):
             described = environment(gpu)
@@ -183,7 +183,7 @@ def name_at_tokens(shape: str, tokens: int, all_tokens: int) -> str:
 def _names_at_tokens(
     shapes: Mapping[str, str], tokens: Mapping[str, int], all_tokens: int
 ) -> dict[str, dict[int, str]]:
-    """Return the names of each site's tables, at a few of the numbers of tokens that reach sites of its shape."""
+    """Return each site's tables by number of tokens, at a few of the numbers that reach sites of its shape."""
     reach: dict[str, set[int]] = {}
     for site, shape in shapes.items():
         reach.setdefault(shape, set()).add(tokens[site])
@@ -230,7 +230,7 @@ def measure_tables(
 
 
 def price_in_nanoseconds(curves: list[CostCurve], latency_ms: Callable[[str, int], float]) -> list[CostCurve]:
-    """Return the curves with costs in nanoseconds above that of each site's fastest width."""
+    """Return the curves with costs in nanoseconds, each less the cost of the site's fastest width."""
     priced = []
     for curve in curves:
         costs = [round(1e6 * latency_ms(curve.site, width)) for width in curve.widths]

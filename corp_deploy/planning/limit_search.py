@@ -69,7 +69,7 @@ class LimitSearch:
         )
 
     def _inputs_to_decide(self, judged: Judgement) -> str:
-        """Say how many inputs would decide whether the limit holds, in the words of a proof."""
+        """Return a sentence on how many inputs would decide whether the limit holds, worded as in proofs."""
         gap, inputs = judged.value - self.limit.value, self.judging.inputs
         if self.limit.measure == "agreement":
 
@@ -87,7 +87,7 @@ def format_figure(limit: Limit, value: float) -> str:
 
 
 def _describe(limit: Limit, judged: Judgement, past: str = "") -> str:
-    """Format a judgement with its interval, and if there are several outputs, with those of the others."""
+    """Format a judgement with its interval and, if there are several outputs, the values of the others."""
     shown = (
         f"{format_figure(limit, judged.value)} (95 % interval {format_figure(limit, judged.low)} to "
         f"{format_figure(limit, judged.high)}{past})"
@@ -123,7 +123,7 @@ def find_smallest_within(
 ) -> tuple[Reduction, WidthPlan]:
     """Return the model of the smallest budget that is within the limit, and its plan with the trials.
 
-    `reduced` carries a plan out; `on_progress` hears how many models have been tried, of how many at most. At most
+    `reduced` carries a plan out; `on_progress` receives the number of models tried and the most that can be. At most
     log2(STEPS) + 1 models are reduced, each judged in one pass over the inputs. Raises BadInput if even the largest
     budget is not within the limit.
     """

@@ -67,7 +67,7 @@ def find_merge_places(model: nn.Module) -> list[MergePlace]:
 
 
 def _lost(place: MergePlace, gradients: OutputGradients[str], amounts: Sequence[int]) -> list[float]:
-    """Return the squared change of the outputs, to first order, for each number of tokens merged at one place alone."""
+    """Return the squared change of the outputs, to first order, if one block alone merges each number of tokens."""
     x_BNC = gradients.at[place.before]
     tokens, merged, lost = Tokens(x_BNC, None, sources_of(x_BNC)), 0, []
     for amount in amounts:
@@ -79,7 +79,7 @@ def _lost(place: MergePlace, gradients: OutputGradients[str], amounts: Sequence[
 
 
 def amounts_tried(tokens: int, protected: int) -> list[int]:
-    """Return rising numbers of merged tokens, each of which one more merge reaches from the number before it."""
+    """Return the rising numbers of merged tokens at which errors are computed, each one merge after the one before."""
     step = max(1, round(MOST * (tokens - protected) / TRIED))
     amounts, merged = [], 0
     while merged + step <= MOST * (tokens - protected) and step <= most_merged("merge", tokens - merged, protected):

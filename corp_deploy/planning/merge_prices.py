@@ -46,9 +46,9 @@ FEW = 1 / 8  # the smaller of the two merges that are measured, as a share of th
 class MergeLatencies:
     """Latency tables of layers, merges and the dense model, at one batch size.
 
-    `sites` holds tables of each site's layer by its number of tokens, and `merges` those of a merge by the tokens that
-    enter it and the tokens that it merges away. `parts` are sites whose layers together cover every measured part of
-    the model once.
+    `sites` holds the tables of each site's layer by its number of tokens, and `merges` those of a merge by the tokens
+    that enter it and the tokens that it merges away. `parts` are sites in different parts of the model, one in each
+    measured part, so that their latencies add up to that of all parts.
     """
 
     sites: Mapping[str, Mapping[int, LatencyTable]]
@@ -63,7 +63,7 @@ class MergeLatencies:
         return interpolate_latency(self.sites[site], tokens, size, self.batch)
 
     def merge_ms(self, tokens: int, count: int) -> float:
-        """Return the milliseconds of one merge, interpolated by its share of the largest merge, then by tokens."""
+        """Return the milliseconds of a merge of `count` tokens, interpolated between measured counts and tokens."""
         if not count:
             return 0.0
         share, measured = count / most_merged("merge", tokens, self.protected), sorted(self.merges)
@@ -133,7 +133,7 @@ def measure_merge_latencies(
 
 
 def _parts(model: nn.Module) -> tuple[str, ...]:
-    """Return one site for each step of the program: one that is in no other step."""
+    """Return one site of each step of the program that has a site of its own, in no other step."""
     every = [site.name for site in sites_of(model).every]
     steps = [step for step in traced_model.steps(model) if isinstance(step, SegmentStep)]
     count = Counter(name for step in steps for name in step.sites)

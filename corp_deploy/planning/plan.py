@@ -21,8 +21,9 @@ from .request import ReductionRequest, WidthPlan
 def choose_heads(probe: Probe, share: float | None) -> WidthPlan:
     """Spend the same MACs on padded and on square heads and choose the geometry of less predicted error.
 
-    The budget is `share` of the dense MACs. If it is None, it is what the method's uniform sparsities leave with padded
-    heads, or with square heads if some Q/K can't be reduced, since only square heads reduce such a site.
+    The budget is `share` of the dense MACs. If that is None, the budget is the share that the method's uniform
+    sparsities leave with padded heads, or with square heads if some queries and keys can't be reduced: then only square
+    heads reduce the attention.
     """
     dense = dense_cost(probe.model, "macs")
     methods = [replace(probe.method, geometry=geometry) for geometry in ("padded", "square")]
@@ -64,7 +65,7 @@ def make_plan(
     images: InputSet | None,
     watch: Stopwatch | None = None,
 ) -> WidthPlan:
-    """Choose widths and the geometry of heads; `watch` records the time of selection apart.
+    """Choose widths and the geometry of heads; `watch` records the time of selection by itself.
 
     Raises BadInput if the request chooses merged tokens without a budget, or compares heads at another cost than MACs.
     """

@@ -1,6 +1,6 @@
 """The probe of a budget: changes of a model's outputs, on a few images, when sites are reduced.
 
-A changed weight affects only the nodes behind it. The nodes that no trial changes run once for all trials, so that a
+A changed weight affects only the nodes behind it. The values of other nodes are computed once for all trials, so that a
 trial runs half of the model on average.
 """
 
@@ -53,9 +53,9 @@ class _KeepingInterpreter(fx.Interpreter):
 
 
 def _nodes_behind(program: Program, change: NewTensors) -> set[fx.Node]:
-    """Return the nodes that depend on the changed tensors, and the other weights that these nodes read.
+    """Return the nodes to run again after a change: those that depend on it, with the other weights that they read.
 
-    These are all computing nodes if the program has an operation that changes its input in place.
+    Every node runs again if the program has an operation that changes its input in place.
     """
     every = any(map(changes_in_place, program.nodes))
     changed = {node for node in program.nodes if node.op == "get_attr" and node.target in change}
@@ -71,7 +71,7 @@ def _nodes_behind(program: Program, change: NewTensors) -> set[fx.Node]:
 def effects_of_new_tensors(
     program: Program, inputs: Inputs, changes: Sequence[NewTensors], dense: Sequence[Tensor]
 ) -> list[float]:
-    """Return the squared relative change of the outputs, the mean over several, by each change alone.
+    """Return the squared relative change of the outputs by each change alone, averaged over the outputs.
 
     `dense` are the outputs without a change.
     """
@@ -107,8 +107,8 @@ SiteTrial = tuple[str, int]
 class Probe:
     """A model, its moments and the inputs on which its reductions are measured.
 
-    `eliminations` are the orders of removal by site; `others` are the inputs of the closed loop `loop`, if the
-    reduction asks for one.
+    `eliminations` are the orders of removal by site. If the reduction asks for a closed loop, `loop` has its settings
+    and `others` are the inputs on which it is tried.
     """
 
     model: nn.Module
@@ -121,15 +121,15 @@ class Probe:
 
     @property
     def _ragged(self) -> Method:
-        """The method with ragged heads, exact at any width, and without rescaling, which would take images."""
+        """The method with heads as pruned, neither padded nor square, and without rescaling, which needs images."""
         return replace(self.method, geometry="ragged", rescales=False)
 
     def effect(self, widths: Widths, *, merging: Merging | None = None) -> float:
-        """Return the squared relative change of the outputs with these widths, and with tokens merged so."""
+        """Return the squared relative change of the outputs by these widths and this token merging."""
         return self.effect_of(self.narrowed(widths, merging=merging))
 
     def effect_of(self, reduced: nn.Module) -> float:
-        """Return the squared relative change of the outputs with this model instead of the dense one."""
+        """Return the squared relative difference of a reduced model's outputs from the dense model's."""
         with torch.inference_mode():
             pairs = zip(as_tuple(run_model(reduced, self.inputs)), map(Tensor.double, self.outputs), strict=True)
             moved = [float((each.double() - exact).square().sum() / exact.square().sum()) for each, exact in pairs]
@@ -170,10 +170,10 @@ class Probe:
             return reduced if merging is None else traced_model.with_merging(reduced, merging)
 
     def linear_effects(self, trials: Sequence[SiteTrial]) -> dict[SiteTrial, float]:
-        """Return the `effects`, to first order for trials that change only layers that read the site.
+        """Estimate the effect of each trial, to first order if the trial changes only layers that read the site.
 
-        These take a few passes for any number of trials (see curvature.py). Trials that also change layers that write
-        the site are measured exactly, on fewer inputs.
+        The estimates take a few passes for any number of trials (see curvature.py). Trials that also change layers that
+        write the site, or only remove groups, are measured exactly, on fewer inputs.
         """
         program, new = tracing(self.model).program, self._reduced(trials)
         tensors = {
@@ -190,7 +190,7 @@ class Probe:
         return {**dict(zip(changes, linear, strict=True)), **exact}
 
     def _exact_effects(self, new: Mapping[SiteTrial, TracedReduced]) -> dict[SiteTrial, float]:
-        """Measure trials with new weights in the dense program; those that only select groups, in a narrowed model."""
+        """Measure trials by new weights in the dense program, or in a narrowed model if they only select groups."""
         running, changes, effects = tracing(self.model).running, dict[SiteTrial, NewTensors](), dict[SiteTrial, float]()
         for trial, each in new.items():
             if not each.selected:

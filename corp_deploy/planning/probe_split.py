@@ -27,7 +27,7 @@ RUNS = 4  # runs of neighbouring images that a probe's images form
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeSplit:
-    """The probe's inputs, the moments without them, and the other images, or all images if the probe has them all."""
+    """The probe's inputs, the moments of the other images, and these images: all of them if the probe uses all."""
 
     inputs: Inputs
     moments: Moments
@@ -35,12 +35,12 @@ class ProbeSplit:
 
     @property
     def loop_images(self) -> InputSet:
-        """The images that a closed loop is tried on: IN_LOOP of the others."""
+        """The images that a closed loop is tried on: at most IN_LOOP of the others, evenly spaced."""
         return self.others.subset(_spread(self.others.count, IN_LOOP))
 
 
 def _positions(count: int) -> list[int]:
-    """Return the positions of at most IMAGES and a quarter of all, in RUNS runs.
+    """Return positions in RUNS runs of neighbours, at most IMAGES and at most a quarter of all.
 
     Neighbouring images are often crops of one picture, which must not be on both sides of the split.
     """
@@ -49,7 +49,7 @@ def _positions(count: int) -> list[int]:
 
 
 def _group_positions(images: InputSet, moments: Moments) -> list[int]:
-    """Return the positions of whole groups, drawn evenly, until they have IMAGES images or a quarter of all."""
+    """Return the positions of the images of evenly chosen groups, together IMAGES or a quarter of all, whole groups."""
     group_of = dict(zip(moments.image_ids.tolist(), moments.group_ids.tolist(), strict=True))
     groups = [group_of.get(image) for image in images.ids.tolist()]
     names = list(dict.fromkeys(group for group in groups if group is not None))
@@ -64,7 +64,7 @@ def _group_positions(images: InputSet, moments: Moments) -> list[int]:
 
 
 def _moments_without(dense: Checkpoint, moments: Moments, chosen: InputSet) -> Moments:
-    """Return the moments, and their half, without the chosen images.
+    """Return the moments, and those of their recorded half, without the chosen images.
 
     The chosen images are calibrated with the merging that the moments were computed with: only sums over the same
     tokens can be subtracted.
@@ -89,8 +89,8 @@ def _moments_without(dense: Checkpoint, moments: Moments, chosen: InputSet) -> M
 def set_apart(dense: Checkpoint, moments: Moments, images: InputSet) -> ProbeSplit:
     """Choose the probe's images and subtract them from the moments.
 
-    The probe has whole groups of images if calibration recorded groups. It has all images, and the moments stay, if
-    there are fewer than ALL_BELOW; the moments stay also if nothing would be left of them.
+    If calibration recorded groups, the probe gets whole groups. If there are fewer than ALL_BELOW images, the probe
+    gets all of them and nothing is subtracted. Nothing is subtracted either if no image of the moments would be left.
     """
     few = images.count < ALL_BELOW
     by_group = moments.half is not None and not few

@@ -26,7 +26,10 @@ from .request import ReductionRequest, apply_merging_choice
 
 
 def _refuse_far_budget(model: nn.Module, request: ReductionRequest) -> None:
-    """Refuse a budget that cuts sites too far; those of latency and of automatic merging need measured costs."""
+    """Raise BadInput for a budget that cuts sites too far.
+
+    Budgets of latency or with automatic merging aren't checked, as they need measured costs.
+    """
     options, currency = request.options, request.options.currency
     if currency is None or currency == "latency" or options.auto_merging or not request.method.has_curves:
         return
@@ -45,7 +48,7 @@ def require_images(request: ReductionRequest, images: InputSet | None) -> None:
 
 
 def _refuse_partial(dense: Checkpoint, request: ReductionRequest) -> None:
-    """Raise BadInput for sparsities that some site can't have, or that remove nothing."""
+    """Raise BadInput for sparsities that some site refuses, or that remove nothing, unless --allow-partial is given."""
     if request.options.allow_partial or request.options.allocates:
         return
     # A comparison of head geometries also reduces values of sites whose Q/K must stay, as square heads do.
@@ -55,7 +58,7 @@ def _refuse_partial(dense: Checkpoint, request: ReductionRequest) -> None:
 
 
 def _refuse_shared_in_loop(model: nn.Module, request: ReductionRequest) -> None:
-    """Raise BadInput for a closed loop over sites in front of a shared layer."""
+    """Raise BadInput for a closed loop over a site that is read by a layer that the model calls more than once."""
     if request.options.loop is None:
         return
     sites = sites_of(model)
@@ -78,7 +81,9 @@ def _refuse_idle(dense: Checkpoint, request: ReductionRequest) -> None:
 
 
 def apply_asked_merging(dense: Checkpoint, request: ReductionRequest) -> tuple[Checkpoint, ReductionRequest]:
-    """Return the model with the token merging that is asked for, unless a budget chooses it, and the adapted request.
+    """Return the model with the requested token merging, unless a budget chooses it, and the request for that model.
+
+    If tokens merge, the request's method doesn't replace sites by constants.
 
     Raises BadInput if the schedule doesn't fit the model's blocks.
     """
@@ -90,7 +95,7 @@ def apply_asked_merging(dense: Checkpoint, request: ReductionRequest) -> tuple[C
 
 
 def require_sayable(dense: Checkpoint, request: ReductionRequest) -> None:
-    """Raise BadInput for options whose result transformers can't express in a configuration, if it is asked for."""
+    """Raise BadInput if --save-as hf is given with options whose result no transformers configuration describes."""
     options = request.options
     if options.save_as is None:
         return

@@ -40,7 +40,7 @@ PLAN = Plan(block_ms=20.0, min_rounds=8, noise_rounds=0, warm_up_limit_s=3.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatencyTarget:
-    """The conditions of a latency: backend, batch sizes, CPU threads, timing plan, and the directory of its tables."""
+    """The conditions of a latency: backend, batch sizes, CPU threads, timing plan, and the cache of latency tables."""
 
     backend: Backend
     batches: tuple[int, ...]
@@ -53,8 +53,8 @@ class LatencyTarget:
 class ReductionRequest:
     """The options of a reduction with the values that follow from them.
 
-    `method` differs from that of the options if the model merges tokens. `where` tells how latency is measured, and is
-    None if another cost counts. `polish` tells how the reduced model is polished.
+    `method` differs from that of the options if the model merges tokens. `where` has the conditions of latency, None if
+    another cost counts. `polish` has the limits of a polish, None without one.
     """
 
     options: ReduceOptions
@@ -67,7 +67,7 @@ class ReductionRequest:
         return self.options.currency or ("macs" if self.where is None else "latency")
 
     def loop(self, moments: Moments) -> Loop | None:
-        """Return the closed loop that fits to the dense stream, with the moments' split of images, or None."""
+        """Return the settings of an asymmetric closed loop, with the moments' split of images, None for any other."""
         if self.options.loop != "asymmetric":
             return None
         return Loop(reads=self.options.reads, half_ids=None if moments.half is None else moments.half.image_ids)
@@ -168,8 +168,8 @@ class WidthPlan:
     """The chosen method and widths (None: the method's uniform sparsities), with a sentence on each decision.
 
     `ways` are the chosen allocation and its alternatives, `eliminations` the orders of removal already computed, and
-    `metrics` those of layers' outputs (see Moments). `stages` are the attempts to carry the plan out. `within` is the
-    search for a limit, as JSON values; `merging` is the token merging that a budget chose.
+    `metrics` the output metrics of layers (see curvature.py). `stages` are the attempts to carry the plan out. `within`
+    is the search for a limit, as JSON values; `merging` is the token merging that a budget chose.
     """
 
     method: Method

@@ -31,8 +31,8 @@ from .merge_curves import Array, MergeCurves, find_merge_places
 class MergeCosts:
     """The cost of a model by the tokens that it merges.
 
-    `fixed` doesn't depend on merging, `running_LG` is the cost of the steps behind a block by the number of tokens
-    merged so far, and `merging_GG` the cost of a merge by the numbers before and after it.
+    `fixed` is the cost that doesn't depend on merging, `running_LG` that of the steps up to the next merge by the
+    number of tokens merged so far, and `merging_GG` that of a merge by the numbers before and after it.
     """
 
     fixed: float
@@ -40,14 +40,14 @@ class MergeCosts:
     merging_GG: Array
 
     def of(self, picks: Sequence[int]) -> float:
-        """Return the cost with these positions in G behind the blocks."""
+        """Return the cost of a schedule, given by the position in G behind each block."""
         running = sum(running_G[pick] for running_G, pick in zip(self.running_LG, picks, strict=True))
         merging = sum(self.merging_GG[came, pick] for came, pick in pairwise([0, *picks]))
         return float(self.fixed + running + merging)
 
 
 def cost_of_merges(curves: MergeCurves, cost: Callable[[int, int], float]) -> Array:
-    """Return merging_GG, given the cost by tokens and merged tokens; it is infinite if one merge can't take so many."""
+    """Return merging_GG, given a merge's cost by tokens and merged tokens; infinite where a merge is impossible."""
     merging_GG = np.full((len(curves.left), len(curves.left)), np.inf)
     for one, tokens in enumerate(curves.left):
         for other, after in enumerate(curves.left[one:], start=one):
@@ -78,7 +78,7 @@ MERGE = "merge of"
 
 
 def pick_evenly(values: tuple[int, ...], points: int) -> tuple[int, ...]:
-    """Return at most so many of the values, evenly spaced by position, with both ends."""
+    """Return at most `points` of the values, evenly spaced by position, with both ends."""
     if len(values) <= points:
         return values
     picks = {round(place * (len(values) - 1) / (points - 1)) for place in range(points)}
@@ -95,7 +95,7 @@ def stream_channels(model: nn.Module) -> int:
 def interpolate_latency(tables: Mapping[int, LatencyTable], tokens: int, size: int, batch: int) -> float:
     """Return the milliseconds of a layer at this size, interpolated over the numbers of tokens that were measured.
 
-    A layer of size 0, which is a constant, and one without tables, which keeps its size, take 0.
+    It is 0 for a layer of size 0, which is a constant, and for a layer without tables, whose size can't change.
     """
     if not size or not tables:
         return 0.0
@@ -142,7 +142,7 @@ PRICES = 24  # bisection steps for the logarithm of the price, from a factor of 
 
 
 def _path(errors_LG: Array, costs: MergeCosts, price: float) -> list[int]:
-    """Return the positions in G behind the blocks of least error plus price times cost."""
+    """Return the position in G behind each block of the schedule of least error + price * cost."""
     best_G = np.full(errors_LG.shape[1], np.inf)
     best_G[0] = 0.0
     trail = []
@@ -205,9 +205,10 @@ def find_best_schedule(curves: MergeCurves, costs: MergeCosts, limit: float) -> 
 
 
 def plain_shapes(blocks: int) -> list[list[float]]:
-    """Return plain schedules as each block's share of the largest merge, the latest first.
+    """Return plain schedules as each block's share of the largest merge, those that merge latest first.
 
-    The last two thirds of the blocks merge alike; merges grow from zero; merges grow from half; all blocks merge alike.
+    They are: only the last two thirds of the blocks merge, equally; merges grow from zero; merges grow from half; all
+    blocks merge equally.
     """
     growing = [block / max(1, blocks - 1) for block in range(blocks)]
     from_half = [0.5 + 0.5 * share for share in growing]
@@ -215,7 +216,10 @@ def plain_shapes(blocks: int) -> list[list[float]]:
 
 
 def _picks(curves: MergeCurves, shape: Sequence[float], most: float) -> list[int]:
-    """Return the positions in G of a schedule of this shape whose largest merge is `most`, within what blocks can."""
+    """Return the position in G behind each block of a schedule of this shape whose largest merge is `most`.
+
+    A block merges fewer tokens if it can't merge that many.
+    """
     last = len(curves.amounts_G) - 1
     between = int(curves.amounts_G[min(1, last)]) or 1
     picks, pick = [], 0

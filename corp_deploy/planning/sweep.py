@@ -1,6 +1,6 @@
 """Sweeps: many models from the same moments, each reduced, judged and timed against the dense one.
 
-The results of a trial are written as soon as it has them (see sweep_trials), so that a stopped sweep continues.
+Each result of a trial is written at once (see sweep_trials), so that a stopped sweep continues.
 Several processes share the trials; then the first process of every machine times those of its machine in turn.
 """
 
@@ -46,7 +46,7 @@ TRIALS = "trials"
 class SweepContext:
     """The dense model, its moments as files and opened, the inputs that judge, and the calibration images.
 
-    Merged channels and budgets look at the calibration images.
+    Methods that merge channels, and budgets, need the calibration images.
     """
 
     dense: Checkpoint
@@ -146,9 +146,9 @@ def _point(swept: SweepContext, request: SweepRequest, reduced: Checkpoint, imag
 class SweepRun:
     """The settings of a sweep's execution.
 
-    `folder` keeps the trials, `speed` says what they are timed in and built for, `ranks` are
-    the processes that share them, and `keep_models` keeps the reduced models. `on_progress` hears a phase and its
-    number of finished trials.
+    `folder` holds the trials, `speed` the options of timing and engines, `ranks` are the processes that share the
+    trials, and `keep_models` keeps the reduced models. `on_progress` receives a phase and its number of finished
+    trials.
     """
 
     folder: Path
@@ -236,8 +236,8 @@ def _reduce_one(work: SweepCache, request: SweepRequest, folder: TrialFolder, be
 def _time_all(folders: Sequence[TrialFolder], bench: SweepBench, run: SweepRun) -> None:
     """Time the trials of this machine.
 
-    Of torchrun's machines that can read a trial's model, one times it, in its first process: several processes of a
-    machine would disturb each other.
+    Of torchrun's machines that can read a trial's model, one times it. Only a machine's first process times, as several
+    would disturb each other.
     """
     if run.speed.bench is None:
         return

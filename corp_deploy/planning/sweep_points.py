@@ -28,8 +28,8 @@ class OutputScore:
 class SpeedAtBatch:
     """A reduced model's speed against the dense one's at one batch size, interleaved in one process.
 
-    `speedup` is dense over reduced; `noise` that of the dense model over itself. `disturbed` tells that other programs
-    had the machine.
+    `speedup` is dense over reduced latency; `noise` is the same ratio for the dense model against itself. `disturbed`
+    is true if other programs used the machine.
     """
 
     batch: int
@@ -66,10 +66,10 @@ class SweepPoint:
     each. `accuracy` and `top5` are shares of the labelled inputs.
 
     `knobs` are the options that differ from the preset, and `images` counts the calibration images. `sites_reduced`
-    became smaller; `sites_refused` should have and can't. `on_front` tells that no other trial has fewer MACs at less
-    error; `fronts` are the batch sizes at which none is faster and agrees more (or errs less, without agreement; or is
-    more accurate, with labels). `size_bytes` is that of the timed file. `effort` is the time of each step; work that
-    trials share counts in the first. `gap` are the output shares that sites lose on images of the fit and on others.
+    became smaller; `sites_refused` should have and can't. `on_front` is true if the trial is on the Pareto front of
+    MACs and error; `fronts` are the batch sizes at which it is on the front of time and disagreement, see mark_fronts.
+    `size_bytes` is that of the timed file. `effort` is the time of each step; work that trials share counts in the
+    first. `gap` are the shares of their output that sites lose on images of the fit and on others.
     """
 
     preset: str
@@ -169,6 +169,8 @@ def _disagreement(point: SweepPoint) -> tuple[float, ...]:
 
 def mark_fronts(points: Sequence[SweepPoint]) -> list[SweepPoint]:
     """Mark the points on the fronts of MACs and error, and of time and disagreement at every batch size.
+
+    Without agreement the error takes the place of disagreement; labels add the share of wrong classes.
 
     Time is 1 over the speed-up, which is paired: medians of trials measured minutes apart differ by the machine's
     drift.

@@ -46,7 +46,7 @@ def _engine(speed: SweepSpeedChoice, graph: Path) -> Engine:
 
 
 class SweepBench:
-    """A timer of trials against the dense model, whose graph or engine it makes once, in `scratch`."""
+    """A timer of trials against the dense model; it exports or builds the dense model once, in `scratch`."""
 
     def __init__(self, dense: Checkpoint, scratch: Path, speed: SweepSpeedChoice, *, keep_plans: bool = False) -> None:
         self.dense, self.scratch, self.speed = dense, scratch, speed

@@ -62,7 +62,7 @@ class SweepRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialResult:
-    """A result of a trial; `key` is the digest of what decided it."""
+    """A result of a trial; `key` is the digest of the values that decide it."""
 
     key: str
 
