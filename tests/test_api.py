@@ -382,7 +382,7 @@ def test_shared_weights_stay_shared(tmp_path: Path) -> None:
     assert corp_deploy.verify(net, reduced, images, batches=(4,), max_error=0.3).verdict == "PASS"
     other = Tied()
     other.other[1] = torch.nn.Softmax(-1)
-    with pytest.raises(corp_deploy.BadInput, match=r"is traced otherwise now: its code or arguments are others"):
+    with pytest.raises(corp_deploy.BadInput, match=r"now gives another program: its code or arguments changed"):
         corp_deploy.load(corp_deploy.Source(reduced.path, module=other))
 
 

@@ -330,7 +330,7 @@ FAULTS = {
     "other.py:build": "no such file",
     "net.py:nothing": "it has no function 'nothing'",
     "net.py:wrong": "wrong() gives a int, expected a torch.nn.Module",
-    "net.py:bare": "its forward takes input1, input2; let it say `inputs`",
+    "net.py:bare": "its forward takes input1, input2; declare its `inputs`",
 }
 
 

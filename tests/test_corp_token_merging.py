@@ -236,7 +236,7 @@ def test_merged_model_equals_explicit_loops(kwargs: dict[str, Any], options: Any
 def test_dropping_needs_a_class_token_and_is_not_undone() -> None:
     model = checkpoint(class_token=False, global_pool="avg").model
     for options in ({"how": "drop"}, {"metric": "attended"}):
-        with pytest.raises(BadInput, match="the model has none"):
+        with pytest.raises(BadInput, match="needs a class token"):
             traced_model.with_merging(model, Merging(schedule=(1, 1), **options))  # type: ignore[arg-type]
     rejects("no value to restore", Merging, schedule=(1, 1), how="drop", unmerged=True)
 
@@ -426,10 +426,10 @@ class _Positioned(nn.Module):
 
 NEEDING: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "convnet": (lambda: timm.create_model("resnet10t"), "no attention of tokens is found"),
-    "positions behind the first block": (_Positioned, "add in the model takes something with a place for every token"),
+    "positions behind the first block": (_Positioned, "add in the model takes a tensor with an entry for every token"),
     "relative positions": (
         lambda: timm.create_model("beit_base_patch16_224", depth=2, embed_dim=48, num_heads=3, img_size=32),
-        "blocks.1.attn adds to scores by where tokens stand or masks them",
+        "blocks.1.attn adds a bias or mask by token positions to scores",
     ),
     "branches side by side": (lambda: timm_models.checkpoint("one layer for all").model, "other branches carry"),
 }

@@ -168,11 +168,11 @@ EDITED: Mapping[str, tuple[tuple[str, str], Any, str]] = {
     "of another size": (("sites", "stages.0.blocks.0.attn.v"), {"groups": 8}, "no site"),
     "out of order": (("sites", "stages.0.blocks.0.mlp"), {"groups": 64, "kept": [3, 1]}, "do not rise below 64"),
     "beyond": (("sites", "stages.0.blocks.0.mlp"), {"groups": 64, "kept": [0, 64]}, "do not rise below 64"),
-    "a bias": (("program", "biases"), ["elsewhere.bias"], "needs no bias 'elsewhere.bias'"),
+    "a bias": (("program", "biases"), ["elsewhere.bias"], "narrowing adds no bias 'elsewhere.bias'"),
     "of another program": (
         ("program", "digest"),
         "0" * 64,
-        r"written with torch 1\.0, timm 0\.1 and traces otherwise with torch",
+        r"written with torch 1\.0, timm 0\.1 and gives another program with torch",
     ),
 }
 

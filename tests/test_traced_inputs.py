@@ -331,7 +331,7 @@ def _linear(model: nn.Module, x: Tensor) -> Tensor:
 
 PAIR = {"one": (5,), "two": (5,)}
 REFUSED: list[tuple[nn.Module, str]] = [
-    (_Odd("x"), "its forward takes one, two; let it say `inputs`"),
+    (_Odd("x"), "its forward takes one, two; declare its `inputs`"),
     (_Odd("x", inputs={"one": (5,)}), "forward(one, two) needs two too"),
     (_Odd("x", inputs={**PAIR, "three": (5,)}), "has no parameter 'three'"),
     (_Odd("x", inputs={"one": (5,), "two": 5}), "`inputs`: two: got 5, expected one size or more"),
@@ -340,7 +340,7 @@ REFUSED: list[tuple[nn.Module, str]] = [
     (_Odd("a scalar", inputs=PAIR), "its output output_1 is float32 []"),
     (_Odd("whole", inputs=PAIR), "its output logits is int64 [2]"),
     (_Odd("batch by batch", inputs=PAIR), "[2, 2] for a batch of 2 and [3, 3] for one of 3"),
-    (_Odd("x", inputs=PAIR, outputs={"x": "score"}), "`outputs` say 'score', expected one of logits"),
+    (_Odd("x", inputs=PAIR, outputs={"x": "score"}), "`outputs` have the role 'score', expected one of logits"),
     (_Odd("x", inputs=PAIR, outputs={"x": "logits", "y": "logits"}), "give these names, or as many names of your own"),
 ]
 

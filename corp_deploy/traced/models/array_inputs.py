@@ -13,7 +13,7 @@ from ground.ports import LOGITS, OutputPort, Port, Role
 
 DTYPES = ("float32", "int64", "int32", "uint8", "bool")
 WRITE = (
-    "let it say `inputs`, for each parameter of forward the sizes behind the batch, or one of it as a tensor: "
+    "declare its `inputs`: for each parameter of forward the sizes behind the batch, or one example as a tensor: "
     '{"pixels": (3, 224, 224), "ids": torch.zeros(128, dtype=torch.int64)}'
 )
 
@@ -42,7 +42,7 @@ class InputSpec(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArraySpec:
-    """The inputs of a module by the names of its parameters, taken as they are."""
+    """The arrays that a module's forward takes without preparation, by the names of its parameters."""
 
     ports: tuple[Port, ...]
     medium: ClassVar[Literal["images", "text", "arrays"]] = "arrays"
@@ -212,7 +212,7 @@ def read_outputs(model: nn.Module, result: Any, other: Any, batches: tuple[int, 
                 refusal += " (is a batch size written into its code, as in view or expand? take x.shape[0])"
             raise BadInput(
                 f"{name}: its output {word} is {refusal}; expected floating tensors with the batch in front: declare "
-                'the others as `outputs`, such as {"logits": "logits"}'
+                'only such tensors as `outputs`, for example {"logits": "logits"}'
             )
         port = OutputPort(name=word, role=role or role_of(word, tensor.dim()))
         outputs.append(GivenOutput(place=place, port=port, shape=tuple(tensor.shape)))
@@ -221,7 +221,7 @@ def read_outputs(model: nn.Module, result: Any, other: Any, batches: tuple[int, 
 
 def _declared(name: str, declared: Mapping[Any, Any], paths: Sequence[str]) -> dict[int, tuple[str, Role | None]]:
     if odd := [role for role in declared.values() if role not in (None, *ROLES)]:
-        raise BadInput(f"{name}: `outputs` say {odd[0]!r:.50}, expected one of {', '.join(ROLES)}")
+        raise BadInput(f"{name}: `outputs` have the role {odd[0]!r:.50}, expected one of {', '.join(ROLES)}")
     if all(each in paths for each in declared):
         return {paths.index(each): (each, role) for each, role in declared.items()}
     if len(declared) != len(paths) or any(path and not path[0].isdigit() for path in paths):

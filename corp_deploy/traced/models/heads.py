@@ -94,7 +94,7 @@ class BothHeads:
 
     @property
     def groups_HP(self) -> Tensor:
-        """The groups of each head, each once; of heads that share groups those of the first."""
+        """The groups of each head without repetition, one row for all heads that share groups."""
         return self.groups_HTD[:: self.shared, 0, : self.groups_HTD.shape[2] // self.joined]
 
 
@@ -174,7 +174,7 @@ def _labels(span: Span, node: fx.Node) -> tuple[Tensor, tuple[int, ...]]:
 
 
 def _arranged(queries_HD: Tensor, keys_HD: Tensor) -> tuple[Tensor, int, int] | None:
-    """Return the places of heads' elements in [H D] as [H,T,D], joined dimensions and sharing heads; None if uneven."""
+    """Return places [H,T,D] of heads' elements in [H D], `joined` and `shared` of BothHeads; None if heads differ."""
     if queries_HD.shape != keys_HD.shape or not torch.equal(queries_HD, keys_HD):
         return None
     lines = [line[line >= 0] for line in queries_HD]
@@ -226,7 +226,7 @@ class _PairTaps(HeadTaps):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Counting:
-    """The pairs of an attention that count.
+    """The pairs of queries and keys that the statistics of an attention count.
 
     `read`: the mask of queries that something reads, in the layout of one image [...,N,1]. `parts_V`, `slots_VN`: the
     window of each part and the mask of its tokens; None for whole windows. `is_causal`, `plane_scale`: see HeadTaps.
@@ -252,7 +252,7 @@ class _Counting:
 def taps_of(name: str, tracing: Tracing, both: BothHeads, nodes: tuple[str, str, str]) -> HeadTaps:
     """Return the taps of an attention's queries and keys, which the first two of `nodes` give to the third.
 
-    Pairs of tokens that see each other in no image don't count, nor do queries that nothing reads, as of padding.
+    Pairs of tokens that see each other in no image don't count, nor do queries that nothing reads, such as padding.
     """
     queries, keys = (tracing.hooked[2][source] for source in nodes[:2])
     counting = _counting(tracing.program, both, *(tracing.by_node[each] for each in nodes))

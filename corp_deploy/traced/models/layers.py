@@ -85,7 +85,7 @@ def build_layered_model(model: nn.Module) -> tuple[nn.Sequential, tuple[ProgramL
 
 
 class _OfTokens(nn.Module):
-    """A part between two cuts of a program that merges tokens: Tokens to Tokens, from inputs first, to outputs last."""
+    """A part of a program that merges tokens: maps Tokens to Tokens, the first part inputs, the last to outputs."""
 
     def __init__(self, module: nn.Module, end: CutState | None) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class _OfTokens(nn.Module):
 
 
 def replace_layers(model: nn.Module, of: Mapping[str, Layer], every: tuple[ProgramLayer, ...]) -> nn.Module:
-    """Return the model with the weights and biases of these layers, by name."""
+    """Return the model with the weights and biases of the modules `of`, by the names of layers."""
     weights = {each.weight: of[each.name].weight for each in every if each.name in of}
     biases = {each.bias: bias for each in every if each.name in of and (bias := of[each.name].bias) is not None}
     return narrow_model(model, {}, {**weights, **biases})
@@ -168,7 +168,7 @@ def reorder_groups(model: nn.Module, site: SiteGroups, order_G: Tensor) -> nn.Mo
 
 
 def input_block_of(model: nn.Module, weight: str) -> tuple[SiteGroups, int] | None:
-    """Return the site that only this layer reads, in the order of its inputs, and the size of its parts, else None.
+    """Return the site whose groups are this layer's inputs, in order and read by no other, and its part size, or None.
 
     Inputs may be reordered within a part, such as a head.
     """

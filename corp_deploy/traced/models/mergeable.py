@@ -44,7 +44,7 @@ class Mergeable:
         if len(merging.schedule) != len(self.blocks):
             raise BadInput(
                 f"merging: a schedule of {len(merging.schedule)} entries for {len(self.blocks)} blocks; "
-                "give one a block"
+                "give one entry for each block"
             )
         tokens_after(merging, self.tokens, self.protected)
 
@@ -91,7 +91,7 @@ def find_mergeable(program: Program) -> Mergeable | str:
 
 
 def build_merged_graph(program: Program, added: tuple[str, ...], merging: Merging) -> fx.GraphModule:
-    """Build the graph of a model that merges tokens, without the biases `added` that the model itself has not."""
+    """Build the graph of a model that merges tokens, without the biases `added` that the model itself lacks."""
     found = find_mergeable(program)
     if isinstance(found, str):
         raise BadInput(f"token merging: {found}; leave --merge-tokens out")

@@ -42,7 +42,7 @@ _ARRANGED, _REDUCED, _ALONG = (
         "cat select slice narrow split split_with_sizes chunk unbind log_softmax var",
     )
 )
-_ANY = "a merged token would stand at none of its places"
+_ANY = "a merged token has no single position"
 
 
 class PositionDependent(Exception):
@@ -58,8 +58,8 @@ class MergedNodes:
     """A graph under construction, with the copies of a program's `nodes`, some of them for fewer tokens.
 
     `protected`: the number of first tokens that stay in place. `as_before`: the other tokens are unchanged, as tokens
-    are dropped, not merged. `values`: results of copies on meta at a batch of 1. For nodes of fewer tokens, `axes` are
-    those of tokens, and `units` the numbers of tokens that each of them counts in the program and now, or a multiple.
+    are dropped, not merged. `values`: meta results of copies at a batch of 1. For nodes of fewer tokens: `axes` count
+    tokens, and `units` are the token counts in the program and now, of which the sizes of `axes` are multiples.
     """
 
     program: Program
@@ -89,10 +89,10 @@ class MergedNodes:
         """Copy a node that takes fewer tokens; raise PositionDependent if it needs all."""
         units = {self.units[each] for each in node.all_input_nodes if each in self.units}
         if len(units) > 1:
-            raise PositionDependent(node, "takes tokens beside some of them")
+            raise PositionDependent(node, "combines tensors of different numbers of tokens")
         unit = units.pop()
         args, kwargs = self._arguments(node, unit)
-        is_left = self.refuse_reading(node, attention)
+        is_left = self.keeps_protected(node, attention)
         value = self._run(node, args, kwargs)
         self.copy_(node)
         new = self.nodes[node]
@@ -126,7 +126,7 @@ class MergedNodes:
             return call_on_meta(node.target, *arguments)
         except RuntimeError:
             raise PositionDependent(
-                node, f"takes something with a place for every token, as positions are: {_ANY}"
+                node, f"takes a tensor with an entry for every token, such as positions: {_ANY}"
             ) from None
 
     def _arguments(self, node: fx.Node, unit: tuple[int, int]) -> tuple[Any, Any]:
@@ -155,21 +155,18 @@ class MergedNodes:
             return node.args, node.kwargs
         new_shape = _resized(old, new, sizes_at_one(node), unit)
         if new_shape is None:
-            raise PositionDependent(node, f"lays tokens out by where they stand: {_ANY}")
+            raise PositionDependent(node, f"arranges tokens by their positions: {_ANY}")
         sizes = sizes_of_any_batch(node, new_shape)
         if sizes is None:
-            raise PositionDependent(node, "puts tokens and images on several axes at once")
+            raise PositionDependent(node, "gives a tensor of which several axes depend on the batch")
         if operation(node) == "unflatten":
             dim = named_arguments(node)["dim"] % len(old)
             sizes = sizes[dim : dim + 1 + len(new_shape) - len(old)]
             return (source, dim, sizes), {}
         return (source, sizes), {}
 
-    def refuse_reading(self, node: fx.Node, attention: Attention | None) -> bool:
-        """Refuse a node that reads tokens by position, or all at once, and check if it leaves the protected ones.
-
-        Raises PositionDependent.
-        """
+    def keeps_protected(self, node: fx.Node, attention: Attention | None) -> bool:
+        """Check that a node keeps protected tokens; raise PositionDependent if it reads by position or all at once."""
         op = operation(node)
         entering = [each for each in node.all_input_nodes if each in self.units]
         axes, rank = frozenset[int]().union(*(self.axes[each] for each in entering)), len(sizes_at_one(entering[0]))
@@ -184,12 +181,12 @@ class MergedNodes:
             if all(dim < rank - last for dim in axes):
                 return True
         if op in _ALONG | _REDUCED:
-            return self._refuse_along(node, axes, rank)
+            return self._keeps_protected_along(node, axes, rank)
         if op == SDPA and self.as_before and named_arguments(node)["attn_mask"] is None:
             return True
         raise PositionDependent(node, "reads all tokens at once: those that were merged would count as one")
 
-    def _refuse_along(self, node: fx.Node, axes: frozenset[int], rank: int) -> bool:
+    def _keeps_protected_along(self, node: fx.Node, axes: frozenset[int], rank: int) -> bool:
         arguments, op = named_arguments(node), operation(node)
         dims = arguments.get("dim")
         dims = range(rank) if dims is None else dims if isinstance(dims, list | tuple) else (dims,)
@@ -200,7 +197,7 @@ class MergedNodes:
                 return False
             if op in _REDUCED:
                 return True
-        raise PositionDependent(node, "reads all tokens at once, or some by where they stand")
+        raise PositionDependent(node, "reads all tokens at once, or some by their positions")
 
     def _reads_protected(self, op: str, arguments: Any) -> bool:
         if op == "select":
@@ -219,7 +216,7 @@ class MergedNodes:
             arguments = named_arguments(node)
             masks = arguments["attn_mask"] is not None and not _masks_nothing(self.program, node)
             if masks or arguments["is_causal"]:
-                raise PositionDependent(node, f"adds to scores by where tokens stand or masks them: {_ANY}")
+                raise PositionDependent(node, f"adds a bias or mask by token positions to scores: {_ANY}")
             return sides == [frozenset({last - 1})] * 3
         dims = ((last - 1,), (last,)) if node is attention.product else ((last - 1, last), (last - 1,))
         return sides == list(map(frozenset, dims))

@@ -30,7 +30,7 @@ class CutState:
 
     @property
     def token_state(self) -> tuple[fx.Node, ...]:
-        """The sizes and sources beside the stream, as far as there are any."""
+        """The nodes of sizes and sources beside the stream, without those that are None."""
         return tuple(each for each in (self.sizes, self.sources) if each is not None)
 
 
@@ -38,7 +38,7 @@ class CutState:
 class MergedProgram:
     """A program that merges tokens, with tables by the names of nodes of the program with all tokens.
 
-    `stands`: the node that their users take here. `merge_at`, `sizes_at`, `sources_at`: for nodes of fewer tokens, the
+    `stands`: the node in place of each. `merge_at`, `sizes_at`, `sources_at`: for nodes of fewer tokens, the
     merge before them and the nodes that give its sizes and sources.
     """
 

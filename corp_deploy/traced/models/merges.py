@@ -108,7 +108,7 @@ class MergeBuilder:
     # Attentions.
 
     def _count_sizes(self, node: fx.Node, new: fx.Node, attention: Attention) -> None:
-        """Add the log of how many tokens stand in a key to its scores."""
+        """Add to the scores of each key the log of the number of source tokens in it."""
         is_softmax = operation(node) in SOFTMAX
         if not is_softmax and operation(node) != SDPA:
             return
@@ -151,7 +151,7 @@ class MergeBuilder:
         by_attention = self.merging.how == "drop" or self.merging.metric == "attended"
         if len(block.attentions) > 1 and by_attention:
             raise PositionDependent(
-                block.added, "adds several attentions, which may keep other tokens each; merge by another metric"
+                block.added, "adds several attentions, each of which may keep other tokens; merge by another metric"
             )
         for each in block.attentions:
             _refuse_layout(each)
@@ -161,7 +161,7 @@ class MergeBuilder:
             return keys[0] if len(keys) == 1 else self._new(torch.cat, keys, -1, like=like)
         if not self.nodes.protected:
             raise BadInput(
-                "merging: what the class token attends to is kept, and the model has none; merge by another metric"
+                "merging: keeping what the class token attends to needs a class token; merge by another metric"
             )
         return self._attention(block.attentions[0], block.added)
 

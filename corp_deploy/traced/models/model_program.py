@@ -26,7 +26,7 @@ from .sites import Sites
 class Tracing:
     """A model's program with all that is found in it.
 
-    `added`: the biases of zeros that the model itself has not; those in `biasless` stay zeros. `multiple`: see Facts.
+    `added`: the biases of zeros that the model itself lacks; those in `biasless` stay zeros. `multiple`: see Facts.
     `offered`: the sites, once searched. `proved`: the last narrowed program. `folded_to_constant`: the tracings without
     sites that are folded to constants.
     """

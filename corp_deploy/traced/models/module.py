@@ -82,7 +82,7 @@ class Facts:
 class KeptGroups:
     """The kept groups of a dense program's sites by name, numbered as in the dense program.
 
-    `sizes`: the sizes of all its sites. `digest`: that of their table. `biases`: those that its layers don't have.
+    `sizes`: the sizes of all its sites. `digest`: see digest_of. `biases`: the names of those that narrowing added.
     """
 
     sizes: Mapping[str, int]
@@ -177,7 +177,7 @@ def classes(model: nn.Module) -> int:
     return facts_of(model).classes
 
 
-def _wearing(
+def _with_traced_class(
     model: nn.Module, plain: type[nn.Module], facts: Facts | Callable[[nn.Module], Facts], cut: KeptGroups | None
 ) -> TracedModule:
     calling = facts.calling if isinstance(facts, Facts) else None
@@ -192,13 +192,13 @@ def _wearing(
 def traced_module(model: nn.Module, facts: Facts | Callable[[nn.Module], Facts]) -> TracedModule:
     """Turn a dense module into one that is traced when its sites are needed; it takes over the module's weights."""
     plain = traced_state(model).plain if isinstance(model, TracedModule) else type(model)
-    return _wearing(model.eval(), plain, facts, None)
+    return _with_traced_class(model.eval(), plain, facts, None)
 
 
 def narrowed_module(graph: fx.GraphModule, name: str, facts: Facts, cut: KeptGroups | None) -> TracedModule:
     """Turn a program into a module that records the kept groups; `name` is that of the dense model's class."""
     plain: type[nn.Module] = type(name, (nn.Module,), {"forward": type(graph).forward})
-    return _wearing(graph, plain, replace(facts, calling=None), cut)
+    return _with_traced_class(graph, plain, replace(facts, calling=None), cut)
 
 
 def merging_module(model: nn.Module, merging: Merging | None) -> TracedModule:
@@ -219,7 +219,7 @@ def tracing(model: nn.Module) -> Tracing:
         facts = facts_of(model)
         with torch.inference_mode(False):  # the program's constants take part in gradients later
             inputs = build_plain_batch(facts.spec.ports, EXAMPLES, device_of(model))
-            program = trace(model, inputs) if state.cut is None else _again(model, inputs, state.cut)
+            program = trace(model, inputs) if state.cut is None else _program_of_narrowed(model, inputs, state.cut)
             added = add_zero_biases_(program)
             state.tracing = Tracing(
                 program=program,
@@ -235,7 +235,7 @@ def _all_tokens(model: nn.Module) -> fx.GraphModule:
     return fx.GraphModule(model, copy.deepcopy(traced_state(model).unmerged or model._graph))  # type: ignore[arg-type]
 
 
-def _again(model: nn.Module, inputs: list[Tensor], cut: KeptGroups) -> Program:
+def _program_of_narrowed(model: nn.Module, inputs: list[Tensor], cut: KeptGroups) -> Program:
     graph = _all_tokens(model)
     infer_sizes_(graph, inputs, any_batch=cut.any_batch)
     return Program(graph=graph, model=type(model).__name__, any_batch=cut.any_batch, folded=())

@@ -219,10 +219,10 @@ def rebuild_narrowed(
     if digest_of(own) != program["digest"]:
         was, now = program["versions"], {name: version(name) for name in VERSIONS}
         reason, remedy = (
-            ("is traced otherwise now: its code or arguments are others", "give those that it was made with")
+            ("now gives another program: its code or arguments changed", "give those that it was made with")
             if was == now
             else (
-                f"was written with {_words(was)} and traces otherwise with {_words(now)}",
+                f"was written with {_words(was)} and gives another program with {_words(now)}",
                 "load it with the versions that it was written with",
             )
         )
@@ -232,14 +232,14 @@ def rebuild_narrowed(
     kept = {name: np.array(each, dtype=np.int64) for name, each in written_kept.items()}
     sizes = {name: groups.size for name, groups in sites_by_name(own).items()}
     if unknown := [name for name, size in written_sizes.items() if sizes.get(name) != size]:
-        raise BadInput(f"{where}: no site {unknown[0]!r:.100} of so many groups; the file was edited, write it again")
+        raise BadInput(f"{where}: no site {unknown[0]!r:.100} of that many groups; the file was edited, write it again")
     if odd := [name for name, each in kept.items() if not (np.diff(each, prepend=-1, append=sizes[name]) > 0).all()]:
         raise BadInput(
             f"{where}: {odd[0]!r:.100} keeps groups that do not rise below {sizes[odd[0]]}; the file was edited, write "
             "it again"
         )
     if strange := [name for name in program["biases"] if name not in own.added]:
-        raise BadInput(f"{where}: the model needs no bias {strange[0]!r:.100}; the file was edited, write it again")
+        raise BadInput(f"{where}: narrowing adds no bias {strange[0]!r:.100}; the file was edited, write it again")
     try:
         new, unreduced = with_groups(model, kept, tuple(program["biases"]))
     except BadInput as error:

@@ -135,14 +135,14 @@ def _site(tracing: Tracing, named: Mapping[str, SiteGroups], beside: Mapping[str
 
 
 def whole_removal_of(tracing: Tracing, groups: SiteGroups, name: str) -> WholeRemoval | None:
-    """Return the layers around an MLP's channels or an attention's values if these can go as a whole."""
+    """Return the layers around an MLP's channels or an attention's values if a constant can replace these."""
     if groups.kind not in ("channels", "gated channels", "values") or "#" in f"{name}{groups.name}":
         return None
     return find_whole_removal(tracing.program, groups)
 
 
 def _with_squeezes(tracing: Tracing, groups: SiteGroups, readings: list[SiteReader]) -> list[SiteReader]:
-    """Mark the readers of a map's means among readers of its places."""
+    """Mark the readers of a map's mean as squeezes if other layers read more than one place of maps."""
     readings = [replace(each, is_squeeze=is_mean_weight(each.weight)) for each in readings]
     shapes = [sizes_at_one(tracing.by_node[each.source]) for each in readings]
     counts = [math.prod(shape[2:]) if len(shape) == 4 else 0 for shape in shapes]

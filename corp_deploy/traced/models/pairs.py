@@ -1,7 +1,7 @@
 """Sites of queries and keys: the dimensions of heads, and the rows of the layers that make them.
 
-Legend: H heads, T heads that share their keys, D dimensions of a head, P of them that go by themselves, R kept, N
-tokens, G groups, M rows that write a group.
+Legend: H heads, T heads that share their keys, D dimensions of a head, P groups of a head, R kept dimensions, N tokens,
+G groups, M rows that write a group.
 """
 
 from collections.abc import Mapping
@@ -39,7 +39,7 @@ class Side:
     shift_HTD: Tensor
 
     def on_rows(self, map_HRD: Tensor, kept_HR: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Translate a map [H,R,D] of dimensions, to be stored in the kept ones, into a map of the layer's rows.
+        """Translate a map [H,R,D] of all dimensions to the kept ones into a map of the layer's rows.
 
         Returns the numbers of the kept rows [H,T,R], the map of all rows [H,T,R,D] and the shift [H,T,R].
         """
@@ -57,7 +57,7 @@ class Side:
 class Repair:
     """The ways to mix dimensions that the nodes between their layers and the dot product allow.
 
-    `mixing`: freely within a head, by complex numbers where rotary embeddings turn planes, or none for a reason.
+    `mixing`: free within a head, complex factors of rotary `planes`, or none, for the `reason`.
     """
 
     mixing: Mixing

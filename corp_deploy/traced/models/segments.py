@@ -57,8 +57,8 @@ def layout_of(node: fx.Node, image: tuple[int, ...]) -> Layout:
 class ProgramSegment:
     """The program between two cuts: a `module` [B,...] -> [B,...] with the model's own parameters, named by `weights`.
 
-    `name`: the unique path of the modules that it contracts in. `start`, `end`: the streams at the cuts. `cut`: the
-    node behind it in the program with all tokens. `beside`: the further inputs of the module, a mask or the sizes of
+    `name`: the path that all modules of its contractions share, unique. `start`, `end`: the streams at the cuts. `cut`:
+    the node behind it in the program with all tokens. `beside`: further inputs of the module, a mask or the sizes of
     merged tokens. In front of a merge the module also gives what tokens are compared by.
     """
 

@@ -25,7 +25,7 @@ Currency = Literal["macs", "params"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Portion:
-    """One group of a grouped layer: the rows of its weight, and the columns of its own that read a site's groups."""
+    """One group of a grouped layer: its rows of the weight, and the columns, counted in it, that read a site."""
 
     number: int
     rows: slice
@@ -65,7 +65,7 @@ class SiteReader:
 
     @property
     def portions(self) -> tuple[Portion, ...]:
-        """The layer's groups that read any of the site; empty if one of them reads unevenly many places of groups."""
+        """The layer's groups that read any of the site; empty if one reads different numbers of places of groups."""
         groups = self.layer.groups if isinstance(self.layer, nn.Conv2d) else 1
         outputs, width = len(self.layer.weight) // groups, self.layer.weight.shape[1]
         found = list[Portion]()
@@ -97,8 +97,8 @@ class SiteReader:
 class Site:
     """A place of a model whose width can be reduced by removing groups.
 
-    `macs_now`, `parameters_now`: the costs that go with all groups. `whole_removal`: the layers around it, if all
-    groups can go and leave a constant. `multiple`: the default multiple for widths.
+    `macs_now`, `parameters_now`: the costs that all its groups have. `whole_removal`: the layers around it, if a
+    constant can replace all groups. `multiple`: the number that widths are multiples of by default.
     """
 
     kind: ClassVar[str]
@@ -175,7 +175,7 @@ def _is_by_place(reading: SiteReader) -> bool:
 
 
 class TracedConvolutions(Site):
-    """Channels of maps that convolutions of several places write or read."""
+    """Channels of maps that convolutions of kernels larger than 1x1 write or read."""
 
     kind: ClassVar[str] = "traced convolutions"
 

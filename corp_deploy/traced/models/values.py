@@ -56,7 +56,7 @@ class TracedValues(Site):
 
     @property
     def queries_gone(self) -> dict[str, Index]:
-        """The kept groups, none, of queries and keys whose values are all removed."""
+        """The kept groups (none) of the site of queries and keys when all values are removed."""
         return {} if self.queries is None else {self.beside: np.empty(0, dtype=np.int64)}
 
     def of_heads(self, kept_K: Tensor) -> Self:
