@@ -75,7 +75,7 @@ PRODUCTS: Mapping[Any, Product] = {
 class MacCounts:
     """The multiply-adds of one input, by the module that ran them ('' is the model's own code).
 
-    `chain` is the length of the longest row of products from the input to the output in which each reads the result of
+    `chain` is the length of the longest chain of products from the input to the output in which each product depends on
     the one before. `shapes` are those of the outputs without the batch.
     """
 
@@ -93,7 +93,7 @@ class MacCounts:
 
 
 class _Counting(TorchDispatchMode):
-    """A mode that counts the products that run, by the module on top of `running`, and the longest row of them."""
+    """A mode that counts the products that run, by the module on top of `running`, and the longest chain of them."""
 
     def __init__(self, running: list[tuple[str, str]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -148,7 +148,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def count_products(model: nn.Module, ports: Sequence[Port]) -> MacCounts:
-    """Run one input through a copy without memory and count its products; attention runs as its two products."""
+    """Run one input through a copy on the meta device and count its products; attention runs as its two products."""
     as_inputs = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
     with torch.inference_mode(False), torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
         counted = copy_module(

@@ -54,7 +54,7 @@ class _Decoder(msgspec.Struct, frozen=True, kw_only=True):
         }
 
     def own(self) -> dict[str, Any]:
-        """Return the fields of the architecture that this model type has otherwise than most."""
+        """Return the fields of the architecture in which this model type differs from most others."""
         return {}
 
     def architecture(self) -> DecoderArchitecture:

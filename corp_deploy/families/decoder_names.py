@@ -149,7 +149,7 @@ def outside_from_transformers(
 def names_by_block(
     state: Iterable[str], model_type: str, *, where: str
 ) -> tuple[dict[str, str], dict[int, dict[str, str]]]:
-    """Return a file's names by those without prefix: of tensors outside of blocks, and of each block's tensors."""
+    """Return a file's tensor names outside of blocks and within each block, by the names without prefix."""
     names, outside, blocks = _NAMES[model_type], dict[str, str](), dict[int, dict[str, str]]()
     block = re.compile(re.escape(names.blocks) + r"(\d{1,4})\.(.+)")
     for name in state:
@@ -166,7 +166,7 @@ def names_by_block(
 def _refuse_foreign(foreign: list[str], model_type: str, where: str) -> None:
     if foreign:
         raise BadInput(
-            f"{where}: {min(foreign)!r:.150} has no place in a {model_type} decoder: its blocks are of another kind"
+            f"{where}: {min(foreign)!r:.150} has no place in a {model_type} decoder: none built here has such a tensor"
         )
 
 

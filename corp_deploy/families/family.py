@@ -87,7 +87,7 @@ def named_outputs_of(model: nn.Module) -> NamedOutputs | None:
 
 
 def gives_patches(model: nn.Module) -> bool:
-    """Return whether a model without named outputs is for its last stream's patches, as it has no classifier."""
+    """Return whether a model's result is taken to be its patch tokens, for lack of a classifier and named outputs."""
     return named_outputs_of(model) is None and traced_model.classes(model) == 0
 
 
@@ -202,7 +202,7 @@ MOST_PROGRAMS = 4  # the number of programs that a process keeps, the last used 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Key:
-    """The values that decide a program, and the model that is traced where no equal key has a program."""
+    """The values that determine a program, and a `model` to trace if no equal key, the model aside, has a program."""
 
     architecture: str
     outputs: tuple[str, ...] | None

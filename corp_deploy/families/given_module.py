@@ -44,7 +44,7 @@ class _Inputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 def inputs_of_arrays(model: nn.Module, arrays: Mapping[str, Any] | Any) -> dict[str, Any]:
-    """Return the entries of the inputs that example arrays [N, ...] show; a single array with four axes is images."""
+    """Return the config entries of inputs like these example arrays [N, ...]; a single array of four axes is images."""
     if isinstance(arrays, Mapping):
         return {"inputs": [_entry(name, each) for name, each in arrays.items()]}
     entry = _entry(next(iter(parameters_of(model)), "inputs"), arrays)
@@ -57,7 +57,7 @@ def _entry(name: str, array: Any) -> dict[str, Any]:
 
 @contextmanager
 def available_module(module: nn.Module | None) -> Iterator[None]:
-    """Use the module in the body for directories whose model was in memory; None leaves the present module."""
+    """Let the body build models that existed only in memory from this module; None keeps the module of before."""
     token = _GIVEN.set(_GIVEN.get() if module is None else module)
     try:
         yield

@@ -74,7 +74,7 @@ class Arguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 @dataclass(frozen=True, slots=True)
 class CalledClass:
-    """A class of transformers with the extra arguments `more` of its forward, which gives the answer of `arguments`."""
+    """A class of transformers, extra arguments `more` of its forward, and the output to return by `arguments`."""
 
     kind: Any
     arguments: Arguments | None
@@ -110,7 +110,7 @@ class CalledClass:
 
 
 def answering_class(kind: Any, arguments: Arguments, more: Mapping[str, Any]) -> Any:
-    """Return a subclass whose forward returns the answer; the class itself where that changes nothing."""
+    """Return a subclass whose forward returns the output by `arguments`; the class itself if that changes nothing."""
     if arguments.pooling is None and arguments.output is None and not more:
         return kind
     called = CalledClass(kind, arguments, more)
@@ -122,7 +122,7 @@ def answering_class(kind: Any, arguments: Arguments, more: Mapping[str, Any]) ->
 
 
 def called_of(plain: type[nn.Module]) -> CalledClass:
-    """Return the called class that is behind a class of `answering_class`, or the class itself without an answer."""
+    """Return the CalledClass of a class that `answering_class` made, or a new one that returns all outputs."""
     return vars(plain).get(CALLED) or CalledClass(plain, None, {})
 
 
@@ -147,7 +147,7 @@ def architecture_of_encoder(arguments: Arguments, preprocessing: Preprocessing, 
 def build_encoder(architecture: Architecture) -> nn.Module:
     """Return the traced model with its initial weights, on the CPU.
 
-    torch's default device is not used, since the code of classes holds numbers that are no weights. Raises BadInput
+    torch's default device, such as meta, is not used: classes compute numbers that no file has. Raises BadInput
     where transformers can't build the model, it can't be traced, or it has too many parameters.
     """
     where = architecture.name
@@ -162,14 +162,14 @@ def build_encoder(architecture: Architecture) -> nn.Module:
 def facts_in_transformers(model: nn.Module, spec: InputSpec, parameters: Sequence[str]) -> Facts:
     """Return `facts_with` of a model of transformers.
 
-    The model runs in the state of torch.export, in which transformers' caches keep no tensor of the run without memory.
+    torch says meanwhile that it exports, so that transformers' caches keep no fake tensors of the run.
     """
     with exporting():
         return facts_with(model, spec, parameters)
 
 
 def plain_model(arguments: Arguments, *, where: str) -> nn.Module:
-    """Return a model of transformers' class with its initial weights, whose forward returns the answer."""
+    """Return a model of transformers' class and its initial weights that returns the output by `arguments`."""
     kind, config = class_of(arguments.config, where=where), arguments.config
     size = config.get("image_size")
     own_sides = tuple(size) if isinstance(size, list) else (size, size)

@@ -84,7 +84,7 @@ def _shapes(arguments: Arguments) -> dict[str, torch.Size]:
 def _unlike(
     shapes: Mapping[str, torch.Size], state: Mapping[str, Tensor], own: Mapping[str, Tensor], dense: Mapping[str, Any]
 ) -> str:
-    """Return the first parameter that the class lacks or has in another shape; biases that only it has are zeros."""
+    """Return the first parameter that the class lacks or has in another shape; empty if none but biases of zeros."""
     for name, shape in shapes.items():
         if name not in state and not (name.endswith("bias") and name not in dense):
             return name
@@ -99,7 +99,7 @@ def find_config_changes(model: nn.Module, arguments: Arguments, unread: Mapping[
     `unread` has the dense model's tensors. Raises BadInput, naming the site, for widths that a configuration can't say.
     """
     values, dense = config_from(arguments.config, where=WHERE).to_dict(), _shapes(arguments)
-    # A bias of zeros is one that the narrowed program may need and does not use.
+    # A bias of zeros beside the dense model's was added for repairs and is unused.
     own = {name: each for name, each in model.state_dict().items() if name in dense or bool(each.any())}
     state = {**unread, **own}
     added = any(name.endswith(".bias") and name not in dense for name in own)

@@ -57,7 +57,7 @@ class _Tower:
         return tokens_of_kind(output, x_BNC, self.kinds)
 
     def refusal(self, output: NamedOutput) -> str:
-        """Return why the model does not have an output, or nothing."""
+        """Return why the model does not have an output; empty if it has."""
         if output.part is None:
             ours = "logits" if self.own == "logits" else "pooled"
             return "" if output.name == ours else f"the model's head gives {ours}"

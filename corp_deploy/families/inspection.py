@@ -137,7 +137,7 @@ def fixed_shares(model: nn.Module, currency: Currency, whole: Mapping[str, str])
 
 
 def stays_of(model: nn.Module) -> list[dict[str, Any]]:
-    """Return the layers that can't be narrowed and their channels, by reason; numbers in reasons don't count."""
+    """Return layers with channels that can't be removed, one row for all reasons that differ only in numbers."""
     rows = dict[str, dict[str, Any]]()
     for stay in tracing(model).analysis.stays:
         row = rows.setdefault(re.sub(r"\d+", "0", stay.reason), {"reason": stay.reason, "layers": [], "count": 0})

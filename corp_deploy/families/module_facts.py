@@ -1,4 +1,4 @@
-"""Inputs and outputs of modules: as a module declares them, or as a run of it without memory shows."""
+"""Inputs and outputs of modules: as a module declares them, or as a run on fake tensors shows."""
 
 import logging
 import math
@@ -83,7 +83,7 @@ def facts_of_images(
 
 
 def facts_with(model: nn.Module, spec: InputSpec, parameters: Sequence[str], role: Role | None = None) -> Facts:
-    """Return the facts of a module that takes the ports of `spec` by these parameters, or by position without any.
+    """Return the facts of a module whose `parameters` take the ports of `spec`, in order; by position if empty.
 
     With a `role` the module returns one tensor of this role. Raises BadInput where it can't be run on the ports.
     """
@@ -193,7 +193,7 @@ def _shape_of_images(model: nn.Module) -> tuple[int, int, int]:
             return channels, side, side  # the caller refuses its fixed batch size
     raise BadInput(
         f"{type(model).__name__}: it runs with no known size of images ({reason}); (a) set its attribute `input_size = "
-        f"(3, height, width)`; (b) of other inputs {WRITE}; (c) give the size to corp_deploy.sites(..., inputs=...)"
+        f"(3, height, width)`; (b) if not images, {WRITE}; (c) give the size to corp_deploy.sites(..., inputs=...)"
     )
 
 

@@ -232,7 +232,7 @@ _sizes: dict[tuple[str, str], int] = {}
 
 
 def _size(architecture: Architecture) -> int:
-    """Return the number of parameters, counted once in a process on a model without memory."""
+    """Return the number of parameters, counted once in a process on the meta device."""
     try:
         key = architecture.name, json.dumps(dict(architecture.kwargs), sort_keys=True)
     except TypeError:  # code among the arguments

@@ -40,7 +40,7 @@ def tokens_of_kind(output: NamedOutput, x_BNC: Tensor, kinds: Sequence[str]) -> 
 
 
 def refusal_of_part(output: NamedOutput, kinds: Sequence[str], *, has_norm: bool) -> str:
-    """Return why tokens that begin with these kinds don't have the part that an output gives, or nothing."""
+    """Return why tokens that begin with these kinds lack the part that an output gives; empty if they have it."""
     kind = KINDS.get(output.part or "")
     if kind is not None and kind not in kinds:
         every = ", ".join(dict.fromkeys((*kinds, "patch")))

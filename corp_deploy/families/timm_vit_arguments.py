@@ -112,7 +112,7 @@ def _heads(model: VisionTransformer, state: State, width: int, kwargs: Mapping[s
 
 
 def fitting_arguments(model: nn.Module, name: str, state: State, kwargs: Mapping[str, Any]) -> Fitting | None:
-    """Return arguments with which timm's model of this name fits a state dict, proved by building it without memory.
+    """Return arguments with which timm's model of this name fits a state dict, proved by building it on meta.
 
     `kwargs` are those of `model`, which does not fit. The result is None where the model is no VisionTransformer, and
     where the arguments that the state dict shows don't make it fit.

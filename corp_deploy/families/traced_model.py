@@ -216,10 +216,10 @@ def counted_form(model: nn.Module) -> nn.Module:
 
 
 def _program(model: nn.Module, *, is_padded: bool = False, is_exported: bool = False) -> fx.GraphModule | None:
-    """Return a copy of the program for any batch size, without the biases that only narrowing would add.
+    """Return a copy of the program to run in place of the model, without added biases; None if the model itself runs.
 
-    timm's dense models have none, unless it `is_exported` and folds constants beside attention: engines fuse attention
-    only with constants, and the model itself computes them for every batch.
+    The model runs if its program is for one batch size, and if it is timm's dense model. To be exported, even that one
+    is replaced if its program has attention and folded constants: engines fuse attention with constant masks only.
     """
     is_own = is_librarys(model)
     if (is_own and not is_exported) or not (program := tracing(model).running).any_batch:
