@@ -1,4 +1,4 @@
-"""Model directories: model.safetensors and config.json, written and read without pruning code or pickled code.
+"""Model directories: model.safetensors and config.json, read again without any repair and without pickled code.
 
 config.json has the architecture, the widths of every reduced site, token merging, outputs, preprocessing and the
 lineage: all that it takes to build the model again, and which inputs it was fitted to.

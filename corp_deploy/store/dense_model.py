@@ -37,7 +37,7 @@ from .weights import WeightChoice, Weights
 
 
 def _resolved(architecture: Architecture, built: nn.Module) -> Architecture:
-    """Return the architecture with all arguments, so that neither its tag, its snapshot nor timm's defaults matter."""
+    """Return the architecture with all that its tag, its snapshot and timm's defaults decided written out."""
     spec = image_spec(built)
     recorded = record_from_value(spec.as_json(), Preprocessing, where=architecture.name)
     kwargs = {**timm_library.input_and_classes(built, spec.shape[1:]), **architecture.kwargs}

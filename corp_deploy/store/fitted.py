@@ -1,4 +1,4 @@
-"""The inputs that a model was fitted to, and how many of them also judge it. Only comparing imports torch."""
+"""The inputs that a model was fitted to, and how many judging inputs are among them. Only comparing imports torch."""
 
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ def fitted_of_lineage(lineage: Mapping[str, Any], *, where: str) -> Fingerprints
 
 
 def ids_of_lineage(lineage: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entry for a graph, with digests alone: graphs are given to others, and hide what images look like."""
+    """Return the entry of fitted inputs for a graph's metadata, with digests alone, which show nothing of images."""
     return {FITTED: {"ids": lineage[FITTED]["ids"]}} if FITTED in lineage else {}
 
 

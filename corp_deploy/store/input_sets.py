@@ -91,7 +91,7 @@ def normalising_by_note(preprocessing: str, port: Port, path: Path, *, where: st
 
 
 def no_picture(picture: object) -> Tensor:
-    """Stand in for a transform where there are only arrays, which are not transformed."""
+    """Fail as the transform of pictures where inputs are arrays alone, so that no picture is transformed."""
     raise AssertionError(picture)
 
 
@@ -207,7 +207,7 @@ def merging_of_moments(lineage: Mapping[str, str]) -> Merging | None:
 
 
 def lineage_for_moments(checkpoint: Checkpoint, inputs: InputSet, digest: str | None = None) -> dict[str, str]:
-    """Return the lineage by which moments are refused for another model and never merged across preprocessings.
+    """Return the lineage of moments: no other model takes them, and no moments of another preprocessing are added.
 
     `digest` is that of the weights, for a model that was built without them.
     """

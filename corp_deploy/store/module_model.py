@@ -35,7 +35,7 @@ INSTEAD = (
     "save its state_dict() with safetensors and give corp_deploy.Source(NAME, weights=FILE, kwargs={...}) with the "
     "arguments that it was made with, or the directory that it came from"
 )
-SAY = "beside the module that is corp_deploy.Source(MODULE, kwargs={'input_size': (3, 32, 32)}), or {'inputs': {...}}"
+SAY = "for a module in memory: corp_deploy.Source(MODULE, kwargs={'input_size': (3, 32, 32)}), or {'inputs': {...}}"
 OF_A_DIRECTORY = 'or save model and tokenizer with save_pretrained(DIR), and give "hf:DIR"'
 
 

@@ -237,7 +237,7 @@ def load_transformers(
 def decoder_arguments(
     directory: Path, kwargs: Mapping[str, Any], *, looked_at: bool = False
 ) -> tuple[str, DecoderArguments]:
-    """Return a decoder's type and arguments; one only `looked_at` needs no tokenizer. Raises as load_decoder."""
+    """Return a decoder's type and arguments, if only `looked_at` without a tokenizer. Raises as load_decoder."""
     config = config_of_transformers(directory)
     architecture = decoder_config.architecture_from_transformers(config, where=str(directory / CONFIG))
     changes = read_changes(kwargs, Changes, "a decoder takes length, the tokens of a sequence")

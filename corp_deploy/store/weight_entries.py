@@ -83,7 +83,7 @@ def _found(content: Any, keys: tuple[str, ...], depth: int) -> Iterator[Entry]:
 
 
 def _fault(tensor: torch.Tensor) -> str:
-    """Return why a tensor's values can't be taken as they are, or nothing."""
+    """Return why a tensor's values can't be taken as they are; empty if they can."""
     if tensor.is_quantized:
         return "quantised"
     if tensor.is_meta:

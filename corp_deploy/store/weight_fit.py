@@ -53,7 +53,7 @@ def _notes(before: State, after: State) -> list[str]:
 
 
 def require_fit(model: nn.Module, state: State, where: Path) -> None:
-    """Raise BadInput for other names and shapes than the model's."""
+    """Raise BadInput for a state dict with other names or shapes than the model's."""
     if words := _Misfit(state, model.state_dict()).words:
         raise BadInput(f"{where}: these weights don't fit the model beside them; {words}; write them again")
 
@@ -109,7 +109,7 @@ def rows_of_weight(weight: torch.Tensor) -> torch.Tensor:
 
 
 def require_sparse(model: nn.Module, patterns: Mapping[str, str], where: str) -> None:
-    """Raise BadInput for a layer (or whole name of a weight that is no module's) not as sparse as recorded."""
+    """Raise BadInput for a layer, or a weight under its whole name, that is less sparse than `patterns` record."""
     state = model.state_dict() if patterns else {}
     for name, text in patterns.items():
         weight, sparsity = state.get(f"{name}.weight", state.get(name)), sparsity_from_text(text)

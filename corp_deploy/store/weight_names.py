@@ -11,7 +11,7 @@ _AROUND = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_m
 # Attributes in which Lightning modules and other wrappers have a model.
 _OWNERS = ("model", "timm_model", "net", "network", "backbone", "encoder", "student", "teacher")
 _COUNT = "num_batches_tracked"
-SIMILAR = 0.8  # a way that covers this share of the most covered names counts too, such as one without a head
+SIMILAR = 0.8  # a prefix after which this share of the most names found is found counts too, as without a head
 COUNTER = "n_averaged"  # the counter of torch's AveragedModel
 
 
@@ -109,7 +109,7 @@ def named_for(state: State, own: Collection[str]) -> list[Named]:
 
 
 def _without_copies(named: Named, own: Collection[str]) -> Named:
-    """Return the model under its own names, without copies of it that have prefixes."""
+    """Return the model's tensors under its own names, without copies of the model under prefixes."""
     others = {name: tensor for name, tensor in named.state.items() if name not in own}
     copies = [prefix for prefix, count in _counts(others, own).items() if 2 * count > len(own)]
     beside = tuple(name for name in others if name.startswith(tuple(copies)))

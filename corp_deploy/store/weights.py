@@ -1,4 +1,4 @@
-"""A model's weights from a checkpoint with several state dicts, keys, wrappers' prefixes and moving averages.
+"""A model's weights, chosen from a checkpoint of several state dicts, wrappers' prefixes and moving averages.
 
 The model's own names decide which state dict is taken; notes tell what was taken, renamed and left out. Weights that
 are saved in parts (pruning masks, weight norm, spectral norm) are folded. Shapes are checked in `weight_fit`.
@@ -44,7 +44,7 @@ def spectral_normed(original: Tensor, left: Tensor, right: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """A way to keep a weight in parts."""
+    """A form in which torch saves a weight as several tensors, such as a magnitude and a direction."""
 
     label: str
     first: re.Pattern[str]
