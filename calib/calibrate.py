@@ -238,7 +238,7 @@ def calibrate_sites(
     if snapshots:
         snapshots = snapshots.changed(lambda _, moments: replace(moments, lineage=lineage))
         run["snapshots"] = ",".join(map(str, snapshots.counts))
-    counts = snapshots.counts if snapshots else ()  # one inside a batch needs a copy of the sums
+    counts = snapshots.counts if snapshots else ()  # a count inside a batch needs a copy of the sums
     copies = 2 if any(count % batch_size and count < inputs.count for count in counts) else 1
     own = checkpoint.of_rank(ranks) if checkpoint else None
     collector = Collector(model, sites, device=device, options=options)

@@ -44,8 +44,8 @@ def key_sums(k_BHND: Tensor, weights: PassWeights | None) -> tuple[Tensor, Tenso
     return sum_BHD, gram_BHDD + left_BHD2 @ right_BH2D, gram_BHDD.sum(0) - rest_HDD
 
 
-BLOCK_ENTRIES = 2**23  # entries of the factor of one block of queries: 64 MiB
-PLANE_QUERIES = 64  # queries of an input that count
+BLOCK_ENTRIES = 2**23  # float64 numbers in the largest tensor of a block of queries: 64 MiB
+PLANE_QUERIES = 64  # queries of an input from which gram_of_planes estimates the sum over all
 
 
 def present_tokens(q_BHND: Tensor, k_BHND: Tensor, weights: PassWeights | None) -> Iterator[tuple[Tensor, Tensor]]:

@@ -152,7 +152,7 @@ class Collector:
                 raise BadInput(
                     f"{name}: NaN or Inf in the activations within the first {self.images} inputs; (a) the weights "
                     "or an input hold NaN or Inf, or (b) values or their squares overflow: are the inputs normalised "
-                    "as the model expects? Of a half-precision forward pass try float32"
+                    "as the model expects? In a half-precision forward pass, try float32"
                 )
 
     def moments(self, lineage: Mapping[str, str]) -> Moments:
@@ -200,7 +200,7 @@ class Collector:
         for site in self._sites:
             for role in site.taps:
                 if (runs := self._collected.count((site.name, role))) != 1:
-                    raise BadInput(f"{site.name}: {role} came {runs} times in one forward pass, expected once")
+                    raise BadInput(f"{site.name}: {role} was computed {runs} times in one forward pass, expected once")
         self._stop_after = len(self._collected)
 
     def _on_activation(self, name: str, role: Role, activation: Tensor) -> None:

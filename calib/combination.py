@@ -67,7 +67,7 @@ def add_statistics(name: str, a: OneKind, b: OneKind) -> OneKind:
         if f.name in NOT_SUMS:
             same = torch.equal(left, right) if isinstance(left, Tensor) and isinstance(right, Tensor) else left == right
             if not same:
-                covered = "the dims or channels that they cover; choose both by the moments of one first pass"
+                covered = "the dims or channels that they cover; choose these for both by the moments of one first pass"
                 how = covered if isinstance(left, Tensor) or isinstance(right, Tensor) else f"got {left} and {right}"
                 raise BadInput(f"{name}: moments to merge differ in {f.name}, {how}")
             merged[f.name] = left

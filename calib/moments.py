@@ -97,7 +97,9 @@ class HeadMoments:
         if self.kept_HK is not None:
             width = self.kept_HK.shape[-1]
             if self.kept_HK.dtype != torch.int64 or self.kept_HK.shape[0] != heads or self.system_HTT is None:
-                raise BadInput(f"HeadMoments.kept_HK: got {list(self.kept_HK.shape)}, needs system and {heads} heads")
+                raise BadInput(
+                    f"HeadMoments.kept_HK: got {list(self.kept_HK.shape)}, expected int64 [{heads},K] and system_HTT"
+                )
         sizes = {"H": heads, "D": dim, "X": dim, "C": channels, "K": width, "T": triangle_size(width)}
         for name in ("target_HKK", "target_energy_H"):
             if self.kept_HK is not None and getattr(self, name) is None:

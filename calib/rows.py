@@ -124,7 +124,7 @@ def _arrays(path: Path, ports: Sequence[Port]) -> Feeds:
     ports_text = ", ".join(f"{port.name} {shape_text(port)} {port.dtype}" for port in ports).replace("[B", "[N")
     expected = f"expected {' or '.join(SUFFIXES)} with {ports_text}"
     if not path.is_file() or path.suffix not in SUFFIXES:
-        raise BadInput(f"{path}: {'not such a file' if path.exists() else 'no such file'}, {expected}")
+        raise BadInput(f"{path}: {'a file of another kind' if path.exists() else 'no such file'}, {expected}")
     if path.suffix == ".npz":
         return arrays_from_npz(path)
     if path.suffix == ".safetensors":

@@ -254,8 +254,10 @@ def _check_tensor(tensor: "TensorProto", path: Path) -> bool:
 def _external_bytes(tensor: "TensorProto", path: Path, where: str) -> int:
     entries = {entry.key: entry.value for entry in tensor.external_data}
     if unknown := [key for key in entries if key not in _KEYS]:
-        raise BadInput(f"{where} lies outside with the unknown key {unknown[0][:100]!r}; expected {', '.join(_KEYS)}")
-    file = path_inside(path.parent, entries.get("location", ""), where=f"{where} lies outside of the file")
+        raise BadInput(
+            f"{where} lies in another file, by the unknown key {unknown[0][:100]!r}; expected {', '.join(_KEYS)}"
+        )
+    file = path_inside(path.parent, entries.get("location", ""), where=f"{where} lies in another file")
     if not file.is_file():
         raise BadInput(f"{where} lies in {file.name[:100]}, and there is no such file beside it")
     stat = file.stat()
@@ -273,5 +275,5 @@ def _external_bytes(tensor: "TensorProto", path: Path, where: str) -> int:
 def _parse_natural(entries: dict[str, str], key: str, where: str) -> int | None:
     text = entries.get(key)
     if text is not None and not _NATURAL.fullmatch(text):
-        raise BadInput(f"{where} lies outside with {key} {text[:100]!r}, expected a whole number")
+        raise BadInput(f"{where} lies in another file with {key} {text[:100]!r}, expected a whole number")
     return None if text is None else int(text)

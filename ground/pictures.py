@@ -115,7 +115,7 @@ def pictures_below(root: Path) -> tuple[tuple[str, ...], Skips]:
     names, read = list[str](), set[str]()
     folders, links = [root], list[Path]()
     while folders or links:
-        folder = folders.pop() if folders else links.pop(0)  # links last: a folder goes by its own name
+        folder = folders.pop() if folders else links.pop(0)  # links last, so that a folder has its own path
         real = os.path.realpath(folder)
         if real in read or (folder != root and Path(real_root).is_relative_to(real)):
             skips.add(AGAIN, folder.name)

@@ -336,7 +336,9 @@ def test_custom_module_in_memory_passes_the_chain(tmp_path: Path) -> None:
     rejects(r"Net: the model was a module in memory.*Source\(DIR, module=MODULE", corp_deploy.load, reduced.path)
     with pytest.raises(corp_deploy.BadInput, match=r"a torch.nn.modules.linear.Linear, and the directory's model was"):
         corp_deploy.load(corp_deploy.Source(reduced.path, module=torch.nn.Linear(2, 2)))
-    rejects("model is a reduced one in memory", corp_deploy.reduce, reduced.model, calibration, tmp_path / "s", mlp=0.5)
+    rejects(
+        "model is a reduced module in memory", corp_deploy.reduce, reduced.model, calibration, tmp_path / "s", mlp=0.5
+    )
     rejects("a Net in memory can't be timed; export both", corp_deploy.bench, net, reduced)  # type: ignore[arg-type]
     with pytest.raises(corp_deploy.BadInput, match="candidates: a Net; give what reduce returned"):
         corp_deploy.verify(net, net, images)  # type: ignore[arg-type]

@@ -200,7 +200,7 @@ def test_malformed_batches_are_refused(batches: list[Inputs], message: str) -> N
 
 def test_site_that_never_runs_is_named() -> None:
     model = tiny()
-    with pytest.raises(BadInput, match=r"^other: x came 0 times"):
+    with pytest.raises(BadInput, match=r"^other: x was computed 0 times"):
         collect(model, [ChannelTaps(name="other", output=nn.Linear(2, 2))], [images_of(2)], device="cpu")
 
 
@@ -226,7 +226,7 @@ def test_site_that_runs_twice_is_named() -> None:
             return super().forward(images)
 
     model = Twice()
-    rejects(r"^attn: q came 2 times", collect, model, sites_of(model), [images_of(4)], device="cpu")
+    rejects(r"^attn: q was computed 2 times", collect, model, sites_of(model), [images_of(4)], device="cpu")
 
 
 def test_later_passes_stop_at_the_last_site() -> None:

@@ -121,7 +121,7 @@ def test_parts_ranked_by_one_first_pass_merge(home: Path, tmp_path: Path) -> Non
     assert_same_recoveries(load_checkpoint(home / "dense"), exact, found, 16)
     alone = [calibrated(home, f"{name}-alone.safetensors", *RESTRICTED, images=f"{name}.npy") for name in "ab"]
     merge = ("calibrate", "--merge", *alone, "-o", tmp_path / "m.safetensors")
-    refuses("choose both by the moments of one first pass", *merge)
+    refuses("choose these for both by the moments of one first pass", *merge)
 
 
 def test_both_passes_resume_from_their_own_state(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,7 +82,7 @@ def reduce(call: ReduceCall) -> Reduced:
         example = moments if in_files else call.inputs
         dense, input_set = stack.enter_context(open_model(call.model, example)), None
         if dense.architecture.family == MEMORY and is_reduced(dense.model):
-            raise BadInput("model is a reduced one in memory, and a directory names the dense one; give its directory")
+            raise BadInput("model is a reduced module in memory; give its directory, which names the dense model")
         if call.inputs is not None:
             opened_set = stack.enter_context(open_inputs(dense.model, call.inputs, **call.drawn))
             input_set = call.split(opened_set, call.seed).fitted

@@ -17,7 +17,7 @@ stream.
 """
 KINDS: tuple[SparseKind, ...] = get_args(SparseKind)
 DEFAULT_RULE: Rule = "obs"
-DEFAULT_PERMUTE: Permute = "none"  # after the refit orders gain nothing, see benchmarks/quality/sparsity.py
+DEFAULT_PERMUTE: Permute = "none"  # after the refit, reordering gains nothing, see benchmarks/quality/sparsity.py
 RIDGE_REL = 1e-4
 LONGEST = 8  # 4:8 has 70 patterns of a group, 8:16 has 12,870
 

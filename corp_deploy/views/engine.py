@@ -111,7 +111,7 @@ def graph_lines(rows: Sequence[Mapping[str, Any]], *, kept: Mapping[str, Sequenc
         f"{row['path']}: {row['precision']}, opset {row['opset']}, {row['size_bytes'] / 1e6:.2f} MB" for row in rows
     ]
     for row in rows:
-        if place := row.get("normalised"):  # a module by its path, or ahead of all
+        if place := row.get("normalised"):  # the path of a module, or "ahead of the model"
             lines.append(f"{row['path']}: takes uint8 pixels, normalised {place if ' ' in place else f'in {place}'}")
     for row in rows:
         if breaks := row.get("fusion_breaks"):

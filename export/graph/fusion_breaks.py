@@ -78,7 +78,7 @@ def _values_by_site(proto: ModelProto, patterns: Sequence[str]) -> dict[str, str
         inside = {name: value for name, value in fitting.items() if value is not None and value not in ending}
         if not inside:
             why = f"the value of {names[0]} is an output already" if names else "fits no module and no node"
-            # The modules that one would break are those right below a number.
+            # Suggest modules right below a numbered block, such as blocks.7.attn.
             below = [name for name in modules if len(name.split(".")) > 1 and name.split(".")[-2].isdigit()]
             shown = ", ".join((below or list(modules))[:4])
             node = next((str(node.name) for node in proto.graph.node if node.op_type == "Softmax"), "norm/Add")

@@ -245,7 +245,7 @@ def _refuse_other_shape(proto: onnx.ModelProto, opset: int, batch: int | None) -
     if received.get("") != opset:
         raise BadInput(f"asked for opset {opset}, this torch could only write {received}; choose another opset")
     values = [value for value in (*proto.graph.input, *proto.graph.output) if value.type.tensor_type.shape.dim]
-    for value in values:  # the check refuses one without sizes
+    for value in values:  # check_onnx refuses a value without sizes
         dim = value.type.tensor_type.shape.dim[0]
         if batch is None and not dim.dim_param:
             raise BadInput(f"{value.name}: the batch came out fixed at {dim.dim_value}; the model's code depends on it")

@@ -80,7 +80,7 @@ class OnnxRunner:
                 raise BadInput(
                     f"{self.path}: a {float_type.label} graph, and ONNX Runtime's CPU kernels have no arithmetic in "
                     f"{float_type.name}: (a) run an engine of it or provider cuda, (b) time the fp32 graph; "
-                    "verify rounds it by itself, as it is typed"
+                    "verify needs neither, because it emulates the type's rounding"
                 )
         options, own = session_options(self.threads), dict[str, str]()
         if self.provider != "cpu":
