@@ -25,8 +25,8 @@ NOTE = f"{PREFIX}preprocessing"
 class Artefact:
     """An engine or a graph without its model.
 
-    `batches` are the smallest and the largest batch that it takes, None if it takes any. `preprocessing` is the note of
-    its graph on how images become its input. `movable` tells that other versions of its library may load it.
+    `batches` are the smallest and the largest batch that it takes, None if it takes any. `preprocessing` is its
+    graph's note on how images become its input. `movable` is true if other versions of its library may load it.
     """
 
     path: Path
@@ -39,7 +39,7 @@ class Artefact:
     movable: bool = True
 
     def sizes(self, requested: Sequence[int]) -> tuple[int, ...]:
-        """Return the requested batch sizes that the artefact takes, or else its largest."""
+        """Return the requested batch sizes that the artefact takes or, if it takes none, its largest size."""
         if self.batches is None:
             return tuple(requested)
         least, most = self.batches

@@ -1,4 +1,4 @@
-"""The candidates of a proof: model directories, typed graphs and engines, each with its facts and its runner."""
+"""The candidates of a proof: model directories, graphs and engines, each with its facts and its runner."""
 
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -40,13 +40,14 @@ ARITHMETIC: dict[Runtime, Arithmetic | None] = {"openvino": None, "openvino-fp16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One candidate with its label and name in the record, its form, its type (mixed or not), and its fixed batch.
+    """One candidate with its label and name in the record, its form, and the number type that it rounds to.
 
-    `shown` is the path in printed commands, if it differs. `rest` is the precision of the layers that a quantised graph
-    doesn't quantise, if it is known, and `weight_bits` the bits of its weights. `sha256` is the digest that an engine's
-    bytes must have. `runtime` runs a graph instead of ONNX Runtime, `provider` is ONNX Runtime's, and `as_typed` keeps
-    its INT8 kernels away. `inputs` are the ports of a graph or an engine, `images` the preprocessing for one that takes
-    pixels. `fitted` are the inputs that it was fitted to, if it tells.
+    `batch` is a fixed batch size, None if any size runs. `shown` is the path in printed commands, if it differs. `rest`
+    is the precision of the layers that a quantised graph doesn't quantise, if it is known, and `weight_bits` the bits
+    of its weights. `sha256` is the digest that an engine's bytes must have. `runtime` runs a graph instead of ONNX
+    Runtime; `provider` is an option of ONNX Runtime, and `as_typed` makes it compute the graph's types without its INT8
+    kernels. `inputs` are the ports of a graph or an engine, `images` the preprocessing for one that takes pixels.
+    `fitted` are the inputs that it was fitted to, if its file records them.
     """
 
     label: str
@@ -75,7 +76,7 @@ class Candidate:
 
     @property
     def rounds(self) -> bool:
-        """True if it has fewer bits than float32, in whole or in part."""
+        """True if any of its layers computes in fewer bits than float32."""
         return self.float_type is not FLOAT32
 
     @property
@@ -88,17 +89,17 @@ class Candidate:
 
     @property
     def computes_int8(self) -> bool:
-        """True if ONNX Runtime's INT8 kernels for the CPU compute it."""
+        """True if ONNX Runtime computes it with INT8 kernels of the CPU."""
         return self._on_cpu and self.float_type is INT8 and self.rest == FP32
 
     @property
     def emulated(self) -> bool:
-        """True if values are rounded to its types and computed in float32."""
+        """True if it is computed in float32, with values rounded to the graph's types between operations."""
         return self._on_cpu and self.rounds and not self.computes_int8
 
     @contextmanager
     def opened(self, outputs: Sequence[OutputPort]) -> Iterator[Run]:
-        """Yield a function from feeds of any number of inputs to outputs under the names of `outputs`.
+        """Yield a function that runs feeds of any number of inputs and names the results as `outputs` are named.
 
         Raises BadInput if the candidate has other outputs.
         """
@@ -188,7 +189,7 @@ def _from_engine(path: Path, shown: Path) -> Candidate:
 
 
 def in_runtime(graph: Candidate, runtime: Runtime) -> Candidate:
-    """Return a graph as a candidate in OpenVINO, which computes it as typed or in fewer bits."""
+    """Return a graph as a candidate that runs in OpenVINO, in the graph's own types or in the runtime's."""
     arithmetic = ARITHMETIC[runtime]
     lower = graph.float_type is FLOAT32 or (arithmetic == "bf16" and graph.float_type is FLOAT16)
     name = runtime if arithmetic is not None else "openvino"
@@ -265,9 +266,9 @@ def with_preprocessing(candidates: Sequence[Candidate], dense: "Checkpoint") -> 
 
 
 def require_batches(candidates: Sequence[Candidate], batches: Sequence[int]) -> list[str]:
-    """Return a sentence for each candidate with a fixed batch size that leaves requested sizes out.
+    """Return a sentence for each candidate whose fixed batch size prevents requested sizes from being run on it.
 
-    Raises BadInput if a fixed batch size isn't requested, or no candidate can run a requested one.
+    Raises BadInput if a candidate's fixed batch size isn't requested, or a requested size runs on no candidate.
     """
     asked, sentences = ",".join(map(str, batches)), []
     for each in (candidate for candidate in candidates if candidate.batch):

@@ -43,8 +43,8 @@ EACH_SIZE = 4  # inputs at each batch size but the largest
 class ChainStep:
     """A candidate that has been run.
 
-    It has the outputs by batch size, a link for each output, the findings of structural tests, and the block where a
-    failing link breaks. `merges` is the merge noise of the torch model that it is or computes.
+    It has the outputs by batch size, a link for each output, the findings of structural tests, and the block that a
+    failing link was located in. `merges` is the merge noise of the torch model that the candidate is or was made from.
     """
 
     candidate: Candidate
@@ -63,7 +63,7 @@ class ChainStep:
 class Chain:
     """One proof: the dense model with its outputs, the inputs and batch sizes, the rules of each output, and the heads.
 
-    `halves` are the types of fewer bits that candidates have.
+    `halves` are the types of fewer bits than float32 that occur among the candidates.
     """
 
     dense: Checkpoint
@@ -77,7 +77,11 @@ class Chain:
     def walk(
         self, candidates: Sequence[Candidate], on_progress: Callable[[Sequence[ChainStep]], None]
     ) -> list[ChainStep]:
-        """Compare every candidate with its reference: the dense model for torch, else the last FP32 step before."""
+        """Compare every candidate with its reference and locate faults.
+
+        The reference of a torch model is the dense model, that of a graph or engine the last FP32 step before it, or
+        the dense model if there is none.
+        """
         steps = list[ChainStep]()
         single: ChainStep | None = None
         model = self.dense.model
@@ -112,7 +116,8 @@ class Chain:
     def whole(self, steps: Sequence[ChainStep]) -> list[Link]:
         """Return the links from the dense model to the last step, one for each output.
 
-        A single step has them only if it is a graph or an engine and the user set limits.
+        If there is a single step, its own links say the same, and it has these links only if it is a graph or an engine
+        and the user set limits.
         """
         is_reduced = steps[0].candidate.form == "torch"
         if len(steps) < 2 and (is_reduced or not any(rule.of_user().bounds for rule in self.rules)):
@@ -144,12 +149,12 @@ class Chain:
 
     @contextmanager
     def _opened(self, candidate: Candidate) -> Iterator[Run]:
-        """Open a candidate, with the maps that heads make of its outputs."""
+        """Open a candidate together with the heads, which compute score maps from its outputs."""
         with candidate.opened([rule.port for rule in self.rules if rule.port not in self.heads.ports]) as backbone:
             yield self.heads.behind(backbone, max(self.batches))
 
     def _by_batch(self, candidate: Candidate, run: Run) -> dict[int, Outputs]:
-        """Run all inputs at the largest batch size, and at each other size one batch or EACH_SIZE inputs."""
+        """Run all inputs at the largest batch size, and one batch, at least EACH_SIZE inputs, at each other size."""
         if candidate.batch:
             return {candidate.batch: run_in_batches(run, self.feeds, candidate.batch)}
         *smaller, largest = sorted(set(self.batches))
@@ -180,14 +185,14 @@ def prove_chain(
     on_progress: Callable[[int], None] = lambda finished: None,
     answered: Callable[[str, Outputs], None] = lambda label, outputs: None,
 ) -> Proof:
-    """Compare every candidate with its predecessor and the last one with the dense model.
+    """Compare every candidate with a step before it, and the last one with the dense model.
 
     A torch candidate is compared with the dense model, within the user's limits; an FP32 graph with the torch model
-    before it, within a float32 bound; an FP16 or BF16 graph or engine with the FP32 step before it, within a multiple
-    of the dense model's own error in that type. A failing graph's block is located. `moments` add the test for shifted
-    inputs; the heads of `limits` add links of their maps. `on_progress` hears how many candidates are finished,
-    `answered` the label and the outputs of the dense model and of each candidate as soon as it has run. Raises BadInput
-    if inputs, labels, heads or limits don't fit the model, or the moments are of another one.
+    before it, within a float32 bound; a graph or engine of fewer bits with the last FP32 step, within a multiple of the
+    dense model's own error in that type. If a graph fails, the block that errs is located. `moments` add the test for
+    shifted inputs; the heads of `limits` add links of their maps. `on_progress` receives the number of finished
+    candidates, `answered` the label and outputs of the dense model and of each candidate as soon as it has run. Raises
+    BadInput if inputs, labels, heads or limits don't fit the model, or the moments are of another one.
     """
     if moments is not None:
         require_same_model(dense.model, moments)

@@ -1,6 +1,7 @@
 """Engines of one graph compared on the same inputs, in one environment or by golden outputs from another.
 
-A golden directory has inputs.npz, outputs.npz, and golden.json with their digests, their engine and its conditions.
+Golden outputs are those of a reference engine or graph. Their directory has inputs.npz, outputs.npz, and golden.json
+with the digests of both, the engine and its batch size.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -45,7 +46,7 @@ class GoldenFacts:
 
     @property
     def shared(self) -> dict[str, Any]:
-        """The fields of golden.json that the outputs in memory have too."""
+        """The fields that GoldenRecord, on disk, and Golden, in memory, have in common."""
         return {each.name: getattr(self, each.name) for each in fields(GoldenFacts)}
 
 

@@ -1,4 +1,4 @@
-"""Prices of hardware-compatible plans: plans for one GPU each are built beside them, and timed if a GPU is here."""
+"""Prices of hardware-compatible plans: their losses against plans built for one GPU each."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -25,7 +25,10 @@ def plan_beside(output: Path, target: str) -> Path:
 
 
 def build_priced(graph: Path, choices: BuildOptions, output: Path, *, library: Library | None = None) -> Engine:
-    """Build and write the compatible plan, with its price in its record, and beside it those for one GPU each."""
+    """Build and write the compatible plan and, beside it, a plan for each GPU alone; record the difference.
+
+    Times are compared only if this machine has one of the GPUs.
+    """
     assert choices.compatibility is not None, choices
     built = build_engine(graph, choices, library=library)
     exact: dict[str, EngineRecord] = {}

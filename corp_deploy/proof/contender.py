@@ -25,7 +25,7 @@ from .engine_trust import record_of_trusted_plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contender(BenchSubject):
-    """A subject of a benchmark with its ports, its fixed batch, and the inputs that it was fitted to."""
+    """A model to time, with its input ports, its fixed batch size, and the inputs that it was fitted to."""
 
     inputs: tuple[Port, ...]
     static_batch: int | None = None
@@ -66,7 +66,7 @@ def contender_from_graph(name: str, path: Path, running: RunOptions) -> Contende
 
 
 def _graph_of_engine(path: Path, record: EngineRecord) -> GraphFacts | None:
-    """Return facts of the graph that an engine was built from, or None if it isn't beside the plan."""
+    """Return facts of the graph that an engine was built from, or None if no file beside the plan has its digest."""
     for graph in sorted(path.parent.glob("*.onnx")):
         if graph.stat().st_size == record.onnx_bytes and sha256_of_file(graph) == record.onnx_sha256:
             return facts_of_onnx(graph)

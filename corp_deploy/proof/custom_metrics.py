@@ -121,13 +121,13 @@ _LAST_WORDS = 300
 
 
 class Meter:
-    """The custom metrics of a proof, measured for each artefact as soon as it has run, so that a failure ends it early.
+    """The custom metrics of a proof, measured on each model's outputs at once, so that a failing metric ends it early.
 
     A command runs in `below`, without a shell, on an .npz with the outputs by name, the `names` of the inputs and their
     `labels`, if known. Its last printed line is the number, or a JSON list of one number for each input, whose mean is
     the figure. A function takes the same arrays by name and returns either. With a number for each input, the figure
-    has an interval, and its change from the reference a paired one. Raises BadInput if a metric can't be run, fails,
-    takes longer than the limit, or gives no finite number.
+    has an interval, and its change from the first measured model has a paired interval. Raises BadInput if a metric
+    can't be run, fails, takes longer than the limit, or gives no finite number.
     """
 
     def __init__(
@@ -234,7 +234,7 @@ def _arrays(outputs: Outputs, inputs: "ProofInputs") -> dict[str, NDArray[Any]]:
 
 
 def _digest(request: MetricRequest, inputs: "ProofInputs", below: Path) -> str:
-    """Return the digest of the labels and the command's words, with files by content so that paths don't count."""
+    """Return the digest of the labels and the command's words, in which a file counts by its content, not its path."""
     digest = hashlib.sha256()
     path, function = file_and_function(request.command)
     words = [str(path), function] if request.is_code else request.argv
@@ -248,7 +248,7 @@ def _digest(request: MetricRequest, inputs: "ProofInputs", below: Path) -> str:
 
 
 def _errors(values_N: NDArray[np.float64], of_reference_N: NDArray[np.float64]) -> dict[str, Any]:
-    """Return the fields of OwnMetric for the standard errors of the mean and its change; none for a single number."""
+    """Return the standard errors of the mean and of its change, as fields of OwnMetric; empty for a single number."""
     count = len(values_N)
     if count < 2 or count != len(of_reference_N):
         return {}

@@ -42,7 +42,7 @@ Status = Literal["PASS", "FAIL", "MEASURED"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderLink:
-    """The comparison of one way to run a decoder; `bound` limits the relative error, None for no limit."""
+    """The comparison of a decoder in prefill or token by token; `bound` limits the relative error, if not None."""
 
     name: str
     measures: Mapping[str, Any]

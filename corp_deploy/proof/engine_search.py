@@ -1,7 +1,7 @@
 """Repairs of engines: fusion breaks first, and sites kept in more bits only if breaks fail.
 
-A wrong fused kernel can make an engine err whose graph is right; only the engine shows it. A break costs one write of a
-tensor, more bits cost a block its fast kernels.
+A wrong fused kernel can make an engine err although its graph is right; only running the engine shows it. A break costs
+one write of a tensor; with more bits a block loses its fast kernels.
 """
 
 import tempfile
@@ -40,10 +40,10 @@ class RepairResult:
 
 
 def find_fewest_passing(sites: Sequence[str], passes: Callable[[Sequence[str]], bool]) -> tuple[str, ...] | None:
-    """Return a set of sites that passes and of which none can be left out, or None if not even all of them pass.
+    """Return a set of sites that passes and needs each of them, or None if not even all sites pass.
 
-    A set with more sites is assumed to pass if one with fewer does. The last site of the shortest prefix that passes is
-    then needed; bisection finds it, and in turn the needed ones before it.
+    A set is assumed to pass if any subset does. Then the last site of the shortest prefix that passes is needed;
+    bisection finds it, and after it the other needed sites in the same way.
     """
     if not passes(sites):
         return None
@@ -59,7 +59,7 @@ def find_fewest_passing(sites: Sequence[str], passes: Callable[[Sequence[str]], 
 def measure_each_output(
     ports: Sequence[OutputPort], reference: Outputs, answers: Outputs, bounds: Mapping[str, Tolerance] | None = None
 ) -> dict[str, Measures]:
-    """Compare each output with the reference; `bounds` hold the noise of its margins."""
+    """Compare each output with the reference; `bounds` tell which classes are too close to count as changed."""
     return {
         port.name: measure_outputs(
             reference[port.name],
@@ -72,7 +72,7 @@ def measure_each_output(
 
 
 def find_break_places(proto: onnx.ModelProto) -> tuple[str, ...]:
-    """Return places for breaks, in order: the softmax of every attention, and the output of every part of a block."""
+    """Return the places for fusion breaks: outputs of all parts of blocks, and the softmax of every attention."""
     parts = {site for name in modules_of_graph(proto) if (site := site_of(f"{name}/")) == name}
     parts = {site for site in parts if any(part.isdigit() for part in site.split("."))}
     nodes = [node.name for node in proto.graph.node if node.op_type == "Softmax" and "/" in node.name]
@@ -83,9 +83,9 @@ def find_break_places(proto: onnx.ModelProto) -> tuple[str, ...]:
 class Trials:
     """Trials of one model's graph with different breaks and kept sites, each written and measured once.
 
-    `write` makes the graph (path, breaks, kept sites), and `answers` runs it, or its engine. Outputs are compared with
-    `reference` and judged by `bounds`. With `are_flips` every change of the first class counts, even between classes
-    that are nearly equal.
+    `write` takes a path, breaks and kept sites and writes the graph; `answers` runs it, or an engine of it. Outputs are
+    compared with `reference` and judged by `bounds`. With `are_flips` every change of the predicted class counts, even
+    between classes that are nearly equal.
     """
 
     write: Write
@@ -140,7 +140,7 @@ def find_repair(trials: Trials) -> RepairResult:
 
 
 def run_graph(path: Path, feeds: Feeds, ports: Sequence[OutputPort]) -> Outputs:
-    """Run a graph in ONNX Runtime, rounding as it is typed."""
+    """Run a graph in ONNX Runtime, with values rounded to the graph's types."""
     with candidate_from_path(path).opened(ports) as run:
         return run_in_batches(run, feeds, BATCH)
 

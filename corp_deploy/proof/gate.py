@@ -60,8 +60,8 @@ def read_evidence(bench: Path | None, parity: Path | None, confidence: float = D
 def parity_row(path: Path, rules: Sequence[Rule] = ()) -> JudgedRule:
     """Return the proof's own verdict, by its own confidence, as a row of the gate.
 
-    An output that neither a limit of the proof nor a rule judges makes the row INCONCLUSIVE. The row is UNJUDGED if the
-    rules, or other inputs, judge instead.
+    If the proof itself is UNJUDGED, the row is INCONCLUSIVE when an output is judged by no limit of the proof and no
+    rule, and else UNJUDGED: the rules, or a proof on other inputs, judge instead.
     """
     parity = load_parity(path)
     verdict: Verdict = parity.verdict
@@ -76,7 +76,7 @@ def parity_row(path: Path, rules: Sequence[Rule] = ()) -> JudgedRule:
 
 
 def with_fitted_rule(rules: Sequence[Rule], now: Evidence) -> list[Rule]:
-    """Add the rule that no judging image is one of the fit, unless a rule allows some."""
+    """Add the rule that fails if any judging image is one of the fit, unless a rule on these images is given."""
     unknown = now.parity is None or now.parity.fitted is None
     if unknown or any(rule.metric == FITTED for rule in rules):
         return [*rules]
@@ -99,7 +99,7 @@ def write_gate_file(gate: Gate, path: Path) -> None:
 
 
 def write_tracking(now: Evidence, directory: Path) -> None:
-    """Write the two files that benchmark-tracking actions read."""
+    """Write the two files that CI actions for tracking benchmarks read."""
     if now.bench is None:
         raise BadInput("--track writes timings; give a bench.json among the records")
     summary = summarise(now.bench)

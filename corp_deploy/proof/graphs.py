@@ -24,11 +24,11 @@ from .model_inputs import feeds_for_graph
 
 
 class Graphs:
-    """The graphs of a model that an export asks for.
+    """The graphs that an export writes, one for each precision.
 
-    `feeds` are the inputs that precisions are chosen by. `dense` is the model whose own rounding error bounds that of
-    the graphs, by default the model itself. Raises BadInput if the model, called `where`, has no use for the head
-    geometry.
+    `feeds` are the inputs on which layers to keep in more bits are chosen. `dense` is the model whose own rounding
+    error bounds that of the graphs, by default the model itself. Raises BadInput if the option for head geometry has no
+    effect on the model, which the message calls `where`.
     """
 
     def __init__(
@@ -95,11 +95,11 @@ class Graphs:
 
     @property
     def _idle(self) -> dict[str, str]:
-        """The pure precisions that replace mixed ones with nothing to keep."""
+        """The pure precision by mixed precision, for mixed ones with which no layer has to stay in FP32."""
         return {name: PRECISIONS[name].pure for name, found in self.found.items() if not found.kept}
 
     def paths(self, output: Path) -> dict[str, Path]:
-        """Return the path of each graph; a pure one replaces a mixed one with nothing to keep."""
+        """Return the path of each graph; a mixed precision without layers to keep becomes the pure one."""
         idle = self._idle
         if len(self._options.precisions) == 1:
             (only,) = self._options.precisions

@@ -1,4 +1,4 @@
-"""Separate heads: graphs that compute score maps from a backbone's named outputs, equal for every step of a chain."""
+"""Separate heads: graphs that compute score maps from a backbone's outputs, the same for every step of a chain."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -67,7 +67,7 @@ class ProofHeads:
         return next(head for head in self.every if name in head.maps)
 
     def behind(self, run: Run, batch: int) -> Run:
-        """Return a backbone that computes the maps too; `batch` is for heads with a free batch."""
+        """Return a function that runs a backbone and its heads; `batch` is for heads without a fixed batch size."""
 
         def whole(feeds: Feeds) -> Outputs:
             answers = run(feeds)

@@ -1,4 +1,4 @@
-"""Exceptions of a graph: the blocks that fail in sixteen bits stay in FP32, and the most sensitive stay unquantised."""
+"""The blocks of a graph that keep more bits: those that fail in sixteen bits, and those most sensitive to INT8 or FP8."""
 
 import tempfile
 from bisect import bisect_left

@@ -28,7 +28,7 @@ from perf.stats.decision import (
 
 
 def unreachable_shares(shares: Mapping[str, float], *, count: int, noun: str, confidence: float) -> list[str]:
-    """Return a sentence for each least share that `count` inputs can't show even without an exception."""
+    """Return a sentence for each required share that `count` inputs can't prove even if all of them agree."""
     sentences, lowest = list[str](), share_interval(1.0, count, confidence).low
     for name, least in shares.items():
         if least <= lowest:
@@ -53,8 +53,9 @@ class ParityLimits(ProofOptions):
     """Limits on the difference of the reduced model's outputs from the dense one's; None sets no limit.
 
     `max_apart` is the largest share of inputs on which two runtimes may merge different tokens by rounding. Shares of
-    inputs are judged by an interval of this `confidence`, or at 0 by the point alone; `elsewhere` names the inputs that
-    judge the shares which these leave open. Raises BadInput if a number is out of range, or an output limit is unknown.
+    inputs are judged by an interval of this `confidence`, or at 0 by the point estimate. A share that these inputs
+    leave open is INCONCLUSIVE, or UNJUDGED if `elsewhere` names other inputs that judge it. Raises BadInput if a number
+    is out of range, or an output limit is unknown.
     """
 
     elsewhere: str = ""
@@ -72,7 +73,7 @@ class ParityLimits(ProofOptions):
         return tolerance.user_tolerance(**numbers, confidence=self.confidence, noise=noise, elsewhere=self.elsewhere)
 
     def _set_for(self, port: OutputPort) -> dict[str, tuple[str, float]]:
-        """Return each limit of one output with the option that sets it: the output's own, else its role's."""
+        """Return each limit of one output with the option that sets it; an output's own limits replace general ones."""
         is_map, own = port.role == "score map", self.by_output.get(port.name, {})
         every = [
             ("max_error", "--max-error", self.max_error),
@@ -91,7 +92,10 @@ class ParityLimits(ProofOptions):
         ]
 
     def threshold_of(self, port: OutputPort, answers: NDArray[np.floating]) -> float | None:
-        """Return the threshold of a single logit, by the dense model's outputs, or of a score map of one class."""
+        """Return the threshold above which a single logit or a pixel of a score map counts as positive, None if unused.
+
+        `answers` are the dense model's outputs.
+        """
         if port.role == "score map":
             return self.map_threshold
         return threshold_of(answers, self.logit_threshold) if port.role == "logits" else None
@@ -120,12 +124,12 @@ class ParityLimits(ProofOptions):
             )
 
     def unreachable(self, images: ImageSet) -> list[str]:
-        """Return a sentence for each limit that so many inputs can't show to be kept."""
+        """Return a sentence for each limit on a share that so many inputs can't prove."""
         shares = {name.replace("_", " "): least for name, least in self.shares.items()}
         return unreachable_shares(shares, count=images.count, noun=images.noun, confidence=self.confidence)
 
     def for_few_inputs(self, count: int, *, elsewhere: str) -> "ParityLimits":
-        """Return limits for few inputs, which can only fail a share; `elsewhere` names the inputs that judge it."""
+        """Return these limits for inputs too few to prove a share; `elsewhere` names the inputs that judge it."""
         lowest = share_interval(1.0, count, self.confidence).low
         few = any(least > lowest for least in self.shares.values())
         return replace(self, elsewhere=elsewhere) if few else self

@@ -41,9 +41,9 @@ class LinkReference:
 class LinkRules:
     """The rules of the links at one output.
 
-    `noises` are the dense model's own errors in float16, which tells ties from flips, and in the candidates' types.
-    `products` is the length of the chain of matrix products, and `magnified` the factor by which a head magnifies
-    errors.
+    `noises` are the dense model's own errors in the candidates' types and in float16; the latter decides which classes
+    are too close for a change to count. `products` is the length of the longest chain of matrix products, and
+    `magnified` the factor by which a head magnifies relative errors.
     """
 
     port: OutputPort
@@ -122,7 +122,7 @@ def build_link_rules(
     heads: ProofHeads,
     halves: Collection[FloatType],
 ) -> list[LinkRules]:
-    """Build the rules of each output and each map of heads; `halves` are the types of candidates."""
+    """Build the rules of each output and each map of heads; `halves` are candidates' types of fewer bits."""
     ports = output_ports(dense.model)
     noises = {
         each: measure_own_noise(dense, each, feeds, answers, batch, heads) for each in dict.fromkeys((FLOAT16, *halves))
@@ -166,9 +166,10 @@ def _magnified(map_noise: Measures, noises: Sequence[Measures]) -> float:
 def with_reasons(
     links: Sequence[Link], candidate: Candidate, as_typed: Callable[[], Sequence[Link]]
 ) -> tuple[Link, ...]:
-    """Add to a failing link the reason that the graph passes as it is typed, if it does.
+    """Add to a failing link that this CPU's INT8 kernels are the cause, if the graph passes without them.
 
-    `as_typed` makes the same links without ONNX Runtime's INT8 kernels. The verdict stays, as it holds on this CPU.
+    `as_typed` makes the same links without ONNX Runtime's INT8 kernels. The verdict stays FAIL, as it holds on this
+    CPU.
     """
     if not candidate.computes_int8 or all(link.status != "FAIL" for link in links):
         return tuple(links)
@@ -181,7 +182,7 @@ def with_reasons(
 
 
 def with_origin(links: Sequence[Link], candidate: Candidate, model: nn.Module) -> tuple[Link, ...]:
-    """Add to a failing link the reason that the graph is of another model, if it is."""
+    """Add to a failing link that the graph was exported from another model, if its recorded digest says so."""
     own = candidate.model_sha256
     if own is None or all(link.status != "FAIL" for link in links) or own == (expected := model_digest(model)):
         return tuple(links)

@@ -53,7 +53,10 @@ def graph_of_checkpoint(checkpoint: Checkpoint, precision: str, keep_fp32: Seque
 
 
 def half_precision_of(dense: Checkpoint, float_type: FloatType) -> tuple[str, tuple[str, ...]]:
-    """Return the precision that keeps a dense model in this type, and the layers whose weights exceed the type."""
+    """Return the precision in which to export a dense model to this type, and the layers that must stay in FP32.
+
+    These are layers with weights beyond the type's largest number; with any of them the precision is mixed.
+    """
     kept, mixed = modules_beyond(traced_model.exportable(dense.model), float_type), mixed_with_float32(float_type)
     return (mixed.name if kept else mixed.pure), kept
 
@@ -68,7 +71,7 @@ def measure_dense_noise(dense: Checkpoint, feeds: Feeds, float_type: FloatType) 
 
 
 def balanced_sites(proto: onnx.ModelProto) -> set[str]:
-    """Return the sites whose norms were balanced, by the notes of the graph."""
+    """Return the sites whose norms were balanced before quantisation, as the graph's metadata record."""
     names = next((entry.value for entry in proto.metadata_props if entry.key == "export.balanced"), "")
     return {site_of(f"{name}/") for name in names.split()}
 
@@ -81,7 +84,7 @@ def build_fix_command(
     rest: str | None = None,
     weight_bits: int = 8,
 ) -> str:
-    """Return the command that exports beside the failing graph, with the first bad site in more bits."""
+    """Return the command that exports the failing graph again, beside it, with `{site}` kept in more bits."""
     beside = (graph.parent / CONFIG).is_file()
     graph = shown or graph
     stem = graph.name.removesuffix(".onnx")
@@ -102,7 +105,7 @@ def build_fix_command(
 def locate_fault_of_link(
     name: str, failing: Candidate, before: Candidate | None, dense: Checkpoint, feeds: Feeds, products: int
 ) -> FaultLocation | None:
-    """Locate the block where a failing graph errs, or return None if the step before can't be cut into blocks."""
+    """Locate the block where a failing graph errs; return None if its blocks can't be compared with the step before."""
     if failing.form != "graph" or failing.runtime is not None or before is None:
         return None  # blocks are compared in ONNX Runtime
     if before.form == "graph" and before.takes_pixels != failing.takes_pixels:

@@ -53,7 +53,7 @@ class _Float32Borders(nn.Module):
 def compile_package(
     checkpoint: Checkpoint, path: Path, *, precision: Precision, threads: int | None, single: bool = False
 ) -> None:
-    """Compile the model to a package for any batch from 2, or for a `single` input, which is another program.
+    """Compile the model to a package for any batch size from 2, or with `single` for size 1 only.
 
     The package keeps the number of threads that it is compiled with. Raises Missing if there is no C++ compiler, and
     BadInput if AOTInductor can't compile the model.
@@ -95,7 +95,7 @@ def port_of_images(images: Path | None, package: Path) -> Port:
 
 
 def contender_from_package(name: str, path: Path, images: Path | None, running: RunOptions) -> Contender:
-    """Open a given package; raise BadInput unless its code is trusted."""
+    """Open a package of AOTInductor; raise BadInput unless its code is trusted."""
     refuse_untrusted(f"{path} (a package of AOTInductor)")
     inputs = (port_of_images(images, path),)
     opened = partial(PackageRunner, path, inputs=inputs, threads=running.threads)
@@ -105,7 +105,7 @@ def contender_from_package(name: str, path: Path, images: Path | None, running: 
 def _compiled_contender(
     name: str, checkpoint: Checkpoint, path: Path, running: RunOptions, label: str, batches: Sequence[int]
 ) -> Contender:
-    """Compile a model here; raise BadInput for a batch of 1 beside others."""
+    """Compile a model with AOTInductor; raise BadInput for batch size 1 together with other sizes."""
     if 1 in batches and len(batches) > 1:
         others = ",".join(str(batch) for batch in batches if batch > 1)
         raise BadInput(

@@ -52,7 +52,7 @@ def feeds_for_graph(checkpoint: Checkpoint, feeds: Feeds, graph_input: GraphInpu
 
 
 def inputs_from_set(source: InputSet, labels: NDArray[np.int64] | None = None) -> ProofInputs:
-    """Decode all inputs of a set once, into unnamed files on disk instead of memory.
+    """Decode all inputs of a set once, into temporary files instead of memory.
 
     A tensor without a name is called "images".
     """
@@ -83,9 +83,9 @@ def inputs_from_set(source: InputSet, labels: NDArray[np.int64] | None = None) -
 
 
 def draw_random_inputs(dense: Checkpoint, count: int, seed: int, *, pixels: bool = False) -> ProofInputs:
-    """Draw normal noise, or with `pixels` random pixels, normalised, which the record calls random.
+    """Draw normal noise or, with `pixels`, normalised random pixels; the record names them random.
 
-    Raises BadInput if the model takes integers, of which only real ones have a meaning.
+    Raises BadInput if the model takes integers, such as token ids: random ones have no meaning.
     """
     ports = input_ports(dense.model)
     spec = preprocessing_of(dense)

@@ -48,7 +48,7 @@ DENSE = "dense torch fp32"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergeNoise:
-    """The margin of each input [N] to merging other tokens, and the model's own errors by type and output."""
+    """Each input's margin [N] between merged and other tokens, and the model's own errors by type and output."""
 
     margins_N: NDArray[np.float64]
     noise: Mapping[FloatType, Mapping[str, Measures]]
@@ -86,8 +86,8 @@ def measure_own_noise(
 ) -> dict[str, Measures]:
     """Return a torch model's own error in a type against FP32, by output, on these inputs.
 
-    Norms and softmax are computed as in exported graphs, and INT8 and FP8 by plain rounding. Maps come from heads in
-    FP32.
+    Norms and softmax keep the precision that they have in exported graphs; INT8 and FP8 are simulated by rounding.
+    Heads compute their maps in FP32.
     """
     exportable, ports = traced_model.exportable(dense.model), output_ports(dense.model)
     half = _rounding(exportable, float_type, feeds, batch)

@@ -1,6 +1,6 @@
 """Perplexity of a dense decoder and its candidates, sequence by sequence.
 
-Logits of a whole text would be larger than any model, so each sequence keeps three numbers.
+Logits of a whole text would take more memory than the model, so three numbers are kept of each sequence.
 """
 
 import math
@@ -116,8 +116,8 @@ def measure_perplexities(
 ) -> LanguageProof:
     """Measure the dense decoder and every candidate on the same sequences.
 
-    `on_progress` hears how many sequences are finished. Raises BadInput if the model is not a decoder, or a candidate
-    is named twice or has other outputs.
+    `on_progress` receives the number of finished sequences. Raises BadInput if the model is not a decoder, or a
+    candidate is named twice or has other outputs.
     """
     spec = sequence_spec(dense.model)
     if spec is None:

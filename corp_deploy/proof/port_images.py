@@ -50,7 +50,7 @@ def images_of_port(
 
 
 def _pixels(port: Port, preprocessing: str | None, path: Path, *, where: str) -> Pixels | None:
-    """Return the function that normalises pixels as the graph notes, or as values 0 to 255 for an input of uint8."""
+    """Return the function from pixels to inputs: the graph's noted normalisation, or a cast for an input of uint8."""
     if port.dtype == PIXEL:
         return lambda: lambda pixels: pixels.astype(np.float32)
     if preprocessing is None:

@@ -1,4 +1,4 @@
-"""Inputs of a proof: arrays under the names of the model's ports, images normalised or as pixels. Imports no torch."""
+"""Inputs of a proof: arrays by the names of the model's ports; images are normalised or pixels. Imports no torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ def take_pixels(ports: Sequence[Port]) -> bool:
 
 
 def normalisation_of(spec: "ImageSpec | None", where: str) -> Normalisation:
-    """Return the normalisation; raise BadInput for a model without images or without a known normalisation."""
+    """Return the normalisation of a preprocessing; raise BadInput if the model takes no images or none is known."""
     if spec is None:
         raise BadInput(f"{where}: takes uint8 images, the dense model takes no images; export it from that model")
     spec.require_normalisation(where=where, instead="take a graph that takes float32")
@@ -40,7 +40,7 @@ def feeds_for_ports(feeds: Feeds, ports: Sequence[Port], spec: "ImageSpec | None
 
 
 def require_pixels(feeds: Feeds, ports: Sequence[Port], spec: "ImageSpec | None", *, where: str) -> None:
-    """Raise BadInput if the ports take pixels and the images don't come from pixels."""
+    """Raise BadInput if the ports take pixels but the images aren't normalised pixels from 0 to 255."""
     if take_pixels(ports) and single_array(feeds).dtype != PIXEL:
         normalisation_of(spec, where).require_pixels(single_array(feeds), where=where)
 
@@ -49,8 +49,8 @@ def require_pixels(feeds: Feeds, ports: Sequence[Port], spec: "ImageSpec | None"
 class ProofInputs:
     """The model's inputs [N, ...] by name, their kind, and their labels if there are any.
 
-    `names` is empty if an input had to be left out, `digest` for inputs of a timing; `fingerprints` identify real
-    inputs.
+    `names` are the inputs' names, none if an input couldn't be read. `digest` identifies the set; it is empty for timed
+    inputs. `fingerprints` identify the single inputs, None for random ones.
     """
 
     feeds: Feeds

@@ -40,7 +40,7 @@ def _unreserved(candidate: Candidate) -> Candidate:
 
 
 def with_distinct_names(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return the candidates; those that share a name or a label are named by as much of their paths as differs.
+    """Return the candidates; those that share a name or a label are renamed by the shortest path ends that differ.
 
     Raises BadInput if a path is given twice.
     """
@@ -94,10 +94,10 @@ def run_proof(
         output: The record to write, with the figures of every input beside it.
         moments_file: Moments of the calibration, which show whether the inputs look like its inputs.
         metrics: Measures of the user's own, run in the directory `below` on the outputs of every step.
-        metric_inputs: The inputs with the names and labels that only metrics are given.
+        metric_inputs: The same inputs with names and labels for the metrics, by default `inputs`.
         metric_time_limit_s: The longest that one run of a metric may take, in seconds.
         below: The directory that the commands of metrics are run in.
-        warn: Called, before any step runs, with a sentence for each limit that so few inputs can't show to be kept.
+        warn: Called, before any step runs, with a sentence for each limit that so few inputs can't prove.
         on_progress: Called with the number of finished candidates.
     """
     for sentence in limits.unreachable(inputs.images):

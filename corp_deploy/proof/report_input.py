@@ -119,7 +119,7 @@ def _models(bench: Bench | None, parity: Parity | None) -> list[dict[str, Any]]:
 
 
 def shown_lineage(config: ModelConfig) -> dict[str, Any]:
-    """Return a model's lineage without its reduction and without entries for config.json alone."""
+    """Return the part of a model's lineage that a report shows, without its reduction and other long entries."""
     left_out = ("reduction", "command", FITTED, CLASS_NAMES)
     lineage = {key: value for key, value in config.lineage.items() if key not in left_out}
     if isinstance(source := lineage.get("source"), dict):

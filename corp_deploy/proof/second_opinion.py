@@ -1,4 +1,4 @@
-"""Inputs and golden outputs of a proof for Polygraphy, with the commands that repeat the comparisons in it.
+"""Inputs and golden outputs of a proof for Polygraphy, with the commands that repeat the proof's comparisons there.
 
 Engines are left out: Polygraphy's loader lets a plan run its own code on the host.
 """
@@ -40,8 +40,8 @@ def require_second_opinion(candidates: Sequence[Candidate]) -> None:
 class _Comparison:
     """The comparison of one graph with golden outputs; the names of its files begin with `stem`.
 
-    `good` is the reference's graph, or the graph itself if there is none. `shapes` are those of the first inputs, and
-    `atol` bounds the mean absolute difference of each output.
+    `good` is the graph that it is compared with, or the graph itself if the reference is a torch model. `shapes` are
+    those of the first batch, and `atol` bounds the mean absolute difference of each output.
     """
 
     graph: str
@@ -81,7 +81,7 @@ def _run(model: str, inputs: str, golden: str) -> list[str]:
 
 
 def _renamed(arrays: Feeds | Outputs, names: Sequence[str]) -> dict[str, NDArray[Any]]:
-    """Rename arrays to the graph's names; a single array may have another."""
+    """Return the arrays by the graph's names; a single array is renamed."""
     if len(arrays) == 1 and len(names) == 1:
         return dict(zip(names, arrays.values(), strict=True))
     return {name: np.asarray(arrays[name]) for name in names if name in arrays}
@@ -172,26 +172,26 @@ def _readme(comparisons: Sequence[_Comparison], left_out: Sequence[str]) -> str:
     engines = f"\nNot compared here: {', '.join(left_out)}.\n" if left_out else ""
     return f"""# The same comparison in Polygraphy
 
-Inputs and golden answers of `verify`, of each graph those of the step that it is held against. Run in this directory;
-`sh {SCRIPT}` runs all of it and ends with another status than 0 at the first graph that differs.
+The inputs of `verify`, and for each graph the golden outputs of the step that `verify` compares it with. Run in this
+directory; `sh {SCRIPT}` runs all commands and stops with a status other than 0 at the first graph that differs.
 
 ```sh
 {runs}
 ```
 
-`--trt` in place of `--onnxrt` builds an engine of the graph and compares that. The bound of each output is that of
-verify's link as a mean absolute difference: its relative error times the largest root mean square of an answer. What is
-within verify's over all inputs is within this over all of them; a batch alone may lie beside it. ONNX Runtime computes
-FP16 graphs in float32 on a CPU, where nothing overflows; verify rounds as they are typed.
+`--trt` in place of `--onnxrt` builds an engine of the graph and compares that. Each output's bound is that of verify's
+link, turned into a mean absolute difference: the bound of the relative error times the largest root mean square of an
+output. Outputs within verify's bound over all inputs are within this one over all inputs; a single batch may exceed it.
+On a CPU, ONNX Runtime computes FP16 graphs in float32, where nothing overflows; verify rounds to the graph's types.
 
-Where a line fails: keep what the graph that it is held against has inside (or itself, for `--trt` in the second line),
-hold this one's against it to see the first tensor that differs, and have the nodes that fail cut out, for which
-Polygraphy needs the package onnx-graphsurgeon. `polygraphy debug build GRAPH --until 10 --check polygraphy run ...`
-tries an engine's tactics in the same way.
+If a command fails, the commands below save all tensors inside the reference graph (with `--trt` in the second command:
+inside this graph itself), compare this graph's tensors with them to find the first that differs, and cut out the nodes
+that fail, for which Polygraphy needs the package onnx-graphsurgeon.
+`polygraphy debug build GRAPH --until 10 --check polygraphy run ...` tries an engine's tactics in the same way.
 
 ```sh
 {debugging}
 ```
 
-Give no engine of others to Polygraphy: its loader lets a plan run code of its own on this machine.
+Don't load engines from others in Polygraphy: a plan can run its own code on this machine.
 {engines}"""

@@ -33,7 +33,7 @@ SPEED_PLAN = Plan(time_limit_s=120.0, max_rounds=50, half_width_rel=0.02, noise_
 
 
 def way_to_run(path: Path, running: RunOptions) -> str:
-    """Return the name of the way to run a file, as in the table of options."""
+    """Return the name of the runtime for a file, as in the table of options of `bench`."""
     if path.suffix == ".plan" and path.is_file():
         backend = record_of_plan(path).backend
         if backend not in BENCH.variants:

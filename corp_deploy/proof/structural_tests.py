@@ -1,4 +1,4 @@
-"""Tests beside the links: of batches, of finite outputs, and of a shift of the inputs from those of calibration."""
+"""Tests besides the links: of batches, of finite outputs, and of a shift of the inputs from those of calibration."""
 
 from collections.abc import Mapping
 
@@ -73,7 +73,7 @@ def _stats(moments: Moments, name: str) -> Stats:
 
 
 def measure_shift(dense: Checkpoint, moments: Moments, feeds: Feeds) -> Shift | None:
-    """Compare means and covariances with those of calibration at every site, or return None for too few inputs."""
+    """Compare each site's mean and covariance on these inputs with those of calibration; None for too few inputs."""
     count = batch_size(feeds)
     if count < PARTS:
         return None
@@ -95,9 +95,9 @@ def measure_shift(dense: Checkpoint, moments: Moments, feeds: Feeds) -> Shift | 
 
 
 def check_input_range(moments: Moments, feeds: Feeds) -> list[StructuralTest]:
-    """Note if there are too few inputs for the shift, and test images for values outside the calibrated range.
+    """Test images for values outside the calibrated range; note if there are too few inputs to measure a shift.
 
-    Fewer than PARTS inputs don't show the noise of the shift. The range is known if calibration ran on images.
+    Measuring a shift takes PARTS inputs, to know its noise. The range is known if calibration ran on images.
     """
     count, noun, found = batch_size(feeds), input_noun(feeds), list[StructuralTest]()
     if count < PARTS:
