@@ -1,4 +1,4 @@
-"""The blocks of a graph that keep more bits: those that fail in sixteen bits, and those most sensitive to INT8 or FP8."""
+"""The blocks of a graph that keep more bits: those that fail in sixteen bits or lose most by quantisation."""
 
 import tempfile
 from bisect import bisect_left
