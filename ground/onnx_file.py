@@ -255,7 +255,7 @@ def _external_bytes(tensor: "TensorProto", path: Path, where: str) -> int:
     entries = {entry.key: entry.value for entry in tensor.external_data}
     if unknown := [key for key in entries if key not in _KEYS]:
         raise BadInput(
-            f"{where} lies in another file, by the unknown key {unknown[0][:100]!r}; expected {', '.join(_KEYS)}"
+            f"{where} lies in another file with the unknown key {unknown[0][:100]!r}; expected {', '.join(_KEYS)}"
         )
     file = path_inside(path.parent, entries.get("location", ""), where=f"{where} lies in another file")
     if not file.is_file():
