@@ -116,7 +116,7 @@ def test_foreign_tokenizer_is_refused(tmp_path: Path) -> None:
     encoders.write_tokenizer(tmp_path / "tokenizer.json")
     rejects(r"sha256 .*, expected 0000", content_of_tokenizer, tmp_path, sha256="0" * 64)
     rejects("the model knows 50", spec_of(tmp_path, vocabulary=50).encoder)
-    rejects("2 marks of start and end", spec_of(tmp_path, length=2).encoder)
+    rejects("2 special tokens", spec_of(tmp_path, length=2).encoder)
     (tmp_path / "tokenizer.json").write_text("{}")
     rejects("not a tokenizer", spec_of(tmp_path).encoder)
 

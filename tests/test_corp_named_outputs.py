@@ -132,7 +132,7 @@ REFUSED: list[tuple[Callable[[], Checkpoint], str, str]] = [
     (
         partial(timm_models.checkpoint, "tiny_vit", num_classes=0),
         "patches,stage1_norm",
-        "the model has no norm of tokens behind its last layer",
+        "the model has no norm of tokens after its last layer",
     ),
     (partial(checkpoint_of, PVT), "pooled", "head gives logits"),
     (RESNET, "map,block3_map", "has no such layer; it has act1, layer1, layer2, "),

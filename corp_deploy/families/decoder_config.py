@@ -94,7 +94,7 @@ class _Opt(_Decoder, frozen=True, kw_only=True):
 
     def reasons(self) -> dict[str, bool]:
         return _Decoder.reasons(self) | {
-            "its norms stand behind the branches (do_layer_norm_before false, as in OPT-350M)": (
+            "its norms come after the branches (do_layer_norm_before false, as in OPT-350M)": (
                 not self.do_layer_norm_before
             ),
             "its words are embedded in another width than its blocks have": (

@@ -1,6 +1,6 @@
-"""Reduced decoders in the format of transformers' own classes, where a configuration can say their widths.
+"""Reduced decoders in the format of transformers' own classes, where a configuration can set their widths.
 
-A configuration can say one MLP width for all layers and, of Llama and models like it, one number of heads and of groups
+A configuration can set one MLP width for all layers and, of Llama and models like it, one number of heads and of groups
 for all layers, with heads of the dense width. A model with narrower heads would load there and be wrong, since its
 class computes the frequencies of rotary planes from the head's width.
 """
@@ -40,7 +40,7 @@ def _refuse(reasons: Iterable[str]) -> None:
 
 
 def _refusal_of_heads(name: str, width: int, dense: DecoderArchitecture, kind: str) -> str:
-    """Return why a configuration can't say the width of all heads' queries and keys, or values; empty if it can."""
+    """Return why a configuration can't set the width of all heads' queries and keys, or values; empty if it can."""
     every, is_qk = dense.groups * dense.head // (2 if dense.rope else 1), name.endswith(".qk")
     if (width != every) if is_qk else (width % dense.head):
         rope_reason = "the frequencies of rotary positions would be computed from that width, and be wrong"
@@ -59,7 +59,7 @@ def _refusal_beside(name: str, count: int, first: tuple[str, int], what: str) ->
 
 
 def refuse_unsayable_widths(config: Mapping[str, Any], widths: Widths) -> None:
-    """Raise BadInput, naming the first site, for widths that the configuration of this dense decoder can't say."""
+    """Raise BadInput, naming the first site, for widths that the configuration of this dense decoder can't set."""
     kind, dense = str(config["model_type"]), architecture_from_transformers(config, where=WHERE)
     reasons = [_refusal_of_heads(name, each, dense, kind) for name, each in widths.items() if name.endswith(_OF_HEADS)]
     values = {name: width // dense.head for name, width in widths.items() if name.endswith(".v")}
@@ -90,7 +90,7 @@ def sayable_widths(config: Mapping[str, Any], sites: Sites, requested: Widths) -
 def convert_decoder(decoder: nn.Module, config: Mapping[str, Any]) -> Saved:
     """Return the decoder in transformers' format; `config` is the configuration of the dense decoder.
 
-    Raises BadInput, naming the site, for widths that a configuration can't say, and for a bias that its class does not
+    Raises BadInput, naming the site, for widths that a configuration can't set, and for a bias that its class does not
     have.
     """
     kind, dense = str(config["model_type"]), architecture_from_transformers(config, where=WHERE)

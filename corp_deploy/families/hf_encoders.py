@@ -162,7 +162,7 @@ def build_encoder(architecture: Architecture) -> nn.Module:
 def facts_in_transformers(model: nn.Module, spec: InputSpec, parameters: Sequence[str]) -> Facts:
     """Return `facts_with` of a model of transformers.
 
-    torch says meanwhile that it exports, so that transformers' caches keep no fake tensors of the run.
+    torch.compiler.is_exporting() holds meanwhile, so that transformers' caches keep no fake tensors of the run.
     """
     with exporting():
         return facts_with(model, spec, parameters)

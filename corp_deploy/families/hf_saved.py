@@ -1,4 +1,4 @@
-"""Reduced encoders in transformers' own classes, where a configuration can say their widths.
+"""Reduced encoders in transformers' own classes, where a configuration can set their widths.
 
 Traced models keep the names of transformers' parameters, so a configuration describes a model if the class that is
 built from it has parameters of the same shapes. Classes scale scores by the width of a head to the power -1/2; where
@@ -96,7 +96,7 @@ def _unlike(
 def find_config_changes(model: nn.Module, arguments: Arguments, unread: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return the changes of the dense configuration that describe the widths of a reduced model.
 
-    `unread` has the dense model's tensors. Raises BadInput, naming the site, for widths that a configuration can't say.
+    `unread` has the dense model's tensors. Raises BadInput, naming the site, for widths that a configuration can't set.
     """
     values, dense = config_from(arguments.config, where=WHERE).to_dict(), _shapes(arguments)
     # A bias of zeros beside the dense model's was added for repairs and is unused.
@@ -166,7 +166,7 @@ def convert_encoder(
 
     `arguments` are the dense model's, `unread` has its tensors by its modules' names and its file's other tensors.
     `whole` is a class that holds the model and a head of training, whose tensors `unread` has. Raises BadInput, naming
-    the site, for widths that a configuration can't say or the class reads differently.
+    the site, for widths that a configuration can't set or the class reads differently.
     """
     changes = find_config_changes(model, arguments, unread)
     changed = replace(arguments, config={**arguments.config, **changes})

@@ -46,7 +46,7 @@ def refusal_of_part(output: NamedOutput, kinds: Sequence[str], *, has_norm: bool
         every = ", ".join(dict.fromkeys((*kinds, "patch")))
         return f"the model has no {kind} token{' there' if output.layer else ''}; its tokens are {every}"
     needs_norm = output.layer and output.normed
-    return "the model has no norm of tokens behind its last layer" if needs_norm and not has_norm else ""
+    return "the model has no norm of tokens after its last layer" if needs_norm and not has_norm else ""
 
 
 @dataclass(frozen=True, slots=True)

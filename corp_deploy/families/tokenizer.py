@@ -30,7 +30,7 @@ _TOKENS = Annotated[int, Meta(ge=1, le=1_000_000)]
 class Tokenization(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The settings of tokenization beside the tokenizer.json, whose digest is `sha256`.
 
-    Texts are cut to `length` tokens, marks of start and end included, and padded to it on the right.
+    Texts are cut to `length` tokens, special tokens included, and padded to it on the right.
     """
 
     length: _TOKENS
@@ -68,7 +68,7 @@ class _Spec:
         """Return the tokenizer of the package tokenizers.
 
         Raises Missing without the package, and BadInput for a tokenizer that can't be read, has ids beyond the model's
-        vocabulary, or whose marks fill the length.
+        vocabulary, or whose special tokens fill the length.
         """
         try:
             from tokenizers import Tokenizer
@@ -86,7 +86,7 @@ class _Spec:
             )
         marks = inner.num_special_tokens_to_add(is_pair=False)
         if length <= marks:
-            raise BadInput(f"{FILE}: {length} tokens a text are no more than its {marks} marks of start and end")
+            raise BadInput(f"{FILE}: {length} tokens a text are no more than its {marks} special tokens")
         return inner
 
     def as_json(self) -> dict[str, Any]:
@@ -136,7 +136,7 @@ class SequenceSpec(_Spec):
     def sequences(self, lines: Iterable[str], *, where: str) -> NDArray[np.int64]:
         """Return one text, given as lines with their ends, as rows of ids [S,N].
 
-        Each row begins with the marks that the tokenizer puts before a text; an incomplete row at the end is dropped.
+        Each row begins with the special tokens that start a text; an incomplete row at the end is dropped.
         Raises as `tokenizer` does, and BadInput for a text shorter than one row.
         """
         inner = self.tokenizer()

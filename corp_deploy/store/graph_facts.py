@@ -33,7 +33,7 @@ class GraphFacts:
     macs: int | None
     parameters: int | None
     rest: str | None = None  # the precision of what a quantised graph does not quantise
-    scales: str | None = None  # the choice of the ends of a quantised graph's ranges
+    scales: str | None = None  # the method that chose a quantised graph's calibrated ranges
     weight_bits: int = 8
     fusion_breaks: tuple[str, ...] = ()
     normalised: str | None = None  # where a graph that takes pixels normalises them

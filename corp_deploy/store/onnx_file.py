@@ -88,8 +88,8 @@ def export_form(
 ) -> ExportForm:
     """Return the exportable form of a model.
 
-    A `graph_input` of uint8 takes pixels [B,C,H,W], resized and cropped. A `quantised` form becomes INT8 or FP8. Raises
-    BadInput as graph_ports does.
+    A `graph_input` of uint8 takes pixels [B,C,H,W], resized and cropped; their normalisation is folded into the model
+    unless it becomes FP16 or `quantised`. Raises BadInput as graph_ports does.
     """
     ports = graph_ports(checkpoint, graph_input)
     model = traced_model.exportable(checkpoint.model, geometry=geometry)
@@ -111,7 +111,7 @@ def paths_by_precision(path: Path, precisions: Sequence[str]) -> dict[str, Path]
 def require_sparse_graph(proto: ModelProto, path: Path) -> None:
     """Raise BadInput for a graph whose stored matrices are not as sparse as the model's layers.
 
-    Matrices are found by the layer's name in their node's; in a graph with other names as many must be sparse.
+    A layer's matrices are those of nodes under its name; for layers without any, as many other matrices must be sparse.
     """
     carried = {entry.key: entry.value for entry in proto.metadata_props}.get(f"{PREFIX}{SPARSITY}", "{}")
     patterns = record_from_text(carried, dict[str, str], where=f"{path}: its {SPARSITY}")

@@ -27,7 +27,7 @@ class Quantisation:
 
     rest: str = "fp16"  # the precision of what is not quantised
     scales: ScaleChoice = "auto"
-    balance: bool = True  # whether norms share their outliers with the layers after them
+    balance: bool = True  # whether factors of outlying channels move from norms into the layers after them
     keep_rest: tuple[str, ...] = ()  # patterns of modules that are not quantised
     weight_bits: int = 8  # the number of bits of INT8 weights
 

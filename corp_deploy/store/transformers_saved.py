@@ -60,7 +60,7 @@ def _origin_of(checkpoint: Checkpoint) -> _Origin:
 
 
 def refuse_unsayable(dense: Checkpoint, widths: Widths) -> None:
-    """Raise BadInput for a model of no class of transformers, and for a site's width that a configuration can't say."""
+    """Raise BadInput for a model of no class of transformers, and for a site's width that a configuration can't set."""
     origin, model = _origin_of(dense), dense.model
     if dense.architecture.family == DECODER:
         sayable = decoder_saved.sayable_widths(origin.config, sites_of(model), widths)
@@ -76,7 +76,7 @@ def refuse_unsayable(dense: Checkpoint, widths: Widths) -> None:
 def transformers_form(checkpoint: Checkpoint) -> tuple[Saved | nn.Module, Mapping[str, str]]:
     """Return the model in transformers' format, and the text of the files beside it by path.
 
-    Raises BadInput, naming the site, for a width that a configuration can't say.
+    Raises BadInput, naming the site, for a width that a configuration can't set.
     """
     origin = _origin_of(checkpoint)
     files = {path: json.dumps(content, indent=2) for path, content in origin.files.items()}

@@ -97,7 +97,7 @@ def find_attentions(program: Program) -> Iterator[Attention]:
 
 
 def _added(program: Program, attention: Attention, constants: set[fx.Node]) -> tuple[fx.Node, fx.Node] | None:
-    """Return the sum that adds an attention to a stream, and the stream; None if the first sum behind it is another."""
+    """Return the sum that adds an attention to a stream, and the stream; None if the first sum after it is another."""
     behind, tokens = {attention.product}, sizes_at_one(attention.queries)[-2]
     for node in program.nodes:
         if node.op != "call_function" or behind.isdisjoint(node.all_input_nodes):

@@ -89,7 +89,7 @@ def _holders_of_groups(flow: Flow, holders: Holders, site: SiteGroups) -> list[s
 def find_head_groups(analysis: FoundSites, values: SiteGroups) -> dict[str, Index] | str:
     """Return, by site of queries and keys, the head of `values` that each group belongs to.
 
-    Returns the reason instead if no head can go as a whole.
+    Returns the reason instead if no head can be removed as a whole.
     """
     if values.part_G is None:
         return "it has a single head"

@@ -1,6 +1,6 @@
 """Cuts: tensors from which all later nodes are computed, and the program between two of them.
 
-A model's blocks are found by cuts: behind each block the rest of the program reads one stream alone.
+A model's blocks are found by cuts: after each block the rest of the program reads one stream alone.
 """
 
 import operator
@@ -44,7 +44,7 @@ def find_cuts(analysis: FoundSites, *, beside_outputs: bool = False, to_end: boo
 
     In a program of several inputs, all inputs but the first and the side inputs are used before the first cut.
     `beside_outputs`: allow outputs in front of a cut if nothing is contracted for them alone; with several outputs, the
-    last stream is a cut too. `to_end`: include a cut behind the last contraction.
+    last stream is a cut too. `to_end`: include a cut after the last contraction.
     """
     removable, names = torch.zeros(analysis.flow.groups.count, dtype=torch.bool), _names(analysis.program)
     for site in analysis.sites:
@@ -93,7 +93,7 @@ def find_output_branches(program: Program) -> frozenset[tuple[fx.Node, fx.Node]]
 
 
 def side_inputs(program: Program) -> tuple[fx.Node, ...]:
-    """Return the inputs behind the first if every later part takes them: integer masks, never contracted alone."""
+    """Return the inputs after the first if every later part takes them: integer masks, never contracted alone."""
     _, *others = (node for node in program.nodes if node.op == "placeholder")
     if not others or any(node.meta["val"].is_floating_point() for node in others):
         return ()

@@ -97,7 +97,7 @@ def label_tensor(labels: Tensor, why: str = "") -> LabelTensor:
 class Groups:
     """A union-find of labels, in which a group is named by its least label.
 
-    `reasons`: texts that say why groups stay, by number; a group that may go has number 0.
+    `reasons`: texts that say why groups stay, by number; a removable group has number 0.
     """
 
     def __init__(self) -> None:

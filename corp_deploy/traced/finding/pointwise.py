@@ -42,7 +42,7 @@ def join_elementwise(flow: Flow, call: Call, tensors: Sequence[LabelTensor] = ()
         return unlabelled(call.shape, next((each.why for each in spread if each.why), f"it comes from {call.where}"))
     for one, other in combinations([each for each in spread if not each.constant], 2):
         _meet(flow, call, one, other)
-    # The result has the labels along most axes, the held ones rather than those that hold them.
+    # The result gets the labels that vary along the most axes: held labels rather than their holders.
     first = max(labelled, key=lambda each: len(each.dims))
     assert first.labels is not None, call.node
     for each in tensors:
@@ -119,7 +119,7 @@ def reduce_axes(flow: Flow, call: Call) -> Any:
 
 
 def pool_maps(flow: Flow, call: Call) -> Any:
-    """Mix the places of maps, the axes behind the second one, as pooling and resizing do."""
+    """Mix the places of maps, the axes after the second one, as pooling and resizing do."""
     first = call.tensors[0]
     return mix(flow, call, first, range(2, len(first.shape)))
 

@@ -1,4 +1,4 @@
-"""The multiply-adds and parameters that go with each site; a layer between two sites counts half for either."""
+"""The multiply-adds and parameters of each site's layers; a layer between two sites counts half for either."""
 
 import math
 from collections import Counter, defaultdict
@@ -47,12 +47,12 @@ class LayerCosts:
         return Counter({key: int(total) for key, total in totals.items()})
 
     def _shared(self, sides: Sequence[Mapping[str, float]]) -> Mapping[str, float]:
-        """Share a layer's cost by site, evenly among the sides whose elements can go."""
+        """Share a layer's cost by site, evenly among the sides whose elements can be removed."""
         counted = [side for side in sides if not side.keys() <= self.streams] or sides
         parts: dict[str, float] = defaultdict(float)
         for at, side in enumerate(counted):
             others = (sum(other.values()) for other in (*counted[:at], *counted[at + 1 :]))
-            # A side gets the mean of 1 / (1 + others that can go too), which is the integral of t ** others.
+            # A side gets the mean of 1 / (1 + removable other sides), which is the integral of t ** others.
             part = math.prod((Polynomial((1.0 - can_go, can_go)) for can_go in others), start=Polynomial((1.0,)))
             for key, share in side.items():
                 parts[key] += share * part.integ()(1.0)

@@ -28,7 +28,7 @@ class SiteGroups:
     """The groups of a site: `writers` lose rows, `readers` columns, `between` elements of channelwise parameters.
 
     `listening`: the tensors that are summed over, both sides for queries and keys. `part_G`: the head or other part of
-    each group, all of which keep equally many; None if any groups may go.
+    each group, all of which keep equally many; None if any groups may be removed.
     """
 
     name: str

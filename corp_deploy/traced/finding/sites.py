@@ -96,7 +96,7 @@ def _of(flow: Flow, labels: Tensor) -> Tensor:
 
 
 def _removable(flow: Flow) -> Tensor:
-    """Return the mask [labels] of groups that are written and read, can go, and hold no others."""
+    """Return the mask [labels] of groups that are written and read, can be removed, and hold no others."""
     written, read = (torch.zeros(flow.groups.count, dtype=torch.bool) for _ in range(2))
     for use in flow.every_use:
         if use.role != "between":
@@ -156,13 +156,13 @@ def _kind(flow: Flow, met: Met, each: _AlikeGroups) -> Kind:
 
 
 def _is_pointwise(flow: Flow, each: _AlikeGroups) -> bool:
-    """Check that only linear layers and 1x1 convolutions use a group, reading all places behind an activation."""
+    """Check that only linear layers and 1x1 convolutions use a group, reading all places after an activation."""
     for use in each.uses:
         if use.role in ("writes", "reads", "between"):
             if flow.program.tensor(use.name).shape[2:].numel() > 1 or _is_grouped(use.node):
                 return False
         else:
-            # A squeeze reads one place of each map, and so does a norm's mean over channels.
+            # A layer that reads one place of each map is a squeeze, unless it is a norm's mean over channels.
             source, weight = use.node.all_input_nodes[:2]
             is_pooled = source.meta["val"].shape[2:].numel() == 1 and not is_mean_weight(str(weight.target))
             if is_pooled or not _is_activated(use.node):

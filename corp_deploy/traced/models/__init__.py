@@ -1,1 +1,1 @@
-"""Traced models: what they offer to reduction, facts that no program tells, narrower models and merged tokens."""
+"""Traced models: their sites, segments and facts, narrowed models, and models that merge tokens."""

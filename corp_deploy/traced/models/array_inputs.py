@@ -13,7 +13,7 @@ from ground.ports import LOGITS, OutputPort, Port, Role
 
 DTYPES = ("float32", "int64", "int32", "uint8", "bool")
 WRITE = (
-    "declare its `inputs`: for each parameter of forward the sizes behind the batch, or one example as a tensor: "
+    "declare its `inputs`: for each parameter of forward the sizes after the batch, or one example as a tensor: "
     '{"pixels": (3, 224, 224), "ids": torch.zeros(128, dtype=torch.int64)}'
 )
 
@@ -28,7 +28,7 @@ class InputSpec(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the first port behind the batch."""
+        """The shape of the first port after the batch."""
         ...
 
     def as_line(self) -> str:
@@ -92,7 +92,7 @@ def _port(where: str, name: str, value: Any) -> Port:
     shape, dtype = (value.shape, value.dtype) if isinstance(value, Tensor) else (value, torch.float32)
     sizes = tuple(shape) if isinstance(shape, list | tuple) else ()
     if not sizes or not all(type(size) is int and size > 0 for size in sizes):
-        raise BadInput(f"{where}: got {value!r:.100}, expected one size or more behind the batch; {WRITE}")
+        raise BadInput(f"{where}: got {value!r:.100}, expected one size or more after the batch; {WRITE}")
     word = str(dtype).removeprefix("torch.")
     if word not in DTYPES:
         raise BadInput(f"{where}: a tensor of {word}, expected one of {', '.join(DTYPES)}")

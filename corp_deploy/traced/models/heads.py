@@ -58,7 +58,7 @@ class HeadPlaces:
         return by_head[:, 0] if alike else None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the heads [B,H,N,D], or [B,W,H,N,D] in windows; heads that share keys stand one behind the other."""
+        """Return the heads [B,H,N,D], or [B,W,H,N,D] in windows; heads that share keys stand one after the other."""
         front = self.batch.in_front(x)
         flat = front.permute(0, *(1 + dim for dim in (*self.windows, *self.tokens, *self.others)))
         windows, tokens = (math.prod(front.shape[1 + dim] for dim in dims) for dims in (self.windows, self.tokens))

@@ -1,4 +1,4 @@
-"""Token merging in traced models: the blocks behind whose attentions tokens can merge, and programs that merge them."""
+"""Token merging in traced models: blocks with attentions after which tokens can merge, and programs that merge them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ class Mergeable:
         return int(sizes_at_one(self.blocks[0].added)[2])
 
     def merged(self, program: Program, merging: Merging, *, follows: bool = False) -> MergedProgram:
-        """Build the program that merges tokens behind its blocks' attentions.
+        """Build the program that merges tokens after its blocks' attentions.
 
         With `follows` it always tracks source tokens. Raises BadInput if the merging doesn't fit, or if a node needs
         all tokens.

@@ -1,4 +1,4 @@
-"""Copies of a program's nodes, those behind a token merge at the remaining token counts.
+"""Copies of a program's nodes, those after a token merge at the remaining token counts.
 
 Legend: B inputs, N tokens.
 """

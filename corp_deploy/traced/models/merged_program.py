@@ -1,4 +1,4 @@
-"""A traced program with token merging: merges behind some attentions, all other nodes under the same names."""
+"""A traced program with token merging: merges after some attentions, all other nodes under the same names."""
 
 import operator
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from .token_merging import TokenMerge, unmerge_tokens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutState:
-    """The stream at a cut: `raw` before and `node` behind the merge or unmerge there, which may be the same.
+    """The stream at a cut: `raw` before and `node` after the merge or unmerge there, which may be the same.
 
     If `node` is merged, `sizes` and `sources` are those of its tokens. `merge` compares tokens by `compared`, None for
     the stream itself, and is called `name`.

@@ -1,4 +1,4 @@
-"""A program copied node by node into one that merges tokens behind its blocks' attentions.
+"""A program copied node by node into one that merges tokens after its blocks' attentions.
 
 Legend: B inputs, H heads, N tokens, D dimensions of a head, X dimensions compared.
 """
@@ -105,8 +105,6 @@ class MergeBuilder:
     def _note_tokens(self, node: fx.Node) -> None:
         self.tokens_at[node.name] = list(self.merges.values())[-1], self.sizes, self.sources
 
-    # Attentions.
-
     def _count_sizes(self, node: fx.Node, new: fx.Node, attention: Attention) -> None:
         """Add to the scores of each key the log of the number of source tokens in it."""
         is_softmax = operation(node) in SOFTMAX
@@ -120,8 +118,6 @@ class MergeBuilder:
                 new.args = (self._new(torch.ops.aten.add.Tensor, scored, bias, like=node), *new.args[1:])
         if not is_softmax:
             new.args = (*new.args[:3], bias, *new.args[4:])
-
-    # Merges.
 
     def _merge(self, number: int) -> None:
         block, count = self.blocks[number], self.merging.schedule[number]

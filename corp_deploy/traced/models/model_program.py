@@ -109,7 +109,7 @@ class Tracing:
         return build_listening_graph(self.running, readers, projections, dict(self._read(readers)))
 
     def _read(self, readers: set[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield layers behind attentions with the mask of the rows that are read, if some are not."""
+        """Yield layers after attentions with the mask of the rows that are read, if some are not."""
         behind = {span.reader for site in self.analysis.sites if site.kind == "values" for span in site.listening}
         for name in sorted(behind & readers):
             node = self.by_node[name]

@@ -35,7 +35,7 @@ def replace_submodules(model: nn.Module, modules: Mapping[str, nn.Module]) -> nn
 
 
 MOST_PARAMETERS = 20_000_000_000
-"""The largest model that is built."""
+"""The largest number of parameters of a model that is built."""
 
 
 def refuse_larger(build: Callable[[], nn.Module], what: str) -> None:
@@ -61,7 +61,7 @@ EXAMPLES = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """Facts about a model that no program tells: its inputs' preparation, its outputs and its number of classes.
+    """Facts about a model that its program lacks: its inputs' preparation, its outputs and its number of classes.
 
     `calling`: None for a module that takes and gives tensors in the order of its ports. `named`: the outputs that were
     asked for by name, None for its own. `sites`: the names of the sites that its user chose, None for all. `biasless`:

@@ -59,7 +59,7 @@ def prove_kept(model: nn.Module, kept: Mapping[str, Index]) -> tuple[dict[str, I
 def _without_folded(model: nn.Module, kept: Mapping[str, Index]) -> tuple[Tracing, dict[str, Index]]:
     """Return the tracing without sites that keep nothing, and the kept groups of the other sites.
 
-    Raises BadInput for a site that can't go as a whole.
+    Raises BadInput for a site that can't be removed as a whole.
     """
     own, named = tracing(model), sites_by_name(tracing(model))
     empty = {name: whole_removal_of(own, named[name], name) for name, each in kept.items() if not len(each)}
@@ -119,7 +119,7 @@ def first_groups(site: SiteGroups, width: int, *, parts: int | None = None) -> I
 def with_groups(
     model: nn.Module, kept: Mapping[str, Index], biases: tuple[str, ...]
 ) -> tuple[nn.Module, Mapping[str, str]]:
-    """Return the model with these groups of its sites, unrepaired, and the reasons of sites that can't go, by key.
+    """Return the model with these groups of its sites, unrepaired, and reasons why sites stayed whole, by key.
 
     `biases`: the added biases that it keeps.
     """

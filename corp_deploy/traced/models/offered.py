@@ -81,7 +81,7 @@ def values_beside(tracing: Tracing, named: Mapping[str, SiteGroups]) -> dict[str
     return found
 
 
-def _layer_behind(tracing: Tracing, groups: SiteGroups, values: SiteGroups | None) -> str:
+def _layer_after(tracing: Tracing, groups: SiteGroups, values: SiteGroups | None) -> str:
     """Return the name of the layer's node that reads an attention's output; empty if there is none."""
     readers = () if values is None else (span.reader for span in values.listening)
     if hooked_reader := next((reader for reader in readers if reader in tracing.hooked[1]), ""):
@@ -118,7 +118,7 @@ def _site(tracing: Tracing, named: Mapping[str, SiteGroups], beside: Mapping[str
     }
     if kind is TracedPairs:
         values = named[beside[name]] if name in beside else None
-        return build_pairs(tracing, own, _layer_behind(tracing, groups, values))
+        return build_pairs(tracing, own, _layer_after(tracing, groups, values))
     readings = list[SiteReader]()
     for span in groups.listening:
         reading = _reading(tracing, span)

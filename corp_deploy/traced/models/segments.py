@@ -25,7 +25,7 @@ from .token_merging import Tokens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """The layout of a tensor: its sizes behind the batch, and the axis of channels, counted with the batch's."""
+    """The layout of a tensor: its sizes after the batch, and the axis of channels, counted with the batch's."""
 
     sizes: tuple[int, ...]
     axis: int
@@ -58,7 +58,7 @@ class ProgramSegment:
     """The program between two cuts: a `module` [B,...] -> [B,...] with the model's own parameters, named by `weights`.
 
     `name`: the path that all modules of its contractions share, unique. `start`, `end`: the streams at the cuts. `cut`:
-    the node behind it in the program with all tokens. `beside`: further inputs of the module, a mask or the sizes of
+    the node after it in the program with all tokens. `beside`: further inputs of the module, a mask or the sizes of
     merged tokens. In front of a merge the module also gives what tokens are compared by.
     """
 
@@ -143,7 +143,7 @@ def find_segments(analysis: FoundSites, merged: MergedProgram | None = None) -> 
     """Find the segments in order, from the input to the output or to the last stream that several outputs depend on.
 
     There are none if the model takes more than one tensor and its mask, if several outputs depend on no such stream or
-    have sites behind it, or if the program `merged` merges tokens at no cut.
+    have sites after it, or if the program `merged` merges tokens at no cut.
     """
     program = analysis.program
     inputs, output = [node for node in program.nodes if node.op == "placeholder"], single_output(program)
@@ -219,7 +219,7 @@ class TokenRows(nn.Module):
         return (self.entering.tensor(x_BNC), *beside)
 
     def compared(self, x_BNC: Tensor, weights_BN: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Return the stream behind the segment and what tokens are compared by, None for the stream itself."""
+        """Return the stream after the segment and what tokens are compared by, None for the stream itself."""
         tensors = self.module(*self.tensors(x_BNC, weights_BN))
         x, compared_BNX = tensors if self.compares else (tensors, None)
         return self.leaving.rows(x), compared_BNX

@@ -42,7 +42,7 @@ class Portion:
 class SiteReader:
     """A layer that reads a site's groups, with their places among its inputs.
 
-    `source`: the node that it reads. `gain_O`: the factors of a batch norm right behind it. `is_squeeze`: it reads
+    `source`: the node that it reads. `gain_O`: the factors of a batch norm right after it. `is_squeeze`: it reads
     means of maps that others read. `is_biasless`: it gets no bias. `use`: the number of this use of the layer. `merge`:
     the last token merge before it.
     """
@@ -83,7 +83,7 @@ class SiteReader:
 
     @property
     def gained_weight(self) -> Tensor:
-        """The layer's weight times the factors of a batch norm right behind it, float64."""
+        """The layer's weight times the factors of a batch norm right after it, float64."""
         return scale_rows(self.layer.weight.detach().double(), self.gain_O)
 
     @property
@@ -146,7 +146,7 @@ class Site:
         return {"groups": self.width}
 
     def writing_GX(self) -> Tensor:
-        """Return the rows of weights that write each group, scaled by norms behind them, float64, without biases."""
+        """Return the rows of weights that write each group, scaled by norms after them, float64, without biases."""
         written = [(weight_with_gain(self.program, each.name), each) for each in self.groups.writers]
         parts = list[Tensor]()
         for weight, span in [(weight, span) for weight, span in written if weight.dim() > 1] or written:

@@ -68,7 +68,7 @@ Step = Merge | Unmerge | SegmentStep | OutputStep
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamState:
-    """A residual stream behind some steps.
+    """A residual stream after some steps.
 
     `beside_BNX`: what tokens are compared by, from the last segment. `kept`: the tokens at each output step passed.
     """
@@ -83,7 +83,7 @@ class StreamState:
         return cls(tokens=Tokens(x_BNC, weights_BN))
 
     def behind(self, step: Step) -> "StreamState":
-        """Return the state behind one more step."""
+        """Return the state after one more step."""
         x_BNC, weights_BN, sources_BM = self.tokens
         if isinstance(step, OutputStep):
             return replace(self, kept=(*self.kept, (step.name, self.tokens)))

@@ -36,7 +36,7 @@ class TracedValues(Site):
 
     `rows`: the layer whose rows [H,V] make the values, if only moves stand between it, the sum by attention weights and
     the one layer that reads the result; then dimensions of a head may be mixed, else they are only selected.
-    `with_heads`: returns the head of each group of the other sites that go with a head, by name, or why no head can go.
+    `with_heads`: returns, by site of queries and keys, the head of each group, or why no head can be removed.
     `units`: returns the heads as units that can be merged, or why none can.
     """
 

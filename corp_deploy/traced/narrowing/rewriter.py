@@ -134,7 +134,7 @@ class _Narrowing:
         return _of_module(self.graph.call_function(target, args, kwargs), like)
 
     def pick(self, node: fx.Node) -> None:
-        """Rewrite getitem; behind an unbind along a narrower axis it becomes a select of the new number."""
+        """Rewrite getitem; after an unbind along a narrower axis it becomes a select of the new number."""
         source, number = node.args
         assert isinstance(source, fx.Node), node
         call = make_call(source, self.flow.values)

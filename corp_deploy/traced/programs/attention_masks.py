@@ -16,7 +16,7 @@ _BETWEEN = frozenset(("add", "sub", "mul", "div", "masked_fill", "where")) | SAM
 """The ops that may stand between the two products of an attention, besides the softmax."""
 
 
-def _path_behind(product: fx.Node) -> list[fx.Node]:
+def _path_after(product: fx.Node) -> list[fx.Node]:
     path = [product]
     while len(path[-1].users) == 1 and (len(path) == 1 or operation(path[-1]) in _BETWEEN | SOFTMAX):
         path += path[-1].users
@@ -24,8 +24,8 @@ def _path_behind(product: fx.Node) -> list[fx.Node]:
 
 
 def scores_and_softmax(product: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """Return the scores that enter the softmax behind a product of queries and keys, and the softmax."""
-    path = pairwise(_path_behind(product))
+    """Return the scores that enter the softmax after a product of queries and keys, and the softmax."""
+    path = pairwise(_path_after(product))
     return next(((each, behind) for each, behind in path if operation(behind) in SOFTMAX), None)
 
 
@@ -33,7 +33,7 @@ def find_attention_output(product: fx.Node) -> fx.Node | None:
     """Return the node that gives an attention's output: the fused op itself, or the product of weights and values."""
     if operation(product) == SDPA:
         return product
-    *path, last = _path_behind(product)
+    *path, last = _path_after(product)
     is_one = bool(path) and {operation(product), operation(last)} <= PRODUCTS and last.args[0] is path[-1]
     return last if is_one and scores_and_softmax(product) is not None else None
 
@@ -84,7 +84,7 @@ def visible_keys(added: Tensor) -> Tensor:
 
 def unread_queries(program: Program, output: fx.Node) -> Tensor | None:
     """Return the mask of a node's rows that no later node reads, such as padding; None if all or none seem read."""
-    nodes = _nodes_behind(program, output)
+    nodes = _nodes_after(program, output)
     generator = torch.Generator().manual_seed(0)
     with torch.inference_mode(False), torch.enable_grad():
         start = torch.randn(sizes_at_one(output), generator=generator).to(program.device).requires_grad_()
@@ -113,7 +113,7 @@ def _before_softmax(product: fx.Node) -> fx.Node | None:
     return found[0] if named_arguments(found[1])["dim"] in (-1, len(sizes_at_one(product)) - 1) else None
 
 
-def _nodes_behind(program: Program, start: fx.Node) -> tuple[fx.Node, ...]:
+def _nodes_after(program: Program, start: fx.Node) -> tuple[fx.Node, ...]:
     behind = {start}
     for node in program.nodes:
         if node.op == "call_function" and not behind.isdisjoint(node.all_input_nodes):

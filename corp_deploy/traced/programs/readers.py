@@ -86,7 +86,7 @@ def group_count(node: fx.Node) -> int:
 
 
 def batch_norm_gain(program: Program, node: fx.Node) -> Tensor | None:
-    """Return the factors [O], float64, of the batch norm behind a layer; None if the layer has any other user."""
+    """Return the factors [O], float64, of the batch norm after a layer; None if the layer has any other user."""
     norm = next(iter(node.users)) if len(node.users) == 1 else node
     if norm.target is not BATCH_NORM:
         return None
@@ -97,7 +97,7 @@ def batch_norm_gain(program: Program, node: fx.Node) -> Tensor | None:
 
 
 def weight_with_gain(program: Program, name: str) -> Tensor:
-    """Return a weight in float64, its rows scaled by the batch norm behind its layer."""
+    """Return a weight in float64, its rows scaled by the batch norm after its layer."""
     weight = program.tensor(name).detach().double()
     calls = [layer.node for layer in every_layer(program) if layer.weight == name]
     gain_O = batch_norm_gain(program, calls[0]) if len(calls) == 1 else None
@@ -223,7 +223,7 @@ def layer_as_module(program: Program, layer: CalledLayer) -> Layer:
         module = nn.Linear(columns, rows, bias=bias is not None, device="meta")
     else:
         arguments, groups = named_arguments(layer.node), group_count(layer.node)
-        # A list of one number counts for both directions.
+        # A list of one number holds for both axes of a map.
         how = {name: (arguments[name][0], arguments[name][-1]) for name in ("stride", "padding", "dilation")}
         size = (weight.shape[2], weight.shape[3])
         module = nn.Conv2d(columns * groups, rows, size, groups=groups, bias=bias is not None, device="meta", **how)  # type: ignore[arg-type]

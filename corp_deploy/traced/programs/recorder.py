@@ -103,7 +103,7 @@ class Recorder(SchemaCheckMode):
         key = func, sizes_key(entering)
         known = _CALLS.get(key)
         if known is None:
-            with torch._C._DisablePythonDispatcher():  # C++ knows what most ops give on meta
+            with torch._C._DisablePythonDispatcher():  # most ops have faster meta kernels in C++
                 gives = func(*entering[0], **entering[1])
             before, own = set(map(_storage, tensors)), list[Tensor]()
             _mapped(gives, own.append)
