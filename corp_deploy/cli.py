@@ -34,7 +34,7 @@ from .commands.verify import bench_command, compare_command, verify_command
 
 
 class Failure(click.ClickException):
-    """One message on stderr and an exit code of the contract."""
+    """An error that click prints as one line on stderr before it exits with `exit_code`."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message_line(message))
@@ -53,7 +53,7 @@ WHAT_LACKS = {
 
 
 def _unforeseen(error: Exception) -> Failure:
-    """Return the failure of an error that no room raises itself: out of memory, a system error, or a bug."""
+    """Return the failure for an error of torch, the system or a bug, which no check of corp-deploy has raised."""
     said = str(error)[:150]
     if is_out_of_memory(error):
         words = f"this machine has too little memory for that{f' ({said})' if said else ''}"
@@ -102,7 +102,10 @@ class Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find a command of two words before that of the first alone; a flag as second word may stand anywhere."""
+        """Find a command of two words, such as `bench compare`, before that of the first word alone.
+
+        A second word that is a flag (`calibrate --merge`) may stand anywhere.
+        """
         name, *words = args
         for place, word in enumerate(words):
             if f"{name} {word}" in self.commands and (not place or word.startswith("-")):
@@ -136,7 +139,12 @@ SETTINGS: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_
 
 @click.group(cls=Commands, context_settings=SETTINGS)
 @click.option(
-    "--version", is_flag=True, is_eager=True, expose_value=False, callback=print_versions, help="Versions that matter."
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=print_versions,
+    help="Show the versions that results depend on, and exit.",
 )
 def main() -> None:
     """Ship smaller vision transformers: calibrate, reduce, export, prove and measure.

@@ -30,13 +30,13 @@ def calibrate_command(
     summary: Path | None,
     out: Output,
 ) -> None:
-    """Take a model's second-order statistics of unlabelled inputs.
+    """Collect a model's second-order statistics on unlabelled inputs.
 
     Every image is read once; with the statistics that costs about as much as 2 bare forward passes. With --attn a first
-    pass ranks the dimensions, unless --moments does.
+    pass ranks the dimensions, unless those of --moments do.
 
-    What belongs to a model's name (weights, arguments, preprocessing) is written beside OUTPUT, with .model.toml in
-    place of its suffix: give that file as --model to the commands that follow.
+    The model's name with its weights, arguments and preprocessing is written beside OUTPUT, with .model.toml in place
+    of OUTPUT's suffix: give that file as --model to the commands that follow.
 
     With --checkpoint-every, the same command resumes after an interruption. Under torchrun every process takes its
     share of the images: torchrun --nproc-per-node 2 -m corp_deploy calibrate ... With --hold-out, the second file is
@@ -47,14 +47,14 @@ def calibrate_command(
     many more groups would help.
 
     The per-image system of all dimensions is large: 40 GiB for DeiT-H. With --attention-system --attn S a second pass
-    collects it, without approximation, for the dimensions kept at sparsity S or a larger one; moments ranked by the
+    collects it, without approximation, for the dimensions kept at sparsity S or a larger one; calibrations with the
     same --moments can be merged.
 
     With --snapshots 100,500,1000 the moments of the first 100, 500 and 1000 images are the same as those of a
-    calibration on these alone, so that one pass shows how many images are enough. Multiples of --batch-size need no
-    second copy of the sums in memory. All images together rank the dimensions of --attn and form the halves of
-    --groups; held-out images are the same for all. The images of a folder come in sorted order, not at random: give
-    --samples.
+    calibration on these alone, so that one pass shows how many images are enough. Snapshots at multiples of
+    --batch-size need no second copy of the sums in memory. All images together rank the dimensions of --attn and form
+    the halves of --groups; held-out images are the same for all. The images of a folder come in sorted order, not at
+    random: give --samples.
 
     With --merge-tokens the statistics are those of the model with merged tokens, each weighted by the number of tokens
     merged into it; give reduce the same schedule.
@@ -82,7 +82,7 @@ def calibrate_command(
         out = out if ranks.rank == 0 else Output(json=False, quiet=True)
         checkpoint = apply_merging_choice(model.load(out), options)
         source = options.order_for_snapshots(inputs.open(checkpoint, out.note), **inputs.drawn)
-        unsaved = "" if options.checkpoint_every is None else ", which --checkpoint-every saves only where it is given"
+        unsaved = "" if options.checkpoint_every is None else "; no states are saved unless that size is given"
         run = CalibrationRun(
             ranks=ranks,
             unfinished=output,
@@ -115,7 +115,7 @@ def _print_calibration(
     out: Output,
     *more: str,
 ) -> None:
-    """Print what a calibration wrote, and write its summary if there is a file for it."""
+    """Print the files that a calibration wrote, and write their `summary` to its path, if any."""
     from corp_deploy.reduction.moments import reference_of_summary
     from corp_deploy.views.inspection import preprocessing_line, preprocessing_record
     from corp_deploy.views.reduction import line_of_moments, lines_of_overfitting
@@ -140,7 +140,7 @@ def _by_block(
     summary: Path | None,
     out: Output,
 ) -> None:
-    """Write the moments of a decoder of transformers with no more than one of its blocks in memory."""
+    """Calibrate a decoder of transformers with only one of its blocks in memory at a time."""
     from calib.distributed import under_torchrun
     from corp_deploy.reduction.sequential import SequentialRun, write_moments_by_block
     from corp_deploy.store.decoder_layers import open_layers
@@ -174,7 +174,7 @@ def _by_block(
 def merge_command(parts: tuple[Path, ...], output: Path, out: Output) -> None:
     """Add the moments of separate calibrations.
 
-    Refuses other models, other preprocessing and overlapping images.
+    Moments of different models or preprocessing, or of the same images, are refused.
 
     Example: corp-deploy calibrate --merge monday.safetensors tuesday.safetensors -o both.safetensors
     """
@@ -191,15 +191,15 @@ def merge_command(parts: tuple[Path, ...], output: Path, out: Output) -> None:
     out.result(summary_of_moments(merged, output), f"{output}: {merged.images} images of {len(parts)} calibrations")
 
 
-PLANNED = f"Share of the MACs to keep in the plan, which shows what it takes of every site; default: {MACS}."
+PLANNED = f"Share of the MACs to keep in the plan, which shows what every site would lose; default: {MACS}."
 
 
 @command(first="model macs weights outputs trust-code json")
 def inspect(model: ModelChoice, budget: Annotated[BudgetChoice, some("macs", macs=PLANNED)], out: Output) -> None:
-    """Show what of a model can be reduced, and what a budget takes.
+    """Show what can be reduced in a model, and what a budget removes.
 
-    It shows the sites with their widths, parameters and MACs, the preprocessing, and why the rest can't be reduced. No
-    weights are needed.
+    It shows the sites with their widths, parameters and MACs, the preprocessing, and the reasons why other parts can't
+    be reduced. No weights are needed.
 
     Example: corp-deploy inspect --model deit_small_patch16_224 --weights deit_small.safetensors
     """
@@ -219,7 +219,7 @@ def inspect(model: ModelChoice, budget: Annotated[BudgetChoice, some("macs", mac
 @click.option("--moments", type=FILE, required=True, help="Moments written by calibrate.")
 @click.option("--output", "-o", type=FILE, default=None, help="Also write the record (.json) or its plot (.svg).")
 def redundancy_command(moments: Path, output: Path | None, out: Output) -> None:
-    """Show how far a model can go before anything is pruned.
+    """Show how redundant the sites of a model are, before pruning.
 
     It shows effective ranks and how many dimensions hold the energy.
 

@@ -1,7 +1,8 @@
-"""Commands made from functions.
+"""The decorator `command`, which makes a click command of a function.
 
-For each parameter that is a record (a model is one, too) the command has the options that the record declares, see
-invocation/option.py, and passes the record to the function, which returns the exit code, None for 0.
+A parameter of the function that is annotated with a Record (see invocation/option.py) or ModelChoice gets the options
+that the record declares, and the command calls the function with the record. The function returns the exit code, None
+for 0.
 """
 
 import os
@@ -40,14 +41,14 @@ MODEL_HELP = (
 
 
 class ModelChoice(ModelSource):
-    """A model on the command line: its name, with weights, arguments and preprocessing, and its outputs by name."""
+    """A model on the command line, which prints the notes on its weights when it is loaded."""
 
     @property
     def model(self) -> str:
         return os.fspath(self.name)
 
     def look(self, out: Output) -> "Checkpoint":
-        """Return the model to inspect and not to run, without weights if none are given."""
+        """Load the model for inspection, without weights if no weights are given."""
         from corp_deploy.store.dense_model import comes_with_weights, load_without_weights
 
         if self.weights is not None or comes_with_weights(self.model):
@@ -74,7 +75,7 @@ def chosen_model(model: str | Path, **options: Any) -> ModelChoice:
 
 @contextmanager
 def as_directory(path: Path, out: Output) -> Iterator[Path]:
-    """Yield the path, or for a .toml file that names a model a temporary directory with that model."""
+    """Yield the path, or for a .toml file with [model] a temporary directory that the model is saved to."""
     if path.suffix != ".toml":
         yield path
         return
@@ -91,7 +92,7 @@ Callback = Callable[..., int | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Some:
-    """The options of a record that a command has (all if `only` is empty), and help texts in place of the record's."""
+    """The selection of a record's options for a command: those in `only` (all if empty), some with other help texts."""
 
     only: tuple[str, ...] = ()
     helps: Mapping[str, str] = field(default_factory=dict)
@@ -152,9 +153,10 @@ Built = tuple[Callable[..., Any], list[click.Parameter]]
 
 
 def _value_options(parameter: Parameter, *, named: bool) -> Built | None:
-    """Return the function that makes a parameter's value, and the options that it takes; None for other parameters.
+    """Return the function that makes a parameter's value, and the click options for the function's arguments.
 
-    With `named` the model is an argument that the command has already.
+    Return None for a parameter that click passes itself. `named` is True if the model is an argument of the command
+    instead of the option --model.
     """
     annotation, which = parameter.annotation, Some()
     if get_origin(annotation) is Annotated:
@@ -173,8 +175,8 @@ def _value_options(parameter: Parameter, *, named: bool) -> Built | None:
 def command(name: str | None = None, *, first: str = "", **attributes: Any) -> Callable[[Callback], Command]:
     """Return a decorator that makes a command of a function, with options in the order of its parameters.
 
-    Options of click's decorators come where the function has their parameters, or else last. `first` is as for
-    Command.
+    Options of click's own decorators come where the function has their parameters; those without a parameter come next
+    to the option that they are declared before. `first` lists the options that --help shows, see Command.
     """
 
     def decorate(function: Callback) -> Command:

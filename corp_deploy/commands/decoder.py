@@ -27,8 +27,8 @@ from .verify_run import ProofInputChoice, VerifyRun
 def export_decoder_command(directory: Path, output: Path, options: DecoderExport, out: Output) -> None:
     """Write a decoder's ONNX graph with a key/value cache. The builder of onnxruntime-genai makes it.
 
-    DIRECTORY is a plain one of transformers of a Llama, Mistral, Qwen2 or Qwen3: the dense one, or what reduce
-    --save-as hf has written.
+    DIRECTORY is a directory of transformers with a Llama, Mistral, Qwen2 or Qwen3: the dense model, or a model that
+    reduce --save-as hf has written.
 
     Example: corp-deploy export-decoder reduced/hf -o reduced/onnx --baseline dense
     """
@@ -57,7 +57,7 @@ def verify_graph(
     from corp_deploy.views.decoders import decoder_parity_table
 
     if inputs.random is None:
-        raise click.UsageError("a decoder's graph is asked about any tokens; say of how many sequences: --random 2")
+        raise click.UsageError("a decoder's graph is compared on random tokens; give a number of sequences: --random 2")
     opened = graph_of_directory(graph)
     ids = draw_ids(opened.vocabulary, sequences=inputs.random, length=options.length, seed=inputs.seed)
     with out.progress("comparing", 1, unit="graph") as bar:
@@ -71,7 +71,7 @@ def verify_graph(
 def bench_graphs(
     dense: Path, reduced: Path, output: Path | None, options: BenchOptions, of_decoders: DecoderLoad, out: Output
 ) -> bool:
-    """Time prefill and decoding of both models; return True if any of it could be timed."""
+    """Time prefill and decoding of both models; return True if a length or a batch size could be timed."""
     from corp_deploy.proof.decoder_parity import measure_decoders
     from corp_deploy.views.decoders import cache_table, decode_table, decoder_record, prefill_table
     from perf.record.decoders import save_decoder_bench
@@ -133,8 +133,8 @@ def perplexity(
     sequences = inputs.open(dense, out.note)
     if limits.some and limits.confidence and sequences.count < LEAST_SEQUENCES:
         out.warn(
-            f"{sequences.count} {sequences.noun} have no interval, so that no limit is decided: {LEAST_SEQUENCES} are "
-            "needed, or --confidence 0, where the point alone decides"
+            f"{sequences.count} {sequences.noun} have no interval, so that no limit is decided: give {LEAST_SEQUENCES} "
+            "or more, or --confidence 0, where the point alone decides"
         )
     with out.progress("reading", sequences.count, unit=sequences.noun) as bar:
         proof = measure_perplexities(dense, steps, sequences, limits, batch=batch, on_progress=bar)

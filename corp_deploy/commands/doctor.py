@@ -32,10 +32,10 @@ def doctor(out: Output) -> None:
     out.result(record, machine_table(record))
 
 
-@command("doctor completion", epilog="Where it goes. " + ". ".join(SOURCES.values()) + ".")
+@command("doctor completion", epilog="How to use it. " + ". ".join(SOURCES.values()) + ".")
 @click.argument("shell", type=click.Choice(list(SOURCES)))
 def completion(shell: str) -> None:
-    """Print what completes commands and options in a shell.
+    """Print the script that completes commands and options in a shell.
 
     Example: corp-deploy doctor completion fish > ~/.config/fish/completions/corp-deploy.fish
     """
@@ -86,7 +86,7 @@ EFFECTS = {"none": "without repair (none)", "grail": "repaired as GRAIL does (gr
 
 
 def _tables(record: dict[str, Any]) -> tuple[Table, Table]:
-    """Return a table of dense beside reduced, and one of what the repair changed."""
+    """Return a table of the dense and the reduced model, and one of the errors with and without repair."""
     table = Table("", "dense", "reduced", "change")
 
     def compare(name: str, dense: float, reduced: float, form: str, *, change: bool = True) -> None:

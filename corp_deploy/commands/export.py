@@ -37,8 +37,8 @@ def _record_of(name: str, path: Path, kept: Sequence[str]) -> dict[str, Any]:
 LOOKED_AT = some(
     *("images", "text", "arrays", "samples", "seed"),
     images="Images for --auto, and for the ranges of int8 and fp8.",
-    text="Texts for the same, a line each, of a text encoder.",
-    arrays="Arrays for the same, of a model of arrays.",
+    text="For a text encoder: texts, one per line, in place of --images.",
+    arrays="For a model of arrays: arrays in place of --images.",
 )
 
 
@@ -88,7 +88,7 @@ def export_command(
 
 
 def _built(options: EngineOptions, graph: Path, on_progress: Callable[[int], None]) -> "Engine":
-    """Build an engine or an optimised graph; `on_progress` is called with the steps of builders that have any."""
+    """Build an engine or an optimised graph; `on_progress` is called with each finished step of an engine's builder."""
     from export.engine.build import build_engine, build_ort_artifact
 
     if options.backend == "onnxruntime":
@@ -138,9 +138,9 @@ def build_command(graph: Path, output: Path, options: EngineOptions, out: Output
 @click.argument("reduced", type=FILE)
 @click.option("--output", "-o", type=FILE, default=None, help="Also write the audit as JSON.")
 def audit(dense: Path, reduced: Path, options: AuditOptions, output: Path | None, out: Output) -> int:
-    """Count attention kernels that stay fused, dense and reduced.
+    """Count the attention kernels that stay fused in engines of both models.
 
-    Exit code 1 when a block lost its own.
+    Exit code 1 if a block's attention is fused in DENSE and not in REDUCED.
 
     Example: corp-deploy audit dense/model.fp16.onnx reduced/model.fp16.onnx --sm 86 --sm 120
     """

@@ -27,26 +27,26 @@ def gate_command(
 ) -> int:
     """Judge records of bench and verify by rules.
 
-    The verdict is PASS, FAIL, INCONCLUSIVE, NOT-COMPARABLE, or UNJUDGED without a bound.
+    The verdict is PASS, FAIL, INCONCLUSIVE, NOT-COMPARABLE, or UNJUDGED without a rule or limit that judges anything.
 
     A figure with an interval (a time, a speed-up, a share of inputs) passes a rule if no part of the interval breaks
     it, and fails if all of it does; in between it is INCONCLUSIVE, and the message says how much more data would
     decide. --confidence sets these intervals, as in verify.
 
     The verdict of parity.json counts as well, with verify's confidence. Each output of the model must be judged by one
-    of verify's limits or by a rule here, unless verify excluded it by name: otherwise the gate is INCONCLUSIVE. A rule
-    without a place judges every output that has the figure; relative_error@boxes judges one. With labels, accuracy is a
-    figure: 'accuracy < dense - 0.005' judges the paired difference on the same images.
+    of verify's limits or by a rule here, unless verify excluded it by name: otherwise the gate is INCONCLUSIVE. The
+    rule relative_error judges every output that has this figure; relative_error@boxes judges the output boxes. With
+    labels, accuracy is a figure: 'accuracy < dense - 0.005' judges the paired difference on the same images.
 
     If a record knows which images the model was fitted to, the rule 'fitted_images > 0' is added, unless you give one
     on fitted_images.
 
     --history fails when the time rose by 1 % or more at one of the last five releases and is still up. Changes are
     found by Student's t over every split of the releases, tested after each of them; fewer than 1 in 20 histories of 30
-    releases without a change show one. If all releases have the same reference, the ratio to it is judged, since the
-    reference's own changes are the machine's: a rise of 3 % is found within two releases. Otherwise the reduced model's
-    median is judged, which finds such a rise that soon in one of five histories. The row names what it judges,
-    (speed-up) or a median. Records from other machines or settings are left out and named. With -o gate.json,
+    releases without a change show one. If all releases have the same dense model, the speed-up over it is judged, since
+    changes of the dense model's time are the machine's: a rise of 3 % is found within two releases. Otherwise the
+    reduced model's median is judged, which finds such a rise that soon in one of five histories. The gate's row says
+    which of the two it judges. Records from other machines or settings are left out and named. With -o gate.json,
     history.json and history.svg go beside it.
 
     Exit codes: 0 pass, 1 fail, 3 inconclusive or a parity.json alone in which no link had a limit, 5 not comparable.
@@ -117,7 +117,7 @@ def gate_command(
     required=True,
     help="Report to write; its suffix chooses the format: .html, .md, .csv or .xml (JUnit).",
 )
-@click.option("--title", default=None, help="Its heading; default: the directory's name.")
+@click.option("--title", default=None, help="Heading of the report; default: the directory's name.")
 def report_command(directory: Path, output: Path, title: str | None, out: Output) -> None:
     """Write the report of a directory's records.
 

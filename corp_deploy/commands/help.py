@@ -1,4 +1,4 @@
-"""Help of commands with many options: --help shows the ten that people use first, and the names of the others."""
+"""Help of commands with many options: --help explains about ten of them, and --help-all all."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from inspect import cleandoc
@@ -11,7 +11,7 @@ GENERAL = "General"
 
 
 class Headed(click.Option):
-    """An option that --help-all shows under a heading."""
+    """A click option with the heading that help shows it under."""
 
     def __init__(self, *args: Any, heading: str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -36,10 +36,10 @@ HELP_ALL = click.Option(
 
 
 class Command(click.Command):
-    """A command whose --help shows the options `first`, in that order, and whose --help-all shows all.
+    """A click command whose --help explains the options `first`, in that order, and whose --help-all explains all.
 
-    Without `first` there is no --help-all, and --help shows all. Help also lists the commands of two words that begin
-    with the command's own. The command's function returns the exit code.
+    Without `first` there is no --help-all, and --help explains all. Help also lists the two-word commands that begin
+    with the command's name (`bench compare` for `bench`). The command exits with the code that its function returns.
     """
 
     def __init__(self, *args: Any, first: str, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""Options of all commands: their types, the options of trust, checks of outputs, and what the user typed."""
+"""Types of click options, --trust-code and --trust-engine, checks of output paths, and the command as it was typed."""
 
 import json
 import sys
@@ -29,7 +29,7 @@ def _paths(context: click.Context, parameter: click.Parameter) -> Iterator[Path]
 
 
 def _beside(context: click.Context, output: Path) -> Iterator[Path]:
-    """Yield the other files that a command writes, named after its output."""
+    """Yield the files that a command writes in addition to `output`, beside it or in it."""
     match context.command.name:
         case "verify":
             yield output.with_suffix(".npz")
@@ -45,7 +45,7 @@ def _beside(context: click.Context, output: Path) -> Iterator[Path]:
 
 
 def _is_written(context: click.Context, parameter: click.Parameter) -> bool:
-    """Return whether the command writes to the path of this parameter."""
+    """Return True if the command writes to the path of this parameter."""
     of_command = {"release": "recipe" if context.params.get("init_model") else "", "package serve": "repository"}
     others = BASELINES if context.params.get("init") else (of_command.get(context.command.name or ""),)
     return parameter.name in WRITTEN or parameter.name in others
@@ -54,7 +54,7 @@ def _is_written(context: click.Context, parameter: click.Parameter) -> bool:
 def check_output_paths(context: click.Context) -> None:
     """Check all paths that a command writes to.
 
-    Raises BadInput for a path that can't be written, UsageError for a result that would replace one of its sources.
+    Raises BadInput for a path that can't be written, UsageError for one that the command also reads.
     """
     outputs = {each: [*_paths(context, each)] for each in context.command.params if _is_written(context, each)}
     for parameter, paths in outputs.items() if not context.params.get("dry_run") else ():
@@ -75,16 +75,16 @@ def check_output_paths(context: click.Context) -> None:
 
 
 class RegularPath(click.Path):
-    """A path of a regular file, of a directory, or of nothing: reading a pipe may never end, a device would be lost."""
+    """A click type for paths that refuses pipes, sockets and devices, which must not be read or replaced."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if str(value) == "":
-            self.fail("an empty path names nothing", param, ctx)
+            self.fail("an empty path, expected the path of a file or directory", param, ctx)
         path: Any = super().convert(value, param, ctx)
         try:
             path.exists()
         except OSError as error:
-            self.fail(f"{path} can't be looked at ({error.strerror})", param, ctx)
+            self.fail(f"{path} can't be examined ({error.strerror})", param, ctx)
         if path.exists() and not path.is_file() and not path.is_dir():
             self.fail(f"{path} is a pipe, socket or device, expected a regular file or a directory", param, ctx)
         if (above := next((each for each in path.parents if each.exists()), None)) and not above.is_dir():
@@ -98,7 +98,7 @@ ANY_PATH = RegularPath(path_type=Path)
 
 
 class Paths(click.ParamType[tuple[Path, ...]]):
-    """A type of different paths, separated by commas."""
+    """A click type for paths separated by commas, each given once."""
 
     name = "file,file,..."
 
@@ -115,7 +115,7 @@ class Paths(click.ParamType[tuple[Path, ...]]):
 
 
 class Value(click.ParamType[Any]):
-    """A type of values that read themselves from a text: a quantity, or another one of invocation/values.py."""
+    """A click type for values of a type of invocation/values.py, or for a quantity, which parse their own texts."""
 
     def __init__(self, values: Values) -> None:
         self.values = values
@@ -167,7 +167,7 @@ def typed_name(option: click.Option) -> str:
 
 
 def explicit_options() -> dict[str, Any]:
-    """Return the options that the user gave to the current command, by the names that they are typed by.
+    """Return the options that the user typed for the current command, with underscores in their names.
 
     The value of an option that may be repeated is a list.
     """
@@ -185,13 +185,13 @@ def explicit_options() -> dict[str, Any]:
 
 
 def command_line() -> str:
-    """Return the command as it was typed, for records and for messages to another machine."""
+    """Return the command as it was typed, for records and for messages that name a command to repeat elsewhere."""
     return " ".join(["corp-deploy", *sys.argv[1:]])
 
 
 @contextmanager
 def usage_errors() -> Iterator[None]:
-    """Raise a BadInput about options as a usage error."""
+    """Turn a BadInput raised within into click's usage error."""
     try:
         yield
     except BadInput as error:
@@ -221,10 +221,10 @@ def _again(without: Collection[str], added: Mapping[str, Any]) -> Invocation:
 
 
 def current_command(**added: Any) -> str:
-    """Return the current command as a line to type again, with options added."""
+    """Return the current command with the options `added` as a line to type."""
     return str(_again((), added))
 
 
 def current_words(without: Collection[str] = (), **added: Any) -> tuple[str, ...]:
-    """Return the current command as words behind the program's name, without some options and with others added."""
+    """Return the current command's words after the program's name, with options left out (`without`) and `added`."""
     return _again(without, added).argv[1:]

@@ -92,7 +92,7 @@ class RollOptions(Record):
     """The options of `package serve`: the model's version, and how it is tested in a running server."""
 
     name: str = option(TEXT, "vit", help="Model name.")
-    model_version: int = option(MODEL_VERSION, NEEDED, help="The version to serve, such as the last good.")
+    model_version: int = option(MODEL_VERSION, NEEDED, help="The version to serve, such as the last one that worked.")
     server: str | None = option(
         TEXT, help="Also switch this running server, such as http://127.0.0.1:8000 (explicit mode)."
     )
@@ -118,13 +118,13 @@ class RollOptions(Record):
 @command("package serve")
 @click.argument("repository", type=DIRECTORY)
 def serve_version_command(repository: Path, options: RollOptions, out: Output) -> int:
-    """Roll back or forward: every variant serves one version.
+    """Make every variant of a model serve one version, older or newer.
 
-    Without --server only the repository changes, for the next load. With it no request is dropped: the version is
-    loaded and warmed up under a temporary name, tested on the samples, added beside the current one and switched to
-    when ready; the old one is unloaded after its last request. If a step fails, the old version keeps serving. While a
-    version loads or unloads, the whole server reports not ready (/v2/health/ready): traffic probes should ask
-    /v2/models/NAME/ready.
+    Without --server only the repository changes, and the server serves the version after its next load. With --server
+    no request is dropped: the version is loaded and warmed up under a temporary name, tested on the samples, added
+    beside the current one and switched to when ready; the old one is unloaded after its last request. If a step fails,
+    the old version keeps serving. While a version loads or unloads, the whole server reports not ready
+    (/v2/health/ready): traffic probes should ask /v2/models/NAME/ready.
 
     Exit codes: 0 served, 1 a step failed in the server.
 

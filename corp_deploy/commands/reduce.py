@@ -21,9 +21,9 @@ from .options import DIRECTORY
 
 LOOKED_AT = some(
     *(*KINDS, "samples", "seed", "workers", "max_bad", "hold_out", "groups"),
-    images="Calibration images: for a budget, auto, the closed loop, --rescale, a polish, --sparse, and presets that "
-    "merge channels or heads.",
-    text="Calibration texts, a line each, for the same on a text encoder.",
+    images="Calibration images: for a budget, --heads auto, the closed loop, --rescale, a polish, --sparse, and "
+    "presets that merge channels or heads.",
+    text="For a text encoder: calibration texts, one per line, in place of --images.",
 )
 
 
@@ -104,9 +104,9 @@ class LatencyOptions(GeometryOptions, heading="What is timed"):
 
 
 @command("latency-table", first="model weights output batch backend heads align threads")
-@click.option("--output", "-o", type=DIRECTORY, required=True, help="Directory that keeps the tables of this machine.")
+@click.option("--output", "-o", type=DIRECTORY, required=True, help="Directory for the latency tables of this machine.")
 def latency_table(model: ModelChoice, output: Path, options: LatencyOptions, out: Output) -> None:
-    """Measure blocks at each width here, for reduce --latency.
+    """Measure the latency of blocks by width, for reduce --latency.
 
     There is no time limit: every width is timed for 8 rounds.
 

@@ -48,7 +48,7 @@ class StarterChoice(Record, heading="A new recipe"):
 
 @dataclass(frozen=True, kw_only=True)
 class RunChoice(Record, heading="How much is done"):
-    """The part of a release that is done. Raises BadInput for options that exclude one another."""
+    """The stages of a release to run, or to plan only. Raises BadInput for options that exclude one another."""
 
     dry_run: bool = option(default=False, help="Show what would be done and why; write nothing.")
     plan_only: bool = option(default=False, help="Write the stages that this machine can't run as a shell script.")
@@ -88,7 +88,7 @@ def release(
     trust_paths: bool,
     out: Output,
 ) -> int:
-    """Make a whole release from a recipe.
+    """Make a release from a recipe.
 
     Its model is reduced, exported, proved, measured and judged; finished stages are kept.
 
@@ -98,8 +98,8 @@ def release(
     --sign signs a release that passes its gate, under the recipe's release.name and release.version: model.sig covers
     every file. --sign sigstore uses the identity of the CI job, which needs the network.
 
-    Exit codes are the gate's (0 pass, 1 fail, 3 inconclusive, 5 not comparable), and 4 when stages wait for a machine
-    with another target.
+    Exit codes are the gate's (0 pass, 1 fail, 3 inconclusive, 5 not comparable), and 4 when stages need another
+    machine, which has the GPU or runtime of their target.
 
     Example: corp-deploy release digits.toml -o release --baseline baseline.json --init-baseline
     """
@@ -132,7 +132,7 @@ def release(
 
 
 def _execute(job: "Job", run: RunChoice, out: Output) -> int:
-    """Do as much of a release as is asked for; return the exit code."""
+    """Run a release, run only the stages of --only, or write the script of --plan-only; return the exit code."""
     from corp_deploy.release.pace import Pace
 
     if run.plan_only:
@@ -179,7 +179,7 @@ def _rows(planned: "Sequence[StageStatus]", out: Output, note: str) -> None:
 
 
 def _print_weight_notes(finished: Sequence[str], output: Path, out: Output) -> None:
-    """Print the notes on the weights of the dense model, if its stage has just run."""
+    """Print the notes on the dense model's weights if the stage `dense` is among the finished ones."""
     from corp_deploy.store.model_config import load_model_config
 
     if "dense" in finished:
@@ -197,7 +197,7 @@ SIGNATURES = {
 
 
 def make_release(job: "Job", out: Output, *closing: str) -> int:
-    """Make a release and print its result; return the exit code."""
+    """Make a release, and print its result with the lines `closing`; return the exit code."""
     from corp_deploy.release.names import GATE, PARITY, own_records
     from corp_deploy.release.pace import Pace, limited_seconds
     from corp_deploy.release.proven import proof_of_directory

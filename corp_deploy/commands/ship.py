@@ -38,14 +38,14 @@ def ship(
     MODEL is calibrated, reduced, exported, proved, timed beside the dense model, judged, and packed for a server.
 
     MODEL is named as --model of the other commands. Without a budget 70 % of the MACs are kept. Images that nothing was
-    fitted to, drawn by --seed, prove the result. With --within they choose the smallest model, and the images of
-    --held-out prove it.
+    fitted to, drawn by --seed, prove the result. With --within these images choose the smallest model, and the images
+    of --held-out prove it.
 
-    OUTPUT/recipe.toml holds all that was done. If you change it, release does again what the change touches. The same
-    command continues after an interruption.
+    OUTPUT/recipe.toml has all settings of the release. If you change it, the command release runs the stages again that
+    the change affects. The same command continues after an interruption.
 
-    Exit codes are the gate's (0 pass, 1 fail, 3 inconclusive, 5 not comparable), and 4 when stages wait for a machine
-    with the target.
+    Exit codes are the gate's (0 pass, 1 fail, 3 inconclusive, 5 not comparable), and 4 when stages need another
+    machine, which has the GPU or runtime of the target.
 
     Example: corp-deploy ship deit_small_patch16_224 --weights deit_small.safetensors --images photos/ --macs 0.7
     -o shipped

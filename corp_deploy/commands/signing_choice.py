@@ -1,4 +1,4 @@
-"""Options of the signer of a release, and of the signature that a release has to have."""
+"""Options for signing a release or model repository, and for verifying its signature."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,12 +18,16 @@ SIGSTORE = "sigstore"
 
 @dataclass(frozen=True, kw_only=True)
 class SigningChoice(Record, heading="Signature"):
-    """The signer of a release. Raises BadInput for a certificate or password without its key."""
+    """The key or identity that signs. Raises BadInput for a certificate or password without a key."""
 
-    sign: str | None = option(text_of(f"KEY.pem|{SIGSTORE}"), help="Sign with this private key (EC, PEM).")
-    sign_certificate: Path | None = option(FILE, help="The key's certificate, by which others know it.")
+    sign: str | None = option(
+        text_of(f"KEY.pem|{SIGSTORE}"), help="Sign with this private key (EC, PEM), or through Sigstore as the CI job."
+    )
+    sign_certificate: Path | None = option(
+        FILE, help="Certificate of the key, which `check --verify IDENTITY` verifies."
+    )
     sign_chain: Sequence[Path] = option(
-        Repeated(each=FILE), (), help="Certificates of the chain from that one to the root; repeat."
+        Repeated(each=FILE), (), help="Certificates between --sign-certificate and the root, and the root; repeat."
     )
     sign_password: Path | None = option(FILE, help="The file with the password of an encrypted key.")
 
@@ -33,7 +37,7 @@ class SigningChoice(Record, heading="Signature"):
         if beside and self.sign in (None, SIGSTORE):
             raise BadInput("--sign-certificate, --sign-chain and --sign-password go with a private key: --sign KEY.pem")
         if self.sign_chain and self.sign_certificate is None:
-            raise BadInput("--sign-chain leads on from a certificate: give --sign-certificate too")
+            raise BadInput("--sign-chain continues --sign-certificate; give that too")
 
     def signer(self) -> "Signer | None":
         """Return the signer, None without --sign; raise BadInput for a password that can't be read."""
@@ -53,7 +57,7 @@ class SigningChoice(Record, heading="Signature"):
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyingChoice(Record):
-    """The signature that a release has to have. Raises BadInput for expectations without --verify."""
+    """The expected signer, name and version of a release. Raises BadInput for any of them without --verify."""
 
     verify: str | None = option(
         text_of("KEY.pub.pem|IDENTITY"),
@@ -65,7 +69,7 @@ class VerifyingChoice(Record):
     issuer: str | None = option(TEXT, help="With an identity: the OpenID issuer that Sigstore must have used.")
     expect_name: str | None = option(TEXT, help="With --verify: the release's name that was signed.")
     expect_version: str | None = option(
-        TEXT, help="With --verify: the version that was signed; older ones are signed too."
+        TEXT, help="With --verify: the version that was signed; signatures of older versions stay valid."
     )
 
     def __post_init__(self) -> None:

@@ -35,7 +35,7 @@ LABELS = f"{LABELS_HELP} For accuracy."
 
 
 def _alone_in(folder: Path) -> ExitStack:
-    """Lock the folder for this sweep; of torchrun's processes only the first one does."""
+    """Lock the folder for this sweep; under torchrun only the first process takes the lock."""
     stack = ExitStack()
     if os.environ.get("RANK", "0") == "0":
         stack.enter_context(locked(folder, folder / ".lock", what="sweep"))
@@ -243,13 +243,13 @@ def _open(point: "SweepPoint", least: float, source: "InputSet") -> str:
 RESTARTS = 3
 LONGEST_END_S = 40.0
 ALONE = ("jobs", "bench", "precision", "threads", "device", "time_limit", "half_width", "min_agreement")
-"""The options that only the starting process has: `jobs`, and those of timing, which it does at the end."""
+"""The options that the processes of --jobs don't get: those of timing, which the starting process does at the end."""
 
 
 def run_jobs(words: Sequence[str], jobs: int) -> None:
-    """Run the command in `jobs` processes of torchrun on this machine, one trial each at a time.
+    """Run the command `words` in `jobs` processes of torchrun on this machine, each of which runs a trial at a time.
 
-    A process that dies is started again. Raises Missing if the processes fail nevertheless.
+    A process that dies is started again. Raises Missing if processes fail after all restarts.
     """
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(jobs))
     threads = str(max(usable_cpus() // jobs, 1))

@@ -1,4 +1,4 @@
-"""The options of `sweep`: which models it tries, and how."""
+"""The options of `sweep`: the reductions to try, and how they are judged."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -47,10 +47,10 @@ def _several(words: Sequence[str], default: tuple[str, ...] = (), *, help: str) 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepChoice(GeometryOptions, heading="Trials"):
-    """The models that are tried: every preset with every knob at every sparsity, and preset best at every budget.
+    """The trials of a sweep: every preset with every knob at every sparsity, and preset best at every budget.
 
-    Knobs are rankings, repairs, and treatments of queries and keys. Sparsities apply to `parts`; `there` are those that
-    the model has. Raises BadInput for a preset that is fitted to inputs if there are none.
+    A knob is a value of `select`, `repair` or `qk` in place of the preset's own. Sparsities apply to `parts`; `there`
+    are the parts that the model has. Raises BadInput for a preset that needs calibration inputs without any.
     """
 
     calibration_images: Path | None = option(
@@ -63,9 +63,11 @@ class SweepChoice(GeometryOptions, heading="Trials"):
         (),
         help="Budgets to try too: shares of the dense MACs to keep, with preset best.",
     )
-    most_cut: float = option(SHARE, MOST_CUT, help="As reduce --most-cut, of every budget.")
-    parts: Literal["joint", "mlp", "attn", "conv"] = option(default="joint", help="What the sparsities apply to.")
-    preset: Sequence[str] = _several(tuple(PRESETS), ("best", "none"), help="One or several.")
+    most_cut: float = option(SHARE, MOST_CUT, help="As reduce --most-cut, for every budget.")
+    parts: Literal["joint", "mlp", "attn", "conv"] = option(
+        default="joint", help="Sites that the sparsities apply to: all (joint), or one kind."
+    )
+    preset: Sequence[str] = _several(tuple(PRESETS), ("best", "none"), help="Presets to try.")
     select: Sequence[str] = _several(
         MLP_RANKINGS,
         help="Rankings of channels to try with every preset, as reduce --select; default: the preset's own.",
@@ -91,12 +93,12 @@ class SweepChoice(GeometryOptions, heading="Trials"):
 
     @property
     def calibration(self) -> InputOptions:
-        """The inputs that presets with merged channels are fitted to, and that budgets are allocated by."""
+        """The inputs that presets with merged channels are fitted to, and that the allocation of budgets uses."""
         return InputOptions(images=self.calibration_images, text=self.calibration_text)
 
     @property
     def knobs(self) -> Sequence[Knobs]:
-        """All combinations of the knobs that are tried in place of the presets' own; one empty one without any."""
+        """All combinations of the given knobs; without knobs, one empty combination."""
         every = {name: hows for name in KNOBS if (hows := self.values[name])}
         return [dict(zip(every, hows, strict=True)) for hows in product(*every.values())]
 
@@ -105,15 +107,15 @@ class SweepChoice(GeometryOptions, heading="Trials"):
         return [(preset, knobs) for preset in self.preset for knobs in self.knobs]
 
     def _touches(self, part: str, preset: str, knobs: Knobs) -> bool:
-        """Return True if the sweep narrows such parts and the preset doesn't leave them alone."""
+        """Return True if the sweep applies sparsities to this part and the preset reduces it."""
         return self._tries(part) and _takes(preset, knobs, part)
 
     def _tries(self, part: str) -> bool:
-        """Return True if the sweep narrows such parts and the model has them."""
+        """Return True if the sweep applies sparsities to this part and the model has it."""
         return self.parts in ("joint", part) and part in self.there
 
     def refuse_ignored(self, options: Mapping[str, Any]) -> None:
-        """Raise BadInput for one of these options that no preset of the sweep honours."""
+        """Raise BadInput for one of these options that has no effect with any preset of the sweep."""
         names = ("parts", "heads", "qk", *(() if self.macs else FITTED))  # a budget is allocated by the fitted inputs
         about = {name: value for name, value in options.items() if name in names}
         ways = [_choice(*each).of_preset for each in self._ways]
@@ -141,7 +143,7 @@ class SweepChoice(GeometryOptions, heading="Trials"):
         return SweepRequest(preset=preset, method=choice.method, budget=budget, knobs=dict(knobs), moments=moments)
 
     def of_model(self, model: "nn.Module") -> "SweepChoice":
-        """Return the options with the parts that the model has; raise BadInput for options on other parts."""
+        """Return the options with `there` set to the model's parts; raise BadInput for options on other parts."""
         from corp_deploy.families.family import kinds_of, refuse_idle_options
 
         for part, kind in KINDS.items():
@@ -151,7 +153,7 @@ class SweepChoice(GeometryOptions, heading="Trials"):
         return replace(self, there=there)
 
     def refuse_far(self, model: "nn.Module") -> None:
-        """Raise BadInput for a budget that cuts too much of the sites that it may cut."""
+        """Raise BadInput for a budget that would remove more than `most_cut` of the model's prunable sites."""
         from corp_deploy.planning.first_plan import refuse_far_cuts
 
         for share in self.macs:
@@ -169,7 +171,7 @@ class SweepChoice(GeometryOptions, heading="Trials"):
         ]
 
     def words_of(self, point: "SweepPoint", inputs: InputOptions, options: dict[str, Any]) -> str:
-        """Return the options of `reduce` that make the model of a point; `options` are those that the user gave."""
+        """Return the options of `reduce` that repeat the trial of a point; `options` are those that the user typed."""
         touches = point.budget is not None or self._touches("attn", point.preset, point.knobs)
         chosen: dict[str, Any] = {"preset": point.preset, **point.knobs}
         if point.budget is not None:
@@ -187,9 +189,9 @@ class SweepChoice(GeometryOptions, heading="Trials"):
         return " ".join([*words_of(chosen), *self._words_of_inputs(point, inputs)])
 
     def _words_of_inputs(self, point: "SweepPoint", inputs: InputOptions) -> Sequence[str]:
-        """Return the options of the inputs that a point's reduction looks at.
+        """Return the options of `reduce` for the inputs that the trial of a point reads, if any.
 
-        A budget looks at the calibration inputs or, without any, at those that score the sweep; merged channels are
+        A budget reads the calibration inputs or, without any, the inputs that score the sweep; merged channels are
         fitted to the calibration inputs.
         """
         if self.calibration.path is not None:
@@ -210,7 +212,7 @@ class TrialsChoice(Record, heading="Trials"):
         "number of images.",
     )
     min_agreement: float | None = option(
-        SHARE, help="Name the smallest model that meets it, and the fastest where trials are timed."
+        SHARE, help="Name the smallest model with this agreement, and the fastest if trials are timed."
     )
     jobs: int = option(
         JOBS,

@@ -38,12 +38,12 @@ def verify_command(
     options: VerifyRun,
     out: Output,
 ) -> int:
-    """Prove on real inputs how far CANDIDATES are from REFERENCE. Name REFERENCE as you name --model of other commands.
+    """Compare CANDIDATES with REFERENCE on real inputs. Name REFERENCE as you name --model of other commands.
 
-    The proof goes link by link; exit code 1 when one fails. --min-agreement and --max-error apply to every output of
-    the model, --output-limit to one of them. The verdict is PASS only if limits judged every output from REFERENCE to
-    the last candidate; otherwise it is UNJUDGED (exit code 3). --exclude-output names an output that need not be
-    judged.
+    A link compares two steps of the chain from REFERENCE to the last candidate; exit code 1 when one fails.
+    --min-agreement and --max-error apply to every output of the model, --output-limit to one of them. The verdict is
+    PASS only if limits judged every output from REFERENCE to the last candidate; otherwise it is UNJUDGED (exit code
+    3). --exclude-output names an output that need not be judged.
 
     An agreement is a share of inputs and has an interval: the link passes if no part of it lies below the limit, and
     fails if all of it does; in between it is INCONCLUSIVE (exit 3), and the message says how many inputs would decide.

@@ -51,7 +51,7 @@ class VerifyRun(ProofFiles, MetricOptions, ProofOptions, DecoderProof, heading="
 
     @property
     def metrics(self) -> "tuple[MetricRequest, ...]":
-        """The measures of the user's own. Raises BadInput for a text that is none."""
+        """The metrics that --metric declares. Raises BadInput for a text that is not a metric."""
         if not self.metric:
             return ()
         from corp_deploy.proof.custom_metrics import metrics_from_texts
@@ -61,7 +61,7 @@ class VerifyRun(ProofFiles, MetricOptions, ProofOptions, DecoderProof, heading="
     def record_of(self, candidates: Sequence[Path]) -> Path:
         """Return the path of the record; raise UsageError without one, and without candidates."""
         if not candidates:
-            raise click.UsageError("Missing argument 'CANDIDATES...': what to hold against REFERENCE")
+            raise click.UsageError("Missing argument 'CANDIDATES...': models, graphs or engines to compare with it")
         if self.output is None:
             raise click.UsageError("Missing option '--output' / '-o'.")
         return Path(self.output)
@@ -74,7 +74,7 @@ class VerifyRun(ProofFiles, MetricOptions, ProofOptions, DecoderProof, heading="
         limits: "ParityLimits",
         out: Output,
     ) -> int:
-        """Compare engines of one graph, or with --write-golden keep the reference's answers; return the exit code."""
+        """Compare engines of one graph, or with --write-golden save the reference's outputs; return the exit code."""
         from corp_deploy.proof.artefact import artefact_from_path
         from corp_deploy.proof.compare_engines import (
             commands_for_two_environments,
@@ -94,7 +94,7 @@ class VerifyRun(ProofFiles, MetricOptions, ProofOptions, DecoderProof, heading="
         steps = [artefact_from_path(path) for path in candidates]
         if reference.is_dir():
             if inputs.way != "none":
-                what = f"{reference} holds the inputs that its answers are to"
+                what = f"{reference} has inputs of its own, together with their outputs"
                 raise click.UsageError(f"{what}; leave {inputs.describe} out")
             golden = read_golden(reference)
             limits.require_applied(golden.outputs)
@@ -129,7 +129,7 @@ class VerifyRun(ProofFiles, MetricOptions, ProofOptions, DecoderProof, heading="
         return show_proof(proof.parity, out)
 
     def _sizes(self, artefacts: "Sequence[Artefact]") -> Sequence[int]:
-        """Return the batch sizes; raise UsageError for a typed one that an engine doesn't take."""
+        """Return the batch sizes; raise UsageError for a size of --batch that an engine doesn't take."""
         for each in artefacts:
             if "batch" in explicit_options() and each.batches is not None:
                 least, most = each.batches
@@ -157,7 +157,7 @@ class VerifyRun(ProofFiles, MetricOptions, ProofOptions, DecoderProof, heading="
 
         if candidates or self.output is not None or self.other_graph or self.metrics:
             raise click.UsageError(
-                "--write-golden keeps what REFERENCE answers and compares nothing; leave candidates, --output, "
+                "--write-golden saves the outputs of REFERENCE and compares nothing; leave candidates, --output, "
                 "--other-graph and --metric out"
             )
         inputs.require()
@@ -191,9 +191,9 @@ NO_INPUTS = "give --images, --text or --arrays, or --random when random inputs a
 
 @dataclass(frozen=True, kw_only=True)
 class ProofInputChoice(InputOptions):
-    """Real images, texts or arrays, or random inputs; the seed draws either."""
+    """Real images, texts or arrays, of which `seed` draws `samples`, or random inputs drawn by `seed`."""
 
-    random: int | None = option(BATCH, help="Random inputs instead; the record says so.")
+    random: int | None = option(BATCH, help="Compare on N random inputs, which the record says.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -215,12 +215,15 @@ class ProofInputChoice(InputOptions):
         return super().describe if self.random is None else f"--random {self.random} --seed {self.seed}"
 
     def require(self) -> None:
-        """Raise BadInput without inputs."""
+        """Raise BadInput if there are neither real nor random inputs."""
         if self.way == "none":
             raise BadInput(NO_INPUTS)
 
     def open_for_engine(self, artefact: "Artefact") -> "ProofInputs":
-        """Return the inputs as an engine takes them; raise BadInput for texts, and for images of an unknown form."""
+        """Return the inputs as an engine takes them; raise BadInput for texts, and for images that can't be prepared.
+
+        An engine without a record of its preprocessing takes preprocessed arrays only.
+        """
         from corp_deploy.proof.port_images import images_of_port
         from corp_deploy.proof.proof_inputs import draw_noise
 

@@ -1,4 +1,4 @@
-"""The whole pipeline on the digits example, from trained weights and images to a smaller model, proof and report."""
+"""The command `demo`: the whole pipeline on a model trained on digits, from calibration to the report."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -40,7 +40,7 @@ CONV_SPARSITY = 0.4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """A model trained on the digits, and how the demo reduces it."""
+    """A model trained on the digits, and the options by which the demo reduces and proves it."""
 
     folder: str
     title: str
@@ -84,7 +84,7 @@ MODEL = (f"dense/{CONFIG}", f"dense/{WEIGHTS}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoScale:
-    """The extent of the demo: calibration images (None: all) and held-out ones, timing, precisions beside fp32."""
+    """The size of the demo: numbers of images (`samples` None: all), timing, and precisions in addition to fp32."""
 
     samples: int | None = None
     hold_out: int = 200
@@ -101,7 +101,7 @@ def demo_invocation(example: Example) -> Invocation:
 
 
 def invocations(example: Example, scale: DemoScale) -> dict[tuple[str, ...], Invocation]:
-    """Return every command of the demo by the files that it makes."""
+    """Return the commands that the demo carries out, each by the files that the command writes."""
     held_out = "images/held-out.npz"
     calibrate = {
         "model": "dense",
@@ -146,7 +146,7 @@ def invocations(example: Example, scale: DemoScale) -> dict[tuple[str, ...], Inv
 
 
 def made_by(example: Example, scale: DemoScale) -> dict[str, str]:
-    """Return the command that makes each file; the demo makes the others."""
+    """Return the command that writes each file: one of `invocations`, or `demo` for all other files."""
     by_calls = {name: str(run) for names, run in invocations(example, scale).items() for name in names}
     return dict.fromkeys((*ONLY_DEMO, *MODEL), str(demo_invocation(example))) | by_calls
 
@@ -185,7 +185,7 @@ def write_inputs(directory: Path, example: Example = VIT) -> Checkpoint:
 
 
 def _effects(directory: Path, example: Example, dense: Checkpoint, reduced: nn.Module) -> list[dict[str, Any]]:
-    """Compare the presets at the same widths on the held-out images."""
+    """Return the errors of `reduced` and of the example's other presets at the same widths on held-out images."""
     path = directory / "images" / "held-out.npz"
     held_out = images_for_model(dense.model, path)
     labels, pixels = labels_for(path, held_out, dense.model), torch.cat(list(held_out.batches(64)))
@@ -246,7 +246,7 @@ def run_demo(
     step: Callable[[int], None],
     scale: DemoScale | None = None,
 ) -> dict[str, Any]:
-    """Run every step into `directory`, and return the record of the results.
+    """Run every step, write its results to `directory`, and return the figures that the command shows.
 
     `note` is called with the next step in words, `step` with the number of finished steps.
 
