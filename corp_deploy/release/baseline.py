@@ -1,4 +1,4 @@
-"""The older records that rules compare with. Imports no torch."""
+"""The baseline of a gate: older records of bench and verify, which rules compare with. Imports no torch."""
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Baseline(Record, heading="Baseline"):
-    """Paths of the older records, which are read when they are used."""
+    """The paths of the baseline's records, whose files need not exist if `init` is set."""
 
     path: Path | None = option(FILE, typed="baseline", help="The older bench.json that `baseline` in a rule means.")
     parity: Path | None = option(
@@ -29,7 +29,7 @@ class Baseline(Record, heading="Baseline"):
     init: bool = option(
         default=False,
         typed="init_baseline",
-        help="Make the records that are judged the baselines if they pass and none is.",
+        help="If the gate passes, copy the judged records to the baselines that don't exist yet.",
     )
 
     def __post_init__(self) -> None:
@@ -43,9 +43,9 @@ class Baseline(Record, heading="Baseline"):
         return {kind: path for kind, path in every.items() if path is not None}
 
     def require(self, rules: "Sequence[Rule]" = ()) -> None:
-        """Raise BadInput for a baseline that is absent or no such record, and for a rule that no baseline is named for.
+        """Raise BadInput for a rule that needs a baseline without a path, and for a path without such a record.
 
-        An absent baseline is accepted with `init`.
+        With `init` the file may be absent.
         """
         from perf.parity.parity import load_parity
         from perf.record.runs import load_bench
@@ -64,7 +64,10 @@ class Baseline(Record, heading="Baseline"):
                 raise BadInput(f"rule {rule.text!r} needs {option} FILE, at first with --init-baseline")
 
     def older(self, own: Mapping[str, Path]) -> dict[str, Path]:
-        """Return the older records by kind, without those that are copies of the judged records `own`."""
+        """Return the existing records of the baseline by kind.
+
+        With `init`, a record with the bytes of the judged record in `own` is left out: this gate's first run copied it.
+        """
         older = {kind: path for kind, path in self.by_kind.items() if path.is_file()}
         if self.init:
             digests = {kind: sha256_of_file(path) for kind, path in own.items() if path.is_file()}
@@ -72,7 +75,10 @@ class Baseline(Record, heading="Baseline"):
         return older
 
     def start(self, own: Mapping[str, Path], *, exit_code: int) -> dict[Path, Path]:
-        """Copy the records of a passing gate to the absent baselines; return each record by its baseline."""
+        """Copy the judged records `own` to the absent baselines if `init` is set and the gate passed (exit code 0).
+
+        Return each copied record by its new path.
+        """
         if not self.init or exit_code:
             return {}
         started = {path: own[kind] for kind, path in self.by_kind.items() if kind in own and not path.exists()}
@@ -82,7 +88,7 @@ class Baseline(Record, heading="Baseline"):
         return started
 
     def unwritten(self, own: Mapping[str, Path], gate: "Gate") -> list[str]:
-        """Return a sentence for each baseline that a gate, as it didn't pass, has not started."""
+        """Return a sentence for each baseline that `start` has not written because the gate didn't pass."""
         causes = [f"{row.rule}: {row.message}" for row in gate.rules if row.verdict == gate.verdict]
         return [
             f"{path}: baseline not written, because the gate is {gate.verdict} ({causes[0]}); the first record that "

@@ -1,4 +1,4 @@
-"""The model card of a release: what was removed, on which images, agreement, speed, limits."""
+"""The model card of a release: the reduction, the images, agreement, speed and limits."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -200,7 +200,7 @@ def _limits(recipe: Recipe, parity: Parity) -> Iterator[str]:
 
 
 def _unproven(root: Path, recipe: Recipe) -> Iterator[str]:
-    """Yield warnings of verdicts other than PASS."""
+    """Yield a warning for each verdict of parity and gate records other than PASS."""
     proof = proof_of_directory(root)
     if proof.failed:
         yield "This model failed its proof:"
@@ -219,7 +219,7 @@ def _unproven(root: Path, recipe: Recipe) -> Iterator[str]:
 
 
 def render_card(root: Path, recipe: Recipe, commands: Sequence[str], efforts: Efforts) -> str:
-    """Return the text of a release's card: from its records, its commands, and the time and memory of its stages."""
+    """Return the text of a release's model card; `efforts` are the time and memory of its stages."""
     config = load_model_config(root / "reduced")
     parity = load_parity(root / PARITY)
     shape = "x".join(map(str, config.input.shape))

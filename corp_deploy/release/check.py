@@ -39,16 +39,16 @@ Answers = NDArray[np.float32]
 
 
 class GraphAnswers(msgspec.Struct, frozen=True, kw_only=True):
-    """The file of a graph's answers, and the largest relative error that a replay may have."""
+    """The file with a graph's outputs for the samples, and the largest relative error that a replay may have."""
 
     expected: str
     max_relative_error: float
 
 
 class SamplesRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=KIND):
-    """The content of samples.json: the file and number of the images, and the graphs with their answers.
+    """The content of samples.json: the file and number of the images, and the graphs with their outputs.
 
-    For metrics of the user's own it also holds the images' names and, if there are labels, their file.
+    For metrics of [parity] it also has the images' names and, if there are labels, the file of the labels.
     """
 
     version: Literal[1] = 1
@@ -60,7 +60,7 @@ class SamplesRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind",
 
 
 def run_on_images(runner: Runner, images: Images) -> Answers:
-    """Return the output for all images; several outputs are concatenated [N,F]."""
+    """Return the graph's output for all images [N,...]; several outputs are flattened and concatenated [N,F]."""
     parts = (images[start : start + BATCH] for start in range(0, len(images), BATCH))
     answers = [list(runner(feeds_from_array(part, runner.inputs)).values()) for part in parts]
     rows = [
@@ -72,7 +72,7 @@ def run_on_images(runner: Runner, images: Images) -> Answers:
 
 @contextmanager
 def opened_graph(path: Path) -> Iterator[Runner]:
-    """Open a graph on the CPU; one of BF16 or FP8 computes in float32 and rounds to its types."""
+    """Open a graph on the CPU, one of BF16 or FP8 as a copy that computes in float32 and rounds to those types."""
     with tempfile.TemporaryDirectory() as scratch:
         if type_by_name(onnx_precision(path)) in (BFLOAT16, FLOAT8):
             rounded = Path(scratch) / path.name
@@ -83,7 +83,7 @@ def opened_graph(path: Path) -> Iterator[Runner]:
 
 
 def path_in_release(folder: Path, name: str) -> Path:
-    """Return the path of a recorded file; raise BadInput for one outside the release."""
+    """Return the path of a file that samples.json names; raise BadInput for one outside the release."""
     return path_inside(folder, name, where=str(folder / SAMPLES_RECORD))
 
 
@@ -112,16 +112,19 @@ def _differences(folder: Path, record: SamplesRecord) -> Iterator[str]:
 
 
 def replay(folder: Path) -> list[str]:
-    """Run every graph of a release on its sample inputs again; return a sentence for each that answers otherwise.
+    """Run every graph of a release on its samples again; return a sentence for each graph whose outputs differ.
 
-    Raises BadInput for a record that can't be read, Missing without ONNX Runtime.
+    Raises BadInput for samples that can't be read, Missing without ONNX Runtime.
     """
     with _reading(folder):
         return list(_differences(folder, load_samples(folder)))
 
 
 def samples_of_release(folder: Path, max_relative_error: float) -> Samples:
-    """Read the samples; raise BadInput when the directory is no release with samples."""
+    """Read the samples with the FP32 outputs of the reduced model, for the test of a server.
+
+    Raises BadInput for a directory that is not a release with such samples.
+    """
     record, graph = load_samples(folder), f"reduced/{graph_name('fp32')}"
     if graph not in record.graphs:
         raise BadInput(f"{folder / SAMPLES_RECORD}: no answers of {graph}, only of {', '.join(record.graphs)}")
@@ -135,7 +138,7 @@ def samples_of_release(folder: Path, max_relative_error: float) -> Samples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """The result of a check."""
+    """The result of a check: the number of files, a sentence for each difference, and the signature's facts if any."""
 
     files: int
     graphs_replayed: bool
@@ -152,14 +155,14 @@ def _called(folder: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpectedRelease:
-    """The expected signer, name and version; None for any."""
+    """The expected signer, name and version of a release; None accepts any name or version."""
 
     verifier: Verifier
     name: str | None = None
     version: str | None = None
 
     def signed(self, folder: Path) -> Signed:
-        """Return the verified signature of a release, before anything else of it is read.
+        """Verify the signature of a release before any other file of it is parsed.
 
         Raises Unverified also for another name or version, since the signature of an older release stays valid.
         """
@@ -192,9 +195,9 @@ def _changed(folder: Path, digests: Mapping[str, str]) -> dict[str, str]:
 def check_release(folder: Path, expected: ExpectedRelease | None = None) -> Checked:
     """Verify the signature if one is expected, then compare all digests, then replay the samples if no file differs.
 
-    Nothing is read of a release whose signature doesn't hold. A model repository has only a signature to check.
+    If the signature doesn't verify, no other file is parsed. A model repository has only a signature to check.
 
-    Raises BadInput for a directory that is no release, Missing without ONNX Runtime or the library that verifies.
+    Raises BadInput for a directory that is not a release, Missing without ONNX Runtime or the library for signatures.
     """
     try:
         signed = None if expected is None else expected.signed(folder)

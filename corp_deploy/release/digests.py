@@ -1,6 +1,6 @@
-"""Digests of files and folders, and the stamps of finished stages, which hold them. Imports no torch.
+"""Digests of files and folders, and the stamps of finished stages, which hold such digests. Imports no torch.
 
-The digest of a file is kept with the file's size and time of change, so that it isn't computed again.
+The digest of a file is kept with the file's size and time of change, and computed again only if these differ.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ class KnownDigests(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", 
 
 
 def files_of(path: Path, *, pictures: bool = False) -> list[Path]:
-    """Return the files that a path stands for, in a fixed order; none if there are none.
+    """Return the files that a path stands for, in a fixed order, an empty list for an absent path.
 
     A file stands for itself, a folder for all files below it but effort records (with `pictures`, for those that are
     read as images), and x-{00..07}.tar for its shards.
@@ -48,7 +48,7 @@ def files_of(path: Path, *, pictures: bool = False) -> list[Path]:
 
 
 class Digests:
-    """Digests that are kept in a file between runs; a file that can't be read counts as empty."""
+    """A cache of files' digests, kept in a file between runs; a cache that can't be read counts as empty."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -76,7 +76,7 @@ class Digests:
         return digest
 
     def of_path(self, path: Path, *, pictures: bool = False) -> str:
-        """Return the digest of a file, or of the names and digests of a folder's files or of shards.
+        """Return the digest of a file, or for a folder or shards the digest of the list of file names and digests.
 
         Raises BadInput for a path without files.
         """
@@ -90,7 +90,7 @@ class Digests:
 
 
 class Stamp(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="corp-deploy/stamp"):
-    """The inputs (digest or setting by label) and outputs (sha256 by file) of a finished stage."""
+    """The record of a finished stage: its inputs (digest or setting, by label) and outputs (sha256, by file)."""
 
     version: Literal[1] = 1
     inputs: dict[str, str]

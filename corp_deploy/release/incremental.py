@@ -1,8 +1,8 @@
-"""An incremental build of stages. A stage is done if its stamp holds the digests of all its inputs and outputs.
+"""The incremental build of a directory by stages. Imports no torch.
 
-A stage writes into an empty directory of its own. Its files are moved to their places all or none, and then its stamp
-is written. So a process that is killed at any moment leaves a stage either finished or to be run again. Imports no
-torch.
+A stage is done if its stamp has the present digests of all its inputs and outputs. It writes into an empty directory
+of its own; its files are moved to their places all or none, and then its stamp is written. So a process that is killed
+at any moment leaves a stage either finished or to be run again.
 """
 
 import errno
@@ -41,19 +41,19 @@ class StageDirs:
     into: Path
     """An empty directory that the stage writes its outputs to."""
     unfinished: Path
-    """A path whose stem begins the names of all files that the next attempt with the same inputs continues from."""
+    """A path for states to continue from: names of such files begin with its stem, and equal inputs give it again."""
     watch: Stopwatch | None = None
     """A stopwatch for the parts of the stage."""
     tell: Callable[[str], None] = lambda text: None
-    """Called with a sentence for each thing that is not done as it was asked for."""
+    """Called with a sentence for each setting that the stage had to change, such as a smaller batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """One step of a build, with all that its result depends on.
+    """One step of a build, with everything that its result depends on.
 
-    `reads` and `outputs` are files below the directory of results, or folders if they end with a slash; `outside` are
-    files and folders elsewhere, by label; `settings` are JSON values.
+    `reads` and `outputs` are names of files below the directory of results, or of folders if they end with a slash;
+    `outside` has paths of other files and folders by label; `settings` are JSON values.
     """
 
     name: str
@@ -83,7 +83,11 @@ State = Literal["cached", "runs", "follows", "blocked"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageStatus:
-    """A stage's state, and why: `follows` is a stage that runs only if its inputs come out different."""
+    """The state of a stage, and the reason.
+
+    `cached`: the stage is done. `runs`: it has to run. `follows`: it has to run if an earlier stage makes other files
+    than before. `blocked`: it can't run on this machine, or it reads files of a stage that can't.
+    """
 
     stage: str
     state: State
@@ -92,7 +96,7 @@ class StageStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The result of a run: stages that it finished, that were up to date, and that can't run here, with the reason."""
+    """The stages that a run finished, that were done already, and that can't run here, these with the reason."""
 
     finished: tuple[str, ...]
     cached: tuple[str, ...]
@@ -104,13 +108,13 @@ def _covered(name: str, outputs: Sequence[str]) -> bool:
 
 
 def _complete(names: Set[str], outputs: Sequence[str]) -> bool:
-    """Return True if these files lie among a stage's outputs, and none of its single files is absent."""
+    """Return True if all files `names` are among a stage's outputs, and no output that is a single file is absent."""
     single = {each for each in outputs if not each.endswith("/")}
     return single <= names and all(_covered(name, outputs) for name in names)
 
 
 def inputs_of(stage: Stage, root: Path, digests: Digests) -> dict[str, str]:
-    """Return everything that decides a stage's outputs, by label. Raises BadInput for an absent file."""
+    """Return the digests and settings that decide a stage's outputs, by label. Raises BadInput for an absent file."""
     there = [name for name in stage.reads if files_of(root / name)]
     absent = [name for name in stage.reads if name not in there and not name.endswith("/")]
     if absent:
@@ -125,7 +129,7 @@ def inputs_of(stage: Stage, root: Path, digests: Digests) -> dict[str, str]:
 
 
 def reason_to_run(stage: Stage, stamp: Stamp | None, inputs: Mapping[str, str], root: Path, digests: Digests) -> str:
-    """Return why a stage has to run, "" if it is done."""
+    """Return the reason why a stage has to run, "" if it is done."""
     if stamp is None:
         return NOT_DONE
     keys = {*stamp.inputs, *inputs} - ({MACHINE} - {*inputs})  # a measurement of another machine stays valid
@@ -143,7 +147,7 @@ def reason_to_run(stage: Stage, stamp: Stamp | None, inputs: Mapping[str, str], 
 
 
 def stage_statuses(stages: Sequence[Stage], root: Path) -> list[StageStatus]:
-    """Return what a run would do now; write nothing."""
+    """Return the states that a run would find now; write nothing."""
     digests, made_later, statuses = Digests(root / STATE / DIGESTS), dict[str, str](), list[StageStatus]()
     for stage, status, _ in _statuses(stages, root, digests, made_later):
         statuses.append(status)
@@ -155,7 +159,7 @@ def stage_statuses(stages: Sequence[Stage], root: Path) -> list[StageStatus]:
 def _statuses(
     stages: Sequence[Stage], root: Path, digests: Digests, made_later: Mapping[str, str]
 ) -> Iterator[tuple[Stage, StageStatus, dict[str, str]]]:
-    """Yield each stage with its status and inputs, computed when the stages before it have run."""
+    """Yield each stage with its status and inputs, computed after the caller has run the stages before it."""
     absent: dict[str, str] = {}
     for stage in stages:
         status, inputs = _status(stage, root, digests, made_later, absent)
@@ -169,7 +173,7 @@ def _status(
 ) -> tuple[StageStatus, dict[str, str]]:
     """Return the status of a stage and its inputs.
 
-    `made_later` and `absent` map files to the stages that will make them, or that can't.
+    `made_later` maps files to the stages that will make them, `absent` to the stages that can't.
     """
     inputs = dict[str, str]()
 
@@ -204,7 +208,7 @@ def _sync(path: Path) -> None:
 
 
 def _as_os_error(error: Exception, stage: Stage, root: Path) -> OSError | None:
-    """Return the OSError of a full disk, also if a library words it otherwise; None for other errors."""
+    """Return an OSError that names the stage for a full disk or an error that hides an OSError; None for others."""
     fault = None if isinstance(error, BadInput | Missing) else os_error_from(error)
     if fault is None or (fault is error and fault.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)):
         return None
@@ -212,7 +216,7 @@ def _as_os_error(error: Exception, stage: Stage, root: Path) -> OSError | None:
 
 
 def _move(stage: Stage, root: Path, into: Path, before: Stamp | None) -> dict[str, str]:
-    """Move written files to their places and remove those of an earlier run, all or none; return their digests."""
+    """Move a stage's new files to their places and remove its old ones, all or none; return the new files' digests."""
     written = {path.relative_to(into).as_posix() for path in into.rglob("*") if path.is_file()}
     if not _complete(written, stage.outputs):
         raise RuntimeError(f"stage {stage.name} was to make {sorted(stage.outputs)}, but made {sorted(written)}")
@@ -252,7 +256,7 @@ def _run_stage(stage: Stage, root: Path, inputs: dict[str, str], tell: Callable[
 
 
 def _left_over(root: Path, stamp: Stamp | None, *, keep: Sequence[str]) -> list[str]:
-    """Return the files that an earlier run left and this one doesn't, but for those that were changed since."""
+    """Return the files of an earlier run's stamp that are not in `keep` and have not been changed since."""
     return [
         name
         for name, digest in (stamp.outputs if stamp else {}).items()
@@ -270,7 +274,7 @@ def _remove_empty(root: Path, names: Sequence[str]) -> None:
 
 
 def _drop_former(stages: Sequence[Stage], root: Path) -> None:
-    """Remove the files and the stamps of stages that are no longer among these."""
+    """Remove the files and stamps of stages that the build no longer has."""
     keep = [name for stage in stages for name in stage.outputs]
     current = {stamp_path(root / STATE, stage.name) for stage in stages} | {root / STATE / DIGESTS}
     for path in sorted((root / STATE).glob("*.json")):
@@ -283,7 +287,7 @@ def _drop_former(stages: Sequence[Stage], root: Path) -> None:
 
 
 def clean(root: Path) -> None:
-    """Undo what a killed run left: half replaced files, its working directory, temporary files of stamps."""
+    """Roll back the files that a killed run was replacing, and remove its working directory and temporary files."""
     roll_back_interrupted(root)
     shutil.rmtree(root / STATE / "work", ignore_errors=True)
     for path in (root / STATE).glob(".*"):
@@ -295,9 +299,9 @@ def run_stages(
 ) -> Outcome:
     """Run the stages that are not done, in order, while the caller holds the lock.
 
-    `starts` is called with each stage and why it runs, and again with what is not done as asked for. A stage that this
-    machine can't run stops those that read its files, and no others. If `every` names all stages of the build, the
-    files of former ones are removed.
+    `starts` is called with each stage and the reason why it runs, and again with each sentence of StageDirs.tell. A
+    stage that can't run on this machine blocks only the stages that read its files. If `every` has all stages of the
+    build, the files of stages that the build no longer has are removed.
     """
     clean(root)
     if every:

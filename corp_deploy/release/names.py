@@ -29,7 +29,7 @@ SAMPLES_RECORD = "samples/samples.json"
 SAMPLE_LABELS = "samples/labels.npy"
 PARITY = "parity.json"
 PARITY_OF_TARGET = "parity."
-"""The beginning of the names of stages that measure a target's outputs."""
+"""The prefix of the names of stages that prove a target's artefact, and of their records."""
 BENCH = "bench.json"
 GATE = "gate.json"
 HISTORY = ("history.json", "history.svg")
@@ -45,7 +45,7 @@ def snapshots_of(recipe: Recipe) -> tuple[str, ...]:
 
 
 def has_sample_labels(recipe: Recipe) -> bool:
-    """Return True if metrics of the user's own read labels beside the samples."""
+    """Return True if the samples have labels, which metrics of [parity] read."""
     return bool(recipe.parity.metric) and recipe.held_out.labels is not None
 
 
@@ -71,7 +71,7 @@ def artefact_name(target: ReleaseTarget, subject: str) -> str:
 
 
 def rival_name(target: ReleaseTarget) -> str:
-    """Return the path of the reduced model in the precision that a quantised target rests on."""
+    """Return the reduced model's engine or graph in the float precision that a quantised target has to beat."""
     assert target.rest is not None, target
     if target.is_engine:
         return f"rivals/model.{target.name}.{target.rest}.plan"
@@ -104,6 +104,6 @@ def page_name(target: ReleaseTarget) -> str:
 
 
 def own_records(recipe: Recipe, root: Path) -> dict[str, Path]:
-    """Return the records of the first target, which the recipe's rules judge, by kind."""
+    """Return the bench and parity records of the first target by kind; the rules of [gate] judge these."""
     first = recipe.targets[0]
     return {"bench": root / bench_name(recipe, first), "parity": root / parity_name(first)}

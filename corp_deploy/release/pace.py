@@ -1,7 +1,7 @@
-"""The time that stages take, and the progress of a run. Imports no torch.
+"""The progress of a run, and the records of the time and memory that stages took. Imports no torch.
 
-The time and memory that a stage took are kept beside its stamp and never digested, so a second run changes nothing. A
-stage that isn't run again keeps its record of the run that made its files, with the machine.
+Such a record (NAME.effort, with the machine) is kept beside the stage's stamp, but is no input of other stages. A stage
+that is not run again keeps the record of the run that made its files.
 """
 
 import time
@@ -28,7 +28,10 @@ def _clock(seconds: float) -> str:
 
 
 class Pace:
-    """A listener that prints a line for each stage; `seconds` has the time limits of stages that have one."""
+    """A printer of a line for each stage that starts, with an estimate of the time left.
+
+    `seconds` has the time limits of stages that have a limit. An instance is called as `starts` of run_stages.
+    """
 
     def __init__(
         self,
@@ -63,7 +66,7 @@ class Pace:
         return f"[{words}] " if left is None else f"[{words}, about {_clock(left)} left by estimate] "
 
     def _left(self, stages: Sequence[str]) -> float | None:
-        """Estimate the seconds that stages take from those that have run; None before there are enough of these."""
+        """Estimate the seconds that `stages` will take from the times so far; None before LEAST_DONE of the work."""
         ran = {name: took for name, took in self._took.items() if name not in self._seconds}
         unlimited = [name for name in stages if name not in self._seconds]
         finished, left = (sum(SHARES.get(name.partition(".")[0], 1) for name in each) for each in (ran, unlimited))
@@ -74,7 +77,7 @@ class Pace:
 
 
 def limited_seconds(recipe: Recipe) -> dict[str, float]:
-    """Return the longest time of each stage that measures, by name."""
+    """Return the time limits of the stages that time models, by stage."""
     seconds = recipe.bench.time_limit * len(recipe.bench.batches)
     return {f"{kind}.{target.name}": seconds for target in recipe.targets for kind in ("bench", "gain")}
 
@@ -93,7 +96,7 @@ def _step(stage: str) -> tuple[Step, str] | None:
 
 
 def timed(stage: Stage, device: str = "cpu", *, watch_of: Callable[[str], Stopwatch] = build_stopwatch) -> Stage:
-    """Return the stage so that it records its time and memory; `device` is where torch works."""
+    """Return a stage that also records its time and memory; torch's memory is measured on `device`."""
     step = _step(stage.name)
     if step is None:
         return stage

@@ -1,4 +1,4 @@
-"""The verdicts of the records in a directory of results, on which `package` decides. Imports no torch."""
+"""The verdicts of parity and gate records in a directory, which `package` reads before it packs. Imports no torch."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ NO_PARITY = "no parity.json: nothing shows that the model's answers agree with t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProofVerdicts:
-    """The verdict of every record of a directory, as a line by the record's name."""
+    """Lines with the verdict of each parity and gate record of a directory, by the record's name."""
 
     lines: dict[str, str]
 
@@ -29,18 +29,18 @@ class ProofVerdicts:
 
     @property
     def undecided(self) -> list[str]:
-        """The records that neither passed nor failed, and a missing proof."""
+        """The lines of records that neither passed nor failed, and a line if there is no parity record."""
         undecided = self._with("INCONCLUSIVE", "NOT-COMPARABLE", "UNJUDGED")
         return undecided if any(name.startswith("parity") for name in self.lines) else [*undecided, NO_PARITY]
 
     def refusal(self, directory: Path, override: str) -> str:
-        """Return why the directory is not packed, and the option that packs it all the same."""
+        """Return the message that the directory is not packed, with the option `override` that packs it anyway."""
         failed = "; ".join(self.failed)
         return f"{directory}: not packed, because its proof failed: {failed}. {override} packs it all the same"
 
 
 def _line_of_gate(gate: Gate) -> str:
-    """Return the verdict with the rules that it comes from."""
+    """Return the gate's verdict with the rules that caused it."""
     unmet = [rule for rule in gate.rules if rule.verdict == gate.verdict != "PASS"]
     told = [rule.rule if rule.metric == OF_PARITY else f"{rule.rule}: {rule.message}" for rule in unmet]
     return f"{gate.verdict}: {'; '.join(told)}" if told else gate.verdict

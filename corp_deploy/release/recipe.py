@@ -1,6 +1,6 @@
-"""A recipe as a typed value: its tables together, the rules over several tables, and what follows from them.
+"""A recipe as a typed value: its tables, the checks over several tables, and values derived from the tables.
 
-See recipe_tables for the tables and recipe_file for reading one. Imports no torch.
+See recipe_tables for the tables, and recipe_file for reading a recipe. Imports no torch.
 """
 
 import shlex
@@ -33,7 +33,7 @@ RANGE_SAMPLES = 128
 
 @dataclass(frozen=True, kw_only=True)
 class ParityTable(MetricOptions, ProofOptions):
-    """The table [parity]: the options of a proof, and commands that measure outputs and may read `metric_files`."""
+    """The table [parity]: the options of a proof, and commands (`metric`) that compute metrics from the outputs."""
 
     metric_files: tuple[Path, ...] = option(
         Repeated(each=FILE), (), help="Files that the commands of `metric` name; their digests stand in the record."
@@ -60,7 +60,7 @@ class ParityTable(MetricOptions, ProofOptions):
         return tuple(request.name for request in metrics_from_texts(self.metric))
 
     def metrics(self, directory: Path) -> list[str]:
-        """Return the commands as they are run in a directory, with the paths of `metric_files` from there."""
+        """Return the commands of `metric` as NAME=COMMAND, with paths of `metric_files` relative to a directory."""
         paths, located = {path.name: path_from(directory, path) for path in self.metric_files}, []
         for request in metrics_from_texts(self.metric):
             words = (paths.get(Path(word).name) or word for word in request.argv)
@@ -68,7 +68,10 @@ class ParityTable(MetricOptions, ProofOptions):
         return located
 
     def undeclared_files(self, beside: Path, directory: Path) -> list[str]:
-        """Return words of commands that name files beside the recipe and not in `metric_files` or the directory."""
+        """Return the words of commands that name files beside the recipe which `metric_files` lacks.
+
+        A command is run in `directory`, so that it would not find such a file.
+        """
         file_names = {path.name for path in self.metric_files}
         words = (word for request in metrics_from_texts(self.metric) for word in request.argv if OUTPUTS not in word)
         return [
@@ -79,7 +82,7 @@ class ParityTable(MetricOptions, ProofOptions):
 
 
 def trusted_metrics(texts: Sequence[str]) -> tuple[MetricRequest, ...]:
-    """Return the metrics of a recipe; raise BadInput for their commands, which nobody typed, unless code is trusted."""
+    """Parse the commands of parity.metric; raise BadInput for any command unless --trust-code is given."""
     requests = metrics_from_texts(texts)
     for request in requests:
         refuse_untrusted(f"parity.metric: {quoted(request.command)}", to="measure outputs")
@@ -88,7 +91,10 @@ def trusted_metrics(texts: Sequence[str]) -> tuple[MetricRequest, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A checked recipe with its defaults and absolute paths; the gate judges the first of its targets."""
+    """A checked recipe with its defaults and absolute paths.
+
+    The rules of [gate] judge the first of its targets.
+    """
 
     release: tables.ReleaseTable
     model: tables.ModelTable
@@ -144,7 +150,10 @@ class Recipe:
             )
 
     def _refuse_unproved(self) -> None:
-        """Raise BadInput without images that prove the result, and for keys that would use those images otherwise."""
+        """Raise BadInput if [held_out] has no images and calibration.hold_out can't supply them.
+
+        It can't if it is not set, or if another key uses the images that it holds out or would describe others.
+        """
         if self.calibration.hold_out is None:
             raise BadInput(
                 "held_out.images is missing; write it under [held_out], or hold_out = 128 under [calibration] to prove "
@@ -162,7 +171,10 @@ class Recipe:
             )
 
     def _refuse_unjudged_limit(self) -> None:
-        """Raise BadInput for a limit without images to judge it: those of calibration.hold_out, and others as proof."""
+        """Raise BadInput for reduce.within without the images that judge it.
+
+        Those are the images of calibration.hold_out, while others, of [held_out], prove the result.
+        """
         limit = self.reduce.limit
         if limit is None:
             return
@@ -180,7 +192,7 @@ class Recipe:
             )
 
     def _refuse_idle_threads(self) -> None:
-        """Raise BadInput for bench.threads if no target honours it."""
+        """Raise BadInput for bench.threads if it has no effect on any target."""
         deaf = [name for name in self.target_tables if not BENCH.variants[name].supports("threads", 1)]
         if self.bench.threads is None or len(deaf) < len(self.target_tables):
             return
@@ -188,7 +200,7 @@ class Recipe:
             BENCH.refuse([("", deaf[0])], {"threads": self.bench.threads})
 
     def _refuse_idle_system(self) -> None:
-        """Raise BadInput for a per-image system that the reduction doesn't need, or that doesn't fit it."""
+        """Raise BadInput for a calibration.attention_system that the reduction doesn't need or can't use."""
         system, method = self.calibration.attention_system, self.reduce.method_asked
         value = f"calibration.attention_system is {system!r}"
         if system is not None and not method.needs_attention_system:
@@ -208,23 +220,24 @@ class Recipe:
         return self.release.name
 
     def trust(self, *, measures: bool) -> dict[str, Any]:
-        """Return the options by which `release` trusts this recipe's paths and, if it runs any, its code.
+        """Return the options --trust-paths and, for a command that runs code of the recipe, --trust-code.
 
-        `measures` is True if the commands of parity.metric are run.
+        `measures` is True for a command that runs the commands of parity.metric.
         """
         runs = self.model.code is not None or (measures and bool(self.parity.metric))
         return {"trust_paths": True} | ({"trust_code": True} if runs else {})
 
     @property
     def proves_on_calibration(self) -> bool:
-        """True if the images that the calibration holds out prove the result."""
+        """True if [held_out] has no images, so that those of calibration.hold_out prove the result."""
         return self.held_out.images is None
 
     @property
     def judges_sites(self) -> bool:
-        """True if moments of held-out images judge every site.
+        """True if `reduce` judges every site by the moments of the images of calibration.hold_out.
 
-        Merged channels are judged on the images themselves, which the reduction doesn't see if they prove the result.
+        A closed loop is not judged so, and merged channels only on the images, which have to stay unseen if they prove
+        the result.
         """
         merges = self.reduce.method_asked.merges or self.reduce.method_asked.folds_heads
         looped = self.reduce.loop is not None or self.reduce.composes
@@ -233,7 +246,7 @@ class Recipe:
 
     @property
     def proof_images(self) -> InputOptions:
-        """The images that prove the result: those of [held_out], or those that the calibration holds out."""
+        """The options that select the images which prove the result: those of [held_out] or calibration.hold_out."""
         held_out, calibration = self.held_out, self.calibration
         if not self.proves_on_calibration:
             return InputOptions(images=held_out.images, samples=held_out.samples, seed=held_out.seed)
@@ -252,7 +265,7 @@ class Recipe:
 
     @property
     def served_on_cpu(self) -> TargetName | None:
-        """The first target on the CPU, which a server's CPU model is made for; None without one."""
+        """The first target on the CPU, whose runtime the server's CPU variant uses; None without such a target."""
         return next((target.name for target in self.targets if target.name in ON_CPU), None)
 
     @property

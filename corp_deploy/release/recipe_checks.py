@@ -1,6 +1,6 @@
-"""Checks of everything that a recipe names before any work: it exists, it can be read, it fits.
+"""Checks, before any stage runs, that the files a recipe names exist, can be read, and fit one another.
 
-Imports no torch unless a file has to be read with it.
+Torch is imported only if a file has to be read with it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,17 +24,17 @@ from .recipe_keys import RecipeProblems
 from .recipe_tables import ModelTable
 
 OF_OPTIONS = "gate"
-"""The stage whose inputs outside the release are named by options."""
+"""The stage whose inputs outside the release are named by options of the command, not by the recipe."""
 FOLDERS = ("model", *IMAGE_LABELS)
 """The labels of inputs that may be folders."""
 KEYS = {"model": "model.model", "weights": "model.weights"}
-"""The keys of those labels that differ from their keys."""
+"""The recipe's keys for labels of stages' inputs that are not keys themselves."""
 FITTING = ("reduce", "export.dense")
-"""Stages that read nothing outside the release, but whose keys have to fit the model."""
+"""The stages that read nothing outside the release, but whose keys have to fit the model."""
 
 
 def _require_directory(directory: Path, model: ModelTable) -> None:
-    """Raise BadInput for a directory without a model of images, and for keys that the directory itself settles."""
+    """Raise BadInput for a directory without a model of images, and for keys of [model] that config.json settles."""
     if directory.is_file():
         raise BadInput(
             f"{directory} is a file, expected the directory of a model; for weights give a timm name, and them as "
@@ -72,7 +72,7 @@ def _require_model(model: ModelTable, mistakes: RecipeProblems) -> None:
 
 
 def _absent(stages: Sequence[Stage]) -> Iterator[str]:
-    """Yield a sentence for each input of stages that is absent or of another kind."""
+    """Yield a sentence for each file or folder outside the release that is absent, or a folder in place of a file."""
     outside = {label: path for stage in stages if stage.name != OF_OPTIONS for label, path in stage.outside.items()}
     for label, path in outside.items():
         key = KEYS.get(label, label)
@@ -84,7 +84,7 @@ def _absent(stages: Sequence[Stage]) -> Iterator[str]:
 
 
 def _require_metrics(recipe: Recipe, root: Path, beside: Path, mistakes: RecipeProblems) -> None:
-    """Note commands that can't run in the directory of the release, and files beside the recipe that they read."""
+    """Note commands of parity.metric that can't run in the release's directory, or that read undeclared files."""
     untold = recipe.parity.undeclared_files(beside, root)
     for word in untold:
         mistakes.add(
@@ -126,10 +126,10 @@ def _note_absent(recipe: Recipe, root: Path, stages: Sequence[Stage], path: Path
 def require_inputs(
     recipe: Recipe, root: Path, stages: Sequence[Stage], baseline: Baseline, *, path: Path, warn: Callable[[str], None]
 ) -> list[StageStatus]:
-    """Check everything outside the release that stages are made from, and return what a run would do with them.
+    """Check the inputs of stages outside the release, and return the stages' states.
 
-    All of it has to exist; for stages that are not done it also has to be readable and to fit. Nothing is written.
-    `path` is the recipe's file; `warn` is called with what the result will not be able to show.
+    All inputs have to exist; those of stages that are not done also have to be readable and to fit. Nothing is written.
+    `path` is the recipe's file; `warn` is called with warnings that the stages would give, such as too few images.
 
     Raises BadInput with a line for each mistake, Missing if this machine can't read one of the files.
     """

@@ -1,4 +1,4 @@
-"""Recipes read from TOML files and the files that they extend; refusals name the file and the key."""
+"""Reading of recipes from TOML files and from the files that these extend; messages name the file and the key."""
 
 import difflib
 import os
@@ -60,7 +60,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _depth(value: object) -> int:
-    """Return how deep tables and lists are nested; dotted keys write many tables on one line."""
+    """Return the depth of nested tables and lists, of which a line of dotted keys can hold very many."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
     return 0 if inner is None else 1 + max(map(_depth, inner), default=0)
 
@@ -75,7 +75,7 @@ def _refuse_unknown(where: str, words: Iterable[str], allowed: Iterable[str]) ->
 
 
 def _model_text(folder: Path, model: str) -> str:
-    """Return a model's name with its path, relative to `folder`, made absolute; names of libraries stay as they are."""
+    """Return a model's name with an absolute path if it has one, relative to `folder`; other names are unchanged."""
     if is_code(model):
         path, function = file_and_function(model)
         return f"{trusted_code.PREFIX}{(folder / path).resolve()}:{function}"
@@ -98,7 +98,7 @@ def _table(path: Path, name: str, raw: object, kind: type[Record]) -> dict[str, 
 
 
 def _tables(path: Path, raw: Mapping[str, Any]) -> Tables:
-    """Return the tables of one file by name; the table of a target has a dotted name."""
+    """Return the tables of one file, checked and decoded, by name; that of a target is named targets.NAME."""
     _refuse_unknown(str(path), raw, ("extends", *SECTIONS, "targets"))
     tables = {name: _table(path, name, raw[name], kind) for name, kind in SECTIONS.items() if name in raw}
     if "model" in tables.get("model", {}):
@@ -113,7 +113,7 @@ def _tables(path: Path, raw: Mapping[str, Any]) -> Tables:
 
 
 def paths_in_tables(tables: Tables) -> Iterator[tuple[str, Path]]:
-    """Yield the paths in tables, with the names of their keys."""
+    """Yield each path in the tables after its key, such as calibration.images."""
     for name, table in tables.items():
         for word, value in table.items():
             if (name, word) == ("model", "model"):
@@ -125,7 +125,7 @@ def paths_in_tables(tables: Tables) -> Iterator[tuple[str, Path]]:
 
 
 def _refuse_outside(path: Path, name: str, place: Path, bound: Path | None) -> None:
-    """Raise BadInput for a place that is not below the directory `bound`, if there is one; links are followed."""
+    """Raise BadInput if `place`, the value of the key `name`, is not below the directory `bound` (None: anywhere)."""
     if bound is not None and not place.is_relative_to(bound):
         raise BadInput(
             f"{path}: {name} leads out of {bound}, the directory of the recipe, to {str(place)[:200]}: a recipe "
@@ -135,7 +135,7 @@ def _refuse_outside(path: Path, name: str, place: Path, bound: Path | None) -> N
 
 
 def _with_bases(path: Path, extending: tuple[Path, ...], bound: Path | None) -> Tables:
-    """Return a file's tables, merged key by key over those of the recipe that it extends."""
+    """Return a file's tables, whose keys replace those of the recipe that it extends."""
     if path in extending:
         raise BadInput(f"{path}: extends itself by way of {' -> '.join(each.name for each in (*extending, path))}")
     raw = _read(path)
@@ -160,7 +160,7 @@ def model_table(source: ModelSource) -> ModelTable:
 
 
 def load_model_table(path: Path) -> ModelTable:
-    """Read the table [model] of a file, which may be a whole recipe; its paths may lead anywhere.
+    """Read the table [model] of a file, which may be a whole recipe, without limits on where its paths lead.
 
     Raises BadInput as load_recipe does, and for a file without the table.
     """
@@ -173,7 +173,10 @@ def load_model_table(path: Path) -> ModelTable:
 
 
 def resolve_toml_source(source: S) -> S:
-    """Return a source with the table of the .toml file that it names, if any; raise BadInput for options beside it."""
+    """Return a source with the values of [model] if its name is a .toml file, else the source itself.
+
+    Raises BadInput for options of the model beside such a file.
+    """
     path = Path(source.name)
     if path.suffix != ".toml":
         return source
@@ -184,11 +187,11 @@ def resolve_toml_source(source: S) -> S:
 
 
 def load_recipe(path: Path, *, trust_paths: bool = False) -> Recipe:
-    """Read a recipe and what it extends; with `trust_paths` its paths may lead out of its directory.
+    """Read a recipe with the recipes that it extends; with `trust_paths` its paths may lead out of its directory.
 
     The files that it names need not exist: recipe_checks.require_inputs checks that.
 
-    Raises BadInput, naming file and key, for values that may not be.
+    Raises BadInput, naming the file and the key, for unknown keys and wrong values.
     """
     path = path.resolve()
     tables = _with_bases(path, (), None if trust_paths else path.parent)

@@ -35,7 +35,7 @@ R = TypeVar("R", bound=Record)
 
 @contextmanager
 def errors_at(where: str) -> Iterator[None]:
-    """Put the place of a mistake before the message of a BadInput that is raised within."""
+    """Prefix the message of a BadInput that is raised within by `where`, a file or key."""
     try:
         yield
     except BadInput as error:
@@ -43,7 +43,7 @@ def errors_at(where: str) -> Iterator[None]:
 
 
 def _in(quantity: Quantity, kind: type[int] | type[float]) -> Meta:
-    """Return the bounds of a quantity, for whole numbers or for numbers with a point."""
+    """Return the bounds of a quantity for msgspec, as whole numbers or as floats."""
     low, high = kind(quantity.low), kind(quantity.high)
     assert (low, high) == (quantity.low, quantity.high), quantity
     if isinstance(quantity, Count):
@@ -56,7 +56,7 @@ def _in(quantity: Quantity, kind: type[int] | type[float]) -> Meta:
 
 
 def _number_in(quantity: Quantity) -> Any:
-    """Return the type of a quantity's numbers; those that are written without a point stay integers."""
+    """Return msgspec's type for a quantity; numbers that a recipe writes without a point stay integers."""
     if isinstance(quantity, Real) and not (quantity.low.is_integer() and quantity.high.is_integer()):
         return Annotated[float, _in(quantity, float)]
     integer = Annotated[int, _in(quantity, int)]
@@ -64,7 +64,7 @@ def _number_in(quantity: Quantity) -> Any:
 
 
 def _list_of(each: Any, words: str, *, least: int = 0, different: bool = True) -> Any:
-    """Return the type of a list; `Key.decoded` checks uniqueItems, a word of JSON Schema."""
+    """Return msgspec's type for a list; Key.decoded checks `uniqueItems`, which msgspec doesn't."""
     description = f"a list of {'different ' * different}values, {words}"
     return Annotated[
         tuple[each, ...], Meta(min_length=least, description=description, extra_json_schema={"uniqueItems": different})
@@ -96,7 +96,7 @@ def type_of(values: Values) -> Any:
 
 
 def relative_text(path: Path, directory: Path) -> str:
-    """Return a path as a recipe in the directory writes it: with a slash, as a model's name has none."""
+    """Return a path relative to a recipe's directory, always with a slash, by which it differs from a model's name."""
     relative = Path(os.path.relpath(path, directory.resolve())).as_posix()
     return relative if "/" in relative else f"./{relative}"
 
@@ -109,7 +109,10 @@ def _location(folder: Path, text: Any) -> Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
-    """A key, the option that it sets and, if the option's values differ by kind of site, the kind."""
+    """A key of a recipe's table: the option that it sets, and the kind of site if the option has values by kind.
+
+    `of` and `default` are the type and the default of the key's own value.
+    """
 
     name: str
     option: Option
@@ -119,13 +122,13 @@ class Key:
 
     @property
     def schema(self) -> Mapping[str, Any]:
-        """The description of the value and, for a list, `uniqueItems` if its items must differ."""
+        """The key's JSON Schema: its description and, for a list, `uniqueItems`."""
         info = msgspec.inspect.type_info(type_of(self.of))
         kinds = info.types if isinstance(info, msgspec.inspect.UnionType) else (info,)
         return next(kind.extra_json_schema or {} for kind in kinds if isinstance(kind, msgspec.inspect.Metadata))
 
     def decoded(self, table: str, value: object, folder: Path) -> Any:
-        """Return a value of TOML in the key's type, paths made absolute. Raises BadInput for another type."""
+        """Convert a value of TOML to the key's type, paths from `folder` on. Raises BadInput for another type."""
         try:
             typed = msgspec.convert(value, type_of(self.of), dec_hook=lambda _, text: _location(folder, text))
             refused = self.schema.get("uniqueItems", False) and len({*typed}) < len(typed)
@@ -140,7 +143,7 @@ class Key:
         return value.get(self.kind) if isinstance(self.option.of, ByKind) and value is not None else value
 
     def plain(self, record: Record, directory: Path) -> Any:
-        """Return the value as TOML has it, paths relative to the directory."""
+        """Return the key's value in a record as a value of TOML, with paths relative to a directory."""
         value = self.value(record)
         if isinstance(value, tuple):
             return [_plain(each, directory) for each in value]
@@ -173,13 +176,16 @@ def _every_key(record: type[Record]) -> Mapping[str, Key]:
 
 
 def keys_of(record: type[Record]) -> Mapping[str, Key]:
-    """Return the keys of the table that a record is, by name."""
+    """Return the keys of the recipe's table that a record stands for, by name."""
     return _every_key(record)  # type: ignore[arg-type]  # a class is hashable, which mypy misses
 
 
 @contextmanager
 def errors_in_keys(record: type[Record], table: str) -> Iterator[None]:
-    """Replace options with keys of a table in the message of a BadInput; without any, put the table's name first."""
+    """Replace options by keys of a table in the message of a BadInput raised within (--mlp 0.5: reduce.mlp = 0.5).
+
+    A message without such an option gets the table's name as a prefix.
+    """
     keys = dict[str, Key]()
     for key in keys_of(record).values():
         keys.setdefault(key.option.typed, key)
@@ -198,9 +204,9 @@ def errors_in_keys(record: type[Record], table: str) -> Iterator[None]:
 
 
 def record_of(record: type[R], name: str, table: Mapping[str, Any]) -> R:
-    """Return the record of a table's values by key.
+    """Return the record that has the values of a table.
 
-    Raises BadInput, naming keys, for wrong values, missing ones, and ones that would be ignored.
+    Raises BadInput, naming keys, for wrong or missing values, and for values that would have no effect.
     """
     values = dict[str, Any]()
     for key in keys_of(record).values():
@@ -219,18 +225,18 @@ def record_of(record: type[R], name: str, table: Mapping[str, Any]) -> R:
 
 
 def values_of(record: Record) -> dict[str, Any]:
-    """Return the values of a record by the keys of its table."""
+    """Return the values of a record by key, as Python objects."""
     return {name: key.value(record) for name, key in keys_of(type(record)).items()}
 
 
 def content_of(record: Record, directory: Path) -> dict[str, Any]:
-    """Return the table of a record as TOML has it, without keys that are not set, paths relative to the directory."""
+    """Return a record as a table of TOML, without keys that are not set, with paths relative to a directory."""
     plain = {key.name: key.plain(record, directory) for key in keys_of(type(record)).values()}
     return {name: value for name, value in plain.items() if value not in (None, [], {})}
 
 
 class RecipeProblems:
-    """The mistakes that were found in one recipe."""
+    """A list of the mistakes in one recipe, which are reported together."""
 
     def __init__(self, recipe: Path) -> None:
         self._recipe = recipe.resolve()
@@ -241,7 +247,7 @@ class RecipeProblems:
 
     @contextmanager
     def at(self, key: str = "") -> Iterator[None]:
-        """Catch a BadInput and note it as a mistake of this key, or without a key as it is."""
+        """Catch a BadInput that is raised within, and note its message, prefixed by `key` if there is one."""
         try:
             yield
         except BadInput as error:

@@ -1,6 +1,6 @@
-"""Inputs that a recipe names, read as the stages will read them: the model, images, labels, heads.
+"""Checks that open the model, images, labels and heads that a recipe names, as the stages will.
 
-Only the first images are decoded and run. Heavy imports stand here.
+Only the first images are decoded and run. Imports torch.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -51,7 +51,7 @@ PROVING = {"size", "samples", "parity"}
 def _calibration_images(
     recipe: Recipe, model: nn.Module, mistakes: RecipeProblems, warn: Callable[[str], None]
 ) -> Split[Images] | None:
-    """Return the calibration images, split as the calibration will split them; None if there is a mistake in them."""
+    """Return the calibration images, split as the calibration will split them; None after noting a mistake."""
     table, images = recipe.calibration, None
     with mistakes.at("calibration.images"):
         images = images_for_model(model, table.images, samples=table.samples, seed=table.seed, max_bad=table.max_bad)
@@ -95,7 +95,7 @@ def _read_proof(
 
 
 def _require_figures(recipe: Recipe, ports: Sequence[OutputPort]) -> None:
-    """Raise BadInput for a rule on a figure that no output of the model has, and on accuracy without labels."""
+    """Raise BadInput for a rule on a figure that no output of the model has, or on accuracy without labels."""
     known = {each.name for port in ports for each in fields(MEASURES[port.role])} | {FITTED, ACCURACY}
     for rule in (*recipe.rules, *(rule for target in recipe.targets for rule in target.rules)):
         if rule.is_own or rule.is_of_bench:
@@ -117,7 +117,7 @@ def _check_class_names(path: Path, model: nn.Module) -> None:
 
 
 def _bytes_to_write(recipe: Recipe, model: nn.Module, names: Collection[str]) -> float:
-    """Estimate the bytes of models and graphs that these stages write; a reduced one has half of the dense one's."""
+    """Estimate the bytes that the stages `names` write, with half of the dense model's bytes for the reduced one."""
     graphs = sum(1.0 if type_by_name(each).size_bytes == 4 else 0.5 for each in recipe.export.precisions)
     shares = {"dense": 1.0, "reduce": 0.5, "export.dense": graphs, "export.reduced": graphs / 2, "package": graphs / 2}
     return sum(each.nbytes for each in model.parameters()) * sum(shares.get(name, 0.0) for name in names)
@@ -126,9 +126,9 @@ def _bytes_to_write(recipe: Recipe, model: nn.Module, names: Collection[str]) ->
 def read_inputs(
     recipe: Recipe, root: Path, stages: Sequence[Stage], mistakes: RecipeProblems, warn: Callable[[str], None]
 ) -> None:
-    """Note what stages would refuse in their inputs outside the release, and warn of what they would warn of.
+    """Note the mistakes that `stages` would find in their inputs outside the release, and give their warnings now.
 
-    The model is the recipe's, or the release's if the stage `dense` is done. Raises Missing for a full disk.
+    The model is that of the recipe, or the saved one if the stage `dense` is done. Raises Missing for a full disk.
     """
     names, labels = {stage.name for stage in stages}, {label for stage in stages for label in stage.outside}
     dense: Checkpoint | None = None
@@ -180,7 +180,7 @@ def read_inputs(
 
 
 def limits_out_of_reach(recipe: Recipe, held_out: int) -> list[str]:
-    """Return a sentence for each limit that `held_out` images are too few for, however well they agree."""
+    """Return a sentence for each limit that `held_out` images are too few to show, even if all of them agree."""
     parity, limits = recipe.parity, {f"parity.{name}": least for name, least in recipe.parity.shares.items()}
     sentences = unreachable_shares(limits, count=held_out, noun="held-out images", confidence=parity.confidence)
     for target in recipe.targets:

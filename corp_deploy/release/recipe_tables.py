@@ -1,6 +1,6 @@
-"""The tables of a recipe as records, whose constructors check the rules over keys of one table. Imports no torch.
+"""The tables of a recipe as records, whose constructors check the keys of one table together. Imports no torch.
 
-A table that has all options of an operation is the record of that operation.
+Tables whose keys are all options of an operation ([reduce], [bench]) have the operation's own record in invocation.
 """
 
 import json
@@ -29,19 +29,19 @@ from ground.quantity import IMAGES
 class ReleaseTable(Record):
     """The table [release]: the name and version of the release, which a signature covers."""
 
-    name: str = option(TEXT, NEEDED, help="What the release is called: in its report, its model card, its signature.")
+    name: str = option(TEXT, NEEDED, help="Name of the release: in its report, its model card, its signature.")
     version: str | None = option(
-        SERVED_NAME, help="What a signature is of, beside the name; `release --sign` wants it."
+        SERVED_NAME, help="Version that the signature covers, with the name; `release --sign` needs it."
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class LicencesTable(Record):
-    """The table [licences]: SPDX expressions."""
+    """The table [licences]: SPDX expressions for the model and the data."""
 
-    model: str | None = option(LICENCE, help="Of the dense model, and so of the reduced one.")
-    calibration: str | None = option(LICENCE, help="Of the calibration's inputs.")
-    held_out: str | None = option(LICENCE, help="Of the held-out inputs.")
+    model: str | None = option(LICENCE, help="Licence of the dense model, and so of the reduced one.")
+    calibration: str | None = option(LICENCE, help="Licence of the calibration set.")
+    held_out: str | None = option(LICENCE, help="Licence of the held-out set.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -52,10 +52,10 @@ class LicencesTable(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelTable(ModelSource):
-    """The table [model]; `name` is a model directory, a name of a library, or a user's code.
+    """The table [model]: a ModelSource whose paths are absolute.
 
-    A directory is an absolute path, behind hf: if transformers wrote it; a name goes with `weights`; code is
-    module:PATH.py:FUNCTION with an absolute path.
+    `name` is a directory of corp-deploy or a timm snapshot, hf:DIR of transformers, module:PATH.py:FUNCTION, or a name
+    of timm or torchvision, which needs `weights`.
     """
 
     name: str = option(
@@ -104,7 +104,7 @@ class ModelTable(ModelSource):
 
 
 def require_more(fitted: int, snapshots: Sequence[int]) -> None:
-    """Raise BadInput unless `fitted`, the number of images that are fitted to, is larger than the last snapshot's."""
+    """Raise BadInput unless `fitted`, the number of images that are fitted to, exceeds the last of `snapshots`."""
     if snapshots[-1] >= fitted:
         raise BadInput(
             f"calibration.snapshots ends at {snapshots[-1]}, expected less than {fitted}, the images that are "
@@ -114,15 +114,15 @@ def require_more(fitted: int, snapshots: Sequence[int]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationTable(Decoded, PassOptions, Drawn):
-    """The table [calibration]."""
-
     images: Path = declared(InputOptions, "images", NEEDED)
     groups: str | None = option(
         OneOf(("image", "folder", "file")),
         help="Which images belong together, such as crops of one photograph: image (each by itself), folder, or file "
         "(a tar shard is one).",
     )
-    group_labels: Path | None = option(FILE, help="A .json or .npy file with a label an image, in place of `groups`.")
+    group_labels: Path | None = option(
+        FILE, help="A .json or .npy file with one label per image, in place of `groups`."
+    )
     attention_system: str | None = option(
         OneOf(("whole", "kept")),
         help="CORP's per-image system for preset `corp`: `whole` in one pass, or `kept`, in a second pass for the "
@@ -132,7 +132,7 @@ class CalibrationTable(Decoded, PassOptions, Drawn):
 
     @property
     def grouping(self) -> str | None:
-        """The way that images are grouped: a word, or the path of a file with labels."""
+        """The value of `calibrate --groups`: image, folder, file, or the path of a file with labels."""
         return self.groups if self.group_labels is None else str(self.group_labels)
 
     def __post_init__(self) -> None:
@@ -147,7 +147,7 @@ class CalibrationTable(Decoded, PassOptions, Drawn):
 class HeldOutTable(Drawn):
     """The table [held_out]: the images that prove the result.
 
-    Without `images` those that calibration.hold_out leaves out prove it, and `labels` are of all calibration images.
+    Without `images` those of calibration.hold_out prove the result, and `labels` are those of all calibration images.
     """
 
     images: Path | None = declared(InputOptions, "images", None)
@@ -164,7 +164,7 @@ class HeldOutTable(Drawn):
 
 @dataclass(frozen=True, kw_only=True)
 class ExportTable(ExportOptions):
-    """The table [export], in which `rest` has a default if a precision is quantised."""
+    """The table [export]; if a precision is INT8 or FP8, the default of `rest` is a float precision of the table."""
 
     precision: str | Sequence[str] = declared(ExportOptions, "precision", ("fp32", "fp16"))
     rest: str | None = declared(ExportOptions, "rest", None)  # type: ignore[assignment]
@@ -192,7 +192,7 @@ class GateTable(GateOptions):
     """The table [gate]; `history` keeps the first target's bench record of every release."""
 
     def refuse_ignored(self, options: Mapping[str, Any]) -> None:
-        """Refuse nothing here: Recipe does, as targets have rules too."""
+        """Refuse nothing; Recipe refuses options without rules, since targets have rules, too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,22 +202,22 @@ class SamplesTable(Record):
     count: int = option(
         IMAGES,
         16,
-        help="How many held-out inputs the release keeps with their answers; `check` and a server's test replay them.",
+        help="How many held-out inputs the release keeps with their outputs; `check` and a server's test replay them.",
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackageTable(Record):
-    """The table [package]: the model repository, which is written if it has a name."""
+    """The table [package]: the model repository, which is written only if `name` is set."""
 
-    name: str | None = option(SERVED_NAME, help="What the server calls the model; default: made of the release's name.")
+    name: str | None = option(SERVED_NAME, help="Name of the model on the server; without it no repository is written.")
     labels: Path | None = declared(ServingOptions, "labels", None)
     allow_failed: bool = declared(ServingOptions, "allow_failed", False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TargetTable(Record):
-    """A table of [targets], which may leave out what follows from the other tables."""
+    """A table [targets.NAME]; keys that are not set get their values from [export] and [bench]."""
 
     batch: str | None = option(TEXT, help="Smallest, tuned and largest batch of an engine, such as `1:8:64`.")
     sm: tuple[str, ...] = declared(EngineOptions, "sm", ())

@@ -1,4 +1,4 @@
-"""Texts of recipes, resolved or to start from, and other texts from templates. Imports no torch."""
+"""Texts of recipes: a recipe with all defaults, [model] alone, and a starter from a template. Imports no torch."""
 
 import re
 import shlex
@@ -26,7 +26,7 @@ from .recipe_tables import ModelTable
 
 
 def toml_from(content: Mapping[str, Any]) -> str:
-    """Return TOML, with characters that don't print as themselves escaped."""
+    """Return TOML in which control characters and other invisible ones are escaped."""
     text = tomli_w.dumps(content)
     odd = {each for each in text if each != "\n" and printable(each) != each}
     return text.translate({ord(each): f"\\u{ord(each):04x}" for each in odd})
@@ -63,12 +63,12 @@ def _model_content(model: ModelTable, directory: Path) -> dict[str, Any]:
 
 
 def text_of_model(model: ModelTable, directory: Path) -> str:
-    """Return the table [model] as a file of its own in `directory`, where it names the model."""
+    """Return the text of a .toml file in `directory` that has the table [model] alone."""
     return f"{HEAD_OF_MODEL}\n\n{toml_from({'model': _model_content(model, directory)})}"
 
 
 def text_of_recipe(recipe: Recipe, directory: Path) -> str:
-    """Return a recipe with its defaults and paths relative to `directory`, where it reads back as the same recipe."""
+    """Return the text of a recipe file in `directory` with all keys, which load_recipe reads as the same recipe."""
     content = {name: content_of(getattr(recipe, name), directory) for name in SECTIONS}
     content["model"] = _model_content(recipe.model, directory)
     content["targets"] = {name: content_of(table, directory) for name, table in recipe.target_tables.items()}
@@ -80,10 +80,7 @@ HOLD_OUT = 128
 
 
 def _describe_directory(folder: Path) -> tuple[str, Architecture | None]:
-    """Return the model of a directory or of a snapshot of one of timm's repositories, in words and as timm builds it.
-
-    The architecture is None for a model of another family.
-    """
+    """Return a description of the model in a directory, and timm's architecture if it is a model of timm."""
     config = config_of_directory(folder)
     if not is_ours(config):
         name, kwargs, _ = model_of_snapshot(folder, config)
@@ -95,7 +92,7 @@ def _describe_directory(folder: Path) -> tuple[str, Architecture | None]:
 
 
 def _has_kinds(architecture: Architecture) -> tuple[bool, bool]:
-    """Return whether convolutions are among the sites of a model, and whether MLPs or heads are."""
+    """Return two flags: the model has sites between convolutions, and it has MLPs or heads (or no sites)."""
     import torch
 
     from corp_deploy.families.family import CONVOLUTIONS, HEADS, MLPS, kinds_of
@@ -108,7 +105,7 @@ def _has_kinds(architecture: Architecture) -> tuple[bool, bool]:
 
 
 def require_named(options: Mapping[str, Path | None]) -> None:
-    """Raise BadInput, naming the option, for absent or empty files that a new recipe should name."""
+    """Raise BadInput for an option whose file or folder, for the new recipe, is absent or empty."""
     for option, path in options.items():
         if path is not None and not files_of(path) and not (path.is_dir() and any(path.iterdir())):
             raise BadInput(
@@ -125,11 +122,11 @@ def starter(
     held_out: Path | None,
     labels: Path | None,
 ) -> str:
-    """Return a commented recipe for a model directory, or a timm name with its weights, to be written to `path`.
+    """Return the text of a commented recipe at `path` for a model directory, or for a timm name with its weights.
 
     With `images` and no `held_out`, some of the images prove the result.
 
-    Raises BadInput for a model that is neither, and for weights beside a directory that has its own.
+    Raises BadInput for another model, and for weights beside a directory that has weights.
     """
 
     def placed(place: Path) -> str:

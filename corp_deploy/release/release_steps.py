@@ -1,7 +1,7 @@
-"""The work of those stages of a release that no other command does; see steps for the others.
+"""The work of the stages of a release that no command but `release` does; see steps for the other stages.
 
-Every function reads the results of earlier stages below `dirs.root` and writes below `dirs.into`. Heavy imports stand
-here, so that a run with nothing to do doesn't wait for them.
+Every function reads the results of earlier stages below `dirs.root` and writes below `dirs.into`. This module imports
+torch, so stage.py imports it only when a stage runs.
 """
 
 from collections.abc import Sequence
@@ -57,7 +57,10 @@ def write_dense(dirs: StageDirs, recipe: Recipe) -> None:
 
 
 def write_engines(dirs: StageDirs, target: ReleaseTarget, invocation: Invocation) -> None:
-    """Build the dense and the reduced plan, the dense one without sparse kernels, and a quantised plan's rival."""
+    """Build the target's engines of both models, the dense one without sparse kernels.
+
+    For a quantised target, also build the reduced model's engine in the float precision that it is compared with.
+    """
     plans = [(names.plan_name(target, subject), subject, target.precision) for subject in names.SUBJECTS]
     if target.rest is not None:
         plans.append((names.rival_name(target), "reduced", target.rest))
@@ -90,7 +93,7 @@ def _candidate(target: ReleaseTarget, root: Path) -> Candidate:
 
 
 def write_target_parity(dirs: StageDirs, recipe: Recipe, target: ReleaseTarget) -> None:
-    """Prove the chain down to the target's artefact, on the samples, which travel with the release."""
+    """Prove the target's engine or graph against the dense model on the samples, which the release contains."""
     dense, profile = load_checkpoint(dirs.root / "dense"), target.profile
     inputs = inputs_from_set(images_for_model(dense.model, dirs.root / names.SAMPLES))
     metrics = trusted_metrics(recipe.parity.metrics(dirs.root))
@@ -109,9 +112,11 @@ def write_target_parity(dirs: StageDirs, recipe: Recipe, target: ReleaseTarget) 
 
 
 def write_verdicts(dirs: StageDirs, recipe: Recipe, baseline: Baseline) -> None:
-    """Judge parity, the recipe's rules on the first target, each target's own rules, and the first target's history.
+    """Write gate.json, and with a history its trend.
 
-    The recipe's rules also judge the chain down to the graph of the first target, which is the one that ships.
+    The rows judge the parity records, the rules of [gate] on the first target, the rules of each target on that
+    target, the gain of quantised targets, and the history of the first target. A parity record has to be judged by its
+    own limits or by the rules of its target; for that of the first target these include the rules of [gate].
     """
     first, *others = recipe.targets
     own_rules = {names.parity_name(target): target.rules for target in others}
@@ -138,9 +143,9 @@ def write_verdicts(dirs: StageDirs, recipe: Recipe, baseline: Baseline) -> None:
 
 
 def _gain_rows(root: Path, target: ReleaseTarget, batches: Sequence[int]) -> list[JudgedRule]:
-    """Return rules by which a quantised model has to be faster than the precision that it rests on.
+    """Return judged rules by which a quantised model has to be faster than the reduced one in float precision `rest`.
 
-    They decide as `package` decides what is served, whatever the confidence of the recipe's rules.
+    Their confidence is that of the bench record and not of [gate], as when `package` chooses the model to serve.
     """
     if target.rest is None:
         return []
@@ -177,7 +182,7 @@ def write_release_report(dirs: StageDirs, recipe: Recipe, commands: Sequence[str
 def write_release_manifest(dirs: StageDirs, recipe: Recipe, stages: Sequence[Stage], command: str, own: str) -> None:
     """Write the bill of materials, the manifest of all files, their provenance, and SHA256SUMS.
 
-    `command` makes the whole release, `own` runs this stage alone.
+    For the record, `command` is the command that makes the release, and `own` the one that runs this stage alone.
     """
     root = dirs.root
     write_json(dirs.into / names.BILL, bill_of_release(root, recipe))

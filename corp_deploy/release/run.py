@@ -1,4 +1,4 @@
-"""The ways to carry out a recipe: plan it, run it, run single stages, write a script. Imports no torch."""
+"""The operations on a recipe: plan it, run it, run single stages, write a script of stages. Imports no torch."""
 
 import fnmatch
 from collections.abc import Callable, Sequence
@@ -25,15 +25,15 @@ from .stage import stage_call
 from .stages import stages_of
 
 Signature = Literal["signed", "kept", "removed", "refused"]
-"""Signed now; signed before and unchanged; removed, as files changed; or not made, as the gate did not pass."""
+"""The signature is new; was there and is valid; is removed, as files changed; or is not made, as the gate failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Released:
     """The result of a run, with the gate's verdict.
 
-    `verdict` and `exit_code` are None while stages wait for another machine, `signature` is None if there was none and
-    none was asked for.
+    `verdict` and `exit_code` are None while stages wait for another machine; `signature` is None if no signature was
+    made or removed, and no signer is given.
     """
 
     outcome: Outcome
@@ -43,7 +43,7 @@ class Released:
 
 
 def _names_like(patterns: Sequence[str], stages: Sequence[Stage], option: str) -> set[str]:
-    """Return the names of stages that match patterns such as bench.*; raise BadInput for a pattern without any."""
+    """Return the names of stages that match patterns such as bench.*; raise BadInput for a pattern without a match."""
     names = [stage.name for stage in stages]
     for pattern in patterns:
         if not fnmatch.filter(names, pattern):
@@ -61,10 +61,10 @@ def _unsign(root: Path) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A recipe that is carried out in the directory `root`.
+    """A recipe and the directory `root` that it is carried out in.
 
-    Each way raises BadInput before any work for what it can't do. Except for `plan`, the caller holds the lock of the
-    directory.
+    `plan`, `release`, `run_only` and `write_script` raise BadInput for wrong inputs before any stage runs. The caller
+    holds the lock of the directory, except for `plan`.
     """
 
     recipe: Recipe
@@ -73,9 +73,9 @@ class Job:
     root: Path
     baseline: Baseline
     warn: Callable[[str], None] = lambda sentence: None
-    """Called, before any work, with what the result will not be able to show."""
+    """Called, before any stage runs, with warnings on the inputs, such as too few images for a limit."""
     planned: Callable[[Sequence[StageStatus]], None] = lambda statuses: None
-    """Called, before the first stage starts, with what will be done."""
+    """Called with the states of all stages before the first stage runs."""
     starts: Callable[[Stage, str], None] = lambda stage, why: None
     """Called with each stage that starts, and why it runs."""
     signer: Signer | None = None
@@ -94,7 +94,7 @@ class Job:
         return self._required(self._stages())
 
     def _plan_to_write(self, stages: Sequence[Stage]) -> list[StageStatus]:
-        """Return the plan; raise BadInput for a file or folder of an open stage that can't be written."""
+        """Return the stages' states; raise BadInput if an output of a stage that is not done can't be written."""
         statuses = self._required(stages)
         for stage, status in zip(stages, statuses, strict=True):
             for name in stage.outputs if status.state != "cached" else ():
@@ -127,7 +127,7 @@ class Job:
         return Released(outcome=outcome, verdict=gate.verdict, exit_code=gate.exit_code, signature=signature)
 
     def _run_all(self, stages: Sequence[Stage]) -> Outcome:
-        """Run the stages that measure and then, if none waits for another machine, those that judge."""
+        """Run the stages before the gate and then, if none of these is blocked, the gate and the stages after it."""
         gate = next(index for index, stage in enumerate(stages) if stage.name == "gate")
         first = incremental.run_stages(stages[:gate], self.root, starts=self.starts)
         if first.blocked:
@@ -137,7 +137,7 @@ class Job:
         return Outcome(finished=finished, cached=cached, blocked=rest.blocked)
 
     def _signature(self, *, passed: bool, changed: bool) -> Signature | None:
-        """Sign a release that passes, and remove a signature whose files have changed."""
+        """Sign a release that passed the gate if there is a signer, else remove a signature that is out of date."""
         if self.signer is not None and passed:
             files = frozenset((*sums_from_file(self.root / SUMS), SUMS))
             return "signed" if sign(self.root, self.signer, files) else "kept"
@@ -156,7 +156,7 @@ class Job:
         return outcome
 
     def write_script(self) -> tuple[Path, list[StageStatus]]:
-        """Write remaining.sh with the stages for another machine; return its path and these stages."""
+        """Write remaining.sh with the stages that this machine can't run; return its path and these stages' states."""
         stages, root = self._stages(), self.root
         self._required(stages)
         root.mkdir(parents=True, exist_ok=True)

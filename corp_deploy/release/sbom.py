@@ -40,7 +40,7 @@ CALIBRATION, HELD_OUT = "data:calibration", "data:held-out"
 
 
 def licences(expression: str) -> list[dict[str, Any]]:
-    """Return the entry `licenses`: an SPDX expression, or the name of a licence that SPDX doesn't know."""
+    """Return CycloneDX's entry `licenses` with the SPDX expression, or with a name that SPDX doesn't know."""
     if not expression:
         return []
     if expression.startswith(OWN_REFERENCE) and " " not in expression:
@@ -154,9 +154,9 @@ def _sbom(
     packages: Sequence[InstalledPackage],
     needs: Mapping[str, Sequence[str]],
 ) -> dict[str, Any]:
-    """Return the bill of a subject, whose serial number follows from the content.
+    """Return the bill of materials of a subject, with a serial number computed from the content.
 
-    The subject consists of `parts` and packages; `needs` are the references that a part depends on, by its reference.
+    The subject consists of `parts` and packages; `needs` has the references that a part depends on, by its reference.
     """
     by_name = {each.name: _reference(each) for each in packages if each.name != NAME}
     required = {name for each in packages if each.name == NAME for name in each.requires}
@@ -174,12 +174,12 @@ def _sbom(
 
 
 def bill_of_environment(packages: Sequence[InstalledPackage]) -> dict[str, Any]:
-    """Describe this tool and every package that is installed beside it."""
+    """Return the bill of materials of corp-deploy, with every installed package."""
     return _sbom({**TOOL, "licenses": licences("Apache-2.0")}, (), packages, {})
 
 
 def bill_of_release(root: Path, recipe: Recipe) -> dict[str, Any]:
-    """Describe the reduced model, the dense one, their images and the environment."""
+    """Return the bill of materials of a release's reduced model: the dense model, the images and the environment."""
     configs = {subject: load_model_config(root / subject) for subject in SUBJECTS}
     parity, reduced = load_parity(root / PARITY), configs["reduced"]
     dense, subject = (_model(root, recipe, each, configs[each]) for each in SUBJECTS)
@@ -199,7 +199,7 @@ _OF_FOLDER = "a folder or shards: sha256 over the lines 'sha256 name' of all its
 
 
 def _read_outside(root: Path, stages: Sequence[Stage]) -> dict[str, tuple[Path, str]]:
-    """Return the inputs outside the release by label: the path, and the digest when it was read."""
+    """Return the path, and the digest when a stage read it, of each input outside the release by label."""
     read: dict[str, tuple[Path, str]] = {}
     for stage in stages:
         stamp = read_stamp(root / STATE, stage.name)
@@ -229,7 +229,7 @@ def _definition(root: Path, recipe: Recipe, stages: Sequence[Stage]) -> dict[str
 
 
 def provenance(root: Path, recipe: Recipe, stages: Sequence[Stage], digests: Mapping[str, str]) -> dict[str, Any]:
-    """Return the statement on how the files of a release, whose digests are by name, were made."""
+    """Return the in-toto statement on how a release was made; `digests` are those of its files by name."""
     definition = _definition(root, recipe, stages)
     measured = sorted({*(path.name for path in root.glob("bench*.json")), PARITY, GATE})
     details = {

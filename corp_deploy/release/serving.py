@@ -1,6 +1,6 @@
-"""Triton model repositories of directories of results: their artefacts, their measured figures, their signature.
+"""Packages for Triton from a directory of results: the files to serve, their measured figures, and the signature.
 
-A repository is signed as a whole: every model and version in it, under one name and version.
+A model repository is signed as a whole: every model and version in it, under one name and version.
 """
 
 from dataclasses import replace
@@ -34,7 +34,10 @@ from .signer import Signer, sign
 
 
 def choose_served_file(directory: Path, target: str, quantised: Path) -> tuple[Path, str | None]:
-    """Return the file to serve and, if it is not the quantised one, the reason."""
+    """Return the quantised file, or the reduced model in float precision with a note if `quantised` isn't faster.
+
+    The record gain.TARGET.json tells which is faster; without it the quantised file is served.
+    """
     path = directory / f"gain.{target}.json"
     bench = load_bench(path) if path.is_file() else None
     if bench is None or is_faster(bench):
@@ -48,7 +51,7 @@ def choose_served_file(directory: Path, target: str, quantised: Path) -> tuple[P
 
 
 def is_faster(bench: Bench) -> bool:
-    """Return True if the whole interval of the speed-up lies above 1 at every batch size."""
+    """Return True if the interval of the speed-up lies above 1 at every batch size."""
     gains = [row.speedup for row in summarise(bench).rows]
     return bool(gains) and all(gain is not None and gain.low > 1.0 for gain in gains)
 
@@ -63,7 +66,7 @@ def quantised_graph(directory: Path, target: str) -> Path | None:
 def _plans(directory: Path) -> tuple[tuple[Path, ...], list[str], set[str]]:
     """Return the plans to serve, notes on those that are not served, and the names of replaced quantised plans.
 
-    Plans of TensorRT-RTX can't be served; a quantised plan that isn't faster is replaced by the one it rests on.
+    Plans of TensorRT-RTX can't be served; a quantised plan that isn't faster is replaced by one in float precision.
     """
     plans, notes, left_out = list[Path](), list[str](), set[str]()
     for path in sorted(directory.rglob("*.plan")):
@@ -118,7 +121,7 @@ def read_class_names(path: Path) -> tuple[str, ...]:
 
 
 def _own_class_names(directory: Path, graph: Path) -> tuple[str, ...]:
-    """Return the class names that came with the model if the graph has as many logits, otherwise none."""
+    """Return the class names of the model's configuration if the graph has as many logits, else an empty tuple."""
     if not (directory / CONFIG).is_file():
         return ()
     config = record_from_file(directory / CONFIG, dict[str, Any])
@@ -137,7 +140,10 @@ def _expected(bench: Bench, agreement: Agreement | None, *, has_plans: bool) -> 
 
 
 def _in_openvino(directory: Path, fp32: Path, serving: Serving) -> tuple[Path, Serving, list[str]]:
-    """Return the graph measured in OpenVINO and its precision; the FP32 one where none was."""
+    """Return the graph that was measured in OpenVINO, the options with its precision, and notes.
+
+    If no graph was measured, or in a precision that the server can't be asked for, return the FP32 graph.
+    """
     for path in (directory / BENCH, directory / "bench.openvino.json"):
         description = load_bench(path).subjects[1].describe if path.is_file() else {}
         if description.get("backend") != "openvino":
@@ -153,9 +159,9 @@ def _in_openvino(directory: Path, fp32: Path, serving: Serving) -> tuple[Path, S
 
 
 def package_of_directory(directory: Path, proof: ProofVerdicts, options: ServingOptions) -> tuple[Package, list[str]]:
-    """Return the package of a directory of results, and notes on what it leaves out and what its proof lacks.
+    """Return the package of a directory of results, with notes on files left out and on verdicts other than PASS.
 
-    The preferred batch size comes from the bench record, as does the largest one if the options name none.
+    The preferred batch size comes from the bench record, and so does the largest one if the options have none.
 
     Raises BadInput for a directory without a reduced graph.
     """
@@ -199,7 +205,7 @@ def package_of_directory(directory: Path, proof: ProofVerdicts, options: Serving
 
 
 def unsign_repository(repository: Path) -> bool:
-    """Remove a signature with its manifest; return True if there was one."""
+    """Remove the signature and manifest of a repository; return True if there was a signature."""
     there = (repository / SIGNATURE).is_file()
     for name in (SIGNATURE, MANIFEST) if there else ():
         (repository / name).unlink(missing_ok=True)
@@ -207,9 +213,9 @@ def unsign_repository(repository: Path) -> bool:
 
 
 def sign_repository(repository: Path, name: str, version: str, signer: Signer) -> None:
-    """Write manifest.json, with the repository's name and files, and model.sig over all of it.
+    """Write manifest.json, with the repository's name and files, and model.sig, which covers all files.
 
-    Raises BadInput if `package lint` finds an error, since files of somebody else may not be signed.
+    Raises BadInput if `package lint` finds an error, or if the repository has files that package doesn't write.
     """
     errors = [each for each in lint_repository(repository) if each.severity == ERROR]
     if errors:

@@ -1,4 +1,4 @@
-"""The recipe that `ship` makes of a model and a folder of images. Imports no torch before it opens them."""
+"""The recipe that `ship` writes for a model and a folder of images. Torch is imported to open these."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -29,7 +29,7 @@ BY_SPEED: tuple[TargetName, ...] = ("tensorrt", "tensorrt-rtx", "onnxruntime-cud
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShipRequest:
-    """A call of `ship`: the model, and the options of each step."""
+    """The model and the options of one run of `ship`."""
 
     source: ModelSource
     options: ShipOptions
@@ -58,11 +58,10 @@ class ShipRequest:
 
 
 def recipe_to_ship(request: ShipRequest, root: Path) -> Recipe:
-    """Return the recipe in the directory `root` if it agrees with the request, or a new one if there is none.
+    """Return the recipe in the directory `root` if it agrees with the request, or a new one if there is no recipe.
 
-    Raises:
-        BadInput: The directory holds the recipe of another release, or one with paths that lead out of it and that no
-            option names; the model can't be opened; or there are too few images to hold some out.
+    Raises BadInput for a recipe of another release, for one with paths out of the directory that no option names, for a
+    model that can't be opened, and for too few images to hold some out.
     """
     path = root / RECIPE
     if not path.exists():

@@ -1,9 +1,9 @@
-"""Lists of a directory's files with their digests: SHA256SUMS and the signature.
+"""The two lists of a release's files with their digests: SHA256SUMS and the signature.
 
 SHA256SUMS is in the format of sha256sum. The signature `model.sig`, in the format of OpenSSF model signing, is a
 Sigstore bundle around an in-toto statement that lists every file with its digest. OpenSSF's library does the
-cryptography and compares digests, but it skips whatever files a statement tells it to; so this module checks that the
-statement leaves out only itself and the state of the staged build.
+cryptography and compares digests, but it skips the files that a statement excludes; so this module checks that the
+statement excludes only the signature and the directory .stages.
 """
 
 import base64
@@ -31,7 +31,7 @@ UNLISTED = (SUMS, ATTESTATION, SCRIPT)
 
 
 class Unverified(Exception):
-    """A signature that doesn't hold; `differs` has a line for each reason."""
+    """The error of a signature that can't be verified; `differs` has a line for each reason."""
 
     def __init__(self, *differs: str) -> None:
         super().__init__("; ".join(differs))
@@ -40,7 +40,7 @@ class Unverified(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signed:
-    """A verified signature: its signer, and the digest of every file."""
+    """A verified signature: its signer's name, and the digest of every file."""
 
     by: str
     files: Mapping[str, str]
@@ -72,9 +72,9 @@ def entries_below(folder: Path, without: Sequence[str] = UNSIGNED) -> Iterator[P
 
 
 def _listed(data: bytes) -> dict[str, str]:
-    """Return the digests of a bundle whose signature the library has verified.
+    """Return the files' digests in a bundle whose signature the library has verified.
 
-    Raises Unverified for a statement that leaves files out, and for digests of another kind.
+    Raises Unverified for a statement that excludes files, and for digests other than sha256.
     """
     statement = json.loads(base64.b64decode(json.loads(data)["dsseEnvelope"]["payload"]))
     serial = statement["predicate"]["serialization"]
@@ -117,11 +117,11 @@ def _why(error: Exception) -> str:
 
 
 def verify_signature(folder: Path, verifier: "verifying.Config", who: Callable[[bytes], str]) -> Signed:
-    """Return a signature that `verifier` accepts and that covers every file, unchanged.
+    """Return the signature of a directory if `verifier` accepts it and it covers every file, unchanged.
 
-    Nothing but the signature is parsed. `who` returns the name of the signer from the bundle.
+    No file but the signature is parsed. `who` returns the signer's name from the bytes of the bundle.
 
-    Raises Unverified, and BadInput for a path that is no directory.
+    Raises Unverified, and BadInput for a path that is not a directory.
     """
     if not folder.is_dir():
         raise BadInput(f"{folder}: no such directory, expected a release or repository that was signed")
@@ -143,7 +143,7 @@ def verify_signature(folder: Path, verifier: "verifying.Config", who: Callable[[
 
 
 def sums_from_file(path: Path) -> dict[str, str]:
-    """Read digests by name; raise BadInput for a damaged list and for names outside the release."""
+    """Read a SHA256SUMS as digests by name; raise BadInput for a damaged list and for names outside the release."""
     try:
         lines = text_from_file(path, most_bytes=MOST_BYTES).splitlines()
     except FileNotFoundError:
@@ -158,6 +158,6 @@ def sums_from_file(path: Path) -> dict[str, str]:
 
 
 def unlisted_files(folder: Path, sums: dict[str, str]) -> list[str]:
-    """Return the files of a release that its SHA256SUMS should list and doesn't."""
+    """Return the files of a release that are not in its SHA256SUMS, without those that never are."""
     names = (path.relative_to(folder).as_posix() for path in entries_below(folder))
     return [name for name in names if name not in sums and name not in UNLISTED]

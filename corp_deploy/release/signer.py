@@ -1,4 +1,4 @@
-"""Signers of a release: a private key, a key with its certificate, or an identity that Sigstore vouches for."""
+"""Signers of releases: a private key, a private key with its certificate, or the identity of a CI job by Sigstore."""
 
 import base64
 import json
@@ -57,7 +57,7 @@ def _public_text(key: "ec.EllipticCurvePrivateKey") -> str:
 
 
 def _envelope(payload: bytes, key: "ec.EllipticCurvePrivateKey") -> dict[str, Any]:
-    """Return a DSSE v1 envelope, which signs the type and the payload, each behind its length."""
+    """Return a DSSE v1 envelope with the payload and its signature by a key."""
     from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.asymmetric import ec
 
@@ -73,7 +73,7 @@ def _envelope(payload: bytes, key: "ec.EllipticCurvePrivateKey") -> dict[str, An
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeySigner:
-    """A private key of an elliptic curve, and its certificate with those up to the root, if it has one."""
+    """A signer with a private key of an elliptic curve and, optionally, its certificate and the chain to the root."""
 
     key: Path
     password: str | None = None
@@ -123,7 +123,7 @@ class KeySigner:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SigstoreSigner:
-    """The identity of the CI job that this process runs in; no browser is opened to get one elsewhere."""
+    """A signer with the OpenID identity of the CI job that this process runs in; elsewhere there is no identity."""
 
     def require(self) -> None:
         """Raise Missing without the library or an identity."""
@@ -167,9 +167,9 @@ def _holds(verifier: PublicKey | Certified, folder: Path) -> bool:
 
 
 def sign(folder: Path, signer: Signer, files: frozenset[str]) -> bool:
-    """Sign a directory that holds these files and no others; return False if the signer's signature is there already.
+    """Sign a directory; return False if it has a valid signature of this signer already.
 
-    Raises BadInput for any other file.
+    Raises BadInput if the directory has a file that is not in `files`.
     """
     there = {path.relative_to(folder).as_posix(): path for path in entries_below(folder)}
     foreign = sorted(name for name, path in there.items() if name not in files or path.is_symlink())

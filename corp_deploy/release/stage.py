@@ -1,4 +1,4 @@
-"""A stage of a release: the command that it carries out, the function that does so, and what its result depends on.
+"""Constructors for the stages of a release, and the commands and settings that stages have in common.
 
 Imports no torch: the functions that do the work are imported when a stage runs.
 """
@@ -58,10 +58,10 @@ def stage(
     machine: Callable[[], Mapping[str, Any]] | None = None,
     earlier: Callable[[], tuple[Mapping[str, Path], Mapping[str, Any]]] = lambda: ({}, {}),
 ) -> Stage:
-    """Return the stage that carries out a command, by `run` where the command alone doesn't say enough.
+    """Return a stage that carries out a command: by `run`, or by default by the command's own function in steps.
 
-    `outside` maps labels to paths, None where the recipe names none. `tools` are the packages that the stage's result
-    depends on; stages on a GPU name none, as the machine with the GPU has versions of its own.
+    `outside` maps labels to paths; None is left out. `tools` are the packages whose versions decide the result; stages
+    on a GPU have none, since the machine with the GPU has versions of its own.
     """
     here = versions()
     return Stage(
@@ -82,14 +82,14 @@ def stage(
 
 
 def release_call(recipe: Recipe, baseline: Baseline, root: Path, *only: str) -> Invocation:
-    """Return the command of a whole release, run in its own directory, or of some stages of it."""
+    """Return the command `release` for all stages, or `only` some, to be run in the release's directory."""
     measures = not only or only[0].startswith(names.PARITY_OF_TARGET)
     options = {"output": ".", "only": [*only], **baseline_options(baseline, root), **recipe.trust(measures=measures)}
     return Invocation(command="release", arguments=(names.RECIPE,), options=options)
 
 
 def stage_call(stage: str, recipe: Recipe) -> Invocation:
-    """Return the command that runs one stage of a release in its own directory."""
+    """Return the command `release --only STAGE`, to be run in the release's directory."""
     return release_call(recipe, Baseline(), Path(), stage)
 
 
@@ -101,5 +101,5 @@ def baseline_options(baseline: Baseline, root: Path) -> dict[str, Any]:
 
 
 def settings_of(name: str, table: Record, *, without: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the keys of a recipe's table that are set, each behind the table's name."""
+    """Return the values of a recipe's table that are set, by keys with the table's name, such as reduce.mlp."""
     return {f"{name}.{key}": value for key, value in content_of(table, Path()).items() if key not in without}

@@ -1,4 +1,4 @@
-"""The stages of a release: what each one calls, reads and writes. Imports no torch."""
+"""The stages of a release: the command, inputs and outputs of each stage. Imports no torch."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -309,7 +309,7 @@ def _timing_stage(
     compared: Mapping[str, str | None],
     titles: tuple[str | None, str] | None = None,
 ) -> Stage:
-    """Return the stage that times two artefacts; `titles` are what its record calls them."""
+    """Return the stage that times two artefacts; `titles` are their names in its record, dense and reduced if None."""
     command = Invocation(
         command="bench",
         arguments=sides,
@@ -369,7 +369,7 @@ def _measured(recipe: Recipe) -> tuple[str, ...]:
 
 
 def _gate_command(recipe: Recipe, root: Path, baseline: Baseline) -> Invocation:
-    """Return `gate` where there are one measurement and one proof to judge, else this stage of the release."""
+    """Return the command `gate` if the release has one bench and one parity record, else `release --only gate`."""
     first, *others = recipe.targets
     if others or first.rules or first.rest or names.parity_name(first) != names.PARITY:
         return release_call(recipe, baseline, root, "gate")
@@ -387,7 +387,7 @@ def _gate_command(recipe: Recipe, root: Path, baseline: Baseline) -> Invocation:
 
 
 def _earlier_releases(history: Path, bench: Path) -> list[str]:
-    """Return the records of a history before this bench record: later ones change no verdict of an older release."""
+    """Return the names of a history's records older than `bench`; newer ones don't change its verdict."""
     if not bench.is_file() or not history.is_dir():
         return []
     own = f"{release_of_file(bench).name}.json"
@@ -396,7 +396,7 @@ def _earlier_releases(history: Path, bench: Path) -> list[str]:
 
 def _gate_stage(recipe: Recipe, root: Path, baseline: Baseline) -> Stage:
     def earlier() -> tuple[Mapping[str, Path], Mapping[str, Any]]:
-        """Find older records once the bench record stands, which may be the baseline itself."""
+        """Return the baseline's records, and the older releases of the history, once the bench record is written."""
         older, history = baseline.older(names.own_records(recipe, root)), recipe.gate.history
         bench = root / _bench_names(recipe)[0]
         known = {} if history is None else {"gate.history": _earlier_releases(history, bench)}
@@ -464,7 +464,7 @@ def _manifest_stage(recipe: Recipe, root: Path, before: Sequence[Stage], baselin
 
 
 def stages_of(recipe: Recipe, root: Path, baseline: Baseline) -> list[Stage]:
-    """Return all stages of a release, in an order in which each finds what it reads."""
+    """Return all stages of a release, each after the stages whose files it reads."""
     text = text_of_recipe(recipe, root)
     recipe_stage = Stage(
         name="recipe",
@@ -486,7 +486,7 @@ def stages_of(recipe: Recipe, root: Path, baseline: Baseline) -> list[Stage]:
         _gate_stage(recipe, root, baseline),
         *([] if recipe.package.name is None else [_package_stage(recipe, root)]),
     ]
-    # Torch uses the GPU in one stage only; it doesn't know of the memory of engine builders.
+    # Torch uses the GPU in the stage `moments` only, and can't measure the memory of engine builders.
     stages = [timed(each, recipe.calibration.device if each.name == "moments" else "cpu") for each in stages]
     stages.append(_report_stage(recipe, root, tuple(stages), baseline))
     stages.append(_manifest_stage(recipe, root, tuple(stages), baseline))

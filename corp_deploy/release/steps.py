@@ -1,6 +1,7 @@
-"""The work of commands on a directory of results, for releases and the demo, from the options that are printed.
+"""The work of calibrate, reduce, export and other commands, carried out by releases and the demo.
 
-Every function reads the files that its invocation or its recipe names below `dirs.root`, and writes below `dirs.into`.
+Each function takes the Invocation that a release prints as the stage's command, or the recipe. It reads files below
+`dirs.root` and writes below `dirs.into`.
 """
 
 from dataclasses import replace
@@ -77,13 +78,13 @@ def _held_out(dirs: StageDirs, run: Invocation) -> HoldOutOptions:
 
 
 def _groups(dirs: StageDirs, run: Invocation) -> str | None:
-    """Return the way that images are grouped: a word, or the path of a file with labels."""
+    """Return the option `groups`; the path of a file with labels is joined to `dirs.root`."""
     groups: str | None = run["groups"]
     return groups if groups is None or groups in BY_NAME else str(dirs.root / groups)
 
 
 def write_calibration(dirs: StageDirs, run: Invocation) -> None:
-    """Write moments; after an interruption the calibration continues from the states that it saved."""
+    """Write moments, continuing from the states that an interrupted calibration saved."""
     options = CalibrateOptions.from_options({**run.options, "groups": _groups(dirs, run)})
     drawn = Drawn.from_options(run.options)
     require_device(options.device)
@@ -106,7 +107,6 @@ def write_calibration(dirs: StageDirs, run: Invocation) -> None:
 
 
 def write_reduced(dirs: StageDirs, run: Invocation, choice: ReduceOptions) -> None:
-    """Write the reduced model."""
     dense, seed, images = load_checkpoint(dirs.root / run["model"]), Drawn.from_options(run.options).seed, None
     if run["held_out"] is not None:
         choice = replace(choice, held_out=dirs.root / run["held_out"])
@@ -134,7 +134,7 @@ def write_graphs(dirs: StageDirs, run: Invocation, options: ExportOptions) -> No
 
 
 def write_parity(dirs: StageDirs, run: Invocation) -> Parity:
-    """Prove the chain from the dense model to its graphs on held-out images, and write the record."""
+    """Compare the dense model, the reduced one and its graphs on held-out images, and write the record."""
     reference, *candidates = run.arguments
     dense = load_checkpoint(dirs.root / reference)
     source = _held_out(dirs, run).proving(_images(dense, dirs, run), Drawn.from_options(run.options).seed)
@@ -181,7 +181,7 @@ def write_page(dirs: StageDirs, run: Invocation) -> None:
 
 
 def write_samples(dirs: StageDirs, recipe: Recipe) -> None:
-    """Write a few held-out images as the graphs take them, preprocessed or as pixels, and every graph's answers."""
+    """Write a few held-out images, preprocessed or as pixels as the graphs take them, and every graph's outputs."""
     labels = recipe.held_out.labels if names.has_sample_labels(recipe) else None
     dense = load_checkpoint(dirs.root / "dense")
     source = recipe.proof_images.proving_images(dense.model)
@@ -211,21 +211,21 @@ def write_samples(dirs: StageDirs, recipe: Recipe) -> None:
 
 
 def named_samples(inputs: ProofInputs, root: Path) -> ProofInputs:
-    """Return the samples with the names and labels that their record has of the images."""
+    """Return inputs made of the samples, with the names and labels of the images from samples.json."""
     record = load_samples(root)
     labels = None if record.labels is None else array_from_npy(path_in_release(root, record.labels))
     return replace(inputs, names=record.names, labels=labels)
 
 
 MOST_JUDGED = 512
-"""The largest number of held-out images that judge numbers of calibration images, as all are in memory at once."""
+"""The most held-out images that write_size judges by, since all of them are in memory at once."""
 
 
 def write_size(dirs: StageDirs, recipe: Recipe) -> None:
-    """Write how the errors of the release's widths fall as more calibration images are used.
+    """Write the errors of reductions to the release's widths by the number of calibration images.
 
-    The reductions by the moments of each number of images are judged on held-out images and, site by site, on those
-    that calibration.hold_out left out.
+    A reduction from each snapshot's moments is judged on the images that prove the result and, site by site, on the
+    moments of those that calibration.hold_out left out.
     """
     choice, calibration, drawn_by = recipe.reduce, recipe.calibration, recipe.proof_images.seed
     dense = apply_merging_choice(load_checkpoint(dirs.root / "dense"), choice.of_statistics)

@@ -1,4 +1,4 @@
-"""The targets of a recipe, where its model runs: their artefacts, what they need of this machine, how they run."""
+"""The targets of a recipe: the runtimes that its model is made for, their rules, and what they need of a machine."""
 
 import importlib.util
 from collections.abc import Sequence
@@ -26,10 +26,10 @@ ON_CPU: tuple[TargetName, ...] = ("onnxruntime-cpu", "openvino")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReleaseTarget:
-    """A runtime that the model is made for; `profile`, `sms` and `sparse` shape engines only.
+    """A runtime that the model is made for; `profile`, `sms` and `sparse` are for engines only.
 
-    `rules` are judged on this target alone. `rest` is the precision that a quantised one rests on and has to be faster
-    than, None for a float precision.
+    `rules` are judged on this target alone. If `precision` is INT8 or FP8, `rest` is the float precision of the layers
+    outside the quantised ones, and the quantised model has to be faster than the model in `rest`; otherwise it is None.
     """
 
     name: TargetName
@@ -48,7 +48,10 @@ class ReleaseTarget:
 def rules_of(
     where: str, texts: Sequence[str], target: TargetName, batches: Sequence[int], metrics: tuple[str, ...]
 ) -> tuple[Rule, ...]:
-    """Parse rules; raise BadInput for a figure that the target won't have. `metrics` are names of the user's own."""
+    """Parse rules; raise BadInput for a figure that the target won't have.
+
+    `where` is the key of the rules, for messages, and `metrics` are the names of the metrics of [parity].
+    """
     with errors_at(where):
         rules = tuple(map(rule_from_text, texts))
         for rule in rules:
@@ -104,7 +107,7 @@ def release_target(
 
 
 def _profile(where: str, name: TargetName, table: TargetTable, batches: Sequence[int]) -> BatchProfile:
-    """Return the batch sizes of an engine, or for a graph those that are measured."""
+    """Return the batch profile of an engine, or for a graph one that has the sizes of bench.batches."""
     if name not in ENGINES and (table.batch or table.sm or table.sparse):
         raise BadInput(f"{where}: batch and sms shape engines, as sparse does; leave them out for {name}")
     with errors_at(where):
@@ -126,7 +129,7 @@ def _missing_library(target: ReleaseTarget) -> str | None:
 
 
 def missing_to_build(target: ReleaseTarget) -> str | None:
-    """Return why this machine can't build the target's engines, None if it can."""
+    """Return the reason why this machine can't build the target's engines, None if it can."""
     return _missing_library(target) or (None if target.name == "tensorrt-rtx" else missing_gpu())
 
 
@@ -156,7 +159,7 @@ RUNTIMES = {
 
 
 def machine_facts(target: ReleaseTarget) -> dict[str, Any]:
-    """Return the facts of this machine that decide a target's times."""
+    """Return the processor, GPU, driver and runtime versions on which a target's times depend."""
     with nullcontext((None, None)) if target.name in ON_CPU else watching() as (_, gpu):
         here = environment(gpu)
     return {key: here[key] for key in (*OF_MACHINE, *RUNTIMES.get(target.name, ())) if here[key] is not None}

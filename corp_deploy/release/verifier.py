@@ -1,4 +1,4 @@
-"""Verifiers of signatures: by a public key, by an identity in a certificate, or by one that Sigstore vouches for."""
+"""Verifiers of signatures: by a public key, by the name in a certificate, or by an identity in Sigstore."""
 
 import base64
 import json
@@ -55,7 +55,7 @@ def names_in_certificate(certificate: "x509.Certificate") -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublicKey:
-    """A file with the public key of an elliptic curve, in PEM."""
+    """A verifier with the public key of an elliptic curve, in a PEM file."""
 
     path: Path
 
@@ -82,7 +82,10 @@ class PublicKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certified:
-    """A name in a certificate that leads to one of these roots at the time from which it is valid."""
+    """A verifier that accepts a certificate with the name `identity` whose chain ends at one of `roots`.
+
+    The chain is verified for the time at which the certificate becomes valid.
+    """
 
     identity: str
     roots: tuple[Path, ...]
@@ -109,7 +112,7 @@ class Certified:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sigstore:
-    """An identity that an OpenID issuer vouched for when the release was signed; only this verifier needs a network."""
+    """A verifier that accepts a Sigstore signature by `identity` of the OpenID `issuer`; it needs the network."""
 
     identity: str
     issuer: str
@@ -130,7 +133,7 @@ Verifier = PublicKey | Certified | Sigstore
 
 
 def verifier_from_options(verify: str, roots: tuple[Path, ...], issuer: str | None) -> Verifier:
-    """Return the verifier of an identity, if there are roots or an issuer, or of a public key."""
+    """Return the verifier that --verify, --root and --issuer describe; `verify` alone is the file of a public key."""
     if roots and issuer is not None:
         raise BadInput("--root verifies by certificates, --issuer by Sigstore; give one of the two")
     if roots:
