@@ -30,7 +30,7 @@ def calibrate_command(
     summary: Path | None,
     out: Output,
 ) -> None:
-    """Collect a model's second-order statistics on unlabelled inputs.
+    """Collect second-order statistics on unlabelled inputs.
 
     Every image is read once; with the statistics that costs about as much as 2 bare forward passes. With --attn a first
     pass ranks the dimensions, unless those of --moments do.
@@ -196,7 +196,7 @@ PLANNED = f"Share of the MACs to keep in the plan, which shows what every site w
 
 @command(first="model macs weights outputs trust-code json")
 def inspect(model: ModelChoice, budget: Annotated[BudgetChoice, some("macs", macs=PLANNED)], out: Output) -> None:
-    """Show what can be reduced in a model, and what a budget removes.
+    """Show what can be reduced, and what a budget removes.
 
     It shows the sites with their widths, parameters and MACs, the preprocessing, and the reasons why other parts can't
     be reduced. No weights are needed.

@@ -138,7 +138,7 @@ def build_command(graph: Path, output: Path, options: EngineOptions, out: Output
 @click.argument("reduced", type=FILE)
 @click.option("--output", "-o", type=FILE, default=None, help="Also write the audit as JSON.")
 def audit(dense: Path, reduced: Path, options: AuditOptions, output: Path | None, out: Output) -> int:
-    """Count the attention kernels that stay fused in engines of both models.
+    """Count fused attention kernels in engines of both models.
 
     Exit code 1 if a block's attention is fused in DENSE and not in REDUCED.
 

@@ -106,7 +106,7 @@ class LatencyOptions(GeometryOptions, heading="What is timed"):
 @command("latency-table", first="model weights output batch backend heads align threads")
 @click.option("--output", "-o", type=DIRECTORY, required=True, help="Directory for the latency tables of this machine.")
 def latency_table(model: ModelChoice, output: Path, options: LatencyOptions, out: Output) -> None:
-    """Measure the latency of blocks by width, for reduce --latency.
+    """Measure the latency of blocks, for reduce --latency.
 
     There is no time limit: every width is timed for 8 rounds.
 
