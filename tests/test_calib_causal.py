@@ -15,7 +15,6 @@ from calib.sums import HeadSums
 from corp_deploy.algebra import planes as planes_algebra
 from corp_deploy.algebra import queries_keys
 from corp_deploy.algebra.image_system import ImageSystem
-from ground.errors import BadInput
 from tests.doubles import some
 from tests.refusals import rejects
 
@@ -194,6 +193,5 @@ def test_non_binary_masks_are_refused() -> None:
     rejects("weights other than 0 and 1", summed, q, k, torch.full((INPUTS, TOKENS), 0.5))
     sums = HeadSums(system=False, causal=True)
     sums.add("q", q)
-    with pytest.raises(BadInput, match="of both"):
-        sums.add("k", k[:, :1].expand(-1, HEADS, -1, -1)[:, :, :-1])
+    rejects("of both", sums.add, "k", k[:, :1].expand(-1, HEADS, -1, -1)[:, :, :-1])
     assert replace(summed(q, k)).images == INPUTS

@@ -118,11 +118,9 @@ def test_non_regular_files_are_refused(tmp_path: Path) -> None:
 def test_file_that_changes_during_reading_is_refused(path: Path) -> None:
     texts = opened(path)
     written(path, ["One sheep", *DOCUMENTS[1:]])
-    with pytest.raises(BadInput, match="changed since it was opened"):
-        list(texts.batches(4))
+    rejects("changed since it was opened", list, texts.batches(4))
     path.unlink()
-    with pytest.raises(BadInput, match=r"can't be read \(No such file or directory\)"):
-        list(texts.batches(4))
+    rejects(r"can't be read \(No such file or directory\)", list, texts.batches(4))
 
 
 @pytest.mark.parametrize(
@@ -141,5 +139,4 @@ def test_file_that_changes_during_reading_is_refused(path: Path) -> None:
 def test_unsuitable_encoders_are_refused(
     path: Path, encode: Callable[[Sequence[str]], Mapping[str, Tensor]], message: str
 ) -> None:
-    with pytest.raises(BadInput, match=message):
-        list(open_texts(path, encode=encode).batches(2))
+    rejects(message, list, open_texts(path, encode=encode).batches(2))

@@ -1,4 +1,4 @@
-"""The sweep, its record and what is read out of it; runners are doubles on a fake clock."""
+"""Sweeps over batch sizes, their records and summaries, with fake runners on a fake clock."""
 
 import json
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from perf.timing.laps import Bound, Clock, Laps, Plan
 from perf.timing.watch import Gpu, environment, fingerprint, watching
 from tests.doubles import DoubleOfRunner, FakeClock, some
 from tests.nvml import FakeNvml
-from tests.refusals import rejects
+from tests.refusals import rejects, reports_missing
 
 PLAN = Plan(min_rounds=6, max_rounds=12, time_limit_s=5.0, noise_rounds=6)
 FEEDS = {"images": np.zeros((4, 3, 2, 2), np.float32)}
@@ -31,7 +31,7 @@ MACHINE: Flat = {"system": "Linux", "cpu": "a cpu", "cpu_count": 2, "gpu": None}
 
 @dataclass
 class FakeRunner(DoubleOfRunner):
-    """Takes `call_ms(batch)`, times `uneven(call)`; running out of memory and failing are raised from bind."""
+    """A runner whose calls take `call_ms(batch) * uneven(call)`, and whose bind raises what `call_ms` raises."""
 
     clock: FakeClock
     call_ms: Callable[[int], float]
@@ -153,12 +153,11 @@ def test_failed_batch_keeps_its_message() -> None:
     assert summarise(record).rows[1].sides["dense"].p50_ms is None
     with pytest.raises(Missing, match=r"dense failed at every batch size.*batch 1: ValueError: invalid shape; batch 8"):
         measured(broken, broken)
-    with pytest.raises(Missing, match="reduced failed at every batch size"):
-        measured(lambda batch: 1.0, broken)
+    reports_missing("reduced failed at every batch size", measured, lambda batch: 1.0, broken)
 
 
 def test_bench_without_any_time_raises() -> None:
-    """Out of memory at every batch size; of one that has no memory for the dense model alone, the other is known."""
+    """A record in which only the dense model runs out of memory still has the times of the reduced model."""
     with pytest.raises(Missing, match=r"nothing could be measured.*ask for smaller --batch"):
         measured(out_of_memory_from(1, 1.0), out_of_memory_from(1, 1.0))
     record = measured(out_of_memory_from(1, 1.0), lambda batch: 1.0)
@@ -166,15 +165,14 @@ def test_bench_without_any_time_raises() -> None:
 
 
 def test_missing_package_ends_the_sweep() -> None:
-    def lacking(batch: int) -> float:
+    def raise_missing(batch: int) -> float:
         raise Missing("no GPU")
 
-    with pytest.raises(Missing):
-        measured(lacking, lambda batch: 1.0)
+    reports_missing("no GPU", measured, raise_missing, lambda batch: 1.0)
 
 
 def wandering(call: int) -> float:
-    """Up and down by a tenth, so that no interval narrows to nothing."""
+    """Return a factor between 0.9 and 1.1 that varies by call, so that no interval shrinks to a point."""
     return 1.0 + 0.1 * ((call * 7) % 11 - 5) / 5
 
 
@@ -188,7 +186,7 @@ CALLS_MS = st.sampled_from([0.3, 2.0, 30.0, 200.0, 1500.0, 9000.0])
 def test_time_limit_covers_opening_warm_up_and_a_a_run(
     dense_ms: float, reduced_ms: float, limit_s: float, audit: bool, streams: int, data: st.DataObject
 ) -> None:
-    """Opening, first calls that are slow, warm-up, A/A run, audit: but for a call that was under way."""
+    """Slow first calls and the audit count too; only a call under way may end after the limit."""
     clock = FakeClock()
     cold, minimum = data.draw(st.sampled_from([1.0, 6.0])), data.draw(st.sampled_from([0.0, 0.2, 5.0]))
     plan = replace(ENDLESS, time_limit_s=limit_s, audit_rounds=8 * audit, warm_up_min_s=minimum)
@@ -210,11 +208,11 @@ def test_batch_size_without_time_is_reported_and_others_are_unaffected() -> None
     record = measured(dense, reduced, (100, 1, 400), plan=plan, clock=clock, log=log)
     late, fast, larger = record.rows
     assert (late.stop, fast.stop, larger.stop) == ("out of time", "narrow", "out of time")
-    assert log.count(100) == 2  # of the dense model, whose first call might have been slow alone
+    assert log.count(100) == 2  # two calls of the dense model, since its first one alone might have been slow
     assert log.count(400) == 0
     alone = measured(dense, reduced, (1,), plan=plan)
     assert summarise(record).rows[1] == summarise(alone).rows[0]
-    # 2 s of calls, and 1.5 x 1.1 x 13 calls of 1 s of either, as the reduced model's are not known.
+    # 2 s of calls, plus 1.5 x 1.1 x 13 calls of 1 s for each model, as the time of the reduced one is unknown.
     words = "it takes about 45 s, the limit is 3 s; give --time-limit 45"
     assert late.trials["dense"].message == late.trials["reduced"].message == words
     assert late.trials["dense"].warm_up_samples_ms == (1000.0, 1000.0)
@@ -228,17 +226,17 @@ def test_batch_size_without_time_is_reported_and_others_are_unaffected() -> None
 
 @pytest.mark.slow("measurement")
 def test_advised_time_limit_suffices() -> None:
-    def asked(limit_s: float) -> Bench:
+    def measured_within(limit_s: float) -> Bench:
         plan = replace(ENDLESS, time_limit_s=limit_s)
         return measured(lambda batch: 100.0, lambda batch: 80.0, (8,), plan=plan, opening_ms=100.0, uneven=wandering)
 
-    (late,) = asked(1.5).rows
+    (late,) = measured_within(1.5).rows
     assert late.stop == "out of time"
     advised = float(str(late.trials["dense"].message).rpartition(" ")[2])
-    row = summarise(asked(advised)).rows[0]
+    row = summarise(measured_within(advised)).rows[0]
     assert some(row.speedup).is_bounded
     assert row.noise is None
-    again = asked(3 * advised)
+    again = measured_within(3 * advised)
     assert summarise(again).rows[0].noise is not None
     assert not any("A/A" in warning for warning in again.warnings)
 
@@ -261,13 +259,13 @@ def test_slow_first_call_does_not_prevent_the_measurement() -> None:
 
 def test_first_call_that_takes_all_the_time_is_reported_without_an_estimate() -> None:
     record = measured(lambda b: 5.0, lambda b: 4.0, uneven=lambda call: 2000.0 if call == 0 else 1.0)
-    assert [row.stop for row in record.rows] == ["out of time"] * 2  # the larger batch size is tried for itself
+    assert [row.stop for row in record.rows] == ["out of time"] * 2  # the larger batch size is tried too
     assert "binding it and its first call took 10 s of 5; give a longer --time-limit" in record.warnings[0]
 
 
 @pytest.mark.slow("measurement")
 def test_opening_time_is_shared_equally_by_batch_sizes() -> None:
-    def limited(opening_ms: float, made_s: float = 0.0) -> tuple[float, Bench]:
+    def time_taken(opening_ms: float, made_s: float = 0.0) -> tuple[float, Bench]:
         clock, plan = FakeClock(), replace(ENDLESS, time_limit_s=4.0, noise_rounds=0)
         record = measured(
             lambda b: 10.0, lambda b: 8.0, plan=plan, clock=clock, made_s=made_s, opening_ms=opening_ms,
@@ -276,10 +274,10 @@ def test_opening_time_is_shared_equally_by_batch_sizes() -> None:
         assert all(row.speedup is not None and row.speedup.is_bounded for row in summarise(record).rows)
         return clock.now_ns / 1e9, record
 
-    assert limited(0.0)[0] == pytest.approx(8.0, abs=0.4)
-    assert limited(1000.0)[0] == pytest.approx(8.0, abs=0.4)
-    assert limited(0.0, made_s=3.0)[0] == pytest.approx(5.0, abs=0.4)
-    took_s, record = limited(9000.0)
+    assert time_taken(0.0)[0] == pytest.approx(8.0, abs=0.4)
+    assert time_taken(1000.0)[0] == pytest.approx(8.0, abs=0.4)
+    assert time_taken(0.0, made_s=3.0)[0] == pytest.approx(5.0, abs=0.4)
+    took_s, record = time_taken(9000.0)
     assert took_s == pytest.approx(18.0 + 2 * 2.0, abs=0.4)
     assert record.warnings[0].startswith("exporting and loading took 18 s, and --time-limit 4 allows 8 s for all")
 
@@ -348,7 +346,10 @@ def test_knee_is_the_batch_where_doubling_stops_paying() -> None:
 
 
 def test_runner_memory_is_its_held_bytes_plus_its_last_peak() -> None:
-    """Opens 100 -> 150, then a phase that peaks 70 above its start and leaves 20 behind; another's 500 don't count."""
+    """Opening goes from 100 to 150 bytes; the phase after it peaks 70 above its start and leaves 20 allocated.
+
+    The 500 bytes that another runner allocates in between don't count.
+    """
     readings, peaks = iter([100, 150, 650, 670]), iter([160, 720])
     ledger = Ledger(MemoryGauge("fake", lambda: None, lambda: next(readings), lambda: next(peaks)))
     assert ledger.phase(lambda: "opened") == ("opened", 60)
@@ -356,11 +357,11 @@ def test_runner_memory_is_its_held_bytes_plus_its_last_peak() -> None:
     assert ledger.held_bytes == 70
 
 
-def test_the_resident_set_sees_an_allocation() -> None:
+def test_resident_set_gauge_sees_an_allocation() -> None:
     gauge = some(resident_gauge())
     gauge.reset_peak()
     before = gauge.now()
-    # Large enough to be mapped anew, not taken from memory that earlier tests let go.
+    # So large that it is mapped anew, instead of reusing memory that earlier tests freed.
     block = np.ones(256 * 2**20, np.uint8)
     assert gauge.peak() - before > 0.9 * block.nbytes
 
@@ -378,7 +379,7 @@ def test_running_out_of_memory_is_recognised(error: Exception, expected: bool) -
     assert is_out_of_memory(error) is expected
 
 
-def test_the_state_of_a_gpu_names_its_throttling_and_counts_others() -> None:
+def test_gpu_state_names_throttling_and_counts_foreign_processes() -> None:
     gpu = Gpu(FakeNvml(), object(), 7)
     state = gpu.state()
     assert state.throttle == ("sw_power_cap", "hw_thermal_slowdown")
@@ -389,10 +390,8 @@ def test_the_state_of_a_gpu_names_its_throttling_and_counts_others() -> None:
 
 
 @pytest.mark.parametrize(("uuid", "handle"), [(None, 0), ("GPU-b", "GPU-b"), ("GPU-c", 0)])
-def test_the_gpu_that_cuda_runs_on_is_watched(
-    monkeypatch: pytest.MonkeyPatch, uuid: str | None, handle: object
-) -> None:
-    """CUDA may see the second of two as its first; what NVML does not know by name is its first."""
+def test_gpu_that_cuda_runs_on_is_watched(monkeypatch: pytest.MonkeyPatch, uuid: str | None, handle: object) -> None:
+    """CUDA may number cards otherwise than NVML; for an identifier that NVML lacks, its first card is watched."""
     asked: list[object] = []
 
     class TwoCards(FakeNvml):
@@ -406,7 +405,7 @@ def test_the_gpu_that_cuda_runs_on_is_watched(
     assert asked == [handle]
 
 
-def test_the_environment_is_flat_and_its_fingerprint_ignores_the_load_of_the_moment() -> None:
+def test_environment_is_flat_and_its_fingerprint_ignores_the_current_load() -> None:
     told = environment()
     json.dumps(told)
     assert told["gpu"] is None
@@ -416,12 +415,12 @@ def test_the_environment_is_flat_and_its_fingerprint_ignores_the_load_of_the_mom
 
 
 def test_images_beyond_memory_are_reported_as_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    def gathered(feeds: Feeds, batch: int) -> Feeds:
+    def fill_small_batch(feeds: Feeds, batch: int) -> Feeds:
         if batch == 8:
             raise MemoryError("Unable to allocate 38.6 GiB")
         return select_rows(feeds, slice(batch))
 
-    monkeypatch.setattr("perf.bench.opened_subject.fill_batch", gathered)
+    monkeypatch.setattr("perf.bench.opened_subject.fill_batch", fill_small_batch)
     record = measured(lambda batch: 2.0, lambda batch: 1.0)
     assert [row.trials["dense"].status for row in record.rows] == ["ok", "oom"]
 

@@ -1,7 +1,4 @@
-"""The engine runner on a double of TensorRT: what is asked of it, in what order, and what is refused.
-
-No GPU runs here: torch.cuda's part (Staging, captured) is replaced by host memory.
-"""
+"""The engine runner on a fake TensorRT; host memory stands in for Staging and CUDA graphs, so no GPU is needed."""
 
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -12,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ground.errors import BadInput, Missing
+from ground.errors import BadInput
 from ground.feeds import Feeds, Outputs
 from ground.ports import Port
 from perf.runners import engine as engine_runner
 from perf.runners.cuda import DeviceBound
 from perf.runners.engine import EngineRunner
-from tests.refusals import rejects
+from tests.refusals import rejects, reports_missing
 
 IMAGES = np.arange(2 * 3 * 2 * 2, dtype=np.float32).reshape(2, 3, 2, 2)
 FEEDS = {"images": IMAGES}
@@ -27,7 +24,7 @@ IDS = np.array([[1, 2], [3, 4]], dtype=np.int64)
 
 @dataclass
 class FakeContext:
-    """Writes the sum of all inputs of each item into every output, through the addresses it was given."""
+    """A context that writes the sum of each item's inputs into every output, through tensor addresses."""
 
     memory: dict[int, Any]
     inputs: tuple[str, ...] = ("images",)
@@ -129,15 +126,13 @@ def fake_trt(engine: FakeEngine | None, name: str = "tensorrt") -> Any:
 
 
 class Address(np.ndarray[Any, Any]):
-    """Host memory that has an address as a tensor does."""
+    """Host memory with the data_ptr of a tensor."""
 
     def data_ptr(self) -> int:
         return id(self)
 
 
 class HostStaging:
-    """Staging in host memory."""
-
     def __init__(self, memory: dict[int, Any], feeds: Feeds, shapes: dict[str, tuple[int, ...]]) -> None:
         self.host_in = feeds
         self.device_in = {name: np.zeros_like(array).view(Address) for name, array in feeds.items()}
@@ -162,7 +157,7 @@ class HostStaging:
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
-    """A machine with a GPU, as far as the runner can tell, and TensorRT on it."""
+    """Return a fake engine on what the runner takes for a machine with a GPU and TensorRT."""
     memory: dict[int, Any] = {}
     engine = FakeEngine(memory)
     stream = SimpleNamespace(cuda_stream=77)
@@ -240,10 +235,7 @@ def test_plan_with_several_tensors_is_fed_and_read_by_name(engine: FakeEngine, p
     engine.tensors = ("images", "ids", "logits", "features")
     with EngineRunner(plan, cuda_graph=False) as runner:
         assert runner.inputs == (Port(name="images", shape=(3, 2, 2)), Port(name="ids", shape=(2,), dtype="int64"))
-        assert [(port.name, port.role) for port in runner.outputs] == [
-            ("logits", "logits"),
-            ("features", "feature map"),
-        ]
+        assert {port.name: port.role for port in runner.outputs} == {"logits": "logits", "features": "feature map"}
         answers = runner({"ids": IDS, "images": IMAGES})
         total = IMAGES.reshape(2, -1).sum(axis=1, keepdims=True) + IDS.sum(axis=1, keepdims=True)
         np.testing.assert_allclose(answers["logits"], total)
@@ -275,9 +267,7 @@ def test_failed_enqueue_is_not_timed(engine: FakeEngine, plan: Path) -> None:
 def test_missing_package_gpu_or_plan_is_named(plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rejects("no such plan", EngineRunner(tmp_path / "none.plan").__enter__)
     monkeypatch.setitem(__import__("sys").modules, "tensorrt", None)
-    with pytest.raises(Missing, match="extra `gpu`"):
-        EngineRunner(plan).__enter__()
+    reports_missing("extra `gpu`", EngineRunner(plan).__enter__)
     monkeypatch.setattr(engine_runner, "_tensorrt", lambda backend: fake_trt(None))
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(Missing, match="a GPU was asked for"):
-        EngineRunner(plan).__enter__()
+    reports_missing("a GPU was asked for", EngineRunner(plan).__enter__)

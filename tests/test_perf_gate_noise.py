@@ -1,7 +1,7 @@
-"""The whole chain from ABBA blocks to verdict on a simulated machine whose load comes and goes.
+"""Verdicts from ABBA blocks on a simulated machine under intermittent load.
 
-The load slows every call by a fifth without leaving a trace and, half of the time that it is there, takes the CPU from
-a call for a scheduler slice. Calls vary by 3 % and one in a hundred takes five times as long.
+The load slows every call by a fifth without a trace and takes the CPU from half of the calls for a scheduler slice.
+Calls vary by 3 %, and one in a hundred takes five times as long.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ REPETITIONS = 10
 
 @dataclass
 class Machine:
-    """Time passes only as calls take it; load and rest last 1.5 s on average."""
+    """A clock that only calls advance, with spells of load and of rest that last 1.5 s on average."""
 
     rng: np.random.Generator
     now_ms: float = 0.0
@@ -35,7 +35,7 @@ class Machine:
         return round(self.now_ms * 1e6)
 
     def call(self, base_ms: float) -> tuple[float, float]:
-        """One call: its time and what of it was waiting for a CPU."""
+        """Return the time of one call and how much of it the call waited for a CPU."""
         while self.now_ms >= self.until_ms:
             self.loaded = not self.loaded
             self.until_ms += self.rng.exponential(1500.0)
@@ -58,7 +58,7 @@ class Subject:
 
 
 def judged(candidate_ms: float, seed: int) -> tuple[JudgedRule, bool]:
-    """The gate's verdict, and whether a mean of 20 calls of one, then of 20 of the other would have failed it."""
+    """Return the gate's verdict, and whether comparing means of 20 calls each, taken in turn, would have failed."""
     machine = Machine(np.random.default_rng(seed))
     bounds = {"dense": Subject(machine, 5.0), "reduced": Subject(machine, candidate_ms)}
     naive = [float(np.mean(bound.laps(20, machine.clock).compute_ms)) for bound in bounds.values()]

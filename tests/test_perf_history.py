@@ -1,4 +1,4 @@
-"""A directory of bench records as a trend: what is kept, what is compared, what fails."""
+"""Histories of bench records: which records are stored and compared, and which changes fail."""
 
 import json
 import math
@@ -26,7 +26,7 @@ from perf.stats.changes import (
 )
 from perf.stats.stats import Interval
 from perf.stats.trend import History, Release, Series, Trend, add_release, build_trend, load_history, release_of_file
-from tests.histories import bench_of_release
+from tests.histories import SAME, bench_of_release
 from tests.refusals import rejects
 
 
@@ -43,8 +43,8 @@ def trend(*benches: Bench) -> Trend:
     return build_trend(History(releases=tuple(release(bench) for bench in benches[:-1])), release(benches[-1]))
 
 
-def steps(*levels: float, machine: float = 0.0, sha256: str | None = "a" * 64) -> Trend:
-    """A release a level; the machine is slower by `machine` in every second one."""
+def steps(*levels: float, machine: float = 0.0, sha256: str | None = SAME) -> Trend:
+    """Build the trend of one release per level, with a machine that is slower by `machine` in every second one."""
     slowed = (1 + machine * (day % 2) for day in range(len(levels)))
     days = zip(range(len(levels)), levels, slowed, strict=True)
     return trend(*(bench_of_release(day, level, machine=slow, sha256=sha256) for day, level, slow in days))
@@ -52,7 +52,7 @@ def steps(*levels: float, machine: float = 0.0, sha256: str | None = "a" * 64) -
 
 @pytest.fixture
 def record(tmp_path: Path) -> Path:
-    """A bench record beside the history."""
+    """Return the file of a bench record beside the history."""
     save_bench(bench_of_release(0, 2.5), tmp_path / "bench.json")
     return tmp_path / "bench.json"
 
@@ -144,15 +144,13 @@ def exactly(*levels: float) -> tuple[Interval, ...]:
 
 
 def test_rise_stands_while_the_newest_record_is_nearer_to_it_than_to_the_previous_level() -> None:
-    def stands(newest: float) -> bool:
+    def rise_stands(newest: float) -> bool:
         rises = ((6, 1.04), (10, 1.02))
         changes = tuple(ChangePoint(first=at, found=at, ratio=exactly(ratio)[0], score=9.0) for at, ratio in rises)
         values = exactly(*[1.0] * 6, *[1.04] * 4, 1.06, newest)
         return standing_rise(Series(name="p50", unit="ms", values=values, judged=True, changes=changes)) is not None
 
-    assert stands(1.055)
-    assert not stands(1.047)
-    assert not stands(1.04)
+    assert [rise_stands(newest) for newest in (1.055, 1.047, 1.04)] == [True, False, False]
 
 
 def test_significance_is_corrected_for_the_number_of_batch_sizes() -> None:
@@ -173,7 +171,7 @@ def test_uncertain_figures_are_not_separated() -> None:
         return trend(*benches)
 
     assert alike(0.005).batches[0].judged.changes
-    assert not alike(0.1).batches[0].judged.changes, "the same rounds again, and each could be anywhere in 2 %"
+    assert not alike(0.1).batches[0].judged.changes, "each figure is uncertain by more than the step"
 
 
 def test_overlapping_calls_report_only_the_ratio() -> None:
@@ -200,12 +198,10 @@ def test_fall_small_rise_and_no_change_pass() -> None:
 
 
 def test_change_of_the_reference_too_is_attributed_to_the_machine() -> None:
-    machine = trend(*(bench_of_release(day, 2.5, machine=1.1 if day >= 8 else 1.0) for day in range(11)))
-    assert machine.batches[0].judged.name == "speed-up"
-    assert judge_history(machine)[0].verdict == "PASS"
-    unknown = trend(*(bench_of_release(day, 2.5, machine=1.1 if day >= 8 else 1.0, sha256=None) for day in range(11)))
-    assert unknown.batches[0].judged.name == "reduced p50"
-    assert judge_history(unknown)[0].verdict == "FAIL"
+    for sha256, name, verdict in ((SAME, "speed-up", "PASS"), (None, "reduced p50", "FAIL")):
+        machines = enumerate([1.0] * 8 + [1.1] * 3)
+        found = trend(*(bench_of_release(day, 2.5, machine=slow, sha256=sha256) for day, slow in machines))
+        assert (found.batches[0].judged.name, judge_history(found)[0].verdict) == (name, verdict)
 
 
 def test_few_releases_are_not_judged_and_a_disturbed_release_is_inconclusive() -> None:
@@ -233,7 +229,7 @@ def test_trend_round_trips_and_is_drawn(tmp_path: Path) -> None:
     assert change_text(found, change) in judge_history(found)[0].message
 
 
-# Change points against every split by hand, and the promised error rates on simulated histories.
+# Change points equal an explicit search over all splits and keep the promised error rates on simulated histories.
 
 stats: Any = pytest.importorskip("scipy.stats")
 
@@ -254,7 +250,7 @@ def test_spread_after_a_change_is_pooled_over_all_levels() -> None:
 
 
 def by_hand(values: np.ndarray, critical: float, noise: float) -> list[tuple[int, int, float, float]]:
-    """First, found, ratio and score of every change, each look and split computed anew."""
+    """Return first, found, ratio and score of every change, computing each look and split anew."""
     logs, start, closed = np.log(values), 0, list[np.ndarray]()
     points: list[tuple[int, int, float, float]] = []
     for count in range(LEAST_VALUES, len(logs) + 1):
@@ -297,11 +293,9 @@ def test_score_is_the_normal_deviate_with_the_p_value_of_t(t: float, freedom: in
 
 
 def test_constant_and_short_series_have_no_change() -> None:
-    assert change_points([2.0] * 40, 4.0) == ()
-    assert change_points([], 4.0) == ()
-    assert change_points([1.0, 1.0, 9.0, 9.0], 4.0) == ()
     tiny = [1.0] * 10 + [1 + LEAST_NOISE / 2] * 10
-    assert change_points(tiny, 4.0) == ()
+    for values in ([2.0] * 40, [], [1.0, 1.0, 9.0, 9.0], tiny):
+        assert change_points(values, 4.0) == ()
     assert [point.first for point in change_points(tiny, 4.0, noise=1e-5)] == [10]
 
 
@@ -316,7 +310,6 @@ def test_critical_score_has_the_stated_false_alarm_rate() -> None:
 
 
 def test_rise_of_three_percent_is_found_within_two_releases_with_few_false_alarms() -> None:
-    """Noise of the ratio to the reference."""
     rng, critical = np.random.default_rng(2), critical_score()
     false_alarms, found = 0, 0
     for _ in range(60):
@@ -341,4 +334,3 @@ def test_concurrent_processes_lose_no_record(tmp_path: Path) -> None:
         process.join(timeout=60)
     assert [process.exitcode for process in processes] == [0, 0]
     assert len(load_history(history).releases) == 12
-    assert len(list(history.iterdir())) == 12

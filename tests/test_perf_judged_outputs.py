@@ -1,9 +1,8 @@
-"""Every output of a model is judged by a limit or a rule unless it is excluded by name; one logit by its threshold;
-accuracy and a user's own measure by the change on the same images.
-"""
+"""Judging every output of a model, single logits by their threshold, and accuracy and own metrics by their change."""
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,12 +19,13 @@ from perf.gate.gate import Gate, JudgedRule, judge
 from perf.gate.parity_figures import find_judged_outputs
 from perf.gate.rule import rule_from_text
 from perf.parity.labels import OwnMetric, accuracy_on_labels, mcnemar
-from perf.parity.link import Link, LinkKind, measure_link
+from perf.parity.link import Link, LinkKind
 from perf.parity.logits import measure_logits, threshold_of
 from perf.parity.measures import figures_by_input
 from perf.parity.parity import ImageSet, Parity, parity_from_value
 from perf.parity.tolerance import EXCLUDED, Tolerance, judge_measures, user_tolerance
 from perf.stats.decision import paired_interval
+from tests.links import link_between
 from tests.refusals import rejects
 
 Floats = NDArray[np.float64]
@@ -39,9 +39,8 @@ FREE = user_tolerance()
 def linked(
     output: str, tolerance: Tolerance, *, kind: LinkKind = "reduced", role: Role = "embedding", by: float = 0.01
 ) -> Link:
-    return measure_link(name=kind, kind=kind, reference="dense", candidate="reduced", reference_rows=ROWS,
-                candidate_by_batch={1: ROWS * (1 + by)}, tolerance=tolerance, several=True,
-                port=OutputPort(name=output, role=role))  # fmt: skip
+    port = OutputPort(name=output, role=role)
+    return link_between(ROWS, ROWS * (1 + by), kind=kind, tolerance=tolerance, several=True, port=port)
 
 
 def proof(*links: Link, **more: Any) -> Parity:
@@ -56,7 +55,7 @@ def test_single_logit_agrees_on_the_same_side_of_its_threshold() -> None:
     assert found.top1_agreement == same / 60
     assert (found.flips, found.decisive_flips, found.threshold) == (60 - same, 60 - same, 0.0)
     assert found.positives == int((LOGIT > 0).sum())
-    # Kullback-Leibler divergence of two coins, image by image
+    # The Kullback-Leibler divergence of two Bernoulli distributions, averaged over images.
     p, q = (1 / (1 + np.exp(-side[:, 0])) for side in (LOGIT, moved))
     expected = np.mean(p * np.log(p / q) + (1 - p) * np.log((1 - p) / (1 - q)))
     assert found.kl_mean == pytest.approx(expected, rel=1e-9)
@@ -65,7 +64,7 @@ def test_single_logit_agrees_on_the_same_side_of_its_threshold() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answers", "given", "threshold"),
+    ("answers", "asked", "threshold"),
     [
         (LOGIT, None, 0.0),
         (1 / (1 + np.exp(-LOGIT)), None, 0.5),
@@ -75,8 +74,8 @@ def test_single_logit_agrees_on_the_same_side_of_its_threshold() -> None:
         (LOGIT[:, 0], None, 0.0),
     ],
 )
-def test_threshold_of_a_single_logit(answers: Floats, given: float | None, threshold: float | None) -> None:
-    assert threshold_of(answers, given) == threshold
+def test_threshold_of_a_single_logit(answers: Floats, asked: float | None, threshold: float | None) -> None:
+    assert threshold_of(answers, asked) == threshold
 
 
 def test_single_logit_always_on_one_side_has_no_agreement() -> None:
@@ -85,8 +84,7 @@ def test_single_logit_always_on_one_side_has_no_agreement() -> None:
     assert found.top1_agreement is None
     status, reason = judge_measures(found, user_tolerance(min_agreement=0.9))
     assert status == "INCONCLUSIVE"
-    assert "above 0 on every image" in reason
-    assert "another --logit-threshold" in reason
+    assert re.search("above 0 on every image.*another --logit-threshold", reason)
     assert judge_measures(found, user_tolerance(max_error=0.1))[0] == "PASS"
 
 
@@ -173,7 +171,7 @@ def test_gate_names_unjudged_outputs(tmp_path: Path) -> None:
 
 
 def labelled(only_dense: int, only_reduced: int, *, images: int = 1000, right: int = 800) -> Parity:
-    """A proof in which both models are right on `right` images and each one alone on so many more."""
+    """Make a record in which both models are right on `right` images and each one alone on some more."""
     labels = np.zeros(images, dtype=np.int64)
     sides = []
     for extra in (slice(right, right + only_dense), slice(right + only_dense, right + only_dense + only_reduced)):
@@ -190,13 +188,12 @@ def one(found: Parity, rule: str) -> JudgedRule:
 
 
 def test_accuracy_rule_uses_the_paired_difference() -> None:
-    """On 1,000 images each accuracy is known to 2.5 points, and the paired difference to half a point."""
+    """On 1,000 images each accuracy is uncertain by 2.5 points, and the paired difference by half a point."""
     assert one(labelled(4, 4), "accuracy < dense - 0.01").verdict == "PASS"
     assert one(labelled(40, 5), "accuracy < dense - 0.01").verdict == "FAIL"
     between = one(labelled(12, 2), "accuracy < dense - 0.01")
     assert between.verdict == "INCONCLUSIVE"
-    assert "differs from dense by -1.00 %" in between.message
-    assert "paired" in one(labelled(40, 5), "accuracy < dense - 0.01").message
+    assert re.search("differs from dense by -1.00 %.*paired", between.message), between.message
     assert one(labelled(4, 4), "accuracy < 0.7").verdict == "PASS"
     assert one(labelled(4, 4), "dense.accuracy < 0.9").verdict == "FAIL"
     assert one(labelled(4, 4), "accuracy < dense * 0.9").verdict == "PASS"
@@ -209,7 +206,7 @@ def test_accuracy_rule_without_labels_is_an_error() -> None:
 
 
 def score_at(gained: int, lost: int, count: int, difference: float) -> float:
-    """Tango's statistic with the most likely share of losses found on a grid that is refined, not in closed form."""
+    """Return Tango's score statistic, whose most likely share of losses comes from a refined grid."""
     low, high = max(0.0, -difference), (1 - difference) / 2
     for _ in range(30):
         losses_G = np.linspace(low, high, 41)[1:-1]
@@ -253,7 +250,7 @@ def test_metric_without_values_per_image_is_judged_by_its_point() -> None:
 
 
 def test_paired_interval_covers_the_true_change() -> None:
-    """95 % of 2,000 draws, whatever the shares are; the normal interval covers 80 % of the last of these."""
+    """A normal interval would cover the true change in only 80 % of the draws with the last shares."""
     rng = np.random.default_rng(0)
     for gains, losses in ((0.1, 0.05), (0.02, 0.04), (0.01, 0.005)):
         draws = rng.multinomial(100, [gains, losses, 1 - gains - losses], size=2000)

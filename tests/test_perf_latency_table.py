@@ -1,4 +1,4 @@
-"""The latency table on runners whose latency is a known function of width and batch."""
+"""Latency tables of fake runners whose latency is a known function of width and batch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,14 +17,12 @@ from tests.refusals import rejects
 
 PLAN = Plan(min_rounds=6, noise_rounds=0, warm_up_min_s=0.0)
 MACHINE: Flat = {"cpu": "a cpu"}
-
-
 TOKENS = Port(name="tokens", shape=(5, 4))
 
 
 @dataclass
 class FakeBlock(DoubleOfRunner):
-    """Takes 1 ms and 0.01 ms per width and image."""
+    """A runner whose calls take 1 ms plus 0.01 ms per unit of width and image."""
 
     clock: FakeClock
     width: int

@@ -1,4 +1,4 @@
-"""The first block that is off beyond its own noise is named; cutting a graph gives the values that the graph has."""
+"""Locating the first block whose error exceeds its noise, and cutting graphs to read values inside them."""
 
 import math
 
@@ -98,7 +98,7 @@ def test_node_maps_to_its_site(name: str, site: str) -> None:
 
 
 def half_graph(weight: float, *, batch: str | int = "batch") -> ModelProto:
-    """images -> float16 -> times weight (blocks.0.mlp) -> plus itself (blocks.0) -> times 0.001 (head) -> logits."""
+    """Build images -> float16 -> times weight (blocks.0.mlp) -> plus itself (blocks.0) -> times 0.001 (head)."""
     return graph_of(
         f"""(float[{batch},2] images) => (float[{batch},2] logits) {{
             ["Cast"] x = Cast<to=10>(images)

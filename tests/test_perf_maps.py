@@ -1,4 +1,4 @@
-"""Score maps of dense heads against loops over pixels in float64, and as links of a parity record."""
+"""Measures of score maps against loops over pixels in float64, and score maps in parity records."""
 
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -12,13 +12,14 @@ from ground.errors import BadInput
 from ground.files import write_json
 from ground.ports import OutputPort
 from perf.parity import tolerance
-from perf.parity.link import Link, measure_link
+from perf.parity.link import Link
 from perf.parity.maps import MapMeasures, SeparateHead
 from perf.parity.measures import figures_by_input, measure_outputs, measure_relative_errors
 from perf.parity.parity import ImageSet, Parity, load_parity
 from perf.report.content import content_from_record
 from perf.report.tables import build_tables
 from tests.doubles import some
+from tests.links import link_between
 from tests.refusals import rejects
 
 RNG = np.random.default_rng(0)
@@ -38,7 +39,7 @@ def measured(reference: Maps, candidate: Maps, threshold: float = 0.5) -> MapMea
 
 
 def overlap(ours: list[object], theirs: list[object], classes: list[object]) -> float:
-    """Intersection over union of lists of answers, the mean over classes that are anywhere."""
+    """Return the intersection over union of two lists of answers, averaged over the classes that occur."""
     shares = []
     for each in classes:
         union = sum(each in both for both in zip(ours, theirs, strict=True))
@@ -48,7 +49,7 @@ def overlap(ours: list[object], theirs: list[object], classes: list[object]) -> 
 
 
 def answers(one: Maps, threshold: float) -> list[object]:
-    """Of each pixel: whether its score is above the threshold, or its likeliest class."""
+    """Return for each pixel whether its score is above the threshold, or its likeliest class."""
     if one.ndim == 2:
         return [bool(one[y, x] > threshold) for y in range(one.shape[0]) for x in range(one.shape[1])]
     return [
@@ -113,11 +114,8 @@ def test_outputs_that_are_not_maps_are_refused(one: tuple[int, ...], other: tupl
 
 
 def linked(reference: Maps, candidate: Maps, **limits: Any) -> Link:
-    return measure_link(
-        name="reduced", kind="reduced", reference="dense", candidate="reduced", reference_rows=reference,
-        candidate_by_batch={2: candidate[:2], 8: candidate}, tolerance=tolerance.user_tolerance(**limits), port=MAP,
-        several=True,
-    )  # fmt: skip
+    bound, by_batch = tolerance.user_tolerance(**limits), {2: candidate[:2], 8: candidate}
+    return link_between(reference, by_batch, tolerance=bound, port=MAP, several=True)
 
 
 def test_map_link_is_judged_by_error_overlap_and_pixels() -> None:

@@ -1,4 +1,4 @@
-"""Graphs in OpenVINO: the numbers of the graph, in the precision that was asked for and nothing else."""
+"""The OpenVINO runner computes what the graph says, in the precision asked for, or refuses."""
 
 import ctypes
 import gc
@@ -17,7 +17,7 @@ from onnx import TensorProto, helper
 from ground.errors import BadInput, Missing
 from perf.runners import openvino as openvino_runner
 from perf.runners.openvino import CompiledSettings, OpenVinoRunner, shared_core
-from tests.refusals import rejects
+from tests.refusals import rejects, reports_missing
 from tests.test_perf_runners import FEEDS, IMAGES, expected, onnx_file
 
 
@@ -26,18 +26,18 @@ def openvino() -> Any:
     return pytest.importorskip("openvino", reason="openvino is not installed")
 
 
-def away(got: np.ndarray[Any, Any]) -> float:
+def relative_error(got: np.ndarray[Any, Any]) -> float:
     return float(np.linalg.norm(got - expected()) / np.linalg.norm(expected()))
 
 
-def computes_halves() -> bool:
-    return "BF16" in shared_core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+def cpu_has(precision: str) -> bool:
+    return precision in shared_core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
 
 
 @pytest.mark.usefixtures("openvino")
 def test_fp32_graph_is_computed_in_fp32_on_every_cpu(tmp_path: Path) -> None:
     with OpenVinoRunner(onnx_file(tmp_path / "m.onnx"), threads=1) as runner:
-        assert away(runner(FEEDS)["logits"]) < 1e-6
+        assert relative_error(runner(FEEDS)["logits"]) < 1e-6
         told = runner.describe()
         ticks = count(0, 1_000_000)
         assert runner.bind(FEEDS).laps(3, lambda: next(ticks)).compute_ms == (1.0, 1.0, 1.0)
@@ -51,23 +51,22 @@ def test_fp16_weights_are_computed_in_fp32_and_reported(tmp_path: Path) -> None:
     with OpenVinoRunner(onnx_file(tmp_path / "m.onnx", held=TensorProto.FLOAT16), arithmetic="fp32") as runner:
         told = runner.describe()
         assert (told["precision"], told["computed_in"]) == ("fp16", "fp32")
-        assert 1e-6 < away(runner(FEEDS)["logits"]) < 2e-3
+        assert 1e-6 < relative_error(runner(FEEDS)["logits"]) < 2e-3
 
 
 def test_bf16_runs_in_bf16_or_is_refused_without_cpu_support(openvino: Any, tmp_path: Path) -> None:
     runner = OpenVinoRunner(onnx_file(tmp_path / "m.onnx"), arithmetic="bf16")
-    if not computes_halves():
-        with pytest.raises(Missing, match="asked OpenVINO for bf16"):
-            runner.__enter__()
+    if not cpu_has("BF16"):
+        reports_missing("asked OpenVINO for bf16", runner.__enter__)
         return
     with runner:
         assert runner.describe()["computed_in"] == "bf16"
-        assert 1e-4 < away(runner(FEEDS)["logits"]) < 2e-2
+        assert 1e-4 < relative_error(runner(FEEDS)["logits"]) < 2e-2
 
 
 def test_bf16_graph_is_not_reported_as_fp32(openvino: Any, tmp_path: Path) -> None:
-    """OpenVINO answers f32 to whoever asks for its hint and computes such layers in BF16 none the less."""
-    if not computes_halves():
+    """OpenVINO reports an f32 hint and still computes layers with BF16 weights in BF16."""
+    if not cpu_has("BF16"):
         pytest.skip("this CPU has no BF16")
     path = onnx_file(tmp_path / "m.onnx", held=TensorProto.BFLOAT16)
     with OpenVinoRunner(path) as runner:
@@ -80,14 +79,14 @@ def test_bf16_graph_is_not_reported_as_fp32(openvino: Any, tmp_path: Path) -> No
 
 
 def test_fp16_is_refused_on_a_cpu_that_would_compute_bf16(openvino: Any, tmp_path: Path) -> None:
-    if "FP16" in shared_core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
+    if cpu_has("FP16"):
         pytest.skip("this CPU has FP16")
     with pytest.raises(Missing, match="asked OpenVINO for fp16 and got"):
         OpenVinoRunner(onnx_file(tmp_path / "m.onnx"), arithmetic="fp16").__enter__()
 
 
 def stack_of_signals() -> int:
-    """Where this thread's signals are handled, 0 where it has no stack of its own for them."""
+    """Return the address of this thread's signal stack, 0 if it has none."""
 
     class Stack(ctypes.Structure):
         _fields_ = (("place", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t))
@@ -97,7 +96,7 @@ def stack_of_signals() -> int:
     return stack.place or 0
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="memory is told in /proc by Linux alone")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has /proc/self/maps")
 @pytest.mark.usefixtures("openvino")
 def test_two_graphs_leave_the_signal_stack_intact(tmp_path: Path) -> None:
     path = onnx_file(tmp_path / "m.onnx")
@@ -131,7 +130,7 @@ def test_unsupported_graphs_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("openvino")
 def test_invalid_graph_never_reaches_openvino(tmp_path: Path) -> None:
-    """Of a convolution that reads nothing it ends the process."""
+    """A convolution without inputs would make OpenVINO end the process."""
     broken = onnx.load(str(onnx_file(tmp_path / "m.onnx")))
     broken.graph.node.append(helper.make_node("Conv", [], ["z"], "c"))
     onnx.save(broken, str(tmp_path / "m.onnx"))
@@ -143,7 +142,7 @@ def test_invalid_graph_never_reaches_openvino(tmp_path: Path) -> None:
 def test_fixed_batch_graph_refuses_other_batches(tmp_path: Path) -> None:
     with OpenVinoRunner(onnx_file(tmp_path / "m.onnx", batch=3)) as runner:
         assert runner.fixed_batch == 3
-        assert away(runner(FEEDS)["logits"]) < 1e-6
+        assert relative_error(runner(FEEDS)["logits"]) < 1e-6
         rejects("batch", runner, {"images": IMAGES[:2]})
 
 
@@ -178,8 +177,7 @@ def test_runtime_precision_that_differs_from_the_request_is_an_error(
     if not said:
         replace(TOLD, **changes).require(arithmetic, threads)
         return
-    with pytest.raises(Missing, match=said):
-        replace(TOLD, **changes).require(arithmetic, threads)
+    reports_missing(said, replace(TOLD, **changes).require, arithmetic, threads)
 
 
 def test_out_of_memory_is_not_blamed_on_the_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Links are judged by their tolerance, a verdict follows from its parts, records survive JSON, and a shift is heard."""
+"""Verdicts of parity links and records, their JSON form, and shifts between calibration and test images."""
 
 import json
 from collections.abc import Sequence
@@ -9,28 +9,27 @@ import pytest
 from numpy.typing import NDArray
 
 from perf.parity.labels import accuracy_on_labels
-from perf.parity.link import Link, LinkKind, measure_link
+from perf.parity.link import Link, LinkKind
 from perf.parity.locate import FaultLocation
 from perf.parity.measures import figures_by_input
 from perf.parity.parity import ImageSet, Parity, parity_from_value
 from perf.parity.shift import Scatter, SiteShift, Stats, shift_of_sites, site_shift
 from perf.parity.structure import check_output_values
 from perf.parity.tolerance import Tolerance, exact_tolerance, user_tolerance
+from tests.links import link_between
 from tests.refusals import rejects
 
 Floats = NDArray[np.float64]
 REF = np.random.default_rng(0).standard_normal((40, 10)) * 4
 ONE_PERCENT = user_tolerance(max_error=0.01)
+KINDS: tuple[LinkKind, ...] = ("reduced", "exact")
 
 
 def linked(
     *candidates: Floats, tolerance: Tolerance = ONE_PERCENT, kind: LinkKind = "reduced", name: str = "r"
 ) -> Link:
     by_batch = dict(zip((1, 7, 64), candidates, strict=False))
-    return measure_link(
-        name=name, kind=kind, reference="a", candidate="b", reference_rows=REF, candidate_by_batch=by_batch,
-        tolerance=tolerance,
-    )  # fmt: skip
+    return link_between(REF, by_batch, kind=kind, name=name, tolerance=tolerance)
 
 
 def parity(*links: Link, **more: Any) -> Parity:
@@ -71,22 +70,21 @@ def test_decisive_flips_fail_an_exact_link_within_its_bound() -> None:
     tolerance = Tolerance(rule="r", max_relative_error=1.0, max_decisive_flips=0, margin_noise=1e-6)
     tie, flip = ref[:, ::-1][:1], ref[1:, ::-1]
 
-    def status(candidate: Floats) -> str:
-        return measure_link(name="n", kind="exact", reference="a", candidate="b", reference_rows=ref,
-                    candidate_by_batch={1: candidate}, tolerance=tolerance).reason  # fmt: skip
+    def reason(candidate: Floats) -> str:
+        return link_between(ref, candidate, kind="exact", tolerance=tolerance).reason
 
-    assert "within" in status(np.concatenate([tie, ref[1:]]))
-    assert "over" in status(np.concatenate([tie, flip]))
-    assert "1 top-1 flips" in status(np.concatenate([ref[:1], [[499.0, 501.0]]]))
+    assert "within" in reason(np.concatenate([tie, ref[1:]]))
+    assert "over" in reason(np.concatenate([tie, flip]))
+    assert "1 top-1 flips" in reason(np.concatenate([ref[:1], [[499.0, 501.0]]]))
 
 
 def test_nan_and_constant_outputs_fail_without_limits() -> None:
     spoilt = REF.copy()
     spoilt[5, 5] = np.nan
     assert linked(spoilt, tolerance=user_tolerance()).reason == "NaN or Inf on 1 of 40 images"
-    constant = np.tile(REF.mean(axis=0), (40, 1))
-    assert linked(constant, tolerance=user_tolerance()).status == "FAIL"
-    assert "hardly depend on the image" in linked(constant, tolerance=user_tolerance()).reason
+    constant = linked(np.tile(REF.mean(axis=0), (40, 1)), tolerance=user_tolerance())
+    assert constant.status == "FAIL"
+    assert "hardly depend on the image" in constant.reason
     assert linked(REF * 1.5, tolerance=user_tolerance()).status == "UNJUDGED"
 
 
@@ -94,7 +92,7 @@ def test_verdict_follows_from_the_links() -> None:
     good, free = linked(REF, name="good"), linked(REF, tolerance=user_tolerance(), name="free")
     assert parity(good).verdict == "PASS"
     assert parity(good).line == "PASS (1 link judged) on 40 images"
-    assert parity(good, free).verdict == "UNJUDGED", "a step that nothing judged is no proof"
+    assert parity(good, free).verdict == "UNJUDGED", "an unjudged link proves nothing"
     assert parity(good, free).line.startswith("UNJUDGED (1 link judged, 1 measured without a limit; no limit judged")
     assert parity(good, free).to_json()["line"] == parity(good, free).line
     assert parity(free).line == "UNJUDGED (0 links judged, 1 measured without a limit) on 40 images"
@@ -157,7 +155,9 @@ def test_damaged_records_are_refused(path: tuple[str | int, ...], value: object,
 
 
 def test_outputs_of_unexpected_size_are_refused_with_their_model() -> None:
-    rejects(r"b: gives logits \[40, 3\] where a gives \[40, 10\], expected the same sizes", linked, REF[:, :3])
+    rejects(
+        r"reduced: gives logits \[40, 3\] where dense gives \[40, 10\], expected the same sizes", linked, REF[:, :3]
+    )
 
 
 def test_side_file_has_one_figure_per_image() -> None:
@@ -170,21 +170,14 @@ def test_side_file_has_one_figure_per_image() -> None:
 def test_extra_batch_sizes_may_run_fewer_images_and_are_judged_on_rounding_only() -> None:
     some = REF[:8] * 1.02
     by_batch = {1: some, 32: REF * 1.001}
-
-    def found(kind: LinkKind, tolerance: Tolerance) -> Link:
-        return measure_link(
-            name="r", kind=kind, reference="a", candidate="b", reference_rows=REF, candidate_by_batch=by_batch,
-            tolerance=tolerance,
-        )  # fmt: skip
-
-    of_user, of_rounding = found("reduced", ONE_PERCENT), found("exact", ONE_PERCENT)
-    assert (of_user.status, of_user.batch, of_user.measures.images) == ("PASS", 32, 40)
-    assert (of_rounding.status, of_rounding.batch, of_rounding.measures.images) == ("FAIL", 1, 8)
-    assert [(each.batch, each.images) for each in of_user.batches] == [(1, 8), (32, None)]
-    record = parity(of_user)
+    reduced, exact = (link_between(REF, by_batch, kind=kind, tolerance=ONE_PERCENT) for kind in KINDS)
+    assert (reduced.status, reduced.batch, reduced.measures.images) == ("PASS", 32, 40)
+    assert (exact.status, exact.batch, exact.measures.images) == ("FAIL", 1, 8)
+    assert [(each.batch, each.images) for each in reduced.batches] == [(1, 8), (32, None)]
+    record = parity(reduced)
     assert parity_from_value(record.to_json(), where="r").links == record.links
     some[3, 2] = np.nan
-    assert found("reduced", ONE_PERCENT).status == "FAIL"
+    assert link_between(REF, by_batch, tolerance=ONE_PERCENT).status == "FAIL"
 
 
 F = 6
@@ -192,7 +185,7 @@ MIX = np.random.default_rng(0).standard_normal((F, F))
 
 
 def stats(images: int, seed: int, *, offset: float = 0.0, scale: float = 1.0) -> Stats:
-    """Ten tokens an image that share most of their value: far fewer independent draws than tokens."""
+    """Draw ten tokens per image that share most of their value, so that far fewer draws are independent."""
     rng = np.random.default_rng(seed)
     shared = rng.standard_normal((images, 1, F)) + 0.2 * rng.standard_normal((images, 10, F))
     tokens = (shared @ MIX * scale + offset).reshape(-1, F)

@@ -1,4 +1,4 @@
-"""Scales put values where arithmetic says; plots show every row, survive odd values and never leave their frame."""
+"""Scales, ticks and labels of plots, and plots of long names, odd values and failed rows."""
 
 import math
 import re
@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from perf.parity.link import Link, measure_link
+from perf.parity.link import Link
 from perf.parity.tolerance import user_tolerance
 from perf.report import plots
 from perf.report.plots import HUES, PlotSeries, Spot
@@ -28,6 +28,7 @@ from perf.report.svg import (
     width_of,
 )
 from perf.stats.stats import Interval
+from tests.links import link_between
 
 
 def test_linear_and_logarithmic_axes_place_values() -> None:
@@ -62,16 +63,10 @@ def around(value: float) -> Interval:
 
 
 def links() -> list[Link]:
-    """One that is not finite, one without a limit."""
+    """Make one link whose candidate is not finite and one without a limit."""
     rows = np.random.default_rng(0).standard_normal((5, 4))
-    cases = ("fp16", rows * math.nan, user_tolerance(max_error=0.01)), ("whole", rows, user_tolerance())
-    return [
-        measure_link(
-            name=name, kind="whole", reference="dense", candidate="reduced", reference_rows=rows, tolerance=bound,
-            candidate_by_batch={1: candidate},
-        )
-        for name, candidate, bound in cases
-    ]  # fmt: skip
+    broken = link_between(rows, rows * math.nan, kind="whole", name="fp16", tolerance=user_tolerance(max_error=0.01))
+    return [broken, link_between(rows, rows, kind="whole")]
 
 
 HOSTILE = "'\"><script>&amp;]]>"
@@ -119,7 +114,7 @@ WIDE: list[Callable[[], Drawing]] = [
 
 
 def extents(drawing: Drawing) -> list[tuple[float, float, float, str]]:
-    """Height, both ends and words of every text of a drawing, by the estimate of a letter's width."""
+    """Return height, left end, right end and words of every text in a drawing, by estimated letter widths."""
     found = []
     for each in ElementTree.fromstring(drawing.inline).iter():
         if each.tag.endswith("text"):
@@ -168,7 +163,7 @@ def test_failed_row_and_its_reason_stay_visible() -> None:
 
 
 def test_one_interrupted_call_does_not_flatten_a_distribution() -> None:
-    """The tick labels end near the bulk, not at 250 times the median."""
+    """The tick labels end near the bulk, instead of at 250 times the median."""
     labels = [float(x) for x in re.findall(r">([\d.]+)</text>", DRAWN[3]().inline)]
     assert max(labels) < 10
 
@@ -195,7 +190,7 @@ def test_every_hue_has_a_css_class() -> None:
 
 
 def test_elements_escape_text_and_attributes() -> None:
-    """Attributes and text alike; a number has one decimal, an underscore is a hyphen."""
+    """Numbers get one decimal, and underscores in attribute names become hyphens."""
     drawn = element("text", HOSTILE, class_=HOSTILE, text_anchor="end", x=1)
     root = ElementTree.fromstring(drawn)
     assert (root.text, root.attrib) == (HOSTILE, {"class": HOSTILE, "text-anchor": "end", "x": "1.0"})

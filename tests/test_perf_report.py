@@ -1,4 +1,4 @@
-"""The report says what its records say, in every format, and needs nothing from outside."""
+"""Reports in HTML, Markdown, CSV and JUnit show what their records hold."""
 
 import csv
 import io
@@ -15,7 +15,6 @@ import pytest
 from ground.ports import OutputPort, Role
 from ground.quantity import format_number
 from perf.parity.labels import Accuracy
-from perf.parity.link import measure_link
 from perf.parity.locate import FaultLocation
 from perf.parity.parity import ImageSet, Parity
 from perf.parity.structure import check_batch_sizes, check_output_values
@@ -27,13 +26,15 @@ from perf.report.numbers import count_text, error_text, number_text, percent_tex
 from perf.report.render import csv_from_record, html_from_record, junit_from_record, markdown_from_record
 from tests.doubles import some
 from tests.histories import block, row
+from tests.links import link_between
 from tests.refusals import rejects
 
 LATENCY_MS = {1: (8.0, 6.4), 8: (40.0, 25.0)}
+MACS = {"dense": 200, "reduced": 100}
 
 
 def blocks(names: tuple[str, str], ms: tuple[float, float]) -> Iterator[TimedBlock]:
-    """Eight rounds ABBA, constant times with a ripple of 1 %."""
+    """Yield the blocks of eight ABBA rounds with constant times and a ripple of 1 %."""
     for turn in range(8):
         for name in (*names, *names[::-1]):
             yield block(turn, name, [ms[names.index(name)] * (1 + 0.01 * ((turn + call) % 3 - 1)) for call in range(4)])
@@ -58,10 +59,7 @@ def bench() -> dict[str, Any]:
         command=(),
         environment={"cpu": "a <fast> one"},
         settings={},
-        subjects=(
-            SubjectRecord(name="dense", describe=describe, macs=200),
-            SubjectRecord(name="reduced", describe=describe, macs=100),
-        ),
+        subjects=tuple(SubjectRecord(name=name, describe=describe, macs=macs) for name, macs in MACS.items()),
         rows=(*(timed_row(batch, ms) for batch, ms in LATENCY_MS.items()), failed_row(64)),
         warnings=("the clock <wandered>",),
     )
@@ -72,13 +70,12 @@ def bench() -> dict[str, Any]:
 def parity(*, broken: bool = False) -> Parity:
     ref = np.random.default_rng(0).standard_normal((50, 10))
     bound = user_tolerance(max_error=0.001 if broken else 0.1)
-    made = measure_link(name="whole", kind="whole", reference="dense", candidate="reduced", reference_rows=ref,
-                candidate_by_batch={4: ref * 1.01}, tolerance=bound)  # fmt: skip
+    made = link_between(ref, {4: ref * 1.01}, kind="whole", tolerance=bound)
     return Parity(images=ImageSet(count=50, digest="sha256:00"), links=(made,))
 
 
 def broken_parity() -> Parity:
-    """A graph that gives NaN, and the block where it begins."""
+    """Make the record of a graph that gives NaN, with the block where NaN first appears."""
     logits = np.random.default_rng(1).standard_normal((6, 3))
     structure = (
         *check_output_values("onnx fp16", {"logits": logits}),
@@ -133,9 +130,7 @@ def test_link_without_a_limit_is_measured_but_not_passed() -> None:
     line = "PASS (1 link judged, 1 measured without a limit)"
     assert f"Parity {line}</span>" in html_from_record(record(parity=proof))
     assert f"**Parity {line}** on 50 images" in markdown_from_record(record(parity=proof))
-    suite = next(
-        each for each in ElementTree.fromstring(junit_from_record(record(parity=proof))) if each.get("name") == "parity"
-    )
+    suite = ElementTree.fromstring(junit_from_record(record(parity=proof))).findall("testsuite")[0]
     assert (suite.get("tests"), suite.get("skipped")) == ("2", "1")
     assert some(suite.find("properties/property")).get("value") == f"{line} on 50 images"
     passed, skipped = suite.findall("testcase")
@@ -180,14 +175,14 @@ def test_report_has_a_tile_for_dense_and_shipped_accuracy(known: tuple[Accuracy,
     assert found == [shown] * bool(shown)
 
 
-def test_a_failed_batch_stays_in_the_table() -> None:
+def test_failed_batch_stays_in_the_table() -> None:
     lines = [line for line in markdown_from_record(record()).splitlines() if line.startswith("| 64 ")]
     assert lines == ["| 64 · out of memory | oom | – | – | – | – | – | – | – |"]
     assert ["latency", "dense", "64", "compute", "status", "oom", "", ""] in rows_of_csv()
 
 
 def test_latency_table_equals_a_computation_by_hand() -> None:
-    """Medians 40 and 25 ms; 1.6 times as fast saves 37.5 % of the time, of 50 % of the multiply-adds: 75 %."""
+    """From 40 to 25 ms saves 37.5 % of the time, which is 75 % of the 50 % saved multiply-adds."""
     line = next(line for line in markdown_from_record(record()).splitlines() if line.startswith("| 8 |"))
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     assert (cells[:2], cells[3]) == (["8", "40.0 → 25.0"], "–")
@@ -307,29 +302,27 @@ def test_site_table_omits_empty_columns() -> None:
     assert "| Stream error | Stream error, held out |" in markdown_from_record(record(sites=looped))
 
 
-def of_role(role: Role) -> dict[str, Any]:
-    """A proof of one output that is no logits, off by a hundredth."""
-    rows = np.random.default_rng(0).standard_normal((5, 4))
-    single = measure_link(name="reduced", kind="reduced", reference="dense", candidate="reduced", reference_rows=rows,
-                  candidate_by_batch={1: rows * 1.01}, tolerance=user_tolerance(max_error=0.1),
-                  port=OutputPort(name="vectors", role=role))  # fmt: skip
+def parity_of_role(role: Role) -> dict[str, Any]:
+    """Make the record of one output of this role with an error of 1 %."""
+    rows, port = np.random.default_rng(0).standard_normal((5, 4)), OutputPort(name="vectors", role=role)
+    single = link_between(rows, rows * 1.01, tolerance=user_tolerance(max_error=0.1), port=port)
     return Parity(images=ImageSet(count=5, digest="", kind="documents"), links=(single,)).to_json()
 
 
 def test_embedding_is_reported_by_neighbour_agreement() -> None:
-    text = markdown_from_record(record(parity=of_role("embedding")))
+    text = markdown_from_record(record(parity=parity_of_role("embedding")))
     assert "the nearest neighbour is the same on 100 % of 5 inputs" in text
     assert "Errors of the embedding on 5 real documents" in text
     assert "| Agreement |" in text
     assert "Top-1" not in text
-    assert "relative error of the embedding" in html_from_record(record(parity=of_role("embedding")))
-    rows = rows_of_csv(parity=of_role("embedding"))
+    assert "relative error of the embedding" in html_from_record(record(parity=parity_of_role("embedding")))
+    rows = rows_of_csv(parity=parity_of_role("embedding"))
     assert ["parity", "reduced", "1", "", "neighbour_agreement"] in [row[:5] for row in rows]
 
 
 def test_feature_map_is_reported_by_relative_error() -> None:
-    text = markdown_from_record(record(parity=of_role("feature map")))
-    assert "relative error, 5 inputs" in html_from_record(record(parity=of_role("feature map")))
+    text = markdown_from_record(record(parity=parity_of_role("feature map")))
+    assert "relative error, 5 inputs" in html_from_record(record(parity=parity_of_role("feature map")))
     assert "is the same on" not in text
     line = next(line for line in text.splitlines() if line.startswith("| reduced · dense"))
     assert [cell.strip() for cell in line.strip("|").split("|")][4:7] == ["–", "–", "–"]
@@ -363,18 +356,14 @@ def test_engine_memory_is_shown() -> None:
 
 def test_inconclusive_proof_is_shown_as_inconclusive() -> None:
     rows = np.random.default_rng(0).standard_normal((50, 10))
-    undecided = measure_link(name="whole", kind="whole", reference="dense", candidate="reduced", reference_rows=rows,
-                     candidate_by_batch={4: rows}, tolerance=user_tolerance(min_agreement=0.98))  # fmt: skip
+    undecided = link_between(rows, rows, kind="whole", tolerance=user_tolerance(min_agreement=0.98))
     proof = Parity(images=ImageSet(count=50, digest="sha256:00"), links=(undecided,))
     shown = record(parity=proof.to_json())
-    words = (
-        "top-1 agreement 100 % (92.87 % to 100 % at 95 % confidence), limit 98 %: the interval straddles the limit; "
-        "about 189 images would decide if the share stays; these are 50"
-    )
-    assert f"**Parity INCONCLUSIVE (1 link judged)** on 50 images: whole: {words}" in markdown_from_record(shown)
+    reason = f"**Parity INCONCLUSIVE (1 link judged)** on 50 images: whole: {undecided.reason}"
+    assert reason in markdown_from_record(shown)
     page = html_from_record(shown)
     assert '<span class="chip full note">Parity INCONCLUSIVE' in page
-    assert words in page
+    assert undecided.reason in page
     suite = ElementTree.fromstring(junit_from_record(shown)).findall("testsuite")[0]
     assert (suite.get("failures"), suite.get("errors"), suite.get("skipped")) == ("0", "1", "0")
-    assert some(suite.find("testcase/error")).get("message") == f"INCONCLUSIVE: {words}"
+    assert some(suite.find("testcase/error")).get("message") == f"INCONCLUSIVE: {undecided.reason}"

@@ -1,4 +1,4 @@
-"""No word of a record can leave its place in the page, the Markdown or the XML."""
+"""Reports escape hostile text of records in HTML, Markdown and XML."""
 
 import json
 import re
@@ -21,14 +21,14 @@ from tests.test_perf_report import broken_parity, record
 HOSTILE = (
     "'\"><script src=//x>alert(1)</script><img src=x onerror=y> &amp; <!-- ]]> | `` ```` \\| [a](b) \x1b[31m\x00\ud800"
 )
-# Where a tag begins: behind no backslash, or behind two that make one.
+# The start of a tag that is not escaped: an even number of backslashes before it.
 TAG = r"(?<!\\)(\\\\)*<[A-Za-z/!?]"
-# Words that records choose from a list and that no reader shows before it has found them there.
+# Keys whose values come from fixed lists, which readers check before showing them.
 CHOSEN = ("kind", "status", "verdict", "stop", "measure", "test")
 
 
 def planted(value: Any, word: str = HOSTILE) -> Any:
-    """Every text hostile, keys among them where they are names."""
+    """Prefix every text in a value with `word`."""
     if isinstance(value, str):
         return word + value
     if isinstance(value, Mapping):
@@ -41,7 +41,7 @@ def names_planted(value: Mapping[str, Any], word: str) -> dict[str, Any]:
 
 
 def whole_record() -> dict[str, Any]:
-    """A record in which every part is there."""
+    """Make a record with every part."""
     logits, labels = np.eye(4)[[0, 1, 2, 3, 0]], np.array([0, 1, 2, 3, 1])
     sites = (SiteShift(site="blocks.0.mlp", mean_distance=1.0, mean_noise=0.1, covariance_distance=2.0,
                        covariance_noise=0.2, status="NOTED"),)  # fmt: skip
@@ -56,7 +56,7 @@ def whole_record() -> dict[str, Any]:
 
 
 def hostile_record(word: str = HOSTILE) -> dict[str, Any]:
-    """Every text of it, and every key that is a name, is hostile."""
+    """Make a record whose texts, and keys that are names, all begin with `word`."""
     hostile: dict[str, Any] = planted(whole_record(), word)
     hostile |= {part: names_planted(hostile[part], word) for part in ("environment", "lineage")}
     bench = hostile["bench"]
@@ -67,7 +67,7 @@ def hostile_record(word: str = HOSTILE) -> dict[str, Any]:
 
 
 class Elements(HTMLParser):
-    """Elements in their order with the names of their attributes; every one is closed where it should be."""
+    """A parser that lists elements with their attribute names and checks that each is closed in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ def test_record_text_adds_no_html_element() -> None:
     page = html_from_record(hostile_record())
     plain, hostile = elements(html_from_record(whole_record())), elements(page)
     assert hostile.seen == plain.seen
-    assert "".join(hostile.text).count(printable(HOSTILE)) > 60, "the words themselves are all shown"
+    assert "".join(hostile.text).count(printable(HOSTILE)) > 60, "hostile text is shown, not dropped"
     assert not set(page) & {"\x1b", "\x00", "\ud800"}
     page.encode("utf-8")
 
@@ -139,7 +139,7 @@ def test_line_break_in_a_name_does_not_break_markdown(words: str) -> None:
 
 
 def directory_of(whole: Mapping[str, Any], word: str, folder: Path) -> Path:
-    """The files that a report is made from, every text in them beginning with `word`."""
+    """Write the files that a report is made from, every text in them beginning with `word`."""
     site = {"site": f"{word}blocks.0", "part": "mlp", "width": 4, "width_asked": 4.0, "width_dense": 8,
             "energy": 1.0, "error": 0.1, "error_uncompensated": 0.2, "r2": 0.5, "condition": 1.0,
             "ridge": 0.0}  # fmt: skip
@@ -157,7 +157,7 @@ def directory_of(whole: Mapping[str, Any], word: str, folder: Path) -> Path:
     files |= {"bench.json": whole["bench"], "parity.json": whole["parity"], "gate.json": gate}
     (folder / "reduced").mkdir(parents=True)
     for name, value in files.items():
-        # Half a surrogate pair is no JSON text, and refused as such before any page is made.
+        # A lone surrogate is invalid in JSON files, so each becomes a question mark.
         (folder / name).write_bytes(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
     return folder
 

@@ -1,4 +1,4 @@
-"""Runners: same numbers as the module or graph they run, honest about what they run on."""
+"""Runners of modules and ONNX graphs: their outputs, timers, reported devices and refusals."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -25,7 +25,7 @@ from perf.runners.onnx import OnnxRunner, onnx_precision
 from perf.runners.onnx_session import Provider, require_provider
 from perf.runners.protocol import HostBound
 from tests.graphs import graph_of
-from tests.refusals import rejects
+from tests.refusals import rejects, reports_missing
 
 RNG = np.random.default_rng(0)
 IMAGES = RNG.standard_normal((3, 3, 4, 4)).astype(np.float32)
@@ -36,7 +36,7 @@ WEIGHT = RNG.standard_normal((48, 5)).astype(np.float32)
 def onnx_file(
     path: Path, *, held: int = TensorProto.FLOAT, input_type: int = TensorProto.FLOAT, batch: str | int = "batch"
 ) -> Path:
-    """Flatten, cast, matmul: logits = images.reshape(B, 48) @ WEIGHT, which is held in a type."""
+    """Write a graph of logits = images.reshape(B, 48) @ WEIGHT, with weights held in this type."""
     proto = graph_of(
         f"""({TensorProto.DataType.Name(input_type).lower()}[{batch},3,4,4] images) => (float[{batch},5] logits) {{
             flat = Flatten<axis=1>(images)
@@ -67,7 +67,7 @@ def expected() -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
 def test_onnx_runner_computes_the_graph_and_reports_its_device(
     tmp_path: Path, held: int, precision: str, rtol: float, atol: float
 ) -> None:
-    """Half weights on the CPU are said to be computed in FP32."""
+    """FP16 weights on the CPU are reported as computed in FP32."""
     with OnnxRunner(onnx_file(tmp_path / "m.onnx", held=held), threads=1) as runner:
         np.testing.assert_allclose(runner(FEEDS)["logits"], expected(), rtol=rtol, atol=atol)
         told = runner.describe()
@@ -88,12 +88,11 @@ def test_precision_is_mixed_without_a_dominant_weight_type(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("provider", ["cuda", "tensorrt"])
 def test_onnx_runner_never_falls_back_to_the_cpu(tmp_path: Path, provider: Provider) -> None:
-    with pytest.raises(Missing, match="has no"):
-        require_provider(["CPUExecutionProvider"], provider)
+    reports_missing("has no", require_provider, ["CPUExecutionProvider"], provider)
 
 
 class Session:
-    """A session that gives the providers it was told to give, however it was asked."""
+    """An ONNX Runtime session that gets the providers in `given`, whatever it asks for."""
 
     given: tuple[str, ...] = ()
     asked: dict[str, object]
@@ -106,7 +105,7 @@ class Session:
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, session: Callable[..., object]) -> None:
-    """An ONNX Runtime that has every provider, on a machine with a GPU."""
+    """Replace ONNX Runtime by one with every provider, as on a machine with a GPU."""
     errors = dict.fromkeys(
         ("InvalidArgument", "InvalidGraph", "InvalidProtobuf", "NotImplemented", "RuntimeException"), KeyError
     )
@@ -153,7 +152,7 @@ def test_nodes_left_to_the_cpu_are_reported_as_unsupported(tmp_path: Path, monke
 
 
 def test_onnxruntimes_message_for_cpu_fallback_is_recognised() -> None:
-    """Where they are changed, such a graph would pass for one that can't be loaded."""
+    """If the library changed this message, such a graph would be reported as one that can't be loaded."""
     import onnxruntime
 
     library = next((Path(onnxruntime.__file__).parent / "capi").glob("onnxruntime_pybind11_state*"))
@@ -194,13 +193,12 @@ def test_module_runner_sets_and_restores_threads() -> None:
 
 def test_module_runner_never_falls_back_to_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(Missing, match="a GPU was asked for"):
-        ModuleRunner(module(), device="cuda").__enter__()
+    reports_missing("a GPU was asked for", ModuleRunner(module(), device="cuda").__enter__)
     rejects("need device cuda", ModuleRunner, module(), mode="cuda_graph")
 
 
 def test_host_timer_excludes_the_reading_of_lost_time() -> None:
-    """Ticks of 1 ms: clock 2 a call, the call itself 1, asking for lost time 10 that no time must contain."""
+    """Reading the clock and each call take 1 ms; reading lost time takes 10 ms, which no call may contain."""
     now = [0]
 
     def passing(ticks: int) -> Callable[[], int]:
@@ -221,7 +219,7 @@ def test_host_timer_excludes_the_reading_of_lost_time() -> None:
 
 
 class Tape:
-    """A device's stream: every stage takes its time; marks remember when they were reached."""
+    """A device stream on which stages take time and marks record when they are reached."""
 
     def __init__(self) -> None:
         self.now_ms, self.waited = 0.0, 0
@@ -254,11 +252,11 @@ def test_device_times_are_event_spans_without_the_flush(flushed: bool) -> None:
     laps = bound.laps(3, lambda: next(host))
     assert (laps.compute_ms, laps.end_to_end_ms) == ((5.0, 5.0, 5.0), (7.5, 7.5, 7.5))
     assert (laps.enqueue_ms, laps.wall_ms) == (1.0, 2.0)
-    assert tape.waited == 1  # the calls of a block are waited for together
+    assert tape.waited == 1  # one wait for all calls of a block
 
 
 def session_on_a_gpu(classes: int | str) -> Mock:
-    """No GPU is here, so only what is asked of it is checked."""
+    """Return a mock session with two inputs, which records the calls that a GPU session would get."""
     images = SimpleNamespace(name="images", shape=["batch", 3, 4, 4], type="tensor(float)")
     ids = SimpleNamespace(name="ids", shape=["batch", 2], type="tensor(int64)")
     logits = SimpleNamespace(name="logits", shape=["batch", classes], type="tensor(float)")

@@ -1,4 +1,4 @@
-"""Statistics against independent computations: brute force, numpy, scipy, and repeated sampling."""
+"""Statistics against scipy and explicit computations, and warnings about unstable measurements."""
 
 import itertools
 import threading
@@ -52,7 +52,7 @@ def test_p90_is_always_reported_but_bounded_only_with_enough_samples() -> None:
     assert tail([], 90, always=True).value is None
 
 
-def test_the_same_samples_always_give_the_same_interval() -> None:
+def test_same_samples_always_give_the_same_interval() -> None:
     samples = list(np.random.default_rng(4).random((12, 5)) + 1)
     assert median_interval(samples) == median_interval(samples)
     assert median_interval(samples, confidence=0.0).low == median_interval(samples).value
@@ -84,7 +84,7 @@ UNHURRIED = settings(max_examples=100, deadline=None, derandomize=True)
 
 
 def rounds_of(seed: int, count: int, most: int) -> list[Floats]:
-    """Rounds of differing lengths, log-normal as latencies are."""
+    """Draw rounds of differing lengths with log-normal times, as latencies have."""
     rng = np.random.default_rng(seed)
     return [rng.lognormal(sigma=0.3, size=int(size)) for size in rng.integers(1, most + 1, size=count)]
 
@@ -116,11 +116,11 @@ def test_needed_samples_is_the_smallest_sufficient_number(percent: float, confid
     assert covered(needed) >= confidence > covered(needed - 1)
 
 
-# Bootstrap intervals: from one seed scipy draws the same rounds
+# Bootstrap intervals: with the same seed scipy draws the same rounds
 
 
 def bootstrapped(data: tuple[Floats, ...], statistic: Callable[..., Any], value: float, confidence: float) -> Interval:
-    """scipy's percentile interval, widened to hold the value itself as ours is."""
+    """Return scipy's percentile interval, widened to contain the value as ours is."""
     drawn = stats.bootstrap(data, statistic, paired=len(data) > 1, vectorized=False, n_resamples=1000,
                             confidence_level=confidence, method="percentile", rng=np.random.default_rng(0))  # fmt: skip
     low, high = drawn.confidence_interval
@@ -180,7 +180,7 @@ def test_trend_is_the_theil_sen_slope(series: list[float]) -> None:
 @UNHURRIED
 @given(st.lists(st.floats(0.1, 1e3), min_size=3, max_size=60, unique=True))
 def test_trend_score_is_kendalls_with_continuity_correction(series: list[float]) -> None:
-    """Kendall's tau against time, tau times the number of pairs being Mann and Kendall's S; scipy's z has no step."""
+    """Mann and Kendall's S is tau times the number of pairs; scipy's z lacks the continuity correction."""
     count = len(series)
     kendall = stats.kendalltau(np.arange(count), series, method="asymptotic")
     rises = round(kendall.statistic * count * (count - 1) / 2)
@@ -189,8 +189,8 @@ def test_trend_score_is_kendalls_with_continuity_correction(series: list[float])
         assert score == 0.0
         return
     assert np.sign(score) == np.sign(rises)
-    without_step = abs(score) * abs(rises) / (abs(rises) - 1)
-    assert 2 * stats.norm.sf(without_step) == pytest.approx(kendall.pvalue, rel=1e-9)
+    uncorrected = abs(score) * abs(rises) / (abs(rises) - 1)
+    assert 2 * stats.norm.sf(uncorrected) == pytest.approx(kendall.pvalue, rel=1e-9)
 
 
 # Shares and pairs
@@ -207,7 +207,7 @@ def test_wilson_interval_equals_scipys(images: int, confidence: float) -> None:
 @pytest.mark.parametrize("confidence", [0.5, 0.95, 0.99])
 @pytest.mark.parametrize(("share", "limit"), [(63 / 64, 0.98), (1.0, 0.98), (0.97, 0.98), (0.5, 0.9), (0.0, 0.1)])
 def test_smallest_deciding_sample_follows_from_the_score_test(share: float, limit: float, confidence: float) -> None:
-    """A limit lies within Wilson's interval where the score test doesn't reject it: n (p - l)**2 = z**2 l (1 - l)."""
+    """A limit l is at an end of Wilson's interval of a share p if n (p - l)**2 = z**2 l (1 - l)."""
     z = float(stats.norm.ppf((1 + confidence) / 2))
     least = z**2 * limit * (1 - limit) / (share - limit) ** 2
 
@@ -228,7 +228,7 @@ def test_smallest_deciding_sample_follows_from_the_score_test(share: float, limi
     [*itertools.product((0, 1, 2, 5, 17), repeat=2), (300, 340), (0, 900), (3000, 3000), (3000, 0)],
 )
 def test_mcnemar_equals_the_exact_binomial_test(only_a: int, only_b: int) -> None:
-    """Two classes: each image is right for one of the models alone, and one more for both."""
+    """Each image of two classes is right for one model alone, and one more image for both."""
     images = only_a + only_b + 1
     right_a = np.arange(images) < only_a
     right_b = ~right_a
@@ -240,7 +240,7 @@ def test_mcnemar_equals_the_exact_binomial_test(only_a: int, only_b: int) -> Non
     assert ours.p_value == pytest.approx(expected, rel=1e-9)
 
 
-# What is said about a shaky measurement, and nothing about a steady one.
+# Warnings about unstable measurements
 
 STATE = GpuState(
     sm_clock_mhz=1400, memory_clock_mhz=1500, temperature_c=60, power_w=200.0, throttle=(), foreign_processes=0
@@ -248,7 +248,7 @@ STATE = GpuState(
 
 
 def timed(call_ms: Callable[[int, int], float], *, rounds: int = 20, **every_block: Any) -> Row:
-    """Blocks of ten calls; `call_ms(round, call)`."""
+    """Make the row of ABBA rounds with blocks of ten calls, each of which takes `call_ms(round, call)`."""
     turns = [(index, name) for index in range(rounds) for name in ("dense", "reduced", "reduced", "dense")]
     return row(8, (block(at, name, [call_ms(at, call) for call in range(10)], **every_block) for at, name in turns))
 
@@ -298,7 +298,7 @@ def test_short_warm_up_and_failed_subject_are_reported() -> None:
 
 
 def test_streams_run_concurrently_and_report_wall_time_only() -> None:
-    """Each of two calls waits for the other, so that one after the other would never end."""
+    """Two calls wait for each other, so that running them in turn would time out."""
     together = threading.Barrier(2, timeout=20)
     bound = HostBound(lambda: together.wait())
     ticks = iter(range(0, 10**9, 1_000_000))

@@ -1,4 +1,4 @@
-"""Each structural test against a sound function and one with exactly the defect that it is for."""
+"""Each structural test passes a sound function and finds the one defect it is for."""
 
 from collections.abc import Callable
 
@@ -30,7 +30,7 @@ def one_slot_off(images: Array) -> Array:
 
 
 def stale_slot(images: Array) -> Array:
-    """The last slot of a batch keeps its neighbour's answer: one image in every slot would not tell."""
+    """Copy the first slot's answer into the last, which one image repeated in every slot can't show."""
     logits = sound(images)
     logits[-1] = logits[0]
     return logits
@@ -45,7 +45,7 @@ def nan_when_large(images: Array) -> Array:
 
 
 def named(answer: Callable[[Array], Array]) -> structure.Run:
-    """The function as a model of one input and one output."""
+    """Return the function as a model of one named input and output."""
     return lambda feeds: {"logits": answer(feeds["images"])}
 
 
@@ -128,7 +128,7 @@ def test_batch_size_with_fewer_images_is_compared_on_those() -> None:
 
 
 def two_outputs(feeds: Feeds) -> Outputs:
-    """The mean of the known embeddings of tokens, and those of every token; the mask tells which count."""
+    """Return the mean embedding of the tokens that the mask keeps, and the embedding of every token."""
     vectors = TABLE[feeds["ids"]] * feeds["mask"][:, :, None]
     return {"embedding": vectors.sum(axis=1) / feeds["mask"].sum(axis=1, keepdims=True), "tokens": vectors}
 
@@ -171,7 +171,7 @@ def test_worst_of_several_outputs_is_named() -> None:
 
 
 def test_outputs_of_unexpected_size_in_a_batch_are_refused() -> None:
-    """Such as every input against every other one."""
+    """An example is a model that compares every input with every other one."""
 
     def against_each_other(images: Array) -> Array:
         rows = sound(images)

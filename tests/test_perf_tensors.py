@@ -1,7 +1,4 @@
-"""Models of several named tensors: fed and read by name in every runner, and compared by what each output is for.
-
-The encoder takes token identifiers and a mask, both whole numbers, and gives one embedding for each text.
-"""
+"""Models of several named tensors: runners feed and read them by name, and links compare outputs by their roles."""
 
 from contextlib import nullcontext
 from itertools import count
@@ -29,13 +26,14 @@ from ground.feeds import (
 )
 from ground.ports import LOGITS, OutputPort, Port, Role
 from perf.parity import tolerance
-from perf.parity.link import Link, LinkKind, measure_link
+from perf.parity.link import Link, LinkKind
 from perf.parity.measures import figures_by_input, measure_outputs
 from perf.parity.parity import ImageSet, Parity, parity_from_value
 from perf.runners.cuda import Staging
 from perf.runners.module import ModuleRunner
 from perf.runners.onnx import OnnxRunner
 from tests.graphs import graph_of
+from tests.links import link_between
 from tests.refusals import rejects
 
 Array = NDArray[np.floating]
@@ -54,7 +52,7 @@ FEEDS: Feeds = {
 
 
 class Encoder(nn.Module):
-    """The mean over a text's own tokens of what a linear layer and tanh make of each."""
+    """A text encoder: the mean of tanh(embedding @ weight) over the tokens that the mask keeps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,14 +66,14 @@ class Encoder(nn.Module):
 
 
 class Both(Encoder):
-    """The embedding, and the tokens scored by class."""
+    """An encoder that also gives logits for every token."""
 
     def forward(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         return super().forward(ids, mask), self.table[ids] @ self.weight
 
 
 def encoder_graph(path: Path, *, ignores_mask: bool = False, role: str = "embedding") -> Path:
-    """The encoder node by node, as a faulty export might write it."""
+    """Write the encoder as a graph, which ignores the mask if asked, as a faulty export might."""
     seen = "Max(floats, one)" if ignores_mask else "Identity(floats)"
     model = graph_of(
         f"""(int64[batch,{LENGTH}] ids, int64[batch,{LENGTH}] mask) => (float[batch,{WIDTH}] embedding) {{
@@ -188,8 +186,7 @@ def test_noise_is_normal_for_floats_and_one_for_integers() -> None:
 def linked(
     reference: Array, candidate: Array, bound: tolerance.Tolerance, kind: LinkKind = "reduced", **more: Any
 ) -> Link:
-    return measure_link(name=kind, kind=kind, reference="a", candidate="b", reference_rows=reference,
-                candidate_by_batch={8: candidate}, tolerance=bound, **{"port": EMBEDDING} | more)  # fmt: skip
+    return link_between(reference, candidate, kind=kind, tolerance=bound, **{"port": EMBEDDING} | more)
 
 
 def exact_link(reference: Array, candidate: Array) -> Link:
@@ -206,7 +203,7 @@ def test_ignored_mask_changes_the_neighbours(tmp_path: Path, reference: Array) -
 
 
 def test_equal_inputs_count_as_one_neighbour() -> None:
-    """Of two equal inputs rounding decides which comes first; neither is wrong."""
+    """Rounding decides which of two equal inputs is nearer, so either counts as right."""
     reference = np.eye(4)[[0, 1, 2, 2]] + 0.3
     candidate = reference.copy()
     candidate[2] *= 1 - 1e-9
@@ -253,7 +250,7 @@ def test_feature_map_agreement_uses_neighbours_of_tokens(shape: tuple[int, ...],
     features = OutputPort(name="features", role="feature map")
     judged = linked(reference, candidate, tolerance.user_tolerance(min_agreement=0.5), port=features)
     assert words in judged.reason
-    assert judged.status == ("PASS" if len(shape) > 2 else "INCONCLUSIVE")  # as gate says of a figure that isn't there
+    assert judged.status == ("PASS" if len(shape) > 2 else "INCONCLUSIVE")  # as gate judges an absent figure
 
 
 @pytest.mark.parametrize(
@@ -269,8 +266,8 @@ def test_shape_that_contradicts_the_role_is_refused(role: Role, shape: tuple[int
     rejects(words, measure_outputs, rows, rows, role=role)
 
 
-def of_two_outputs(faulty: bool) -> Parity:
-    """Logits that are right and an embedding that may be wrong."""
+def parity_of_two_outputs(*, faulty: bool) -> Parity:
+    """Make a record of correct logits and an embedding that is wrong if `faulty`."""
     logits, vectors = RNG.standard_normal((6, 4)), RNG.standard_normal((6, 8))
     off = {LOGITS: logits, EMBEDDING: vectors * 1.5 if faulty else vectors}
     pairs = ((LOGITS, logits), (EMBEDDING, vectors))
@@ -280,8 +277,8 @@ def of_two_outputs(faulty: bool) -> Parity:
 
 
 def test_every_output_has_a_link_named_after_it() -> None:
-    assert of_two_outputs(faulty=False).verdict == "PASS"
-    record = of_two_outputs(faulty=True)
+    assert parity_of_two_outputs(faulty=False).verdict == "PASS"
+    record = parity_of_two_outputs(faulty=True)
     statuses = {each.name: each.status for each in record.links}
     assert statuses == {"reduced logits": "PASS", "reduced embedding": "FAIL"}
     assert record.verdict == "FAIL"
@@ -289,7 +286,7 @@ def test_every_output_has_a_link_named_after_it() -> None:
 
 
 def test_record_stores_role_and_output_only_beyond_logits() -> None:
-    raw = of_two_outputs(faulty=False).to_json()
+    raw = parity_of_two_outputs(faulty=False).to_json()
     logits, vectors = raw["links"]
     assert (logits["output"], "role" in logits) == ("logits", False)
     assert (vectors["output"], vectors["role"]) == ("embedding", "embedding")
@@ -321,7 +318,7 @@ def test_role_reports_only_its_own_figures() -> None:
 
 @pytest.fixture
 def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A stream, and a torch that takes host memory for a GPU's."""
+    """Return a stream, with torch patched to keep GPU tensors in host memory."""
     real_to, real_empty = torch.Tensor.to, torch.empty
 
     def to(tensor: Tensor, *where: Any, **how: Any) -> Tensor:

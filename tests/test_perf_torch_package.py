@@ -1,5 +1,6 @@
-"""Packages of AOTInductor: never loaded untrusted, refused where they don't fit, their answers those of the model."""
+"""AOTInductor packages: compilation, trust, refusals, and answers equal to the model's."""
 
+import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,14 +19,14 @@ from corp_deploy.store.checkpoint import save
 from ground.ports import OutputPort, image_port
 from perf.runners.torch_package import CHECKED, PackageRunner
 from tests import tiny
-from tests.command import invoked, refuses
+from tests.command import invoked, refused, refuses
 from tests.refusals import rejects
 
 IMAGES = np.random.default_rng(0).standard_normal((3, 3, 4, 4)).astype(np.float32)
 
 
 class Compiled:
-    """A package of one batch or of any, as torch's loader gives it."""
+    """A loaded package that takes one batch size, or any if `batch` is None."""
 
     def __init__(self, batch: int | None) -> None:
         self.batch = batch
@@ -46,7 +47,8 @@ def package(tmp_path: Path) -> Path:
     return tmp_path / "m.pt2"
 
 
-def loads(monkeypatch: pytest.MonkeyPatch, batch: int | None = None) -> list[str]:
+def replace_loader(monkeypatch: pytest.MonkeyPatch, batch: int | None = None) -> list[str]:
+    """Replace torch's loader of packages and return the list that it adds loaded paths to."""
     loaded: list[str] = []
 
     def load(path: str) -> Compiled:
@@ -59,7 +61,7 @@ def loads(monkeypatch: pytest.MonkeyPatch, batch: int | None = None) -> list[str
 
 
 def test_package_runs_and_reports_itself(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loads(monkeypatch)
+    replace_loader(monkeypatch)
     before = torch.get_num_threads()
     with PackageRunner(package, (image_port((3, 4, 4)),), threads=1) as runner:
         answers = runner({"images": IMAGES})["output_0"]
@@ -73,9 +75,7 @@ def test_package_runs_and_reports_itself(package: Path, monkeypatch: pytest.Monk
 
 
 def test_uncompiled_batch_is_refused(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import os
-
-    loads(monkeypatch, batch=2)
+    replace_loader(monkeypatch, batch=2)
     outputs = (OutputPort(name="logits", role="logits"),)
     with PackageRunner(package, (image_port((3, 4, 4)),), outputs) as runner:
         assert os.environ[CHECKED] == "1", "the compiled code would read past the end"
@@ -91,20 +91,18 @@ def test_other_files_are_refused(package: Path) -> None:
 
 @pytest.mark.slow("models")
 def test_package_counts_as_code_that_needs_trust(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded = loads(monkeypatch)
+    loaded = replace_loader(monkeypatch)
     np.save(package.parent / "images.npy", IMAGES)
     quick = ["--batch", "2", "--time-limit", "0.5", "--half-width", "0.9", "--min-rounds", "6", "--block-ms", "2"]
     words = ["bench", package, package, *quick, "-o", package.parent / "b.json"]
-    refused = invoked(*words, "--images", package.parent / "images.npy", code=2)
-    assert "is code" in refused.stderr
-    assert "--trust-code" in refused.stderr
+    refused(invoked(*words, "--images", package.parent / "images.npy", code=2), "is code", "--trust-code")
     assert loaded == []
     refuses("a package doesn't record its inputs", *words, "--trust-code")
     assert loaded == []
     invoked(*words, "--images", package.parent / "images.npy", "--trust-code")
     assert set(loaded) == {str(package)}
-    cast = invoked(*words, "--images", package.parent / "images.npy", "--trust-code", "--dtype", "bf16", code=2)
-    assert "a package is compiled in its precision" in " ".join(cast.stderr.split())
+    cast = [*words, "--images", package.parent / "images.npy", "--trust-code", "--dtype", "bf16"]
+    refuses("a package is compiled in its precision", *cast)
     assert BENCH.variants["aotinductor"].supports("dtype", "bf16")
 
 
@@ -124,7 +122,7 @@ def test_missing_compiler_is_reported(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 class Small(nn.Module):
-    """max(W x, 0) summed."""
+    """A linear layer and a ReLU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,7 +141,7 @@ def test_batch_one_is_compiled_separately(tmp_path: Path) -> None:
 
 
 def test_model_is_compiled_for_any_batch_in_its_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The program that is handed to the compiler, which takes a minute of its own: run as it stands."""
+    """The compiler takes a minute, so the program that it would get is run instead."""
     programs: list[Any] = []
     monkeypatch.setattr(
         torch._inductor, "aoti_compile_and_package", lambda program, package_path: programs.append(program)
@@ -170,4 +168,4 @@ def test_model_is_compiled_for_any_batch_in_its_precision(tmp_path: Path, monkey
             assert got.dtype == torch.float32
             np.testing.assert_allclose(got.detach().numpy(), expected, rtol=bound, atol=bound)
     assert torch.get_num_threads() == before
-    assert module.layer.weight.dtype == torch.float32, "the caller's model stays"
+    assert module.layer.weight.dtype == torch.float32, "the caller's model is unchanged"

@@ -220,8 +220,7 @@ def test_streams_are_summed_only_on_request() -> None:
         choose_sites(own, Statistics(residual=True, patch_bytes=int(0.95 * enough)))
     told = Statistics(residual=True, patch_bytes=enough)
     assert sum(memory_needed(own, choose_sites(own, told), told).values()) <= enough
-    with pytest.raises(BadInput, match="sites need more than --patch-memory"):
-        choose_sites(tiny.checkpoint(), Statistics(patch_bytes=1000))
+    rejects("sites need more than --patch-memory", choose_sites, tiny.checkpoint(), Statistics(patch_bytes=1000))
 
 
 def test_budget_uses_the_collected_patches(tmp_path: Path) -> None:
