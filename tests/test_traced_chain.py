@@ -166,8 +166,12 @@ EDITED: Mapping[str, tuple[tuple[str, str], Any, str]] = {
         "unknown key 'hidden'",
     ),
     "of another size": (("sites", "stages.0.blocks.0.attn.v"), {"groups": 8}, "no site"),
-    "out of order": (("sites", "stages.0.blocks.0.mlp"), {"groups": 64, "kept": [3, 1]}, "do not rise below 64"),
-    "beyond": (("sites", "stages.0.blocks.0.mlp"), {"groups": 64, "kept": [0, 64]}, "do not rise below 64"),
+    "out of order": (
+        ("sites", "stages.0.blocks.0.mlp"),
+        {"groups": 64, "kept": [3, 1]},
+        "expected rising numbers below 64",
+    ),
+    "beyond": (("sites", "stages.0.blocks.0.mlp"), {"groups": 64, "kept": [0, 64]}, "expected rising numbers below 64"),
     "a bias": (("program", "biases"), ["elsewhere.bias"], "narrowing adds no bias 'elsewhere.bias'"),
     "of another program": (
         ("program", "digest"),

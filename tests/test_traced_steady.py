@@ -57,7 +57,7 @@ IMAGES = np.random.default_rng(0).random((24, *Net.input_size), dtype=np.float32
 
 @pytest.mark.parametrize("name", NOISY)
 def test_random_operations_are_refused_before_calibration(name: str, tmp_path: Path) -> None:
-    message = rf"{name}.* gives other values at each call.*training=self\.training"
+    message = rf"{name}.* gives different values at each call.*training=self\.training"
     rejects(message, corp_deploy.calibrate, Net(second=NOISY[name]), IMAGES, tmp_path / "m.safetensors")
     assert list(tmp_path.iterdir()) == []
 

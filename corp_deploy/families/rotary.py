@@ -19,10 +19,10 @@ Factor = Annotated[float, Meta(gt=0.0, le=1e6)]
 
 
 class Rope(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The frequencies of rotary planes: theta^(-p/P) radians a position.
+    """The frequencies of rotary planes: theta^(-p/P) radians per position.
 
     Scaling `linear` divides all of them by `factor`. Scaling `llama3` (Llama 3.1) divides those of wavelengths above
-    `original` / `low`, and to a part those of wavelengths down to `original` / `high`.
+    `original` / `low`, and by a smaller factor those of wavelengths down to `original` / `high`.
     """
 
     theta: Annotated[float, Meta(gt=1.0, le=1e12)] = 10_000.0
@@ -37,7 +37,7 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             raise ValueError(f"rope: high {self.high:g} is not above low {self.low:g}")
 
     def frequencies(self, planes: int) -> Tensor:
-        """Return the radians a position [P], float32, computed as transformers does."""
+        """Return the radians per position [P], float32, computed as transformers does."""
         exponents_P = torch.arange(0, 2 * planes, 2, dtype=torch.int64).float() / (2 * planes)
         own_P = 1.0 / (self.theta**exponents_P)
         if self.scaling == "default":

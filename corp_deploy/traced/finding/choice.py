@@ -40,7 +40,9 @@ def removed_labels(analysis: FoundSites, kept: Kept) -> Tensor:
 def _checked(site: SiteGroups, groups: Sequence[int] | Index) -> Index:
     chosen = np.unique(np.asarray(groups, dtype=np.int64))
     if len(chosen) and (chosen[0] < 0 or chosen[-1] >= site.size):
-        raise BadInput(f"{site.key}: keeps groups {chosen[0]} to {chosen[-1]} of {site.size}, expected them by number")
+        raise BadInput(
+            f"{site.key}: keeps groups {chosen[0]} to {chosen[-1]}, expected numbers from 0 to {site.size - 1}"
+        )
     if site.part_G is not None:
         counts = np.bincount(site.part_G[chosen], minlength=site.parts)
         if len(set(counts[counts > 0].tolist())) > 1:
@@ -64,8 +66,8 @@ def _with_empty_holders(flow: Flow, goes: Tensor) -> Tensor:
         goes = more
     if bool((lost & ~goes).any()):
         raise BadInput(
-            "all of a head or of another part would go: keep some of each, or let queries, keys and values "
-            "of a head go together"
+            "all of a head or of another part would be removed: keep some of each, or remove the queries, keys and "
+            "values of a head together"
         )
     return goes
 
@@ -109,7 +111,7 @@ def find_head_groups(analysis: FoundSites, values: SiteGroups) -> dict[str, Inde
     try:
         removed_labels(analysis, without_first)
     except BadInput:
-        return "the parts of a head can't go as a whole"
+        return "a head can't be removed with all its queries, keys and values"
     return others
 
 

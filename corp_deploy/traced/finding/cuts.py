@@ -130,7 +130,7 @@ def extract_between(
 ) -> fx.GraphModule:
     """Build the graph from one cut, None for the inputs, to another, None for the outputs; it shares the parameters.
 
-    Behind `before` it takes the side inputs and then the nodes `beside`. `outputs`: nodes to give as a tuple instead.
+    After `before` it takes the side inputs and then the nodes `beside`. `outputs`: nodes to give as a tuple instead.
     """
     graph, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
     entering = () if before is None else (before, *side_inputs(program), *beside)

@@ -142,7 +142,7 @@ class Flow:
         self.stay(met[(met[:, 0] >= 0) & (met[:, 1] < 0), 0], "it holds elements that stay")
 
     def guard(self, labels: Tensor, outer: int, why: str) -> None:
-        """Forbid to remove all labels at any place along the first `outer` axes."""
+        """Forbid the removal of all labels at any place along the first `outer` axes."""
         sizes = labels.shape[:outer]
         above = self.fresh(sizes)
         self.stay(above, why)

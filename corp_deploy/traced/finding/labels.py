@@ -85,7 +85,7 @@ class LabelTensor:
 
     @property
     def is_fixed(self) -> bool:
-        """The flag of a tensor without an element that can be removed."""
+        """The flag that no element of the tensor can be removed."""
         return self.labels is None and not self.constant
 
 

@@ -125,7 +125,7 @@ def find_streams(model: nn.Module) -> tuple[SiteGroups, ...]:
 def stream_scores(model: nn.Module, stream: SiteGroups) -> Tensor:
     """Return sum_o (w_oj gamma_j)^2 over all readers of a stream, by channel [G], float64.
 
-    Behind a norm of scale gamma a channel's variance is about gamma^2.
+    After a norm of scale gamma a channel's variance is about gamma^2.
     """
     program, every = tracing(model).program, list[Tensor]()
     nodes, read = {node.name: node for node in program.nodes}, {span.name: span for span in stream.readers}

@@ -235,8 +235,8 @@ def rebuild_narrowed(
         raise BadInput(f"{where}: no site {unknown[0]!r:.100} of that many groups; the file was edited, write it again")
     if odd := [name for name, each in kept.items() if not (np.diff(each, prepend=-1, append=sizes[name]) > 0).all()]:
         raise BadInput(
-            f"{where}: {odd[0]!r:.100} keeps groups that do not rise below {sizes[odd[0]]}; the file was edited, write "
-            "it again"
+            f"{where}: {odd[0]!r:.100} keeps groups, expected rising numbers below {sizes[odd[0]]}; the file was "
+            "edited, write it again"
         )
     if strange := [name for name in program["biases"] if name not in own.added]:
         raise BadInput(f"{where}: narrowing adds no bias {strange[0]!r:.100}; the file was edited, write it again")

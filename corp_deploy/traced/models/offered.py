@@ -163,7 +163,7 @@ def _refusal(tracing: Tracing, groups: SiteGroups, readings: list[SiteReader]) -
     if other := sorted(read - {reading.weight for reading in readings}):
         return f"{other[0]} reads it otherwise than a linear layer or a convolution does"
     if uneven := [reading for reading in readings if not reading.portions]:
-        return f"{uneven[0].name} reads different numbers of places of the groups"
+        return f"{uneven[0].name} reads some groups at more places than others"
     if groups.part_G is not None and len(set(np.bincount(groups.part_G).tolist())) > 1:
         return "its parts are of different sizes"
     return ""

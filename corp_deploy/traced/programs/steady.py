@@ -65,7 +65,7 @@ def require_steady(program: Program, inputs: Sequence[Tensor], *, called: str = 
     for node, summary in first.items():
         if not summary.is_like(second[node]):
             raise BadInput(
-                f"{_describe(node)} gives other values at each call; expected a model that gives the same outputs "
+                f"{_describe(node)} gives different values at each call; expected a model that gives the same outputs "
                 "for the same inputs: (a) give dropout training=self.training, (b) let no forward call train(), (c) "
                 "take random numbers out of forward"
             )
