@@ -30,26 +30,26 @@ def test_record_and_inspect_list_tokens_and_macs_per_block() -> None:
     dense = tiny.checkpoint().model
     assert merging_record(dense) is None
     model = traced_model.with_merging(dense, Merging(schedule=(3, 4)))
-    record, said = merging_record(model), inspection_of_model(model)
+    record, view = merging_record(model), inspection_of_model(model)
     assert record is not None
     assert (record.tokens, record.protected, record.rows) == ((17, 14, 10), 1, ((0, 17, 3, 14), (1, 14, 4, 10)))
     # 48 channels: 8 even tokens are compared with 8 odd ones, then 7 with 6; means of merged tokens take 3*8 and 4*6.
     assert record.macs_of_merging == 48 * (8 * 8 + 3 * 8 + 7 * 6 + 4 * 6)
     assert (record.macs, record.macs_with_all_tokens) == (macs(model), macs(dense))
-    assert said["merging"].items() >= (Merging(schedule=(3, 4)).as_json() | {"schedule": (3, 4)}).items()
-    assert (said["merging"]["tokens"], said["merging"]["macs_of_merging"]) == (record.tokens, record.macs_of_merging)
-    by_name = {row["site"]: row["macs"] for row in said["sites"]} | {row["name"]: row["macs"] for row in said["fixed"]}
+    assert view["merging"].items() >= (Merging(schedule=(3, 4)).as_json() | {"schedule": (3, 4)}).items()
+    assert (view["merging"]["tokens"], view["merging"]["macs_of_merging"]) == (record.tokens, record.macs_of_merging)
+    by_name = {row["site"]: row["macs"] for row in view["sites"]} | {row["name"]: row["macs"] for row in view["fixed"]}
     assert by_name["blocks.0.mlp"] == 2 * 14 * 48 * 192
     assert by_name["blocks.1.mlp"] == 2 * 10 * 48 * 192
     assert by_name["blocks.1.attn.qk"] + by_name["blocks.1.attn.v"] == 14 * 48 * 4 * 48 + 2 * 3 * 14 * 14 * 16
-    assert sum(by_name.values()) == said["macs"] < inspection_of_model(dense)["macs"]
+    assert sum(by_name.values()) == view["macs"] < inspection_of_model(dense)["macs"]
     reach = {0: {"attn.qk": 17, "attn.v": 17, "mlp": 14}, 1: {"attn.qk": 14, "attn.v": 14, "mlp": 10}}
     expected = {f"blocks.{at}.{part}": count for at, own in reach.items() for part, count in own.items()}
     assert tokens_that_enter(model) == expected
     first, second = record.sentences()
     assert "most alike by what merging them changes in the residual stream: 17 tokens become 10, 1 of them" in first
     assert f"{macs(model) / macs(dense):.1%} of the multiply-adds" in second
-    assert merging_lines(said) == [first, second, "tokens behind each block: 14 10"]
+    assert merging_lines(view) == [first, second, "tokens behind each block: 14 10"]
     assert merging_lines(inspection_of_model(dense)) == []
 
 

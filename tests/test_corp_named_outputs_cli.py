@@ -195,10 +195,10 @@ def test_sweep_reports_the_worst_output_and_lists_each(bare: Path) -> None:
         assert {each["name"]: each["relative_error"] for each in trial["outputs"]} == pytest.approx(by_hand, rel=1e-3)
         assert trial["relative_error"] == max(each["relative_error"] for each in trial["outputs"])
         assert trial["agreement"] == min(each["agreement"] for each in trial["outputs"])
-    said = " ".join(result.output.split())
-    assert "of the worst output" in said or "no trial has an error" in said
+    message = " ".join(result.output.split())
+    assert "of the worst output" in message or "no trial has an error" in message
     first = trials[0]["outputs"]
-    assert f"({first[0]['name']} {first[0]['relative_error']:.4f}, {first[1]['name']}" in said
+    assert f"({first[0]['name']} {first[0]['relative_error']:.4f}, {first[1]['name']}" in message
     with (bare / "sweep" / "sweep.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [float(row["relative_error block0"]) for row in rows] == [t["outputs"][1]["relative_error"] for t in trials]

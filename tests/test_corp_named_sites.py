@@ -1,6 +1,7 @@
 """Users' own modules: declared sites, their checks against the program, and trust in the code that builds a module."""
 
 import json
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +48,11 @@ def net(depth: int = 2) -> nn.Module:
 
 
 def named(model: nn.Module, **changes: Any) -> nn.Module:
-    said: dict[str, Any] = {
+    declared: dict[str, Any] = {
         "mlps": {"layers.0.ffn": ("0", "2"), "layers.1.ffn": ("0", "2")},
         "attentions": {f"layers.{i}.mix": MIX for i in range(2)},
     }
-    return corp_deploy.sites(model, **{"inputs": (3, 32, 32), **said, **changes})
+    return corp_deploy.sites(model, **{"inputs": (3, 32, 32), **declared, **changes})
 
 
 def outputs(model: nn.Module, count: int = 6) -> Tensor:
@@ -95,16 +96,6 @@ def test_only_named_sites_are_offered_and_reduced(tmp_path: Path) -> None:
     )
     again = named(one, mlps={}, **mix())
     assert [site.name for site in sites_of(again).every] == ALL_SITES[:2]
-
-
-class Mixed(nn.Module):
-    def __init__(self, between: nn.Module) -> None:
-        super().__init__()
-        self.first, self.between, self.last = nn.Linear(3072, 16), between, nn.Linear(16, 4)
-
-    def forward(self, images: Tensor) -> Tensor:
-        out: Tensor = self.last(self.between(self.first(images.flatten(1))))
-        return out
 
 
 class Turning(nn.Module):
@@ -153,6 +144,7 @@ def mix(path: str = "layers.0.mix", **changes: Any) -> dict[str, Any]:
     return {"attentions": {path: MIX | changes}}
 
 
+NORMED = {"flat": nn.Flatten(), "first": nn.Linear(3072, 16), "between": nn.LayerNorm(16), "last": nn.Linear(16, 4)}
 REFUSED: dict[str, tuple[nn.Module, dict[str, Any], str]] = {
     "a name": (net(), {"mlps": {"layers.7.ffn": ("0", "2")}}, "the model has no module 'layers.7.ffn.0'"),
     "a layer": (net(), {"mlps": {"layers.0.ffn": ("0", "1")}}, "layers.0.ffn.1 is SiLU, expected a linear layer"),
@@ -161,7 +153,7 @@ REFUSED: dict[str, tuple[nn.Module, dict[str, Any], str]] = {
     "a scale": (net(), mix(scale=3.0), "got scale 3.0, the program scales by 0.25"),
     "nothing": (net(), {"mlps": {}, "attentions": {}}, "none named"),
     "a norm": (
-        Mixed(nn.LayerNorm(16)),
+        nn.Sequential(OrderedDict(NORMED)),
         mlp("", "first", "last"),
         r"no channels between first and last can be reduced: layer_norm in between \(LayerNorm\) mixes it",
     ),
@@ -189,8 +181,8 @@ REFUSED: dict[str, tuple[nn.Module, dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_false_declarations_are_refused(case: str) -> None:
-    model, said, words = REFUSED[case]
-    rejects(words, named, model, **said)
+    model, declared, words = REFUSED[case]
+    rejects(words, named, model, **declared)
 
 
 def halved(model: nn.Module, folder: Path, **changes: Any) -> Reduction:
@@ -262,8 +254,8 @@ SCALES = {"plain": 0.25, "said": 0.3, "before": 0.1, "masked": 0.25, "normed": N
 @pytest.mark.parametrize(("form", "scale"), SCALES.items())
 def test_declared_scale_is_checked_against_the_program(form: str, scale: float | None) -> None:
     def sites(**more: object) -> nn.Module:
-        said = {"qkv": "qkv", "proj": "proj", "heads": 2, **more}
-        return corp_deploy.sites(Attention(form), inputs=(3, 32, 32), attentions={"": said})
+        declared = {"qkv": "qkv", "proj": "proj", "heads": 2, **more}
+        return corp_deploy.sites(Attention(form), inputs=(3, 32, 32), attentions={"": declared})
 
     assert [site.kind.removeprefix("traced ") for site in sites_of(sites()).every] == (
         ["values"] if scale is None else ["queries and keys", "values"]
@@ -359,11 +351,13 @@ def test_recipe_code_needs_trust_on_the_command_line(tmp_path: Path) -> None:
     (tmp_path / "recipe.toml").write_text(RECIPE)
     np.save(tmp_path / "images.npy", tiny.images(48))
     np.save(tmp_path / "held-out.npy", tiny.images(8, seed=1))
-    given = ("release", tmp_path / "recipe.toml", "-o", tmp_path / "out")
-    said = invoked(*given, code=2).stderr
-    assert "model.model: net.py is code, which would be run to make the model: read it, and give --trust-code" in said
+    words = ("release", tmp_path / "recipe.toml", "-o", tmp_path / "out")
+    message = invoked(*words, code=2).stderr
+    assert (
+        "model.model: net.py is code, which would be run to make the model: read it, and give --trust-code" in message
+    )
     assert not (tmp_path / "out" / "dense").exists()
-    invoked(*given, "--trust-code")
+    invoked(*words, "--trust-code")
     config = json.loads((tmp_path / "out" / "reduced" / "config.json").read_text())
     assert config["architecture"]["name"] == "net.py:build"
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
@@ -374,11 +368,11 @@ def test_recipe_code_needs_trust_on_the_command_line(tmp_path: Path) -> None:
     resolved = (tmp_path / "out" / "recipe.toml").read_text()
     assert 'model = "module:../net.py:build"' in resolved
     assert str(tmp_path) not in resolved
-    assert "nothing to do" in invoked(*given, "--trust-code").output
+    assert "nothing to do" in invoked(*words, "--trust-code").output
     (tmp_path / "net.py").write_text(f"{SOURCE}\n")
-    assert "nothing to do" not in invoked(*given, "--trust-code", "--dry-run").output
+    assert "nothing to do" not in invoked(*words, "--trust-code", "--dry-run").output
     (tmp_path / "recipe.toml").write_text(RECIPE.replace("[model]", "[model]\ntrust_code = true"))
-    assert "unknown key 'trust_code'" in invoked(*given, code=2).stderr, "a recipe can't grant it"
+    assert "unknown key 'trust_code'" in invoked(*words, code=2).stderr, "a recipe can't grant it"
 
 
 GREY = """

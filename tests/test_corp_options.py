@@ -95,7 +95,7 @@ class Seen:
     """The name of the runner that was opened, and the arguments of the runner and the measurement."""
 
     runner: str = ""
-    told: dict[str, Any] = field(default_factory=dict)
+    arguments: dict[str, Any] = field(default_factory=dict)
 
 
 @pytest.fixture
@@ -103,13 +103,13 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     found = Seen()
 
     def stand_in(name: str) -> None:
-        def opened(*_: object, **told: Any) -> None:
-            found.runner, found.told = name, found.told | told
+        def opened(*_: object, **arguments: Any) -> None:
+            found.runner, found.arguments = name, found.arguments | arguments
 
         monkeypatch.setattr(model_contender if name == "ModuleRunner" else contender, name, opened)
 
-    def measured(subjects: Any, *_: object, **told: Any) -> NoReturn:
-        found.told |= told
+    def measured(subjects: Any, *_: object, **arguments: Any) -> NoReturn:
+        found.arguments |= arguments
         subjects[0].open()
         raise Missing(REACHED)
 
@@ -143,13 +143,14 @@ def test_bench_uses_or_refuses_every_option(
     runners = {"torch": "ModuleRunner", "onnxruntime": "OnnxRunner", "openvino": "OpenVinoRunner"}
     assert seen.runner == runners.get(family, "EngineRunner")
     if option == "dtype":
-        assert seen.told["arithmetic" if family == "openvino" else "precision"] == value
+        assert seen.arguments["arithmetic" if family == "openvino" else "precision"] == value
     elif option == "mode" and family == "openvino":
         assert value == "eager"
     elif option == "mode":
-        assert seen.told["mode"] == value if family == "torch" else seen.told["cuda_graph"] == (value == "cuda_graph")
+        argument, expected = ("mode", value) if family == "torch" else ("cuda_graph", value == "cuda_graph")
+        assert seen.arguments[argument] == expected
     elif option not in VARIANT_OPTIONS or (family == "torch" and option == "device"):
-        assert seen.told[option] == value
+        assert seen.arguments[option] == value
 
 
 def test_bench_of_a_directory_follows_the_rules_of_its_graph(home: Path, tmp_path: Path) -> None:
@@ -216,14 +217,14 @@ BUILD_ASKED: dict[str, dict[str, Any]] = {
 def test_build_uses_or_refuses_every_option(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, option: str
 ) -> None:
-    told: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
 
     def engine(graph: Path, method: BuildOptions, **_: object) -> NoReturn:
-        told.update({name: getattr(method, name) for name in method.__slots__})
+        arguments.update({name: getattr(method, name) for name in method.__slots__})
         raise Missing(REACHED)
 
     def graph(path: Path, **given: Any) -> NoReturn:
-        told.update(given)
+        arguments.update(given)
         raise Missing(REACHED)
 
     monkeypatch.setattr("export.engine.build.build_engine", engine)
@@ -238,13 +239,13 @@ def test_build_uses_or_refuses_every_option(
         assert_refused(result, BUILD, option, value)
         return
     assert result.exit_code == 4, result.output
-    assert str(told[name]).replace("BatchProfile(smallest=1, tuned=2, largest=4)", "1:2:4") == arrives
+    assert str(arguments[name]).replace("BatchProfile(smallest=1, tuned=2, largest=4)", "1:2:4") == arrives
 
 
 @pytest.mark.parametrize("way", AUDIT.variants)
 def test_audit_takes_targets_of_one_backend(home: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
-    def audited(*_: object, **told: Any) -> NoReturn:
-        raise Missing(f"{REACHED} {told['sms']}")
+    def audited(*_: object, **arguments: Any) -> NoReturn:
+        raise Missing(f"{REACHED} {arguments['sms']}")
 
     monkeypatch.setattr("export.engine.audit.audit_fusion", audited)
     result = run("audit", home / "dense.onnx", home / "dense.onnx", "--backend", way, "--sm", "89")

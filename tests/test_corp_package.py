@@ -130,23 +130,26 @@ def test_one_failed_target_record_refuses_the_package(results: Path) -> None:
     assert "parity.tensorrt.json: FAIL" in package(results, code=1).output
 
 
-def test_inconclusive_model_is_packaged_with_a_warning(results: Path) -> None:
-    write_verdicts(results, parity="UNJUDGED", gate="INCONCLUSIVE")
+@pytest.mark.parametrize(
+    ("verdicts", "warnings", "proof"),
+    [
+        (
+            {"parity": "UNJUDGED", "gate": "INCONCLUSIVE"},
+            ["parity.json: UNJUDGED (0 links judged", "gate.json: INCONCLUSIVE: speedup@b1 < 1.1"],
+            {"parity.json": "UNJUDGED", "gate.json": "INCONCLUSIVE"},
+        ),
+        ({}, ["no parity.json: nothing shows that the model's answers agree"], {}),
+        ({"parity": "PASS", "gate": "PASS"}, [], {"parity.json": "PASS", "gate.json": "PASS"}),
+    ],
+)
+def test_models_that_did_not_fail_are_packaged_with_warnings(
+    results: Path, verdicts: dict[str, Any], warnings: list[str], proof: dict[str, str]
+) -> None:
+    write_verdicts(results, **verdicts)
     output = package(results).output
-    assert "warning: parity.json: UNJUDGED (0 links judged" in output
-    assert "warning: gate.json: INCONCLUSIVE: speedup@b1 < 1.1" in output
-    assert proof_in(results)["parity.json"].startswith("UNJUDGED")
-
-
-def test_model_without_a_verdict_is_packaged_as_unproven(results: Path) -> None:
-    assert "warning: no parity.json: nothing shows that the model's answers agree" in package(results).output
-    assert proof_in(results) == {}
-
-
-def test_passed_model_is_packaged_without_a_warning(results: Path) -> None:
-    write_verdicts(results, parity="PASS", gate="PASS")
-    assert ".json" not in package(results).output
-    assert proof_in(results)["gate.json"] == "PASS"
+    assert output.count("warning: ") == len(warnings)
+    assert all(f"warning: {warning}" in output for warning in warnings), output
+    assert {name: line.split()[0].rstrip(":") for name, line in proof_in(results).items()} == proof
 
 
 # `package serve`: a version in a running server, checked on a release's samples

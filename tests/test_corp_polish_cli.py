@@ -43,8 +43,8 @@ def choice_of(**options: Any) -> ReduceOptions:
 
 
 def test_reduce_polishes_and_reports_it(home: Path) -> None:
-    said = reduced(home, "layer", *NARROW, "--polish", "layer", "--polish-steps", 1).output
-    assert "by least squares, without labels" in said
+    output = reduced(home, "layer", *NARROW, "--polish", "layer", "--polish-steps", 1).output
+    assert "by least squares, without labels" in output
     record = json.loads((home / "layer" / "config.json").read_text())["lineage"]
     assert record["polish"] == "least squares"
     polish = record["reduction"]["polish"]
@@ -57,8 +57,8 @@ def test_reduce_polishes_and_reports_it(home: Path) -> None:
 
 @pytest.mark.parametrize("removed", ["block", "model"])
 def test_gradient_polish_is_refused_with_the_alternative(removed: str, home: Path) -> None:
-    said = reduced(home, "refused", *NARROW, "--polish", removed, code=2).stderr
-    assert f"'{removed}' is not one of 'none', 'layer'" in said
+    message = reduced(home, "refused", *NARROW, "--polish", removed, code=2).stderr
+    assert f"'{removed}' is not one of 'none', 'layer'" in message
     rejects(f"'{removed}': expected one of none, layer", choice_of, mlp=0.5, polish=removed)
 
 
@@ -116,11 +116,11 @@ def test_images_held_out_of_calibration_judge_the_polish(home: Path) -> None:
     images = images_for_model(dense.model, home / "images.npy")
     left_out = load_moments(home / "left-out")
     asked = build_request(choice_of(mlp=0.5, polish="layer"))
-    given = inputs_to_polish(asked, images, left_out, None)
-    assert given is not None
-    assert given.judges is not None
-    assert (given.reduced_on.count, given.fitted.count, given.judges.count) == (19, 19, 5)
-    assert set(given.judges.ids.tolist()).isdisjoint(left_out.image_ids.tolist())
+    inputs = inputs_to_polish(asked, images, left_out, None)
+    assert inputs is not None
+    assert inputs.judges is not None
+    assert (inputs.reduced_on.count, inputs.fitted.count, inputs.judges.count) == (19, 19, 5)
+    assert set(inputs.judges.ids.tolist()).isdisjoint(left_out.image_ids.tolist())
     undivided = inputs_to_polish(asked, images, load_moments(home / "m"), None)
     assert undivided is not None
     assert (undivided.fitted.count, undivided.judges, undivided.groups_B) == (24, None, None)

@@ -80,9 +80,9 @@ def test_inspect_shows_timms_and_chosen_preprocessing(home: Path) -> None:
     (note,) = default["weights"].pop("notes")
     assert "took state_dict_ema, the moving average" in note
     assert default["weights"] == {"weights": "last.pth.tar", "taken": "state_dict_ema"}
-    given = inspected(*model_words(home), *SET)
-    assert given["preprocessing"] == FOUND
-    assert given["preprocessing_source"].startswith(
+    found = inspected(*model_words(home), *SET)
+    assert found["preprocessing"] == FOUND
+    assert found["preprocessing_source"].startswith(
         "mean, std, crop_pct, interpolation, crop_mode as given, the rest from timm's"
     )
     shown = run("inspect", *model_words(home), *SET)
@@ -237,19 +237,19 @@ def test_release_reports_loaded_and_skipped_weights(home: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ("mean = 0.5", "model.mean is 0.5, expected a list"),
         ('crop_mode = "x"', "model.crop_mode is 'x'"),
         ("ema = 1", "model.ema is 1"),
     ],
 )
-def test_recipe_refuses_what_the_commands_refuse(line: str, said: str, tmp_path: Path) -> None:
+def test_recipe_refuses_what_the_commands_refuse(line: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "r.toml"
     key = line.partition(" =")[0]
     kept = [each for each in RECIPE.splitlines() if not each.startswith(f"{key} =")]
     path.write_text("\n".join(kept).replace("[model]", f"[model]\n{line}"))
-    rejects(said.replace("[", r"\["), load_recipe, path)
+    rejects(message.replace("[", r"\["), load_recipe, path)
 
 
 NORMALISATION = {"mean", "std"}
@@ -314,8 +314,8 @@ def test_single_number_of_a_preset_applies_to_its_own_channels(tmp_path: Path) -
         assert image_spec(load_checkpoint(tmp_path / "dense").model).as_json().get("mean") == expected
     (tmp_path / "photos").mkdir()
     Image.new("RGB", (32, 32)).save(tmp_path / "photos" / "a.png")
-    said = "photos: pixels can't be normalised .* its mean, 0.5, is of 1 channel"
-    rejects(said, images_for_model, taken.model, tmp_path / "photos")
+    message = "photos: pixels can't be normalised .* its mean, 0.5, is of 1 channel"
+    rejects(message, images_for_model, taken.model, tmp_path / "photos")
 
 
 def test_module_with_other_channels_is_used_unchanged() -> None:
@@ -335,8 +335,8 @@ def test_three_channel_mean_is_not_applied_to_grey_images(tmp_path: Path) -> Non
     port, note = Port(name="images", shape=(1, 32, 32)), json.dumps(earlier)
     drawn: dict[str, Any] = {"where": "m.onnx", "samples": None, "seed": 0}
     assert images_of_port(port, note, tmp_path / "images.npz", **drawn).count == 8
-    said = "pixels.npz: .* its mean, 0.1 0.2 0.3, is of 3 channels"
-    rejects(said, images_of_port, port, note, tmp_path / "pixels.npz", **drawn)
+    message = "pixels.npz: .* its mean, 0.1 0.2 0.3, is of 3 channels"
+    rejects(message, images_of_port, port, note, tmp_path / "pixels.npz", **drawn)
     pixels = images_of_port(replace(port, dtype="uint8"), note, tmp_path / "pixels.npz", **drawn)
     assert np.unique(single_array(pixels.feeds)).tolist() == [51]
 
@@ -345,13 +345,13 @@ def test_pixels_without_normalisation_are_refused_before_writing(tmp_path: Path)
     load_of_channels(tmp_path, 1)
     before = sorted(path.name for path in tmp_path.iterdir())
     model, out, pixels = words_of(tmp_path, 1), tmp_path / "out.onnx", ("--images", tmp_path / "pixels.npz")
-    for words, said in (
+    for words, message in (
         (("calibrate", *model, *pixels, "--max-bad", 8, "-o", tmp_path / "m.safetensors"), "pixels.npz: "),
         (("export", *model, *pixels, "--precision", "fp32,int8", "-o", out), "pixels.npz: "),
         (("export", *model, "--precision", "fp32,fp16", "--input", "uint8", "-o", out), "input uint8: "),
     ):
         result = invoked(*words, code=2)
-        assert result.stderr.count(said + refusal_of(1)) == 1
+        assert result.stderr.count(message + refusal_of(1)) == 1
         assert "exporting" not in result.stderr
         assert sorted(path.name for path in tmp_path.iterdir()) == before
     assert result.stderr.endswith("where the model is named with its weights, or leave --input out\n")
@@ -393,7 +393,7 @@ def test_moments_of_another_model_are_refused_before_the_proof(home: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("overlay", "said"),
+    ("overlay", "message"),
     [
         ({"mean": 0.5}, "mean: got 0.5, expected a list or null"),
         ({"std": ["a"]}, "std[0]: got 'a', expected a number"),
@@ -402,8 +402,8 @@ def test_moments_of_another_model_are_refused_before_the_proof(home: Path) -> No
         ({"input_size": None}, "the key 'input_size' is missing"),
     ],
 )
-def test_configuration_overlay_is_typed(overlay: Mapping[str, object], said: str, home: Path) -> None:
+def test_configuration_overlay_is_typed(overlay: Mapping[str, object], message: str, home: Path) -> None:
     kwargs = json.dumps({**KEYS, "pretrained_cfg_overlay": overlay})
     words = ("inspect", "--model", NAME, "--weights", home / "weights.safetensors", "--model-kwargs", kwargs)
-    for each in (f"its pretrained_cfg: {said}", "check --model-kwargs"):
+    for each in (f"its pretrained_cfg: {message}", "check --model-kwargs"):
         refuses(each, *words)

@@ -39,14 +39,17 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
+def verify(home: Path, output: Path, *words: object, code: int = 0) -> Any:
+    """Verify the dense directory and its graph, then the graphs in the words, and return the record."""
+    steps = (home / "dense", home / "dense", home / "dense" / "model.onnx")
+    invoked("verify", *steps, *words, "--images", home / "images.npy", "-o", output / "parity.json", code=code)
+    return json.loads((output / "parity.json").read_text())
+
+
 @pytest.mark.slow("graph")
 def test_verify_judges_against_the_dense_models_own_error(home: Path) -> None:
-    graphs = [home / "dense" / f"model{name}.onnx" for name in ("", ".int8", ".fp8")]
-    invoked(
-        "verify", home / "dense", home / "dense", *graphs, "--images", home / "images.npy", "--max-error", 0.5,
-        "-o", home / "parity.json",
-    )  # fmt: skip
-    links = {link["name"]: link for link in json.loads((home / "parity.json").read_text())["links"]}
+    graphs = [home / "dense" / f"model.{name}.onnx" for name in ("int8", "fp8")]
+    links = {link["name"]: link for link in verify(home, home, *graphs, "--max-error", 0.5)["links"]}
     for name, shown in (("int8", "INT8"), ("fp8", "FP8")):
         link = links[f"dense-onnx-{name}"]
         assert (link["kind"], link["status"]) == ("quantised", "PASS")
@@ -67,10 +70,7 @@ def with_short_range(path: Path, kind: type[np.floating[Any]]) -> onnx.ModelProt
 @pytest.mark.slow("graph")
 def test_faulty_block_is_named_with_a_remedy(home: Path, tmp_path: Path) -> None:
     onnx.save(with_short_range(home / "dense" / "model.int8.onnx", np.float16), tmp_path / "model.int8.onnx")
-    graphs = [home / "dense" / "model.onnx", tmp_path / "model.int8.onnx"]
-    invoked("verify", home / "dense", home / "dense", *graphs, "--images", home / "images.npy",
-               "-o", tmp_path / "parity.json", code=1)  # fmt: skip
-    (located,) = json.loads((tmp_path / "parity.json").read_text())["located"]
+    (located,) = verify(home, tmp_path, tmp_path / "model.int8.onnx", code=1)["located"]
     assert located["site"] == "blocks.1.mlp"
     assert "--precision int8" in located["command"]
     assert "--keep-rest 'blocks.1.mlp'" in located["command"]
@@ -165,7 +165,7 @@ SATURATE = "this CPU's INT8 kernels saturate (no VNNI), serve it on a CPU with V
 
 @pytest.mark.slow("graph")
 @pytest.mark.parametrize(
-    ("name", "vnni", "said"),
+    ("name", "vnni", "message"),
     [
         ("eight", False, f"{SATURATE}, or export with --weight-bits 7"),
         ("eight", None, "kernels differ, serve it on another CPU, or export with --weight-bits 7"),
@@ -174,18 +174,16 @@ SATURATE = "this CPU's INT8 kernels saturate (no VNNI), serve it on a CPU with V
     ],
 )
 def test_verify_separates_kernel_errors_from_graph_errors(
-    int8_graphs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, vnni: bool | None, said: str
+    int8_graphs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, vnni: bool | None, message: str
 ) -> None:
     monkeypatch.setattr("corp_deploy.proof.candidates.OnnxRunner", Saturating)
     monkeypatch.setattr("corp_deploy.proof.link_rules.has_vnni", lambda: vnni)
-    graphs = [int8_graphs / "dense" / "model.onnx", int8_graphs / f"{name}.int8.onnx"]
-    invoked("verify", int8_graphs / "dense", int8_graphs / "dense", *graphs, "--images", int8_graphs / "images.npy",
-               "--batch", 8, "--quantised-factor", 4, "-o", tmp_path / "parity.json", code=1)  # fmt: skip
-    links = json.loads((tmp_path / "parity.json").read_text())["links"]
+    words = (int8_graphs / f"{name}.int8.onnx", "--batch", 8, "--quantised-factor", 4)
+    links = verify(int8_graphs, tmp_path, *words, code=1)["links"]
     (link,) = [each for each in links if each["kind"] == "quantised"]
     assert link["status"] == "FAIL"
     assert re.match(r"relative error 0\.5\d* over \S+ \(.+\); as typed its error is 0\.0\d+: ", link["reason"])
-    assert link["reason"].endswith(said)
+    assert link["reason"].endswith(message)
     assert all("as it is typed" not in each["reason"] for each in links if each is not link)
 
 
@@ -195,10 +193,7 @@ def test_graph_errors_are_not_attributed_to_kernels(
 ) -> None:
     monkeypatch.setattr("corp_deploy.proof.candidates.OnnxRunner", Saturating)
     onnx.save(with_short_range(int8_graphs / "seven.int8.onnx", np.float32), tmp_path / "model.int8.onnx")
-    graphs = [int8_graphs / "dense" / "model.onnx", tmp_path / "model.int8.onnx"]
-    invoked("verify", int8_graphs / "dense", int8_graphs / "dense", *graphs, "--images", int8_graphs / "images.npy",
-               "-o", tmp_path / "parity.json", code=1)  # fmt: skip
-    (located,) = json.loads((tmp_path / "parity.json").read_text())["located"]
+    (located,) = verify(int8_graphs, tmp_path, tmp_path / "model.int8.onnx", code=1)["located"]
     assert "--keep-rest 'blocks.1.mlp' --images IMAGES --rest fp32 --weight-bits 7" in located["command"]
     assert "as it is typed" not in (tmp_path / "parity.json").read_text()
 
@@ -246,8 +241,8 @@ def test_quantised_engine_keeps_fused_attention(home: Path, tmp_path: Path, prec
     graph = home / "dense" / f"model.{precision}.onnx"
     build = ("--backend", "tensorrt-rtx", "--sm", 89, "--batch", "1:4:8", "-o")
     if precision == "int8" and version_numbers(importlib.metadata.version("tensorrt-rtx")) < (1, 7):
-        said = "it builds no convolution in INT8: export with --keep-rest patch_embed.proj, or"
-        refuses(said, "build", graph, *build, plan)
+        message = "it builds no convolution in INT8: export with --keep-rest patch_embed.proj, or"
+        refuses(message, "build", graph, *build, plan)
         graph, kept = home / "kept.onnx", ("--images", home / "images.npy", "--keep-rest", "patch_embed.proj")
         invoked("export", "--model", home / "dense", "-o", graph, "--precision", "int8", *kept)
     invoked("build", graph, *build, plan)

@@ -4,14 +4,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from corp_deploy.invocation.input_choice import InputOptions
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.release.baseline import Baseline
-from corp_deploy.release.recipe import SECTIONS
+from corp_deploy.release.recipe import SECTIONS, Recipe
 from corp_deploy.release.recipe_file import MOST_BYTES, load_recipe
 from corp_deploy.release.recipe_toml import rendered, starter, text_of_recipe
 from corp_deploy.release.stages import stages_of
@@ -142,9 +141,9 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("text", "said"), REFUSED, ids=range(len(REFUSED)))
-def test_errors_name_their_recipe_key(tmp_path: Path, text: str, said: str) -> None:
-    rejects(rf"recipe\.toml: (.|\n)*{re.escape(said)}", load_recipe, written(tmp_path, text))
+@pytest.mark.parametrize(("text", "message"), REFUSED, ids=range(len(REFUSED)))
+def test_errors_name_their_recipe_key(tmp_path: Path, text: str, message: str) -> None:
+    rejects(rf"recipe\.toml: (.|\n)*{re.escape(message)}", load_recipe, written(tmp_path, text))
 
 
 def test_missing_and_malformed_recipes_are_named(tmp_path: Path) -> None:
@@ -247,11 +246,20 @@ def test_script_arguments_are_quoted_and_cannot_end_comments() -> None:
     assert not [line for line in text.splitlines() if line.startswith("rm")]
 
 
+def starter_text(model: str | Path, path: Path, **given: Path) -> str:
+    return starter(str(model), path, **{"images": None, "held_out": None, "labels": None, **given})
+
+
+def write_starter(model: str | Path, path: Path, **given: Path) -> Recipe:
+    """Write the starter recipe of a model and load it."""
+    path.write_text(starter_text(model, path, **given))
+    return load_recipe(path, trust_paths=True)
+
+
 def test_starter_recipe_of_a_directory_is_complete(tmp_path: Path) -> None:
     model = (ROOT / "examples" / "digits" / "model").resolve()
     path = tmp_path / "digits.toml"
-    path.write_text(starter(str(model), path, images=tmp_path / "cal.npz", held_out=None, labels=None))
-    recipe = load_recipe(path, trust_paths=True)
+    recipe = write_starter(model, path, images=tmp_path / "cal.npz")
     assert Path(recipe.model.name) == model
     assert recipe.calibration.images == tmp_path.resolve() / "cal.npz"
     assert recipe.proves_on_calibration, "no other images were given"
@@ -259,45 +267,39 @@ def test_starter_recipe_of_a_directory_is_complete(tmp_path: Path) -> None:
     assert [name for name in SECTIONS if f"[{name}]" not in text and name != "samples"] == []
     limits = recipe.parity
     assert (limits.min_agreement, limits.max_error) == (0.98, 0.05), "no link of a first release goes unjudged"
-    weights: dict[str, Any] = {"weights": tmp_path / "w.pth", "images": None, "held_out": None, "labels": None}
-    rejects(r"with its own weights, .*drop --weights", starter, str(model), path, **weights)
-    with_labels = starter(str(model), path, images=None, held_out=None, labels=tmp_path / "labels.npy")
-    path.write_text(with_labels)
-    labelled = load_recipe(path, trust_paths=True)
+    rejects(r"with its own weights, .*drop --weights", starter_text, model, path, weights=tmp_path / "w.pth")
+    labelled = write_starter(model, path, labels=tmp_path / "labels.npy")
     assert labelled.held_out.labels == tmp_path.resolve() / "labels.npy"
     assert labelled.held_out.images == tmp_path.resolve() / "images" / "held-out"
 
 
 def test_starter_recipe_of_a_timm_name(tmp_path: Path) -> None:
     path = tmp_path / "deit.toml"
-    path.write_text(starter("deit_tiny_patch16_224", path, images=None, held_out=None, labels=None))
+    write_starter("deit_tiny_patch16_224", path)
     assert load_recipe(path).model.weights == tmp_path.resolve() / "weights.safetensors"
     weights, images = tmp_path / "my weights.pth", tmp_path / "all"
-    path.write_text(
-        starter("deit_tiny_patch16_224", path, weights=weights, images=images, held_out=None, labels=tmp_path / "l.npy")
-    )
+    write_starter("deit_tiny_patch16_224", path, weights=weights, images=images, labels=tmp_path / "l.npy")
     filled = load_recipe(path)
     assert filled.model.weights == weights.resolve()
     assert filled.held_out.labels == (tmp_path / "l.npy").resolve()
     drawn = InputOptions(images=images.resolve(), samples=None, seed=0, hold_out=filled.calibration.hold_out)
     assert (filled.proof_images, filled.calibration.hold_out) == (drawn, 128), "some of the images prove the result"
     message = "neither a model directory nor a timm name; names that look alike: deit_tiny"
-    rejects(message, starter, "deit_tiny_patch61", path, images=None, held_out=None, labels=None)
+    rejects(message, starter_text, "deit_tiny_patch61", path)
 
 
 def test_starter_recipe_of_a_convolutional_network(tmp_path: Path) -> None:
     """It has no keys for heads and MLPs, for a directory in the project and for a saved one."""
     convnet = (ROOT / "examples" / "digits" / "resnet").resolve()
     save(small_convnets.checkpoint("resnet18"), tmp_path / "saved")
-    for model in (str(convnet), str(tmp_path / "saved")):
-        path = tmp_path / "convnet.toml"
-        path.write_text(starter(model, path, images=tmp_path / "cal.npz", held_out=None, labels=None))
-        assert load_recipe(path, trust_paths=True).reduce == ReduceOptions(macs=0.7)
+    path = tmp_path / "convnet.toml"
+    for model in (convnet, tmp_path / "saved"):
+        assert write_starter(model, path, images=tmp_path / "cal.npz").reduce == ReduceOptions(macs=0.7)
         words = path.read_text()
         assert "# conv = 0.5" in words
         assert "align_conv = 32" in words
         assert [word for word in ("# mlp =", "heads =", "align_mlp", "blocks.7") if word in words] == []
-    assert "conv =" not in starter("deit_tiny_patch16_224", path, images=None, held_out=None, labels=None)
+    assert "conv =" not in starter_text("deit_tiny_patch16_224", path)
 
 
 def test_reading_and_planning_a_recipe_import_neither_torch_nor_onnx() -> None:

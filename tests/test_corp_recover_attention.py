@@ -30,14 +30,10 @@ def heads(seed: int, *, tokens: int = TOKENS, rank: int = DIM, shift: float = 0.
     return one(), one()
 
 
-def system_of(q: Tensor, k: Tensor) -> Tensor:
+def whole(q: Tensor, k: Tensor) -> ImageSystem:
     first, second = torch.triu_indices(DIM, DIM)
     k_half, q_half = (k.mT @ k)[..., first, second], (q.mT @ q)[..., first, second]
-    return torch.einsum("bhp,bhr->hpr", k_half, q_half)
-
-
-def whole(q: Tensor, k: Tensor) -> ImageSystem:
-    return whole_system(system_of(q, k), DIM)
+    return whole_system(torch.einsum("bhp,bhr->hpr", k_half, q_half), DIM)
 
 
 def part_of(q: Tensor, k: Tensor, covered_HS: Tensor) -> ImageSystem:

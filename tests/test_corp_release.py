@@ -150,16 +150,14 @@ def test_changed_rule_reruns_only_the_gate_and_its_reports(home: Path) -> None:
 @pytest.mark.slow("graph")
 def test_failed_release_is_packaged_only_with_allow_failed(home: Path) -> None:
     edit(home, '"params >= dense"', '"params < 1e9"')
-    baseline, out = home / "baseline.json", home / "out"
-    started = ("--baseline", baseline, "--init-baseline")
-    result = output_of(release(home, *started, expect=1))
-    assert not baseline.exists(), "only a release that passes becomes the baseline"
-    assert "not packed, because its proof failed: gate.json: FAIL: params < 1e9" in result
+    out = home / "out"
+    message = output_of(release(home, expect=1))
+    assert "not packed, because its proof failed: gate.json: FAIL: params < 1e9" in message
     assert not (out / "repository").exists()
     card = (out / "MODEL_CARD.md").read_text()
     assert "This model failed its proof:\n\n* gate.json: FAIL: params < 1e9" in card
     assert "`repository/` was not written." in card
-    assert stages_made(release(home, *started, "--json", expect=1)) == []
+    assert stages_made(release(home, "--json", expect=1)) == []
     edit(home, "[package]\n", "[package]\nallow_failed = true\n")
     assert "not packed" not in output_of(release(home, expect=1))
     assert "was written all the same" in (out / "MODEL_CARD.md").read_text()
@@ -195,7 +193,7 @@ def test_check_finds_edited_sums_and_changed_outputs(home: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"images": 3}, "images: got 3, expected a text"),
         ({"graphs": {"reduced/model.onnx": {"expected": "a.npy"}}}, "the key 'max_relative_error' is missing"),
@@ -203,10 +201,10 @@ def test_check_finds_edited_sums_and_changed_outputs(home: Path) -> None:
         ({}, "the samples can't be read"),
     ],
 )
-def test_damaged_sample_record_is_named(tmp_path: Path, changes: dict[str, object], said: str) -> None:
+def test_damaged_sample_record_is_named(tmp_path: Path, changes: dict[str, object], message: str) -> None:
     record = {"kind": "corp-deploy/samples", "version": 1, "images": "samples/images.npy", "count": 1, "graphs": {}}
     write_json(tmp_path / "samples" / "samples.json", record | changes)
-    rejects(re.escape(said), replay, tmp_path)
+    rejects(re.escape(message), replay, tmp_path)
 
 
 @pytest.mark.nightly
@@ -364,21 +362,21 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("old", "new", "said"), WRONG)
+@pytest.mark.parametrize(("old", "new", "message"), WRONG)
 def test_bad_input_is_refused_before_any_work(
-    wrong: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str, said: str
+    wrong: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str, message: str
 ) -> None:
     monkeypatch.setenv("COLUMNS", "1000")
     text = RELEASE.replace(old, new)
     assert text != RELEASE
     (wrong / "recipe.toml").write_text(text)
     words = ("release", wrong / "recipe.toml", "-o", tmp_path / "new", "--trust-code")
-    for more in ((), ("--dry-run",), ("--plan-only",)) if (old, new, said) == WRONG[0] else ((),):
+    for more in ((), ("--dry-run",), ("--plan-only",)) if (old, new, message) == WRONG[0] else ((),):
         result = invoked(*words, *more, code=2)
         lines = result.stderr.strip().splitlines()
         assert len(lines) == 1, lines
         assert lines[0].startswith(f"Error: {wrong.resolve() / 'recipe.toml'}: ")
-        assert said.replace("{}", str(wrong.resolve())) in lines[0]
+        assert message.replace("{}", str(wrong.resolve())) in lines[0]
         assert not (tmp_path / "new").exists()
 
 

@@ -79,7 +79,7 @@ def test_more_images_than_available_are_refused(home: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("snapshots", "asked", "said"),
+    ("snapshots", "asked", "message"),
     [
         ([7, 3], {}, r"calibration.snapshots is \[7, 3\], expected ascending"),
         ([3], {"closed_loop": True}, "closed_loop fits to the images themselves"),
@@ -87,6 +87,6 @@ def test_more_images_than_available_are_refused(home: Path) -> None:
     ],
 )
 def test_snapshots_must_ascend_and_need_fits_to_moments(
-    snapshots: list[int], asked: Table, said: str, home: Path
+    snapshots: list[int], asked: Table, message: str, home: Path
 ) -> None:
-    rejects(said, load_recipe, write_recipe(home, {"snapshots": snapshots}, {**MLP, **asked}))
+    rejects(message, load_recipe, write_recipe(home, {"snapshots": snapshots}, {**MLP, **asked}))

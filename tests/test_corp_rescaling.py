@@ -44,13 +44,13 @@ class Convolved(fx.Interpreter):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(tracing(model).program.graph)
-        self.given: Statistic = {}
+        self.statistics: Statistic = {}
 
     def run_node(self, n: fx.Node) -> Any:
         out = super().run_node(n)
         if n.target is torch.ops.aten.conv2d.default:
             y_OX = out.double().transpose(0, 1).flatten(1)
-            self.given[str(n.all_input_nodes[1].target)] = y_OX.mean(1), y_OX.std(1, correction=0)
+            self.statistics[str(n.all_input_nodes[1].target)] = y_OX.mean(1), y_OX.std(1, correction=0)
         return out
 
 
@@ -59,7 +59,7 @@ def statistics_of(model: nn.Module, images_BCHW: Tensor) -> Statistic:
     convolved = Convolved(model)
     with torch.no_grad():
         convolved.run(images_BCHW)
-    return convolved.given
+    return convolved.statistics
 
 
 def farthest(reduced: nn.Module, dense: nn.Module) -> float:
@@ -101,7 +101,7 @@ def test_every_convolution_recovers_dense_means_and_variances(name: str, how: st
     own = statistics_of(checkpoint(name).model, pixels(COUNT))
     assert len(own) == sum(isinstance(each, nn.Conv2d) for each in library(name).modules())
     assert "means and variances" in rescaled.decisions[-1]
-    assert not any("means and variances" in said for said in plain.decisions)
+    assert not any("means and variances" in decision for decision in plain.decisions)
 
 
 def test_rescaling_works_with_narrowed_streams() -> None:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from calib.combination import moments_without
-from calib.images import Images
 from calib.moments import Moments
 from calib.store import load_moments
 from corp_deploy.algebra.ridges import RIDGES, choose_ridge, ridges_from
@@ -21,15 +20,10 @@ from corp_deploy.reduction.model import reduce
 from corp_deploy.reduction.overfitting import estimate_from_splits, estimate_overfitting
 from corp_deploy.reduction.snapshots import moments_in_splits
 from corp_deploy.store.checkpoint import save
-from corp_deploy.store.input_sets import images_for_model
 from tests import tiny
 from tests.command import invoked, refuses
 
 COUNT, CROPS = 24, 4
-
-
-def opened(path: Path) -> Images:
-    return images_for_model(tiny.checkpoint().model, path)
 
 
 def photographs() -> np.ndarray:
@@ -43,11 +37,9 @@ GROUPS = [number // CROPS for number in range(COUNT)]
 
 @pytest.fixture(scope="module")
 def moments(tmp_path_factory: pytest.TempPathFactory) -> Moments:
-    path = tmp_path_factory.mktemp("images") / "images.npy"
-    np.save(path, photographs())
     dense, statistics = tiny.checkpoint(), Statistics(attention_system=True)
     return moments_in_splits(
-        opened(path),
+        tiny.opened(tmp_path_factory.mktemp("images") / "images.npy", photographs()),
         torch.tensor(GROUPS),
         lambda half, number: calibrate(dense, half, batch_size=8, statistics=statistics),
         seed=0,

@@ -97,16 +97,16 @@ def test_interrupted_run_resumes_at_the_next_block(home: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (("--groups", "image"), "--groups image is not honoured by --sequential"),
         (("--checkpoint-every", 4), "each block that is finished is kept"),
         (("--snapshots", "4"), "is not honoured by --sequential"),
     ],
 )
-def test_options_that_need_a_full_pass_are_refused(home: Path, options: tuple[Any, ...], said: str) -> None:
+def test_options_that_need_a_full_pass_are_refused(home: Path, options: tuple[Any, ...], message: str) -> None:
     result = run_calibrate(home, "llama", "refused", *options, "--sequential", code=2)
-    assert said in " ".join(result.stderr.split())
+    assert message in " ".join(result.stderr.split())
 
 
 def test_other_models_are_refused(home: Path) -> None:

@@ -116,8 +116,8 @@ def test_limit_is_judged_on_images_that_do_not_prove_the_result(
     assert (str(recipe.reduce.within), recipe.reduce.macs, recipe.reduce.effort) == ("error 0.05", None, "quick")
     assert (recipe.calibration.hold_out, recipe.held_out.images) == (10, (home / "few.npy").resolve())
     assert "interrupted" in ship(home, tmp_path / "out", *words).stderr, "the existing recipe is used"
-    said = ship(home, tmp_path / "out", "--within", "error 0.1", "--held-out", home / "few.npy").stderr
-    assert "reduce.within is error 0.05 there, error 0.1 here" in said
+    message = ship(home, tmp_path / "out", "--within", "error 0.1", "--held-out", home / "few.npy").stderr
+    assert "reduce.within is error 0.05 there, error 0.1 here" in message
 
 
 def test_fastest_available_target_is_chosen(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,9 +131,9 @@ def test_untyped_paths_stay_in_the_directory(home: Path, tmp_path: Path, monkeyp
     output = tmp_path / "out"
     recipe_of(home, output, monkeypatch)
     text = (output / "recipe.toml").read_text()
-    for history, said in (("../history", f"gate.history leads out of {output}"), ("history", "interrupted")):
+    for history, message in (("../history", f"gate.history leads out of {output}"), ("history", "interrupted")):
         (output / "recipe.toml").write_text(text.replace("[gate]", f'[gate]\nhistory = "{history}"'))
-        assert said in ship(home, output).stderr
+        assert message in ship(home, output).stderr
 
 
 def test_features_are_judged_by_relative_error(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +142,7 @@ def test_features_are_judged_by_relative_error(home: Path, tmp_path: Path, monke
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (("--images", "few.npy"), "15 images, too few to hold some out that prove the result; give 16 or more"),
         (("--images", "copies.npy"), "30 images, copies of 15 different ones, too few to hold some out that prove"),
@@ -156,19 +156,19 @@ def test_features_are_judged_by_relative_error(home: Path, tmp_path: Path, monke
     ],
 )
 def test_bad_input_gives_one_message_and_writes_nothing(
-    home: Path, tmp_path: Path, words: tuple[object, ...], said: str, monkeypatch: pytest.MonkeyPatch
+    home: Path, tmp_path: Path, words: tuple[object, ...], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(home)
     before = sorted(home.iterdir())
     done = ship(home, tmp_path / "out", *words)
-    assert (done.exit_code, said in " ".join(done.stderr.split())) == (2, True), done.stderr
+    assert (done.exit_code, message in " ".join(done.stderr.split())) == (2, True), done.stderr
     assert not (tmp_path / "out").exists()
     assert sorted(home.iterdir()) == before
 
 
 def test_name_without_weights_explains_both_options(home: Path, tmp_path: Path) -> None:
-    for said in ("needs --weights", ".model.toml that calibrate writes"):
-        refuses(said, "ship", tiny.ARCHITECTURE.name, "--images", home / "images.npy", "-o", tmp_path / "out")
+    for message in ("needs --weights", ".model.toml that calibrate writes"):
+        refuses(message, "ship", tiny.ARCHITECTURE.name, "--images", home / "images.npy", "-o", tmp_path / "out")
 
 
 def test_half_of_the_distinct_images_is_held_out(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,9 +186,9 @@ def test_text_models_are_referred_to_the_single_steps(home: Path, tmp_path: Path
 
 
 def test_remaining_time_is_estimated(tmp_path: Path) -> None:
-    said: list[str] = []
+    lines: list[str] = []
     times = iter((0.0, 100.0, 100.0, 101.0, 131.0))
-    pace = Pace(said.append, clock=lambda: next(times))
+    pace = Pace(lines.append, clock=lambda: next(times))
     names = ("dense", "moments", "export.dense", "reduce")
     states: Any = dict(zip(names, ("runs", "runs", "cached", "follows"), strict=True))
     pace.plan([StageStatus(stage=name, state=state, why="") for name, state in states.items()])
@@ -197,7 +197,7 @@ def test_remaining_time_is_estimated(tmp_path: Path) -> None:
     pace(stages["moments"], "not done yet")
     pace(stages["moments"], "half of it")
     pace(stages["reduce"], "changed")
-    assert said == [
+    assert lines == [
         "[1 of 3, 0:00 so far] dense",
         "[2 of 3, 0:01 so far] moments",
         "moments: half of it",
@@ -207,22 +207,22 @@ def test_remaining_time_is_estimated(tmp_path: Path) -> None:
 
 def _paced(names: Sequence[str], times: Sequence[float], started: Sequence[str], **seconds: float) -> list[str]:
     """Return the progress lines of open stages, of which some start, the first at `times[2]`."""
-    said, clock = list[str](), iter(times)
-    pace = Pace(said.append, seconds=seconds, clock=lambda: next(clock))
+    lines, clock = list[str](), iter(times)
+    pace = Pace(lines.append, seconds=seconds, clock=lambda: next(clock))
     pace.plan([StageStatus(stage=name, state="runs", why="") for name in names])
     for name in started:
         pace(Stage(name=name, outputs=(name,), run=lambda dirs: None), "not done yet")
-    return said
+    return lines
 
 
 def test_cached_stages_do_not_enter_the_time_estimate() -> None:
-    said = _paced(("moments", "reduce", "parity", "export.dense"), (0, 0, 0, 30), ("parity", "export.dense"))
-    assert said[1] == "[4 of 4, 0:30 so far, about 0:10 left by estimate] export.dense"
+    lines = _paced(("moments", "reduce", "parity", "export.dense"), (0, 0, 0, 30), ("parity", "export.dense"))
+    assert lines[1] == "[4 of 4, 0:30 so far, about 0:10 left by estimate] export.dense"
 
 
 def test_time_estimate_uses_the_measurement_limit() -> None:
-    said = _paced(("parity", "bench", "gate"), (0, 0, 0, 60), ("parity", "bench"), bench=8.0)
-    assert said[1] == "[2 of 3, 1:00 so far, about 0:13 left by estimate] bench"
+    lines = _paced(("parity", "bench", "gate"), (0, 0, 0, 60), ("parity", "bench"), bench=8.0)
+    assert lines[1] == "[2 of 3, 1:00 so far, about 0:13 left by estimate] bench"
 
 
 # A model that a file names
@@ -264,8 +264,8 @@ def test_recipe_accepts_a_model_file(home: Path, tmp_path: Path) -> None:
 
 
 def test_missing_file_is_not_taken_for_a_recipe(tmp_path: Path) -> None:
-    said = "no such file; calibrate writes it beside its moments"
-    refuses(said, "inspect", "--model", tmp_path / "moments.model.toml")
+    message = "no such file; calibrate writes it beside its moments"
+    refuses(message, "inspect", "--model", tmp_path / "moments.model.toml")
 
 
 def test_model_without_option_is_told_to_use_model() -> None:
@@ -275,7 +275,7 @@ def test_model_without_option_is_told_to_use_model() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "words", "said"),
+    ("text", "words", "message"),
     [
         ("", ("--mean", "0.5"), "says itself what goes with its model; drop --mean"),
         ("", ("--weights", "w.pth"), "drop --weights, or change [model] in it"),
@@ -285,10 +285,10 @@ def test_model_without_option_is_told_to_use_model() -> None:
     ],
 )
 def test_files_that_declare_no_model_are_refused(
-    model_file: Path, tmp_path: Path, text: str | None, words: tuple[str, ...], said: str
+    model_file: Path, tmp_path: Path, text: str | None, words: tuple[str, ...], message: str
 ) -> None:
     path = tmp_path / "model.toml"
     if text is not None:
         path.write_text(text or model_file.read_text())
-    refuses(said, "inspect", "--model", path, *words)
+    refuses(message, "inspect", "--model", path, *words)
     rejects(r"model\.toml", corp_deploy.load, corp_deploy.Source(path, mean=(0.5,)))

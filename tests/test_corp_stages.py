@@ -156,8 +156,8 @@ def test_run_killed_at_any_file_operation_resumes_to_equal_bytes(tmp_path: Path)
 
 
 def test_concurrent_runs_are_refused(tmp_path: Path) -> None:
-    said = r"another release \(process \d+ since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d\) works in this directory"
-    with locked_release(tmp_path), pytest.raises(BadInput, match=said):  # noqa: SIM117
+    message = r"another release \(process \d+ since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d\) works in this directory"
+    with locked_release(tmp_path), pytest.raises(BadInput, match=message):  # noqa: SIM117
         with locked_release(tmp_path):
             pass
     with locked_release(tmp_path):

@@ -159,24 +159,24 @@ def test_killed_sweep_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_cached_trials_are_reused_only_for_equal_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = run_sweep(tmp_path / "s", "--sparsity", 0.5, "--preset", "none")
-    made: list[str] = []
+    reductions: list[str] = []
     reduced = sweeping.SweepCache.reduce
 
     def counted(self: sweeping.SweepCache, request: Any, watch: Any) -> Any:
-        made.append(request.slug)
+        reductions.append(request.slug)
         return reduced(self, request)
 
     monkeypatch.setattr(sweeping.SweepCache, "reduce", counted)
     assert run_sweep(tmp_path / "s", "--sparsity", 0.5, "--preset", "none") == first
-    assert made == []
+    assert reductions == []
     other = run_sweep(tmp_path / "s", "--sparsity", 0.5, "--preset", "none", moments="m12.safetensors")
     assert other[0]["images"] == 12
     run_sweep(tmp_path / "s", "--sparsity", 0.5, "--preset", "none", "--labels", home() / "labels.npy")
-    assert made == ["none-mlp0.5-attn0.5"] * 2
+    assert reductions == ["none-mlp0.5-attn0.5"] * 2
     for score in (tmp_path / "s/trials").glob("*/score.json"):
         score.write_text(score.read_text()[:-40])  # a truncated score counts as missing
     assert run_sweep(tmp_path / "s", "--sparsity", 0.5, "--preset", "none")[0]["macs"] == first[0]["macs"]
-    assert len(made) == 3
+    assert len(reductions) == 3
 
 
 def ranks_below(launcher: int) -> list[int]:
@@ -205,8 +205,8 @@ def test_several_processes_give_equal_results_although_one_dies(tmp_path: Path) 
     for rank in ranks_below(process.pid)[-1:]:
         with suppress(ProcessLookupError):
             os.kill(rank, signal.SIGKILL)
-    _, told = process.communicate(timeout=120)
-    assert process.returncode == 0, told
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
     shared = trials_of(tmp_path / "s")
     assert without_times(shared) == without_times(alone)
     assert all(len(trial["speeds"]) == 1 for trial in shared)
@@ -215,8 +215,10 @@ def test_several_processes_give_equal_results_although_one_dies(tmp_path: Path) 
 
 def test_every_option_is_tried_with_every_preset(tmp_path: Path) -> None:
     knobs = ("--select", "energy,wanda", "--repair", "none,affine", "--qk", "select")
-    said = invoked(*sweep_words(tmp_path / "s", "--sparsity", 0.5, "--preset", "corp", *knobs, "--min-agreement", 0.01))
-    assert "smallest model with 1.00% agreement" in " ".join(said.stdout.split())
+    result = invoked(
+        *sweep_words(tmp_path / "s", "--sparsity", 0.5, "--preset", "corp", *knobs, "--min-agreement", 0.01)
+    )
+    assert "smallest model with 1.00% agreement" in " ".join(result.stdout.split())
     trials = trials_of(tmp_path / "s")
     expected = [
         {"select": rank, "repair": repair, "qk": "select"}
