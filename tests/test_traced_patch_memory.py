@@ -247,7 +247,7 @@ def test_insufficient_memory_names_the_option(tmp_path: Path, monkeypatch: pytes
     np.save(tmp_path / "images.npy", pixels(4).numpy())
     words = ["calibrate", "--model", tmp_path / "dense", "--images", tmp_path / "images.npy", "-o", tmp_path / "m"]
     said = invoked(*words, code=2)
-    named = re.search(r"\(d\) --patch-memory (\S+): patches of the largest convolutions of fewer channels", said.output)
+    named = re.search(r"\(d\) --patch-memory (\S+) sums patches of fewer channels at large convolutions", said.output)
     assert named is not None, said.output
     assert re.search(r"patches of layer\S+: ", invoked(*words, "--patch-memory", named[1]).output)
 

@@ -106,7 +106,7 @@ def _sweep_heads(
 
 
 _FLOOR_REL = 1e-6
-_NOISE = 4.0  # times the least eigenvalue of the heads' own covariances, as a bound of the whole one's
+_NOISE = 4.0  # the whole covariance's least eigenvalue is assumed above this many times that of the heads' blocks
 
 
 def _raise_eigenvalues(covariance_CC: Tensor, heads: int) -> Tensor:

@@ -75,8 +75,8 @@ def unreachable_budget(curves: list[CostCurve], dense: int, share: float, least:
     stays = dense - sum(curve.cost_now for curve in curves if len(curve.costs) > 1)
     return BadInput(
         f"a budget of {share:g} is out of reach: the narrowest widths keep {least:.3f}, "
-        f"of which {stays / full_cost:.3f} belongs to no site that budgets reduce (see inspect; streams go by "
-        "--residual); ask for more"
+        f"of which {stays / full_cost:.3f} is in parts that no budget reduces (see inspect; --residual reduces "
+        "streams); raise the budget"
     )
 
 

@@ -104,7 +104,7 @@ class JointPlanner(Planner):
         if not within:
             raise BadInput(
                 f"a budget of {share:g} is out of reach: the narrowest widths and {self.losses.amounts_G[-1]} of "
-                f"{self.losses.tokens} tokens merged away keep {self.narrowest():.3f}; ask for more"
+                f"{self.losses.tokens} tokens merged away keep {self.narrowest():.3f}; raise the budget"
             )
         return sorted((self._allocated(each, share) for each in within), key=lambda way: way.predicted_error)
 

@@ -109,7 +109,7 @@ def _unreachable(limit: Limit, currency: str, judging: JudgingInputs, trials: Se
             closest = trial
     return BadInput(
         f"--within '{limit}': out of reach on {judging}; the closest of the {len(trials)} models tried keeps "
-        f"{closest.share:.2f} of the dense {currency} and gives {_describe(limit, closest.judged)}; allow more"
+        f"{closest.share:.2f} of the dense {currency} and gives {_describe(limit, closest.judged)}; loosen the limit"
     )
 
 

@@ -21,7 +21,7 @@ from corp_deploy.traced.models.module import device_of
 IMAGES = 32  # largest number of images in a probe
 IN_LOOP = 96  # largest number of images that a closed loop is tried on
 ALL_BELOW = 16  # fewer images than these are not split
-FEW = 16  # images that means over all their tokens need
+FEW = 16  # images that are enough for a mean over all of their tokens
 RUNS = 4  # runs of neighbouring images that a probe's images form
 
 

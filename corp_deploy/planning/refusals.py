@@ -89,7 +89,7 @@ def apply_asked_merging(dense: Checkpoint, request: ReductionRequest) -> tuple[C
     """
     auto = request.options.auto_merging
     dense = dense if auto else apply_merging_choice(dense, request.options)
-    if auto or traced_model.merging_of(dense.model) is not None:  # tokens merge behind attentions
+    if auto or traced_model.merging_of(dense.model) is not None:  # tokens merge behind attentions, so none may go
         request = replace(request, method=replace(request.method, empties=False))
     return dense, request
 

@@ -21,8 +21,8 @@ from corp_deploy.traced.models.steps import SegmentStep
 
 from .walk import StreamPair
 
-_SHARES = (1.0, 0.5, 0.25)  # of a step that are tried
-MOST_TOKENS = 65_536  # of a step's fit
+_SHARES = (1.0, 0.5, 0.25)  # the shares of a step that are tried
+MOST_TOKENS = 65_536  # tokens that one step is fitted to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

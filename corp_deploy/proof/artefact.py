@@ -68,7 +68,7 @@ def artefact_from_path(path: Path) -> Artefact:
         return _from_plan(path)
     if path.suffix == ".onnx":
         return _from_graph(path)
-    raise BadInput(f"{path}: expected a .plan or an .onnx file beside an engine; a model has no engine's digest")
+    raise BadInput(f"{path}: expected a .plan or an .onnx file; only these tell which graph an engine is of")
 
 
 def _from_plan(path: Path) -> Artefact:

@@ -201,7 +201,7 @@ def kept_widths(
             # A width counts groups of all heads; this is the dimensions of one head.
             widths[name] = max(width // len(queries[name].groups_HP) * queries[name].both.joined, widths.get(name, 0))
     if not widths:
-        raise BadInput("a system of kept dimensions: none of the sites to calibrate may lose query and key dimensions")
+        raise BadInput("--attn: none of the sites to calibrate has removable query and key dimensions; leave it out")
     return widths
 
 

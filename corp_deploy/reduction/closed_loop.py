@@ -246,7 +246,7 @@ class _ClosedLoop:
             if self.student.is_changed and layer.node not in self.finished and len(self.called[layer.weight]) == 1:
                 target = Target(layer=layer.node, read_P=self._read(segment, layer))
                 fits.append(self._fit(layer, sum_layers(segment, self.pieces, {layer: target})[layer]))
-            # For a further site of the same layer, a fit to its own output would undo these rows.
+            # If the layer writes a further site, another fit to its dense output would undo the rows changed here.
             self.finished.add(layer.node)
         return fits[0] if fits else None
 

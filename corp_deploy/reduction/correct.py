@@ -19,7 +19,7 @@ from .report import LoopFit
 from .stream_walk import Student
 
 STRENGTHS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0, 1e6)  # the last one changes the bias only
-_SILENT_REL = 1e-3  # of the root mean square layer scale: rows with a smaller one can't be fitted through it and stay
+_SILENT_REL = 1e-3  # of the root mean square layer scale: rows with a smaller scale are not corrected
 
 
 _Ways = Sequence[tuple[Regression, Regression]]

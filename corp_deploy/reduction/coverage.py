@@ -91,6 +91,6 @@ def require_as_asked(covered: Coverage, method: Method) -> None:
             else f"widths are rounded to multiples ({', '.join(name for name, asked in multiples.items() if asked)})"
         )
         raise BadInput(
-            f"nothing would be removed, {covered.verdict}: {why}; ask for more, change --align or --preset, or give "
+            f"nothing would be removed, {covered.verdict}: {why}; remove more, change --align or --preset, or give "
             "--allow-partial (recipes: allow_partial = true) to write the model all the same"
         )

@@ -202,7 +202,7 @@ def sum_layers(
             sums[layer].add(layer, student[reading[layer]], lacking, weights_BN, held_out=piece.held_out)
     for layer, own in sums.items():
         for half in own.moments():
-            # A NaN in the input stays in these sums.
+            # A NaN in any input makes these sums NaN.
             assert not isinstance(half, HeadMoments), layer.name
             refuse_nonfinite(layer.name, half.sum_F if isinstance(half, ChannelMoments) else half.sum_GU)
     return sums

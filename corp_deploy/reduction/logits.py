@@ -46,8 +46,8 @@ def logit_error(site: str, moments: HeadMoments, method: Method, q_map_HRD: Tens
         system = system_of(site, moments)
         if not (system.covers(q_map_HRD) and system.covers(k_map_HRD)):
             raise BadInput(
-                f"{site}: the system in these moments leaves out dimensions that are kept here; "
-                "take both moments with the kept sets of one first pass: calibrate --hold-out N writes both"
+                f"{site}: the per-image system in these moments leaves out dimensions that are kept here; "
+                "take the moments that judge in one run with the others: calibrate --hold-out N writes both"
             )
         return queries_keys.residual_per_image(system, q_map_HRD, k_map_HRD)
     if method.qk_recovery == "lowrank" and moments.plane_gram_HXX is not None:

@@ -153,7 +153,7 @@ class _Passes:
         except BadInput as error:
             if statistics.patch_bytes is None and any(site.kind == PatchTaps.kind for site in sites):
                 less = f"--patch-memory {0.9 * available / copies / 1e9:.2g}"
-                raise BadInput(f"{error}, (d) {less}: patches of the largest convolutions of fewer channels") from None
+                raise BadInput(f"{error}, (d) {less} sums patches of fewer channels at large convolutions") from None
             fits = None
             if statistics.attention_system and request.restriction is None:
                 fits = sparsity_that_fits(checkpoint, sites, statistics, PRESETS["corp"].align_head, available)
@@ -256,7 +256,7 @@ def write_moments(
     if restriction is not None:
         statistics = passes.restricted(parts.fitted, restriction, widths)
     moments = passes.fitted(parts.fitted, parts.groups_B, statistics)
-    # The held-out images of an older run may be among the images of these.
+    # An older file of held-out moments is removed: its images may be among those fitted to now.
     gone = () if parts.held_out is None else (held_out_path(output).name,)
     summaries = _written(moments, output, run.ranks, gone=gone)
     if summaries and run.snapshots:

@@ -54,7 +54,7 @@ def _read_mask(model: nn.Module) -> Tensor:
         with torch.enable_grad():
             stream_BNC = random_stream(walk.tokens.x)
             last = walk.tokens._replace(x=stream_BNC)
-            # The outlets behind the last step read the random stream too.
+            # Outputs that read the last stream read the random one in its place.
             kept = tuple((name, last if tokens is walk.tokens else tokens) for name, tokens in walk.kept)
             outputs = outputs_of_walk(model, StreamState(tokens=last, kept=kept), example)
             total = torch.stack([random_sum(output) for output in outputs]).sum()
