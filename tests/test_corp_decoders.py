@@ -251,7 +251,7 @@ def test_token_ids_replace_text(home: Path, tmp_path: Path) -> None:
     ("kind", "changes", "message"),
     [
         ("opt", {"do_layer_norm_before": False}, "norms come after the branches"),
-        ("opt", {"word_embed_proj_dim": 32}, "embedded in another width"),
+        ("opt", {"word_embed_proj_dim": 32}, "embeddings have another width"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scaled otherwise"),
         ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "positions scaled by 'yarn'"),
         ("llama", {"num_key_value_heads": 3}, "no multiple of 3 groups"),

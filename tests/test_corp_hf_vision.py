@@ -243,7 +243,7 @@ def test_siglip_without_a_pooling_head_is_refused(tmp_path: Path) -> None:
             "prepared by 'ConvNextImageProcessor', expected one of ViT",
         ),
         ({"size": {"longest_edge": 3}}, "not the preprocessing of a vit"),
-        ({"size": {"shortest_edge": 30}}, "expected a crop of one share"),
+        ({"size": {"shortest_edge": 30}}, "expected a crop of the same share"),
         ({"do_center_crop": True, "crop_size": 300}, "cropped to .300, 300."),
         ({"image_mean": "black"}, "not the preprocessing of a vit"),
     ],
@@ -267,7 +267,10 @@ def test_missing_and_misshapen_tensors_are_refused(tmp_path: Path) -> None:
     state = {name: tensor.clone() for name, tensor in load_file(path).items()}  # the file is overwritten below
     query = "vit.encoder.layer.1.attention.attention.query.weight"
     for changed, words in (
-        ({key: value for key, value in state.items() if key != query}, "no weights of .*layers.1.attention.q_proj"),
+        (
+            {key: value for key, value in state.items() if key != query},
+            "weights are missing or of another shape: .*layers.1.attention.q_proj",
+        ),
         (state | {"classifier.weight": torch.ones(9, 32)}, "classifier.weight"),
     ):
         save_file(dict(changed), path)

@@ -85,7 +85,7 @@ def test_pickles_and_missing_files_are_refused(tmp_path: Path) -> None:
 def test_misshapen_weights_are_refused(hf: Path) -> None:
     config = json.loads((hf / "config.json").read_text())
     (hf / "config.json").write_text(json.dumps(config | {"intermediate_size": 48}))
-    rejects(r"no weights of .*encoder\.layer\.0\.intermediate", load_transformers, hf)
+    rejects(r"weights are missing or of another shape: .*encoder\.layer\.0\.intermediate", load_transformers, hf)
 
 
 def test_other_model_options_are_refused_and_the_prefix_suggested(hf: Path) -> None:
@@ -408,7 +408,7 @@ def test_task_head_is_saved_if_loaded(tmp_path: Path) -> None:
     [
         (
             ("--mlp", 0.5, "--attn", 0.5),
-            "attention.self.qk is 16 wide of 32, and BertModel reads no such width",
+            "attention.self.qk is 16 wide of 32, and BertModel has no entry for that width",
         ),
         (("--macs", 0.8), "a budget gives every layer widths of its own"),
     ],

@@ -167,7 +167,7 @@ def test_module_of_unknown_input_size_says_what_to_declare(tmp_path: Path, monke
 
 
 def test_unknown_family_is_refused() -> None:
-    rejects("is built by no family of this name", dense_from_architecture, Architecture(name="any", family="traced"))
+    rejects("has no builder in this family", dense_from_architecture, Architecture(name="any", family="traced"))
 
 
 def test_untraceable_module_reports_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

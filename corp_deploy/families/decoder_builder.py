@@ -45,7 +45,7 @@ def refuse_unbuilt(config: Mapping[str, Any], *, where: str) -> None:
         raise BadInput(f"{where}: is in corp-deploy's own format; give the folder hf that reduce --save-as hf writes")
     if kind not in CLASSES:
         raise BadInput(
-            f"{where}: model_type is {kind!r:.60}, and {PACKAGE} builds {', '.join(CLASSES)} of those read here; "
+            f"{where}: model_type is {kind!r:.60}, expected one with graphs by {PACKAGE}: {', '.join(CLASSES)}; "
             f"{_INSTEAD}"
         )
     named = config.get("architectures")

@@ -97,7 +97,7 @@ class _Opt(_Decoder, frozen=True, kw_only=True):
             "its norms come after the branches (do_layer_norm_before false, as in OPT-350M)": (
                 not self.do_layer_norm_before
             ),
-            "its words are embedded in another width than its blocks have": (
+            "its embeddings have another width than its blocks": (
                 self.word_embed_proj_dim not in (None, self.hidden_size)
             ),
             "its last norm is left out": self.remove_final_layer_norm,

@@ -45,8 +45,7 @@ def _build_from_library(architecture: Architecture) -> nn.Module:
     if architecture.name.startswith(torchvision_models.PREFIX):
         return torchvision_models.build_classifier(architecture)
     raise BadInput(
-        f"family {architecture.family}: {architecture.name:.100} is built by no family of this name; write the model "
-        "again"
+        f"family {architecture.family}: {architecture.name:.100} has no builder in this family; write the model again"
     )
 
 

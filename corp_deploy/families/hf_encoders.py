@@ -191,7 +191,9 @@ def state_of(directory: Path, arguments: Arguments) -> tuple[Arguments, dict[str
         model, loading_info = read(kind, arguments.config, directory, arguments.left_out)
         missing = sorted(loading_info["missing_keys"])
     if odd := [*missing, *sorted(str(each[0]) for each in loading_info["mismatched_keys"])]:
-        raise BadInput(f"{directory}: no weights of the model's shape of {', '.join(odd[:3])}; save the whole model")
+        raise BadInput(
+            f"{directory}: weights are missing or of another shape: {', '.join(odd[:3])}; save the whole model"
+        )
     return arguments, dict(model.state_dict()), tuple(sorted(loading_info["unexpected_keys"]))
 
 

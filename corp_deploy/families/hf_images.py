@@ -161,7 +161,7 @@ def prepared(content: Mapping[str, Any], model_type: str, *, where: str) -> Prep
     if len(shares) > 1 or min(shares) <= 0.0 or max(shares) > 1.0 or (shortest and not crops):
         raise BadInput(
             f"{where}: images are resized to {resized}{' by the shorter edge' * shortest} and cropped to {sides}; "
-            "expected a crop of one share of both sides, and one after resizing by the shorter edge"
+            "expected a crop of the same share of both sides, and a crop after resizing by the shorter edge"
         )
     assert processor.resample is not None, processor
     return Prepared(

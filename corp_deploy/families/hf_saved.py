@@ -155,7 +155,7 @@ def _last_reason(model: nn.Module, arguments: Arguments, name: str, *, in_class:
     for site in sites_of(model).every:
         if name in {span.name for span in site.groups.spans}:
             dense = _dense_widths(model)[site.name]
-            return f"{site.name} is {site.width} wide of {dense}, and {kind} reads no such width"
+            return f"{site.name} is {site.width} wide of {dense}, and {kind} has no entry for that width"
     return f"{name} has a shape or a bias that {kind} does not have"
 
 

@@ -124,7 +124,7 @@ def with_named_maps(model: TracedModule, outputs: NamedOutputs) -> TracedModule:
         of = "a model that isn't timm's: a module of your own declares them as its `outputs`"
         if traced_state(model).cut is not None:
             of = "a reduced model: name the outputs of the dense model"
-        raise BadInput(f"outputs: {outputs.describe()} can't be named of {of}; leave --outputs out")
+        raise BadInput(f"outputs: {outputs.describe()} can't be named for {of}; leave --outputs out")
     layers = _read_layers(model)
     numbers = {each: _number(each, layers) for each in outputs.every}
     plain = copy_with_forward(model, lambda self, images: _named_tensors(self, images, numbers, layers.kinds))
@@ -159,7 +159,7 @@ class _Layers:
 
 
 def _read_layers(model: nn.Module) -> _Layers:
-    """Return the layers of timm's model. Raises BadInput for a model of which timm takes no maps."""
+    """Return the layers of timm's model. Raises BadInput for a model whose maps timm doesn't give."""
     running, (height, width) = copy_to_meta(model), timm_library.configured_size(model)
     images = torch.empty(2, timm_library.channels(model), height, width, device="meta")
     try:
@@ -170,7 +170,7 @@ def _read_layers(model: nn.Module) -> _Layers:
     except Exception:  # timm's models without maps raise errors of many kinds
         names, streams = (), []
     if not names or [each.map_BCHW.dim() for each in streams] != [4] * len(names):
-        raise BadInput(f"outputs: timm takes no maps of {type(model).__name__}; leave --outputs out")
+        raise BadInput(f"outputs: timm gives no feature maps of {type(model).__name__}; leave --outputs out")
     # The tokens in front, by timm's names of their parameters: class, then DeiT's distillation, then registers.
     named, count = dict(model.named_parameters(recurse=False)), 0 if end.front_BFC is None else end.front_BFC.shape[1]
     kinds = [kind for kind, name in (("class", "cls_token"), ("distillation", "dist_token")) if name in named][:count]

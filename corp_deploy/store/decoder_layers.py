@@ -86,7 +86,7 @@ class DecoderLayers:
         return outside_from_transformers(state, self.kind, where=str(self.weights), tied=tied)
 
     def _read(self, names: Mapping[str, str]) -> dict[str, Tensor]:
-        """Return tensors by their own names; `names` has their names in the files by these."""
+        """Return tensors under the keys of `names`, whose values are their names in the files."""
         tensors = {}
         for own, name in names.items():
             try:
