@@ -1,4 +1,4 @@
-"""calib.calibrate: several processes, interruptions and limits change nothing but say so."""
+"""Calibration over several processes, after interruptions and within memory limits gives the same moments."""
 
 import os
 import signal
@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,7 +35,7 @@ SYSTEM = Options(attention_system=True)
 
 
 def brightness(images: Inputs) -> Tensor:
-    """Weights of the five tokens that are no whole numbers."""
+    """Return fractional weights of the five tokens."""
     assert isinstance(images, Tensor)
     return nn.functional.avg_pool2d(images, 2).mean(1).flatten(1).abs()
 
@@ -69,22 +70,25 @@ def calibrated(
 
 
 class Interrupted(Exception):
-    """Stands for Ctrl-C or a machine that goes away."""
+    """An interruption as by Ctrl-C or a lost machine."""
 
 
-def interrupt_at(images: int) -> Callable[[int], None]:
+def interrupted(path: Path, folder: Path, *, every: int, at: int, **options: Any) -> ResumeFile:
+    """Interrupt a calibration after `at` images and return its checkpoint file."""
+
     def progress(done: int) -> None:
-        if done >= images:
+        if done >= at:
             raise Interrupted
 
-    return progress
+    checkpoint = ResumeFile(path=folder / "state.safetensors", every=every)
+    with pytest.raises(Interrupted):
+        calibrated(path, checkpoint=checkpoint, progress=progress, **options)
+    return checkpoint
 
 
 @pytest.mark.parametrize("stop", [4, 20])
 def test_resumed_run_equals_an_uninterrupted_one_bit_for_bit(path: Path, tmp_path: Path, stop: int) -> None:
-    checkpoint = ResumeFile(path=tmp_path / "state.safetensors", every=8)
-    with pytest.raises(Interrupted):
-        calibrated(path, checkpoint=checkpoint, progress=interrupt_at(stop))
+    checkpoint = interrupted(path, tmp_path, every=8, at=stop)
     heard: list[int] = []
     resumed = calibrated(path, checkpoint=checkpoint, progress=heard.append)
     assert heard[0] == stop // 8 * 8 + 4
@@ -94,11 +98,9 @@ def test_resumed_run_equals_an_uninterrupted_one_bit_for_bit(path: Path, tmp_pat
 
 
 def test_resumed_run_keeps_its_kernel(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoint = ResumeFile(path=tmp_path / "state.safetensors", every=8)
     monkeypatch.setattr("calib.collect.kernel_for", lambda width: "onednn")
     uninterrupted = calibrated(path)
-    with pytest.raises(Interrupted):
-        calibrated(path, checkpoint=checkpoint, progress=interrupt_at(12))
+    checkpoint = interrupted(path, tmp_path, every=8, at=12)
     monkeypatch.setattr("calib.collect.kernel_for", lambda width: "blas")
     assert_equal(calibrated(path, checkpoint=checkpoint), uninterrupted, limit=0.0)
 
@@ -114,9 +116,7 @@ def test_resuming_remembers_bad_images_and_kept_dims(path: Path, tmp_path: Path)
     images[[1, 9, 17]] = np.nan
     np.save(path, images)
     options = Options(kept={"attn": torch.tensor([[0, 3], [1, 7]])})
-    checkpoint = ResumeFile(path=tmp_path / "state.safetensors", every=5)
-    with pytest.raises(Interrupted):
-        calibrated(path, max_bad=3, options=options, checkpoint=checkpoint, progress=interrupt_at(12))
+    checkpoint = interrupted(path, tmp_path, every=5, at=12, max_bad=3, options=options)
     resumed = calibrated(path, max_bad=3, options=options, checkpoint=checkpoint)
     assert_equal(resumed, calibrated(path, max_bad=3, options=options), limit=0.0)
     assert resumed.images == COUNT - 3
@@ -124,9 +124,7 @@ def test_resuming_remembers_bad_images_and_kept_dims(path: Path, tmp_path: Path)
 
 
 def test_checkpoints_of_another_run_are_refused(path: Path, tmp_path: Path) -> None:
-    checkpoint = ResumeFile(path=tmp_path / "state.safetensors", every=4)
-    with pytest.raises(Interrupted):
-        calibrated(path, checkpoint=checkpoint, progress=interrupt_at(8))
+    checkpoint = interrupted(path, tmp_path, every=4, at=8)
     with pytest.raises(BadInput, match="checkpoint of another run: batch_size was '4', now '5'"):
         calibrated(path, batch_size=5, checkpoint=checkpoint)
     rejects("options was", calibrated, path, options=Options(), checkpoint=checkpoint)
@@ -228,7 +226,10 @@ def test_bad_input_in_one_process_ends_all_processes(path: Path, tmp_path: Path)
 
 
 def one_of_several(path: str, output: str, fate: str) -> int:
-    """All take `weighted` tokens, or the last is `killed`. Exit codes: 0 done, 2 bad input, 3 another process lost."""
+    """Calibrate in one process of several and return its exit code: 0 done, 2 bad input, 3 another process lost.
+
+    `fate` weights the tokens if it is `weighted`, and kills the last process if it is `killed`.
+    """
     try:
         with join_ranks("cpu", timeout_s=60) as ranks:
 

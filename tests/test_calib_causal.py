@@ -1,8 +1,8 @@
-"""Sums of causal attention against explicit loops over inputs, queries and the keys that each sees, in float64."""
+"""Sums of causal attention against explicit float64 loops over inputs, queries and their visible keys."""
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import fields
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def summed(
 
 
 def pairs(q: Tensor, k: Tensor, mask: Tensor | None, head: int) -> Iterator[tuple[int, Tensor, Tensor, float]]:
-    """Of every query that is there: its input, itself, the keys that it sees [n,D], and 2 / (tokens + 1)."""
+    """Yield for each unmasked query its input, the query, its visible keys [n,D] and 2 / (tokens + 1)."""
     for own in range(len(q)):
         there = range(q.shape[2]) if mask is None else [place for place in range(q.shape[2]) if mask[own, place] > 0]
         for count, place in enumerate(there, start=1):
@@ -63,8 +63,8 @@ def test_every_sum_equals_loops_over_visible_pairs(mask: Tensor | None) -> None:
     triangle = DIMS * (DIMS + 1) // 2
     for head in range(HEADS):
         expected = {each: torch.zeros(DIMS, dtype=torch.float64) for each in ("q_sum_HD", "k_sum_HD", "energy_HD")}
-        of_dims = ("qq_HDD", "kk_HDD", "kk_centred_HDD")
-        expected |= {each: torch.zeros(DIMS, DIMS, dtype=torch.float64) for each in of_dims}
+        squares = ("qq_HDD", "kk_HDD", "kk_centred_HDD")
+        expected |= {each: torch.zeros(DIMS, DIMS, dtype=torch.float64) for each in squares}
         expected["system_HTT"] = torch.zeros(triangle, triangle, dtype=torch.float64)
         for _, query, keys, scale in pairs(q, k, mask, head):
             expected["system_HTT"] += torch.outer(upper(keys.T @ keys), upper(torch.outer(query, query)))
@@ -81,7 +81,7 @@ def test_every_sum_equals_loops_over_visible_pairs(mask: Tensor | None) -> None:
 
 
 def test_restricted_system_equals_the_full_system_of_kept_dims() -> None:
-    """Its target and the energy of what is left out by loops, too."""
+    """Loops check its target and the energy of the dropped dims too."""
     q, k = drawn(1)
     kept_HK = torch.tensor([[0, 2, 3, 5], [1, 2, 3, 4]])
     got = summed(q, k, kept_HK=kept_HK)
@@ -101,7 +101,7 @@ def test_restricted_system_equals_the_full_system_of_kept_dims() -> None:
 
 
 def test_corp_maps_equal_least_squares_over_visible_pairs() -> None:
-    """M of eq. 14-16 against lstsq, a row for each visible pair."""
+    """lstsq solves eq. 14-16 for M with one row per visible pair."""
     q, k = drawn(4)
     kept_HK = torch.tensor([[0, 1, 2], [2, 3, 5]])
     sums = summed(q, k, kept_HK=kept_HK)
@@ -127,7 +127,7 @@ def test_corp_maps_equal_least_squares_over_visible_pairs() -> None:
 
 @pytest.mark.parametrize("mask", MASKS, ids=["full", "padded"])
 def test_plane_quadratic_equals_the_change_of_attention(mask: Tensor | None) -> None:
-    """For any factors of the planes: loops over queries, half the variance of the change of scores under attention."""
+    """The change is half the variance of the change of scores under each query's attention."""
     q, k = drawn(7)
     scale = 0.4
     sums = HeadSums(system=False, causal=True, plane_scale=scale)
@@ -158,7 +158,7 @@ def test_plane_quadratic_equals_the_change_of_attention(mask: Tensor | None) -> 
 
 
 def test_many_queries_are_subsampled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every other one, the last among them, twice."""
+    """Every second query is taken, the last included, and counts twice."""
     q, k = (x[0, :, :6].double() for x in drawn(9))
     monkeypatch.setattr(causal, "PLANE_QUERIES", 3)
     got = causal.gram_of_planes(q, k, 0.5)
@@ -183,8 +183,7 @@ def test_block_size_does_not_change_the_sums(monkeypatch: pytest.MonkeyPatch, en
 
 def test_equal_keys_have_zero_centred_moments() -> None:
     q, k = drawn()
-    constant = torch.full_like(k, 1e3)
-    got = summed(q, constant)
+    got = summed(q, torch.full_like(k, 1e3))
     assert float(got.kk_centred_HDD.abs().max()) < 1e-9
 
 
@@ -194,4 +193,3 @@ def test_non_binary_masks_are_refused() -> None:
     sums = HeadSums(system=False, causal=True)
     sums.add("q", q)
     rejects("of both", sums.add, "k", k[:, :1].expand(-1, HEADS, -1, -1)[:, :, :-1])
-    assert replace(summed(q, k)).images == INPUTS

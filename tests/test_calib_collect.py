@@ -1,4 +1,4 @@
-"""calib.collect: what changes no sum, which kernel makes it, what is refused; loops are in test_calib_weights.py."""
+"""calib.collect: batching, kernels, hooks and refusals; test_calib_weights.py compares its sums with loops."""
 
 from collections.abc import Callable
 from typing import Any
@@ -36,7 +36,7 @@ class TinyAttention(nn.Module):
 
 
 class TinyViT(nn.Module):
-    """Patches of 2x2 on 2 x 10 pixels: five tokens; the keys carry a large constant part, as trained ones do."""
+    """A block on five tokens, the 2x2 patches of 2 x 10 pixels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,6 +59,7 @@ def heads_from_qkv(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def tiny() -> TinyViT:
+    """Return a model whose keys have a large mean, as keys of trained models have."""
     torch.manual_seed(0)
     model = TinyViT()
     with torch.no_grad():
@@ -90,7 +91,7 @@ def relative(got: Tensor, expected: Any) -> float:
 @settings(max_examples=10, deadline=None)
 @given(order=st.permutations(range(4)), pieces=st.integers(1, 4))
 def test_order_and_batching_of_images_do_not_matter(order: list[int], pieces: int) -> None:
-    """A forward pass takes 8 images: whole ones may come in any order, in any batch."""
+    """A forward pass takes 8 images, so groups of 8 may come in any order and in any batch."""
     images = images_of(32)
     moved = torch.cat([images.split(8)[index] for index in order])
     whole, other = (collected(each, 8 * size, attention_system=True) for each, size in ((images, 4), (moved, pieces)))
@@ -113,12 +114,12 @@ def test_merged_parts_equal_the_whole(cut: int) -> None:
 @pytest.mark.parametrize("kernel", ["blas", "onednn"])
 @pytest.mark.parametrize("shape", [(8, 197, 400), (2, 4000, 32), (3, 5, 8), (1, 1, 1)])
 def test_both_kernels_compute_the_gram(kernel: products.Kernel, shape: tuple[int, int, int]) -> None:
-    """Several block rows, more tokens than a product may have, fewer channels than a block; activations with a mean."""
-    x_BNF = torch.randn(shape, generator=torch.Generator().manual_seed(0)) + 3.0  # all terms of one sign: the worst
+    """The shapes have several block rows, more tokens than one product takes, and fewer channels than a block."""
+    x_BNF = torch.randn(shape, generator=torch.Generator().manual_seed(0)) + 3.0  # terms of one sign are the worst case
     total_FF = torch.zeros(shape[-1], shape[-1], dtype=torch.float64)
     for _ in range(2):
         products.add_gram_(total_FF, x_BNF, kernel)
-    total_FF.add_(torch.ones_like(total_FF).tril(-1))  # as if the kernel rounded there otherwise
+    total_FF.add_(torch.ones_like(total_FF).tril(-1))  # as if the kernel rounded the lower triangle differently
     products.mirror_(total_FF)
     assert torch.equal(total_FF, total_FF.mT)
     scale, x_nF = float(total_FF.diagonal().mean()), x_BNF.double().flatten(0, 1)
@@ -126,7 +127,7 @@ def test_both_kernels_compute_the_gram(kernel: products.Kernel, shape: tuple[int
 
 
 def clock_of(*spans: float) -> Callable[[], float]:
-    """A clock by which consecutive trials take these times."""
+    """Return a clock on which consecutive trials take these times."""
     now = [moment for span in spans for moment in (0.0, span)]
     return iter(now).__next__
 
@@ -136,8 +137,8 @@ def clock_of(*spans: float) -> Callable[[], float]:
     [
         ((2.0, 1.0) * 5, "onednn"),
         ((1.0, 2.0) * 5, "blas"),
-        ((1.0, 0.95) * 5, "blas"),  # too close to choose by
-        ((9.0, 1.0) * 4 + (1.0, 1.0), "blas"),  # the least of each counts: the rest is noise
+        ((1.0, 0.95) * 5, "blas"),  # too close to matter
+        ((9.0, 1.0) * 4 + (1.0, 1.0), "blas"),  # only the least time of each kernel counts
     ],
 )
 def test_faster_kernel_is_chosen(spans: tuple[float, ...], expected: str) -> None:
@@ -155,9 +156,8 @@ def test_model_is_left_unchanged() -> None:
     model.attn.eval()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     collect(model, sites_of(model), [images_of(3)], device="cpu")
-    assert [module.training for module in model.modules()] == [
-        not isinstance(module, TinyAttention) and module not in list(model.attn.modules()) for module in model.modules()
-    ]
+    inside = list(model.attn.modules())
+    assert [module.training for module in model.modules()] == [module not in inside for module in model.modules()]
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
@@ -238,7 +238,7 @@ def test_later_passes_stop_at_the_last_site() -> None:
 
 
 class Grid(nn.Module):
-    """[B,3,2,10] to a grid of tokens with the channels last, through a linear layer and a convolution."""
+    """A linear layer on a grid of tokens with the channels last, then a convolution."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Digests and perceptual hashes of inputs, and finding inputs again by them."""
+"""Digests and perceptual hashes of inputs, and the overlap of sets that they show."""
 
 import io
 from dataclasses import replace
@@ -18,7 +18,7 @@ from tests.test_calib_store import moments
 
 
 def photographs(count: int, seed: int = 0) -> Tensor:
-    """Noise of the spectrum of photographs, 0 to 1 [count, 3, 96, 96]."""
+    """Return noise with the spectrum of photographs, scaled to 0 to 1, [count, 3, 96, 96]."""
     noise = torch.randn(count, 3, 96, 96, generator=torch.Generator().manual_seed(seed))
     away = torch.fft.fftfreq(96)[:, None].square() + torch.fft.rfftfreq(96)[None].square()
     images = torch.fft.irfft2(torch.fft.rfft2(noise) / (away.sqrt() + 0.02))
@@ -76,7 +76,7 @@ def test_near_duplicate_threshold_is_exact() -> None:
 def test_known_images_are_found_by_content_and_by_hash() -> None:
     images = photographs(6)
     fitted = Fingerprints.from_inputs(torch.arange(4), images[:4])
-    # Two of the very same, a copy of a third under another digest, one that is none of them.
+    # Two known digests, a known image under another digest, and an unknown image.
     judging = Fingerprints.from_inputs(torch.tensor([0, 1, 77, 78]), torch.cat([images[:3], images[5:]]))
     assert judging.overlap(fitted) == (2, 1)
     assert judging.overlap(Fingerprints(ids=fitted.ids)) == (2, 0)
@@ -96,7 +96,7 @@ def test_fingerprints_are_stored_with_hashed_ones_first() -> None:
     assert not len(Fingerprints.concatenated([]))
     slashes = Fingerprints(ids=torch.tensor([-1, -(2**48)])).as_json()["ids"]
     assert "/" not in slashes
-    assert "_" in slashes, "in its place"
+    assert "_" in slashes, "base64 for URLs has _ in place of /"
     assert hashed.sorted().ids.tolist() == [-3, 5]
     assert torch.equal(hashed.sorted().hashes_M2, hashed.hashes_M2.flip(0))
 

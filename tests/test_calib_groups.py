@@ -1,4 +1,4 @@
-"""calib.groups: halves never split a group, whatever the groups; moments of halves are kept, merged and refused."""
+"""calib.groups: halves and held-out sets keep groups whole; moments of halves are saved, merged and refused."""
 
 import json
 from collections import Counter
@@ -22,9 +22,13 @@ from tests.refusals import rejects
 from tests.sums import assert_equal
 
 
-def array(path: Path, images: np.ndarray) -> Images:
+def array(path: Path, images: np.ndarray, **options: int) -> Images:
     np.save(path, images)
-    return open_images(path, image_shape=(3, 4, 4), transform=lambda _: torch.zeros(3, 4, 4))
+    return opened(path, **options)
+
+
+def opened(path: Path, **options: int) -> Images:
+    return open_images(path, image_shape=(3, 4, 4), transform=lambda _: torch.zeros(3, 4, 4), **options)
 
 
 def random_images(count: int, seed: int = 0) -> np.ndarray:
@@ -55,7 +59,7 @@ def test_one_group_has_no_halves() -> None:
 
 
 def test_groups_that_share_an_image_are_joined() -> None:
-    """Against the closure of an explicit relation."""
+    """The expected groups are the transitive closure of sharing a label or an identifier."""
     draw = np.random.default_rng(3)
     labels, ids = draw.integers(0, 12, 30).tolist(), draw.integers(0, 22, 30).tolist()
     reached = np.array([[a == c or b == d for c, d in zip(labels, ids, strict=True)]
@@ -67,10 +71,7 @@ def test_groups_that_share_an_image_are_joined() -> None:
 
 
 def test_group_labels_follow_the_sampled_images(tmp_path: Path) -> None:
-    np.save(tmp_path / "images.npy", random_images(10))
-    drawn = open_images(
-        tmp_path / "images.npy", image_shape=(3, 4, 4), transform=lambda _: torch.zeros(3), samples=6, seed=1
-    )
+    drawn = array(tmp_path / "images.npy", random_images(10), samples=6, seed=1)
     labels = [f"photograph {number // 3}" for number in range(10)]
     got = group_ids(drawn, labelled(tmp_path, labels)).tolist()
     expected = [labels[place] for place in drawn.places]
@@ -84,11 +85,11 @@ def test_folders_become_groups(tmp_path: Path) -> None:
     for number, name in enumerate(("a/1.png", "a/2.png", "b/1.png", "top.png")):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         Image.fromarray(np.full((4, 4, 3), 40 * number, dtype=np.uint8)).save(tmp_path / name)
-    opened = open_images(tmp_path, image_shape=(3, 4, 4), transform=lambda _: torch.zeros(3, 4, 4))
-    a1, a2, b1, top = group_ids(opened, "folder").tolist()
+    images = opened(tmp_path)
+    a1, a2, b1, top = group_ids(images, "folder").tolist()
     assert a1 == a2
     assert len({a1, b1, top}) == 3
-    assert len(group_ids(opened, "image").unique()) == len(group_ids(opened, "file").unique()) == 4
+    assert len(group_ids(images, "image").unique()) == len(group_ids(images, "file").unique()) == 4
 
 
 def test_mismatched_group_labels_are_refused(tmp_path: Path) -> None:
@@ -119,27 +120,16 @@ def channels(seed: int) -> ChannelMoments:
 
 
 def halved(first: int) -> Moments:
-    """Four images in two groups, each image's statistics those of its number."""
-    every = [channels(number) for number in range(first, first + 4)]
+    """Make moments of four images in two groups, whose second half is the second group."""
 
-    def of(numbers: list[int]) -> Moments:
-        parts = [
-            Moments(
-                sites={"mlp": every[n - first]},
-                lineage={"model": "m"},
-                images=1,
-                fingerprints=Fingerprints(ids=torch.tensor([n])),
-            )
-            for n in numbers
-        ]
-        whole = parts[0]
-        for part in parts[1:]:
-            whole = merge_moments(whole, part)
-        return whole
+    def moments_of_images(numbers: range) -> Moments:
+        fingerprints = Fingerprints(ids=torch.tensor(numbers))
+        sites: dict[str, SiteMoments] = {"mlp": merge_of(*numbers)}
+        return Moments(sites=sites, lineage={"model": "m"}, images=len(numbers), fingerprints=fingerprints)
 
     groups = torch.tensor([first, first, first + 2, first + 2])
-    whole = of([first, first + 1, first + 2, first + 3])
-    return replace(whole, group_ids=groups, half=of([first + 2, first + 3]))
+    whole, half = (moments_of_images(range(start, first + 4)) for start in (first, first + 2))
+    return replace(whole, group_ids=groups, half=half)
 
 
 def test_moments_file_contains_both_halves(tmp_path: Path) -> None:
@@ -161,11 +151,8 @@ def require_same(got: SiteMoments, expected: ChannelMoments) -> None:
 
 def merge_of(*numbers: int) -> ChannelMoments:
     every = [channels(number) for number in numbers]
-    return ChannelMoments(
-        tokens=sum(each.tokens for each in every),
-        eps=0.01,
-        **{name: sum(getattr(each, name) for each in every) for name in ("sum_F", "gram_FF", "active_F")},
-    )
+    sums = {name: sum(getattr(each, name) for each in every) for name in ("sum_F", "gram_FF", "active_F")}
+    return ChannelMoments(tokens=sum(each.tokens for each in every), eps=0.01, **sums)
 
 
 def test_halves_merge_by_addition() -> None:

@@ -1,4 +1,4 @@
-"""calib.images: order, identity and every kind of bad input."""
+"""calib.images: reading order, digests and refusals of folders, arrays and shards."""
 
 import io
 import shutil
@@ -41,13 +41,12 @@ def read(images: Images, batch: int = 2) -> Tensor:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Five pictures with grey levels 10 to 50 in reading order, in two folders and three formats, and a text file."""
+    """Write five pictures of grey levels 10 to 50 in two folders and four formats, and a text file."""
     root = tmp_path / "photos"
     (root / "b").mkdir(parents=True)
     for level, name in enumerate(("a.png", "b/x.jpg", "b/y.JPEG", "b/z.webp", "c.bmp"), start=1):
-        Image.new("L" if name == "a.png" else "RGB", (8, 8), tuple([level * 10] * 3) if name != "a.png" else 10).save(
-            root / name
-        )
+        grey = Image.new("L", (8, 8), level * 10)
+        (grey if name == "a.png" else grey.convert("RGB")).save(root / name)
     (root / "notes.txt").write_text("no image")
     (root / ".hidden.png").write_bytes(b"")
     return root
@@ -190,7 +189,7 @@ def encoded(level: int) -> bytes:
 
 @pytest.fixture
 def shards(tmp_path: Path) -> str:
-    """Two shards of two images each, with the labels webdataset keeps beside them."""
+    """Write two shards of two images each, with the labels that webdataset keeps beside them."""
     for shard in range(2):
         members = {f"{shard}{i}.png": encoded(10 * (2 * shard + i + 1)) for i in range(2)}
         write_shard(tmp_path / f"part-{shard + 8:02}.tar", members | {f"{shard}0.cls": b"7"})

@@ -1,4 +1,4 @@
-"""Processes meet through a store that holds the words of dead ones, in every order of coming."""
+"""Processes agree on a fresh part of a store that dead processes have used, in every order of arrival."""
 
 from concurrent.futures import ThreadPoolExecutor
 from itertools import permutations
@@ -11,14 +11,14 @@ from calib.distributed import fresh_store
 
 
 def met(store: HashStore, size: int, order: tuple[int, ...], timeout_s: float = 20.0) -> list[PrefixStore]:
-    """The part of each of these ranks, which come one after another."""
+    """Return the store part of each rank, with ranks that arrive in this order."""
 
-    def come(rank: int) -> PrefixStore:
+    def arrive(rank: int) -> PrefixStore:
         sleep(0.03 * order.index(rank))
         return fresh_store(store, rank=rank, size=size, timeout_s=timeout_s)
 
     with ThreadPoolExecutor(size) as threads:
-        return list(threads.map(come, sorted(order)))
+        return list(threads.map(arrive, sorted(order)))
 
 
 @pytest.mark.parametrize("order", list(permutations(range(3))))
@@ -40,7 +40,7 @@ def test_answer_to_a_dead_process_is_ignored() -> None:
 
 def test_absent_process_is_named() -> None:
     store = HashStore()
-    met(store, 3, (0, 1, 2))  # its confirmation is of another meeting
+    met(store, 3, (0, 1, 2))  # the store keeps the confirmation of an earlier meeting
     with pytest.raises(TimeoutError, match=r"rank [12] did not come"):
         fresh_store(store, rank=0, size=3, timeout_s=0.1)
 

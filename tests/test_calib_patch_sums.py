@@ -1,6 +1,4 @@
-"""Statistics of convolutions against float64 loops over images and places, merged, halved, saved and refused; what
-convolutions read, and the memory that their sums take.
-"""
+"""Statistics of convolutions against float64 loops, their patches, merging, files, refusals and memory."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -115,11 +113,11 @@ def test_calibrations_merge_and_split() -> None:
 def test_moments_of_different_channels_do_not_merge() -> None:
     a, b = (with_ids(collected(images_of(3), 3), first) for first in (0, 3))
     other = replace(patch_moments(b, "some"), channels_GR=CHANNELS_GR.flip(0))
-    rejects(
-        "some: moments to merge differ in channels_GR", merge_moments, a, replace(b, sites={**b.sites, "some": other})
-    )
-    with pytest.raises(BadInput, match=r"some\.sum_GU: moments to merge are \[2, 18\] and \[2, 36\]"):
-        merge_moments(a, replace(b, sites={**b.sites, "some": b.sites["grouped"]}))
+    for site, message in (
+        (other, "some: moments to merge differ in channels_GR"),
+        (b.sites["grouped"], r"some\.sum_GU: moments to merge are \[2, 18\] and \[2, 36\]"),
+    ):
+        rejects(message, merge_moments, a, replace(b, sites={**b.sites, "some": site}))
 
 
 def test_patch_moments_round_trip(tmp_path: Path) -> None:
@@ -177,7 +175,7 @@ def test_zero_padding_of_a_convolution_is_found() -> None:
 
 
 def test_map_without_a_batch_dimension_is_refused() -> None:
-    class Alone(nn.Module):
+    class Unbatched(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.conv = nn.Conv2d(3, 2, 3)
@@ -186,7 +184,7 @@ def test_map_without_a_batch_dimension_is_refused() -> None:
             out: Tensor = self.conv(images[0])
             return out
 
-    model = Alone()
+    model = Unbatched()
     with pytest.raises(
         BadInput, match=r"^conv: got \[3, 11, 13\], expected a map \[batch, 3 channels, rows, columns\]"
     ):
@@ -217,7 +215,7 @@ def test_impossible_moments_are_refused(change: Callable[[PatchMoments], PatchMo
 
 
 def test_redundancy_of_planted_channels_is_found() -> None:
-    """Channels of one signal in the first group, silent ones in the second: one direction holds all."""
+    """The first group's channels share one signal and the second group's are silent, so one direction holds all."""
     site = patch_moments(collected(images_of(4), 4), "grouped")
     direction = torch.arange(1.0, 7.0, dtype=torch.float64)
     gram = torch.stack([torch.outer(direction, direction), torch.zeros(6, 6).double()])
@@ -233,8 +231,8 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def given_by(u_BNGU: Tensor, conv: nn.Conv2d) -> Tensor:
-    """Patches times weights by group, [B,N,O]."""
+def convolve_patches(u_BNGU: Tensor, conv: nn.Conv2d) -> Tensor:
+    """Multiply patches by the weights of their groups, [B,N,O]."""
     weight_GPU = conv.weight.flatten(1).unflatten(0, (conv.groups, -1))
     return torch.einsum("bngu,gpu->bngp", u_BNGU, weight_GPU).flatten(2)
 
@@ -262,7 +260,7 @@ def test_patches_times_weights_equal_the_convolution(
     with torch.no_grad():
         expected = conv(x_BCHW)
         u_BNGU = patches_of_map(x_BCHW, conv)
-        got = given_by(u_BNGU, conv)
+        got = convolve_patches(u_BNGU, conv)
     assert u_BNGU.shape == (2, expected[0, 0].numel(), groups, 6 // groups * kernel[0] * kernel[1])
     torch.testing.assert_close(got, expected.flatten(2).mT, rtol=1e-12, atol=1e-12)
 
@@ -277,7 +275,7 @@ def test_convolution_without_padding_equals_its_patches(
     x_BCHW = random(3, 4, 9, 11)
     with torch.no_grad():
         expected = functional.conv2d(x_BCHW, conv.weight, padding=padding, dilation=(1, 2))
-        got = given_by(patches_of_map(x_BCHW, conv), conv)
+        got = convolve_patches(patches_of_map(x_BCHW, conv), conv)
     torch.testing.assert_close(got, expected.flatten(2).mT, rtol=1e-12, atol=1e-12)
 
 

@@ -1,4 +1,4 @@
-"""calib.redundancy on statistics whose spectrum is planted."""
+"""calib.redundancy on statistics with planted spectra."""
 
 import math
 
@@ -17,7 +17,7 @@ def rotation(size: int, seed: int) -> Tensor:
 
 
 def mlp_with_spectrum(spectrum: list[float], mean: float) -> ChannelMoments:
-    """Covariance Q diag(spectrum) Q^T, every mean equal, over 10 tokens; channel 0 is active in every second token."""
+    """Make moments of 10 tokens with covariance Q diag(spectrum) Q^T and equal means; channel 0 is active in half."""
     q = rotation(len(spectrum), 0)
     mean_F = torch.full((len(spectrum),), mean, dtype=torch.float64)
     second = q @ torch.diag(torch.tensor(spectrum, dtype=torch.float64)) @ q.T + torch.outer(mean_F, mean_F)
@@ -27,7 +27,7 @@ def mlp_with_spectrum(spectrum: list[float], mean: float) -> ChannelMoments:
 
 
 def attention_with_logit_spectrum(singular: list[float]) -> HeadMoments:
-    """S_q = A A^T and S_k centred = B B^T such that S_q^1/2 S_k^1/2 has the given singular values."""
+    """Make moments for which S_q^1/2 times the root of the centred S_k has these singular values."""
     dim = len(singular)
     u, v = rotation(dim, 1), rotation(dim, 2)
     root = torch.diag(torch.tensor(singular, dtype=torch.float64))
@@ -63,7 +63,7 @@ def test_equal_directions_have_full_rank_and_a_constant_none(spectrum: list[floa
 
 
 def test_attention_row_uses_keys_centred_per_image() -> None:
-    """Energies are squared singular values: 100, 4, 1 hold 95.2 %, 99.0 %, 100 %."""
+    """The squared singular values 100, 4 and 1 add up to 95.2 %, 99.0 % and 100 % of the energy."""
     row = only(attention_with_logit_spectrum([10.0, 2.0, 1.0]))
     assert isinstance(row, HeadRedundancy)
     assert row.spectrum[0] == pytest.approx([100 / 105, 4 / 105, 1 / 105])

@@ -1,4 +1,4 @@
-"""calib.texts: documents in order, their identity, and every kind of bad file."""
+"""calib.texts: reading order, digests, samples and refusals of document files."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -34,15 +34,15 @@ def opened(path: Path, *, length: int = LENGTH, samples: int | None = None, seed
 
 
 def documents_of(texts: Texts) -> list[str]:
-    """What the encoder is given, by batches of two."""
-    given: list[str] = []
+    """Return the documents that reach the encoder, in batches of two."""
+    encoded: list[str] = []
 
     def encode(documents: Sequence[str]) -> Mapping[str, Tensor]:
-        given.extend(documents)
+        encoded.extend(documents)
         return tiny_text.encode_to(LENGTH)(documents)
 
     list(replace(texts, encode=encode).batches(2))
-    return given
+    return encoded
 
 
 def test_documents_keep_the_order_of_their_lines(path: Path) -> None:
@@ -139,4 +139,5 @@ def test_file_that_changes_during_reading_is_refused(path: Path) -> None:
 def test_unsuitable_encoders_are_refused(
     path: Path, encode: Callable[[Sequence[str]], Mapping[str, Tensor]], message: str
 ) -> None:
-    rejects(message, list, open_texts(path, encode=encode).batches(2))
+    with pytest.raises(BadInput, match=message):
+        list(open_texts(path, encode=encode).batches(2))

@@ -1,4 +1,4 @@
-"""Statistics of tokens, weighted and not, against float64 loops over inputs and tokens, without calib's kernels."""
+"""Statistics of weighted and unweighted tokens against float64 loops over inputs and tokens."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -25,7 +25,7 @@ COUNT, LENGTH = 21, 11
 
 
 def ids_and_masks(seed: int = 0) -> dict[str, Tensor]:
-    """Random ids; masks with holes, the first token always seen."""
+    """Draw random ids, and masks with holes that keep the first token."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, tiny_text.LETTERS, (COUNT, LENGTH), generator=generator)
     masks = (torch.rand(COUNT, LENGTH, generator=generator) < 0.6).long()
@@ -39,7 +39,7 @@ def mask_of(inputs: Inputs) -> Tensor:
 
 
 def sizes_of(inputs: Inputs) -> Tensor:
-    """Weights that are no whole numbers, by what a token is; 0 where the mask is."""
+    """Return fractional weights by token id, 0 for masked tokens."""
     assert not isinstance(inputs, Tensor)
     return inputs["attention_mask"] * (0.3 + (inputs["input_ids"] % 5))
 
@@ -53,13 +53,13 @@ def collected(inputs: Mapping[str, Tensor], weights: TokenWeights | None, *, bat
 
 
 def activations(inputs: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
-    """q, k [B,H,N,D]; z, x [B,N,C]; the pooled head's input [B,1,F]: of a float32 forward pass, as float64."""
+    """Return q, k [B,H,N,D], z, x [B,N,C] and the head's input [B,1,F] of a float32 pass, as float64."""
     encoder = tiny_text.model()
     seen: dict[str, np.ndarray] = {}
 
     def keep(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
-        def hook(_: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> None:
-            seen[name] = change(out if name in "qk" else given[0]).double().numpy()
+        def hook(_: nn.Module, inputs: tuple[Tensor, ...], out: Tensor) -> None:
+            seen[name] = change(out if name in "qk" else inputs[0]).double().numpy()
 
         return hook
 
@@ -88,8 +88,8 @@ def half_vector(matrix: np.ndarray) -> np.ndarray:
     return np.array([matrix[i, j] for i in range(len(matrix)) for j in range(i, len(matrix))])
 
 
-def of_one_head(q_ND: np.ndarray, k_ND: np.ndarray, weight_N: np.ndarray, keep: np.ndarray) -> dict[str, np.ndarray]:
-    """One input's share of every statistic of a head: only the tokens whose weight is above zero are looked at."""
+def head_loop(q_ND: np.ndarray, k_ND: np.ndarray, weight_N: np.ndarray, keep: np.ndarray) -> dict[str, np.ndarray]:
+    """Return one input's share of every statistic of a head, from its tokens with a weight above zero."""
     seen = np.flatnonzero(weight_N)
     dim = q_ND.shape[1]
     qq, kk, centred = (np.zeros((dim, dim)) for _ in range(3))
@@ -99,9 +99,7 @@ def of_one_head(q_ND: np.ndarray, k_ND: np.ndarray, weight_N: np.ndarray, keep: 
         kk += weight_N[n] * np.outer(k_ND[n], k_ND[n])
         centred += weight_N[n] * np.outer(k_ND[n] - mean, k_ND[n] - mean)
     drop = np.setdiff1d(np.arange(dim), keep)
-    left_out = sum(
-        weight_N[n] * weight_N[m] * (q_ND[n, drop] @ k_ND[m, drop]) ** 2 for n in seen for m in seen
-    )  # fmt: skip
+    left_out = sum(weight_N[n] * weight_N[m] * (q_ND[n, drop] @ k_ND[m, drop]) ** 2 for n in seen for m in seen)
     return {
         "q_sum_HD": sum(weight_N[n] * q_ND[n] for n in seen),
         "k_sum_HD": sum(weight_N[n] * k_ND[n] for n in seen),
@@ -122,7 +120,7 @@ def head_loops(
     heads = []
     for head in range(tiny_text.HEADS):
         keep = np.arange(tiny_text.DIM) if kept is None else kept[head].numpy()
-        each = [of_one_head(seen["q"][b, head], seen["k"][b, head], w, keep) for b, w in enumerate(weight_BN)]
+        each = [head_loop(seen["q"][b, head], seen["k"][b, head], w, keep) for b, w in enumerate(weight_BN)]
         heads.append({name: np.sum([one[name] for one in each], 0) for name in each[0]})
     by_head = {name: np.stack([head[name] for head in heads]) for name in heads[0]}
     return by_head | {"z_sum_C": sums["sum_F"], "zz_CC": sums["gram_FF"], "tokens": sums["tokens"]}
@@ -183,8 +181,8 @@ def test_weights_of_one_change_nothing() -> None:
     moments_equal(collected(inputs, lambda _: None), without, 0.0)
 
 
-class Given(nn.Module):
-    """Tokens [B,N,4] as they are: q, k, z and x of its sites."""
+class Passing(nn.Module):
+    """A model whose sites have its input tokens [B,N,4] as q, k, z and x."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,15 +198,13 @@ class Given(nn.Module):
         return [heads, ChannelTaps(name="mlp", output=self.last)]
 
 
-def of_tokens(x_BN4: Tensor, weight_BN: Tensor) -> Moments:
-    model, inputs = Given(), {"x": x_BN4, "weights": weight_BN}
-    return collect(
-        model, model.sites(), [inputs], device="cpu",
-        options=Options(
-            attention_system=True,
-            token_weights=lambda piece: None if isinstance(piece, Tensor) else piece["weights"],
-        ),
-    )  # fmt: skip
+def moments_of_tokens(x_BN4: Tensor, weight_BN: Tensor) -> Moments:
+    def token_weights(piece: Inputs) -> Tensor | None:
+        return None if isinstance(piece, Tensor) else piece["weights"]
+
+    model, inputs = Passing(), {"x": x_BN4, "weights": weight_BN}
+    options = Options(attention_system=True, token_weights=token_weights)
+    return collect(model, model.sites(), [inputs], device="cpu", options=options)
 
 
 @pytest.mark.parametrize("garbage", [1e30, float("inf"), float("nan")])
@@ -216,17 +212,17 @@ def test_zero_weight_token_has_no_effect(garbage: float) -> None:
     x_BN4 = torch.randn(9, 6, 4, generator=torch.Generator().manual_seed(0))
     weight_BN = torch.ones(9, 6)
     weight_BN[::2, 4:] = 0.0
-    clean = of_tokens(x_BN4, weight_BN)
+    clean = moments_of_tokens(x_BN4, weight_BN)
     spoilt_BN4 = x_BN4.masked_fill(weight_BN[..., None] == 0, garbage)
-    moments_equal(of_tokens(spoilt_BN4, weight_BN), clean, 0.0)
+    moments_equal(moments_of_tokens(spoilt_BN4, weight_BN), clean, 0.0)
 
 
 def test_single_token_has_zero_centred_keys() -> None:
-    """The singular case: what is centred is zero, although keys are large; all else is of rank one for each input."""
+    """Centred keys are zero although the keys are large, and other sums are of rank one per input."""
     x_BN4 = 1000.0 + torch.randn(5, 6, 4, generator=torch.Generator().manual_seed(0))
     weight_BN = torch.zeros(5, 6)
     weight_BN[:, 2] = 0.3
-    attention = of_tokens(x_BN4, weight_BN).sites["attn"]
+    attention = moments_of_tokens(x_BN4, weight_BN).sites["attn"]
     assert isinstance(attention, HeadMoments)
     one_B4 = x_BN4[:, 2].double()
     weight = float(torch.tensor(0.3))
@@ -239,9 +235,9 @@ def test_zero_weight_input_adds_nothing() -> None:
     x_BN4 = torch.randn(4, 6, 4, generator=torch.Generator().manual_seed(0))
     weight_BN = torch.ones(4, 6)
     weight_BN[1] = 0.0
-    with_it, without = of_tokens(x_BN4, weight_BN), of_tokens(x_BN4[[0, 2, 3]], weight_BN[[0, 2, 3]])
+    with_it, without = moments_of_tokens(x_BN4, weight_BN), moments_of_tokens(x_BN4[[0, 2, 3]], weight_BN[[0, 2, 3]])
     moments_equal(with_it, without, 1e-6)
-    rejects("attn: the token weights of all 4 inputs are zero", of_tokens, x_BN4, torch.zeros(4, 6))
+    rejects("attn: the token weights of all 4 inputs are zero", moments_of_tokens, x_BN4, torch.zeros(4, 6))
 
 
 @pytest.mark.parametrize(
@@ -256,7 +252,7 @@ def test_zero_weight_input_adds_nothing() -> None:
     ],
 )
 def test_malformed_weights_are_refused(weight_BN: Tensor, message: str) -> None:
-    rejects(message, of_tokens, torch.zeros(3, 6, 4), weight_BN)
+    rejects(message, moments_of_tokens, torch.zeros(3, 6, 4), weight_BN)
 
 
 def test_weighted_moments_round_trip_and_continue(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Calibrations on too few different images, or on values that no preprocessing gives, are told."""
+"""Warnings of calibrations on too few different images or on values that no preprocessing gives."""
 
 from pathlib import Path
 
@@ -28,12 +28,11 @@ def moments_of(ids: list[int], *, width: int = 192, rows: int = 17) -> Moments:
 
 @pytest.mark.parametrize("ids", [[1], [1] * 50, [1, 2, 3] * 10, list(range(11))])
 def test_few_distinct_images_are_warned_of_despite_repetition(ids: list[int]) -> None:
-    said = few_inputs_warning(moments_of(ids), "images")
-    copies = f" ({len(ids)} with copies)" if len(set(ids)) < len(ids) else ""
-    own = "image" if len(set(ids)) == 1 else "images"
-    assert said.startswith(
-        f"the moments are of {len(set(ids))} different {own}{copies}; mlp, 192 wide, needs at least 12"
-    )
+    distinct = len(set(ids))
+    copies = f" ({len(ids)} with copies)" if distinct < len(ids) else ""
+    noun = "image" if distinct == 1 else "images"
+    expected = f"the moments are of {distinct} different {noun}{copies}; mlp, 192 wide, needs at least 12"
+    assert few_inputs_warning(moments_of(ids), "images").startswith(expected)
 
 
 def test_enough_distinct_images_give_no_warning() -> None:
@@ -74,10 +73,9 @@ def test_values_far_from_the_preprocessing_are_warned_of(low: float, high: float
 
 def test_float_pixels_are_warned_of_and_byte_pixels_are_not(tmp_path: Path) -> None:
     model, pixels = tiny.checkpoint().model, np.random.default_rng(0).integers(0, 256, (4, 3, 32, 32)).astype(np.uint8)
-    assert "like pixels" in range_warning(model, tiny.opened(tmp_path / "f.npy", pixels.astype(np.float32)))
-    assert "scaled to 0 to 1" in range_warning(
-        model, tiny.opened(tmp_path / "s.npy", (pixels / 255).astype(np.float32))
-    )
+    for scale, words in ((1, "like pixels"), (255, "scaled to 0 to 1")):
+        images = (pixels / scale).astype(np.float32)
+        assert words in range_warning(model, tiny.opened(tmp_path / f"{scale}.npy", images))
     assert not range_warning(model, tiny.opened(tmp_path / "u.npy", pixels))  # type: ignore[arg-type]
 
 
