@@ -52,6 +52,7 @@ def plan_steps(tracing: Tracing, sites: Sites, widths: Widths, method: Method) -
 def _site_steps(
     site: Site, every: list[Site], widths: Widths, method: Method, order: Mapping[str, int]
 ) -> Iterator[Step]:
+    # Whole heads, if any are removed, are a step of their own before the step of their dimensions.
     def place(*sites: Site) -> int:
         return min(order[span.reader] for each in sites for span in each.groups.listening)
 

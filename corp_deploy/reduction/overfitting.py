@@ -104,6 +104,7 @@ def data_gap(reports: Iterable[SiteReport], moments: Moments) -> Overfitting | N
 
 
 def _shares_lost(site: Site, moments: Moments, width: int, where: torch.device) -> tuple[float, float]:
+    """Return the lost share of a site's output, for fits to half of the images, on that half and on the other."""
     own, kind = site_moments(site, moments, where), kind_of(site)
     splits = splits_at(site, moments, own, where)
     assert splits is not None, site.name
