@@ -231,8 +231,8 @@ def test_images_and_texts_together_are_refused_before_timing(home: Path, tmp_pat
             {"precision": "mixed", "auto": True},
             "`auto=True` looks for the blocks on real inputs; give `auto=True` and `inputs` together",
         ),
-        ({"auto": True, "inputs": tiny.images(2)}, "`auto=True` is not honoured by precision fp32"),
-        ({"keep_fp32": ["blocks.0"]}, "`keep_fp32='blocks.0'` is not honoured by precision fp32"),
+        ({"auto": True, "inputs": tiny.images(2)}, "`auto=True` has no effect on precision fp32"),
+        ({"keep_fp32": ["blocks.0"]}, "`keep_fp32='blocks.0'` has no effect on precision fp32"),
         (
             {"precision": "int8", "inputs": tiny.images(2), "weight_bits": 6},
             "`weight_bits`: '6': expected a whole number from 7 to 8",
@@ -251,7 +251,7 @@ def test_mistakes_give_one_message_and_write_nothing(home: Path, tmp_path: Path)
     with pytest.raises(TypeError, match="argument 'mpl'; its options are model, moments, output, mlp"):
         corp_deploy.reduce(dense, moments, out, mpl=0.5)  # type: ignore[call-arg]
     rejects("nothing asked for", corp_deploy.reduce, dense, moments, out)
-    rejects("`polish_steps=3` is not honoured", corp_deploy.reduce, dense, moments, out, mlp=0.5, polish_steps=3)
+    rejects("`polish_steps=3` has no effect on", corp_deploy.reduce, dense, moments, out, mlp=0.5, polish_steps=3)
     rejects("several budgets", corp_deploy.reduce, dense, moments, out, inputs=images, macs=0.5, params=0.5)
     rejects("missing: no such directory", corp_deploy.load, tmp_path / "missing")
     rejects(r"needs `Source\(weights=\.\.\.\)`", corp_deploy.load, corp_deploy.Source("vit_tiny_patch16_224"))

@@ -261,10 +261,10 @@ def test_reports_mention_no_attention(home: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (("--mlp", 0.5), "--mlp 0.5 is not honoured by a model without MLPs"),
-        (("--attn", 0.5), "--attn 0.5 is not honoured by a model without attention"),
-        (("--conv", 0.5, "--heads", "square"), "--heads square is not honoured by a reduction that leaves attention"),
-        (("--conv", 0.5, "--preset", "corp-v1"), "--conv 0.5 is not honoured by preset corp-v1"),
+        (("--mlp", 0.5), "--mlp 0.5 has no effect on a model without MLPs"),
+        (("--attn", 0.5), "--attn 0.5 has no effect on a model without attention"),
+        (("--conv", 0.5, "--heads", "square"), "--heads square has no effect on a reduction that leaves attention"),
+        (("--conv", 0.5, "--preset", "corp-v1"), "--conv 0.5 has no effect on preset corp-v1"),
     ],
 )
 def test_attention_options_are_refused_with_the_reason(words: tuple[object, ...], reason: str, home: Path) -> None:

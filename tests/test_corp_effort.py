@@ -148,8 +148,8 @@ def test_few_images_are_reduced_in_one_pass_and_reported(home: Path) -> None:
         ({"held_out": "moments"}, "sets images apart to judge by; leave --held-out out"),
         ({"residual": 0.5}, "of which --residual removes channels"),
         ({"mlp": None, "sparse": "2:4"}, "nothing is repaired where weights alone are set to zero"),
-        ({"rescale": True}, "--rescale is not honoured by the closed loop"),
-        ({"polish_steps": 3}, "not honoured by a reduction that is not polished"),
+        ({"rescale": True}, "--rescale has no effect on the closed loop"),
+        ({"polish_steps": 3}, "has no effect on a reduction that is not polished"),
     ],
 )
 def test_effort_refuses_options_it_chooses_or_cannot_judge(options: dict[str, Any], message: str) -> None:

@@ -135,8 +135,8 @@ def test_options_without_effect_are_refused() -> None:
     images = ("--images", home() / "images.npy")
     where = ["--model", home() / "dense", "--moments", home() / "m.safetensors", "-o", home() / "never"]
     for options, message in (
-        (("--qk", "keep", "--attn", 0.5), "--attn 0.5 is not honoured by preset best with --qk keep"),
-        (("--mlp", 0.5, "--qk", "select"), "--qk select is not honoured by a reduction that leaves attention alone"),
+        (("--qk", "keep", "--attn", 0.5), "--attn 0.5 has no effect on preset best with --qk keep"),
+        (("--mlp", 0.5, "--qk", "select"), "--qk select has no effect on a reduction that leaves attention alone"),
         (
             ("--mlp", 0.5, "--repair", "conv=gram"),
             "--repair conv=gram has no effect on sites that are not reduced; give --conv",
@@ -146,7 +146,7 @@ def test_options_without_effect_are_refused() -> None:
             "--select energy has no effect on sites that are not reduced; give --mlp or --conv",
         ),
         *(
-            (("--macs", 0.6, *images, *knob), "--macs 0.6 is not honoured by preset best with " + " ".join(knob))
+            (("--macs", 0.6, *images, *knob), "--macs 0.6 has no effect on preset best with " + " ".join(knob))
             for knob in (("--repair", "gram"), ("--select", "wanda"), ("--qk", "logit-v1"))
         ),
         (("--preset", "fold", "--mlp", 0.5, "--repair", "none"), "can't repair"),

@@ -139,8 +139,8 @@ def test_merging_alone_repairs_only_in_a_closed_loop(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mlp": 0.5, "merge_metric": "keys"}, "--merge-metric keys is not honoured by a model that keeps its tokens"),
-        ({"merge_tokens": "3", "merge_how": "drop", "merge_metric": "keys"}, "is not honoured by dropped tokens"),
+        ({"mlp": 0.5, "merge_metric": "keys"}, "--merge-metric keys has no effect on a model that keeps its tokens"),
+        ({"merge_tokens": "3", "merge_how": "drop", "merge_metric": "keys"}, "has no effect on dropped tokens"),
         ({"merge_tokens": "3", "merge_how": "drop", "merge_outputs": "unmerged"}, "no value to restore"),
         ({"merge_tokens": "3", "preset": "fold", "mlp": 0.5}, "merged tokens have different weights"),
     ],

@@ -9,7 +9,7 @@ from tests import tiny
 from tests.command import invoked
 from tests.small_models import pixels, small
 
-NONE = "is not honoured by a model without attention"
+NONE = "has no effect on a model without attention"
 
 
 @pytest.fixture

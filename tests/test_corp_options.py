@@ -66,7 +66,7 @@ def assert_refused(result: Result, axis: Axis, option: str, value: object) -> No
     assert " ".join(words_of({option: value})) in said, said
     able = [way for way in axis.variants.values() if way.supports(option, value)]
     assert all(f"{way.label} ({way.how})" in said for way in able), said
-    assert able or "nothing honours it" in said
+    assert able or "it affects nothing" in said
 
 
 # Bench: the options that select each variant, and its runner; torch packages have a file of their own.
@@ -420,10 +420,10 @@ def test_geometry_needs_a_preset_that_reduces_heads() -> None:
 def test_decoder_options_are_refused_for_other_models(home: Path, tmp_path: Path) -> None:
     graphs = (home / "dense.onnx", home / "dense.onnx")
     message = run("bench", *graphs, "--cached", 8, "-o", tmp_path / "b.json").stderr
-    assert "--cached 8 is not honoured by models" in message
+    assert "--cached 8 has no effect on models" in message
     assert "graphs of decoders (directories of export-decoder)" in message
     words = ("verify", home / "dense", graphs[0], "--random", 2, "--length", 8, "-o", tmp_path / "p.json")
-    refuses("--length 8 is not honoured by a model as REFERENCE", *words)
+    refuses("--length 8 has no effect on a model as REFERENCE", *words)
 
 
 AXES = [

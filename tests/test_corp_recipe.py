@@ -56,7 +56,7 @@ ADDED = [
     ("[targets.tensorrt]\nsm = []", "[targets.tensorrt]: unknown key 'sm'; did you mean 'sms'?"),
     ("[bench]\ntime_limit_s = '3'", "bench.time_limit_s is '3', expected a number in (0, 1000000]"),
     ("[export]\nprecisions = ['int4']", "export.precisions is ['int4'], expected a list of different values, such as"),
-    ("[export]\nkeep_fp32 = ['blocks.1.attn']", "export.keep_fp32 = 'blocks.1.attn' is not honoured by precision fp32"),
+    ("[export]\nkeep_fp32 = ['blocks.1.attn']", "export.keep_fp32 = 'blocks.1.attn' has no effect on precision fp32"),
     (
         "[export]\nprecisions = ['fp32', 'mixed']",
         "precision mixed needs export.keep_fp32 = PATTERN, such as blocks.7.attn, or --auto",
@@ -101,7 +101,7 @@ REDUCED = [
     ("ridge = 1e-3", "nothing asked for: give reduce.mlp, reduce.attn or reduce.conv a share to remove"),
     ("macs = 0.6\nparams = 0.5", "reduce.macs and reduce.params are several budgets; give one"),
     ("mlp = 0.5\npreset = 'corpse'", "reduce.preset is 'corpse', expected one of best, corp"),
-    ("mlp = 0.5\nheads = 'ragged'", "reduce.heads = 'ragged' is not honoured by a reduction"),
+    ("mlp = 0.5\nheads = 'ragged'", "reduce.heads = 'ragged' has no effect on a reduction"),
     ("mlp = 0.5\nallow_partial = 1", "reduce.allow_partial is 1, expected true or false"),
     ("mlp = 0.5\nclosed_loop = 1", "reduce.closed_loop is 1, expected true, false or one of asymmetric, symmetric"),
     ("mlp = 0.5\nclosed_loop = true\nreads = 'class'", "reduce.reads is 'class', expected one of all, pooled"),
@@ -196,7 +196,7 @@ def test_rules_may_use_figures_the_release_measures(tmp_path: Path) -> None:
 
 def test_threads_need_a_target_that_uses_them(tmp_path: Path) -> None:
     text = LEAST + "[bench]\nthreads = 2\n[targets.tensorrt]\n"
-    rejects(r"bench\.threads = 2 is not honoured by TensorRT", load_recipe, written(tmp_path, text))
+    rejects(r"bench\.threads = 2 has no effect on TensorRT", load_recipe, written(tmp_path, text))
     assert load_recipe(written(tmp_path, text + "[targets.onnxruntime-cpu]")).bench.threads == 2
 
 

@@ -122,6 +122,6 @@ def test_rotating_presets_are_listed() -> None:
     assert MethodChoice(attn=0.5).method.rotates
     assert not MethodChoice(attn=0.5, rotate=False).method.rotates
     assert MethodChoice(attn=0.5, preset="corp", rotate=True).method.rotates
-    rejects("--rotate is not honoured by preset grail", ReduceOptions, preset="grail", mlp=0.5, rotate=True)
-    message = "--no-rotate is not honoured by a reduction that leaves attention alone"
+    rejects("--rotate has no effect on preset grail", ReduceOptions, preset="grail", mlp=0.5, rotate=True)
+    message = "--no-rotate has no effect on a reduction that leaves attention alone"
     rejects(message, ReduceOptions, mlp=0.5, rotate=False)

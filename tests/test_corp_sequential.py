@@ -99,9 +99,9 @@ def test_interrupted_run_resumes_at_the_next_block(home: Path, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--groups", "image"), "--groups image is not honoured by --sequential"),
+        (("--groups", "image"), "--groups image has no effect on --sequential"),
         (("--checkpoint-every", 4), "each block that is finished is kept"),
-        (("--snapshots", "4"), "is not honoured by --sequential"),
+        (("--snapshots", "4"), "has no effect on --sequential"),
     ],
 )
 def test_options_that_need_a_full_pass_are_refused(home: Path, options: tuple[Any, ...], message: str) -> None:

@@ -291,7 +291,7 @@ def test_weights_that_contradict_the_record_are_refused(home: Path) -> None:
         (("--sparse", "mlps=2:4"), "expected 2:4 for all sites"),
         (("--sparse", "mlp=2:4,mlp=1:4"), "each once"),
         (("--sparse", "2:4", "--within", "error 0.1"), "--within judges widths"),
-        ((*NARROWER, "--closed-loop", "--sparse-permute", "none"), "not honoured by a reduction that sets no weights"),
+        ((*NARROWER, "--closed-loop", "--sparse-permute", "none"), "has no effect on a reduction that sets no weights"),
     ],
 )
 def test_meaningless_options_are_refused(home: Path, words: tuple[Any, ...], message: str) -> None:
@@ -308,7 +308,7 @@ def test_sparsification_needs_images(home: Path) -> None:
 
 def test_sparsity_options_need_sparse_weights() -> None:
     assert ReduceOptions(sparse="mlp=2:4", sparse_pattern="cast", sparse_permute="none").needs_images
-    rejects("--sparse-pattern cast is not honoured", ReduceOptions, mlp=0.5, sparse_pattern="cast")
+    rejects("--sparse-pattern cast has no effect on", ReduceOptions, mlp=0.5, sparse_pattern="cast")
     assert sparsities_from_text("2:4") == ALL
 
 

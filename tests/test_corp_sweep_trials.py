@@ -268,11 +268,11 @@ def test_sweep_directory_is_locked_and_removed_if_empty(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--batch", 3), "--batch 3 is not honoured by a sweep that times nothing"),
+        (("--batch", 3), "--batch 3 has no effect on a sweep that times nothing"),
         (("--bench", "engine"), "say what builds them: --engine tensorrt-rtx"),
         (("--sm", "89"), "--sm names targets of engines"),
-        (("--bench", "openvino", "--device", "cuda"), "--device cuda is not honoured by OpenVINO"),
-        (("--engine", "tensorrt-rtx", "--threads", 2), "--threads 2 is not honoured by a sweep that builds engines"),
+        (("--bench", "openvino", "--device", "cuda"), "--device cuda has no effect on OpenVINO"),
+        (("--engine", "tensorrt-rtx", "--threads", 2), "--threads 2 has no effect on a sweep that builds engines"),
         (("--select", "energy", "--parts", "attn"), "--select selects channels, which --parts attn doesn't reduce"),
         (("--preset", "grail-fold", "--repair", "none", *MERGED), "can't repair"),
         (("--held-out", "x"), "--held-out judges how many images are enough"),

@@ -128,7 +128,7 @@ def test_command_removes_heads(home: Path) -> None:
         (("--whole-heads", "0.5", "--macs", "0.6"), "--macs chooses widths of all heads"),
         (("--whole-heads", "0.5", "--within", "error 0.1"), "--within chooses widths of all heads"),
         (("--whole-heads", "0.5", "--attn", "0.5", "--heads", "auto"), "--heads auto chooses widths of all heads"),
-        (("--whole-heads", "0.5", "--preset", "vbp"), "is not honoured by preset vbp"),
+        (("--whole-heads", "0.5", "--preset", "vbp"), "has no effect on preset vbp"),
         (
             ("--whole-heads", "0.5", "--select", "heads=wanda"),
             "heads='wanda': expected one of obs, grail, magnitude, fold",

@@ -246,7 +246,7 @@ def test_build_command_adds_breaks(checkpoint: Checkpoint, tmp_path: Path) -> No
         (["--break-fusion", ","], "--break-fusion names modules, with commas"),
         (
             ["--engine", "tensorrt"],
-            "--engine tensorrt is not honoured by precision fp32; it is honoured by precision mixed that finds",
+            "--engine tensorrt has no effect on precision fp32; it affects precision mixed that finds",
         ),
     ):
         refuses(reason, *words, *bad)

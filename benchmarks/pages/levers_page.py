@@ -5,7 +5,7 @@ from typing import Any
 
 from benchmarks.pages.markdown import table
 
-_REMEDY = re.compile(r"; (leave it (?:away|out)|it is honoured by .*|give .*|reduce without .*)$")
+_REMEDY = re.compile(r"; (leave it (?:away|out)|it affects .*|give .*|reduce without .*)$")
 
 
 def levers(record: dict[str, Any]) -> str:

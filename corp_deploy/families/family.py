@@ -191,7 +191,7 @@ def refuse_idle_options(model: nn.Module, kind: str, options: Mapping[str, objec
             shown = name if value is True else f"{name} {value}"
             there = ", ".join(_NOUNS[each] for each in sorted(kinds)) or "no sites"
             raise BadInput(
-                f"{shown} is not honoured by a model without {_NOUNS[kind]} ({type(model).__name__}, which has "
+                f"{shown} has no effect on a model without {_NOUNS[kind]} ({type(model).__name__}, which has "
                 f"{there}); leave it out"
             )
 

@@ -73,11 +73,11 @@ class Axis:
                 continue
             what, variant = failing[0]
             able = [f"{each.label} ({each.how})" for each in self.variants.values() if each.supports(option, value)]
-            supporting_text = f"it is honoured by {', '.join(able)}" if able else "nothing honours it"
+            supporting_text = f"it affects {', '.join(able)}" if able else "it affects nothing"
             hint = f"; {variant.instead[option]}" if option in variant.instead else ""
             spelled = " ".join(spelling(option, value) or spelling(f"no_{option}", value is False))
             where = f" ({what})" if what else ""
-            raise BadInput(f"{spelled} is not honoured by {variant.label}{where}; {supporting_text}{hint}")
+            raise BadInput(f"{spelled} has no effect on {variant.label}{where}; {supporting_text}{hint}")
 
     def help(self, option: str) -> str:
         """Return the sentence of a help text that names the ways which honour an option, or each of its values."""
