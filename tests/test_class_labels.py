@@ -172,4 +172,4 @@ def test_reduce_accepts_labels_in_memory(images: Images, model: nn.Module, form:
     assert judges is not None
     assert judges.labels_N is not None
     assert judges.labels_N.tolist() == CLASSES
-    rejects("--labels say nothing of", ReduceOptions, within="error 0.1", labels=form(CLASSES))
+    rejects("--labels have no effect on", ReduceOptions, within="error 0.1", labels=form(CLASSES))

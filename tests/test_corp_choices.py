@@ -41,7 +41,7 @@ ROOT = Path(__file__).parents[1]
         ({"latency": 0.5}, "--latency needs --latency-tables DIR"),
         ({"mlp": 0.5, "closed_loop": "symmetric", "held_out": Path("h")}, "--closed-loop: its sites meet"),
         ({"mlp": 0.5, "closed_loop": True, "held_out": Path("h")}, "--closed-loop: the closed loop holds out"),
-        ({"mlp": 0.5, "align": {"mlp": 0}}, "expected, each once or left out, mlp= a whole number from 1"),
+        ({"mlp": 0.5, "align": {"mlp": 0}}, "expected, each at most once, mlp= a whole number from 1"),
     ],
 )
 def test_contradictory_reduction_options_are_refused(options: dict[str, Any], message: str) -> None:

@@ -214,7 +214,7 @@ def test_release_resumes_from_the_states_of_both_passes(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The release is interrupted twice in each pass."""
-    monkeypatch.setattr("corp_deploy.release.stages.SAVE_EVERY_IMAGES", 8)
+    monkeypatch.setattr("corp_deploy.release.model_stages.SAVE_EVERY_IMAGES", 8)
     folder = release_home(home, tmp_path, attention_system="kept")
     moments = ".stages/moments.safetensors"
     invoked("release", folder / "recipe.toml", "-o", folder / "straight", *STAGES)

@@ -155,7 +155,7 @@ def test_options_without_effect_are_refused() -> None:
             "the moments count |x| > 0.4 and the closed loop |x| > 0.001",
         ),
         (("--mlp", 0.5, "--repair", "nothing"), "'nothing': expected one of none, bias, gram, affine, or mlp= one of"),
-        (("--mlp", 0.5, "--repair", "mlp=gram,mlp=bias"), "each once or left out"),
+        (("--mlp", 0.5, "--repair", "mlp=gram,mlp=bias"), "each at most once"),
     ):
         refuses(message, "reduce", *where, *options)
         assert not (home() / "never").exists()

@@ -72,7 +72,7 @@ ADDED = [
         "[gate]\nfail_if = ['metric.map < dense - 0.01']\n[parity]\nmetric = ['python s.py {outputs}']",
         """parity.metric has ['own']; write metric = ["map=COMMAND {outputs}"] under [parity]""",
     ),
-    ("[gate]\nfail_if = ['fused_attention < dense']", "what engines alone tell, and onnxruntime-cpu runs the graph"),
+    ("[gate]\nfail_if = ['fused_attention < dense']", "a figure of engines only, and onnxruntime-cpu runs the graph"),
     ("[targets.openvino]\nfail_if = ['device_memory@b8 > 1']", "targets.openvino.fail_if: 'device_memory@b8 > 1' asks"),
     ("[targets.onnxruntime-cpu]\nsms = ['86']", "batch and sms shape engines"),
     ("[targets.onnxruntime-cpu]\nsparse = true", "batch and sms shape engines, as sparse does"),

@@ -335,7 +335,7 @@ def wrong(tmp_path_factory: pytest.TempPathFactory) -> Path:
 WRONG = [
     ('"calibration.npy"', '"folder"', "calibration.images: {}/folder: no images among 1 files"),
     ('"calibration.npy"', '"small.npy"', "calibration.images: {}/small.npy: got float32 [12, 3, 8, 8], expected"),
-    ('"calibration.npy"', '"~/photos"', "/~/photos is not there, or is empty (~ stands for nothing in a recipe)"),
+    ('"calibration.npy"', '"~/photos"', "/~/photos is not there, or is empty (~ is not expanded in a recipe)"),
     ("hold_out = 4", "samples = 50", "calibration.images: {}/calibration.npy: got 12 images, but 50 samples were"),
     ("hold_out = 4", "hold_out = 12", "calibration.hold_out: hold out: got 12 of 12 images, expected at least 1 and"),
     ("hold_out = 4", "hold_out = 4\nsnapshots = [2, 9]", "calibration.snapshots ends at 9, expected less than 8"),

@@ -277,7 +277,7 @@ def test_model_without_option_is_told_to_use_model() -> None:
 @pytest.mark.parametrize(
     ("text", "words", "message"),
     [
-        ("", ("--mean", "0.5"), "says itself what goes with its model; drop --mean"),
+        ("", ("--mean", "0.5"), "leave --mean out"),
         ("", ("--weights", "w.pth"), "drop --weights, or change [model] in it"),
         ('[calibration]\nimages = "x"\n', (), "has no [model]"),
         ('[model]\nmodel = "x"\nweight = "w.pth"\n', (), "unknown key 'weight'; did you mean 'weights'?"),

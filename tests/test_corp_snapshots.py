@@ -197,7 +197,7 @@ def test_lost_or_different_snapshots_end_a_resumed_run(
     ("counts", "message"),
     [
         ("0", "expected a whole number from 1"),
-        ("5,5", "the same stands there twice"),
+        ("5,5", "a value is given twice"),
         ("21,5", "snapshots: got 21, 5, expected ascending counts from 1"),
         ("5,31", "--snapshots 31: expected at most 30"),
         ("5,x", "'x'"),

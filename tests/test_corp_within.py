@@ -305,7 +305,7 @@ def test_limit_holds_for_the_polished_model(
         (["--within", "error 0.1", "--macs", "0.5"], "--within chooses the budget itself"),
         (["--within", "error 0.1", "--heads", "auto"], "give --heads padded, square or ragged"),
         (["--within", "error 0.1", "--preset", "corp"], "has no effect on preset corp"),
-        (["--within", "error 0.1", "--labels", "labels.npy"], "--labels say nothing of 'error 0.1'"),
+        (["--within", "error 0.1", "--labels", "labels.npy"], "--labels have no effect on 'error 0.1'"),
         (["--within", "accuracy -1"], "--within accuracy needs --labels"),
         (["--macs", "0.5", "--judge", "others.npy"], "--judge others.npy has no effect on a budget of MACs"),
         (["--within", "error 0.1", "--judge", "images.npy"], "are calibration images too"),

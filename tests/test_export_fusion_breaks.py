@@ -243,7 +243,7 @@ def test_build_command_adds_breaks(checkpoint: Checkpoint, tmp_path: Path) -> No
     assert [row["fusion_breaks"] for row in rows] == [["blocks.0.attn", "blocks.1"]] * 2
     for bad, reason in (
         (["--break-fusion", "blocks.9"], "fits no module and no node"),
-        (["--break-fusion", ","], "--break-fusion names modules, with commas"),
+        (["--break-fusion", ","], "--break-fusion has an empty name"),
         (
             ["--engine", "tensorrt"],
             "--engine tensorrt has no effect on precision fp32; it affects precision mixed that finds",

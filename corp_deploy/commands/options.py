@@ -149,7 +149,7 @@ TRUST_CODE: dict[str, Any] = {
     "is_flag": True,
     "expose_value": False,
     "callback": _trust_code,
-    "help": "Run the code of models (module:PATH.py:FUNCTION and models reduced from it) and of measures.",
+    "help": "Run the code of models (module:PATH.py:FUNCTION and models reduced from it) and of metrics.",
 }
 trust_option = click.option("--trust-code", **TRUST_CODE)
 trust_engine_option = click.option(

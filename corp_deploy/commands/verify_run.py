@@ -193,7 +193,7 @@ NO_INPUTS = "give --images, --text or --arrays, or --random when random inputs a
 class ProofInputChoice(InputOptions):
     """Real images, texts or arrays, of which `seed` draws `samples`, or random inputs drawn by `seed`."""
 
-    random: int | None = option(BATCH, help="Compare on N random inputs, which the record says.")
+    random: int | None = option(BATCH, help="Compare on this many random inputs; the record says so.")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -121,7 +121,7 @@ class BudgetChoice(Record, heading="Budget"):
         if self.currency is not None:
             raise BadInput(f"--within chooses the budget itself; give it without --{self.currency}")
         if self.labels is not None and self.limit.measure != "accuracy":
-            raise BadInput(f"--labels say nothing of '{self.limit}'; they are for --within 'accuracy -0.5'")
+            raise BadInput(f"--labels have no effect on '{self.limit}'; they are for --within 'accuracy -0.5'")
 
     @property
     def _shares(self) -> dict[Currency, float]:

@@ -88,7 +88,7 @@ class GraphOptions(Record, heading="Graph"):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not all(self.breaks):
-            raise BadInput("--break-fusion names modules, with commas, such as blocks.7.attn,blocks.8")
+            raise BadInput("--break-fusion has an empty name; give modules with commas, such as blocks.7.attn,blocks.8")
 
     @property
     def breaks(self) -> tuple[str, ...]:

@@ -99,10 +99,10 @@ class InputOptions(HoldOutOptions, Decoded, Drawn):
         "preprocessed, or uint8 pixels, resized and cropped.",
     )
     text: Path | None = option(
-        FILE, help="For a text encoder: UTF-8 text, a line a document. For a decoder: one text, cut into sequences."
+        FILE, help="For a text encoder: UTF-8 text, one document per line. For a decoder: one text, cut into sequences."
     )
     tokens: Path | None = option(
-        FILE, help="For a decoder: token ids, an integer .npy with one sequence a row, or one stream."
+        FILE, help="For a decoder: token ids, an integer .npy with one sequence per row, or one stream."
     )
     arrays: Path | None = option(
         FILE,

@@ -132,7 +132,7 @@ class LanguageOptions(Record, heading="Limits"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadOptions(Record, heading="Heads apart"):
+class HeadOptions(Record, heading="Separate heads"):
     """The separate ONNX heads for dense prediction that are run on the model's outputs."""
 
     heads: Sequence[PathLike] = option(

@@ -24,7 +24,7 @@ Device = Literal["cpu", "cuda"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions(Record, heading="What runs them"):
+class RunOptions(Record, heading="Backend"):
     """The backend that runs both models, and its options; None is the backend's default.
 
     The backends torch, aotinductor (which compiles the model first), onnxruntime and openvino (which run its FP32
@@ -35,13 +35,13 @@ class RunOptions(Record, heading="What runs them"):
     backend: Backend | None = option(
         in_recipe=False,
         unset="onnxruntime",
-        help="What runs them; a model directory is exported to FP32 first for onnxruntime and openvino, compiled first "
-        "for aotinductor.",
+        help="Runtime of both models; a model directory is exported to FP32 first for onnxruntime and openvino, "
+        "compiled first for aotinductor.",
     )
     device: Device | None = option(
         in_recipe=False,
         unset="cpu",
-        help=f"Where torch runs them; for the others, where they must run. {BENCH.help('device')}",
+        help=f"Device that torch runs the models on; other backends run on one device only. {BENCH.help('device')}",
     )
     provider: Literal["cpu", "cuda", "tensorrt"] | None = option(
         in_recipe=False,
@@ -49,7 +49,7 @@ class RunOptions(Record, heading="What runs them"):
         help="ONNX Runtime's execution provider; there is no fallback to another one. " + BENCH.help("provider"),
     )
     mode: Literal["eager", "compiled", "cuda_graph"] | None = option(
-        unset="eager", in_recipe=False, help=BENCH.help("mode")
+        unset="eager", in_recipe=False, help=f"How the models are executed. {BENCH.help('mode')}"
     )
     dtype: Literal["fp32", "fp16", "bf16"] | None = option(
         in_recipe=False,
@@ -73,7 +73,7 @@ class RunOptions(Record, heading="What runs them"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanOptions(Record, heading="How long"):
+class PlanOptions(Record, heading="Measurement"):
     """The time limit of a measurement, and the precision at which it stops."""
 
     time_limit: float = option(
@@ -137,7 +137,7 @@ class BenchOptions(PlanOptions, RunOptions, heading="What is timed"):
 class BenchFiles(Record):
     """The file that `bench` writes."""
 
-    output: PathLike | None = option(FILE, help="bench.json to write, raw samples and all.")
+    output: PathLike | None = option(FILE, help="bench.json to write, with all raw samples.")
 
 
 @dataclass(frozen=True, kw_only=True)

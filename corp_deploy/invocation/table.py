@@ -50,8 +50,8 @@ BENCH = Axis(
             {"mode": "it is compiled in any case", "device": "packages are compiled for the CPU here"},
         ),
         "aotinductor-file": variant(
-            "a package that is handed over",
-            "a .pt2 of AOTInductor, --trust-code",
+            "a .pt2 file of AOTInductor",
+            "x.pt2, --trust-code",
             "backend=aotinductor device=cpu mode=eager threads streams",
             {"dtype": "a package is compiled in its precision"},
         ),

@@ -171,7 +171,7 @@ class ByKind:
         pairs = [part.strip(" ").rpartition("=") for part in text.split(",")]
         named = [(kind if sign else CHANNELS, word) for kind, sign, word in pairs]
         if not {kind for kind, _ in named} <= self.kinds.keys() or len(dict(named)) != len(named):
-            raise BadInput(f"{quoted(text)}: expected, each once or left out, {self}")
+            raise BadInput(f"{quoted(text)}: expected, each at most once, {self}")
         return {kind: self._of(kind, word) for kind, word in named}
 
     def _of(self, kind: str, word: str) -> Any:
@@ -206,7 +206,7 @@ class ListOf:
         except BadInput as error:
             raise BadInput(f"{error}, or several separated by commas, such as {self.example}") from None
         if self.different and len(set(every)) != len(every):
-            raise BadInput(f"{quoted(text)}: the same stands there twice; give each once")
+            raise BadInput(f"{quoted(text)}: a value is given twice; give each once")
         return every
 
 

@@ -146,7 +146,7 @@ def _maps(parity: Parity) -> Iterator[str]:
     if not maps:
         return
     yield ""
-    yield f"Heads apart: {', '.join(f'{markdown_line(head.file)} `{head.sha256[:16]}`' for head in parity.heads)}."
+    yield f"Separate heads: {', '.join(f'{markdown_line(head.file)} `{head.sha256[:16]}`' for head in parity.heads)}."
     yield ""
     yield "| link | map error, worst image | IoU, worst image |"
     yield "|---|---|---|"

@@ -48,7 +48,9 @@ class ParityTable(MetricOptions, ProofOptions):
         names = [path.name for path in self.metric_files]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
-            raise BadInput(f"parity.metric_files: two are called {twice!r}, by which commands name them; rename one")
+            raise BadInput(
+                f"parity.metric_files: two files have the name {twice!r}, by which commands find them; rename one"
+            )
         for request in metrics_from_texts(self.metric):
             if request.is_code:
                 raise BadInput(
@@ -166,8 +168,8 @@ class Recipe:
             )
         if self.licences.held_out is not None:
             raise BadInput(
-                "licences.held_out is of held_out.images, and there are none: the images that calibration.hold_out "
-                "leaves out are those of licences.calibration; leave it out"
+                "licences.held_out is the licence of held_out.images, which is not set: the images of "
+                "calibration.hold_out have licences.calibration; leave licences.held_out out"
             )
 
     def _refuse_unjudged_limit(self) -> None:
@@ -187,8 +189,8 @@ class Recipe:
             raise BadInput(f"reduce.within = '{limit}' is judged on images held out; give calibration.hold_out = 128")
         if limit.measure == "accuracy":
             raise BadInput(
-                f"reduce.within = '{limit}' needs labels of the images that calibration.hold_out leaves out, which a "
-                "recipe has none of; give an error or agreement"
+                f"reduce.within = '{limit}' needs labels of the images that calibration.hold_out leaves out, and a "
+                "recipe has no key for these; give an error or agreement"
             )
 
     def _refuse_idle_threads(self) -> None:

@@ -37,8 +37,8 @@ def _require_directory(directory: Path, model: ModelTable) -> None:
     """Raise BadInput for a directory without a model of images, and for keys of [model] that config.json settles."""
     if directory.is_file():
         raise BadInput(
-            f"{directory} is a file, expected the directory of a model; for weights give a timm name, and them as "
-            "model.weights"
+            f"{directory} is a file, expected the directory of a model; to use a file of weights, set model.weights to "
+            "it, and model.model to a timm name"
         )
     if not directory.is_dir():
         return
@@ -77,7 +77,7 @@ def _absent(stages: Sequence[Stage]) -> Iterator[str]:
     for label, path in outside.items():
         key = KEYS.get(label, label)
         if not files_of(path) and not (label in IMAGE_LABELS and path.is_dir() and any(path.iterdir())):
-            home = " (~ stands for nothing in a recipe)" if "~" in path.parts else ""
+            home = " (~ is not expanded in a recipe)" if "~" in path.parts else ""
             yield f"{key}: {path} is not there, or is empty{home}; correct the recipe"
         elif path.is_dir() and label not in FOLDERS:
             yield f"{key}: {path} is a folder, expected a file; correct the recipe"
@@ -88,8 +88,8 @@ def _require_metrics(recipe: Recipe, root: Path, beside: Path, mistakes: RecipeP
     untold = recipe.parity.undeclared_files(beside, root)
     for word in untold:
         mistakes.add(
-            f"parity.metric_files: a command of parity.metric names {word!r}, which stands beside the recipe, and runs "
-            "in the directory of the release; add it to parity.metric_files"
+            f"parity.metric_files: a command of parity.metric names {word!r}, a file beside the recipe, but runs in "
+            "the directory of the release; add the file to parity.metric_files"
         )
     with mistakes.at():
         requests = trusted_metrics(recipe.parity.metrics(root))

@@ -167,7 +167,7 @@ def load_model_table(path: Path) -> ModelTable:
     path = path.resolve()
     table = _with_bases(path, (), None).get("model")
     if table is None:
-        raise BadInput(f"{path}: has no [model], expected the table that says which model, as a recipe has it")
+        raise BadInput(f"{path}: has no [model], expected the table that names a model, as in a recipe")
     with errors_at(str(path)):
         return record_of(ModelTable, "model", table)
 
@@ -182,7 +182,7 @@ def resolve_toml_source(source: S) -> S:
         return source
     if source.non_default:
         others = ", ".join(spelled(options_of(ModelSource)[name].typed) for name in source.non_default)
-        raise BadInput(f"{path}: says itself what goes with its model; drop {others}, or change [model] in it")
+        raise BadInput(f"{path}: has the model's options in [model]; leave {others} out, or change [model]")
     return replace(source, **load_model_table(path).values)
 
 

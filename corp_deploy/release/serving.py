@@ -219,7 +219,7 @@ def sign_repository(repository: Path, name: str, version: str, signer: Signer) -
     """
     errors = [each for each in lint_repository(repository) if each.severity == ERROR]
     if errors:
-        raise BadInput(f"{repository}: not signed: {errors[0]}; `package lint` tells of all")
+        raise BadInput(f"{repository}: not signed: {errors[0]}; `package lint` lists all errors")
     files = {
         path.relative_to(repository).as_posix(): entry_of(path)
         for path in entries_below(repository)

@@ -80,7 +80,9 @@ def _listed(data: bytes) -> dict[str, str]:
     serial = statement["predicate"]["serialization"]
     ignored = {Path(each) for each in serial.get("ignore_paths", ())}
     if beyond := ignored - {Path(each) for each in UNSIGNED}:
-        raise Unverified(f"{SIGNATURE}: leaves out {str(min(beyond))[:150]!r}; a signature of a release covers it all")
+        raise Unverified(
+            f"{SIGNATURE}: excludes {str(min(beyond))[:150]!r}; a release's signature covers all its files"
+        )
     if (serial["method"], serial["hash_type"]) != ("files", "sha256"):
         kind = f"{serial['method']!s:.20} by {serial['hash_type']!s:.20}"
         raise Unverified(f"{SIGNATURE}: of {kind}, expected files by sha256")
@@ -112,7 +114,7 @@ def _why(error: Exception) -> str:
     if words.startswith("Key mismatch"):
         return "made with another key"
     if isinstance(error, KeyError | json.JSONDecodeError):
-        return f"does not hold: cut off, or no Sigstore bundle ({words[:300]}); copy it anew from who signed"
+        return f"does not hold: cut off, or no Sigstore bundle ({words[:300]}); copy it again from the signer"
     return f"does not hold ({words[:300] or type(error).__name__})"
 
 

@@ -87,7 +87,7 @@ class KeySigner:
         if self.certificate is None:
             return
         if self.password is not None:
-            raise BadInput("--sign-password: with a certificate the library takes keys without a password alone")
+            raise BadInput("--sign-password: with a certificate the library takes only keys without a password")
         if certificates_from_file(self.certificate)[0].public_key() != key.public_key():
             raise BadInput(f"{self.certificate}: the certificate belongs to another key than {self.key}")
         for each in self.chain:

@@ -67,7 +67,7 @@ def rules_of(
             )
         if not rule.is_own and rule.metric in OF_ENGINES and target not in ENGINES:
             raise BadInput(
-                f"{asks} what engines alone tell, and {target} runs the graph; leave it out, or put it under the "
+                f"{asks} a figure of engines only, and {target} runs the graph; leave it out, or put it under the "
                 "table of an engine, such as [targets.tensorrt]"
             )
     return rules

@@ -5,8 +5,8 @@ from pathlib import Path
 FOLDERS = "folders"
 KINDS = ".npy, .npz with the key labels, .txt, .csv or .json"
 LABELS_HELP = (
-    f"Class indices of the images: {KINDS}, one an image in their order or by file name; or the word {FOLDERS}, for "
-    "the class folders that the images lie in, in sorted order."
+    f"Class indices of the images: {KINDS}, one per image, in order or by file name; or the word {FOLDERS}, for the "
+    "class folders below the images in sorted order."
 )
 
 
