@@ -121,7 +121,7 @@ PROVED = [
     ("mlp = 0.5", "within = 'error 0.1'", "so they can't prove it too; give held_out.images"),
     ("mlp = 0.5", "mlp = 0.5\n[export]\nprecisions = ['fp32', 'int8']\nrest = 'fp32'", "give held_out.images"),
     ("mlp = 0.5", "mlp = 0.5\n[held_out]\nsamples = 9", "draw from held_out.images, and there are none"),
-    ("mlp = 0.5", "mlp = 0.5\n[licences]\nheld_out = 'MIT'", "are those of licences.calibration; leave it out"),
+    ("mlp = 0.5", "mlp = 0.5\n[licences]\nheld_out = 'MIT'", "have licences.calibration; leave licences.held_out out"),
 ]
 """Replacements in the recipe whose calibration images prove the result, and the message."""
 ARGUMENTS = [
