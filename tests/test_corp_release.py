@@ -348,7 +348,7 @@ WRONG = [
     ('name = "tiny"', 'name = "tiny"\nlabels = "words.txt"', "{}/words.txt: 3 labels for the model's 7 classes"),
     ("[parity]", "[parity]\nhead = ['broken.onnx']", "parity.head: {}/broken.onnx: a text, "),
     ("[parity]", "[parity]\nmetric = ['nowhere {outputs}']", "parity.metric: metric own: 'nowhere' can't be run"),
-    ("[parity]", "[parity]\nmetric = ['python score.py {outputs}']", "names 'score.py', which stands beside the"),
+    ("[parity]", "[parity]\nmetric = ['python score.py {outputs}']", "names 'score.py', a file beside the"),
     ("mlp = 0.3\nattn = 0.5", "conv = 0.3", "[reduce]: --conv 0.3 has no effect on a model without channels"),
     ("mlp = 0.3", "mlp = 0.3\nmerge_tokens = '1,2,3'", "[reduce]: '1,2,3': expected how many tokens each block"),
     ("mlp = 0.3\nattn = 0.5", "latency = 0.9\nlatency_tables = 'words.txt'", "latency_tables: {}/words.txt is a file"),
