@@ -1,4 +1,4 @@
-"""BF16 graphs: typed as asked, in the first operator set that takes them, norms and softmax in float32."""
+"""BF16 graphs: their types, the lowest operator set that takes them, and norms and softmax in float32."""
 
 import copy
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from tests.refusals import rejects
 
 
 class Words(nn.Module):
-    """One block of a BERT without any convolution."""
+    """One block of a text encoder, without any convolution."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Words(nn.Module):
 
 
 class Convolutions(nn.Module):
-    """A convolution with its batch norm, a norm of maps, pooling."""
+    """A convolution with its batch norm, a norm of feature maps, and pooling."""
 
     def __init__(self, norm: Callable[[int], nn.Module] = lambda dim: nn.GroupNorm(4, dim)) -> None:
         super().__init__()

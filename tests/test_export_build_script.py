@@ -1,4 +1,4 @@
-"""The build script is shell whatever stands in it: it parses, and every word reaches its program as it was."""
+"""Build scripts with hostile words parse as shell and pass every word to their programs unchanged."""
 
 import hashlib
 import subprocess
@@ -83,7 +83,7 @@ def test_every_argument_arrives_unchanged(word: str, tmp_path: Path) -> None:
 
 
 def test_plain_names_are_not_quoted() -> None:
-    """Whoever reads the script sees the commands as they would write them."""
+    """The commands read as somebody would write them by hand."""
     text = script_of("", profiles=(BatchProfile(smallest=1, tuned=4, largest=8),))
     assert "'" not in text.replace("server's", "").replace("'%s  %s\\n'", "")
     assert "# Inside the server's container: sh m_onnx/3/build_plan.sh inside\n" in text

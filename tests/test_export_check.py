@@ -1,4 +1,4 @@
-"""Every reason why a graph can't be built is found, and a good graph has none."""
+"""Checks of graphs find every reason why an engine can't be built, and none in a valid graph."""
 
 import math
 import re
@@ -31,7 +31,7 @@ def fp16() -> ModelProto:
 
 
 def attention_graph(qk: int, v: int, dtype: int) -> ModelProto:
-    """One opset 23 Attention operator between the usual borders."""
+    """Build a graph of one opset 23 Attention operator between float32 inputs and outputs."""
     nodes = [
         line
         for each in "qkv"

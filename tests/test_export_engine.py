@@ -1,4 +1,4 @@
-"""Real TensorRT-RTX engines, built without a GPU: what fuses, what is recorded, what is refused."""
+"""Real TensorRT-RTX engines, built without a GPU: fused attention, records and refusals."""
 
 import json
 import signal
@@ -33,7 +33,7 @@ SMALL_SITES = ("blocks.0.attn", "blocks.1.attn", "blocks.2.attn")
 
 
 def dense_small() -> nn.Module:
-    """timm's own model with random weights, its attention written as MatMul-Softmax-MatMul."""
+    """Return timm's model with random weights and attention as MatMul, Softmax and MatMul."""
     torch.manual_seed(0)
     model: nn.Module = timm.create_model("deit_small_patch16_224", depth=3).eval()
     for module in model.modules():
@@ -43,7 +43,7 @@ def dense_small() -> nn.Module:
 
 
 def deit_small(qk: int, v: int, padded: bool) -> Vit:
-    """Three blocks of DeiT-S with reduced heads and half the hidden width."""
+    """Make three blocks of DeiT-S with reduced heads and half the hidden width."""
     shape = {"dim": 384, "heads": 6, "hidden": 768, "depth": 3, "size": 224, "patch": 16, "classes": 1000}
     return Vit(**shape, qk=qk, v=v, padded=padded)
 
@@ -58,7 +58,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 class Graphs:
-    """Exports and builds each graph once for the whole file."""
+    """Graphs and engines that are made once for the whole file."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -173,7 +173,7 @@ def test_audit_names_blocks_that_lost_their_kernel(graphs: Graphs) -> None:
 
 
 class SdpaAttention(Attention):
-    """The same attention by torch's operator, which opset 23 exports as one Attention node."""
+    """The same attention with torch's operator, which opset 23 exports as one Attention node."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         split = self.qkv(x).split([self.heads * self.qk, self.heads * self.qk, self.heads * self.v], dim=-1)
@@ -249,7 +249,7 @@ def test_build_reports_progress_and_stops_on_ctrl_c(graphs: Graphs) -> None:
             pressed.append(phase)
             signal.raise_signal(signal.SIGINT)
 
-    # A shell that starts the tests in the background has SIGINT ignored; Python then raises nothing for it.
+    # SIGINT is ignored in tests that a shell starts in the background, and Python would then raise nothing.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -285,7 +285,7 @@ def test_invalid_batches_are_refused(text: str) -> None:
 
 @pytest.mark.slow("engine")
 def test_memory_is_reported_per_profile_without_a_gpu(graphs: Graphs) -> None:
-    """Weights in FP16 are two bytes each; a larger batch takes more, and a wider profile as much as its largest."""
+    """Each FP16 weight takes two bytes, and a profile takes as much memory as its largest batch."""
     path = graphs.path("tiny")
     several = build(path, profiles=tuple(map(BatchProfile.from_text, ("1", "8", "64")))).record
     assert several.memory.reason is None
@@ -302,7 +302,7 @@ def test_memory_is_reported_per_profile_without_a_gpu(graphs: Graphs) -> None:
 
 @pytest.mark.slow("engine")
 def test_additional_targets_enlarge_the_plan_and_portable_ones_do_not(graphs: Graphs, tmp_path: Path) -> None:
-    """SM75 has kernels of its own, which a plan for it carries; those from SM80 on share theirs."""
+    """A plan for SM75 holds kernels of its own, and targets from SM80 on share theirs."""
     path, asked = graphs.path("tiny"), {"backend": "tensorrt-rtx", "profiles": BATCHES}
     several = BuildOptions(**asked, sms=("75", "86"), compatibility="targets")  # type: ignore[arg-type]
     price = build_priced(path, several, tmp_path / "m.plan").record.compatibility

@@ -1,6 +1,4 @@
-"""Models that merge tokens as graphs, as an engine and in a real inference server: torch's outputs at any batch, no
-Scatter, attention fused.
-"""
+"""Models that merge tokens as graphs, engines and in a real server: outputs as in torch, and fused attention."""
 
 from functools import cache
 from pathlib import Path
@@ -67,11 +65,11 @@ def test_merged_graph_equals_torch_at_any_batch(way: str, precision: str, bound:
 
 @pytest.mark.slow("graph")
 def test_graph_and_torch_break_ties_of_equal_tokens_alike() -> None:
-    """Images of one colour: all patches but their positions are alike, most similarities tie or nearly do."""
+    """Patches of images of one colour are equal, so that most similarities tie or nearly tie."""
     model = traced_model.with_merging(checkpoint(pos_embed="none").model, Merging(schedule=(3, 4)))
     pixels = np.full((2, 3, 32, 32), 0.3, np.float32)
-    (given,) = session_of(graph_of(model)).run(None, {"images": pixels})
-    np.testing.assert_allclose(given, ran(model, pixels).numpy(), rtol=1e-4, atol=1e-5)
+    (logits,) = session_of(graph_of(model)).run(None, {"images": pixels})
+    np.testing.assert_allclose(logits, ran(model, pixels).numpy(), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow("graph", "engine")
@@ -87,7 +85,6 @@ def test_merged_engine_keeps_every_fused_attention(tmp_path: Path, way: str) -> 
 @pytest.mark.skipif(lack() is not None, reason=str(lack()))
 @pytest.mark.slow("graph", "server")
 def test_served_merged_and_dropped_tokens_equal_torch(tmp_path: Path) -> None:
-    """By their graphs alone, packaged, loaded and asked over HTTP."""
     repository, ways = tmp_path / "models", ("merged", "dropped")
     for way in ways:
         save_onnx(graph(way), tmp_path / f"{way}.onnx")
@@ -100,11 +97,11 @@ def test_served_merged_and_dropped_tokens_equal_torch(tmp_path: Path) -> None:
     with Server(repository, tmp_path) as server:
         for way in ways:
             margins = merge_margins(model_of(way), shown)
-            assert float(some(margins).min()) > 1e-5, "images on which rounding merges no other tokens"
+            assert float(some(margins).min()) > 1e-5, "rounding can't merge other tokens of these images"
             assert server.load(f"{way}_cpu") is None
             feed = {"name": "images", "datatype": "FP32", "shape": [*shown.shape], "data": shown.flatten().tolist()}
             status, answer = server.ask(f"models/{way}_cpu/infer", post=True, content={"inputs": [feed]})
             assert status == 200, answer
             (logits,) = (output for output in answer["outputs"] if output["name"] == "logits")
-            given = np.asarray(logits["data"]).reshape(logits["shape"])
-            np.testing.assert_allclose(given, ran(model_of(way), shown).numpy(), rtol=0, atol=1e-4)
+            served = np.asarray(logits["data"]).reshape(logits["shape"])
+            np.testing.assert_allclose(served, ran(model_of(way), shown).numpy(), rtol=0, atol=1e-4)

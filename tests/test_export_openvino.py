@@ -1,4 +1,4 @@
-"""Models for a server's OpenVINO backend: the config that it reads, and what lint says of one that it would not."""
+"""Models for a server's OpenVINO backend: their configs, and lint findings on invalid ones."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The ONNX Runtime artefact says what the graph says and is recorded like an engine."""
+"""ONNX Runtime artefacts give the outputs of their graphs and are recorded like engines."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The reader of protobuf's text form against protobuf's own, on the configs that are written and on texts made up."""
+"""The reader of protobuf's text form against protobuf's own, on written configs and on generated texts."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +17,7 @@ from export.triton.variants import Package
 from tests.export_served import CLASSES, write_onnx, write_plan
 
 WORDS = ("TYPE_FP32", "TYPE_INT64", "KIND_GPU", "KIND_CPU")
-# Every kind of value, and messages in one another; all fields may be repeated.
+# Every kind of value, and nested messages; all fields may be repeated.
 EVERY: dict[str, object] = {"text": "text", "number": "int", "share": "float", "flag": "bool", "kind": "name"}
 NESTED: dict[str, object] = {**EVERY, "inner": {**EVERY, "deep": {**EVERY}}}
 Proto = Any
@@ -32,7 +32,7 @@ _TYPES = {
 
 
 def proto_class(fields: Mapping[str, object]) -> Proto:
-    """A message type with these fields, each repeated; a field of unknown content is left out."""
+    """Make a message type with these fields, each repeated, without fields of unknown content."""
     file = descriptor_pb2.FileDescriptorProto(name="made.proto", package="made", syntax="proto2")
     words = file.enum_type.add(name="Word")
     for number, word in enumerate(WORDS):
@@ -57,13 +57,13 @@ def proto_class(fields: Mapping[str, object]) -> Proto:
     return message_factory.GetMessageClass(pool.FindMessageTypeByName("made.Config"))
 
 
-# Python's own reading of escapes within protobuf's warns of some.
+# Within protobuf, Python warns of some escapes.
 pytestmark = pytest.mark.filterwarnings("ignore:.*escape sequence.*:DeprecationWarning")
 CONFIG, NEST = proto_class(FIELDS), proto_class(NESTED)
 
 
 def values_of_proto(message: Proto) -> dict[str, list[object]]:
-    """Field name -> its values in order; an enum's value as (its name,)."""
+    """Return the values of each field in order, with an enum's value as (name,)."""
     values: dict[str, list[object]] = {}
     for field, repeated in message.ListFields():
         if field.type == _FIELD.TYPE_MESSAGE:
@@ -91,11 +91,11 @@ def theirs(text: str, kind: Proto = NEST) -> dict[str, list[object]]:
     return values_of_proto(text_format.Parse(text, kind()))
 
 
-# The configs that are written
+# Written configs
 
 
 def configs(folder: Path) -> list[str]:
-    """Of all variants, with and without labels, plans for several GPUs, fixed batches, and of every policy."""
+    """Write configs of all variants and policies, with and without labels, for several GPUs and fixed batches."""
     open_graph, fixed = write_onnx(folder / "open.onnx"), write_onnx(folder / "fixed.onnx", batch=2)
     labels = tuple(f'"class" \\ {index} é' for index in range(CLASSES))
     plans = tuple(write_plan(folder / f"{sm}.plan", open_graph, target=sm) for sm in ("86", "120"))
@@ -119,14 +119,14 @@ def test_protobuf_reads_written_configs(tmp_path: Path) -> None:
 
 
 def test_configs_written_by_protobuf_are_read(tmp_path: Path) -> None:
-    """With its octal escapes, its colons, and each value of a list on a line of its own."""
+    """Protobuf writes octal escapes and colons, and puts each value of a list on a line of its own."""
     for text in configs(tmp_path):
         message = text_format.Parse(text, CONFIG())
         for style in STYLES:
             assert values_of_ours(parse(text_format.MessageToString(message, **style))) == values_of_proto(message)
 
 
-# Texts made up
+# Generated texts
 
 
 VALUES: dict[str, st.SearchStrategy[Any]] = {
@@ -171,7 +171,7 @@ def test_generated_texts_are_read_as_protobuf_reads_them(text: str) -> None:
 @settings(max_examples=400, deadline=None, derandomize=True)
 @given(TEXTS | st.just(SPELT), st.data())
 def test_damaged_texts_are_read_as_protobuf_reads_them(text: str, data: st.DataObject) -> None:
-    """A character is dropped, doubled or replaced."""
+    """The damage drops, doubles or replaces one character."""
     assume(text)
     place = data.draw(st.integers(0, len(text) - 1))
     instead = data.draw(st.sampled_from(["", text[place] * 2, *"{}<>[]:;,\"'\\ 09aT.#-\n"]))
@@ -183,7 +183,7 @@ def test_damaged_texts_are_read_as_protobuf_reads_them(text: str, data: st.DataO
     try:
         message = parse(damaged)
     except ParseError as error:
-        if "an escape that no server knows" in error.what:  # see below
+        if "an escape that no server knows" in error.what:  # see test_unknown_escapes_are_refused_as_by_the_server
             return
         raise
     assert values_of_ours(message) == expected
@@ -223,7 +223,7 @@ def test_invalid_texts_are_refused_by_both_readers(text: str) -> None:
 
 @pytest.mark.parametrize("escape", ["\\q", "\\777", "\\x", "\\u12"])
 def test_unknown_escapes_are_refused_as_by_the_server(escape: str) -> None:
-    """Python's protobuf keeps some of them as they stand; that of the server, in C++, refuses."""
+    """Python's protobuf keeps some of them unchanged, and the server's, in C++, refuses them."""
     with pytest.raises(ParseError, match="escape"):
         parse(f'a: "{escape}"')
 

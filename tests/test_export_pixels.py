@@ -1,4 +1,4 @@
-"""Graphs that take pixels: normalised inside to what the float graph gives, in every precision, or refused."""
+"""Graphs that take pixels and normalise them inside, in every precision."""
 
 import json
 from collections.abc import Callable
@@ -40,7 +40,7 @@ IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 
 @cache
 def photographs(size: int = SIZE) -> NDArray[np.uint8]:
-    """Crops [8,3,size,size] of the two photographs that scikit-learn ships."""
+    """Return crops [8,3,size,size] of the two photographs that scikit-learn ships."""
     crops = []
     for picture in load_sample_images().images:
         for top in (20, 180):
@@ -50,7 +50,7 @@ def photographs(size: int = SIZE) -> NDArray[np.uint8]:
 
 
 def by_hand(model: nn.Module, pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """As torchvision's ToTensor and Normalize do it."""
+    """Normalise pixels as torchvision's ToTensor and Normalize do."""
     config = image_spec(model).as_json()
     mean, std = (torch.tensor(config[name])[:, None, None] for name in ("mean", "std"))
     images: NDArray[np.float32] = torch.from_numpy(pixels).float().div(255).sub(mean).div(std).numpy()
@@ -66,19 +66,19 @@ def answers(path: Path, images: NDArray[Any], *, rounded: bool = False) -> NDArr
     return logits
 
 
-def apart(one: NDArray[np.float32], other: NDArray[np.float32]) -> float:
+def relative_error(one: NDArray[np.float32], other: NDArray[np.float32]) -> float:
     return float(np.linalg.norm(one.astype(float) - other) / np.linalg.norm(other))
 
 
 def read_first(proto: onnx.ModelProto) -> list[str]:
-    """Operators that read the images, shapes aside."""
+    """Return the operators that read the images, except Shape."""
     return [node.op_type for node in proto.graph.node if "images" in node.input and node.op_type != "Shape"]
 
 
 @pytest.mark.slow("graph")
 @pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-5), ("fp16", 1.05), ("bf16", 1.05)])
 def test_pixel_inputs_equal_normalised_inputs(tmp_path: Path, precision: str, bound: float) -> None:
-    """In float32 to 1e-5; in sixteen bits as far from float32 as the graph of normalised images is."""
+    """In sixteen bits the error is at most 1.05 times that of the graph that takes normalised images."""
     checkpoint = tiny.checkpoint(depth=1)
     pixels = photographs()
     images = by_hand(checkpoint.model, pixels)
@@ -88,7 +88,7 @@ def test_pixel_inputs_equal_normalised_inputs(tmp_path: Path, precision: str, bo
     for taken, fed in (("float32", images), ("uint8", pixels)):
         path = tmp_path / f"{taken}.onnx"
         export_checkpoint(checkpoint, path, precision=precision, graph_input=taken)  # type: ignore[arg-type]
-        errors[taken] = apart(answers(path, fed, rounded=precision != "fp32"), exact)
+        errors[taken] = relative_error(answers(path, fed, rounded=precision != "fp32"), exact)
     assert errors["uint8"] < (bound if precision == "fp32" else bound * errors["float32"]), errors
     proto = onnx.load(str(tmp_path / "uint8.onnx"))
     assert read_first(proto) == ["Cast"]
@@ -114,7 +114,7 @@ def test_normalisation_is_folded_into_the_first_convolution() -> None:
     np.testing.assert_allclose(new["bias"].numpy(), expected_bias, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("pre_norm", [False, True])  # of which the convolution has no bias
+@pytest.mark.parametrize("pre_norm", [False, True])  # the convolution of `pre_norm` has no bias
 def test_reduced_model_is_folded_in_its_program(pre_norm: bool) -> None:
     checkpoint = tiny.checkpoint(depth=1, pre_norm=pre_norm)
     model = at_widths(checkpoint.model, {"blocks.0.attn.qk": 24, "blocks.0.mlp": 64})
@@ -130,21 +130,21 @@ def test_reduced_model_is_folded_in_its_program(pre_norm: bool) -> None:
 
 
 class Standardised(nn.Conv2d):
-    """One that changes its weights as it runs."""
+    """A convolution that changes its weights as it runs."""
 
     def forward(self, images: Tensor) -> Tensor:
         return nn.functional.conv2d(images, self.weight - self.weight.mean((1, 2, 3), keepdim=True), self.bias, 4)
 
 
 class Rectified(nn.Conv2d):
-    """One that goes on in place."""
+    """A convolution followed by an in-place ReLU."""
 
     def forward(self, images: Tensor) -> Tensor:
         return super().forward(images).relu_()
 
 
 class Stem(nn.Module):
-    """A first convolution under what a model might do with its images."""
+    """A first convolution in a model that may do more with its images, named by `way`."""
 
     def __init__(self, way: str, **convolution: Any) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ def test_only_a_plain_convolution_that_alone_reads_the_images_is_folded(
             made, folded_into = accept_pixels(model, (3, SIZE, SIZE), normalisation, folded=asked)
             assert folded_into == ("first" if asked and folded else "")
             torch.testing.assert_close(made(torch.from_numpy(pixels)), expected, rtol=1e-5, atol=1e-6)
-    assert model.first.bias is None or model.first.bias.dtype == torch.float32, "the caller's model is left as it is"
+    assert model.first.bias is None or model.first.bias.dtype == torch.float32, "the caller's model is unchanged"
 
 
 @pytest.mark.slow("graph")
@@ -211,16 +211,16 @@ def test_only_a_plain_convolution_that_alone_reads_the_images_is_folded(
 def test_padded_stem_pads_with_the_mean_and_not_with_black(
     tmp_path: Path, make: Callable[[str], Checkpoint], name: str, place: str
 ) -> None:
-    """ResNet's stem pads: zeros of normalised images. A fold would put pixels of 0 there. ConvNeXt's doesn't."""
+    """ResNet's stem pads normalised images with zeros, where a fold would pad with pixels of 0; ConvNeXt's has none."""
     checkpoint, path = make(name), tmp_path / "uint8.onnx"
     pixels = photographs(image_spec(checkpoint.model).shape[1])
     export_checkpoint(checkpoint, path, precision="fp32", graph_input="uint8")
     with torch.no_grad():
         exact = checkpoint.model(torch.from_numpy(by_hand(checkpoint.model, pixels))).numpy()
-    assert apart(answers(path, pixels), exact) < 1e-5
+    assert relative_error(answers(path, pixels), exact) < 1e-5
     assert facts_of_onnx(path).normalised == place
     convolution = next(node for node in onnx.load(str(path)).graph.node if node.op_type == "Conv")
-    assert len(convolution.input) == 3, "a norm behind the stem is folded as before"
+    assert len(convolution.input) == 3, "a norm after the stem is folded as before"
 
 
 @pytest.mark.slow("graph")
@@ -238,7 +238,7 @@ def test_int8_graph_of_pixels_equals_that_of_images(tmp_path: Path, rest: str) -
         given[taken] = answers(path, fed, rounded=rest == "fp16")
     with torch.no_grad():
         exact = checkpoint.model(torch.from_numpy(images)).numpy()
-    errors = {taken: apart(each, exact) for taken, each in given.items()}
+    errors = {taken: relative_error(each, exact) for taken, each in given.items()}
     assert errors["uint8"] < 1.5 * errors["float32"] < 0.5, errors
     assert facts_of_onnx(tmp_path / "uint8.onnx").normalised == AHEAD
 
@@ -259,7 +259,6 @@ def test_normalisation_round_trips_bit_for_bit() -> None:
 
 
 def test_pixel_arrays_equal_their_image_files(tmp_path: Path) -> None:
-    """uint8 arrays, and PNG files of the model's size, give the same images."""
     model = tiny.checkpoint(img_size=SIZE).model
     folder = tmp_path / "photographs"
     folder.mkdir()

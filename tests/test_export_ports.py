@@ -1,4 +1,4 @@
-"""Models of several inputs and of other outputs than logits, from torch to ONNX, engines and a Triton repository."""
+"""Models with several inputs or with outputs other than logits, as ONNX graphs, engines and in a Triton repository."""
 
 import json
 from collections.abc import Callable
@@ -84,7 +84,7 @@ class Pooled(nn.Module):
 
 
 class Scaled(nn.Module):
-    """A float input beside whole numbers and bools."""
+    """A model that takes floats, whole numbers and bools."""
 
     def __init__(self) -> None:
         super().__init__()

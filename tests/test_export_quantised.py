@@ -1,4 +1,4 @@
-"""INT8 and FP8 graphs do what their types say, on scales that are the best or the published ones, and say the same."""
+"""INT8 and FP8 graphs: their arithmetic, scales, kept modules and balanced norms."""
 
 from collections.abc import Mapping
 from typing import Any, cast
@@ -58,7 +58,7 @@ def to_int8(x: Tensor, scale: Tensor | float) -> Tensor:
 
 
 def by_hand(model: Vit, ends: Mapping[str, float], batch: Array) -> Array:
-    """Every linear layer and convolution with rounded inputs and weights, spelled with hooks on the torch model."""
+    """Run the torch model with hooks that round the inputs and weights of every linear layer and convolution."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear | nn.Conv2d):
             largest = module.weight.detach().flatten(1).abs().amax(dim=1).clamp_min(1e-30)
@@ -75,7 +75,7 @@ def test_int8_graph_rounds_the_input_of_every_layer() -> None:
     ends = {layer.module: own.histograms[layer.activation].largest for layer in weighted_layers(own.fp32_graph)}
     batch = images(3, seed=5)
     expected = by_hand(Vit(), ends, batch)
-    assert error(run(proto, batch), expected) < 2e-3  # a value between two steps may fall either way
+    assert error(run(proto, batch), expected) < 2e-3  # values half-way between two steps may round either way
     assert 1e-3 < error(expected, run(own.fp32_graph, batch)) < 0.1
     reference = cast(list[Array], ReferenceEvaluator(proto).run(["logits"], {"images": batch}))[0]
     assert error(run(proto, batch), reference) < 2e-3
@@ -100,7 +100,7 @@ def test_each_quantised_form_is_near_the_model(precision: str, most: float, rest
 
 
 def stored_weights(proto: onnx.ModelProto) -> dict[str, tuple[NDArray[np.int8], Array]]:
-    """By name what stands for each weight, and its scales by output channel in front of it."""
+    """Return the stored integers of each weight by name, with their scales by output channel."""
     stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in proto.graph.initializer}
     nodes = [node for node in proto.graph.node if node.op_type == "DequantizeLinear" and node.input[0] in stored]
     return {node.input[0]: (stored[node.input[0]], stored[node.input[1]]) for node in nodes}
@@ -121,19 +121,16 @@ def test_seven_bit_weights_end_at_63(rest_precision: str) -> None:
         np.testing.assert_allclose(wide, narrow * 127 / 63, rtol=rounding)
 
 
+def input_scales(proto: onnx.ModelProto) -> dict[str, float]:
+    scales = [tensor for tensor in proto.graph.initializer if tensor.name.endswith(".input.scale")]
+    return {tensor.name: numpy_helper.to_array(tensor).item() for tensor in scales}
+
+
 @pytest.mark.slow("graph")
 def test_seven_bits_apply_only_to_int8_weights() -> None:
     own = made(Vit(), rest_precision="fp32")
     eight, seven = (own.graph("int8", scales="max", weight_bits=bits) for bits in (8, 7))
-    activations = [
-        {
-            tensor.name: numpy_helper.to_array(tensor).item()
-            for tensor in proto.graph.initializer
-            if tensor.name.endswith(".input.scale")
-        }
-        for proto in (eight, seven)
-    ]
-    assert activations[0] == activations[1]
+    assert input_scales(eight) == input_scales(seven)
     notes = [notes_of(proto) for proto in (eight, seven)]
     assert "export.weight_bits" not in notes[0]
     assert notes[1].pop("export.weight_bits") == "7"
@@ -145,7 +142,7 @@ def test_seven_bits_apply_only_to_int8_weights() -> None:
 
 @pytest.mark.parametrize("bits", [8, 7])
 def test_sums_of_seven_bit_products_do_not_saturate(bits: int) -> None:
-    """The largest inputs and the largest weights, of both signs: the exact sums are 64 and -64."""
+    """The largest inputs and weights of both signs have the exact sums 64 and -64."""
     if bits == 8 and has_vnni() is not False:
         pytest.skip("this CPU adds up INT8 products in 32 bits, or doesn't tell")
     weights = np.ones((64, 8), dtype=np.float32)

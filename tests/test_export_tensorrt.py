@@ -1,6 +1,6 @@
-"""The path of full TensorRT, run on a stand-in whose names are those that TensorRT 11.4's bindings export.
+"""Building with full TensorRT on a stand-in that has only names of TensorRT 11.4's bindings.
 
-No GPU is at hand, so this proves what is asked of the library and what is made of its answers, not that it answers so.
+Without a GPU these tests check the calls to the library and how its answers are read, but not the answers.
 """
 
 import enum
@@ -29,7 +29,7 @@ from tests.export_text import INPUTS, write_text_onnx
 from tests.export_vit import Vit, export
 from tests.refusals import rejects, reports_missing
 
-# Introspected from tensorrt 11.4.0.106; a `memory_pool_limit` there stands for its getter and setter.
+# Read from tensorrt 11.4.0.106, where `memory_pool_limit` has a getter and a setter.
 FLAGS_11_4 = [
     *("DEBUG", "GPU_FALLBACK", "REFIT", "DISABLE_TIMING_CACHE", "EDITABLE_TIMING_CACHE", "TF32", "SPARSE_WEIGHTS"),
     *("SAFETY_SCOPE", "DIRECT_IO", "VERSION_COMPATIBLE", "EXCLUDE_LEAN_RUNTIME", "ERROR_ON_TIMING_CACHE_MISS"),
@@ -52,7 +52,7 @@ PROFILES = (BatchProfile(smallest=1, tuned=8, largest=64),)
 
 
 def inspector_10() -> Inspected:
-    """As TensorRT 10 writes it: Bindings, tensors with Format/Datatype, nodes joined by a control character."""
+    """Return TensorRT 10's form: Bindings, tensors with Format/Datatype, nodes joined by a control character."""
     tensor = {"Name": "t", "Location": "Device", "Dimensions": [1], "Format/Datatype": "Row major linear FP16 format"}
     onnx_nodes = "\x1f".join(f"[ONNX Layer: blocks.0.attn/{name}]" for name in ("MatMul", "Softmax", "MatMul_1"))
     fused = {"Name": "_gemm_mha_v2_myl0_5", "LayerType": "kgen", "Inputs": [tensor], "Outputs": [tensor]}
@@ -63,7 +63,7 @@ def inspector_10() -> Inspected:
 
 
 def inspector_11() -> Inspected:
-    """As TensorRT 11 writes it: I/O Tensors, tensors with Datatype."""
+    """Return TensorRT 11's form: I/O Tensors, tensors with Datatype."""
     content = inspector_10()
     del content["Bindings"]
     for layer in content["Layers"]:
@@ -119,8 +119,6 @@ class Config:
 
 
 Tensor = namedtuple("Tensor", ("name", "shape"))
-
-
 PARSER_ERROR = SimpleNamespace(
     node_name=lambda: "blocks.0.attn/Softmax", node_operator=lambda: "Softmax", desc=lambda: "Assertion failed:\n no"
 )
@@ -138,7 +136,7 @@ def cuda_engine(text: str) -> SimpleNamespace:
 
 
 class Tensorrt:
-    """Stands for `import tensorrt`; `says` is what the builder logs, `plan` what it returns."""
+    """A stand-in for the module tensorrt, whose builder logs `says` and returns `plan`."""
 
     __version__ = "11.4.0.106"
     BuilderFlag = enum.IntEnum("BuilderFlag", FLAGS_11_4, start=0)  # type: ignore[misc]
@@ -233,7 +231,7 @@ def test_stand_in_has_only_names_of_tensorrt() -> None:
         "ParserError": PARSER_ERROR, "ILogger": world.ILogger,
     }  # fmt: skip
     rtx = pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx, which has the same object model, is not installed")
-    own = {"content", "asked"}  # what the stand-ins remember
+    own = {"content", "asked"}  # attributes of the stand-ins alone
     for name, stand_in in stand_ins.items():
         unlisted = public(stand_in) - NAMES_11_4.get(name, set()) - own
         assert unlisted <= public(vars(rtx)[name]), (name, unlisted)
@@ -284,7 +282,7 @@ def test_version_compatible_plans_allow_host_code(graph: Path) -> None:
 
 @pytest.mark.parametrize("level", ["ampere-plus", "same-compute-capability"])
 def test_compatibility_is_set_and_its_size_compared_with_an_exact_plan(graph: Path, tmp_path: Path, level: str) -> None:
-    """The stand-in's plans are as many bytes as it is told to give; the exact one is built without either flag."""
+    """The exact plan is built without either compatibility flag."""
     levels: list[str] = []
 
     class Priced(Tensorrt):
@@ -349,7 +347,7 @@ def test_timing_cache_is_created_reused_and_refused(graph: Path, tmp_path: Path)
 
 
 def write_sparse(graph: Path, path: Path, sites: tuple[str, ...]) -> Path:
-    """The graph with every third and fourth weight alone in these sites' matrices."""
+    """Write the graph with the first two of every four weights of these sites' matrices set to zero."""
     proto = onnx.load(graph)
     for tensor in proto.graph.initializer:
         if tensor.name.endswith("MatMul.1") and tensor.name.startswith(sites):

@@ -1,6 +1,4 @@
-"""timm's models of every form as graphs and engines: torch's outputs at any batch, attention fused as in the dense
-model.
-"""
+"""timm models of every form as graphs and engines: outputs as in torch, and attention fused as in the dense model."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -27,11 +25,11 @@ SHALLOW: dict[str, dict[str, Any]] = {
     **{form: {} for form in HIERARCHIES}, "windows": {"depths": (2, 1)}, "cosines": {"depths": (1, 1)},
     "q/k norm, groups": {"depth": 1, "num_kv_heads": 1},
 }  # fmt: skip
-"""A block of each sort: a shifted one, padding."""
+"""Options of the smallest models that have a block of each sort, such as a shifted one."""
 HALF = ("packed gate", "gate apart", "q/k norm", "side by side", "halves turned, registers")
-"""Forms that are exported in half precision, too."""
+"""Forms that are exported in half precision too."""
 PLAIN = ("mean", "maximum", "mean and maximum", "no classes", "registers", "any image size", "layer scale")
-"""Forms whose graph has nothing that another's has not; the other tests of graphs have them too."""
+"""Forms whose graphs are left out here, since other forms and other tests cover them."""
 GRAPHS: dict[str, dict[str, float]] = {
     **{form: {"fp32": 1e-4} | ({"fp16": 2e-2} if form in HALF else {})
        for form in (*VITS, "halves turned, registers", "q/k norm, groups") if form not in PLAIN},
@@ -40,7 +38,7 @@ GRAPHS: dict[str, dict[str, float]] = {
     "convnext_tiny": {"fp32": 1e-5}, "small_resmlp": {"fp32": 1e-5},
     **{form: {"fp32": 1e-5, "fp16": 5e-3} for form in ("convnext_atto", "convnextv2_atto", "small_mixer")},
 }  # fmt: skip
-"""By precision how far from torch's outputs."""
+"""Largest error relative to torch's outputs, by form and precision."""
 NIGHTLY: dict[str, str] = {
     **dict.fromkeys(("mean without a class token", "norm before"), "class token"),
     "attention pool without weights": "a mean's query: attention pool",
@@ -55,7 +53,7 @@ NIGHTLY: dict[str, str] = {
     "convnext_tiny": "MLPs on the last axis: small_mixer; its layers: the test of what it keeps",
     "small_resmlp": "layers over tokens: small_mixer",
 }  # fmt: skip
-"""Graphs that are checked nightly, by who has the same in every run."""
+"""Graphs that are only checked nightly, with the forms that cover them in every run."""
 
 
 def in_turn(forms: Iterable[str]) -> list[Any]:
@@ -73,7 +71,7 @@ def dense(form: str) -> Checkpoint:
 
 @cache
 def reduced(form: str) -> Checkpoint:
-    """Half of everything."""
+    """Reduce every site of the model to half its width."""
     model, asked = dense(form).model, method(geometry="square" if form == "cosines" else "padded")
     taken = calibrate(dense(form), opened(model, 8), batch_size=8)
     return replace(dense(form), model=reduce(model, taken, asked).model)
@@ -82,7 +80,7 @@ def reduced(form: str) -> Checkpoint:
 @pytest.mark.slow("graph")
 @pytest.mark.parametrize("form", in_turn(GRAPHS))
 def test_graphs_equal_torch(form: str, tmp_path: Path) -> None:
-    """Angles are constants of the graph."""
+    """The angles of rotary embeddings must be constants of the graph."""
     model = reduced(form).model
 
     def asked(count: int) -> tuple[NDArray[np.float32], NDArray[np.float64]]:
@@ -105,7 +103,7 @@ def test_graphs_equal_torch(form: str, tmp_path: Path) -> None:
     [
         "side by side",
         "neighbours turned, packed gate",
-        # Whose attention is a plain ViT's.
+        # Forms with the attention of a plain ViT.
         *(
             pytest.param(form, marks=pytest.mark.nightly)
             for form in ("packed gate", "gate apart", "residual post-norm")
@@ -123,7 +121,7 @@ def test_attention_stays_fused(form: str, tmp_path: Path) -> None:
 @needs_rtx
 @pytest.mark.parametrize("form", ["windows", "tables", "hiera"])
 def test_attention_is_fused_in_dense_and_reduced_engines(form: str, tmp_path: Path) -> None:
-    """In mask units, of pooled queries, and of all tokens."""
+    """Hiera's attention is within mask units, of pooled queries, or over all tokens."""
     for name, each in (("dense", dense(form)), ("half", reduced(form))):
         export_checkpoint(each, tmp_path / f"{name}.onnx", precision="fp16")
     audit = audited(tmp_path / "dense.onnx", tmp_path / "half.onnx")
@@ -134,7 +132,7 @@ def test_attention_is_fused_in_dense_and_reduced_engines(form: str, tmp_path: Pa
     assert set(audit.reduced.fused_attention_sites or ()) == set(audit.dense.fused_attention_sites or ())
 
 
-# Models without attention keep layers as timm has them.
+# Models without attention keep timm's layers.
 
 
 @pytest.mark.slow("graph")
@@ -143,7 +141,7 @@ def test_convnext_keeps_the_layer_names_of_timm(tmp_path: Path) -> None:
         export_checkpoint(reduced(name), tmp_path / f"{name}.onnx", precision="fp32")
         return sum(node.op_type == kind for node in onnx.load(str(tmp_path / f"{name}.onnx")).graph.node)
 
-    # A stem, three downsamplings, and of each of five blocks a depthwise convolution, the MLP's two layers being
-    # convolutions or matrix products.
+    # A stem, three downsamplings and a depthwise convolution in each of five blocks; the two layers of an MLP are
+    # convolutions in convnext_atto and matrix products in convnext_tiny.
     assert count("convnext_atto", "Conv") == 1 + 3 + 5 + 2 * 5
     assert count("convnext_tiny", "Conv") == 1 + 3 + 5

@@ -1,4 +1,4 @@
-"""The exported graph says what the model says, is typed as asked, carries the sites and is the same every time."""
+"""Exported graphs: outputs, types, site names, metadata, byte-identical files and refusals."""
 
 import copy
 import hashlib
@@ -38,7 +38,7 @@ def run(proto: onnx.ModelProto, images: NDArray[np.float32]) -> NDArray[np.float
 
 
 def run_in_real_half(proto: onnx.ModelProto, batch: NDArray[np.float32]) -> NDArray[np.float32]:
-    """ONNX Runtime's CPU kernels keep float32 between half operators and hide overflow; NumPy rounds after each."""
+    """Run a graph in NumPy, which rounds after each operator; ONNX Runtime on the CPU would hide float16 overflow."""
     with np.errstate(all="ignore"):
         outputs = cast(list[NDArray[np.float32]], ReferenceEvaluator(proto).run(["logits"], {"images": batch}))
     return outputs[0]
@@ -118,7 +118,7 @@ def test_keeping_all_children_keeps_the_module_with_its_residual() -> None:
 def test_kept_site_includes_its_children_but_no_site_with_the_same_prefix() -> None:
     kept = kept_modules(Vit(depth=12), ["blocks.1"])
     assert {"blocks.1", "blocks.1.attn.qkv", "blocks.1.mlp.fc2"} <= kept
-    assert {name for name in kept if not (name == "blocks.1" or name.startswith("blocks.1."))} == set()
+    assert all(name == "blocks.1" or name.startswith("blocks.1.") for name in kept)
     assert "blocks.10.mlp" in kept_modules(Vit(depth=12), ["blocks.1*"])
 
 
@@ -169,8 +169,9 @@ def test_export_leaves_the_model_unchanged() -> None:
 def test_export_is_byte_identical_across_processes(fp16: onnx.ModelProto, tmp_path: Path) -> None:
     save_onnx(fp16, tmp_path / "here.onnx")
     program = (
-        "import sys; from pathlib import Path; from tests.export_vit import *; from export.graph.to_onnx import save\n"
-        "save(export(Vit(qk=16, padded=True), 'fp16', metadata={'widths': 'qk 16'}), Path(sys.argv[1]))"
+        "import sys; from pathlib import Path\n"
+        "from tests.export_vit import *; from export.graph.to_onnx import save_onnx\n"
+        "save_onnx(export(Vit(qk=16, padded=True), 'fp16', metadata={'widths': 'qk 16'}), Path(sys.argv[1]))"
     )
     there = tmp_path / "there.onnx"
     done = subprocess.run(
@@ -209,7 +210,7 @@ def with_weight(value: float) -> Vit:
 
 
 class SpelledOut(nn.Module):
-    """What a torch makes of a root mean square norm that it doesn't widen to float32."""
+    """A root mean square norm as single operators, as torch exports one that it doesn't widen to float32."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -220,7 +221,7 @@ class SpelledOut(nn.Module):
 
 
 def with_norms(norm: Callable[[int], nn.Module]) -> Vit:
-    """A model of one block with other norms in it."""
+    """Make a model of one block with these norms."""
     model = Vit(depth=1)
     for name in ("norm1", "norm2"):
         model.blocks[0].register_module(name, norm(64))
@@ -235,16 +236,15 @@ def test_rms_norm_stays_one_float32_operator(precision: str) -> None:
     assert proto.opset_import[0].version == 23
     assert sum(node.op_type == "RMSNormalization" for node in proto.graph.node) == 2
     assert input_types(proto, "RMSNormalization") == {TensorProto.FLOAT}
-    if precision != "bf16":  # ONNX Runtime's CPU multiplies none of those
+    if precision != "bf16":  # ONNX Runtime multiplies no BF16 on the CPU, and opset 20 has no BF16 convolution
         assert relative_error(run(proto, images(4)), exact(model, images(4))) < (1e-5 if precision == "fp32" else 5e-3)
-    if precision != "bf16":  # whose convolution isn't typed so at 20
         spelled = export(model, precision, opset=20)
         assert not any(node.op_type == "RMSNormalization" for node in spelled.graph.node)
 
 
 @pytest.mark.slow("graph")
 def test_opset_is_the_lowest_sufficient_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where norms come out in float16 at 20, the default goes on to 23, and an explicit 20 is refused naming 23."""
+    """If opset 20 spells norms out in float16, the default becomes 23, and an explicit 20 is refused."""
     trace, spelled = to_onnx._trace, typed_copy(with_norms(SpelledOut), "fp16")
     traced: dict[tuple[int, type[nn.Module]], onnx.ModelProto] = {}
 
@@ -300,7 +300,7 @@ def test_float32_bound_that_clips_nothing_is_not_a_fault() -> None:
 
 
 class Attended(nn.Module):
-    """Attention with any axes in front of tokens, and a mask; of numbers kept between bounds that are tensors."""
+    """Attention with any leading axes and a mask, on numbers that are clamped between tensors."""
 
     def __init__(self, front: tuple[int, ...], mask: tuple[int, ...]) -> None:
         super().__init__()
@@ -331,7 +331,7 @@ def test_attention_accepts_any_leading_axes(front: tuple[int, ...], mask: tuple[
 
 
 class Padded(nn.Module):
-    """One attention that sees the keys of positive inputs, and always the first key."""
+    """Attention that masks the keys of inputs that are not positive, except the first key."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -347,7 +347,7 @@ class Padded(nn.Module):
 @pytest.mark.slow("graph")
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_boolean_mask_has_no_guard_behind_the_softmax(precision: str) -> None:
-    """An engine fuses an attention only if its softmax enters the product with the values."""
+    """An engine fuses attention only if its softmax is an input of the product with the values."""
     torch.manual_seed(0)
     model, batch = Padded().eval(), images(3)
     graph = export(model, precision)
@@ -358,7 +358,7 @@ def test_boolean_mask_has_no_guard_behind_the_softmax(precision: str) -> None:
 @pytest.mark.slow("graph")
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_zero_padding_before_a_pool_stays_a_separate_pad(precision: str) -> None:
-    """ONNX Runtime would make them one, which every number is above."""
+    """ONNX Runtime would fuse both into a pool that pads with minus infinity instead of zeros."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ConstantPad2d(1, 0.0), nn.MaxPool2d(3, 2), nn.Flatten()).eval()
     with torch.no_grad():

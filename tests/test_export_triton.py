@@ -1,4 +1,4 @@
-"""A written Triton repository: what each config says, versions and the way back, the build script, the refusals."""
+"""Written Triton repositories: configs, versions and switching between them, build scripts and refusals."""
 
 import itertools
 import json
@@ -27,13 +27,11 @@ FIGURES = Expected(
     latencies=(Latency(batch=4, measure="end_to_end", p50_ms=1.5, low_ms=1.4, high_ms=1.7),),
     top1_agreement=Agreement(share=0.99, images=1000, low=0.98, high=0.995),
 )
-
-
 PROFILES = (BatchProfile(smallest=1, tuned=2, largest=4), BatchProfile(smallest=1, tuned=16, largest=64))
 
 
 def full(folder: Path, **changes: object) -> Package:
-    """A plan, its ONNX and one for the CPU, labelled and measured."""
+    """Make a package of a plan, an ONNX graph and one for the CPU, with labels and expected figures."""
     graph = write_onnx(folder / "model.onnx")
     values: dict[str, object] = {
         "name": "vit", "plans": (write_plan(folder / "model.plan", graph),), "onnx": graph, "cpu_onnx": graph,
@@ -172,7 +170,7 @@ def test_build_script_builds_a_missing_plan(tmp_path: Path) -> None:
     config = config_of(repository / "vit")
     assert (config.text("platform"), config.number("max_batch_size")) == ("tensorrt_plan", 8)
     severities = {finding.severity for finding in lint_repository(repository)}
-    assert severities == {"warning"}, "only that a plan without record can't be compared"
+    assert severities == {"warning"}, "a plan without a record can't be compared"
     assert switch_version(repository, "vit", 1).models == ("vit", "vit_onnx", "vit_cpu")
 
 

@@ -1,4 +1,4 @@
-"""The linter: a clean repository has no findings, and each planted fault is found in its file, on its line."""
+"""The linter finds nothing in a valid repository, and each planted fault in its file and on its line."""
 
 import re
 import shutil
@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from export.engine.record import record_path
 from export.triton.config import Serving
 from export.triton.lint import lint_repository
 from export.triton.lint_artifact import LintFinding
@@ -20,7 +19,7 @@ from tests.refusals import rejects
 
 @pytest.fixture(scope="module")
 def packaged(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """vit, vit_onnx and vit_cpu; plans for two GPUs, profile 1:4:16, labels, CUDA graphs."""
+    """Write vit, vit_onnx and vit_cpu with plans for two GPUs, profile 1:4:16, labels and CUDA graphs."""
     folder = tmp_path_factory.mktemp("packaged")
     graph = write_onnx(folder / "model.onnx")
     package = Package(
@@ -53,7 +52,7 @@ def test_half_replaced_version_is_reported(repository: Path) -> None:
 
 
 WARM = 'model_warmup {\n  name: "batch_16"\n  batch_size: 16'
-# What is written for what in the config of vit, the line it is found on, and words of the fault and of its remedy.
+# Text of vit's config, its replacement, the line of the finding, and words of the finding and of its remedy.
 FAULTS = {
     "name": ('name: "vit"', 'name: "vid"', '"vid"', "the directory 'vit'", 'name: "vit"'),
     "dtype": ("TYPE_FP32", "TYPE_FP16", "TYPE_FP16", "is TYPE_FP32", "TYPE_FP32"),
@@ -114,7 +113,7 @@ def test_planted_fault_is_found_on_its_line(repository: Path, kind: str) -> None
     text = path.read_text()
     found = [each for each in lint_repository(repository) if each.path == path and told in each.what]
     assert len({each.line for each in found}) == 1, lint_repository(repository)
-    assert len(found) <= 2, "once for each of the two plans"
+    assert len(found) <= 2, "at most one for each of the two plans"
     starts = [text[: match.start()].count("\n") + 1 for match in re.finditer(re.escape(line), text)]
     assert found[0].line in starts, (found[0], starts)
     assert found[0].severity == ("warning" if kind in WARNINGS else "error")
@@ -201,7 +200,7 @@ def test_only_served_versions_are_checked_against_the_config(repository: Path, t
 
 
 def test_configs_of_other_tools_are_read(tmp_path: Path) -> None:
-    """Platform alone, no version policy, comments, the older bracket styles; dims that are open."""
+    """Such configs have only a platform, no version policy, comments, older bracket styles and open dims."""
     model = tmp_path / "repo/net"
     (model / "1").mkdir(parents=True)
     write_onnx(model / "1/model.onnx")
@@ -213,7 +212,6 @@ def test_configs_of_other_tools_are_read(tmp_path: Path) -> None:
         "value: { data_type: TYPE_FP32 dims: [3, 4, 4] random_data: true } } }]\n"
     )
     assert lint_repository(tmp_path / "repo") == ()
-    assert record_path(model / "1/model.plan").name == "model.plan.json"
 
 
 def test_other_directories_are_refused(tmp_path: Path) -> None:

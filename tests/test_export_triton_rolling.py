@@ -1,4 +1,4 @@
-"""Another version in a real server under load: every request answered, none wrong; a bad version is never served."""
+"""Roll-overs to another version, in a real server under load and in a fake one that fails at each step."""
 
 import re
 import shutil
@@ -73,7 +73,7 @@ def samples(graph: Path) -> Samples:
 
 @dataclass
 class Load:
-    """RATE requests a second, each in a thread of its own; what each got, in the order sent."""
+    """A client that sends RATE requests a second, each in its own thread, and keeps the answers in order."""
 
     served: Served
     image: NDArray[np.float32] = field(default_factory=lambda: images(1, seed=3))
@@ -105,7 +105,7 @@ class Load:
             return repr(error)
 
     def versions(self) -> list[int]:
-        """Which version each answer is of, in the order sent; 0 for none and for what no version answers."""
+        """Return the version of each answer in the order sent, 0 for an answer of no version."""
         known = {version: answers(graph, self.image)[0] for version, graph in self.served.graphs.items()}
         return [
             next((v for v, wanted in known.items() if len(data) == CLASSES and np.allclose(data, wanted, atol=1e-4)), 0)
@@ -168,7 +168,7 @@ def test_unloaded_model_is_refused(served: Served, tmp_path: Path) -> None:
 
 
 class _Answers(BaseHTTPRequestHandler):
-    """Sends everybody elsewhere, or says that loading is not allowed as a server in poll mode does."""
+    """A server that redirects every GET, and refuses to load models as a server in poll mode does."""
 
     def do_GET(self) -> None:
         self.send_response(302)
@@ -182,8 +182,7 @@ class _Answers(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def log_message(self, *words: object) -> None:
-        """Says nothing."""
+    def log_message(self, *words: object) -> None: ...
 
 
 def test_other_addresses_are_never_contacted_and_refusals_are_reported() -> None:
@@ -204,14 +203,12 @@ def test_invalid_addresses_are_refused(address: str) -> None:
     rejects("expected an address such as", TritonServer, address=address)
 
 
-# Without a server: one that does what its repository says, and fails where it is told to.
+# Roll-overs in a fake server
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Feigned(TritonServer):
-    """Serves of each loaded model the versions that its config names; `heard` has every load and unload, `fails` the
-    place in it of the request that is refused.
-    """
+    """A fake server that serves the versions in each model's config and refuses request number `fails` of `heard`."""
 
     repository: Path
     serving: dict[str, tuple[int, ...]]
@@ -238,7 +235,7 @@ class Feigned(TritonServer):
 
 @pytest.fixture
 def packaged(tmp_path: Path) -> Path:
-    """Versions 1 and 2 of two variants, of which version 1 is to be served."""
+    """Write versions 1 and 2 of two variants, and serve version 1."""
     repository = tmp_path / "models"
     for version in (1, 2):
         graph = write_onnx(tmp_path / f"{version}.onnx", seed=version)
@@ -300,7 +297,7 @@ def test_repository_on_its_own_disk_is_staged_inside(packaged: Path, monkeypatch
     assert roll(packaged, "vit", 2, feigned(packaged)).failure is None
     assert sorted(path.name for path in packaged.iterdir()) == ["expected.json", "vit_cpu", "vit_onnx"]
     with staging_folder(packaged.parent / "new/models") as folder:
-        assert folder.parent == packaged.parent / "new", "one that is not there yet is made beside"
+        assert folder.parent == packaged.parent / "new", "the folder of a new repository is made beside it"
 
 
 @pytest.mark.slow("server")

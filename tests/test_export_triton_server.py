@@ -1,4 +1,4 @@
-"""The packaged repository in a real server: warm-up, batching, answers over HTTP and gRPC, versions, a clean end."""
+"""Packaged repositories in a real server: warm-up, batching, answers over HTTP and gRPC, and versions."""
 
 import socket
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ SERVING = Serving(preferred_batches=(4,), queue_delay_us=20_000, max_batch=8, cp
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A running server, the repository it reads, and the graph of vit's version 1."""
+    """A running server, its repository, and the graph of version 1 of vit."""
 
     server: Server
     repository: Path
@@ -54,7 +54,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield Served(server, repository, graph)
     assert server.exit_code == 0, server.log.read_text()[-2000:]
     with socket.socket() as after:
-        assert after.connect_ex(("127.0.0.1", server.http_port)) != 0, "nothing listens any more"
+        assert after.connect_ex(("127.0.0.1", server.http_port)) != 0, "the port is closed"
 
 
 def images(count: int) -> Any:
@@ -62,20 +62,15 @@ def images(count: int) -> Any:
 
 
 def direct(graph: Path, batch: Any) -> Any:
-    """ONNX Runtime on the same file, one image at a time."""
+    """Run the graph in ONNX Runtime, one image at a time."""
     session = ort.InferenceSession(str(graph), providers=["CPUExecutionProvider"])
     return np.concatenate([session.run(["logits"], {"images": image[None]})[0] for image in batch])
 
 
 def request(**feed: Any) -> dict[str, object]:
-    """The body of a KServe inference request."""
+    """Return the body of a KServe inference request."""
     inputs = [
-        {
-            "name": name,
-            "datatype": DATA_TYPES[each.dtype.name],
-            "shape": list(each.shape),
-            "data": each.ravel().tolist(),
-        }
+        {"name": name, "datatype": DATA_TYPES[each.dtype.name], "shape": [*each.shape], "data": each.ravel().tolist()}
         for name, each in feed.items()
     ]
     return {"inputs": inputs}
@@ -165,7 +160,7 @@ def test_several_inputs_are_served_like_torch(served: Served, tmp_path: Path) ->
 
 
 class Gated(nn.Module):
-    """Every type that a graph takes, together."""
+    """A model with an input of every type that graphs take."""
 
     def forward(self, x: Tensor, keep: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
         kept = x.masked_fill(~keep, 0.0)
@@ -221,7 +216,7 @@ def test_plan_config_is_accepted_up_to_the_absent_backend(served: Served, tmp_pa
         told = served.server.load("gpu")
         config.write_text(text)
         assert told is not None
-        assert "backend library" not in told, "a wrong config does not come that far"
+        assert "backend library" not in told, "a wrong config is refused before its backend is looked up"
         assert wrong in told + served.server.log.read_text()
 
 

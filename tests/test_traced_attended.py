@@ -1,4 +1,4 @@
-"""Which pairs of an attention count: what its program says of every image, held to loops over windows and tokens."""
+"""Token pairs that attend to each other, as programs tell them, against loops over windows and tokens."""
 
 from collections.abc import Callable, Iterator
 from copy import deepcopy
@@ -49,7 +49,7 @@ FORMS = ("spelled", "five axes", "bool", "of the input", "causal")
 
 
 class Shifted(nn.Module):
-    """Tokens in a line, padded to windows that are shifted around, where the two ends don't see each other."""
+    """Attention in shifted windows of a padded line of tokens, whose two ends don't see each other."""
 
     def __init__(self, form: str, qk: int = QK) -> None:
         super().__init__()
@@ -95,14 +95,14 @@ class Shifted(nn.Module):
 
 
 def slots() -> list[list[int]]:
-    """The places of each window, those of padding too."""
+    """Return the places of each window, with those of padding."""
     places = TOKENS + -TOKENS % WINDOW
     line = [(place + SHIFT) % places for place in range(places)]
     return [line[start : start + WINDOW] for start in range(0, places, WINDOW)]
 
 
 def shown() -> Tensor:
-    """Of each window which of its tokens see each other: those that were neighbours."""
+    """Return for each window which of its tokens see each other, those that were neighbours in the line."""
     return torch.tensor([[[(a < SHIFT) == (b < SHIFT) for b in each] for a in each] for each in slots()])
 
 
@@ -139,7 +139,7 @@ def test_program_reports_which_token_pairs_attend(form: str) -> None:
         assert gone is not None
         expected = torch.tensor([[place >= TOKENS for place in each] for each in slots()])
         assert torch.equal(gone, expected[:, None].expand(gone.shape))
-        with torch.inference_mode():  # as plans look at models, copies made there among them
+        with torch.inference_mode():  # plans inspect models in this mode, and copies of them
             copied = trace(deepcopy(Shifted(form)), (torch.randn(2, TOKENS, D),))
             (of_copy,) = (node for node in copied.nodes if node.name == whole.name)
             told = unread_queries(copied, of_copy)
@@ -148,7 +148,7 @@ def test_program_reports_which_token_pairs_attend(form: str) -> None:
 
 
 def counted_pairs(q: Tensor, k: Tensor, form: str) -> Iterator[tuple[Tensor, Tensor]]:
-    """Queries and keys [., H, D] that see each other, of one image: all of the first with all of the second."""
+    """Yield sets of queries and of keys [., H, D] of one image in which every query sees every key."""
     if form == "causal":
         yield from ((q[place : place + 1], k[: place + 1]) for place in range(TOKENS))
         return
@@ -161,7 +161,7 @@ def counted_pairs(q: Tensor, k: Tensor, form: str) -> Iterator[tuple[Tensor, Ten
 
 @pytest.mark.parametrize("form", FORMS)
 def test_only_attending_pairs_are_counted(form: str, tmp_path: Path) -> None:
-    """Second moments and energies, beside loops over images, windows and their parts."""
+    """Loops over images, windows and their parts give the expected second moments and energies."""
     model = model_of(form)
     (site,) = (each for each in sites_of(model).every if isinstance(each, TracedPairs))
     inputs = torch.randn(5, TOKENS, D, generator=torch.Generator().manual_seed(1))
@@ -179,16 +179,16 @@ def test_only_attending_pairs_are_counted(form: str, tmp_path: Path) -> None:
         if form != "causal":
             x = F.pad(x, (0, 0, 0, -TOKENS % WINDOW))[torch.tensor(slots())]
         q, k = (each(x).unflatten(-1, (HEADS, QK)).detach() for each in (plain.q, plain.k))
-        q = q * QK**-0.5 if form == "five axes" else q  # as they enter the product
+        q = q * QK**-0.5 if form == "five axes" else q  # as they enter the product of scores
         for q_NHD, k_MHD in counted_pairs(q, k, form):
             qq_HDD += torch.einsum("nhd,nhe->hde", q_NHD, q_NHD)
             energy_HD += q_NHD.square().sum(0) * k_MHD.square().sum(0)
     torch.testing.assert_close(told.energy_HD, energy_HD, rtol=1e-5, atol=1e-5)
-    if form != "causal":  # where these are sums over pairs
+    if form != "causal":  # causal attention weights these sums otherwise
         torch.testing.assert_close(told.qq_HDD, qq_HDD, rtol=1e-5, atol=1e-5)
     assert told.images == len(inputs)
     (read,) = (each for each in moments.sites.values() if isinstance(each, ChannelMoments))
-    assert read.tokens == len(inputs) * TOKENS  # what the output projection reads of padding counts as little
+    assert read.tokens == len(inputs) * TOKENS  # padding doesn't count at the output projection either
 
 
 @pytest.mark.parametrize("form", ["spelled", "five axes"])
@@ -202,15 +202,15 @@ def test_narrow_queries_and_keys_are_padded_before_any_softmax(form: str) -> Non
     torch.testing.assert_close(wider(x), program.graph(x))
 
 
-# Traced models that take a mask beside ids: taken apart with it, and fitted to the tokens that are there alone.
+# Traced models that take a mask beside ids: their segments take it too, and fits leave padding out.
 
 HALF = method_from_preset("best", mlp_sparsity=0.5, attention_sparsity=0.5, align_hidden=8, align_head=4)
 SHORT, LONG = 18, 30
-"""Tokens: no text has more than the first."""
+"""Lengths of padded texts; no text has more than SHORT tokens."""
 
 
 def loaded(home: Path, length: int) -> tuple[Checkpoint, InputSet]:
-    """An encoder, with texts that are padded to this length."""
+    """Load an encoder and texts that are padded to this length."""
     if not (home / "hf").exists():
         encoders.write_encoder(home / "hf")
         words = " ".join(encoders.TEXTS).split()
@@ -255,7 +255,6 @@ def folded(dense: Checkpoint, texts: InputSet) -> nn.Module:
 @pytest.mark.slow("models")
 @pytest.mark.parametrize("lever", [looped, made_sparse, folded])
 def test_padding_does_not_change_the_fit(lever: Callable[[Checkpoint, InputSet], nn.Module], tmp_path: Path) -> None:
-    """The same answers where the texts are padded to more tokens."""
     answers = list[Tensor]()
     for length in (SHORT, LONG):
         dense, texts = loaded(tmp_path, length)
@@ -271,7 +270,7 @@ def test_padding_does_not_change_the_fit(lever: Callable[[Checkpoint, InputSet],
 
 @torch.no_grad()
 def test_padded_tokens_have_no_weight(tmp_path: Path) -> None:
-    """What layers lack is weighted by the mask."""
+    """The residuals of layers are weighted by the mask."""
     checkpoint, _ = loaded(tmp_path, SHORT)
     model = checkpoint.model
     mask_BN = (torch.arange(SHORT) < torch.tensor([[SHORT], [4]])).float()
@@ -281,10 +280,9 @@ def test_padded_tokens_have_no_weight(tmp_path: Path) -> None:
         x_BNC: Tensor = torch.randn(2, SHORT, 32, generator=torch.Generator().manual_seed(0))
         if step.name == "encoder.layer.0.attention":
             x_BNC = torch.ones(2, 1, SHORT, dtype=torch.int64)
-        given = step.module(x_BNC, mask_BN)
-        pair = StreamPair(given, mask_BN, StreamState.of(x_BNC, mask_BN))
-        for of_layer in segment_sublayer(model, step).groups:
-            (piece,) = of_layer.linearised([pair])
+        pair = StreamPair(step.module(x_BNC, mask_BN), mask_BN, StreamState.of(x_BNC, mask_BN))
+        for group in segment_sublayer(model, step).groups:
+            (piece,) = group.linearised([pair])
             assert piece.weight_X is not None
             assert torch.equal(piece.weight_X, mask_BN.flatten())
             torch.testing.assert_close(piece.residual_XO, torch.zeros_like(piece.residual_XO), atol=1e-5, rtol=0.0)

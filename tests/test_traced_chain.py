@@ -1,4 +1,4 @@
-"""Models that no family knows go the whole way: calibrated, reduced, saved, loaded, exported and verified."""
+"""Models without a family of their own are calibrated, reduced, saved, loaded, exported and verified."""
 
 import copy
 import json
@@ -60,21 +60,21 @@ def calibrated(checkpoint: Checkpoint, home: Path) -> Moments:
 
 
 def kept_of(model: nn.Module) -> Mapping[str, Index]:
-    """Of each site the groups that stay, as the dense program counts them."""
+    """Return the kept groups of each site, numbered as in the dense program."""
     cut = traced_state(model).cut
     assert cut is not None
     return cut.kept
 
 
 def apart(model: nn.Module, dense: nn.Module) -> float:
-    """The relative error of the outputs on images that were not calibrated on."""
+    """Return the relative error of the outputs on images that calibration didn't use."""
     with torch.inference_mode():
         given, expected = (each(torch.from_numpy(images(24, seed=2))) for each in (model, dense))
     return float((given - expected).norm() / expected.norm())
 
 
 def assert_saved_is_loaded(dense: Checkpoint, reduction: Reduction, home: Path) -> None:
-    """The same program on the same weights, of the same widths."""
+    """Assert that a saved reduction is loaded with equal outputs and widths."""
     written = Checkpoint(model=reduction.model, architecture=dense.architecture, lineage={})
     save(written, home / "reduced")
     with trusting_code(True):
@@ -88,7 +88,7 @@ def assert_saved_is_loaded(dense: Checkpoint, reduction: Reduction, home: Path) 
 
 @torch.no_grad()
 def with_repeated_heads(model: nn.Module, shared: int) -> nn.Module:
-    """Of 4 heads the last two are the first two again."""
+    """Make the last two of four heads copies of the first two."""
     for name in ("h.0.attn.c_attn", "h.1.attn.c_attn"):
         for parameter in (model.get_parameter(f"{name}.weight"), model.get_parameter(f"{name}.bias")):
             for rows in parameter.split((48, 48 // shared, 48 // shared)):
@@ -148,7 +148,7 @@ def test_narrowed_graph_is_named_by_modules_and_its_bad_block_found(tmp_path: Pa
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory with weights of a small PVT, images to calibrate on and others to judge by."""
+    """Write weights of a small PVT, calibration images and held-out images."""
     monkeypatch.chdir(tmp_path)
     save_file(checkpoint_of(PVT).model.state_dict(), "weights.safetensors")
     np.save("calibration.npy", images(64, seed=1))
@@ -201,7 +201,7 @@ def test_absent_sites_and_edited_directories_are_refused(home: Path) -> None:
 
 
 JUDGED = ("--images", "calibration.npy", "--held-out", "m.held-out.safetensors")
-# By lever: what is asked for, and what the reason says where it makes no sense.
+# By name: options of reduce, and words of the refusal of a contradictory combination.
 LEVERS: Mapping[str, tuple[tuple[object, ...], str]] = {
     "held out, in groups": (("--mlp", 0.5, "--attn", 0.25, "--heads", "square", *JUDGED[2:]), ""),
     "within": (("--within", "error 0.5", *JUDGED), ""),
@@ -235,7 +235,7 @@ def test_levers_combine(home: Path) -> None:
 
 
 def test_every_site_saves_its_counted_macs() -> None:
-    """Queries and keys one of an attention's two products, values the other."""
+    """Queries and keys save one of attention's two products, values the other."""
     model = dense_from_architecture(PVT)
     found, costs = sites_of(model).every, site_costs(model, "macs")
     for site in found:

@@ -1,4 +1,4 @@
-"""Programs taken apart at tensors that all later ones are computed through."""
+"""Programs cut into segments at tensors that all later ones depend on."""
 
 import math
 from dataclasses import replace
@@ -26,7 +26,7 @@ def found_of(model: nn.Module, *shapes: tuple[int, ...]) -> FoundSites:
 
 
 def chained(program: Program, found: FoundSites, inputs: torch.Tensor) -> torch.Tensor:
-    """The program run segment by segment, at another batch than it was traced with."""
+    """Run the program segment by segment, at another batch size than it was traced with."""
     at = [None, *(cut.node for cut in find_cuts(found)), None]
     with torch.no_grad():
         for before, after in pairwise(at):
@@ -37,10 +37,10 @@ def chained(program: Program, found: FoundSites, inputs: torch.Tensor) -> torch.
 @pytest.mark.parametrize(
     ("build", "shape", "count"),
     [
-        (lambda: Patched(depth=3), IMAGES, 7),  # behind the stem, and behind each branch of each block
-        (own.ResBlocks, (3, 8, 8), 3),  # behind the stem and each block; the stream is a site itself
+        (lambda: Patched(depth=3), IMAGES, 7),  # after the stem, and after each branch of each block
+        (own.ResBlocks, (3, 8, 8), 3),  # after the stem and each block; the stream is a site itself
         (own.encoder, (own.TOKENS, own.D), 4),
-        (own.UNet, (3, 8, 8), 0),  # what goes around is in the way, and all else is narrowed
+        (own.UNet, (3, 8, 8), 0),  # skip connections leave no place for a cut
         (own.Gated, (own.D,), 0),
     ],
 )
@@ -64,7 +64,6 @@ def test_narrowing_on_meta_gives_the_sizes_of_narrowing_with_weights() -> None:
 
 
 def test_inferred_sizes_equal_those_of_the_outputs() -> None:
-    """Equal calls are made once, others not."""
     graph = found_of(Patched(depth=3), IMAGES).program.graph
     told = {node.name: node.meta.pop("sizes") for node in graph.graph.nodes if node.op != "output"}
     infer_sizes_(graph, [torch.zeros(2, *IMAGES)], any_batch=True)

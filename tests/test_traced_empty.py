@@ -1,6 +1,4 @@
-"""Sites of which a constant is left: against means image by image, saved, exported, built, in loops and budgets; of a
-ViT and a text encoder too.
-"""
+"""Sites that are removed whole and leave a constant, in saved models, graphs, engines, closed loops and budgets."""
 
 import json
 from dataclasses import replace
@@ -48,7 +46,7 @@ from tests.traced_examples import PVT, checkpoint_of, images
 MLP, VALUES = "stages.0.blocks.0.mlp", "stages.1.blocks.0.attn.v"
 EMPTIED: Widths = {MLP: 0, VALUES: 0}
 GIVEN = {MLP: f"{MLP}.fc2", VALUES: "stages.1.blocks.0.attn.proj"}
-"""The layers that give what stays constant."""
+"""The layers whose outputs become constant."""
 
 
 @cache
@@ -81,21 +79,21 @@ def outputs(model: nn.Module, count: int = 5) -> Tensor:
     return tiny.ran(model, images(count, seed=count))
 
 
-def given_by(model: nn.Module, name: str, inputs: object) -> Tensor:
-    """What a dense layer gives, float64."""
-    given: list[Tensor] = []
-    handle = model.get_submodule(name).register_forward_hook(lambda _, __, out: given.append(out.double()))
+def output_of(model: nn.Module, name: str, inputs: object) -> Tensor:
+    """Return the output of a layer in float64."""
+    outputs: list[Tensor] = []
+    handle = model.get_submodule(name).register_forward_hook(lambda _, __, out: outputs.append(out.double()))
     with torch.inference_mode():
         run_model(model, inputs)  # type: ignore[arg-type]
     handle.remove()
-    return given[0]
+    return outputs[0]
 
 
 def test_removed_site_leaves_the_mean_of_its_dense_output() -> None:
-    """Of all images and places, counted one by one in float64."""
+    """The mean is over all images and places."""
     state = emptied().model.state_dict()
     for name, layer in GIVEN.items():
-        every = (given_by(dense().model, layer, image[None]) for image in torch.from_numpy(images(24, seed=0)))
+        every = (output_of(dense().model, layer, image[None]) for image in torch.from_numpy(images(24, seed=0)))
         mean_O = torch.cat([each.reshape(-1, each.shape[-1]) for each in every]).mean(dim=0)
         torch.testing.assert_close(state[f"{layer}.bias"].double(), mean_O, rtol=1e-5, atol=1e-6)
         assert state[f"{layer}.weight"].shape == (len(mean_O), 0), name
@@ -151,7 +149,7 @@ def test_closed_loops_leave_constants_too(loop: Loop | None) -> None:
     assert macs(looped) == macs(plain)
     assert looped.state_dict()[f"{GIVEN[MLP]}.weight"].numel() == 0
     if loop is not None:
-        assert errors[0] < errors[1], "later sites make up for what is gone"
+        assert errors[0] < errors[1], "later sites compensate for removed ones"
 
 
 def test_polish_skips_removed_sites() -> None:
@@ -161,9 +159,9 @@ def test_polish_skips_removed_sites() -> None:
 
 @torch.no_grad()
 def test_budget_removes_sites_without_effect_first() -> None:
-    """An MLP and an attention whose last layers give nearly nothing are the first to go, whole."""
+    """An MLP and an attention with outputs near zero are the first to be removed whole."""
     planted = checkpoint_of(PVT)
-    tiny.enliven(planted.model, 0)  # so that no width but all costs little
+    tiny.enliven(planted.model, 0)  # so that all other sites matter
     for layer in GIVEN.values():
         planted.model.get_parameter(f"{layer}.weight").mul_(1e-4)
     planted.model.requires_grad_(False)
@@ -182,7 +180,7 @@ def test_budget_removes_sites_without_effect_first() -> None:
 
 @pytest.mark.parametrize("name", ["stages.0.blocks.0.attn.v", "stages.1.blocks.0.attn.qk"])
 def test_sites_that_cannot_be_removed_whole_are_refused(name: str, tmp_path: Path) -> None:
-    """Values that a convolution's keys go beside, queries and keys whose values stay: as widths, and in a file."""
+    """They are values whose keys come from a convolution, and queries and keys whose values stay."""
     rejects(f"{name}: it keeps nothing, but can't be removed completely", at_widths, dense().model, {name: 0})
     save(replace(dense(), model=emptied().model), tmp_path / "edited")
     config = json.loads((tmp_path / "edited/config.json").read_text(encoding="utf-8"))
@@ -212,7 +210,7 @@ def vit() -> Reduction:
 
 def test_constants_are_judged_on_other_inputs() -> None:
     for report in vit().sites:
-        given_BNC = given_by(tiny.checkpoint().model, GIVEN_OF_VIT[report.site], torch.from_numpy(tiny.images(8, 5)))
+        given_BNC = output_of(tiny.checkpoint().model, GIVEN_OF_VIT[report.site], torch.from_numpy(tiny.images(8, 5)))
         constant_C = vit().model.get_parameter(f"{GIVEN_OF_VIT[report.site]}.bias").double()
         assert report.held_out is not None
         expected = float((given_BNC - constant_C).square().sum(dim=-1).mean())
@@ -221,7 +219,7 @@ def test_constants_are_judged_on_other_inputs() -> None:
 
 @pytest.mark.parametrize("metric", ["stream", "keys"])
 def test_token_merging_works_with_removed_sites(metric: str) -> None:
-    """Where attention is gone there are no keys to tell them apart by, and no place to merge at."""
+    """A block without attention has no keys to compare tokens by, and no place to merge at."""
     model = vit().model
     merged = traced_model.with_merging(model, Merging(schedule=(2,), metric=metric))  # type: ignore[arg-type]
     with torch.inference_mode():
@@ -247,7 +245,7 @@ def test_text_encoder_averages_constants_over_real_tokens(tmp_path: Path) -> Non
     (tokens,) = texts.batches(20)
     is_there = tokens["attention_mask"].bool()
     for name in GIVEN_OF_TEXT:
-        mean_C = given_by(checkpoint.model, name, tokens)[is_there].mean(dim=0)
+        mean_C = output_of(checkpoint.model, name, tokens)[is_there].mean(dim=0)
         torch.testing.assert_close(model.get_parameter(f"{name}.bias").double(), mean_C, rtol=1e-4, atol=1e-5)
     save(replace(checkpoint, model=model, lineage={}), tmp_path / "reduced")
     session = ort.InferenceSession(graph_of(model).SerializeToString(), providers=["CPUExecutionProvider"])

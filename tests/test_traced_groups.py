@@ -1,4 +1,4 @@
-"""Layers that read several inputs of a group, or in groups of their own, are repaired by least squares over each."""
+"""Layers that read groups of channels are repaired by least squares over each group."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +30,7 @@ from tests.traced_examples import images, written_by
 
 
 class Small(nn.Module):
-    """Channels that `first` writes go elsewhere by `way`, and from there into `read`."""
+    """A layer `first` whose channels pass through `between` into the layer `read`."""
 
     def __init__(self, read: nn.Module, **ways: nn.Module) -> None:
         super().__init__()
@@ -49,14 +49,14 @@ class Small(nn.Module):
 
 
 class Ghosts(Small):
-    """Beside every channel one that is made of it alone."""
+    """Every channel has a ghost that is computed from it alone."""
 
     def between(self, x: Tensor) -> Tensor:
         return torch.cat((x, F.relu(self.ways["ghost"](x))), 1)
 
 
 class Windows(Small):
-    """Tokens in windows that stand with the batch."""
+    """Tokens are in windows that are part of the batch."""
 
     def between(self, x: Tensor) -> Tensor:
         windows: Tensor = x.unflatten(3, (2, 4)).unflatten(2, (2, 4)).permute(0, 2, 4, 3, 5, 1)
@@ -68,7 +68,7 @@ class Windows(Small):
 
 
 class Readers(Small):
-    """One layer reads in groups, and another behind an activation of its own."""
+    """One layer reads in groups, and another after an activation of its own."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.first(x))
@@ -84,7 +84,7 @@ class Again(Small):
 
 
 class Stream(Small):
-    """What is written is added to, and read once more."""
+    """The channels are a stream, which a layer reads and adds to."""
 
     def between(self, x: Tensor) -> Tensor:
         return x + F.relu(self.ways["add"](x))
@@ -106,7 +106,7 @@ def make(name: str) -> Any:
 
 
 def entering(model: nn.Module, pixels: Tensor) -> dict[str, Tensor]:
-    """All that enters each layer that is heard, by the name of its weight."""
+    """Return all inputs of the layers that read the first site, by the names of their weights."""
     site, heard = sites_of(model).every[0], dict[str, Tensor]()
 
     def hear(name: str, x: Tensor) -> None:
@@ -124,7 +124,7 @@ def entering(model: nn.Module, pixels: Tensor) -> dict[str, Tensor]:
 
 
 def patches(x: Tensor, layer: nn.Module) -> Tensor:
-    """[N, F, T]"""
+    """Return the patches that a layer reads, [N, F, T]."""
     if isinstance(layer, nn.Linear):
         return x.flatten(0, -2)[..., None]
     assert isinstance(layer, nn.Conv2d), layer
@@ -136,7 +136,7 @@ def patches(x: Tensor, layer: nn.Module) -> Tensor:
 
 @pytest.mark.parametrize(("name", "align", "width"), [("groups", 8, 6), ("uses", 4, 8), ("stream", 8, 7)])
 def test_channels_are_aligned_across_all_groups_of_a_layer(name: str, align: int, width: int) -> None:
-    """To a multiple of the groups; finer where that would leave no choice."""
+    """Widths are multiples of the groups, or finer if that would leave no choice."""
     model = trace_model(MODELS[name]().eval(), Architecture(name=name, family="module"))
     asked: Any = {"conv_sparsity": 0.4, "residual_sparsity": 0.4, "align_conv": align}
     assert uniform_widths(model, method_from_preset("best", **asked))[sites_of(model).every[0].name] == width
@@ -175,7 +175,7 @@ def test_half_of_the_channels_are_removed(name: str, tmp_path: Path) -> None:
 
 
 def check_least_squares(x_NFT: Tensor, weight: Tensor, new: Tensor, kept: Any) -> None:
-    """Nothing on the inputs that stay, with a bias, is nearer to what the dense layer gives."""
+    """Assert that no weights and bias on the kept inputs come nearer to the dense layer's outputs."""
     dense_NO = x_NFT.flatten(1) @ weight.flatten(1).T
     inputs_NU = x_NFT[:, kept].flatten(1)
     inputs_NU = torch.cat((inputs_NU, torch.ones(len(inputs_NU), 1, dtype=torch.float64)), 1)
@@ -186,13 +186,13 @@ def check_least_squares(x_NFT: Tensor, weight: Tensor, new: Tensor, kept: Any) -
     assert float(least) <= float(lost) < 1.01 * float(least) + 1e-6 * float(dense_NO.var(0).sum() * len(dense_NO))
 
 
-# Channels that are shuffled and split in two, of which uneven parts are left.
+# Channels that are shuffled and split in two, with uneven parts left
 
 CHANNELS, SIZE = 12, 8
 
 
 class Unit(nn.Module):
-    """ShuffleNet V2's (arXiv 1807.11164, figure 3c)."""
+    """The unit of ShuffleNet V2 (arXiv 1807.11164, figure 3c)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -219,7 +219,7 @@ class Shuffled(nn.Module):
 
 @pytest.mark.slow("graph")
 def test_shuffled_channels_are_removed_consistently(tmp_path: Path) -> None:
-    """Reduced, saved and loaded; every site loses channels, and with `best` less is lost than without."""
+    """Every site loses channels, and `best` loses less accuracy than `none`."""
     checkpoint = written_by("tests.test_traced_groups.Shuffled")
     with trusting_code(True):
         dense, images = checkpoint.model, torch.randn(48, 3, SIZE, SIZE)
@@ -238,13 +238,13 @@ def test_shuffled_channels_are_removed_consistently(tmp_path: Path) -> None:
     torch.testing.assert_close(tiny.ran(loaded, images), tiny.ran(reduction.model, images))
 
 
-# Channels that are divided by a mean over them: those that stay tell the mean of all.
+# Channels that are divided by a mean over them, which the kept ones estimate
 
 D, HIDDEN, TOKENS = 6, 16, 9
 
 
 class Responding(nn.Module):
-    """An MLP with a global response norm, its channels last or second; half of them give twice what others do."""
+    """An MLP with a global response norm on the last or the second axis; each second channel doubles the one before."""
 
     def __init__(self, *, last: bool) -> None:
         super().__init__()
@@ -266,7 +266,7 @@ class Responding(nn.Module):
 
 
 def responding(last: bool, inputs: Tensor, folder: Path) -> tuple[Responding, Checkpoint, InputSet]:
-    """With its program, and these inputs of it."""
+    """Make the module, its traced checkpoint and a set of these inputs."""
     torch.manual_seed(0)
     plain, architecture = Responding(last=last).eval(), Architecture(name="Responding", family="module")
     model = trace_model(plain, architecture)
@@ -296,7 +296,7 @@ def test_redundant_channels_are_removed_without_loss(last: bool, tmp_path: Path)
 
 
 def test_closed_loops_keep_the_mean_of_kept_channels(tmp_path: Path) -> None:
-    """So few images would tell weights below zero of a mean that is divided by."""
+    """Plain least squares on so few images would give the mean negative weights."""
     inputs = torch.randn(10, TOKENS, D, generator=torch.Generator().manual_seed(1))
     _, checkpoint, opened = responding(True, inputs, tmp_path)
     weight = checkpoint.model.get_parameter("fc1.weight")

@@ -1,4 +1,4 @@
-"""Modules of any inputs and outputs go the whole way by the commands: what they take is said, read and exported."""
+"""Modules with any inputs and outputs are calibrated, reduced, exported and verified by the commands."""
 
 import json
 import re
@@ -45,7 +45,7 @@ def make(name):
 
 
 class Block(nn.Module):
-    """Tokens that aren't there are never attended to."""
+    """A transformer block that doesn't attend to padding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Block(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Ids with their mask, to a dict."""
+    """A model from ids and their mask to a dict."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Scored:
 
 
 class Towers(nn.Module):
-    """Vectors and images, joined, to a dataclass, of which two are asked for. A graph has a `meta` of its own."""
+    """A model from vectors and images to a dataclass, two of whose fields are outputs; `meta` is a name of fx.Graph."""
 
     outputs: Mapping[str, Role] = {"features": "embedding", "scores": "logits"}
 
@@ -104,7 +104,7 @@ class Towers(nn.Module):
 
 
 class Windows(nn.Module):
-    """A series of vectors to a tuple, whose names are said."""
+    """A model from a series of vectors to a tuple with declared names."""
 
     inputs: Mapping[str, Any] = {"series": (TOKENS, 6)}
     outputs = ("tokens", "pooled")
@@ -122,7 +122,7 @@ MODULES: Mapping[str, type[nn.Module]] = {kind.__name__: kind for kind in (Encod
 
 
 def arrays(name: str, count: int, seed: int) -> dict[str, NDArray[Any]]:
-    """By the names of a module's inputs."""
+    """Draw arrays for the inputs of a module, by name."""
     generator = np.random.default_rng(seed)
     if name == "Encoder":
         lengths = generator.integers(3, TOKENS, count)
@@ -143,7 +143,7 @@ CHAIN: Mapping[str, tuple[tuple[object, ...], list[str]]] = {
     ),
     "Windows": (("--mlp", 0.5, "--align", "mlp=4"), ["tokens", "pooled"]),
 }
-"""What is removed, and the outputs."""
+"""Options of reduce and names of outputs, by module."""
 
 
 LIBRARIES: Mapping[str, tuple[dict[str, Any], tuple[object, ...], str]] = {
@@ -158,7 +158,7 @@ LIBRARIES: Mapping[str, tuple[dict[str, Any], tuple[object, ...], str]] = {
         "{}",
     ),
 }
-"""Of transformers: configurations, what is removed, and arguments."""
+"""Configurations of transformers models, options of reduce and --model-kwargs."""
 
 
 @pytest.fixture
@@ -168,7 +168,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def written(name: str, home: Path) -> tuple[str, ...]:
-    """The words that name a module of some weights, in a file beside arrays to calibrate on and others to judge by."""
+    """Write a module, its weights and arrays, and return the words that name it in commands."""
     (home / "own.py").write_text(SOURCE)
     for file, seed in (("calibration", 1), ("held-out", 2)):
         save_arrays(arrays(name, 48, seed), home / f"{file}.safetensors")
@@ -179,7 +179,7 @@ def written(name: str, home: Path) -> tuple[str, ...]:
 
 
 def assert_graph_says_the_same(path: Path, feeds: Mapping[str, NDArray[Any]], outputs: list[str]) -> None:
-    """By the names of the module's inputs, in the order of its outputs."""
+    """Assert that a graph gives the outputs of the checkpoint beside it."""
     session = onnxruntime.InferenceSession(path)
     assert [each.name for each in session.get_inputs()] == list(feeds)
     with trusting_code(True), torch.inference_mode():
@@ -188,8 +188,8 @@ def assert_graph_says_the_same(path: Path, feeds: Mapping[str, NDArray[Any]], ou
         assert np.abs(one - other.numpy()).max() <= 1e-4 * other.abs().max()
 
 
-def goes_the_whole_way(model: tuple[str, ...], inputs: str, asked: tuple[object, ...]) -> None:
-    """Calibrated, reduced, exported and judged by what is in the directory."""
+def run_whole_chain(model: tuple[str, ...], inputs: str, asked: tuple[object, ...]) -> None:
+    """Calibrate, reduce, export and verify a model with the arrays in the directory."""
     trusted = model[-1:] if model[-1] == "--trust-code" else ()
     invoked("calibrate", "--model", *model, inputs, "calibration.safetensors", "-o", "m.safetensors", "-q")
     invoked("reduce", "--model", *model, "--moments", "m.safetensors", *asked, "-o", "reduced", "-q")
@@ -204,7 +204,7 @@ def goes_the_whole_way(model: tuple[str, ...], inputs: str, asked: tuple[object,
 @pytest.mark.parametrize("name", CHAIN)
 def test_any_inputs_and_outputs_pass_the_whole_chain(name: str, home: Path) -> None:
     asked, outputs = CHAIN[name]
-    goes_the_whole_way(written(name, home), "--arrays", asked)
+    run_whole_chain(written(name, home), "--arrays", asked)
     assert_graph_says_the_same(home / "reduced/model.onnx", arrays(name, 3, 3), outputs)
 
 
@@ -233,7 +233,7 @@ def test_transformers_encoders_pass_the_whole_chain(name: str, home: Path) -> No
     with torch.inference_mode():
         tensors = [torch.from_numpy(each[:3]) for each in given.values()]
         assert torch.allclose(as_tuple(loaded(*tensors))[0], dense(*tensors)[0], atol=1e-5)
-    goes_the_whole_way(words, inputs, asked)
+    run_whole_chain(words, inputs, asked)
     outputs = [port.name for port in output_ports(load_checkpoint(home / "reduced").model)]
     assert_graph_says_the_same(home / "reduced/model.onnx", {key: each[:3] for key, each in given.items()}, outputs)
 
@@ -287,7 +287,7 @@ def test_arrays_are_checked_against_the_inputs(
 
 
 class _Odd(nn.Linear):
-    """Two inputs of five numbers, to what `gives` says."""
+    """A model from two inputs of five numbers to the output that `gives` names."""
 
     def __init__(self, gives: str, **said: Any) -> None:
         super().__init__(5, 3)
@@ -303,7 +303,7 @@ class _Odd(nn.Linear):
 
 
 class _Named(nn.Module):
-    """Inputs by name alone, an output called as one of them, half-precision weights."""
+    """A model with keyword-only inputs, an output with the name of an input, and half-precision weights."""
 
     inputs: Mapping[str, Any] = {"a": (5,), "b": (5,)}
 

@@ -1,4 +1,4 @@
-"""`inspect` of models that no family knows: their sites, what goes with each, and what stays for which reason."""
+"""`inspect` of models without a family of their own: sites, their costs, and reasons why layers stay."""
 
 import json
 import math
@@ -54,7 +54,7 @@ def test_module_without_declarations_has_sites(own: Sequence[str]) -> None:
     assert sites["h.0"]["parameters"] == 2 * DIM * HIDDEN + HIDDEN
     assert sites["h.0"]["macs"] == 16 * 2 * DIM * HIDDEN
     assert sites["h.1.attn.v"]["width"] == f"values {DIM}, 16 in each of {HEADS}"
-    # The values' rows of the fused layer and what they make of weights and of the output projection.
+    # The values' rows of the fused layer, the product with the attention weights, and the output projection.
     assert sites["h.1.attn.v"]["macs"] == 16 * DIM * DIM + 16 * 16 * DIM + 16 * DIM * DIM
     assert record["fixed"][-1]["name"] == "head"  # type: ignore[index]
     assert sites["stem"]["macs"] == 256 * 27 * 24 + 16 * 24 * 16 * DIM
@@ -95,7 +95,7 @@ def test_torchvision_name_is_inspected_without_weights() -> None:
 
 
 def test_plan_shows_what_a_budget_removes_and_keeps() -> None:
-    """Of a ViT: attention and MLPs lose as much as the budget asks, by formulas; patches and classifier stay."""
+    """A ViT's attention and MLPs lose what the budget asks, and patch embedding and classifier stay."""
     patches, tokens, width, hidden, classes = 196, 197, 192, 768, 1000
     embedding, head = patches * 768 * width, width * classes
     of_width, of_tokens = 4 * tokens * width * width + 2 * tokens * width * hidden, 2 * tokens * tokens * width
@@ -112,7 +112,7 @@ def test_plan_shows_what_a_budget_removes_and_keeps() -> None:
 
 
 class Halves(nn.Module):
-    """Half of what `last` reads can go, behind a layer that reads maps otherwise than any that is known."""
+    """A model in which half of the inputs of `last` can go, and the others come from an unknown kind of layer."""
 
     input_size = (3, 8, 8)
 
@@ -130,9 +130,6 @@ class Halves(nn.Module):
 
 
 def test_shares_of_partly_removable_layers_add_up() -> None:
-    """Whose inputs and outputs can both go is shared out, what one alone can go with is its; no more is told to stay
-    than what is not offered.
-    """
     model = traced_module(Halves(), facts_of_module(Halves(), Preprocessing()))
     rows, fixed = traced_rows(model, macs(model))
     assert sum(row["macs"] for row in (*rows, *fixed)) == pytest.approx(macs(model), rel=1e-3)

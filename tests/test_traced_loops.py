@@ -1,4 +1,4 @@
-"""Closed loops of models that no family knows."""
+"""Closed loops on models without a family of their own."""
 
 from dataclasses import replace
 from itertools import product
@@ -48,7 +48,7 @@ def opened(dense: Checkpoint, home: Path, count: int = 192) -> InputSet:
 
 
 class Heard(fx.Interpreter):
-    """A program of which every value is kept, float64."""
+    """An interpreter of a model's program that returns every value in float64."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(tracing(model).program.graph, garbage_collect_values=False)
@@ -78,7 +78,7 @@ def test_closed_loops_reduce_every_site_and_are_saved(name: str, tmp_path: Path)
         assert loop.coverage == plain.coverage
         assert apart(loop.model, dense.model) < 1.15 * apart(plain.model, dense.model)
     assert all(torch.equal(tensor, before[key]) for key, tensor in dense.model.state_dict().items())
-    # Without cuts, as in a DenseNet, every layer that writes a site is one that reads another.
+    # Without cuts, as in a DenseNet, every layer that writes a site reads another.
     assert any(each.alignment for each in asymmetric.sites) == (name != "densenet")
     assert all(each.loop is None for each in symmetric.sites)
     assert_saved_is_loaded(dense, asymmetric, tmp_path)
@@ -88,7 +88,7 @@ def test_closed_loops_reduce_every_site_and_are_saved(name: str, tmp_path: Path)
 @pytest.mark.parametrize("how", ["open", "closed", "symmetric"])
 @pytest.mark.parametrize("shared", [1, 2])
 def test_duplicate_heads_are_removed_without_loss(shared: int, how: str, tmp_path: Path) -> None:
-    """All heads that share keys and values at once."""
+    """Heads that share keys and values are removed together."""
     dense = own_checkpoint(heads=4, shared=shared)
     with_repeated_heads(dense.model, shared)
     method, pixels = method_from_preset("best", heads_sparsity=0.5, ridge_rel=1e-9), opened(dense, tmp_path)
@@ -114,7 +114,7 @@ def test_duplicate_heads_are_removed_without_loss(shared: int, how: str, tmp_pat
 @pytest.mark.slow("graph")
 @pytest.mark.parametrize("loop", [Loop(), None])
 def test_unread_head_is_removed_before_dimensions(loop: Loop | None, tmp_path: Path) -> None:
-    """Its dimensions would cost nothing either; but so many are kept of each head that is left."""
+    """Its dimensions would cost nothing either, but each remaining head keeps equally many."""
     dense = own_checkpoint()
     with torch.no_grad():
         for block, head in enumerate((2, 0)):
@@ -144,10 +144,10 @@ def test_missing_inputs_of_a_loop_are_named(tmp_path: Path) -> None:
 
 
 def moves_the_outputs(model: nn.Module, layer: str, place: int, pixels: Tensor) -> bool:
-    """Whether another output of a layer at one place changes what the model gives."""
+    """Return whether noise on a layer's output at one place changes the model's output."""
 
-    def moved(_: nn.Module, inputs: Any, given: Tensor) -> Tensor:
-        return given.index_add(1, torch.tensor([place]), torch.randn(len(given), 1, given.shape[-1]))
+    def moved(_: nn.Module, inputs: Any, out: Tensor) -> Tensor:
+        return out.index_add(1, torch.tensor([place]), torch.randn(len(out), 1, out.shape[-1]))
 
     with torch.no_grad():
         before = model(pixels)
@@ -172,7 +172,7 @@ def test_read_positions_are_those_that_change_the_outputs(read: int) -> None:
 
 
 class Scaled(nn.Module):
-    """A branch whose output is moved and scaled on its way to a stream of maps; and one that only some tokens leave."""
+    """A model with a branch that is scaled and rolled into a stream, and one of whose tokens some are cut off."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -190,7 +190,7 @@ class Scaled(nn.Module):
 
 @pytest.mark.parametrize("weight", ["scaled.weight", "cut.weight"])
 def test_residual_error_is_propagated_back_to_the_layer(weight: str) -> None:
-    """The layer's output changed by what is lacking, in the layer's own unit, gives the stream that is wanted."""
+    """Adding the residual to the layer's output gives the wanted stream."""
     torch.manual_seed(0)
     model = Scaled().eval()
     program = trace(model, [torch.zeros(2, 5, 6)])
@@ -216,7 +216,7 @@ def test_residual_error_is_propagated_back_to_the_layer(weight: str) -> None:
 
 
 class Normed(nn.Module):
-    """A branch whose output is cut, moved and normed on its way to a stream, scaled behind the norm."""
+    """A model with a branch that is cut, rolled, normed and scaled on its way into a stream."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -232,7 +232,7 @@ class Normed(nn.Module):
 
 
 def test_residual_error_is_propagated_back_through_a_norm() -> None:
-    """Token by token as by hand, in float64; places that are cut off count nothing."""
+    """Tokens that are cut off don't count."""
     torch.manual_seed(0)
     model = Normed().eval().double()
     program = trace(model, [torch.zeros(2, 5, 6, dtype=torch.float64)])
@@ -265,7 +265,7 @@ def test_residual_error_is_propagated_back_through_a_norm() -> None:
 
 
 def wanted_by_hand(gain_C: Tensor, offset_C: Tensor, added_C: Tensor, given_C: Tensor, damping: float) -> Tensor:
-    """By lstsq over all changes that keep the mean and the deviation, their slope through the norm by torch."""
+    """Solve by lstsq for the change that keeps mean and deviation, with the norm's slope from autograd."""
     width = len(given_C)
 
     def normed(y_C: Tensor) -> Tensor:

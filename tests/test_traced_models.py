@@ -1,4 +1,4 @@
-"""Own modules as people write them: the sites that each has, and each narrowed beside the dense one."""
+"""Modules as people write them: the sites of each, and narrowed modules beside dense ones."""
 
 from collections.abc import Callable, Sequence
 
@@ -19,7 +19,7 @@ from tests.refusals import rejects
 
 Shape = tuple[int, ...]
 TOKENS, MAP = (own.TOKENS, own.D), (3, 8, 8)
-# By module: inputs behind the batch, and of every site its kind, how many groups, and of how many parts.
+# By module: input shapes without the batch, and the kind, number of groups and number of parts of every site.
 MODELS: dict[str, tuple[Callable[[], nn.Module], Sequence[Shape], list[tuple[str, int, int]]]] = {
     "encoder": (own.encoder, [TOKENS], [("queries and keys", 16, 2), ("values", 16, 2), ("channels", 32, 1)] * 2),
     "own attention": (
@@ -64,7 +64,7 @@ def inputs(shapes: Sequence[Shape], batch: int) -> tuple[Tensor, ...]:
 
 
 def half(site: SiteGroups, seed: int = 0) -> list[int]:
-    """Any half of every part, another one in each."""
+    """Draw another half of the groups of every part."""
     parts = np.zeros(site.size, dtype=int) if site.part_G is None else site.part_G
     draw = np.random.default_rng(seed)
     kept: list[int] = []
@@ -102,11 +102,11 @@ def test_narrowed_model_equals_the_dense_one_with_zeros(name: str) -> None:
         x, whole = inputs(shapes, 4), narrow(found, {site.key: range(site.size) for site in found.sites}).module
         for one, other in zip(tree_leaves(model(*x)), tree_leaves(whole(*x)), strict=True):
             torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-6)
-    assert torch.backends.mha.get_fastpath_enabled(), "as it was"
+    assert torch.backends.mha.get_fastpath_enabled(), "the fast path is enabled again"
 
 
 def test_queries_become_narrower_than_values() -> None:
-    """Of one fused layer, and of heads each its own dimensions."""
+    """The queries may be part of a fused layer, and each head keeps its own dimensions."""
     for name in ("rotary", "relative", "own attention"):
         _, found = found_of(name)
         (site,) = [site for site in found.sites if site.kind == "queries and keys"]
@@ -174,7 +174,7 @@ def test_impossible_widths_are_refused() -> None:
 
 
 class _Kernel(nn.Module):
-    """A convolution whose weight stands in no module of its own."""
+    """A convolution whose weight is a parameter of the whole model."""
 
     def __init__(self) -> None:
         super().__init__()

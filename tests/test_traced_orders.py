@@ -1,4 +1,4 @@
-"""Channels of traced models in another order, streams and inside sites: the outputs stay."""
+"""Outputs of traced models don't change when channels of streams and sites are reordered."""
 
 import pytest
 import torch
@@ -51,7 +51,7 @@ def test_groups_inside_sites_are_permuted() -> None:
     model = model_of("pvt")
     new = model
     for site in tracing(model).analysis.sites:
-        parts = torch.arange(site.size).view(site.parts, -1)  # the heads of these stand one behind the other
+        parts = torch.arange(site.size).view(site.parts, -1)  # heads are contiguous in these sites
         drawn = torch.randperm(parts.shape[1], generator=torch.Generator().manual_seed(1))
         if site.kind in ("channels", "values"):
             new = reorder_groups(new, site, parts[:, drawn].flatten())
@@ -61,7 +61,7 @@ def test_groups_inside_sites_are_permuted() -> None:
 
 
 def test_stream_scores_are_sums_over_reading_layers_behind_norms() -> None:
-    """By loops over the layers of a plain ViT, of its head too."""
+    """The layers are those of a plain ViT, including its head."""
     model = model_of("class token")
     state, by_hand = dict(model.named_parameters()), torch.zeros(48, dtype=torch.float64)
     pairs = [(f"blocks.{at}.{norm}", f"blocks.{at}.{layer}") for at in (0, 1)

@@ -1,4 +1,4 @@
-"""Calibration of traced models within a memory: patches of some channels alone, and what is made of them."""
+"""Calibration of traced models within a memory limit, with patches of some channels only, and reductions from it."""
 
 import re
 from dataclasses import replace
@@ -37,7 +37,7 @@ SIDE, COUNT, CHANNELS = 12, 64, 48
 
 
 class Pair(nn.Module):
-    """A convolution that reads another one's channels, in groups, and norms behind both."""
+    """Two convolutions with norms, the second of which may have groups."""
 
     def __init__(self, groups: int = 1) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ def reduced(groups: int, taken: Moments, width: int, **more: Any) -> Reduction:
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_largest_site_keeps_its_strongest_channels_within_memory(groups: int) -> None:
-    """By a norm's factor on either side of the channels, over every place of the kernel."""
+    """A channel's score is the norm of its kernels on both sides, times the factors of the norms after them."""
     own, taken = pair(groups).model, moments(groups)
     limit = limit_of(pair(groups), 0.4).patch_bytes
     assert limit is not None
@@ -135,7 +135,7 @@ def test_largest_site_keeps_its_strongest_channels_within_memory(groups: int) ->
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_recovery_is_least_squares_toward_the_dense_outputs(groups: int) -> None:
-    """Held against lstsq over every patch of every image, of what all channels gave in front of the norm."""
+    """lstsq over every patch of every image gives the expected weights, before the norm."""
     own, taken = pair(groups).model, moments(groups)
     reduction = reduced(groups, taken, 8)
     new, seen = reduction.model.state_dict(), noise(COUNT, 1)
@@ -166,7 +166,7 @@ def test_recovery_is_least_squares_toward_the_dense_outputs(groups: int) -> None
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_error_curve_ends_at_the_restricted_choice(groups: int) -> None:
-    """What is lost by all channels without patches is the least that a choice among the others loses."""
+    """No choice among channels with patches loses less than removing all channels without patches."""
     taken, own = moments(groups), pair(groups)
     order = compute_eliminations(own.model, taken, BEST)[site_of(own).name]
     chosen_GR = patches(taken).channels_GR
@@ -202,13 +202,13 @@ def test_options_that_need_other_patches_are_refused(preset: str, kept: int) -> 
 
 
 def whole_bytes(own: Checkpoint) -> int:
-    """Of all sums but those of what streams alone are read by."""
+    """Return the bytes of all sums except those that only streams need."""
     statistics = Statistics(patch_bytes=10**12)
     return sum(memory_needed(own, choose_sites(own, statistics), statistics).values())
 
 
 def test_streams_are_summed_only_on_request() -> None:
-    """With a limit; they can't be narrowed without statistics of all that reads them."""
+    """Under a memory limit, streams can't be narrowed without statistics of all their readers."""
     own, source = checkpoint("resnet18"), images_of("resnet18", 16)
     limit = Statistics(patch_bytes=whole_bytes(own) // 2)
     taken = calibrate(own, source, batch_size=16, statistics=limit)

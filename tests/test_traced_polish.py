@@ -1,6 +1,4 @@
-"""Layers of traced models fitted through their segments: tangents against the programs' own outputs, planted layers,
-the family's own polish of the same model.
-"""
+"""Polish of traced models: tangents of segments against finite differences, planted layers, and resumption."""
 
 import math
 import tempfile
@@ -40,7 +38,7 @@ HALF: dict[str, Any] = {"mlp_sparsity": 0.5, "attention_sparsity": 0.5, "align_h
 
 
 class Mlp(nn.Module):
-    """Without a bias behind; `in_place`: written as many do."""
+    """An MLP without an output bias, which updates the stream in place if `in_place`."""
 
     def __init__(self, *, in_place: bool = False) -> None:
         super().__init__()
@@ -64,7 +62,7 @@ class Gated(nn.Module):
 
 
 class NormBehind(nn.Module):
-    """As in Swin V2."""
+    """An MLP with a norm on its output, as in Swin V2."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +73,7 @@ class NormBehind(nn.Module):
 
 
 class Pointwise(nn.Module):
-    """By convolutions of one place, with one of each channel's neighbours between them."""
+    """An MLP of 1x1 convolutions with a depthwise convolution between them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +86,7 @@ class Pointwise(nn.Module):
 
 
 class Attention(nn.Module):
-    """Plain, or with turns by positions (`is_turned`)."""
+    """Attention, with rotary positions if `is_turned`."""
 
     angle_NP: Tensor
 
@@ -112,7 +110,7 @@ class Attention(nn.Module):
 
 
 class Net(nn.Module):
-    """Images to tokens, through blocks, to the classes of the first `tokens` together."""
+    """A model that classifies images by the mean of the first `tokens` tokens after its blocks."""
 
     def __init__(self, *blocks: nn.Module, tokens: int = TOKENS) -> None:
         super().__init__()
@@ -141,12 +139,12 @@ def shown(model: nn.Module, count: int, seed: int = 0) -> Images:
 def moved(
     group: LayerGroup, change_RD: Tensor, passage: SegmentStep, x_BNC: Tensor, weights_BN: Tensor | None = None
 ) -> Tensor:
-    """What the segment gives of the tokens' channels with the layers changed."""
+    """Run the segment with its layers changed by this much."""
     start_RD = group.rows_RD
     group.set_(start_RD + change_RD)
-    given = passage(x_BNC, weights_BN)
+    out_BNC = passage(x_BNC, weights_BN)
     group.set_(start_RD)
-    return given
+    return out_BNC
 
 
 @pytest.mark.parametrize(
@@ -156,7 +154,7 @@ def moved(
         (Gated, [2, 1], [0]),
         (NormBehind, [1, 1], [0]),
         (Pointwise, [1, 1], [0, 1, 4, 5]),
-        (Attention, [2, 1, 1], None),  # keys have no bias, and go by themselves
+        (Attention, [2, 1, 1], None),  # keys have no bias, so they are a group of their own
         (lambda: Attention(is_turned=True), [2, 1, 1], None),
     ],
 )
@@ -164,9 +162,7 @@ def moved(
 def test_segment_linearisation_equals_finite_differences(
     build: Callable[[], nn.Module], layers: list[int], first: list[int] | None
 ) -> None:
-    """By its own outputs a little ahead and a little behind, on tokens that the first one's classes come of:
-    `first` behind the first of two blocks, None for all.
-    """
+    """Classes depend on the first token only; `first` are the tokens after block 0 that it reads, None for all."""
     torch.manual_seed(1)  # with no rectifier near its kink
     dense = net(build(), build(), tokens=1)
     every = [step for step in steps(dense) if step.name.startswith("blocks")]
@@ -204,7 +200,7 @@ def disturbed_(model: nn.Module, by: float) -> None:
 
 @cache
 def planted(*, in_place: bool = False) -> tuple[nn.Module, nn.Module, InputSet]:
-    """A model half of whose hidden channels do nothing, one that has the others alone, but disturbed, and images."""
+    """Return a model with half of its hidden channels unused, a disturbed one without those, and images."""
     torch.manual_seed(0)
     dense = net(Mlp(in_place=in_place), Mlp(in_place=in_place))
     with torch.no_grad():
@@ -235,7 +231,7 @@ def own_polished(*, in_place: bool = False, **how: Any) -> Polished:
 
 
 class Stopped(Exception):
-    """What an interruption raises here."""
+    """An interruption of polish."""
 
 
 def test_resumed_polish_gives_equal_bytes(tmp_path: Path) -> None:
@@ -259,14 +255,14 @@ def test_resumed_polish_gives_equal_bytes(tmp_path: Path) -> None:
 
 
 def test_in_place_updates_are_polished_alike() -> None:
-    """Streams that are added to where they stand are run through again and again."""
+    """Polish runs segments repeatedly, so that in-place updates must not accumulate."""
     plain, in_place = own_polished(), own_polished(in_place=True)
     assert in_place.report.error == plain.report.error < plain.report.error_before
 
 
 @torch.no_grad()
 def test_merged_segment_linearisation_equals_finite_differences() -> None:
-    """By its own outputs a little ahead and a little behind; a token counts as those that it stands for."""
+    """A merged token counts as many times as the tokens that it stands for."""
     dense = tiny.checkpoint(init_values=0.3).model
     model = traced_model.with_merging(halved(dense, shown(dense, 24)), Merging(schedule=(3, 2)))
     heaviest = list[float]()

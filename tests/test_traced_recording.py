@@ -1,4 +1,4 @@
-"""What is written down of a model's calls is the model, at any batch; what can't be told so isn't written down."""
+"""Recording a model's calls gives a program for any batch size, or refuses the model."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +18,7 @@ Forward = Callable[[Any, Tensor], Any]
 
 
 class Does(nn.Module):
-    """Whatever is asked of it, with a layer and a buffer of its own."""
+    """A model with a layer and a buffer that runs this function."""
 
     def __init__(self, forward: Forward) -> None:
         super().__init__()
@@ -31,14 +31,14 @@ class Does(nn.Module):
 
 
 def cached(model: Any, x: Tensor) -> Tensor:
-    """It keeps a table from its first call on."""
+    """Compute a table in the first call and keep it."""
     if model.cache is None:
         model.cache = torch.arange(4.0, device=x.device)
     return x * model.cache
 
 
 def in_windows(_: nn.Module, x: Tensor) -> Tensor:
-    """So many windows an image and one more."""
+    """Split each image into two windows and append one more window."""
     apart = x.reshape(len(x) * 2, 2)
     return torch.cat((apart, torch.zeros(1, 2, device=x.device)))
 
@@ -50,7 +50,7 @@ def changed_in_place(model: Any, x: Tensor) -> Tensor:
 
 
 def part_changed(model: Any, x: Tensor) -> Tensor:
-    """What is changed is not seen as a whole any more."""
+    """Change a part of a tensor in place whose whole isn't read again."""
     return model.layer(x)[:, :2].mul_(3)
 
 
@@ -107,13 +107,13 @@ def test_distinct_modules_are_never_joined() -> None:
 
 
 def used(model: nn.Module, graph: fx.GraphModule) -> list[tuple[str, Tensor]]:
-    """The model's parameters that its graph has."""
+    """Return the parameters of the model that its graph has too."""
     has = {name for name, _ in graph.named_parameters()}
     return [(name, each) for name, each in model.named_parameters() if name in has]
 
 
 def cached_parts(model: Any, x: Tensor) -> Tensor:
-    """Its table is written part by part."""
+    """Write the table part by part in the first call."""
     if model.cache is None:
         model.cache = torch.zeros(4)
         model.cache[1:3] = 5
@@ -122,7 +122,6 @@ def cached_parts(model: Any, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("forward", [cached, cached_parts])
 def test_tracing_leaves_the_model_unchanged(forward: Forward) -> None:
-    """Recorded or exported."""
     model, x = Does(forward).eval(), torch.randn(3, 4)
     program = trace(model, [torch.randn(2, 4)])
     assert model.cache is None
@@ -195,7 +194,7 @@ class Lifted(nn.Linear):
 
 
 def test_model_that_changes_shapes_in_place_does_not_affect_others() -> None:
-    """What equal calls give is known for all models of a process."""
+    """The sizes that equal calls give are cached for all models of a process."""
     for model, dims in ((Lifted(4, 4), 3), (nn.Linear(4, 4), 2), (Lifted(4, 4), 3)):
         given = trace(model, [torch.zeros(2, 4)]).output.all_input_nodes[0]
         assert len(given.meta["sizes"]) == dims

@@ -1,5 +1,6 @@
-"""The table of rules, op by op, against brute force on random shapes: elements of one label are changed, and whatever
-changes has that label, or goes with it, or the label stays.
+"""The rules of every op against brute force on random shapes.
+
+Changing the elements of a label may only change outputs that have this label or go with it, unless the label stays.
 """
 
 import random
@@ -31,7 +32,7 @@ def like(overloads: str, case: Case) -> dict[str, Case]:
     return dict.fromkeys(overloads.split(), case)
 
 
-# Arguments of an op for a map [1, C, H, W]. Tensors get labels along random axes, parameters have none.
+# Arguments of each op for a map [1, C, H, W]; tensors get labels along random axes, parameters get none.
 MOVES: dict[str, Case] = {
     "view.default": lambda r, x: (x, [1, 2, -1, x.shape[3]]),
     "reshape.default": lambda r, x: (x, [-1, x.shape[2] // 2, 2, x.shape[3]]),
@@ -104,7 +105,7 @@ OTHERS: dict[str, Case] = {
     "new_zeros.default": lambda r, x: (x, [2, 3]),
     "cdist.default": lambda r, x: (x, torch.randn_like(x)),
 }
-# Each has the rule of an op above, or tests of whole models narrow what goes through it.
+# Ops that share the rule of an op above, or that tests of whole models narrow.
 SHARED = """
 _adaptive_avg_pool2d _log_softmax _softmax _to_copy _unsafe_view _upsample_bicubic2d_aa _upsample_bilinear2d_aa
 _upsample_nearest_exact2d adaptive_avg_pool1d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d
@@ -119,7 +120,7 @@ NARROWED = {"embedding", "getitem", "scaled_dot_product_attention"}
 
 
 def program_of(op: Any, arguments: tuple[Any, ...]) -> Program:
-    """One call; parameters are constants, other tensors are inputs."""
+    """Make a program of one call, in which parameters are constants and other tensors are inputs."""
     graph, constants = fx.Graph(), dict[str, Tensor]()
 
     def entering(tensor: Any) -> Any:
@@ -128,23 +129,23 @@ def program_of(op: Any, arguments: tuple[Any, ...]) -> Program:
         name = f"constant_{len(constants)}" if isinstance(tensor, nn.Parameter) else f"input_{len(graph.nodes)}"
         node = graph.get_attr(name) if isinstance(tensor, nn.Parameter) else graph.placeholder(name)
         constants.update({name: tensor} if isinstance(tensor, nn.Parameter) else {})
-        tell_as_it_is(node, tensor)
+        set_value(node, tensor)
         return node
 
     node = graph.call_function(op, tuple(tree_map(entering, arguments)))
-    tell_as_it_is(node, op(*arguments))
+    set_value(node, op(*arguments))
     graph.output(node)
     return Program(graph=fx.GraphModule(constants, graph), model="", any_batch=False, folded=())
 
 
-def tell_as_it_is(node: fx.Node, value: Any) -> None:
-    """With its numbers, at one batch."""
+def set_value(node: fx.Node, value: Any) -> None:
+    """Set the value and the sizes of a node, at one batch size."""
     set_sizes(node, value, value)
     node.meta["val"] = value
 
 
 def labelled(flow: Flow, draw: random.Random, tensor: Tensor) -> LabelTensor:
-    """New labels along one axis or several; none of what counts or says where."""
+    """Draw new labels along one axis or several, none for tensors that aren't floats."""
     dims = [dim for dim, size in enumerate(tensor.shape) if size > 1]
     axes = draw.sample(dims, draw.randint(min(1, len(dims)), len(dims)))
     if not axes or not tensor.is_floating_point():
@@ -154,13 +155,13 @@ def labelled(flow: Flow, draw: random.Random, tensor: Tensor) -> LabelTensor:
 
 
 def changed(flow: Flow, node: fx.Node, group: int) -> Tensor:
-    """A tensor that enters, its elements of a group others."""
+    """Return an input with the elements of this group changed."""
     tensor, labels = torch.as_tensor(node.meta["val"]), flow.values[node].labels
     return tensor if labels is None else tensor + (flow.groups.of(labels) == group) * (0.3 + torch.rand(tensor.shape))
 
 
-def held(name: str, case: Case) -> list[bool]:
-    """Whether all labels can go on shapes drawn by the name of the op; some are changed and what becomes of it seen."""
+def check_labels(name: str, case: Case) -> list[bool]:
+    """Check changes of some labels on shapes drawn from the op's name, and return whether all labels can go."""
     packet, _, overload = name.partition(".")
     op, draw, free = getattr(getattr(aten, packet), overload), random.Random(name), list[bool]()
     torch.manual_seed(len(name))
@@ -190,7 +191,7 @@ def held(name: str, case: Case) -> list[bool]:
 
 
 def unary() -> list[str]:
-    """All ops of one tensor alone that work element by element."""
+    """Return all elementwise ops of a single tensor."""
     names = {name.removeprefix("aten::").partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
     ops = [getattr(getattr(aten, name, None), "default", None) for name in sorted(names) if name[-1] != "_"]
     return [str(op).removeprefix("aten.") for op in ops if isinstance(op, torch._ops.OpOverload) and _is_unary(op)]
@@ -204,17 +205,17 @@ def _is_unary(op: Any) -> bool:
 
 @pytest.mark.parametrize("name", MOVES)
 def test_moves_propagate_every_label(name: str) -> None:
-    assert all(held(name, MOVES[name]))
+    assert all(check_labels(name, MOVES[name]))
 
 
 def test_elementwise_operations_keep_labels() -> None:
     assert len(unary()) > 70
-    assert [name for name in unary() if not all(held(name, lambda r, x: (x,)))] == []
+    assert [name for name in unary() if not all(check_labels(name, lambda r, x: (x,)))] == []
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_meeting_and_mixed_labels_are_joined(name: str) -> None:
-    held(name, OTHERS[name])
+    check_labels(name, OTHERS[name])
 
 
 @pytest.mark.parametrize("op", [aten.softmax.int, aten.cumsum.default, aten.argmax.default])

@@ -1,4 +1,4 @@
-"""Models that aren't deterministic are refused by name of the operation, and models of positive inputs are reduced."""
+"""Models that aren't deterministic or give NaN are refused, and models of positive inputs are reduced."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +22,7 @@ Change = Callable[["Net", Tensor], Tensor]
 
 
 class Net(nn.Module):
-    """A small network with something done to its pixels and something to its hidden values."""
+    """A small network that may change its pixels by `first` and its hidden values by `second`."""
 
     input_size = (3, 16, 16)
 

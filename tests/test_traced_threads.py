@@ -1,4 +1,4 @@
-"""Small operations on labels run in one thread of torch, which leaves the count as it was."""
+"""Small operations on labels run in one thread of torch, whose thread count is restored afterwards."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +15,7 @@ from corp_deploy.traced.programs.tracing import trace
 
 @pytest.fixture(autouse=True)
 def two_threads() -> Iterator[None]:
-    """Torch has two threads while a test runs."""
+    """Give torch two threads while a test runs."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield

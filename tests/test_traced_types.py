@@ -1,4 +1,4 @@
-"""Programs are exported in half precision whatever their modules are called, call again, or make themselves."""
+"""Programs in half precision: modules with odd names or repeated calls, constants and clamps."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ D, TOKENS = 16, 5
 
 
 class Named(nn.Module):
-    """Its parts have names that code has too."""
+    """A module whose parts have names from Python code."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Named(nn.Module):
 
 
 class Masked(nn.Module):
-    """One layer called twice, with a norm within; scores that the least number of their type masks; an LSTM."""
+    """A layer with a norm that is called twice, scores masked with their type's least number, and an LSTM."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ def test_norm_called_twice_counts_as_two_norms() -> None:
 
 
 def test_program_rounds_like_its_modules() -> None:
-    """Plain INT8, by which graphs are judged: calls of a program are layers as modules are."""
+    """Simulated INT8 rounds calls of a program as it rounds modules."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 36, 12), nn.GELU(), nn.Linear(12, 4)).eval()
     x = torch.randn(5, 3, 8, 8)
@@ -81,7 +81,7 @@ def test_program_rounds_like_its_modules() -> None:
 
 
 def test_clamp_to_the_float32_limit_stays_in_float32() -> None:
-    """Where other such numbers, as in masks, become those of half precision."""
+    """Other such numbers, as in masks, become the limit of half precision."""
     least = torch.finfo(torch.float32).min
 
     class Bounded(nn.Module):
