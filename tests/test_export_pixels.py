@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 import torch
 from numpy.typing import NDArray
@@ -31,7 +30,7 @@ from ground.pixels import Normalisation
 from perf.parity.rounding import round_file
 from tests import small_convnets, small_models, tiny
 from tests.command import invoked, refuses
-from tests.graphs import needs_rtx
+from tests.graphs import needs_rtx, session_of
 from tests.refusals import rejects
 
 SIZE = 32
@@ -61,8 +60,7 @@ def answers(path: Path, images: NDArray[Any], *, rounded: bool = False) -> NDArr
     if rounded:
         round_file(path, path.with_suffix(".rounded.onnx"))
         path = path.with_suffix(".rounded.onnx")
-    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    logits: NDArray[np.float32] = session.run(None, {"images": images})[0]
+    logits: NDArray[np.float32] = session_of(path).run(None, {"images": images})[0]
     return logits
 
 

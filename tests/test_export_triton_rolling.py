@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime as ort
 import pytest
 from numpy.typing import NDArray
 
@@ -26,6 +25,7 @@ from export.triton.versions import staging_folder, switch_version
 from tests.command import invoked, refuses
 from tests.doubles import some
 from tests.export_served import CLASSES, SHAPE, write_onnx
+from tests.graphs import session_of
 from tests.refusals import rejects
 from tests.triton_server import Server, lack
 
@@ -62,8 +62,7 @@ def images(count: int, seed: int) -> NDArray[np.float32]:
 
 
 def answers(graph: Path, batch: NDArray[np.float32]) -> NDArray[np.float32]:
-    session = ort.InferenceSession(str(graph), providers=["CPUExecutionProvider"])
-    return np.asarray(session.run(["logits"], {"images": batch})[0])
+    return np.asarray(session_of(graph).run(["logits"], {"images": batch})[0])
 
 
 def samples(graph: Path) -> Samples:

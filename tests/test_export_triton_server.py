@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime as ort
 import pytest
 from torch import Tensor, nn
 
@@ -24,6 +23,7 @@ from tests.doubles import some
 from tests.export_served import write_onnx, write_plan
 from tests.export_text import CHANNELS, TOKENS, TextEncoder, in_torch, sentences, write_text_onnx
 from tests.export_vit import Vit
+from tests.graphs import session_of
 from tests.triton_server import Server, lack, run_clients
 
 REASON = lack()
@@ -63,7 +63,7 @@ def images(count: int) -> Any:
 
 def direct(graph: Path, batch: Any) -> Any:
     """Run the graph in ONNX Runtime, one image at a time."""
-    session = ort.InferenceSession(str(graph), providers=["CPUExecutionProvider"])
+    session = session_of(graph)
     return np.concatenate([session.run(["logits"], {"images": image[None]})[0] for image in batch])
 
 
@@ -192,8 +192,7 @@ def test_fixed_batch_graph_is_served_at_that_batch(served: Served, tmp_path: Pat
     write_repository(Package(name="fixed", cpu_onnx=graph), served.repository)
     assert served.server.load("fixed_cpu") is None
     batch = images(2)[..., :4, :4]
-    session = ort.InferenceSession(str(graph), providers=["CPUExecutionProvider"])
-    wanted = session.run(["logits"], {"images": np.ascontiguousarray(batch)})[0]
+    wanted = session_of(graph).run(["logits"], {"images": np.ascontiguousarray(batch)})[0]
     np.testing.assert_allclose(infer(served.server, "fixed_cpu", images=batch)["logits"], wanted, atol=1e-5)
     status, answer = served.server.ask("models/fixed_cpu/infer", post=True, content=request(images=batch[:1]))
     assert (status, "unexpected shape" in answer["error"]) == (400, True)

@@ -7,8 +7,6 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 import numpy as np
-import onnx
-import onnxruntime as ort
 import pytest
 import torch
 from torch import Tensor, nn
@@ -36,11 +34,11 @@ from corp_deploy.store.input_sets import texts_for_model
 from corp_deploy.store.transformers_directory import load_transformers
 from corp_deploy.traced.models.module import TracedModule
 from corp_deploy.traced.models.narrowed_model import at_widths
-from export.graph.to_onnx import onnx_from_model
 from export.graph.to_onnx import save_onnx as save_graph
 from tests import encoders, tiny
-from tests.graphs import built, needs_rtx
+from tests.graphs import built, needs_rtx, session_of
 from tests.refusals import rejects
+from tests.test_export_merged import graph_of
 from tests.traced_examples import PVT, checkpoint_of, images
 
 MLP, VALUES = "stages.0.blocks.0.mlp", "stages.1.blocks.0.attn.v"
@@ -110,11 +108,6 @@ def test_removed_costs_equal_the_reported_ones() -> None:
     assert macs(alone) == macs(dense().model) - site_costs(dense().model, "macs").now[MLP]
 
 
-def graph_of(model: nn.Module, precision: str = "fp32") -> onnx.ModelProto:
-    ports = traced_model.input_spec(model).ports, traced_model.output_ports(model)
-    return onnx_from_model(traced_model.exportable(model), *ports, precision=precision, metadata={})
-
-
 @pytest.mark.slow("graph")
 def test_model_with_removed_sites_round_trips_and_exports(tmp_path: Path) -> None:
     model = emptied().model
@@ -123,7 +116,7 @@ def test_model_with_removed_sites_round_trips_and_exports(tmp_path: Path) -> Non
     assert torch.equal(outputs(loaded), outputs(model))
     proto = graph_of(loaded)
     assert all(0 not in tensor.dims for tensor in proto.graph.initializer)
-    session = ort.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
+    session = session_of(proto)
     for count in (1, 5):
         got = session.run(None, {proto.graph.input[0].name: images(count, seed=count)})[0]
         np.testing.assert_allclose(got, outputs(model, count).numpy(), rtol=1e-4, atol=1e-5)
@@ -248,7 +241,7 @@ def test_text_encoder_averages_constants_over_real_tokens(tmp_path: Path) -> Non
         mean_C = output_of(checkpoint.model, name, tokens)[is_there].mean(dim=0)
         torch.testing.assert_close(model.get_parameter(f"{name}.bias").double(), mean_C, rtol=1e-4, atol=1e-5)
     save(replace(checkpoint, model=model, lineage={}), tmp_path / "reduced")
-    session = ort.InferenceSession(graph_of(model).SerializeToString(), providers=["CPUExecutionProvider"])
+    session = session_of(graph_of(model))
     with torch.inference_mode():
         expected = run_model(model, tokens)
         assert torch.equal(run_model(load_checkpoint(tmp_path / "reduced").model, tokens), expected)
