@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,12 +23,12 @@ from tests.refusals import rejects
 from tests.sums import assert_equal
 
 
-def array(path: Path, images: np.ndarray, **options: int) -> Images:
+def array(path: Path, images: np.ndarray, **options: Any) -> Images:
     np.save(path, images)
     return opened(path, **options)
 
 
-def opened(path: Path, **options: int) -> Images:
+def opened(path: Path, **options: Any) -> Images:
     return open_images(path, image_shape=(3, 4, 4), transform=lambda _: torch.zeros(3, 4, 4), **options)
 
 
@@ -151,7 +152,9 @@ def require_same(got: SiteMoments, expected: ChannelMoments) -> None:
 
 def merge_of(*numbers: int) -> ChannelMoments:
     every = [channels(number) for number in numbers]
-    sums = {name: sum(getattr(each, name) for each in every) for name in ("sum_F", "gram_FF", "active_F")}
+    sums: dict[str, Any] = {
+        name: sum(getattr(each, name) for each in every) for name in ("sum_F", "gram_FF", "active_F")
+    }
     return ChannelMoments(tokens=sum(each.tokens for each in every), eps=0.01, **sums)
 
 

@@ -19,7 +19,7 @@ from perf.parity.locate import FaultLocation
 from perf.parity.parity import ImageSet, Parity
 from perf.parity.structure import check_batch_sizes, check_output_values
 from perf.parity.tolerance import user_tolerance
-from perf.record.runs import Bench, BenchTrial, Row, SubjectRecord, TimedBlock
+from perf.record.runs import Bench, BenchTrial, Flat, Row, SubjectRecord, TimedBlock
 from perf.report import tables
 from perf.report.content import ModelLine, build_tiles, content_from_record
 from perf.report.numbers import count_text, error_text, number_text, percent_text, size_text
@@ -53,13 +53,14 @@ def failed_row(batch: int) -> Row:
 
 @cache
 def bench() -> dict[str, Any]:
-    describe = {"backend": "onnxruntime", "precision": "fp32"}
+    describe: Flat = {"backend": "onnxruntime", "precision": "fp32"}
+    dense, reduced = (SubjectRecord(name=name, describe=describe, macs=macs) for name, macs in MACS.items())
     made = Bench(
         created="2026-01-01T00:00:00+00:00",
         command=(),
         environment={"cpu": "a <fast> one"},
         settings={},
-        subjects=tuple(SubjectRecord(name=name, describe=describe, macs=macs) for name, macs in MACS.items()),
+        subjects=(dense, reduced),
         rows=(*(timed_row(batch, ms) for batch, ms in LATENCY_MS.items()), failed_row(64)),
         warnings=("the clock <wandered>",),
     )
