@@ -117,7 +117,11 @@ def test_graph_is_judged_by_its_coarsest_type(home: Path, file: str, runtime: An
 
 def load_openvino_recipe(tmp_path: Path, **target: str) -> Recipe:
     """Write and load a recipe with a target for OpenVINO."""
-    tables = {"reduce": {"mlp": 0.5}, "export": {"precisions": ["fp32", "bf16"]}, "bench": {"threads": 2}}
+    tables: dict[str, Any] = {
+        "reduce": {"mlp": 0.5},
+        "export": {"precisions": ["fp32", "bf16"]},
+        "bench": {"threads": 2},
+    }
     (tmp_path / "recipe.toml").write_text(recipe({**tables, "targets.openvino": target}))
     return load_recipe(tmp_path / "recipe.toml")
 
