@@ -28,7 +28,7 @@ def picture_suffixes() -> Mapping[str, str]:
 
 
 def formats_for(name: str) -> list[str]:
-    """Return the formats to try on a file: all with a signature, and the format of its suffix."""
+    """Return the Pillow formats to try on a file of this name: all that Pillow detects, and its suffix's."""
     from PIL import Image
 
     suffixed = picture_suffixes().get(_suffix(name))

@@ -73,7 +73,7 @@ ModelLike: TypeAlias = Source | str | os.PathLike[str] | nn.Module
 
 @dataclass(frozen=True, kw_only=True)
 class OfModel(Record):
-    """The first parameter of functions on a model."""
+    """Base of the options of functions on a model: their first, positional parameter."""
 
     model: ModelLike = field(kw_only=False)
 

@@ -153,7 +153,7 @@ class SweepChoice(GeometryOptions, heading="Trials"):
         return replace(self, there=there)
 
     def refuse_far(self, model: "nn.Module") -> None:
-        """Raise BadInput for a budget that would remove more than `most_cut` of the model's prunable sites."""
+        """Raise BadInput if an even cut meets a budget only by taking more than `most_cut` of every site."""
         from corp_deploy.planning.first_plan import refuse_far_cuts
 
         for share in self.macs:

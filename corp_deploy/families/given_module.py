@@ -1,4 +1,4 @@
-"""The builders of models that a user's code makes, and of models that exist only as a module in memory."""
+"""Architectures and builders of models from a user's code, and of modules in memory, which must be given again."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -48,7 +48,7 @@ class _Tower:
         return next((named[name] for name in _NORMS if name in named), None)
 
     def tensor(self, output: NamedOutput, x_BNC: Tensor) -> Tensor:
-        """Return the part of the tokens [B,N,C] that an output gives."""
+        """Return the part of the tokens [B,N,C] that `output` names: all, the patches, their map, or one kind."""
         if output.part == "tokens":
             return x_BNC
         if output.part in ("patches", "map"):

@@ -1,4 +1,4 @@
-"""Tokenization of texts by a tokenizer.json: each padded to one length with a mask, or all cut into full sequences.
+"""Tokenization by a tokenizer.json: texts padded to one length for an encoder, or one text cut into full rows.
 
 The file is data: no code of it is run.
 """

@@ -107,7 +107,7 @@ class _SegmentPath:
     called: tuple[CalledLayer, ...]
 
     def values(self, x_BNC: Tensor, weights_BN: Tensor | None) -> Values:
-        """Return the segment's values for a stream that enters it."""
+        """Return the value of every node of the segment, by node, for a stream that enters it."""
         nodes = (self.segment.before, *self.segment.beside)
         return run_on_batch(
             self.program, self.nodes, dict(zip(nodes, self.step.tensors(x_BNC, weights_BN), strict=True))

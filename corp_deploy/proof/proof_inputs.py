@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def take_pixels(ports: Sequence[Port]) -> bool:
-    """Return whether the ports are those of a graph or engine that takes pixels."""
+    """Return whether there is a single port and it takes raw uint8 pixels."""
     return len(ports) == 1 and ports[0].dtype == PIXEL
 
 

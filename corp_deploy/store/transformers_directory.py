@@ -64,7 +64,7 @@ class _Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Encoder:
-    """An encoder without weights, read from its directory."""
+    """An encoder as its directory describes it: arguments, preprocessing and its source, files, and notes."""
 
     arguments: Arguments
     preprocessing: Preprocessing = field(default_factory=Preprocessing)

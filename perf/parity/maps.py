@@ -76,7 +76,7 @@ class MapMeasures(WithoutMargins):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PerMap(RowErrors):
-    """One figure per input, with counts of places by class; an input disagrees if the candidate is not finite."""
+    """Errors and pixel agreement of each score map, with pixel counts by class for IoU."""
 
     agreement_N: Floats
     reference_NK: Places

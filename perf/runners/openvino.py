@@ -113,7 +113,7 @@ class OpenVinoRunner:
         return dict(self._describe)
 
     def _request(self, feeds: Feeds) -> tuple[Any, list[Any]]:
-        """Return a request that reads the feeds in place, without inputs that no output depends on."""
+        """Return a request and the tensors that it reads in place, which must outlive the request."""
         checked = checked_feeds(feeds, self.inputs, where=str(self.path), batch=self.fixed_batch)
         read = {name for port in self._compiled.inputs for name in port.names}
         openvino, request = import_openvino(), self._compiled.create_infer_request()
