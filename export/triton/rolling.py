@@ -44,7 +44,7 @@ class Samples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RollResult:
-    """Served models, `idle` ones (config changed, not loaded), errors on samples by model, and the `failure`, if any."""
+    """Served models, `idle` ones (config changed, not loaded), `errors` on samples by model, and any `failure`."""
 
     served: ServedVersion
     idle: tuple[str, ...] = ()
