@@ -64,7 +64,7 @@ class Baseline(Record, heading="Baseline"):
                 raise BadInput(f"rule {rule.text!r} needs {option} FILE, at first with --init-baseline")
 
     def older(self, own: Mapping[str, Path]) -> dict[str, Path]:
-        """Return the existing records of the baseline by kind.
+        """Return the paths of the baseline's existing records by kind ("bench", "parity").
 
         With `init`, a record with the bytes of the judged record in `own` is left out: this gate's first run copied it.
         """

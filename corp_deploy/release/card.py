@@ -200,7 +200,7 @@ def _limits(recipe: Recipe, parity: Parity) -> Iterator[str]:
 
 
 def _unproven(root: Path, recipe: Recipe) -> Iterator[str]:
-    """Yield a warning for each verdict of parity and gate records other than PASS."""
+    """Yield Markdown lines on the failed and undecided parity and gate records, and on the repository if any failed."""
     proof = proof_of_directory(root)
     if proof.failed:
         yield "This model failed its proof:"

@@ -138,7 +138,7 @@ def samples_of_release(folder: Path, max_relative_error: float) -> Samples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """The result of a check: the number of files, a sentence for each difference, and the signature's facts if any."""
+    """A check's result: number of files, a sentence for each difference, and name, version and signer if known."""
 
     files: int
     graphs_replayed: bool
@@ -162,7 +162,7 @@ class ExpectedRelease:
     version: str | None = None
 
     def signed(self, folder: Path) -> Signed:
-        """Verify the signature of a release before any other file of it is parsed.
+        """Return the signature of a release after verifying it, before any other file of the release is parsed.
 
         Raises Unverified also for another name or version, since the signature of an older release stays valid.
         """

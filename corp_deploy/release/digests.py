@@ -20,7 +20,7 @@ from ground.records import record_from_file
 IMAGE_LABELS = ("calibration.images", "held_out.images")
 """The labels of those inputs of stages that are folders of images."""
 SETTLED_NS = 2_000_000_000
-"""The least age of a file whose digest is kept: a younger one may change within the same time of change."""
+"""The least age of a file whose digest is kept: a younger one may change again without a new time of change."""
 
 
 class KnownDigests(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="corp-deploy/digests"):

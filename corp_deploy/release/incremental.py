@@ -45,7 +45,7 @@ class StageDirs:
     watch: Stopwatch | None = None
     """A stopwatch for the parts of the stage."""
     tell: Callable[[str], None] = lambda text: None
-    """Called with a sentence for each setting that the stage had to change, such as a smaller batch."""
+    """A function called with a sentence for each setting that the stage had to change, such as a smaller batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,11 +63,11 @@ class Stage:
     outside: Mapping[str, Path] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     missing: Callable[[], str | None] = lambda: None
-    """Returns what this machine lacks for the stage, None if nothing."""
+    """A function that returns the reason why this machine can't run the stage, None if it can."""
     machine: Callable[[], Mapping[str, Any]] | None = None
-    """Describes the machine, for a stage that measures."""
+    """A function that returns facts of the machine, for a stage that measures."""
     earlier: Callable[[], tuple[Mapping[str, Path], Mapping[str, Any]]] = lambda: ({}, {})
-    """Returns more of `outside` and `settings`, which are known only when the earlier stages are done."""
+    """A function that returns additional `outside` and `settings`, known only when the earlier stages are done."""
     again: bool = False
     """True for a stage that runs although it is done."""
     command: str = ""
@@ -96,7 +96,7 @@ class StageStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The stages that a run finished, that were done already, and that can't run here, these with the reason."""
+    """The names of stages that a run finished, that were done already, and, with the reason, that can't run here."""
 
     finished: tuple[str, ...]
     cached: tuple[str, ...]

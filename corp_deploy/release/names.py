@@ -71,7 +71,7 @@ def artefact_name(target: ReleaseTarget, subject: str) -> str:
 
 
 def rival_name(target: ReleaseTarget) -> str:
-    """Return the reduced model's engine or graph in the float precision that a quantised target has to beat."""
+    """Return the path of the reduced model's engine or graph in `rest`, which a quantised target has to beat."""
     assert target.rest is not None, target
     if target.is_engine:
         return f"rivals/model.{target.name}.{target.rest}.plan"
@@ -104,6 +104,6 @@ def page_name(target: ReleaseTarget) -> str:
 
 
 def own_records(recipe: Recipe, root: Path) -> dict[str, Path]:
-    """Return the bench and parity records of the first target by kind; the rules of [gate] judge these."""
+    """Return the paths of the first target's records by kind ("bench", "parity"); the rules of [gate] judge these."""
     first = recipe.targets[0]
     return {"bench": root / bench_name(recipe, first), "parity": root / parity_name(first)}

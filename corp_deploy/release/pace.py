@@ -18,7 +18,7 @@ from .incremental import NOT_DONE, STATE, Stage, StageDirs, StageStatus
 from .recipe import Recipe
 
 SHARES = {"moments": 20, "reduce": 25, "size": 25, "export": 4, "parity": 12, "engine": 60, "bench": 30, "gain": 15}
-"""Estimated shares of stages in the time of a release, by the first word of their names; others have 1."""
+"""Estimated durations of stages relative to one another, by the first word of their names; other stages have 1."""
 LEAST_DONE = 0.05
 """The share of the work that has to be done before the remaining time is estimated."""
 
@@ -30,7 +30,7 @@ def _clock(seconds: float) -> str:
 class Pace:
     """A printer of a line for each stage that starts, with an estimate of the time left.
 
-    `seconds` has the time limits of stages that have a limit. An instance is called as `starts` of run_stages.
+    `seconds` has the time limits of stages, by name, that have one. run_stages calls an instance as `starts`.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Pace:
 
 
 def limited_seconds(recipe: Recipe) -> dict[str, float]:
-    """Return the time limits of the stages that time models, by stage."""
+    """Return the time limit, in seconds over all batch sizes, of each stage that times models, by its name."""
     seconds = recipe.bench.time_limit * len(recipe.bench.batches)
     return {f"{kind}.{target.name}": seconds for target in recipe.targets for kind in ("bench", "gain")}
 
@@ -96,7 +96,7 @@ def _step(stage: str) -> tuple[Step, str] | None:
 
 
 def timed(stage: Stage, device: str = "cpu", *, watch_of: Callable[[str], Stopwatch] = build_stopwatch) -> Stage:
-    """Return a stage that also records its time and memory; torch's memory is measured on `device`."""
+    """Return a stage that also writes its effort record, with torch's memory on `device`; unchanged if not in STEPS."""
     step = _step(stage.name)
     if step is None:
         return stage

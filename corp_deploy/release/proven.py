@@ -40,7 +40,7 @@ class ProofVerdicts:
 
 
 def _line_of_gate(gate: Gate) -> str:
-    """Return the gate's verdict with the rules that caused it."""
+    """Return the gate's verdict, followed by the rules that caused it if it isn't PASS."""
     unmet = [rule for rule in gate.rules if rule.verdict == gate.verdict != "PASS"]
     told = [rule.rule if rule.metric == OF_PARITY else f"{rule.rule}: {rule.message}" for rule in unmet]
     return f"{gate.verdict}: {'; '.join(told)}" if told else gate.verdict
@@ -56,5 +56,5 @@ def _lines(directory: Path) -> Iterator[tuple[str, str]]:
 
 
 def proof_of_directory(directory: Path) -> ProofVerdicts:
-    """Read parity.json, those of other targets, and gate.json. Raises BadInput for a record that can't be read."""
+    """Return the verdicts of a directory's parity and gate records. Raises BadInput for one that can't be read."""
     return ProofVerdicts(lines=dict(_lines(directory)))

@@ -173,9 +173,9 @@ class Recipe:
             )
 
     def _refuse_unjudged_limit(self) -> None:
-        """Raise BadInput for reduce.within without the images that judge it.
+        """Raise BadInput for reduce.within on accuracy, or without separate images that judge it and prove the result.
 
-        Those are the images of calibration.hold_out, while others, of [held_out], prove the result.
+        The images of calibration.hold_out judge it, and those of [held_out] prove the result.
         """
         limit = self.reduce.limit
         if limit is None:
@@ -238,8 +238,8 @@ class Recipe:
     def judges_sites(self) -> bool:
         """True if `reduce` judges every site by the moments of the images of calibration.hold_out.
 
-        A closed loop is not judged so, and merged channels only on the images, which have to stay unseen if they prove
-        the result.
+        Moments don't judge a closed loop. Merged channels are judged on the images themselves, which is not done if
+        these prove the result.
         """
         merges = self.reduce.method_asked.merges or self.reduce.method_asked.folds_heads
         looped = self.reduce.loop is not None or self.reduce.composes
@@ -281,4 +281,4 @@ class Recipe:
 SECTIONS: Mapping[str, type[Record]] = {
     name: kind for name, kind in get_type_hints(Recipe).items() if name != "target_tables"
 }
-"""The records of a recipe's tables by name, without [targets]."""
+"""The record classes of a recipe's tables by the table's name, without [targets]."""

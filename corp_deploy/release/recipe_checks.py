@@ -34,7 +34,7 @@ FITTING = ("reduce", "export.dense")
 
 
 def _require_directory(directory: Path, model: ModelTable) -> None:
-    """Raise BadInput for a directory without a model of images, and for keys of [model] that config.json settles."""
+    """Raise BadInput for a file, for a model of texts, and for keys of [model] that config.json has already."""
     if directory.is_file():
         raise BadInput(
             f"{directory} is a file, expected the directory of a model; to use a file of weights, set model.weights to "
@@ -72,7 +72,7 @@ def _require_model(model: ModelTable, mistakes: RecipeProblems) -> None:
 
 
 def _absent(stages: Sequence[Stage]) -> Iterator[str]:
-    """Yield a sentence for each file or folder outside the release that is absent, or a folder in place of a file."""
+    """Yield a sentence for each input outside the release that is absent or empty, or a folder in place of a file."""
     outside = {label: path for stage in stages if stage.name != OF_OPTIONS for label, path in stage.outside.items()}
     for label, path in outside.items():
         key = KEYS.get(label, label)
@@ -84,7 +84,7 @@ def _absent(stages: Sequence[Stage]) -> Iterator[str]:
 
 
 def _require_metrics(recipe: Recipe, root: Path, beside: Path, mistakes: RecipeProblems) -> None:
-    """Note commands of parity.metric that can't run in the release's directory, or that read undeclared files."""
+    """Add to `mistakes` commands of parity.metric that can't run in the directory `root` or read undeclared files."""
     untold = recipe.parity.undeclared_files(beside, root)
     for word in untold:
         mistakes.add(

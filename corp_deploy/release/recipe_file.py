@@ -75,7 +75,7 @@ def _refuse_unknown(where: str, words: Iterable[str], allowed: Iterable[str]) ->
 
 
 def _model_text(folder: Path, model: str) -> str:
-    """Return a model's name with an absolute path if it has one, relative to `folder`; other names are unchanged."""
+    """Return a model's name with its path, if it has one, made absolute from `folder`."""
     if is_code(model):
         path, function = file_and_function(model)
         return f"{trusted_code.PREFIX}{(folder / path).resolve()}:{function}"
@@ -113,7 +113,7 @@ def _tables(path: Path, raw: Mapping[str, Any]) -> Tables:
 
 
 def paths_in_tables(tables: Tables) -> Iterator[tuple[str, Path]]:
-    """Yield each path in the tables after its key, such as calibration.images."""
+    """Yield pairs of a key with its table, such as calibration.images, and a path among its values."""
     for name, table in tables.items():
         for word, value in table.items():
             if (name, word) == ("model", "model"):

@@ -1,4 +1,4 @@
-"""The keys of a recipe's tables. Imports no torch.
+"""The keys of a recipe's tables, the conversion of tables to records and back, and lists of mistakes. No torch.
 
 Each option of a table's record has one key, or one for each kind of site if its values differ by kind.
 """
@@ -35,7 +35,7 @@ R = TypeVar("R", bound=Record)
 
 @contextmanager
 def errors_at(where: str) -> Iterator[None]:
-    """Prefix the message of a BadInput that is raised within by `where`, a file or key."""
+    """Prefix the message of a BadInput raised in this context with `where`, a file or key."""
     try:
         yield
     except BadInput as error:
@@ -43,7 +43,7 @@ def errors_at(where: str) -> Iterator[None]:
 
 
 def _in(quantity: Quantity, kind: type[int] | type[float]) -> Meta:
-    """Return the bounds of a quantity for msgspec, as whole numbers or as floats."""
+    """Return msgspec's constraint for the range of a quantity, with bounds of the type `kind`."""
     low, high = kind(quantity.low), kind(quantity.high)
     assert (low, high) == (quantity.low, quantity.high), quantity
     if isinstance(quantity, Count):
@@ -128,7 +128,7 @@ class Key:
         return next(kind.extra_json_schema or {} for kind in kinds if isinstance(kind, msgspec.inspect.Metadata))
 
     def decoded(self, table: str, value: object, folder: Path) -> Any:
-        """Convert a value of TOML to the key's type, paths from `folder` on. Raises BadInput for another type."""
+        """Return a value of TOML as the key's type, paths made absolute from `folder`; raise BadInput for others."""
         try:
             typed = msgspec.convert(value, type_of(self.of), dec_hook=lambda _, text: _location(folder, text))
             refused = self.schema.get("uniqueItems", False) and len({*typed}) < len(typed)
@@ -176,13 +176,13 @@ def _every_key(record: type[Record]) -> Mapping[str, Key]:
 
 
 def keys_of(record: type[Record]) -> Mapping[str, Key]:
-    """Return the keys of the recipe's table that a record stands for, by name."""
+    """Return the keys, by name, of the recipe's table that becomes a `record`."""
     return _every_key(record)  # type: ignore[arg-type]  # a class is hashable, which mypy misses
 
 
 @contextmanager
 def errors_in_keys(record: type[Record], table: str) -> Iterator[None]:
-    """Replace options by keys of a table in the message of a BadInput raised within (--mlp 0.5: reduce.mlp = 0.5).
+    """Replace options by keys of a table in a BadInput raised in this context: --mlp 0.5 becomes reduce.mlp = 0.5.
 
     A message without such an option gets the table's name as a prefix.
     """
@@ -204,7 +204,7 @@ def errors_in_keys(record: type[Record], table: str) -> Iterator[None]:
 
 
 def record_of(record: type[R], name: str, table: Mapping[str, Any]) -> R:
-    """Return the record that has the values of a table.
+    """Return an instance of `record` with the values of the table `name`.
 
     Raises BadInput, naming keys, for wrong or missing values, and for values that would have no effect.
     """
@@ -225,12 +225,12 @@ def record_of(record: type[R], name: str, table: Mapping[str, Any]) -> R:
 
 
 def values_of(record: Record) -> dict[str, Any]:
-    """Return the values of a record by key, as Python objects."""
+    """Return a record's values, as Python objects, by the names of the recipe's keys."""
     return {name: key.value(record) for name, key in keys_of(type(record)).items()}
 
 
 def content_of(record: Record, directory: Path) -> dict[str, Any]:
-    """Return a record as a table of TOML, without keys that are not set, with paths relative to a directory."""
+    """Return a record as a table of TOML with paths relative to a directory, without None and empty values."""
     plain = {key.name: key.plain(record, directory) for key in keys_of(type(record)).values()}
     return {name: value for name, value in plain.items() if value not in (None, [], {})}
 

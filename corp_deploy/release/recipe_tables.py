@@ -164,7 +164,7 @@ class HeldOutTable(Drawn):
 
 @dataclass(frozen=True, kw_only=True)
 class ExportTable(ExportOptions):
-    """The table [export]; if a precision is INT8 or FP8, the default of `rest` is a float precision of the table."""
+    """The table [export]; with INT8 or FP8, the default of `rest` is fp16 if it is among the precisions, else fp32."""
 
     precision: str | Sequence[str] = declared(ExportOptions, "precision", ("fp32", "fp16"))
     rest: str | None = declared(ExportOptions, "rest", None)  # type: ignore[assignment]
@@ -197,7 +197,7 @@ class GateTable(GateOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class SamplesTable(Record):
-    """The table [samples]: the held-out inputs that the release keeps."""
+    """The table [samples]: the number of held-out inputs that the release keeps."""
 
     count: int = option(
         IMAGES,

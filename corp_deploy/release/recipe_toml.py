@@ -68,7 +68,7 @@ def text_of_model(model: ModelTable, directory: Path) -> str:
 
 
 def text_of_recipe(recipe: Recipe, directory: Path) -> str:
-    """Return the text of a recipe file in `directory` with all keys, which load_recipe reads as the same recipe."""
+    """Return the text of a recipe file in `directory` with defaults, which load_recipe reads as the same recipe."""
     content = {name: content_of(getattr(recipe, name), directory) for name in SECTIONS}
     content["model"] = _model_content(recipe.model, directory)
     content["targets"] = {name: content_of(table, directory) for name, table in recipe.target_tables.items()}
@@ -76,7 +76,7 @@ def text_of_recipe(recipe: Recipe, directory: Path) -> str:
 
 
 HOLD_OUT = 128
-"""The number of calibration images that prove the result without a held-out set."""
+"""The largest number of calibration images that a starter recipe holds out if there is no held-out set."""
 
 
 def _describe_directory(folder: Path) -> tuple[str, Architecture | None]:

@@ -93,7 +93,7 @@ def _candidate(target: ReleaseTarget, root: Path) -> Candidate:
 
 
 def write_target_parity(dirs: StageDirs, recipe: Recipe, target: ReleaseTarget) -> None:
-    """Prove the target's engine or graph against the dense model on the samples, which the release contains."""
+    """Compare the target's reduced engine or graph with the dense model on the release's samples; write the record."""
     dense, profile = load_checkpoint(dirs.root / "dense"), target.profile
     inputs = inputs_from_set(images_for_model(dense.model, dirs.root / names.SAMPLES))
     metrics = trusted_metrics(recipe.parity.metrics(dirs.root))

@@ -25,7 +25,7 @@ from .stage import stage_call
 from .stages import stages_of
 
 Signature = Literal["signed", "kept", "removed", "refused"]
-"""The signature is new; was there and is valid; is removed, as files changed; or is not made, as the gate failed."""
+"""New; there already and valid; removed, as files changed or the gate failed; not made, as the gate failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,11 +73,11 @@ class Job:
     root: Path
     baseline: Baseline
     warn: Callable[[str], None] = lambda sentence: None
-    """Called, before any stage runs, with warnings on the inputs, such as too few images for a limit."""
+    """A function called, before any stage runs, with warnings on the inputs, such as too few images for a limit."""
     planned: Callable[[Sequence[StageStatus]], None] = lambda statuses: None
-    """Called with the states of all stages before the first stage runs."""
+    """A function called with the states of all stages before the first stage runs."""
     starts: Callable[[Stage, str], None] = lambda stage, why: None
-    """Called with each stage that starts, and why it runs."""
+    """A function called with each stage that starts, and the reason why it runs."""
     signer: Signer | None = None
     again: Sequence[str] = ()
     """Patterns of stages that run although they are done."""
@@ -137,7 +137,7 @@ class Job:
         return Outcome(finished=finished, cached=cached, blocked=rest.blocked)
 
     def _signature(self, *, passed: bool, changed: bool) -> Signature | None:
-        """Sign a release that passed the gate if there is a signer, else remove a signature that is out of date."""
+        """Sign a release that passed if there is a signer, else remove an outdated signature; return its state."""
         if self.signer is not None and passed:
             files = frozenset((*sums_from_file(self.root / SUMS), SUMS))
             return "signed" if sign(self.root, self.signer, files) else "kept"

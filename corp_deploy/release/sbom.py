@@ -40,7 +40,7 @@ CALIBRATION, HELD_OUT = "data:calibration", "data:held-out"
 
 
 def licences(expression: str) -> list[dict[str, Any]]:
-    """Return CycloneDX's entry `licenses` with the SPDX expression, or with a name that SPDX doesn't know."""
+    """Return CycloneDX's list `licenses` with the SPDX expression, or a name unknown to SPDX; [] for no expression."""
     if not expression:
         return []
     if expression.startswith(OWN_REFERENCE) and " " not in expression:

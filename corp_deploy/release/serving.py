@@ -34,7 +34,7 @@ from .signer import Signer, sign
 
 
 def choose_served_file(directory: Path, target: str, quantised: Path) -> tuple[Path, str | None]:
-    """Return the quantised file, or the reduced model in float precision with a note if `quantised` isn't faster.
+    """Return `quantised` and None or, if it isn't faster, the reduced model in float precision and a note.
 
     The record gain.TARGET.json tells which is faster; without it the quantised file is served.
     """
@@ -51,7 +51,7 @@ def choose_served_file(directory: Path, target: str, quantised: Path) -> tuple[P
 
 
 def is_faster(bench: Bench) -> bool:
-    """Return True if the interval of the speed-up lies above 1 at every batch size."""
+    """Return True if the interval of the speed-up lies above 1 at every batch size of a record."""
     gains = [row.speedup for row in summarise(bench).rows]
     return bool(gains) and all(gain is not None and gain.low > 1.0 for gain in gains)
 

@@ -40,7 +40,7 @@ class Unverified(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signed:
-    """A verified signature: its signer's name, and the digest of every file."""
+    """A verified signature: its signer's name, and the sha256 of every signed file by the file's relative path."""
 
     by: str
     files: Mapping[str, str]
@@ -63,7 +63,7 @@ def hashing_config() -> "hashing.Config":
 
 
 def entries_below(folder: Path, without: Sequence[str] = UNSIGNED) -> Iterator[Path]:
-    """Yield the entries of a directory that a signature covers, without following links."""
+    """Yield the files and links below a directory, except the top entries `without`; links are not followed."""
     for path in sorted(each for each in folder.iterdir() if each.name not in without):
         if path.is_dir() and not path.is_symlink():
             yield from entries_below(path, ())
@@ -72,7 +72,7 @@ def entries_below(folder: Path, without: Sequence[str] = UNSIGNED) -> Iterator[P
 
 
 def _listed(data: bytes) -> dict[str, str]:
-    """Return the files' digests in a bundle whose signature the library has verified.
+    """Return the files' digests by name from a bundle whose signature the library has verified.
 
     Raises Unverified for a statement that excludes files, and for digests other than sha256.
     """
@@ -160,6 +160,6 @@ def sums_from_file(path: Path) -> dict[str, str]:
 
 
 def unlisted_files(folder: Path, sums: dict[str, str]) -> list[str]:
-    """Return the files of a release that are not in its SHA256SUMS, without those that never are."""
+    """Return the names of a release's files that are neither in SHA256SUMS (`sums`) nor in UNLISTED."""
     names = (path.relative_to(folder).as_posix() for path in entries_below(folder))
     return [name for name in names if name not in sums and name not in UNLISTED]

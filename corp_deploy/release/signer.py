@@ -167,7 +167,7 @@ def _holds(verifier: PublicKey | Certified, folder: Path) -> bool:
 
 
 def sign(folder: Path, signer: Signer, files: frozenset[str]) -> bool:
-    """Sign a directory; return False if it has a valid signature of this signer already.
+    """Sign a directory and attest its provenance; return False if this signer's valid signature is there already.
 
     Raises BadInput if the directory has a file that is not in `files`.
     """

@@ -31,7 +31,7 @@ from .stage import baseline_options, release_call, settings_of, stage, stage_cal
 from .targets import ReleaseTarget, machine_facts, missing_to_build, missing_to_run, run_options
 
 TIMED_BY = {"onnxruntime-cpu": ("onnxruntime",), "openvino": ("openvino",)}
-"""The packages that time a target on the CPU; a GPU's machine has versions of its own."""
+"""The packages whose versions decide the times of targets on the CPU; a GPU's machine has versions of its own."""
 BASELINES = {"bench": "baseline", "parity": "baseline_parity"}
 
 
@@ -144,7 +144,7 @@ def _measured(recipe: Recipe) -> tuple[str, ...]:
 
 
 def _gate_command(recipe: Recipe, root: Path, baseline: Baseline) -> Invocation:
-    """Return the command `gate` if the release has one bench and one parity record, else `release --only gate`."""
+    """Return the command `gate` if it judges the same records by the same rules, else `release --only gate`."""
     first, *others = recipe.targets
     if others or first.rules or first.rest or names.parity_name(first) != names.PARITY:
         return release_call(recipe, baseline, root, "gate")

@@ -84,7 +84,7 @@ def _groups(dirs: StageDirs, run: Invocation) -> str | None:
 
 
 def write_calibration(dirs: StageDirs, run: Invocation) -> None:
-    """Write moments, continuing from the states that an interrupted calibration saved."""
+    """Calibrate a model and write its moments and their summary, continuing an interrupted calibration."""
     options = CalibrateOptions.from_options({**run.options, "groups": _groups(dirs, run)})
     drawn = Drawn.from_options(run.options)
     require_device(options.device)
@@ -124,7 +124,7 @@ def write_reduced(dirs: StageDirs, run: Invocation, choice: ReduceOptions) -> No
 
 
 def write_graphs(dirs: StageDirs, run: Invocation, options: ExportOptions) -> None:
-    """Write typed ONNX graphs of a model."""
+    """Write a typed ONNX graph of a model in each precision of `options`."""
     checkpoint = load_checkpoint(dirs.root / run["model"])
     feeds = inputs_from_set(_images(checkpoint, dirs, run)).feeds if options.quantised else None
     graphs = Graphs(checkpoint, options, feeds)
@@ -134,7 +134,7 @@ def write_graphs(dirs: StageDirs, run: Invocation, options: ExportOptions) -> No
 
 
 def write_parity(dirs: StageDirs, run: Invocation) -> Parity:
-    """Compare the dense model, the reduced one and its graphs on held-out images, and write the record."""
+    """Compare the dense model, the reduced one and its graphs on held-out images; write and return the record."""
     reference, *candidates = run.arguments
     dense = load_checkpoint(dirs.root / reference)
     source = _held_out(dirs, run).proving(_images(dense, dirs, run), Drawn.from_options(run.options).seed)
@@ -155,7 +155,7 @@ def write_parity(dirs: StageDirs, run: Invocation) -> Parity:
 
 
 def write_bench(dirs: StageDirs, run: Invocation) -> Bench:
-    """Time dense against reduced, and write the record; raise BadInput if no batch size could be timed."""
+    """Time dense against reduced; write and return the record; raise BadInput if no batch size could be timed."""
     dense, reduced = (dirs.root / path for path in run.arguments)
     options = BenchOptions.from_options(run.options)
     fed, output = FedOptions(images=dirs.root / run["images"]), dirs.into / run["output"]
@@ -166,7 +166,7 @@ def write_bench(dirs: StageDirs, run: Invocation) -> Bench:
 
 
 def write_package(dirs: StageDirs, run: Invocation) -> None:
-    """Write the model repository for an inference server, unless the proof of the model failed."""
+    """Write the model repository for an inference server; without `allow_failed`, not if the model's proof failed."""
     (directory,), labels = run.arguments, run["labels"]
     options = ServingOptions.from_options({**run.options, "labels": labels and dirs.root / labels})
     proof = proof_of_directory(dirs.root / directory)
@@ -181,7 +181,7 @@ def write_page(dirs: StageDirs, run: Invocation) -> None:
 
 
 def write_samples(dirs: StageDirs, recipe: Recipe) -> None:
-    """Write a few held-out images, preprocessed or as pixels as the graphs take them, and every graph's outputs."""
+    """Write a few held-out images in the form of the graphs' inputs, every graph's outputs, and samples.json."""
     labels = recipe.held_out.labels if names.has_sample_labels(recipe) else None
     dense = load_checkpoint(dirs.root / "dense")
     source = recipe.proof_images.proving_images(dense.model)
@@ -211,7 +211,7 @@ def write_samples(dirs: StageDirs, recipe: Recipe) -> None:
 
 
 def named_samples(inputs: ProofInputs, root: Path) -> ProofInputs:
-    """Return inputs made of the samples, with the names and labels of the images from samples.json."""
+    """Return the samples (`inputs`) with the names and labels of their images from samples.json."""
     record = load_samples(root)
     labels = None if record.labels is None else array_from_npy(path_in_release(root, record.labels))
     return replace(inputs, names=record.names, labels=labels)
