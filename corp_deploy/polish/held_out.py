@@ -29,7 +29,7 @@ class ValidationSplit:
 
 
 def _thinned(images: InputSet, rows: list[int]) -> InputSet:
-    """Return the inputs at these positions, or 64 of them, evenly spaced."""
+    """Return the inputs at the positions `rows`; if they are more than 64, 64 of them, evenly spaced."""
     chosen = rows if len(rows) <= _MOST else [rows[index * len(rows) // _MOST] for index in range(_MOST)]
     return images.subset(chosen)
 
@@ -37,10 +37,10 @@ def _thinned(images: InputSet, rows: list[int]) -> InputSet:
 def split_inputs(
     images: InputSet, every: int, groups_B: Tensor | None = None, judges: InputSet | None = None
 ) -> ValidationSplit:
-    """Hold out each `every`-th input, or all inputs of each `every`-th group in the order of the groups' first inputs.
+    """Split inputs into those to fit to and those held out: each `every`-th group, or the last one of fewer groups.
 
-    With `judges` these are the held-out inputs and all `images` are fitted to. Of more than 64 held-out inputs only 64,
-    evenly spaced, are used. Copies of held-out inputs are not fitted to.
+    `groups_B`: the group of each input; by default each is its own. Copies of held-out inputs are not fitted to. With
+    `judges` these are held out and all `images` are fitted to. Of more than 64 held-out inputs 64, evenly spaced, stay.
 
     Raises:
         BadInput: no input is left to fit to or to hold out.
@@ -84,7 +84,7 @@ def relative_square(reduced: Tensor, dense: Tensor) -> Tensor:
 
 @torch.no_grad()
 def held_out_error(dense: nn.Module, reduced: nn.Module, inputs: InputSet, *, reads_all: bool) -> float:
-    """Return the relative error of the outputs on held-out inputs.
+    """Return the relative error of the reduced model's outputs: the root of relative_square over all inputs.
 
     With `reads_all`, for models of which users read all tokens of the last stream, the result is the root mean square
     of the outputs' error and that stream's.

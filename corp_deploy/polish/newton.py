@@ -57,7 +57,7 @@ class Newton:
 
 
 def token_weights_behind(read: Tensor | None, pair: StreamPair) -> Tensor:
-    """Return the weight of each token of the reduced stream behind a segment [B,N]; 0 if unread or padding."""
+    """Return the weight [B,N] of each token behind a segment: its size, 1 if not merged, 0 if unread or padding."""
     x_BNC, present_BN, _ = pair.reduced.tokens
     is_read_N = torch.ones(pair.target.shape[1], device=x_BNC.device)
     if read is not None:
@@ -69,7 +69,7 @@ def token_weights_behind(read: Tensor | None, pair: StreamPair) -> Tensor:
 
 
 def _wanted_stream(pair: StreamPair, read: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return the wanted reduced stream at the tokens that are read, and the size of each token, None if none merge.
+    """Return the wanted reduced stream at the tokens that are read, and their sizes [B,N], None without token merging.
 
     The stream is [B,N,C], or if some tokens are padding, one row of the other tokens [1,X,C].
     """
@@ -203,7 +203,7 @@ def fit_sublayer_(
     how: Newton | None = None,
     on_sweep: Callable[[PartReport], None] | None = None,
 ) -> PartReport:
-    """Fit a sublayer of a reduced model in place, by sweeps over its layers, until the held-out error stops falling.
+    """Fit a sublayer in place by sweeps over its layers, until the held-out error stops falling or `budget` is spent.
 
     A pair holds the dense stream behind the segment and the reduced one before it; held-out pairs judge.
     """

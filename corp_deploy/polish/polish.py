@@ -77,14 +77,14 @@ class Polished:
 
 
 def reduced_sites(dense: nn.Module, model: nn.Module) -> list[str]:
-    """Return the sites that are narrower than the dense model's and not empty."""
+    """Return the names of `model`'s sites that are narrower than the dense model's and not empty."""
     widths = {site.name: site.as_metadata() for site in sites_of(dense).every}
     narrower = (site for site in sites_of(model).every if widths.get(site.name) != site.as_metadata())
     return [site.name for site in narrower if site.width > 0]
 
 
 def fitted_steps(dense: nn.Module, model: nn.Module) -> dict[str, SegmentStep]:
-    """Return the segments that hold a narrower site, by the names of the reduced model's blocks."""
+    """Return, by block name, the segments of `model` that contain a site narrower than the dense model's."""
     narrower = set(reduced_sites(dense, model))
     steps = {block.name: step for block in blocks(model) for step in block.steps if isinstance(step, SegmentStep)}
     return {name: step for name, step in steps.items() if not narrower.isdisjoint(step.sites)}
@@ -137,7 +137,7 @@ def _fit_layers_(
     file: StateFile | None,
     on_progress: Callable[[PolishProgress], None] | None,
 ) -> tuple[PartReport, ...]:
-    """Fit each reduced sublayer in place, in order; load those that `file` has from an interrupted polish."""
+    """Fit each reduced sublayer in place, in order, or load it if `file` has it; return the report of each."""
     state, steps = PolishState() if file is None else file.load(device_of(model)), fitted_steps(dense, model)
     reports = list[PartReport]()
 

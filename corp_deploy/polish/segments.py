@@ -3,7 +3,7 @@
 All operations behind a layer are differentiated, rotary positions and norms too. If the layer's output is only added to
 the stream, its Gauss-Newton step is the regression on its inputs.
 
-Legend: B inputs, N places of a stream, C channels, X rows of layers' inputs or outputs, R outputs, D inputs, among them
+Legend: B inputs, N tokens of a stream, C channels, X rows of layers' inputs or outputs, R outputs, D inputs, among them
 a constant one if there is a bias.
 """
 
@@ -78,7 +78,7 @@ def _site_weights(site: Site) -> set[str]:
 
 
 def _is_linear(program: Program, layer: CalledLayer) -> bool:
-    """Return whether a layer's output at each place depends on its input at that place only."""
+    """Return whether a layer maps each token or pixel by itself: linear layers and 1x1 convolutions."""
     if layer.node.target is LINEAR:
         return True
     module = layer_as_module(program, layer)
@@ -165,7 +165,7 @@ def _find_residuals(way: _SegmentPath, is_biasless: bool, pair: StreamPair) -> t
 
 
 class _CachedResiduals:
-    """The residuals of some pairs; what doesn't fit into a gigabyte is computed again in each iteration."""
+    """The residuals of some pairs, one of each; those beyond 1 GiB in all are computed again in each iteration."""
 
     def __init__(self, look: Callable[[StreamPair], tuple[Residuals, int]], pairs: Sequence[StreamPair]) -> None:
         self._look, self._pairs, self._left = look, pairs, _CACHED_BYTES

@@ -36,7 +36,7 @@ def state_beside(directory: Path) -> Path:
 
 @dataclass(slots=True, kw_only=True)
 class PolishState:
-    """The reports of finished sublayers by name, and the matrices of their layers."""
+    """The reports of finished sublayers by name, and by layer name the weight and bias side by side [O,D]."""
 
     finished: dict[str, PartReport] = field(default_factory=dict)
     matrices: dict[str, Tensor] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class StateFile:
     run: Mapping[str, str]
 
     def save(self, state: PolishState) -> None:
-        """Replace the file in one step."""
+        """Write the state and `run` to the file, which is replaced in one step."""
         header = _Header(run=dict(self.run), finished=tuple(state.finished.values()))
         tensors = {name: tensor.cpu().contiguous() for name, tensor in state.matrices.items()}
         with replacing(self.path) as temporary:
