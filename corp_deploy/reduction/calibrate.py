@@ -55,7 +55,7 @@ from .steady_inputs import require_steady_on
 
 
 def _places(model: nn.Module) -> Iterator[tuple[PatchTaps, Tensor]]:
-    """Yield convolutions whose patches may be summed of some input channels only, with each channel's strength [G,C].
+    """Yield convolutions that may sum the patches of some input channels only, with the strength [G,C] of each channel.
 
     Each convolution is the only layer that reads a site, channel by channel, and each of its groups keeps equally many
     channels. The strength of a channel is the norm of the weights that read it times that of the weights that write it.
@@ -74,7 +74,7 @@ def _places(model: nn.Module) -> Iterator[tuple[PatchTaps, Tensor]]:
 
 
 def _within_memory(model: nn.Module, taps: Sequence[Site], bytes_of_sums: int) -> list[Site]:
-    """Limit convolutions to the patches of their strongest channels until all sums fit into `bytes_of_sums`.
+    """Return the taps, convolutions limited to their strongest channels until all sums fit into `bytes_of_sums`.
 
     Raises:
         BadInput: the sums don't fit even with the fewest channels.
@@ -103,7 +103,7 @@ def _watched_range(model: nn.Module, ranges: list[tuple[float, float]]) -> Abstr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statistics:
-    """The statistics to take: sites by glob pattern, attention or MLPs alone, CORP's per-image system.
+    """The statistics to take: sites by glob pattern, with or without attention, CORP's per-image system.
 
     `kept` restricts that system to these dimensions per head, at these sites; see `kept_dims`. `patch_bytes` limits all
     sums: the largest convolutions sum the patches of fewer channels, and layers that read nothing but residual streams
@@ -123,7 +123,7 @@ class Statistics:
 
 
 def statistics_of(moments: Moments) -> Statistics:
-    """Return statistics whose sums can be subtracted from these moments."""
+    """Return settings with the sites, `active_eps` and precision of these moments, so that sums can be subtracted."""
     counted = (each.eps for each in moments.sites.values() if isinstance(each, ChannelMoments | PatchMoments))
     precision = cast(Precision, moments.lineage.get("dtype", "float32"))
     return Statistics(like=moments, active_eps=next(counted, ACTIVE_EPS), precision=precision)
@@ -135,7 +135,7 @@ def _with_same_channels(tap: Site, moments: SiteMoments) -> Site:
 
 
 def choose_sites(checkpoint: Checkpoint, statistics: Statistics) -> list[Site]:
-    """Return the model's sites that the statistics name; raise BadInput, with the reason, if none is left."""
+    """Return the sites that the statistics name; raise BadInput if the model has none or a pattern fits none."""
     restricts = statistics.attention_system or statistics.kept is not None
     refuse_idle_options(checkpoint.model, HEADS, {"--attention-system": restricts})
     sites = sites_of(checkpoint.model)
@@ -206,7 +206,7 @@ def kept_widths(
 
 
 def kept_dims(model: nn.Module, first: Moments, widths: Mapping[str, int]) -> dict[str, Tensor]:
-    """Return the dimensions of most logit energy, per site and head; raise BadInput for another model's moments."""
+    """Return by site the dimensions [H,R] of most logit energy; raise BadInput for another model's moments."""
     require_same_model(model, first)
     queries, where, kept = _mixable_pairs(model), device_of(model), {}
     for name, width in widths.items():
@@ -305,5 +305,5 @@ def _with_range(moments: Moments, ranges: Sequence[tuple[float, float]], **linea
 
 
 def ranks_of_this_run(device: str, *, timeout_s: float = 1800.0) -> AbstractContextManager[Ranks]:
-    """Join the processes of torchrun if it started this one, else return this process alone."""
+    """Return a context with this process's rank: among torchrun's processes if it started this one, else alone."""
     return join_ranks(device, timeout_s=timeout_s) if under_torchrun() else nullcontext(calib_calibrate.ALONE)

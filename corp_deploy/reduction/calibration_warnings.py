@@ -74,7 +74,7 @@ def far_range_warning(low: float, high: float, spec: ImageSpec) -> str:
 
 
 def range_warning(model: nn.Module, images: InputSet) -> str:
-    """Return the far_range_warning for a sample of a raw array, an empty text for images decoded from files."""
+    """Return the far_range_warning for about LOOKED_AT images of a float array, an empty text for all other inputs."""
     if not isinstance(images, Images) or not isinstance(images.source, Array) or images.source.pixels is not None:
         return ""
     rows = images.source.images_N3HW[list(images.places[:: -(-images.count // LOOKED_AT)])]

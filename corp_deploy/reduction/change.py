@@ -33,7 +33,7 @@ def site_report(
     held_out: HeldOut | None,
     ridge: RidgeChoice | None = None,
 ) -> SiteReport:
-    """Report a recovery with its dense, requested and resulting `widths`; `ridge` if halves of the images chose it."""
+    """Return the report of a recovery; `widths`: dense, requested, resulting; `ridge`: the choice by halves, if any."""
     if isinstance(recovery, QkRecovery):
         before, after = float(recovery.residual_uncompensated_H.sum()), float(recovery.residual_H.sum())
     else:
@@ -58,7 +58,7 @@ def site_report(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A changed layer that reads a site: its weight's columns [K M] and its bias."""
+    """The change of a layer that reads a site: its new weight on the kept groups' columns, and its new bias."""
 
     read: ReaderStats
     recovery: ChannelRecovery
@@ -68,7 +68,7 @@ class Change:
 class Mapped:
     """Rows of a tensor, mixed head by head by map_HRD.
 
-    The results replace the rows `kept_HR`, or the first ones of `rows_HD` if None; `added_HR` is added to them.
+    The results, plus `added_HR`, replace the rows `kept_HR` (None: the first ones of `rows_HD`); other rows become 0.
     """
 
     name: str
@@ -150,7 +150,7 @@ def _add_change(tensors: dict[str, Tensor], change: Change, kept_K: Tensor) -> N
 
 
 def groups_left(narrower: Mapping[str, TracedReduced]) -> dict[str, Index]:
-    """Return the groups that every site keeps, given its own reduction and those of other sites."""
+    """Return, by site, the groups that all reductions keep: the site's own, and others' that remove whole heads."""
     left = {name: each.kept_K.cpu().numpy() for name, each in narrower.items()}
     for name, groups in (item for each in narrower.values() for item in each.beside.items()):
         left[name] = np.intersect1d(left.get(name, groups), groups)

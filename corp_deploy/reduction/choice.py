@@ -114,9 +114,9 @@ def _join_portions(portions: Sequence[ReaderStats]) -> tuple[Tensor, Tensor, int
 
 
 def swap_groups(reads: Sequence[ReaderStats], kept_K: Tensor, *, ridge_rel: float) -> Tensor:
-    """Exchange kept for removed groups while that lowers the loss.
+    """Return the kept groups after exchanges with removed ones that lower the loss.
 
-    Groups stay as they are if several layers read them or a group has several columns.
+    `kept_K` is returned unchanged if several layers read the groups or a group has several columns.
     """
     stacked = _stack_layers(reads)
     if len(stacked) > 1 or stacked[0].columns > 1:
@@ -129,7 +129,8 @@ def rank_groups(
 ) -> Tensor:
     """Return the indices of the `width` groups of highest score, ascending, equally many of each part.
 
-    If several layers read the groups, each layer's scores are divided by their sum and then added.
+    If several layers read the groups, each layer's scores are divided by their sum and then added. Groups without
+    patches come last.
     """
     if selection in ("producer-l1", "producer-l2"):
         score_C = scores.producer(writing_CX, 1 if selection == "producer-l1" else 2)
@@ -152,7 +153,7 @@ def rank_groups(
 
 
 def repair_layer(read: ReaderStats, *, recovery: str, kept_K: Tensor, ridge_rel: float) -> Change:
-    """Repair one layer on the groups that stay; raise BadInput if the moments lack patches of some."""
+    """Return the change that repairs one layer on the kept groups; raise BadInput if some of them have no patches."""
     if read.target is not None:
         return Change(read=read, recovery=_fit_with_patches(read, recovery, kept_K, ridge_rel))
     stats, kept_k, layer = read.stats, read.kept_k(kept_K), (read.weight_OU, read.bias_O)
@@ -195,7 +196,7 @@ def _fit_with_patches(read: ReaderStats, recovery: str, kept_K: Tensor, ridge_re
 
 
 def repair_mean(read: ReaderStats, kept_K: Tensor) -> ChannelRecovery:
-    """Repair a mean over all groups that is used as a divisor, so that it is computed from the kept groups alone."""
+    """Return the weight that predicts a mean over all groups, which is used as a divisor, from the kept groups."""
     weight_K = mean_from_kept(read.stats.second_UU, read.weight_OU[0], read.kept_k(kept_K))
     plain = repair_layer(read, recovery="none", kept_K=kept_K, ridge_rel=0.0).recovery
     return replace(plain, weight_OK=weight_K[None], bias_O=read.bias_O)

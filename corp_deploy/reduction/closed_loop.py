@@ -1,8 +1,8 @@
 """Closed loops of traced models: site by site in program order, each on the model as reduced so far.
 
-The symmetric loop (GRAIL, section 3.2) keeps the dense weights as its target. The asymmetric one fits layers: those
-that write a site to their dense outputs, those that read it to the stream's difference from the dense stream if their
-output is added to one, else to their dense outputs (asymmetric calibration, arXiv 2504.02692).
+The symmetric loop (GRAIL, section 3.2) keeps the dense weights as its target. The asymmetric one fits layers that write
+a site to their dense outputs. Layers that read it are fitted to the dense stream if their output is added to a stream,
+else to their dense outputs (asymmetric calibration, arXiv 2504.02692).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -127,8 +127,9 @@ def _half_ids(images: InputSet, loop: Loop | None) -> Tensor | None:
 class _ClosedLoop:
     """The state of a closed loop on its way through the program.
 
-    `read`: the places of a layer's output that the model's outputs read, for layers with unread places. `both_ways`:
-    the held-out pieces are one half of the images, so fits to either half are judged on the other.
+    `read`: by layer the mask of output positions that the model's outputs depend on; layers without other positions
+    are missing. `both_ways`: held-out pieces are one half of the images, so fits to either half are judged on the
+    other.
     """
 
     student: Student
@@ -238,7 +239,7 @@ class _ClosedLoop:
         return fold.reduced(self.method, None)
 
     def _align(self, segment: Segment, sites: Sequence[Site]) -> LoopFit | None:
-        """Fit layers that write the sites, on the student's stream, to their outputs on the dense one."""
+        """Fit the layers that write the sites to their dense outputs; return the first fit, None without one."""
         spans = (span for site in sites for span in site.groups.writers)
         writers = [layer for span in spans for layer in self.called.get(span.name, ())]
         fits = []

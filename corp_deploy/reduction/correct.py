@@ -1,4 +1,4 @@
-"""Corrections of a linear layer toward a target, as strong as held-out images justify.
+"""Corrections of a linear layer or convolution toward a target, by the ridge of least held-out error.
 
 Legend: K inputs and C outputs of the layer, G groups of a convolution, P outputs of a group.
 """
@@ -49,11 +49,11 @@ def fit_corrections(
     *,
     both_ways: bool = False,
 ) -> tuple[list[tuple[Tensor, Tensor]], LoopFit]:
-    """Fit weight and bias from the inputs of each group to the residual of its outputs, by ridges of one strength.
+    """Fit a weight and bias from the inputs of each group to the residual of its outputs; return them and a report.
 
-    Each group has the sums of the fit and the held-out sums. The strength is the one of least error on held-out images,
-    None if no correction lowers that error; with `both_ways` fits to either half are judged on the other. The result
-    is then fitted to all images. `energy`: the target's, for the report.
+    Each group has the sums of the fit and the held-out sums. All ridges have the strength of least error on held-out
+    images; with `both_ways` fits to either half are judged on the other. The result is then fitted to all images, or
+    zero if no strength lowers the held-out error. `energy`: the target's, for the report.
     """
     each_way: list[_Ways] = []
     for fit, held_out in groups:
@@ -116,7 +116,7 @@ def correct_layer_(
     *,
     both_ways: bool,
 ) -> LoopFit:
-    """Correct the layer's weight and bias by a fit to the residual of its output.
+    """Add to a student layer's weight and bias, in place, a fit to the residual of its output; return the report.
 
     `was`: its weights when the sums were taken, None if unchanged since. `both_ways`: see fit_corrections.
     """

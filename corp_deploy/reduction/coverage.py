@@ -62,7 +62,7 @@ def coverage(sites: Sites, method: Method, widths: Widths, *, by_site: bool) -> 
 
 
 def by_reason(reasons: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield each reason with the first names that it applies to, and the number of further ones."""
+    """Yield each reason with a text: the first three names that it applies to, and the number of further ones."""
     names = defaultdict[str, list[str]](list)
     for name, reason in reasons.items():
         names[reason].append(name)

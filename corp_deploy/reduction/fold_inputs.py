@@ -90,7 +90,7 @@ def _stretches(own: Tracing, every: Iterable[TracedFold]) -> Iterator[_Stretch]:
 
 @torch.inference_mode()
 def _sum_images(model: nn.Module, shown: ShownInputs, own: Tracing, every: Collection[TracedFold]) -> None:
-    """Run each image through the dense program, and add its values to the sums of every folded site."""
+    """Run each image through the dense program, and from its values add to the sums of every folded site's readers."""
     stretches, inputs = tuple(_stretches(own, every)), [node for node in own.program.nodes if node.op == "placeholder"]
     for batch, is_held in shown.batches():
         here = to_device(batch, device_of(model))
@@ -113,7 +113,7 @@ def merge_sites(
     held_out: Moments | None,
     watch: Stopwatch | None = None,
 ) -> tuple[dict[str, TracedReduced], tuple[str, ...]]:
-    """Return the sites, by name, whose channels or heads are merged, and notes on the images."""
+    """Return, by name, the sites reduced by merging channels or heads, and a note if calibration images are missing."""
     if not method.merges and not method.folds_heads:
         return {}, ()
     if images is None:

@@ -166,7 +166,7 @@ def merges_units(site: Site, method: Method) -> bool:
 
 
 def fold_site(site: Site, reads: tuple[ReaderStats, ...], method: Method, width: int) -> TracedFold:
-    """Merge the site's units at one width."""
+    """Cluster the site's units to one width; return the fold, with empty sums of its readers."""
     is_of_heads = isinstance(site, TracedValues)
     units = site.units() if isinstance(site, TracedValues | TracedChannels) else ""
     assert isinstance(units, Units), (site.name, units)

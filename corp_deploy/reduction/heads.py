@@ -1,4 +1,4 @@
-"""The maps of queries, keys and values at one site, from attention moments and the method. Knows no model.
+"""The recoveries of queries and keys, values, and whole heads at one site, from moments and the method alone.
 
 Of rotary queries and keys (RoPE) whole rotary planes are kept. Whole heads are removed before dimensions of heads.
 
@@ -38,7 +38,7 @@ def ridge_by_halves(
     fit: Callable[[Statistics, float], Fit],
     judged: Callable[[Fit, Statistics], HeldOut],
 ) -> tuple[float, RidgeChoice | None]:
-    """Return the ridge of a fit to all images, and the record of its choice.
+    """Return the ridge of a fit to all images, and the record of its choice, None without `splits`.
 
     `splits` are the statistics of two halves of the images. With them the ridge is the one whose fits to either half
     lose least on the other half, without them it is `ridge_rel`.
@@ -65,11 +65,11 @@ def recover_qk(
     in_planes: bool = False,
     grouped: int = 1,
 ) -> tuple[QkRecovery, RidgeChoice | None]:
-    """Recover queries and keys at one head width, from dimensions that `scores_HD` rank.
+    """Return the recovery of queries and keys at one head width, and the choice of its ridge, None without a choice.
 
-    `splits`, the moments of two halves of the images, choose the ridge that pulls CORP's maps (`logit`) toward the
-    unchanged dimensions. `in_planes`: whole planes are removed, the same ones in each run of `grouped` consecutive
-    heads, which share keys and have equal scores.
+    `scores_HD` rank the dimensions. `splits`, the moments of two halves of the images, choose the ridge that pulls
+    CORP's maps (`logit`) toward the unchanged dimensions. `in_planes`: whole planes are removed, the same ones in each
+    run of `grouped` consecutive heads, which share keys and have equal scores.
 
     Raises:
         BadInput: the moments lack what the recovery needs.
@@ -98,7 +98,7 @@ def judge_qk(site: str, recovery: QkRecovery, moments: HeadMoments, method: Meth
 def _recover_at_ridge(
     site: str, moments: HeadMoments, method: Method, scores_HD: Tensor, width: int, *, in_planes: bool, grouped: int
 ) -> QkRecovery:
-    """Recover at the method's ridge; `in_planes`, recovery `lowrank` eliminates planes, as it can't mix them."""
+    """Recover queries and keys at the method's ridge; `in_planes`, `lowrank` eliminates planes instead of mixing."""
     seconds, ridge_rel = (moments.q_second_HDD, moments.k_centred_HDD), method.ridge_rel
     places, scores_HX = (width // 2, planes.plane_scores(scores_HD)) if in_planes else (width, scores_HD)
     if method.qk_recovery == "lowrank":
@@ -180,7 +180,7 @@ class HeadOutputs:
 def recover_values(
     own: HeadOutputs, method: Method, heads: int, width: int, splits: tuple[HeadOutputs, HeadOutputs] | None = None
 ) -> tuple[ValueRecovery, RidgeChoice | None]:
-    """Recover values and output projection at one width per head.
+    """Return values and output projection at one width per head, and the choice of the ridge, None without a choice.
 
     `splits`, the moments of two halves of the images, choose the ridge of the joint refit, which pulls toward the best
     projection of each head alone.
@@ -201,7 +201,7 @@ def recover_values(
 
 
 def kept_groups(own: HeadOutputs, method: Method, groups: int, count: int) -> Tensor:
-    """Return the `count` of `groups` equal runs of consecutive heads that stay, ascending."""
+    """Return the indices of the `count` runs that stay, ascending, of `groups` equal runs of consecutive heads."""
     if method.heads_selection == "obs":
         covariance_CC = own.z_covariance_CC
         order_G = whole_heads.eliminate_heads(covariance_CC, own.weight_OC, groups, ridge_rel=method.ridge_rel).order_F
@@ -253,7 +253,7 @@ def qk_report(
     held_out: HeadMoments | None,
     ridge: RidgeChoice | None = None,
 ) -> SiteReport:
-    """Report the recovery of queries and keys that had the width `dense` per head."""
+    """Return the report of recovered queries and keys; `dense`: their width per head before."""
     widths = dense, dense * method.attention_kept, recovery.q_map_HRD.shape[1]
     energy = float(logit_scale(site, moments, method).sum())
     elsewhere = None if held_out is None else judge_qk(site, recovery, held_out, method)

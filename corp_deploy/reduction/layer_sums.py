@@ -1,6 +1,6 @@
 """Sums at a layer for a closed loop: moments of its input in the model as reduced so far, and its residual.
 
-Legend: G groups of a convolution, K columns of a layer, O its outputs, X places.
+Legend: G groups of a convolution, K columns of a layer, O its outputs, X places (tokens, or positions of a map).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ from .stream_walk import Piece, Segment, Values
 from .streams import StreamEnergy, refuse_nonfinite
 
 SplitStatistics = list[SiteMoments]
-"""Statistics of one kind over the inputs of a fit, and over those held out where there are any of both."""
+"""A layer's statistics over the inputs of the fit, then over the held-out ones; a set without inputs has no entry."""
 
 
 def combine_halves(name: str, halves: SplitStatistics) -> SiteMoments:
@@ -44,7 +44,7 @@ def _rows_at(x_XK: Tensor, places_X: Tensor | None) -> Tensor:
 
 
 class _LinearSums:
-    """Sums of a linear layer; places that the model's outputs don't read are in its moments, but not in fits."""
+    """Sums of a linear layer; places on which no output of the model depends count in its moments, but not in fits."""
 
     def __init__(self, layer: nn.Linear) -> None:
         inputs, outputs = layer.in_features, layer.out_features
@@ -88,7 +88,7 @@ class _LinearSums:
 
 
 class _ConvolutionSums:
-    """Sums of a convolution; all places of a map count."""
+    """Sums of a convolution over all places of its input."""
 
     def __init__(self, layer: nn.Conv2d, name: str, *, is_fitted: bool) -> None:
         channels_GR = torch.arange(layer.in_channels // layer.groups).repeat(layer.groups, 1) if is_fitted else None

@@ -1,6 +1,6 @@
 """Targets of a traced model's layers: the dense stream that a layer's output is added to, or its own dense output.
 
-Legend: O outputs of the layer.
+Legend: O outputs of the layer, X places of its output (tokens, or positions of a feature map).
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -70,7 +70,7 @@ def _pass_through(first: fx.Node, own: Tensor, way: Sequence[fx.Node], values: V
 
 
 def _channel_gain(rows_XO: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return the gain of each channel and the mask of places with any gain; None if gains differ between places."""
+    """Return each channel's gain and the mask [X] of places with a gain; None if no place has one, or they differ."""
     counts_X = (rows_XO != 0.0).any(1)
     if not bool(counts_X.any()):
         return None
@@ -170,7 +170,10 @@ def output_rows(x: Tensor, layer: fx.Node) -> Tensor:
 
 
 def find_target(layer: fx.Node, constants: Collection[fx.Node]) -> Target:
-    """Find the target of a layer; `constants`: nodes that don't depend on the model's inputs."""
+    """Return a layer's target: the first sum that its output reaches as described in Target, else its own output.
+
+    `constants`: nodes that don't depend on the model's inputs.
+    """
     at, target = layer, Target(layer=layer)
     while True:
         users = [user for user in at.users if user not in constants]

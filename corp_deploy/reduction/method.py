@@ -44,7 +44,7 @@ RESCALED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """One way to reduce a model.
+    """The selections, recoveries, sparsities and alignments of a reduction.
 
     Sparsities are shares removed, in [0, 1); with 0 the method runs on these sites at full width, with None it leaves
     them alone. Widths are multiples of the alignments `align_*`, in channels or dimensions; unless `aligned`, a site

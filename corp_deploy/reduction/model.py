@@ -73,7 +73,7 @@ def uniform_widths(model: nn.Module, method: Method) -> dict[str, int]:
 
 
 def notes_on(sites: Sites, method: Method, widths: Widths) -> tuple[str, ...]:
-    """Return what stays unchanged although a reduction was asked, and why."""
+    """Return a sentence on each site that stays unchanged although a reduction was asked, with the reason."""
     notes = [f"{refusal.name} kept as it is: {refusal.reason}" for refusal in sites.refused]
     own = (kind_of(site).note(site, method, widths.get(site.name)) for site in sites.every)
     notes += [note for note in own if note is not None]

@@ -74,7 +74,7 @@ def _heads_left(site: Site, method: Method) -> int:
 
 
 def irreducible_sites(dense: Tracing, sites: Sites, widths: Widths, method: Method) -> dict[str, str]:
-    """Return the reason by site where the program can't be narrowed, tested with the first groups of each part."""
+    """Return the reason for each site that can't be narrowed to its width, tested with each part's first groups."""
     named, first = sites_by_name(dense), dict[str, TracedReduced]()
     for name, width in widths.items():
         site = sites.by_name[name]

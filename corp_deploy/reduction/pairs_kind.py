@@ -1,7 +1,7 @@
 """The kind of queries and keys of traced models: the algebra of heads on the rows that produce them.
 
-Legend: H heads, T heads that share their keys, D dimensions of a head, P places of it that are removed one by one, K of
-them kept, R dimensions kept, I inputs of the layers.
+Legend: H heads, T heads that share their keys, D dimensions of a head, P places of it (single dimensions, or rotary
+planes) that are removed one by one, K of them kept, R dimensions kept, I inputs of the layers.
 """
 
 import math
@@ -54,9 +54,9 @@ class TracedPairsKind:
         return (site.width,) if stays else self.widths(site, method)
 
     def refusal(self, site: TracedPairs, method: Method) -> str:
-        """Return the reason if the dimensions can't be mixed, so that none compensates for a removed one, else ''.
+        """Return why a method that mixes dimensions can't mix those of this site; '' if it can, or for other methods.
 
-        Uniform sparsities then leave the site whole; a width given for the site removes dimensions unrepaired.
+        If it can't, uniform sparsities leave the site whole; a width given for the site removes dimensions unrepaired.
         """
         if not method.reduces_attention or method.qk_recovery == "select" or site.repair.mixing != "none":
             return ""
@@ -125,7 +125,7 @@ def _step(site: TracedPairs, method: Method) -> int:
 
 
 def _group_count(site: TracedPairs, dims: int) -> int:
-    """Return the groups of all heads with `dims` dimensions each."""
+    """Return the number of groups of all heads with `dims` dimensions each."""
     return len(site.groups_HP) * (dims // site.both.joined)
 
 

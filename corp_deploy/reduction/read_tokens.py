@@ -2,7 +2,7 @@
 
 A closed loop fits to these tokens and places only. They are found by the outputs' gradients for random streams.
 
-Legend: B random streams, N tokens of a stream, C channels, P places behind the batch.
+Legend: B random streams, N tokens of a stream, C channels, P places of one input's output, each a vector of channels.
 """
 
 import math
@@ -30,7 +30,7 @@ _MOST_STREAMS = 64
 
 
 def random_stream(like_1NC: Tensor) -> Tensor:
-    """Draw several streams [B,N,C] that require gradients."""
+    """Return normal random streams [B,N,C], the same in every call, that require gradients."""
     tokens, channels = like_1NC.shape[1:]
     count = min(math.ceil(_DRAWS * tokens / channels), _MOST_STREAMS)
     generator = torch.Generator(device="cpu").manual_seed(0)
@@ -39,6 +39,7 @@ def random_stream(like_1NC: Tensor) -> Tensor:
 
 
 def random_sum(output: Tensor) -> Tensor:
+    """Return the sum of an output's elements, times normal random numbers that are the same in every call."""
     generator = torch.Generator(device="cpu").manual_seed(1)
     return (output * torch.randn(output.shape, generator=generator, device="cpu").to(output)).sum()
 
@@ -63,7 +64,7 @@ def _read_mask(model: nn.Module) -> Tensor:
 
 
 def counts_all(model: nn.Module, reads: Reads | None) -> bool:
-    """Return whether all tokens count, read or not; see tokens_to_fit."""
+    """Return whether the errors of all tokens count, also of those on which no output depends; see tokens_to_fit."""
     return reads == "all" or (reads is None and gives_patches(model))
 
 

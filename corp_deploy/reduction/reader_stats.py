@@ -1,6 +1,6 @@
 """Statistics of a traced site's groups, as the layers that read them see them.
 
-A group is M inputs of every such layer, each of them at T places of its kernel. A grouped convolution counts as several
+A group is M inputs of every such layer, each at T positions of its kernel. A grouped convolution counts as several
 layers, called portions, each with the inputs of one of its groups.
 
 Legend: C groups, M inputs of each, F = C M, T places, U = F T columns, O outputs of a layer, X = O T, K groups kept,
@@ -81,7 +81,7 @@ class ReaderStats:
 
     @cached_property
     def energy(self) -> float:
-        """The variance of the site's part of the layer's output."""
+        """The variance of the output due to the layer's columns of the site; of the whole output with a `target`."""
         return self.target.spread if self.target is not None else variance(self.weight_OU, self.stats.covariance_UU)
 
     def keeps_all_groups(self, kept_K: Tensor) -> bool:
@@ -214,7 +214,7 @@ def _statistics(moments: Moment, number: int, index_F: Tensor, places_F: Tensor)
 
 
 def _above_rounding(second_UU: Tensor, mean_U: Tensor) -> Tensor:
-    """Raise the diagonal of second moments whose covariance is only the rounding of float32 products.
+    """Return second moments, their diagonal raised if their covariance is only the rounding of float32 products.
 
     Such inputs are almost constant; the shift is large enough to make it a covariance again.
     """
@@ -242,7 +242,7 @@ def subtract_half(own: ReaderStats, half: ReaderStats) -> ReaderStats:
 
 
 def without_squeezes(reads: Sequence[ReaderStats]) -> tuple[ReaderStats, ...]:
-    """Return all layers except squeezes, which read a map's means while others read its places.
+    """Return all layers except squeezes, which read the channels' means over a feature map that others read in full.
 
     Squeezes have no part in the choice of groups.
     """

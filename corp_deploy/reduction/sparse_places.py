@@ -113,7 +113,7 @@ def sparse_places_of_program(
     layers: Iterable[ProgramLayer],
     kinds: Mapping[SparseKind, Sparsity],
 ) -> Iterator[SparsePlace]:
-    """Yield linear layers and convolutions that write or read sites of these kinds."""
+    """Yield the layers that write or read sites of these kinds; of kind `conv` the convolutions only."""
     for each in layers:
         layer = program.get_submodule(each.path)
         assert isinstance(layer, nn.Linear | nn.Conv2d), each

@@ -57,7 +57,7 @@ class _Reached(Exception):
 
 
 def run_part(part: nn.Module, entering: State) -> State:
-    """Run a part of a model and return the input of the next part."""
+    """Run a part of a model and return the inputs of the next part: the output, then the same other inputs."""
     return (part(*entering), *entering[1:])
 
 
@@ -79,7 +79,7 @@ def inputs_and_outputs(part: nn.Module, state: State, layer: nn.Module) -> tuple
 
 
 def called_layers(part: nn.Module, state: State, layers: Mapping[str, nn.Module]) -> tuple[list[str], State]:
-    """Return which of these layers a part calls, in order, and the input of the next part."""
+    """Return the names of these layers in the order of a part's calls, and the inputs of the next part."""
     came: list[str] = []
     handles = [layer.register_forward_hook(lambda *_, name=name: came.append(name)) for name, layer in layers.items()]
     try:
@@ -108,7 +108,7 @@ class Pair:
 def read_pairs(
     model: nn.Module, inputs: InputSet, batch_size: int, weights: Callable[[Inputs], Tensor | None]
 ) -> Iterator[Pair]:
-    """Yield the inputs in batches; `weights` returns those of their tokens."""
+    """Yield a pair for each batch, both states being the model's inputs; `weights` returns token weights [B,N]."""
     for batch in inputs.batches(batch_size):
         here = to_device(batch, device_of(model))
         entering = tuple(tensors_by_name(here).values())

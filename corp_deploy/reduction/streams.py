@@ -18,7 +18,7 @@ def refuse_nonfinite(site: str, sums: Tensor) -> None:
 
 
 class StreamEnergy:
-    """The variance of a stream over some tokens of every image, summed over the channels."""
+    """Sums that give the variance of a stream over the added tokens, summed over the channels."""
 
     def __init__(self) -> None:
         self._count, self._sums, self._squares = 0.0, list[Tensor](), list[Tensor]()

@@ -94,9 +94,9 @@ class TracedValuesKind(TracedKind[TracedValues]):
         return method.heads_sparsity or method.attention_sparsity
 
     def refusal(self, site: TracedValues, method: Method) -> str:
-        """Return why the attention can't be narrowed as the method asks, an empty text if it can.
+        """Return why the attention can't be narrowed as the method asks, an empty text if it can or needn't be.
 
-        That is because no head can be removed, or because its queries and keys, which are not a site, stay.
+        Either no head can be removed, or its queries and keys, which are not a site, stay.
         """
         if reason := self._keeps_heads(site, method):
             return reason
@@ -125,7 +125,10 @@ class TracedValuesKind(TracedKind[TracedValues]):
         return heads if self._keeps_heads(site, method) else method.heads_left(heads)
 
     def uniform(self, site: TracedValues, method: Method) -> int | None:
-        """Return the width of all heads left; square heads are as wide as the queries, if those can be narrowed."""
+        """Return the width of all heads left, None if the method neither removes heads nor makes them square.
+
+        Square heads are as wide as the queries, if those can be narrowed.
+        """
         heads, dense = site.groups_HV.shape
         left = self.heads_left(site, method)
         if method.geometry != "square" or not method.reduces_attention:
@@ -137,7 +140,7 @@ class TracedValuesKind(TracedKind[TracedValues]):
         )
 
     def widths(self, site: TracedValues, method: Method) -> tuple[int, ...]:
-        """Return the queries' widths if heads are square, else every aligned one."""
+        """Return the widths of all heads: at the queries' aligned widths if heads are square, else at their own."""
         if method.geometry != "square":
             return super().widths(site, method)
         return tuple(_width_beside(site, size) for size in aligned_widths(_square_width(site), method.align_head))
@@ -238,7 +241,7 @@ def _head_stats(site: TracedValues, reads: Reads) -> HeadOutputs:
 
 
 def _mix_values(site: TracedValues, heads: _Heads, method: Method, each: int) -> TracedReduced:
-    """Mix the values to `each` dimensions per head."""
+    """Return the site with its values mixed to `each` dimensions per head."""
     own, (count, dense) = heads.own, heads.groups_HV.shape
     recovery, ridge = recover_values(own, method, count, each, heads.splits)
     elsewhere = None if heads.held_out is None else heads.held_out.judged(recovery.as_dense_OC, recovery.bias_O)
