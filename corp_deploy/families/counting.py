@@ -1,4 +1,4 @@
-"""Costs of models: multiply-adds of one input, counted on the meta device, and costs of sites at any width.
+"""Costs: multiply-adds of one input by module, counted on the meta device, and costs of sites at any width.
 
 One multiply-add counts once, in every convolution and matrix product that runs and at the shape it runs with, so a
 zero-padded head counts its padded width. Biases, normalisations, softmax and activations are not counted.
@@ -30,18 +30,18 @@ from .family import sites_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteCosts:
-    """The costs of a model's sites in one currency."""
+    """The costs of a model's sites, all in multiply-adds or all in parameters."""
 
     now: Mapping[str, int]  # the cost of each site at its present width
     layers: LayerCosts  # the costs of layers, which several sites may share
     biases: Mapping[str, int]  # the sizes of biases that layers get where a site that they read is narrowed, by name
 
     def of(self, site: Site, width: int) -> int:
-        """Return the cost of a site at another width."""
+        """Return the cost of a site at `width`, in proportion to its present cost, rounded down."""
         return self.now[site.name] * width // site.width
 
     def saved(self, sites: Iterable[Site], widths: Widths) -> float:
-        """Return the exact cost that these widths save."""
+        """Return the cost saved by narrowing sites to `widths`, shared layers counted once, less added biases."""
         found = [site for site in sites if site.name in widths]
         left = {site.groups.key: widths[site.name] / site.width for site in found}
         added = {each.bias for site in found if left[site.groups.key] < 1.0 for each in site.readings}
@@ -49,7 +49,7 @@ class SiteCosts:
 
 
 def site_costs(model: nn.Module, currency: Currency) -> SiteCosts:
-    """Return the costs of a model's sites, each with all layers that get narrower with it."""
+    """Return the costs of a model's sites; a site's cost is that of all layers that get narrower with it."""
     own, every = traced_model.tracing(model), sites_of(model).every
     layers = own.shares.macs if currency == "macs" else own.shares.parameters
     biases = {name: own.program.tensor(name).numel() for name in own.added if currency == "params"}
@@ -68,7 +68,7 @@ PRODUCTS: Mapping[Any, Product] = {
     # A transposed convolution multiplies each input by weight[0], a plain one computes each output with weight[0].
     aten.convolution: lambda inputs, out: (inputs[0] if inputs[6] else out).numel() * inputs[1][0].numel(),
 }
-"""The number of multiply-adds of each operation that multiplies, from its inputs and its output."""
+"""The functions (inputs, output) -> number of multiply-adds, by the operation that multiplies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +93,7 @@ class MacCounts:
 
 
 class _Counting(TorchDispatchMode):
-    """A mode that counts the products that run, by the module on top of `running`, and the longest chain of them."""
+    """A mode that adds up multiply-adds by the module on top of `running`, and the chain of products to each tensor."""
 
     def __init__(self, running: list[tuple[str, str]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -118,7 +118,7 @@ _OUTCOMES_KEPT = 20_000
 
 
 def _outcome(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return the outputs of an operator on the meta device, from the cache where it ran with inputs of the same kinds.
+    """Return the outputs of an operator on the meta device, from a cache by its inputs' shapes, strides and types.
 
     Operators that change their inputs, or return anything but tensors, are not cached.
     """
@@ -148,7 +148,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def count_products(model: nn.Module, ports: Sequence[Port]) -> MacCounts:
-    """Run one input through a copy on the meta device and count its products; attention runs as its two products."""
+    """Return the multiply-adds of one input, run by a copy on the meta device; attention runs as two products."""
     as_inputs = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
     with torch.inference_mode(False), torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
         counted = copy_module(
@@ -163,7 +163,7 @@ def count_products(model: nn.Module, ports: Sequence[Port]) -> MacCounts:
 
 
 def count_macs(model: nn.Module) -> MacCounts:
-    """Count the multiply-adds of one input of a traced model."""
+    """Return the multiply-adds of one input of a traced model by module, their longest chain and the output shapes."""
     return count_products(traced_model.counted_form(model), traced_model.input_spec(model).ports)
 
 

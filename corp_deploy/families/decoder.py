@@ -1,4 +1,4 @@
-"""A causal language model in plain torch: tokens -> pre-norm blocks -> logits of the next token at each place.
+"""A causal language model in plain torch: tokens -> pre-norm blocks -> logits of the next token at each position.
 
 OPT, GPT-2, Llama, Mistral, Qwen2 and Qwen3 differ in their norms, in their positions (learned rows, rotary planes), in
 groups of queries that share keys and values, in gates and biases; here they are one model, with the q, k and v of a
@@ -87,7 +87,7 @@ class DecoderArchitecture(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
 
     @property
     def longest(self) -> int:
-        """The largest number of tokens of a sequence in which every token sees all tokens before it."""
+        """The largest number of tokens of a sequence that has positions and in which each token sees all before it."""
         places = self.positions - (0 if self.rope else self.first_position)
         return places if self.window is None else min(places, self.window)
 
@@ -110,7 +110,7 @@ def _norm(architecture: DecoderArchitecture, width: int | None = None) -> nn.Mod
 
 
 class Embeddings(nn.Module):
-    """Embeddings of token ids [B,N] -> [B,N,C], plus those of positions where a table has them."""
+    """Embeddings of token ids [B,N] -> [B,N,C], plus those of positions unless positions are rotary."""
 
     def __init__(self, architecture: DecoderArchitecture) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class GatedMlp(nn.Module):
 
 
 class HeadAttention(nn.Module):
-    """Causal multi-head self-attention [B,N,C] -> [B,N,C] with an explicit softmax scale.
+    """Causal multi-head self-attention [B,N,C] -> [B,N,C] with the fixed softmax scale head**-0.5.
 
     With grouped queries (arXiv 2305.13245) consecutive heads of each group share keys and values, so that `qkv` has
     rows of q (heads * head), k and v (groups * head each).
@@ -265,7 +265,7 @@ def traced_decoder(decoder: TextDecoder, text: Tokenization) -> TracedModule:
 
 
 class _Block(nn.Module):
-    """A block under the name that it has in the whole model."""
+    """A block whose tensors have their names of the whole model, such as blocks.3.attn.qkv.weight."""
 
     def __init__(self, index: int, block: DecoderBlock) -> None:
         super().__init__()
@@ -277,7 +277,7 @@ class _Block(nn.Module):
 
 
 def traced_block(index: int, block: DecoderBlock, arguments: DecoderArguments) -> TracedModule:
-    """Return one block as a traced model, with the same sites that it has in the whole model."""
+    """Return one block as a traced model [B,N,C] -> [B,N,C], with the sites that it has in the whole model."""
     stream = Port(name="entering", shape=(arguments.text.length, arguments.decoder.width))
     leaving = OutputPort(name="leaving", role="feature map")
     facts = Facts(spec=ArraySpec(ports=(stream,)), outputs=(leaving,), classes=0, biasless=True, multiple=_MULTIPLE)

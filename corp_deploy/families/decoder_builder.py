@@ -39,7 +39,7 @@ _INSTEAD = "export --model hf:DIR writes its graph without a cache, for prefill"
 
 
 def refuse_unbuilt(config: Mapping[str, Any], *, where: str) -> None:
-    """Raise BadInput for a decoder that the builder can't build, or whose class does not give token logits."""
+    """Raise BadInput for a config.json of a type or class not in CLASSES, or with sliding windows in some layers."""
     kind = str(config.get("model_type"))
     if "family" in config and "model_type" not in config:
         raise BadInput(f"{where}: is in corp-deploy's own format; give the folder hf that reduce --save-as hf writes")
@@ -59,7 +59,7 @@ def refuse_unbuilt(config: Mapping[str, Any], *, where: str) -> None:
 
 
 def require_builder() -> None:
-    """Raise Missing where a package that builds a decoder's graph is not installed."""
+    """Raise Missing where onnxruntime-genai or transformers is not installed."""
     try:
         import onnxruntime_genai  # noqa: F401
         import transformers  # noqa: F401
@@ -71,7 +71,7 @@ def require_builder() -> None:
 
 @contextmanager
 def restored_process() -> Iterator[None]:
-    """Silence the body, and restore the module search path and the root logger that it changes."""
+    """Silence the body's standard streams, and restore the module search path and the root logger after it."""
     root, path = logging.getLogger(), list(sys.path)
     handlers, level = list(root.handlers), root.level
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
@@ -162,7 +162,7 @@ class Reference:
 
 
 def open_reference(directory: Path) -> Reference:
-    """Read a directory that `load_decoder` has accepted. Raises BadInput where tensors are missing or left over."""
+    """Return transformers' float32 model of a directory. Raises BadInput where tensors are missing or left over."""
     with restored_process():
         model, loading = library().AutoModelForCausalLM.from_pretrained(
             directory,

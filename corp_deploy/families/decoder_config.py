@@ -17,7 +17,7 @@ from .rotary import Rope
 
 
 class _Decoder(msgspec.Struct, frozen=True, kw_only=True):
-    """The entries that configurations of all model types have."""
+    """Base of decoders' configurations: the entries of all model types, under common names."""
 
     common: ClassVar[Mapping[str, str]] = {}
     """The common names of entries, by the names that this model type has for them."""
@@ -203,7 +203,7 @@ def _rope(entries: Mapping[str, Any], theta: float) -> Rope:
 
 
 def architecture_from_transformers(config: Mapping[str, Any], *, where: str) -> DecoderArchitecture:
-    """Return the decoder that a config.json describes. Raises BadInput for an unsupported model or entry."""
+    """Return the architecture that a config.json describes. Raises BadInput for an unsupported model or entry."""
     name = config.get("model_type")
     if name not in MODEL_TYPES:
         raise BadInput(f"{where}: model_type is {name!r:.60}, expected one of {', '.join(MODEL_TYPES)}")

@@ -85,7 +85,7 @@ _LINEAR = ("attn.proj", "attn.qkv", "mlp.fc1", "mlp.fc2")
 
 
 def _laid_out(names: Names, path: str, tensor: Tensor) -> Tensor:
-    """Return a tensor of a block, transposed where the two sides have its linear layer in different orders."""
+    """Return a block's tensor, transposed if it is the matrix of a linear layer that transformers has as [in, out]."""
     return tensor.T if names.transposed and tensor.ndim == 2 and path in _LINEAR else tensor
 
 
@@ -149,7 +149,7 @@ def outside_from_transformers(
 def names_by_block(
     state: Iterable[str], model_type: str, *, where: str
 ) -> tuple[dict[str, str], dict[int, dict[str, str]]]:
-    """Return a file's tensor names outside of blocks and within each block, by the names without prefix."""
+    """Return a file's tensor names outside of blocks, and those of each block by number, by names without prefix."""
     names, outside, blocks = _NAMES[model_type], dict[str, str](), dict[int, dict[str, str]]()
     block = re.compile(re.escape(names.blocks) + r"(\d{1,4})\.(.+)")
     for name in state:

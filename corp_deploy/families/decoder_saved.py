@@ -28,7 +28,7 @@ _WITHOUT_HEADS = ("opt", "gpt2")  # model types whose configurations have no wid
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """The content of config.json and model.safetensors."""
+    """The content of config.json and model.safetensors of a decoder in transformers' format."""
 
     config: dict[str, Any]
     state: dict[str, Tensor]
@@ -40,7 +40,7 @@ def _refuse(reasons: Iterable[str]) -> None:
 
 
 def _refusal_of_heads(name: str, width: int, dense: DecoderArchitecture, kind: str) -> str:
-    """Return why a configuration can't set the width of all heads' queries and keys, or values; empty if it can."""
+    """Return why a configuration can't set this width of all heads' queries and keys, or values; empty if it can."""
     every, is_qk = dense.groups * dense.head // (2 if dense.rope else 1), name.endswith(".qk")
     if (width != every) if is_qk else (width % dense.head):
         rope_reason = "the frequencies of rotary positions would be computed from that width, and be wrong"
@@ -70,10 +70,10 @@ def refuse_unsayable_widths(config: Mapping[str, Any], widths: Widths) -> None:
 
 
 def sayable_widths(config: Mapping[str, Any], sites: Sites, requested: Widths) -> Widths:
-    """Return the widths of a decoder's sites as `refuse_unsayable_widths` reads them.
+    """Return the width of each of a decoder's sites by name, in the form that `refuse_unsayable_widths` takes.
 
-    Widths of queries and keys are given as if all heads were there, widths of narrower values as those of one head, and
-    the width of a constant is 0. `requested` has other widths for some of the sites.
+    Widths of queries and keys are those of all heads of the dense model, widths of narrower values those of one head,
+    and the width of a constant is 0. `requested` has other widths for some of the sites.
     """
     dense = architecture_from_transformers(config, where=WHERE)
     widths = {f"blocks.{at}.{part}": 0 for at in range(dense.layers) for part in ("mlp", "attn.v")}

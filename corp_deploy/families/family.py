@@ -1,6 +1,6 @@
 """Dense models of any family: builders, input specs, named outputs, shared programs, and options that fit no site.
 
-Only builders have names of their library. What is done at a site is decided by the kind of site.
+Only builders use the names of a library's models and layers; work at a site depends on the kind of site.
 
 Models with equal keys share one program, which is traced once in a process. A key has the architecture, the named
 outputs, and the settings that libraries read while they build and run a model. Only models that installed libraries
@@ -60,7 +60,7 @@ _BUILDERS: dict[str, Callable[[Architecture], nn.Module]] = {
 
 
 def builds_installed_code(architecture: Architecture) -> bool:
-    """Return whether installed libraries alone build the model, by its name."""
+    """Return whether this package or an installed library builds the model, and no code of the user's."""
     if architecture.family == timm_library.NAME:
         return timm_library.is_installed(architecture.name)
     return architecture.family in (decoder.NAME, hf_encoders.FAMILY)
@@ -86,12 +86,12 @@ def named_outputs_of(model: nn.Module) -> NamedOutputs | None:
 
 
 def gives_patches(model: nn.Module) -> bool:
-    """Return whether a model's result is taken to be its patch tokens, for lack of a classifier and named outputs."""
+    """Return whether a model has neither a classifier nor named outputs, so that its output counts as patch tokens."""
     return named_outputs_of(model) is None and traced_model.classes(model) == 0
 
 
 def with_outputs(model: nn.Module, outputs: NamedOutputs | None) -> nn.Module:
-    """Return a copy of a dense model with these outputs, itself for None. Raises BadInput for one that it lacks."""
+    """Return a copy of a dense model with `outputs`, or the model for None. Raises BadInput for one that it lacks."""
     if outputs is None:
         return model
     assert isinstance(model, TracedModule), type(model)
@@ -101,7 +101,7 @@ def with_outputs(model: nn.Module, outputs: NamedOutputs | None) -> nn.Module:
 
 
 def token_weigher(model: nn.Module) -> TokenWeights:
-    """Return the function that weights the tokens of inputs by their mask."""
+    """Return the function inputs -> weights [B,N] of tokens, 0 for padding; None unless there is just one mask."""
 
     def of_some(inputs: Inputs) -> PartialTokenWeights | None:
         weight_BN = traced_model.token_weights(model, inputs)
@@ -111,7 +111,7 @@ def token_weigher(model: nn.Module) -> TokenWeights:
 
 
 def example_of(model: nn.Module) -> Inputs:
-    """Return one input of zeros on the model's device, with masks of ones."""
+    """Return a batch of one input on the model's device: zeros, masks of ones; by port name if there are several."""
     ports = input_ports(model)
     tensors = build_plain_batch(ports, 1, device_of(model))
     return {port.name: each for port, each in zip(ports, tensors, strict=True)} if len(ports) > 1 else tensors[0]
@@ -167,13 +167,13 @@ def kinds_of(model: nn.Module) -> frozenset[str]:
 
 
 def taps_for(sites: Sites, kind: str) -> frozenset[str]:
-    """Return the names of taps that only serve sites to which options of this kind apply."""
+    """Return the names of taps (layers whose activations are observed) that only sites with these options need."""
     taps = [(OPTION_KINDS[site.kind], tap.name) for site in sites.every for tap in site.listening()]
     return frozenset(name for _, name in taps) - {name for other, name in taps if other != kind}
 
 
 def require_streams(sites: Sites, name: str) -> None:
-    """Raise BadInput for a model without a stream whose channels --residual could remove."""
+    """Raise BadInput for a model none of whose sites is a residual stream, to which --residual applies."""
     if STREAMS not in sites.kinds:
         raise BadInput(f"--residual: no stream of this model ({name}) has channels that can be removed")
 
@@ -201,7 +201,7 @@ MOST_PROGRAMS = 4  # the number of programs that a process keeps, the last used 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Key:
-    """The values that determine a program, and a `model` to trace if no equal key, the model aside, has a program."""
+    """The values that determine a program; `model`, which equality ignores, is traced if no equal key has a program."""
 
     architecture: str
     outputs: tuple[str, ...] | None
@@ -234,7 +234,7 @@ def _traced(key: _Key) -> Tracing | None:
 
 
 def share_program_(model: TracedModule, architecture: Architecture) -> None:
-    """Set the program and sites of a dense model without weights to those of an equal model, if there is one."""
+    """Set the tracing of a dense model on meta to the one that models of its key share; do nothing without a key."""
     key = _key(model, architecture)
     own = None if key is None else _traced(key)
     if own is not None:

@@ -44,7 +44,7 @@ class _Inputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 def inputs_of_arrays(model: nn.Module, arrays: Mapping[str, Any] | Any) -> dict[str, Any]:
-    """Return the config entries of inputs like these example arrays [N, ...]; a single array of four axes is images."""
+    """Return the entry `input_size` for one example array [N,C,H,W], `inputs` for any other array or for named ones."""
     if isinstance(arrays, Mapping):
         return {"inputs": [_entry(name, each) for name, each in arrays.items()]}
     entry = _entry(next(iter(parameters_of(model)), "inputs"), arrays)
@@ -57,7 +57,7 @@ def _entry(name: str, array: Any) -> dict[str, Any]:
 
 @contextmanager
 def available_module(module: nn.Module | None) -> Iterator[None]:
-    """Let the body build models that existed only in memory from this module; None keeps the module of before."""
+    """Let the body build models that existed only in memory from `module`; None keeps the previous module."""
     token = _GIVEN.set(_GIVEN.get() if module is None else module)
     try:
         yield
@@ -75,7 +75,7 @@ def architecture_in_memory(module: nn.Module, inputs: Mapping[str, Any]) -> Arch
 
 
 def build_in_memory(architecture: Architecture) -> nn.Module:
-    """Return a traced copy of the available module. Raises BadInput for none, another class, or one that can't run."""
+    """Return a traced copy of the module in _GIVEN. Raises BadInput for none, another class, or one that can't run."""
     given = _GIVEN.get()
     if given is None:
         raise BadInput(

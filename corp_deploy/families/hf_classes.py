@@ -63,13 +63,13 @@ def save_pretrained(model: nn.Module, directory: Path) -> None:
 
 
 def written_class(config: Mapping[str, Any]) -> str:
-    """Return the name of the class that wrote a configuration, or an empty string."""
+    """Return the first name in `architectures` of a configuration, the class that wrote it; empty without any."""
     written = config.get("architectures") or [""]
     return written[0] if isinstance(written, list) and isinstance(written[0], str) else ""
 
 
 def looks_like_decoder(config: Mapping[str, Any]) -> bool:
-    """Return whether the class that wrote a configuration generates text."""
+    """Return whether a configuration's class, by the end of its name, generates text."""
     return written_class(config).endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForSeq2SeqLM"))
 
 
@@ -106,7 +106,7 @@ def _refusals(values: Mapping[str, Any]) -> dict[str, bool]:
 
 
 def config_from(values: Mapping[str, Any], *, where: str) -> Any:
-    """Return transformers' configuration object. Raises BadInput for one that can't be built as it was trained."""
+    """Return transformers' configuration of these entries. Raises BadInput for an unknown or unsupported one."""
     kinds, kind = library().CONFIG_MAPPING, values.get("model_type")
     if kind not in kinds:
         own = ", and code of its own (auto_map) is never run" if values.get("auto_map") else ""
@@ -127,7 +127,10 @@ def base_of(values: Mapping[str, Any], *, where: str) -> Any:
 
 
 def class_of(values: Mapping[str, Any], *, where: str) -> Any:
-    """Return the class that wrote a configuration, without a head of training. Raises BadInput for an unknown one."""
+    """Return the class that wrote a configuration; the one without a head for a pretraining head, or if none is named.
+
+    Raises BadInput for an unknown class.
+    """
     name = written_class(values)
     if not name or name.endswith(_HEADS_OF_TRAINING):
         return base_of(values, where=where)
@@ -179,7 +182,7 @@ def build_class(kind: Any, values: Mapping[str, Any], left_out: Mapping[str, boo
 
 
 def longest(model: nn.Module) -> int:
-    """Return the largest number of tokens of a text: positions, less those that come before the first token's."""
+    """Return the most tokens of a text: max_position_embeddings, else 512, less positions before the first token's."""
     config: Any = model.config
     tables = [each for name, each in model.named_modules() if name.endswith("position_embeddings")]
     paddings = [each.padding_idx for each in tables if isinstance(each, nn.Embedding) and each.padding_idx is not None]

@@ -53,8 +53,9 @@ _INTERPOLATES = "interpolate_pos_encoding"
 class Arguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The configuration of an encoder, its input, its output and the layers that it is built without.
 
-    `output` names the one output of the class that the model gives, None for all. `pooling` and `normalize` make one
-    embedding of a text's tokens. `without_pooler` is set where the file has no weights of the pooler.
+    `length` counts tokens of a text or samples of a series. `output` names the one output of the class that the model
+    gives, None for all. `pooling` and `normalize` make one embedding of a text's tokens. `without_pooler` is set where
+    the file has no weights of the pooler.
     """
 
     config: dict[str, Any]
@@ -68,7 +69,7 @@ class Arguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def left_out(self) -> dict[str, bool]:
-        """The class's arguments that leave out layers."""
+        """The arguments of the class's constructor that leave out layers."""
         return {"add_pooling_layer": False} if self.without_pooler else {}
 
 
@@ -85,7 +86,7 @@ class CalledClass:
         return self.kind.forward(model, **inputs, **self.more)
 
     def answer(self, outputs: Any, inputs: Mapping[str, Tensor]) -> Any:
-        """Return the outputs, the one that arguments name, or one embedding a text, pooled from its tokens."""
+        """Return `outputs` unchanged, or {"logits" or "embedding": tensor} of the named output or of pooled tokens."""
         arguments = self.arguments
         if arguments is None or (arguments.pooling is None and arguments.output is None):
             return outputs
@@ -160,7 +161,7 @@ def build_encoder(architecture: Architecture) -> nn.Module:
 
 
 def facts_in_transformers(model: nn.Module, spec: InputSpec, parameters: Sequence[str]) -> Facts:
-    """Return `facts_with` of a model of transformers.
+    """Return the inputs and outputs of a model of transformers, as `facts_with` does.
 
     torch.compiler.is_exporting() holds meanwhile, so that transformers' caches keep no fake tensors of the run.
     """
@@ -169,7 +170,7 @@ def facts_in_transformers(model: nn.Module, spec: InputSpec, parameters: Sequenc
 
 
 def plain_model(arguments: Arguments, *, where: str) -> nn.Module:
-    """Return a model of transformers' class and its initial weights that returns the output by `arguments`."""
+    """Return transformers' untraced model with initial weights, whose forward returns the output by `arguments`."""
     kind, config = class_of(arguments.config, where=where), arguments.config
     size = config.get("image_size")
     own_sides = tuple(size) if isinstance(size, list) else (size, size)
@@ -198,7 +199,7 @@ def state_of(directory: Path, arguments: Arguments) -> tuple[Arguments, dict[str
 
 
 def _spec(model: nn.Module, arguments: Arguments, preprocessing: Preprocessing) -> tuple[InputSpec, tuple[str, ...]]:
-    """Return the model's inputs, and the names of the parameters that take them."""
+    """Return the spec of the model's inputs, and the names of the parameters of its forward that take them."""
     config: Any = model.config
     main = str(model.main_input_name)
     if main == IMAGES:

@@ -119,7 +119,7 @@ def _refusal(processor: _Processor) -> str:
 
 
 def share_of(crop: int, size: int) -> float:
-    """Return the `crop_pct` with which timm, rounding down, resizes to this size before the crop."""
+    """Return the `crop_pct` for which crop / crop_pct, rounded down as in timm, is the `size` before the crop."""
     share = crop / size
     while math.floor(crop / share) < size:
         share = math.nextafter(share, 0.0)
@@ -127,7 +127,7 @@ def share_of(crop: int, size: int) -> float:
 
 
 def _values(entry: tuple[float, ...] | float | None, identity: float, processor: _Processor) -> tuple[float, ...]:
-    """Return one number for each channel, or one number for all channels."""
+    """Return a mean or std by channel, or one number for all; `identity` if there is no entry or no normalisation."""
     values = identity if entry is None or not processor.do_normalize else entry
     return values if isinstance(values, tuple) else (values,)
 
@@ -138,7 +138,7 @@ def has_default(model_type: str) -> bool:
 
 
 def prepared(content: Mapping[str, Any], model_type: str, *, where: str) -> Prepared:
-    """Return the preprocessing of a file's content, {} for the default. Raises BadInput where timm can't do it."""
+    """Return images' preprocessing and sides by a file, {} for the default. Raises BadInput where timm can't do it."""
     family = _family(content, model_type, where)
     entries = {key: each for key, each in content.items() if each is not None}
     try:

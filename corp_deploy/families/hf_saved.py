@@ -84,7 +84,10 @@ def _shapes(arguments: Arguments) -> dict[str, torch.Size]:
 def _unlike(
     shapes: Mapping[str, torch.Size], state: Mapping[str, Tensor], own: Mapping[str, Tensor], dense: Mapping[str, Any]
 ) -> str:
-    """Return the first parameter that the class lacks or has in another shape; empty if none but biases of zeros."""
+    """Return the first tensor of unlike shapes, or that only the class or the model has; empty without any.
+
+    A bias that neither the dense class nor the model has is accepted; its values become zeros.
+    """
     for name, shape in shapes.items():
         if name not in state and not (name.endswith("bias") and name not in dense):
             return name
@@ -198,7 +201,7 @@ def _plain(theirs: nn.Module, arguments: Arguments) -> nn.Module:
 
 
 def _heads(outer: nn.Module, at: str, unread: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of a class outside of its inner model. Raises BadInput for one that `unread` lacks."""
+    """Return the tensors of `outer` outside of its base model. Raises BadInput for one that `unread` lacks."""
     named = dict(outer.named_parameters(remove_duplicate=False))
     at_hand = {id(each) for name, each in named.items() if name.startswith(at) or name in unread}
     if lost := [name for name, each in named.items() if id(each) not in at_hand]:

@@ -1,6 +1,6 @@
 """Named outputs of transformers' vision models: tokens and maps of the last hidden state and after layers.
 
-Legend: B images, N tokens, F of them in front of P places of a map, C channels.
+Legend: B images, N tokens, first those of special kinds, then P patches, C channels.
 """
 
 from collections.abc import Mapping
@@ -57,7 +57,7 @@ class _Tower:
         return tokens_of_kind(output, x_BNC, self.kinds)
 
     def refusal(self, output: NamedOutput) -> str:
-        """Return why the model does not have an output; empty if it has."""
+        """Return why the model can't give `output`; empty if it can."""
         if output.part is None:
             ours = "logits" if self.own == "logits" else "pooled"
             return "" if output.name == ours else f"the model's head gives {ours}"
@@ -89,10 +89,9 @@ def _read_tower(model: nn.Module) -> _Tower:
 
 
 def with_named_tokens(model: TracedModule, outputs: NamedOutputs) -> TracedModule:
-    """Return a copy of a dense vision model of transformers that gives these outputs.
+    """Return a copy of a dense vision model of transformers that gives these outputs: its own, tokens, and maps.
 
-    Outputs are the model's own, and tokens of its last hidden state or after a layer. Raises BadInput for an output
-    that the model does not have.
+    Raises BadInput for an output that the model does not have.
     """
     facts, tower = facts_of(model), _read_tower(model)
     for output in outputs.every:

@@ -3,7 +3,7 @@
 Merging chooses tokens by comparing similarities. Two runtimes that round differently make the same choices where every
 margin is larger than their rounding errors, and may make different ones where a margin is smaller.
 
-Legend: B inputs, N tokens, A and D the unprotected at even and at odd places, R tokens merged, X dimensions compared.
+Legend: B inputs, N tokens, A and D unprotected tokens at even and at odd positions, R tokens merged, C channels.
 """
 
 import re
@@ -32,7 +32,7 @@ _ROUNDED = 1e-3  # the largest share of a total that rounding of its parts leave
 
 
 def traced_rows(model: nn.Module, macs: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return a row of costs for every site, reducible or not, and a row for every other part of the model.
+    """Return two lists of rows of parameters and MACs: of all sites, reducible or not, and of all other parts.
 
     `macs` are those of the model. A site's costs are those of the layers that get narrower with it.
     """
@@ -102,13 +102,13 @@ def _part(name: str) -> str:
 
 
 def _reason(model: nn.Module, part: str) -> str:
-    """Return the reason why most of a part's channels can't be removed, or an empty string."""
+    """Return the reason why the most of a part's channels can't be removed; empty if all of them can."""
     stays = [each for each in tracing(model).analysis.stays if _part(each.name) == part]
     return max(stays, key=lambda each: each.count).reason if stays else ""
 
 
 def fixed_shares(model: nn.Module, currency: Currency, whole: Mapping[str, str]) -> list[tuple[str, float, str]]:
-    """Return what can't get narrower: its name, its share of the cost and the reason, largest share first.
+    """Return what can't get narrower: its name, its share of the model's cost and the reason, largest share first.
 
     These are sites that can't be reduced, sites that stay `whole` for the reasons given by their names, and parts of
     the model that are no site.
@@ -137,7 +137,7 @@ def fixed_shares(model: nn.Module, currency: Currency, whole: Mapping[str, str])
 
 
 def stays_of(model: nn.Module) -> list[dict[str, Any]]:
-    """Return layers with channels that can't be removed, one row for all reasons that differ only in numbers."""
+    """Return rows (reason, layers, count) of unremovable channels, one for reasons that differ in numbers alone."""
     rows = dict[str, dict[str, Any]]()
     for stay in tracing(model).analysis.stays:
         row = rows.setdefault(re.sub(r"\d+", "0", stay.reason), {"reason": stay.reason, "layers": [], "count": 0})
@@ -164,7 +164,7 @@ def merging_record(model: nn.Module) -> MergingRecord | None:
 
 
 def inspection_of_model(model: nn.Module) -> dict[str, Any]:
-    """Return sites with widths, parameters, MACs of one input and refusals, the same of other parts, and totals."""
+    """Return a report by key: totals, rows of sites, fixed parts and unremovable channels, outputs, and merging."""
     count, merging = count_macs(model), merging_record(model)
     sites, fixed = traced_rows(model, count.macs)
     outputs = [
@@ -185,14 +185,14 @@ def inspection_of_model(model: nn.Module) -> dict[str, Any]:
 
 
 def _gap_B(falling_BA: Tensor, count: int) -> Tensor:
-    """Return the gap from the last value that is taken to the first that is not; infinite where all are taken."""
+    """Return the gap [B] between the value number `count` of each falling row and the next; infinite without a next."""
     if count >= falling_BA.shape[1]:
         return torch.full(falling_BA.shape[:1], torch.inf, device=falling_BA.device)
     return falling_BA[:, count - 1] - falling_BA[:, count]
 
 
 def _match_margins(merge: TokenMerge, x_BNC: Tensor, compared: Tensor, sizes_BN: Tensor | None) -> Tensor:
-    """Return the least margin of merging by similarity: [B], as a share of the tokens' spread or of cosines.
+    """Return the least margin [B] of merging by similarity, in cosines, or in distances over the tokens' spread.
 
     It is the smaller of the gap between merged and kept tokens, and the least gap between the best and the second best
     match of a merged token.
@@ -215,7 +215,7 @@ def _match_margins(merge: TokenMerge, x_BNC: Tensor, compared: Tensor, sizes_BN:
 
 
 def choice_margins(merge: TokenMerge, x_BNC: Tensor, compared: Tensor, sizes_BN: Tensor | None) -> Tensor:
-    """Return the least margin of one merge's choices in a stream of tokens of these sizes: [B]."""
+    """Return the least margin [B] of one merge's choices in the tokens `x_BNC`, each merged from `sizes_BN` tokens."""
     if merge.how != "drop":
         return _match_margins(merge, x_BNC, compared, sizes_BN)
     # The gap between dropped and kept tokens, as a share of the attention to the last dropped token.

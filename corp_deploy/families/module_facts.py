@@ -68,7 +68,7 @@ def facts_of_arrays(model: nn.Module, ports: tuple[Port, ...]) -> Facts:
 def facts_of_images(
     model: nn.Module, shape: tuple[int, int, int] | None, preprocessing: Preprocessing, role: Role | None = None
 ) -> Facts:
-    """Return the facts of a module that takes images of this shape, or of a shape found as in facts_of_module.
+    """Return inputs and outputs of a module of images of this shape, or of one found as in facts_of_module.
 
     With a `role` the module returns one tensor of this role. Raises BadInput as facts_of_module does.
     """
@@ -83,7 +83,7 @@ def facts_of_images(
 
 
 def facts_with(model: nn.Module, spec: InputSpec, parameters: Sequence[str], role: Role | None = None) -> Facts:
-    """Return the facts of a module whose `parameters` take the ports of `spec`, in order; by position if empty.
+    """Return inputs and outputs of a module whose `parameters` take the ports of `spec` in order; by position if empty.
 
     With a `role` the module returns one tensor of this role. Raises BadInput where it can't be run on the ports.
     """
@@ -118,7 +118,7 @@ def facts_with(model: nn.Module, spec: InputSpec, parameters: Sequence[str], rol
 
 
 def _refuse_written_batch(model: nn.Module, ports: Sequence[Port], parameters: Sequence[str], error: Exception) -> None:
-    """Raise BadInput for a module that runs at one batch size only, with the line of its code that has the size."""
+    """Raise BadInput for a module that runs at one of FIXED_BATCHES, with the line of its code that raised `error`."""
     batch = next((count for count in FIXED_BATCHES if _runs(model, ports, parameters, count)), None)
     if batch is not None:
         raise BadInput(
@@ -137,7 +137,7 @@ def _runs(model: nn.Module, ports: Sequence[Port], parameters: Sequence[str], co
 
 
 def _line_of(error: Exception) -> str:
-    """Return the place in the user's code that raised an error, as the end of a sentence; empty without any."""
+    """Return the file and line of the user's code that raised an error, to end a sentence; empty without any."""
     theirs = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
     frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(theirs)]
     if not frames:
@@ -173,7 +173,7 @@ def _unlogged() -> Iterator[None]:
 
 
 def _shape_of_images(model: nn.Module) -> tuple[int, int, int]:
-    """Return the image shape that the module declares, or one with the first of SIDES with which it runs."""
+    """Return the image shape [C,H,W] that the module declares, or a square one of the first of SIDES that runs."""
     input_size = getattr(model, "input_size", None)
     if isinstance(input_size, list | tuple) and len(input_size) == 3:
         return (int(input_size[0]), int(input_size[1]), int(input_size[2]))

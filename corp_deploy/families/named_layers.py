@@ -57,7 +57,7 @@ def with_named_sites(
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """All sites of a module's program."""
+    """All sites of a module's program, looked up by the layers around them."""
 
     model: nn.Module
     own: Tracing
@@ -137,7 +137,7 @@ def _is_written(groups: SiteGroups, kinds: Sequence[str], layers: Sequence[str])
 
 
 def _scale(site: TracedPairs) -> float | None:
-    """Return the factor of products of queries and keys, or None where there is no single one."""
+    """Return the factor of an attention's products of queries and keys; None if unknown or not one for all heads."""
     by_product = score_factor(site.program, site.tracing.by_node[site.product])
     scales = [side.scale_HTD.flatten() for side in site.repair.sides if site.repair.mixing == "free"]
     if by_product is None or not scales or any(not torch.allclose(each, each[:1]) for each in scales):

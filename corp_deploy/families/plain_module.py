@@ -43,7 +43,7 @@ def _inside(module: nn.Module) -> nn.Module | None:
 
 
 def require_module(model: object, where: str) -> None:
-    """Raise BadInput for an object that is no module, and for a module whose calls can't be traced."""
+    """Raise BadInput for an object that is no module, and for scripted modules and lazy or meta tensors in one."""
     if isinstance(model, torch.export.ExportedProgram):
         raise BadInput(f"{where} a torch.export.ExportedProgram, expected a torch.nn.Module; {_EAGER}")
     if not isinstance(model, nn.Module):
@@ -81,7 +81,7 @@ def _described(model: object) -> str:
 
 
 def copy_of(module: nn.Module) -> nn.Module:
-    """Return a copy, also of a module with attributes that it computed from its parameters."""
+    """Return a deep copy; attributes that were computed from parameters are copied without their gradients."""
     return copy.deepcopy(module, {id(each): each.detach().clone() for _, _, each in _computed(module)})
 
 

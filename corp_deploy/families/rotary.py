@@ -19,7 +19,7 @@ Factor = Annotated[float, Meta(gt=0.0, le=1e6)]
 
 
 class Rope(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The frequencies of rotary planes: theta^(-p/P) radians per position.
+    """The settings of the frequencies of rotary planes: theta^(-p/P) radians per position.
 
     Scaling `linear` divides all of them by `factor`. Scaling `llama3` (Llama 3.1) divides those of wavelengths above
     `original` / `low`, and by a smaller factor those of wavelengths down to `original` / `high`.
@@ -37,7 +37,7 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             raise ValueError(f"rope: high {self.high:g} is not above low {self.low:g}")
 
     def frequencies(self, planes: int) -> Tensor:
-        """Return the radians per position [P], float32, computed as transformers does."""
+        """Return the radians per position of each plane [P], float32, computed as transformers does."""
         exponents_P = torch.arange(0, 2 * planes, 2, dtype=torch.int64).float() / (2 * planes)
         own_P = 1.0 / (self.theta**exponents_P)
         if self.scaling == "default":

@@ -27,7 +27,7 @@ LENGTH = 512  # the default number of tokens of a decoder's sequence, in models 
 
 
 class Changes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The entries of --model-kwargs for a decoder."""
+    """The entries of --model-kwargs for a decoder; `length` is the number of tokens of a sequence."""
 
     length: Annotated[int, Meta(ge=2, le=10_000_000)] | None = None
 
@@ -119,7 +119,10 @@ class TextLength(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def text_length(directory: Path, longest: int) -> TextLength:
-    """Return the length of sentence_bert_config.json, else tokenizer_config.json, limited to the model's positions."""
+    """Return case and length by sentence_bert_config.json, the length else by tokenizer_config.json, else `longest`.
+
+    The length is `longest` at most. Raises BadInput for one below 1.
+    """
     sentence = _read(directory / _SENTENCE, _SentenceLength) or _SentenceLength()
     tokenizer = _read(directory / _TOKENIZER, _TokenizerLength) or _TokenizerLength()
     limit = sentence.max_seq_length or tokenizer.model_max_length or longest
@@ -135,7 +138,7 @@ def sentence_files(directory: Path) -> dict[str, Any]:
 
 
 def require_sentence_files(files: Mapping[str, Any]) -> None:
-    """Raise BadInput for a path that is none of `sentence_files`, since its file would be written."""
+    """Raise BadInput for a path other than FILES and FOLDER/config.json, since its file would be written."""
     for path in files:
         folder, _, name = path.rpartition("/")
         own = Path(folder).name == folder and folder not in (".", "..")

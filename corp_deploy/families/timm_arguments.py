@@ -65,7 +65,7 @@ def _spelled(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build_from_arguments(name: str, kwargs: Mapping[str, Any]) -> nn.Module:
-    """Return timm's model with its initial weights, on torch's default device. Any error is one of the arguments."""
+    """Return timm's model on torch's default device, with initial weights. Raises any error for invalid arguments."""
     head, spelled = kwargs.get("head"), _spelled(kwargs)
     if head not in (None, *HEADS):
         raise ValueError(f"head is {head!r:.60}, expected one of {', '.join(HEADS)}")
@@ -107,7 +107,7 @@ def _numbers(value: Any, depth: int = 0) -> Iterator[Any]:
 
 
 def refuse_unbounded(kwargs: Mapping[str, Any]) -> None:
-    """Raise BadInput for an argument that no model can be built with."""
+    """Raise BadInput for a number that is out of its argument's bounds, not finite, beyond 1e9 or nested too deep."""
     for key, value in kwargs.items():
         numbers = list(_numbers(value)) if isinstance(value, list | tuple) and key not in _PLAIN else [value]
         bound = _BOUNDS.get(key)
@@ -143,11 +143,11 @@ _SHOWN: Mapping[str, Callable[[nn.Module], Any]] = {
     "qk_norm": lambda model: not isinstance(_attribute(model, "blocks.0.attn.q_norm"), nn.Identity),
     "qkv_bias": lambda model: _attribute(model, "blocks.0.attn.qkv.bias") is not None,
 }
-"""The arguments of a transformer that its attributes show under other names."""
+"""The functions that read a transformer's constructor arguments from its other attributes, by argument."""
 
 
 def _arguments_shown(model: nn.Module) -> dict[str, Any]:
-    """Return the constructor's arguments that a model shows as plain values; a model built of them proves them."""
+    """Return the plain values of a model's attributes that are named like constructor arguments, or read by _SHOWN."""
     shown = dict[str, Any]()
     for name in inspect.signature(type(model).__init__).parameters:
         try:

@@ -99,7 +99,7 @@ def _shown(values: Sequence[float]) -> str:
 
 
 def image_spec_of_note(text: str, shape: tuple[int, int, int], *, where: str) -> ImageSpec:
-    """Return the spec of a graph's note, the text of `as_json`. Raises BadInput for any other text."""
+    """Return the spec of images by a graph's preprocessing, JSON of `as_json`. Raises BadInput for any other text."""
     again = "export the model again"
     settings = record_from_text(text, dict[str, Any], where=f"{where}: its preprocessing", remedy=again)
     overrides = {name: value for name, value in settings.items() if name != "input_size"}

@@ -71,7 +71,7 @@ def configured_size(model: nn.Module) -> tuple[int, int]:
 
 
 def made_size(model: nn.Module) -> tuple[int, int]:
-    """Return height and width of the images that a module was built for, by timm or by a user's call."""
+    """Return height and width of the images that a module's patch embedding was built for, else the configured ones."""
     size: Any = getattr(dict(model.named_children()).get("patch_embed"), "img_size", None)
     return configured_size(model) if size is None else (int(size[0]), int(size[1]))
 
@@ -83,7 +83,7 @@ def configured_image_spec(model: nn.Module, size: tuple[int, int]) -> ImageSpec:
 
 
 def input_and_classes(model: nn.Module, size: tuple[int, int]) -> dict[str, Any]:
-    """Return the arguments that a name's tag or timm's defaults decided: classes, image size and channels."""
+    """Return num_classes, img_size and in_chans if not 3; with 3, also an overlay of mean and std of other channels."""
     arguments = {"num_classes": class_count(model), "img_size": list(size)}
     if channels(model) != 3:
         return arguments | {"in_chans": channels(model)}
@@ -133,7 +133,7 @@ def count_classes(model: nn.Module, state: State) -> int | None:
 
 
 def arguments_shown(model: nn.Module, state: State) -> dict[str, Any]:
-    """Return the numbers of classes and channels of a state dict where they differ from the model's."""
+    """Return num_classes and in_chans of a state dict where they differ from the model's."""
     own, shown = model.state_dict(), dict[str, Any]()
     weight, mine = _classifier_of(model, state), _classifier_of(model, own)
     if mine is not None and (weight is None or len(weight) != len(mine)):
@@ -162,7 +162,7 @@ def set_size_(model: Any, size: Any) -> None:
 
 
 def timm_output_ports(model: nn.Module) -> tuple[OutputPort, ...]:
-    """Return the port of logits, or of features of a model without classifier; of every token without pooling."""
+    """Return the only port: logits, or an embedding without classifier; unpooled, token logits or a feature map."""
     if getattr(model, "global_pool", None) == "":
         return (OutputPort(name=LOGITS.name, role="token logits" if class_count(model) else "feature map"),)
     return (LOGITS if class_count(model) else OutputPort(name=LOGITS.name, role="embedding"),)
@@ -232,7 +232,7 @@ _sizes: dict[tuple[str, str], int] = {}
 
 
 def _size(architecture: Architecture) -> int:
-    """Return the number of parameters, counted once in a process on the meta device."""
+    """Return the number of parameters of the model, counted once in a process on the meta device."""
     try:
         key = architecture.name, json.dumps(dict(architecture.kwargs), sort_keys=True)
     except TypeError:  # code among the arguments

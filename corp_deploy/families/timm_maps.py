@@ -1,6 +1,6 @@
 """Named outputs of timm's models: tokens and maps that timm's `forward_intermediates` returns.
 
-Legend: B images, N tokens, F of them in front of P places of a map, C channels.
+Legend: B images, N tokens, of which F precede those of the P positions of a map, C channels.
 """
 
 import re
@@ -27,7 +27,7 @@ KINDS = {"class": "class", "registers": "register"}  # the kind of token that an
 
 
 def tokens_from_map(x_BCHW: Tensor) -> Tensor:
-    """Return the places of a map [B,C,H,W] as tokens [B,HW,C]."""
+    """Return a map [B,C,H,W] as one token for each of its positions [B,HW,C]."""
     assert x_BCHW.ndim == 4, x_BCHW.shape
     return x_BCHW.flatten(2).mT
 
@@ -51,7 +51,7 @@ def refusal_of_part(output: NamedOutput, kinds: Sequence[str], *, has_norm: bool
 
 @dataclass(frozen=True, slots=True)
 class _Stream:
-    """A map and the tokens in front of its places [B,F,C], None without any."""
+    """A feature map and the tokens [B,F,C] that precede those of its positions, such as the class token, if any."""
 
     front_BFC: Tensor | None
     map_BCHW: Tensor
@@ -62,7 +62,7 @@ class _Stream:
         return places_BPC if self.front_BFC is None else torch.cat((self.front_BFC, places_BPC), dim=1)
 
     def part(self, output: NamedOutput, kinds: Sequence[str]) -> Tensor:
-        """Return the part of the stream that an output gives; `kinds` are those of the tokens in front."""
+        """Return the part that `output` names: all tokens, patches, map, or one of the `kinds` of tokens in front."""
         if output.part == "tokens":
             return self.tokens_BNC
         if output.part in ("patches", "map"):
@@ -103,7 +103,7 @@ def _streams(model: Any, images: Tensor) -> tuple[Tensor, list[_Stream]]:
 
 
 def _last_stream(features: Tensor, like_BCHW: Tensor) -> _Stream:
-    """Return the stream of the head's input: a map [B,C,H,W], a map with channels last, or tokens [B,N,C]."""
+    """Return the head's input as a stream; it is a map [B,C,H,W], a map [B,H,W,C], or tokens [B,N,C]."""
     grid = like_BCHW.shape[2], like_BCHW.shape[3]
     if features.dim() == 3:
         front = features.shape[1] - grid[0] * grid[1]
@@ -159,7 +159,7 @@ class _Layers:
 
 
 def _read_layers(model: nn.Module) -> _Layers:
-    """Return the layers of timm's model. Raises BadInput for a model whose maps timm doesn't give."""
+    """Return the layers that give maps. Raises BadInput for a model whose maps timm doesn't give."""
     running, (height, width) = copy_to_meta(model), timm_library.configured_size(model)
     images = torch.empty(2, timm_library.channels(model), height, width, device="meta")
     try:
@@ -187,7 +187,7 @@ def _read_layers(model: nn.Module) -> _Layers:
 
 
 def _number(output: NamedOutput, layers: _Layers) -> int | None:
-    """Return an output's number for `_named_tensors`. Raises BadInput for an output that the model does not have."""
+    """Return an output's number as in `_named_tensors`. Raises BadInput for an output that the model does not have."""
     number, reason = None, ""
     if output.part is not None:
         word, _, digits = output.layer.partition("s.")

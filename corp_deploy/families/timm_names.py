@@ -1,4 +1,4 @@
-"""Checks of a model's name, which is timm's and never one that is loaded from a network, and hints at similar names.
+"""Checks that a model's name and arguments make timm load nothing from elsewhere, and hints at similar names.
 
 Checking a name imports neither timm nor torch; looking for similar names does.
 """
@@ -53,7 +53,7 @@ def look_alikes(name: str) -> str:
 
 
 def download_hint(repository: str, *, library: str = "") -> str:
-    """Return the command that downloads a hub's repository, and the option that names it then."""
+    """Return a phrase with the command that downloads a hub's repository and the --model option that names it then."""
     name, _, revision = repository.partition("@")
     folder, of_revision = name.rpartition("/")[2], f" --revision {revision}" if revision else ""
     named = f"--model {folder}" if library == "timm" else f"--model {OF_TRANSFORMERS}{folder}"

@@ -35,7 +35,7 @@ class Fitting:
 
 
 def _side(state: State, patch: int, front: int) -> tuple[int | None, bool]:
-    """Return the side of images that positions are for, and whether tokens in front have no positions."""
+    """Return the image side that `pos_embed` covers, None if unknown, and whether tokens in front have no positions."""
     positions = state.get("pos_embed")
     count = positions.shape[1] if positions is not None and positions.ndim == 3 else 0
     for own in (front, 1 if "cls_token" in state else 0, 0):
@@ -100,7 +100,7 @@ def _own_heads(model: VisionTransformer) -> int:
 
 
 def _heads(model: VisionTransformer, state: State, width: int, kwargs: Mapping[str, Any]) -> int:
-    """Return the number of heads of a width: shown by norms of queries, given, or by the usual size of heads."""
+    """Return the number of heads: by the norm of queries, else the model's own, else by a usual width of heads."""
     own = _own_heads(model)
     norm = state.get("blocks.0.attn.q_norm.weight")
     if norm is not None and width % len(norm) == 0:

@@ -46,7 +46,7 @@ class Tokenization(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Spec:
-    """The inputs of a model with this `vocabulary`; `tokenizer_json` is the content of the file."""
+    """Base of specs of text: its tokenization, the content of tokenizer.json, and the model's number of token ids."""
 
     tokenization: Tokenization
     tokenizer_json: str
@@ -95,7 +95,7 @@ class _Spec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextSpec(_Spec):
-    """The inputs of an encoder: a text, cut or padded."""
+    """The inputs of an encoder: texts, each cut or padded to one length."""
 
     words: ClassVar[str] = "texts of {} tokens, cut or padded"
 
@@ -157,7 +157,7 @@ _LINES = 1000  # the number of lines that are tokenized at once
 
 
 def content_of_tokenizer(directory: Path, *, sha256: str | None = None) -> str:
-    """Return the tokenizer.json of a directory. Raises BadInput where it is missing or has another digest."""
+    """Return the text of a directory's tokenizer.json. Raises BadInput where it is missing or has another digest."""
     path = directory / FILE
     if not path.exists():
         raise BadInput(f"{path}: no such file; save the model's fast tokenizer there: tokenizer.save_pretrained(DIR)")
@@ -179,7 +179,7 @@ def content_of_tokenizer(directory: Path, *, sha256: str | None = None) -> str:
 
 
 def digest_of_tokenizer(directory: Path, *, needed: bool = True) -> str:
-    """Return the digest of a directory's tokenizer.json; zeros where it is missing and not `needed`."""
+    """Return the SHA-256 of a directory's tokenizer.json; zeros where it is missing and not `needed`."""
     if not needed and not (directory / FILE).exists():
         return "0" * 64
     return sha256_of_text(content_of_tokenizer(directory))

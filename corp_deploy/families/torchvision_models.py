@@ -22,7 +22,7 @@ State = Mapping[str, Tensor]
 _OF_TRAINING = {"googlenet": ("aux1.", "aux2."), "inception_v3": ("AuxLogits.",)}
 """The prefixes of layers that only run in training."""
 _OLD = re.compile(r"(.*denselayer\d+\.(?:norm|relu|conv))\.([12]\..+)")
-"""The names of layers in torchvision's own files of DenseNets."""
+"""The names of DenseNets' layers in torchvision's own files, such as norm.1 for norm1."""
 
 
 def _library() -> Any:
@@ -98,7 +98,7 @@ def architecture_of_classifier(
 
 
 def possible_names(model: nn.Module) -> list[str]:
-    """Return the names `torchvision:NAME` of classifiers that may be of a module's class; none for other libraries."""
+    """Return the names `torchvision:NAME` of classifiers built in the file of a module's class; none elsewhere."""
     library, home = _library(), type(model).__module__
     if not home.startswith("torchvision.models."):
         return []
@@ -129,7 +129,7 @@ def _built(architecture: Architecture) -> nn.Module:
 
 
 def rename_state(architecture: Architecture, model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return weights under torchvision's present names, without layers that only run in training."""
+    """Return weights, and missing batch counters, by torchvision's present names, without layers of training alone."""
     beside = _OF_TRAINING.get(architecture.name.removeprefix(PREFIX), ())
     renamed = {_OLD.sub(r"\1\2", name): each for name, each in state.items() if not name.startswith(beside or ("\0",))}
     return {**batch_counters(model), **renamed}

@@ -72,7 +72,7 @@ def trace_model(model: nn.Module, architecture: Architecture) -> nn.Module:
 
 
 def hooked_model(model: nn.Module) -> nn.Module:
-    """Return the module that runs the model's program, with a submodule at every place that a tap hooks."""
+    """Return the module that runs the model's program, with a submodule at every tensor that a tap observes."""
     return tracing(model).hooked[0]
 
 
@@ -141,14 +141,14 @@ def outputs_of_walk(model: nn.Module, walk: StreamState, inputs: Inputs) -> tupl
 
 
 def first_stream(model: nn.Module, inputs: Inputs) -> Tensor:
-    """Return the stream of the first input. Raises BadInput where there are other inputs than it and a mask."""
+    """Return the first input as a stream [B,N,C]. Raises BadInput where the program has no stream to follow."""
     entering = _layout_at(model, is_first=True)
     x, *_ = tensors_by_name(inputs).values()
     return entering.rows(x)
 
 
 def output_of_stream(model: nn.Module, x_BNC: Tensor, inputs: Inputs) -> Tensor:
-    """Return the output computed from the last stream. Raises BadInput where the program returns several tensors."""
+    """Return the output computed from the last stream. Raises BadInput where the program has no stream to follow."""
     leaving = _layout_at(model, is_first=False)
     last = tracing(model).segments[-1]
     if not sites_by_segment(model)[last]:
@@ -171,7 +171,7 @@ def depth(model: nn.Module) -> int:
 
 
 def merging_of(model: nn.Module) -> Merging | None:
-    """Return how a model merges tokens, or None."""
+    """Return the token merging of a model; None if it merges nothing."""
     return traced_state(model).merging
 
 
@@ -205,7 +205,7 @@ def with_merging(model: nn.Module, merging: Merging | None) -> nn.Module:
 
 
 def counted_form(model: nn.Module) -> nn.Module:
-    """Return the module that runs while products are counted: timm's dense model, else the program on meta."""
+    """Return the module to count products in: timm's dense model or one of fixed batch, else the program on meta."""
     graph = _program(model)
     if graph is None:
         return model
