@@ -45,7 +45,7 @@ class Checkpoint:
     """A model with its architecture and its lineage.
 
     `notes` are facts about its weights for the user who loaded it. `unread` has tensors of its file that are no part of
-    the model. `sparsity` has the pattern, such as 2:4, that a layer's weights hold.
+    the model. `sparsity` has the pattern, such as 2:4, of each sparse layer by name.
     """
 
     model: nn.Module
@@ -57,7 +57,7 @@ class Checkpoint:
 
 
 def on_device(checkpoint: Checkpoint, device: torch.device | str) -> Checkpoint:
-    """Return the checkpoint with a copy of its model on a device, or itself where the model is there already."""
+    """Return the checkpoint with a copy of its model on a device, or itself where the model is on one of that type."""
     if device_of(checkpoint.model).type == torch.device(device).type:
         return checkpoint
     return replace(checkpoint, model=replace_submodules(checkpoint.model, {}).to(device))
@@ -65,7 +65,7 @@ def on_device(checkpoint: Checkpoint, device: torch.device | str) -> Checkpoint:
 
 @one_thread()
 def load_weights(model: nn.Module, state: State, *, where: Path) -> None:
-    """Set all weights of a model. Raises BadInput for other names, shapes or types, and for NaN and Inf."""
+    """Set all weights of a model, floats as float32. Raises BadInput for other names, shapes, types, NaN and Inf."""
     require_fit(model, state, where)
     expected = model.state_dict()
     foreign = [
@@ -103,7 +103,7 @@ def _tied(model: nn.Module, state: State) -> State:
 
 
 def save(checkpoint: Checkpoint, directory: Path) -> None:
-    """Write model.safetensors and config.json with its digest, both or none; other files stay."""
+    """Write model.safetensors, a text model's tokenizer.json, and config.json, all or none; other files stay."""
     require_sparse(checkpoint.model, checkpoint.sparsity, str(directory / CONFIG))
     state = _apart(checkpoint.model.state_dict())
     beside = traced_model.extra_files(checkpoint.model)
@@ -165,7 +165,7 @@ def _fill_tables_(model: nn.Module, architecture: Architecture) -> None:
 
 
 def load_checkpoint(directory: Path) -> Checkpoint:
-    """Rebuild a saved model. Raises BadInput for a missing, foreign or damaged directory."""
+    """Return the checkpoint that `save` wrote. Raises BadInput for a missing, foreign or damaged directory."""
     where = str(directory / CONFIG)
     roll_back_interrupted(directory)
     config = load_model_config(directory)

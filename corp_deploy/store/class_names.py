@@ -12,7 +12,7 @@ _UNNAMED = re.compile(r"LABEL_\d+")
 
 
 def _written(config: Mapping[str, Any]) -> list[Any]:
-    """Read id2label of transformers, or label_names of timm, which older configurations call labels."""
+    """Return the values of transformers' id2label, else timm's label_names or its older labels; empty without any."""
     by_index = config.get("id2label")
     if isinstance(by_index, Mapping):
         indices = [str(index) for index in range(len(by_index))]
@@ -26,7 +26,7 @@ def _written(config: Mapping[str, Any]) -> list[Any]:
 def class_names_in(config: Mapping[str, Any], classes: int | None) -> list[str]:
     """Return one printable name for each of the model's `classes`; a name that repeats gets its index.
 
-    The list is empty where the configuration names no classes, or another number of them.
+    The list is empty where the configuration names no classes, another number of them, or all of them LABEL_n.
     """
     written = _written(config)
     if len(written) != classes or not all(isinstance(name, str) and name.strip() for name in written):

@@ -64,12 +64,12 @@ class DecoderGraph:
 
     @property
     def size_bytes(self) -> int:
-        """The size of the graph and its weights."""
+        """The size of the graph and its weights on disk."""
         return sum(path.stat().st_size for path in self.path.parent.glob(f"{self.path.name}*") if path.is_file())
 
 
 def _value_bytes(graph: Path) -> int:
-    """Return the size of a number in the cache. Raises BadInput for a graph without a cache."""
+    """Return the bytes of a number in the cache: 4 or 2. Raises BadInput for a graph without a cache."""
     from onnx import TensorProto
 
     from ground.onnx_file import read_onnx
@@ -89,7 +89,7 @@ def is_of_decoder(directory: Path) -> bool:
 
 
 def graph_of_directory(directory: Path) -> DecoderGraph:
-    """Return the graph in a directory. Raises BadInput where there is none, or files contradict one another."""
+    """Return the graph in a directory. Raises BadInput for no or invalid settings, or a graph without a cache."""
     if not (directory / SETTINGS).is_file():
         raise BadInput(f"{directory}: no {SETTINGS} in it, expected a directory that export-decoder has written")
     model = record_from_file(directory / SETTINGS, _Settings, remedy="write it again by export-decoder").model
@@ -105,13 +105,13 @@ def _cache(layers: int, groups: int, head: int, value_bytes: int) -> KvCache:
 
 
 def cache_of_directory(directory: Path, *, precision: str = "fp32") -> KvCache:
-    """Return the cache that the graph of a transformers directory has. Raises BadInput for another directory."""
+    """Return the cache sizes of the graph of a transformers directory. Raises BadInput for another directory."""
     built = architecture_from_transformers(config_of_transformers(directory), where=str(directory / CONFIG))
     return _cache(built.layers, built.groups, built.head, 2 if PROVIDERS[precision] == "cuda" else 4)
 
 
 def export_decoder(directory: Path, output: Path, *, precision: str = "fp32") -> DecoderGraph:
-    """Build the graph of a transformers directory; `output` gets all of its files or stays as it is.
+    """Write and return the graph of a transformers directory; `output` gets all of its files or stays as it is.
 
     Raises BadInput for a directory that has no decoder, one that the builder can't build, or weights that don't fit,
     and Missing where the builder is not installed.
@@ -133,7 +133,7 @@ def export_decoder(directory: Path, output: Path, *, precision: str = "fp32") ->
 
 
 def facts_of_graph(graph: DecoderGraph) -> Mapping[str, Any]:
-    """Return the facts about a graph that records have."""
+    """Return a graph's path, digests, bytes, vocabulary and longest sequence, for records."""
     return {
         "path": str(graph.path),
         "sha256": sha256_of_file(graph.path),

@@ -30,7 +30,7 @@ M = TypeVar("M", bound=nn.Module)
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderLayers:
-    """A directory's decoder; `files` has the file of each of its tensors."""
+    """A directory's decoder of the model type `kind`; `files` has the file of each of its tensors by name."""
 
     directory: Path
     kind: str

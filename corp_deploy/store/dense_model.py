@@ -37,7 +37,7 @@ from .weights import WeightChoice, Weights
 
 
 def _resolved(architecture: Architecture, built: nn.Module) -> Architecture:
-    """Return the architecture with all that its tag, its snapshot and timm's defaults decided written out."""
+    """Return the architecture with the classes, image size, channels and preprocessing of the model `built`."""
     spec = image_spec(built)
     recorded = record_from_value(spec.as_json(), Preprocessing, where=architecture.name)
     kwargs = {**timm_library.input_and_classes(built, spec.shape[1:]), **architecture.kwargs}
@@ -53,7 +53,7 @@ def _preprocessing_source(directory: Path | None, built: nn.Module, preprocessin
 def _with_classes_of(
     built: nn.Module, architecture: Architecture, read: Weights
 ) -> tuple[nn.Module, Architecture, Weights]:
-    """Return the model with the weights' number of classes, unless the user gave one, and a note on a change."""
+    """Return model, architecture and weights, rebuilt for the weights' class count with a note, unless one is given."""
     count, own = timm_library.count_classes(built, read.state), timm_library.class_count(built)
     if count in (None, own) or not own or "num_classes" in architecture.kwargs:
         return built, architecture, read
@@ -69,7 +69,7 @@ def with_weights(
     preprocessing: Preprocessing,
     source: Callable[[nn.Module], str],
 ) -> Checkpoint:
-    """Return the model with these weights; `preprocessing` overrides that of `architecture`."""
+    """Return the checkpoint of timm's model with these weights; `preprocessing` overrides that of `architecture`."""
     built, architecture, read = _with_classes_of(built, architecture, read)
     timm_library.set_preprocessing_(built, preprocessing.for_channels(image_spec(built).shape[0]))
     state, changed = fit_weights(built, read, architecture)
@@ -85,7 +85,7 @@ def with_weights(
 
 
 def model_of_directory(directory: Path) -> Checkpoint:
-    """Load a directory that `save` wrote, or a snapshot of one of timm's repositories."""
+    """Return the checkpoint of a directory that `save` wrote, or of a snapshot of one of timm's repositories."""
     return load_dense(str(directory), weights=None, kwargs={})
 
 
@@ -128,7 +128,7 @@ def load_dense(
     preprocessing: Preprocessing | None = None,
     outputs: NamedOutputs | None = None,
 ) -> Checkpoint:
-    """Load a dense model by its name.
+    """Return the checkpoint of a dense model by its name.
 
     `model` is a directory that `save` wrote, a snapshot of one of timm's repositories, a directory of transformers
     (`hf:DIR`), a function of a file (`module:PATH.py:FUNCTION`), or a name of torchvision or timm, which needs weights.
@@ -150,7 +150,7 @@ def load_dense(
 
 
 def comes_with_weights(model: str) -> bool:
-    """Return whether a model's name, of code or a directory, includes its weights."""
+    """Return whether a name is `module:...`, a directory, or `hf:DIR` of a directory with weights."""
     if model.startswith(PREFIX):
         return has_weights(Path(model.removeprefix(PREFIX)))
     return model.startswith(trusted_code.PREFIX) or Path(model.removeprefix("local-dir:")).is_dir()
@@ -159,7 +159,7 @@ def comes_with_weights(model: str) -> bool:
 def load_without_weights(
     model: str, kwargs: Mapping[str, Any], preprocessing: Preprocessing, outputs: NamedOutputs | None
 ) -> Checkpoint:
-    """Build a model on the meta device by its name or configuration. Raises BadInput as `load_dense` does."""
+    """Return the checkpoint of a model on the meta device, by a library's name or `hf:DIR`. Raises as `load_dense`."""
     if model.startswith(torchvision_models.PREFIX):
         architecture = torchvision_models.architecture_of_classifier(model, kwargs, preprocessing)
     elif model.startswith(PREFIX):

@@ -1,4 +1,4 @@
-"""The inputs that a model was fitted to, and how many judging inputs are among them. Only comparing imports torch."""
+"""Fingerprints of a model's fitted inputs, and counts of judging inputs among them; only counting imports torch."""
 
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -23,14 +23,14 @@ def fitted_of_lineage(lineage: Mapping[str, Any], *, where: str) -> Fingerprints
 
 
 def ids_of_lineage(lineage: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entry of fitted inputs for a graph's metadata, with digests alone, which show nothing of images."""
+    """Return the entry FITTED of a lineage with its digests alone, which show nothing of images; {} without it."""
     return {FITTED: {"ids": lineage[FITTED]["ids"]}} if FITTED in lineage else {}
 
 
 def fitted_inputs(
     judging: "Fingerprints | None", fitted: "Iterable[Fingerprints | FingerprintsText | None]", *, noun: str
 ) -> FittedInputs | None:
-    """Count the judging inputs that are among the fitted ones; None where either is unknown."""
+    """Return the counts of judging inputs: all, same as and like fitted ones; None where either are unknown."""
     if judging is None:
         return None
     decoded = [each.fingerprints if isinstance(each, FingerprintsText) else each for each in fitted]

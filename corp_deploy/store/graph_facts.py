@@ -42,7 +42,7 @@ class GraphFacts:
 
 
 def facts_of_onnx(path: Path) -> GraphFacts:
-    """Read a graph's facts. Raises BadInput for a file that is no ONNX model whose inputs begin with a batch."""
+    """Return a graph's facts. Raises BadInput for a file that is no ONNX model whose inputs begin with a batch."""
     proto = read_onnx(path, weights=False)
     carried = {entry.key: entry.value for entry in proto.metadata_props}
     inputs, _ = ports_of_graph(proto)

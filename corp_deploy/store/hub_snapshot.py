@@ -31,7 +31,7 @@ _ADAPTER = "adapter_config.json"
 
 
 def config_of_directory(directory: Path, expected: str | None = None) -> dict[str, Any]:
-    """Return a directory's config.json. Raises BadInput where it is missing or damaged."""
+    """Return the content of a directory's config.json. Raises BadInput where it is missing or damaged."""
     path = directory / CONFIG
     if not path.exists():
         ours = (
@@ -99,7 +99,7 @@ class _Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def model_of_snapshot(directory: Path, config: Mapping[str, Any]) -> tuple[str, dict[str, Any], Preprocessing]:
-    """Return timm's name, arguments and preprocessing. Raises BadInput for another library's snapshot."""
+    """Return a snapshot's timm name, arguments and preprocessing. Raises BadInput for another library's snapshot."""
     path = directory / CONFIG
     _refuse_foreign(path, config)
     where, again = str(path), "take the snapshot again"
@@ -122,7 +122,7 @@ def model_of_snapshot(directory: Path, config: Mapping[str, Any]) -> tuple[str, 
 
 
 def weights_of_snapshot(directory: Path) -> Path:
-    """Return the file of a snapshot's weights. Raises BadInput where there is none."""
+    """Return a snapshot's file of weights, or index of shards. Raises BadInput where there is none."""
     weights = next((directory / name for name in _WEIGHTS if (directory / name).is_file()), None)
     if weights is None:
         raise BadInput(f"{directory}: no weights beside {CONFIG}, expected one of {', '.join(_WEIGHTS)}")
@@ -135,7 +135,7 @@ C = TypeVar("C")
 
 
 def config_of_transformers(directory: Path) -> dict[str, Any]:
-    """Return the config.json of a transformers directory. Raises BadInput where it is missing or damaged."""
+    """Return the entries of a transformers directory's config.json. Raises BadInput where it is missing or damaged."""
     return config_of_directory(directory, "expected a directory that save_pretrained of transformers has written")
 
 
@@ -148,12 +148,12 @@ def read_changes(kwargs: Mapping[str, Any], changes: type[C], takes: str) -> C:
 
 
 def has_weights(directory: Path) -> bool:
-    """Return whether a directory has weights, in a format that is read or in another."""
+    """Return whether a directory has transformers' weights, in safetensors or pickled, which are refused later."""
     return any((directory / name).is_file() for name in _OF_TRANSFORMERS) or any(directory.glob("pytorch_model*"))
 
 
 def weights_of_transformers(directory: Path) -> Path:
-    """Return the file of a directory's weights. Raises BadInput where there is none, or only pickled ones."""
+    """Return a directory's safetensors file, or index of shards. Raises BadInput for none, or only pickled weights."""
     for name in _OF_TRANSFORMERS:
         if (directory / name).is_file():
             for file in directory.glob("model*.safetensors"):

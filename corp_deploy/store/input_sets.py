@@ -1,4 +1,4 @@
-"""Images, texts and arrays prepared for a model, and the digests that tie records together."""
+"""Images, texts and arrays prepared for a model; digests of weights; lineages of moments."""
 
 import hashlib
 import io
@@ -69,7 +69,7 @@ def images_for_model(
 
 
 def left_out(path: Path, images: InputSet) -> str:
-    """Say which files of a folder or shards were not read as images."""
+    """Return a line with the number of images in a folder or shards and the files that were left out."""
     return f"{path}: {images.available} images; left out: {images.skipped}"
 
 
@@ -85,13 +85,13 @@ def pictures_for_port(
 
 
 def normalising_by_note(preprocessing: str, port: Port, path: Path, *, where: str) -> Normalise:
-    """Return the normalisation of pixels by a graph's preprocessing. Raises BadInput as `normalising` does."""
+    """Return the function that normalises uint8 images by a graph's preprocessing. Raises as `normalising` does."""
     channels, height, width = port.shape
     return normalising(image_spec_of_note(preprocessing, (channels, height, width), where=where), where=str(path))
 
 
 def no_picture(picture: object) -> Tensor:
-    """Fail as the transform of pictures where inputs are arrays alone, so that no picture is transformed."""
+    """Raise AssertionError; the transform of pictures where inputs are arrays alone, never to be called."""
     raise AssertionError(picture)
 
 
@@ -114,7 +114,7 @@ def _pixels_of_picture(prepared: ImageSpec, transform: Callable[[Any], Tensor], 
 
 
 def unnormalised() -> Normalise:
-    """Return the function of pixels that only casts them to float32."""
+    """Return the function that casts uint8 images to float32 and does not normalise them."""
     return _as_float
 
 
@@ -123,7 +123,7 @@ def _as_float(pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
 
 
 def normalising(spec: ImageSpec, *, where: str) -> Normalise:
-    """Return the normalisation of pixels. Raises BadInput where none is known."""
+    """Return the function that normalises uint8 images to float32. Raises BadInput where no mean or std is known."""
     spec.require_normalisation(where=where)
     return spec.normalisation.images
 
@@ -174,17 +174,17 @@ def inputs_for_model(
 
 
 def preprocessing_text(model: nn.Module) -> str:
-    """Return the model's evaluation preprocessing as one text, which can be stored and compared."""
+    """Return the model's evaluation preprocessing as JSON text."""
     return json.dumps(traced_model.input_spec(model).as_json(), sort_keys=True)
 
 
 def model_digest(model: nn.Module) -> str:
-    """Return the digest of every weight's name, type, shape and value, however the model was loaded."""
+    """Return one SHA-256 of all weights' names, types, shapes and values, however the model was loaded."""
     return digest_of_tensors(sorted(model.state_dict().items()))
 
 
 def digest_of_tensors(named: Iterable[tuple[str, Tensor]]) -> str:
-    """Return the digest of tensors that are given in the order of their names."""
+    """Return one SHA-256 of the names, types, shapes and values of tensors in the order given."""
     digest = hashlib.sha256()
     for name, tensor in named:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
@@ -193,13 +193,13 @@ def digest_of_tensors(named: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def merging_text(model: nn.Module) -> str:
-    """Return how the model merges tokens as one text, which can be stored and compared; empty without merging."""
+    """Return the model's token merging, except `unmerged`, as JSON text; empty without merging."""
     merging = traced_model.merging_of(model)
     return "" if merging is None else json.dumps(replace(merging, unmerged=False).as_json(), sort_keys=True)
 
 
 def merging_of_moments(lineage: Mapping[str, str]) -> Merging | None:
-    """Return how tokens were merged when moments were taken, by their lineage. Raises BadInput for an invalid entry."""
+    """Return the token merging in a lineage of moments, None without any. Raises BadInput for an invalid entry."""
     text = lineage.get(MERGING)
     if text is None:
         return None
@@ -207,7 +207,7 @@ def merging_of_moments(lineage: Mapping[str, str]) -> Merging | None:
 
 
 def lineage_for_moments(checkpoint: Checkpoint, inputs: InputSet, digest: str | None = None) -> dict[str, str]:
-    """Return the lineage of moments: no other model takes them, and no moments of another preprocessing are added.
+    """Return the lineage of moments: architecture, preprocessing, token merging, digests of weights and inputs.
 
     `digest` is that of the weights, for a model that was built without them.
     """

@@ -1,4 +1,4 @@
-"""Class indices of images from arrays, lists, tables that name files, and the folders that have the images."""
+"""Class indices of images from arrays, lists, tables or objects of names, and the folders that have the images."""
 
 import csv
 import json
@@ -33,7 +33,7 @@ Named = Mapping[str, Any]  # labels by the names of files, or of the folders tha
 def labels_for(
     labels: Any, images: InputSet, model: nn.Module, note: Callable[[str], None] = lambda text: None
 ) -> NDArray[np.int64]:
-    """Return the class indices of exactly these images.
+    """Return the class index of each of `images`, int64 [N].
 
     `labels` is a path of a kind that LABELS_HELP lists, or values for all images in order (array, tensor, list) or by
     name. `note` is called with the class that each folder stands for. Raises BadInput for other labels, and for inputs
@@ -128,7 +128,7 @@ def _number(text: str, path: Path) -> float:
 
 
 def _indices(values: Any, classes: int, where: str) -> NDArray[np.int64]:
-    """Return class indices of whole numbers, booleans, floats with whole values, or one-hot rows."""
+    """Return class indices, int64 [N], of whole numbers, booleans, floats with whole values, or one-hot rows."""
     expected = f"expected whole numbers [N], or one-hot rows [N,{classes}]"
     try:
         array = np.asarray(values.detach().cpu() if isinstance(values, Tensor) else values)

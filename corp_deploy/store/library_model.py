@@ -24,7 +24,7 @@ from .weights import WeightChoice
 def load_library_model(
     text: str, weights: Path, kwargs: Mapping[str, Any], choice: WeightChoice, preprocessing: Preprocessing
 ) -> Checkpoint:
-    """Load torchvision's model with weights under its own names. Raises BadInput for other weights."""
+    """Return the checkpoint of torchvision's model with a file's weights. Raises BadInput where these don't fit."""
     with torch.device("meta"):
         named = dense_from_architecture(torchvision_models.architecture_of_classifier(text, kwargs, preprocessing))
     read = choice.read(weights, named.state_dict().keys())
@@ -38,7 +38,7 @@ def load_library_model(
 
 
 def refuse_other_weights(checkpoint: Checkpoint) -> None:
-    """Raise BadInput for a model whose code makes other weights at each call, which no second command could repeat."""
+    """Raise BadInput for a dense model whose weights are made by code that makes others when called again."""
     source = checkpoint.lineage.get("source", {})
     if "code" not in source or "weights" in source or is_reduced(checkpoint.model):
         return
@@ -79,7 +79,7 @@ def code_of_file(text: str) -> Code:
 def load_from_code(
     text: str, kwargs: Mapping[str, Any], choice: WeightChoice, preprocessing: Preprocessing
 ) -> Checkpoint:
-    """Load the model that a function returns for these arguments, with its own weights or those of a file.
+    """Return the checkpoint of the model that a function of a file makes, with its own weights or those of a file.
 
     `preprocessing` overrides that of the model. Raises BadInput where code is not trusted, and for code, a model or
     weights that can't be used.

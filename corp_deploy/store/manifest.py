@@ -61,14 +61,14 @@ def entry_of(path: Path, made_by: str = "") -> dict[str, Any]:
 
 
 def entries_of_model(reduced: ModelConfig) -> dict[str, Any]:
-    """Return the entries of a model that merges tokens or has named outputs; none for other models."""
+    """Return the manifest's entries `tokens` for a model that merges tokens and `outputs` for named outputs."""
     tokens = {} if reduced.merging is None else {"tokens": reduced.merging.merging.describe()}
     outputs = {} if reduced.outputs is None else {"outputs": list(reduced.outputs)}
     return {**tokens, **outputs}
 
 
 def input_of_graphs(directory: Path) -> dict[str, Any]:
-    """Return the entry of the input of graphs that take pixels, with the place of normalisation; none for others."""
+    """Return the entry `input` of reduced graphs of pixels: type, shape and where they are normalised; {} for none."""
     from .graph_facts import facts_of_onnx
 
     facts = [facts_of_onnx(path) for path in sorted((directory / "reduced").glob("*.onnx"))]
@@ -141,7 +141,7 @@ def path_beside(output: Path) -> Path:
 
 @contextmanager
 def timed_on(device: str = "cpu", watch_of: Callable[[str], Stopwatch] = build_stopwatch) -> Iterator[Stopwatch]:
-    """Measure the body; time that no part of it claims counts as reading and writing."""
+    """Yield a stopwatch for parts of the body; time that no part measures counts as FILES."""
     watch = watch_of(device)
     with watch.measure(FILES):
         yield watch
@@ -166,7 +166,7 @@ def load_effort(path: Path) -> EffortRecord:
 
 
 def efforts_below(directory: Path) -> Efforts:
-    """Return the effort records in a directory and its folders. Raises BadInput for a damaged one."""
+    """Return the effort records in a directory and its direct folders. Raises BadInput for a damaged one."""
     shown = (path for path in sorted(directory.iterdir()) if path.is_dir() and not path.name.startswith("."))
     paths = [path for folder in (directory, *shown) for path in sorted(folder.iterdir()) if is_effort(path)]
     records = [(load_effort(path), _artefact(path, directory)) for path in paths]

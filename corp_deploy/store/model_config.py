@@ -18,7 +18,7 @@ _Pattern = Annotated[str, Meta(pattern="^[1-9]:[1-9]$")]
 
 
 class SiteEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The number of a site's groups in the dense model, and the kept groups of a reduced site."""
+    """The number of a site's groups in the dense model, and the indices of the groups that a reduced site keeps."""
 
     groups: Annotated[int, Meta(ge=1, le=2**20)]
     kept: tuple[Annotated[int, Meta(ge=0, le=2**20)], ...] | UnsetType = UNSET
@@ -33,7 +33,7 @@ class TracedProgram(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class MergingEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The token merging of a model; `schedule` has an entry for each block."""
+    """The token merging of a model; `schedule` has the number of tokens merged in each block."""
 
     schedule: Annotated[tuple[Annotated[int, Meta(ge=0, le=MOST_TOKENS)], ...], Meta(min_length=1, max_length=256)]
     metric: Metric
@@ -66,12 +66,12 @@ _SIZES = ("img_size", "patch_size", "embed_dim", "depth", "num_heads", "num_clas
 
 
 def _size(value: Any) -> str:
-    """Write a size, or the sides of an image as 224x224."""
+    """Return a size as text, several sides as 224x224."""
     return "x".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of config.json: the dense model's architecture, the kept groups of its sites, and the rest."""
+    """The content of config.json: architecture, kept groups, merging, outputs, sparsity, input, digest, lineage."""
 
     family: str = "timm"
     timm: Built | None = None
@@ -97,7 +97,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kept(self) -> dict[str, tuple[int, ...]]:
-        """The kept groups of each reduced site."""
+        """The indices of the groups that each reduced site keeps."""
         return {name: site.kept for name, site in self.sites.items() if site.kept is not UNSET}
 
     @property

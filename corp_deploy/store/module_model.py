@@ -40,7 +40,7 @@ OF_A_DIRECTORY = 'or save model and tokenizer with save_pretrained(DIR), and giv
 
 
 def _of_timm(model: nn.Module, kwargs: Mapping[str, Any]) -> Checkpoint:
-    """Rebuild timm's module by its name, with the arguments that it shows and `kwargs`, which override them."""
+    """Rebuild timm's module by its name, with the arguments that its attributes show, overridden by `kwargs`."""
     settings = dict(getattr(model, "pretrained_cfg", None) or {})
     if not settings.get("architecture"):
         raise BadInput(f"model is {type(model).__name__}, which timm.create_model didn't make")
@@ -57,7 +57,7 @@ def _of_timm(model: nn.Module, kwargs: Mapping[str, Any]) -> Checkpoint:
 
 
 def _of_torchvision(model: nn.Module, kwargs: Mapping[str, Any]) -> Checkpoint:
-    """Rebuild torchvision's module by the name whose weights have the same shapes."""
+    """Rebuild torchvision's module by the first name whose model has weights of the same names and shapes."""
     state = _state(model)
     shapes = {name: each.shape for name, each in state.items()}
     for name in torchvision_models.possible_names(model):
@@ -98,7 +98,7 @@ def _answers(model: nn.Module, images_NCHW: Tensor) -> Tensor:
 
 
 def _require_same(model: nn.Module, built: nn.Module) -> None:
-    """Raise BadInput where the outputs differ, since a module does not show all arguments that it was made with."""
+    """Raise BadInput where `built`, rebuilt from `model`, gives other outputs on random images; skip other inputs."""
     if traced_model.input_spec(built).medium != "images":
         return
     images_NCHW = torch.randn(IMAGES, *image_spec(built).shape, generator=torch.Generator().manual_seed(0))
@@ -120,7 +120,7 @@ def _require_same(model: nn.Module, built: nn.Module) -> None:
 
 
 def _in_memory(model: nn.Module, input_args: Mapping[str, Any]) -> Checkpoint:
-    """Copy any module; its directory only loads together with the module."""
+    """Return the checkpoint of a traced copy of any module; its directory only loads together with the module."""
     if isinstance(declared := input_args.get("inputs"), Mapping):
         input_args = {"inputs": [asdict(port) for port in read_ports(model, declared)]}
     architecture = given_module.architecture_in_memory(model, input_args)
@@ -166,7 +166,7 @@ def _rebuilt(
     kwargs: Mapping[str, Any],
     input_args: Mapping[str, Any],
 ) -> Checkpoint:
-    """Return the rebuilt module, for images of the given size where the outputs are the same at that size."""
+    """Return the checkpoint that `way` builds, at `input_args`' size if outputs agree there. Raises if none do."""
     found = way(kwargs)
     shape = tuple(input_args.get("input_size", ()))
     if shape and "img_size" not in kwargs and shape[1:] != input_ports(found.model)[0].shape[1:]:

@@ -1,4 +1,4 @@
-"""ONNX graphs of our models: their exportable form, ports and metadata, and the file."""
+"""ONNX graphs of our models: their exportable form, ports, metadata, check of sparsity, and the file."""
 
 import json
 from collections.abc import Mapping, Sequence

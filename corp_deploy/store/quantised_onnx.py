@@ -23,7 +23,7 @@ BATCH = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantisation:
-    """The settings of quantisation."""
+    """The options of INT8 and FP8 graphs."""
 
     rest: str = "fp16"  # the precision of what is not quantised
     scales: ScaleChoice = "auto"
@@ -47,7 +47,7 @@ def quantiser_of(
     geometry: HeadGeometry | None = None,
     graph_input: GraphInput = "float32",
 ) -> Quantiser:
-    """Return the quantiser of a model's graphs; `feeds` are inputs of the graph, see export_form."""
+    """Return the quantiser of a model's graphs; `feeds` are inputs of the graph on which ranges are measured."""
     form = export_form(checkpoint, precision=chosen.rest, geometry=geometry, graph_input=graph_input, quantised=True)
 
     def batches() -> Iterator[Feeds]:

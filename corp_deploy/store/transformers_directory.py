@@ -112,7 +112,7 @@ def _text_encoder(directory: Path, request: _Request, config: dict[str, Any], *,
 
 
 def _preparation(directory: Path, model_type: str) -> tuple[Prepared | None, str, Mapping[str, Any]]:
-    """Return the preprocessing, the file or default that says it, and the file's content."""
+    """Return preprocessing or None, its source or why the file is unused, and the content of the file if it is used."""
     for name in (PREPROCESSOR, PROCESSOR):
         if not (directory / name).is_file():
             continue
@@ -199,7 +199,7 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 def load_transformers(
     directory: Path, kwargs: Mapping[str, Any] = _NOTHING, preprocessing: Preprocessing | None = None
 ) -> Checkpoint:
-    """Load the encoder of a directory by transformers' own class, with its tokenizer if there is one.
+    """Return the checkpoint of a directory's encoder in transformers' own class, with its tokenizer if there is one.
 
     No code of the directory is run, and no network is used. `kwargs` override the directory's entries: img_size, and
     num_classes 0 for a tower without its head; pooling, normalize and length of texts; or length of samples. Raises
@@ -249,7 +249,7 @@ def decoder_arguments(
 
 
 def lineage_of_decoder(directory: Path, arguments: DecoderArguments, weights: Path) -> dict[str, Any]:
-    """Return the lineage of a decoder, with the files that are written again for transformers."""
+    """Return the lineage of a decoder: weights, tokenizer's digest, and its files to write again for transformers."""
     return {
         "source": {
             "weights": weights.name,
@@ -260,7 +260,7 @@ def lineage_of_decoder(directory: Path, arguments: DecoderArguments, weights: Pa
 
 
 def load_decoder(directory: Path, kwargs: Mapping[str, Any] = _NOTHING) -> Checkpoint:
-    """Load the decoder of a directory with its tokenizer. No code of it is run, and no network is used.
+    """Return the checkpoint of a directory's decoder with its tokenizer. No code of it is run, no network is used.
 
     `kwargs` may have `length`, the tokens of a sequence. Raises BadInput for a model that is not built here, weights
     that are missing, pickled or another model's, and a directory without a tokenizer.json.

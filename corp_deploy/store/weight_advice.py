@@ -70,7 +70,7 @@ def advice_on_names(state: State) -> str:
 
 
 def advice_for(model: nn.Module, state: State, architecture: Architecture) -> str:
-    """Return the arguments of timm's model that the weights would fit, as far as they show them."""
+    """Return a phrase with the --model-kwargs that would fit the weights, as far as these show, or what to check."""
     found = fitting_arguments(model, architecture.name, state, architecture.kwargs)
     if found is not None:
         assumed = f"; assumed: {', '.join(found.assumed)}" if found.assumed else ""

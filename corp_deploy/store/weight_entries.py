@@ -39,13 +39,13 @@ def is_average(key: str) -> bool:
 
 
 def rank(key: str) -> int:
-    """Return the rank of a key among those of weights; the lowest is taken first."""
+    """Return the rank of a key in _RAW, then _PAIRS, 0 for the file itself; the lowest is taken first."""
     parts = key.lower().split(".")
     return next((place for place, word in enumerate((*_RAW, *_PAIRS)) if word in parts), len(_RAW) if key else 0)
 
 
 def entries_in(content: Any, path: Path) -> list[Entry]:
-    """Return all state dicts in a file's content. Raises BadInput where there are none."""
+    """Return the state dicts in a file's content, at most _MOST. Raises BadInput where there are none."""
     if not isinstance(content, Mapping | list | tuple):
         raise BadInput(f"{path}: expected a state_dict (names to tensors), got {type(content).__name__}")
     found = list(_found(content, (), 0))[:_MOST]

@@ -72,7 +72,7 @@ _HARMLESS: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
 
 
 def first_names(names: list[str]) -> str:
-    """Return the first names for a message, and the number of the others."""
+    """Return the first three names for a message, and the number of the others."""
     cut = [name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}..." for name in names[:3]]
     return ", ".join(cut) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
@@ -110,7 +110,7 @@ def _refused(path: Path, error: Exception) -> BadInput:
 
 
 def content_of_torch_file(path: Path) -> Any:
-    """Return tensors, texts and numbers in mappings and lists. Raises BadInput for pickled code and damaged files."""
+    """Return a file's tensors, texts and numbers in mappings and lists. Raises BadInput for code and damaged files."""
     try:
         _refuse_packed(path)
         with torch.serialization.safe_globals(_HARMLESS), warnings.catch_warnings():
@@ -152,7 +152,7 @@ def _shards(index: Path) -> dict[str, list[str]]:
 
 
 def content_of_weight_file(path: Path) -> Any:
-    """Return the content of a file or shards, by its first bytes. Raises BadInput for a missing or unreadable file."""
+    """Return the content of a file, by its first bytes, or of an index's shards. Raises BadInput if unreadable."""
     if path.is_dir():
         raise BadInput(f"{path}: a directory, expected a file of weights ({KINDS}); or give --model {path}")
     if not path.is_file():

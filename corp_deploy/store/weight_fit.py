@@ -59,7 +59,7 @@ def require_fit(model: nn.Module, state: State, where: Path) -> None:
 
 
 def match_weights(model: nn.Module, weights: Weights) -> State:
-    """Return weights that fit a model exactly. Raises BadInput for missing and other names, and other shapes."""
+    """Return weights, and missing batch counters, of a model. Raises BadInput for unlike names or shapes."""
     state = {**batch_counters(model), **weights.state}
     if words := _Misfit(state, model.state_dict()).words:
         advice = "check that --model and --model-kwargs make the model whose weights these are"
@@ -103,13 +103,13 @@ def fit_weights(model: nn.Module, weights: Weights, architecture: Architecture) 
 
 
 def rows_of_weight(weight: torch.Tensor) -> torch.Tensor:
-    """Return a weight with the axis of its groups last: inputs, or input channels at each place of a kernel."""
+    """Return a weight with input channels last: [outputs, inputs], or [outputs, kernel positions, inputs]."""
     weight = weight.detach()
     return weight if weight.ndim == 2 else weight.flatten(2).transpose(1, 2)
 
 
 def require_sparse(model: nn.Module, patterns: Mapping[str, str], where: str) -> None:
-    """Raise BadInput for a layer, or a weight under its whole name, that is less sparse than `patterns` record."""
+    """Raise BadInput for a layer or weight named in `patterns` that is missing or less sparse than its pattern."""
     state = model.state_dict() if patterns else {}
     for name, text in patterns.items():
         weight, sparsity = state.get(f"{name}.weight", state.get(name)), sparsity_from_text(text)

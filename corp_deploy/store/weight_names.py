@@ -52,7 +52,7 @@ def clashing(names: Collection[str]) -> list[str]:
 
 
 def _counts(names: Collection[str], own: Collection[str]) -> Counter[str]:
-    """Return the number of a model's names that are there after each prefix."""
+    """Return, by prefix, the number of a model's names that are among `names` after this prefix."""
     counts: Counter[str] = Counter()
     longest = max(map(len, own), default=0) + 2 * LONGEST_NAME  # a name of very many dots would take too long
     for name in names:
@@ -87,7 +87,7 @@ def _behind(state: State, theirs: dict[str, str], own: dict[str, str], prefix: s
 
 
 def named_for(state: State, own: Collection[str]) -> list[Named]:
-    """Return the state dict under a model's names in each possible way: with its own names, or without a prefix."""
+    """Return the state dict under a model's names, once for each prefix that may be removed, or as it is."""
     needed = [name for name in own if not name.endswith(_COUNT)]
     plain = {name: name for name in own}
     if all(name in state for name in needed):

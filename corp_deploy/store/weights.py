@@ -20,7 +20,7 @@ from .weight_names import SIMILAR, Named, clashing, named_for, without_wrappers
 
 
 def masked(original: Tensor, mask: Tensor) -> Tensor:
-    """Return the weight of torch.nn.utils.prune."""
+    """Return the pruned weight of torch.nn.utils.prune: the original times the mask."""
     return original * mask.to(original.dtype)
 
 
@@ -78,7 +78,7 @@ _FORMS = (
 
 
 def folded_state(state: State, *, where: str) -> tuple[State, dict[str, str]]:
-    """Return a state dict with folded weights, and the form of each. Raises BadInput for parts that don't fit."""
+    """Return a state dict with folded weights, and the form of each by name. Raises BadInput for unlike parts."""
     whole, forms = dict(state), dict[str, str]()
     for form in _FORMS:
         for name in state:
@@ -114,7 +114,7 @@ class Weights:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Option:
-    """One way to take weights from a file."""
+    """A state dict of a file under a model's names, which may be chosen as the weights."""
 
     entry: Entry
     named: Named
@@ -150,7 +150,7 @@ def _options(entry: Entry, own: Collection[str] | None, path: Path) -> list[_Opt
 
 
 def _entry_behind(key: str, entries: Sequence[Entry], path: Path) -> Entry:
-    """Return the tensors whose names begin with the end of a key. Raises BadInput where there are none."""
+    """Return the tensors under `key`, an entry's keys and then a prefix of names. Raises BadInput without any."""
     for entry in entries:
         above = f"{entry.key}." if entry.key else ""
         prefix = f"{key.removeprefix(above)}."
@@ -234,7 +234,7 @@ class WeightChoice:
 
     @property
     def settings(self) -> Mapping[str, object]:
-        """The choice by the names of its options."""
+        """The file, `ema` and `key` by the names of the options that set them."""
         return {"weights": self.file, "ema": self.ema, "weights_key": self.key}
 
     def read(self, file: Path, own: Collection[str]) -> Weights:
@@ -243,7 +243,7 @@ class WeightChoice:
 
 
 def state_as_named(path: Path) -> State:
-    """Return the tensors of a file or of shards by their own names. Raises BadInput as `read_weights` does."""
+    """Return the first state dict of a file or of shards by its own names. Raises BadInput as `read_weights` does."""
     entries = entries_in(content_of_weight_file(path), path)
     state = entries[0].state
     require_plain(state, path)

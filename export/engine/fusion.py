@@ -1,4 +1,4 @@
-"""The kernels of an engine, and the attention sites that it computes by fused kernels."""
+"""The kernels of an engine, and the blocks in which attention is one fused kernel."""
 
 import json
 import re
