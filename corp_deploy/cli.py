@@ -1,4 +1,4 @@
-"""The command group and the contract of its exit codes. Heavy imports stay inside the commands' bodies."""
+"""The click group of all commands, which turns errors into exit codes. Commands import heavy modules when they run."""
 
 import errno
 import traceback
@@ -49,11 +49,11 @@ WHAT_LACKS = {
     errno.EMFILE: "too many files are open for this process; raise ulimit -n and run the command again",
     errno.ENFILE: "too many files are open on this machine; run the command again when there are fewer",
 }
-"""System errors that say what the machine lacks; all others are about the paths that the user gave."""
+"""Messages, by errno, for what the machine lacks; system errors not listed are about paths that the user gave."""
 
 
 def _unforeseen(error: Exception) -> Failure:
-    """Return the failure for an error of torch, the system or a bug, which no check of corp-deploy has raised."""
+    """Return the failure for an error of torch or the system, or for a bug, whose traceback is printed."""
     said = str(error)[:150]
     if is_out_of_memory(error):
         words = f"this machine has too little memory for that{f' ({said})' if said else ''}"

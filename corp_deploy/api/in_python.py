@@ -43,7 +43,7 @@ def _typed(records: Collection[type[Record]]) -> dict[str, Option]:
 
 
 def _argument(options: Mapping[str, Option], name: str, value: str, form: str = "{}") -> str | None:
-    """Return an option as a Python argument, `mlp=0.5`, None if unknown; a word that isn't its value follows it."""
+    """Return an option as a Python argument, `mlp=0.5`, None if unknown; `value` follows it if it is another word."""
     if (negated := options.get(name.removeprefix("no_"))) is not None and name not in options:
         return f"`{form.format(f'{negated.name}=False')}` {value}".rstrip()
     if (option := options.get(name)) is None:
@@ -84,7 +84,7 @@ def message_in_python(message: str, *records: type[Record], parameters: Collecti
 
 @contextmanager
 def errors_in_python(*records: type[Record], parameters: Collection[str] = ()) -> Iterator[None]:
-    """Replace options with parameters in the errors that are raised within, see message_in_python."""
+    """Replace options with parameters in a BadInput or Missing raised in this context, see message_in_python."""
     try:
         yield
     except (BadInput, Missing) as error:

@@ -73,7 +73,7 @@ ModelLike: TypeAlias = Source | str | os.PathLike[str] | nn.Module
 
 @dataclass(frozen=True, kw_only=True)
 class OfModel(Record):
-    """Base of the options of functions on a model: their first, positional parameter."""
+    """Base of the parameters of functions on a model: `model`, the first and positional one."""
 
     model: ModelLike = field(kw_only=False)
 
@@ -124,7 +124,7 @@ def _of_module(named: Source, module: nn.Module, example: InputsLike | Moments |
 
 
 def module_beside(directories: PathLike | Sequence[PathLike]) -> AbstractContextManager[None]:
-    """Return a context in which directories load with the module in memory that one of these brings, if any."""
+    """Return a context for loading model directories with the `module` of the first that is a Directory, if any."""
     every = directories if isinstance(directories, list | tuple) else [directories]
     return available_module(next((each.module for each in every if isinstance(each, Directory)), None))
 

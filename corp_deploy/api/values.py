@@ -62,7 +62,7 @@ def refuse_other_inputs(inputs: object) -> None:
 
 @contextmanager
 def as_file(values: InputsLike, *, name: str = IN_MEMORY) -> Iterator[Path]:
-    """Yield a path as it is, or the path of a temporary file with the array."""
+    """Yield a path as it is, or the path of a temporary file with arrays: .npy, or .safetensors for a mapping."""
     if isinstance(values, str | os.PathLike):
         yield Path(values)
         return

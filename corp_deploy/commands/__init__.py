@@ -1,1 +1,1 @@
-"""Commands, in a file for each of them or for a family: read, call once, write."""
+"""The click commands, in files by family: each reads inputs, calls one function and writes outputs."""

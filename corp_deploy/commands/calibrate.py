@@ -115,7 +115,7 @@ def _print_calibration(
     out: Output,
     *more: str,
 ) -> None:
-    """Print the files that a calibration wrote, and write their `summary` to its path, if any."""
+    """Print the moments files and warnings of a calibration; write a JSON summary to the path `summary`, if any."""
     from corp_deploy.reduction.moments import reference_of_summary
     from corp_deploy.views.inspection import preprocessing_line, preprocessing_record
     from corp_deploy.views.reduction import line_of_moments, lines_of_overfitting
@@ -140,7 +140,7 @@ def _by_block(
     summary: Path | None,
     out: Output,
 ) -> None:
-    """Calibrate a decoder of transformers with only one of its blocks in memory at a time."""
+    """Calibrate a decoder of transformers with one block in memory at a time; write and print the moments."""
     from calib.distributed import under_torchrun
     from corp_deploy.reduction.sequential import SequentialRun, write_moments_by_block
     from corp_deploy.store.decoder_layers import open_layers

@@ -1,4 +1,4 @@
-"""The decorator `command`, which makes a click command of a function.
+"""The decorator `command`, which makes a click command of a function, and ModelChoice, the model of a command.
 
 A parameter of the function that is annotated with a Record (see invocation/option.py) or ModelChoice gets the options
 that the record declares, and the command calls the function with the record. The function returns the exit code, None
@@ -48,7 +48,7 @@ class ModelChoice(ModelSource):
         return os.fspath(self.name)
 
     def look(self, out: Output) -> "Checkpoint":
-        """Load the model for inspection, without weights if no weights are given."""
+        """Return the model for inspection, loaded without weights if none are given and it comes without any."""
         from corp_deploy.store.dense_model import comes_with_weights, load_without_weights
 
         if self.weights is not None or comes_with_weights(self.model):

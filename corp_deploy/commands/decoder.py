@@ -51,7 +51,7 @@ def export_decoder_command(directory: Path, output: Path, options: DecoderExport
 def verify_graph(
     directory: Path, graph: Path, output: Path, options: VerifyRun, inputs: ProofInputChoice, out: Output
 ) -> int:
-    """Compare a graph's logits on random tokens with those of transformers in FP32; return the exit code."""
+    """Compare a graph's logits on random tokens with transformers' in FP32; write the record; return the exit code."""
     from corp_deploy.proof.decoder_parity import draw_ids, verify_decoder
     from corp_deploy.store.decoder_graph import graph_of_directory
     from corp_deploy.views.decoders import decoder_parity_table
@@ -71,7 +71,7 @@ def verify_graph(
 def bench_graphs(
     dense: Path, reduced: Path, output: Path | None, options: BenchOptions, of_decoders: DecoderLoad, out: Output
 ) -> bool:
-    """Time prefill and decoding of both models; return True if a length or a batch size could be timed."""
+    """Time and print prefill and decoding of both models; return True if a length or batch size could be timed."""
     from corp_deploy.proof.decoder_parity import measure_decoders
     from corp_deploy.views.decoders import cache_table, decode_table, decoder_record, prefill_table
     from perf.record.decoders import save_decoder_bench

@@ -47,7 +47,7 @@ def completion(shell: str) -> None:
 
 
 def print_versions(ctx: click.Context, param: click.Parameter, value: bool) -> None:
-    """Print the versions that results depend on, from the packages' metadata without importing them."""
+    """Print the versions that results depend on, read from the packages' metadata, and exit, if --version is given."""
     if not value or ctx.resilient_parsing:
         return
     from corp_deploy.machine import versions

@@ -88,7 +88,7 @@ def export_command(
 
 
 def _built(options: EngineOptions, graph: Path, on_progress: Callable[[int], None]) -> "Engine":
-    """Build an engine or an optimised graph; `on_progress` is called with each finished step of an engine's builder."""
+    """Return a built engine or optimised graph; `on_progress` is called with the engine builder's finished steps."""
     from export.engine.build import build_engine, build_ort_artifact
 
     if options.backend == "onnxruntime":

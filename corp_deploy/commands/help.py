@@ -72,7 +72,7 @@ class Command(click.Command):
             raise click.UsageError(f"Missing option '--model'; did you mean --model {left[0]}?", ctx) from None
 
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the first paragraph and the example, or with --help-all the whole text."""
+        """Write the first paragraph, the example and the exit codes; with --help-all or without `first`, all text."""
         if __name__ in ctx.meta or not self.first:
             return super().format_help_text(ctx, formatter)
         first, *others = cleandoc(self.help or "").split("\n\n")

@@ -167,7 +167,7 @@ def typed_name(option: click.Option) -> str:
 
 
 def explicit_options() -> dict[str, Any]:
-    """Return the options that the user typed for the current command, with underscores in their names.
+    """Return the values of the options that the user typed for the current command, by name with underscores.
 
     The value of an option that may be repeated is a list.
     """
@@ -191,7 +191,7 @@ def command_line() -> str:
 
 @contextmanager
 def usage_errors() -> Iterator[None]:
-    """Turn a BadInput raised within into click's usage error."""
+    """Turn a BadInput raised in this context into click's UsageError."""
     try:
         yield
     except BadInput as error:

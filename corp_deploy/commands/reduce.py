@@ -96,7 +96,7 @@ def reduce_command(
 
 @dataclass(frozen=True, kw_only=True)
 class LatencyOptions(GeometryOptions, heading="What is timed"):
-    """The options of `latency-table`."""
+    """The options of `latency-table`: batch sizes, backend and threads, and the widths of GeometryOptions."""
 
     batch: Sequence[int] = option(ListOf(BATCH, "1,8,32"), (1, 8), help="Batch sizes to measure.")
     backend: Literal["onnxruntime", "torch"] = option(default="onnxruntime", help="What runs the blocks.")

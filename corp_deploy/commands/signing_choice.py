@@ -18,7 +18,7 @@ SIGSTORE = "sigstore"
 
 @dataclass(frozen=True, kw_only=True)
 class SigningChoice(Record, heading="Signature"):
-    """The key or identity that signs. Raises BadInput for a certificate or password without a key."""
+    """The key or identity that signs. Raises BadInput for a certificate, chain or password without a key."""
 
     sign: str | None = option(
         text_of(f"KEY.pem|{SIGSTORE}"), help="Sign with this private key (EC, PEM), or through Sigstore as the CI job."

@@ -1,4 +1,4 @@
-"""The command sweep."""
+"""The command sweep, and its start in several processes."""
 
 import os
 import subprocess
@@ -35,7 +35,7 @@ LABELS = f"{LABELS_HELP} For accuracy."
 
 
 def _alone_in(folder: Path) -> ExitStack:
-    """Lock the folder for this sweep; under torchrun only the first process takes the lock."""
+    """Lock the folder until the returned stack is closed; under torchrun only the process of rank 0 locks it."""
     stack = ExitStack()
     if os.environ.get("RANK", "0") == "0":
         stack.enter_context(locked(folder, folder / ".lock", what="sweep"))
@@ -183,7 +183,10 @@ def _report(
 def _size(
     swept: "SweepContext", requests: "list[SweepRequest]", held_out: Path | None, bar: "Bar"
 ) -> "CalibrationSize | None":
-    """Return how many images are enough for the sweep's narrowest model, which needs the most."""
+    """Return how many images are enough for the sweep's narrowest model, which needs the most.
+
+    Return None with a single moments file or without a trial of uniform sparsity.
+    """
     from calib.store import load_moments
     from corp_deploy.planning.calibration_size import measure_calibration_size
 

@@ -176,7 +176,7 @@ def bench_command(
 
 
 def _are_of_decoders(*paths: Path) -> bool:
-    """Return True if one of the paths is a directory of a decoder."""
+    """Return True if one of the paths is a directory of a decoder or of its graph."""
     directories = [path for path in paths if path.is_dir()]
     if not directories:
         return False

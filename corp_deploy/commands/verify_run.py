@@ -1,4 +1,4 @@
-"""The options of `verify`, and the comparison of engines of one graph, in one environment or in two."""
+"""The options and inputs of `verify`, and the comparison of engines of one graph, in one environment or in two."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -59,7 +59,7 @@ class VerifyRun(ProofFiles, MetricOptions, ProofOptions, DecoderProof, heading="
         return metrics_from_texts(self.metric)
 
     def record_of(self, candidates: Sequence[Path]) -> Path:
-        """Return the path of the record; raise UsageError without one, and without candidates."""
+        """Return the path of the record to write; raise UsageError without --output or without candidates."""
         if not candidates:
             raise click.UsageError("Missing argument 'CANDIDATES...': models, graphs or engines to compare with it")
         if self.output is None:
@@ -191,7 +191,7 @@ NO_INPUTS = "give --images, --text or --arrays, or --random when random inputs a
 
 @dataclass(frozen=True, kw_only=True)
 class ProofInputChoice(InputOptions):
-    """Real images, texts or arrays, of which `seed` draws `samples`, or random inputs drawn by `seed`."""
+    """The path of real inputs, of which `seed` draws `samples`, or the number of random inputs, drawn by `seed`."""
 
     random: int | None = option(BATCH, help="Compare on this many random inputs; the record says so.")
 
