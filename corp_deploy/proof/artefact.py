@@ -25,7 +25,7 @@ NOTE = f"{PREFIX}preprocessing"
 class Artefact:
     """An engine or a graph without its model.
 
-    `batches` are the smallest and the largest batch that it takes, None if it takes any. `preprocessing` is its
+    `batches` are the smallest and the largest batch size that it runs, None if it runs any. `preprocessing` is its
     graph's note on how images become its input. `movable` is true if other versions of its library may load it.
     """
 
@@ -39,7 +39,7 @@ class Artefact:
     movable: bool = True
 
     def sizes(self, requested: Sequence[int]) -> tuple[int, ...]:
-        """Return the requested batch sizes that the artefact takes or, if it takes none, its largest size."""
+        """Return the requested batch sizes that the artefact runs or, if it runs none of them, its largest size."""
         if self.batches is None:
             return tuple(requested)
         least, most = self.batches
@@ -63,7 +63,7 @@ class Artefact:
 
 
 def artefact_from_path(path: Path) -> Artefact:
-    """Open a .plan with its record, or an .onnx file; raise BadInput for other files and open input sizes."""
+    """Open a .plan with its record, or an .onnx file; raise BadInput for other files and inputs of variable size."""
     if path.suffix == ".plan":
         return _from_plan(path)
     if path.suffix == ".onnx":

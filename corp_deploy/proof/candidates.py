@@ -204,7 +204,7 @@ def in_runtime(graph: Candidate, runtime: Runtime) -> Candidate:
 
 
 def with_runtimes(candidates: Sequence[Candidate], runtimes: Sequence[Runtime]) -> list[Candidate]:
-    """Add after each graph the same graph in these runtimes; raise BadInput if there is no graph."""
+    """Return the candidates, each graph followed by itself in these runtimes; raise BadInput if there is no graph."""
     if runtimes and not any(each.form == "graph" for each in candidates):
         raise BadInput(f"{', '.join(runtimes)} runs .onnx files, and there is none among the candidates; name one")
     if runtimes:
@@ -218,7 +218,7 @@ def with_runtimes(candidates: Sequence[Candidate], runtimes: Sequence[Runtime]) 
 
 
 def candidate_from_path(shown: Path | str, *, below: Path = Path()) -> Candidate:
-    """Open a model directory, a graph or an engine as a candidate; a relative path starts `below`."""
+    """Open a model directory, a graph or an engine as a candidate; a relative path is one within `below`."""
     shown, path = Path(shown), below / shown
     if path.is_dir():
         return _from_directory(path, shown)
@@ -247,7 +247,7 @@ def candidate_from_path(shown: Path | str, *, below: Path = Path()) -> Candidate
 
 
 def fixed_ports(values: Sequence[GraphPort], path: Path, *, remedy: str = "") -> tuple[Port, ...]:
-    """Convert a graph's inputs to ports; raise BadInput for open sizes."""
+    """Convert a graph's inputs to ports; raise BadInput if a size behind the batch axis is variable."""
     for value in values:
         if not all(isinstance(size, int) for size in value.shape[1:]):
             raise BadInput(
@@ -258,7 +258,7 @@ def fixed_ports(values: Sequence[GraphPort], path: Path, *, remedy: str = "") ->
 
 
 def with_preprocessing(candidates: Sequence[Candidate], dense: "Checkpoint") -> list[Candidate]:
-    """Return the candidates with this model's preprocessing, which those that take pixels need."""
+    """Return the candidates with the dense model's preprocessing of images, by which feeds become pixels."""
     from .model_inputs import preprocessing_of
 
     images = preprocessing_of(dense)

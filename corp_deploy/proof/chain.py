@@ -43,8 +43,8 @@ EACH_SIZE = 4  # inputs at each batch size but the largest
 class ChainStep:
     """A candidate that has been run.
 
-    It has the outputs by batch size, a link for each output, the findings of structural tests, and the block that a
-    failing link was located in. `merges` is the merge noise of the torch model that the candidate is or was made from.
+    It has the outputs by batch size, a link for each output, the findings of structural tests, and the fault of its
+    first failing link, if located. `merges` is the merge noise of the torch model that it is or was made from.
     """
 
     candidate: Candidate
@@ -77,7 +77,7 @@ class Chain:
     def walk(
         self, candidates: Sequence[Candidate], on_progress: Callable[[Sequence[ChainStep]], None]
     ) -> list[ChainStep]:
-        """Compare every candidate with its reference and locate faults.
+        """Return a step for every candidate: its comparison with its reference, and the located fault.
 
         The reference of a torch model is the dense model, that of a graph or engine the last FP32 step before it, or
         the dense model if there is none.
@@ -149,12 +149,15 @@ class Chain:
 
     @contextmanager
     def _opened(self, candidate: Candidate) -> Iterator[Run]:
-        """Open a candidate together with the heads, which compute score maps from its outputs."""
+        """Yield a function that runs a candidate and the heads, which compute score maps from its outputs."""
         with candidate.opened([rule.port for rule in self.rules if rule.port not in self.heads.ports]) as backbone:
             yield self.heads.behind(backbone, max(self.batches))
 
     def _by_batch(self, candidate: Candidate, run: Run) -> dict[int, Outputs]:
-        """Run all inputs at the largest batch size, and one batch, at least EACH_SIZE inputs, at each other size."""
+        """Return outputs by batch size: of all inputs at the largest, or only at the candidate's fixed size.
+
+        At each other size, the outputs are those of one batch and at least EACH_SIZE inputs.
+        """
         if candidate.batch:
             return {candidate.batch: run_in_batches(run, self.feeds, candidate.batch)}
         *smaller, largest = sorted(set(self.batches))
@@ -255,7 +258,10 @@ def _figures(by_label: Mapping[str, Outputs], rules: Sequence[LinkRules]) -> dic
 def _labelled(
     by_label: Mapping[str, Outputs], labels: NDArray[np.int64] | None, rules: Sequence[LinkRules]
 ) -> dict[str, Any]:
-    """Compute accuracy and McNemar's test on the first logits; raise BadInput for labels without logits."""
+    """Return the fields `accuracy` and `comparisons` (McNemar's tests) of Parity, by the first logits.
+
+    They are empty without labels. Raises BadInput for labels of a model without logits.
+    """
     if labels is None:
         return {"accuracy": (), "comparisons": ()}
     own = next((rule for rule in rules if rule.port.role == "logits"), None)

@@ -46,7 +46,7 @@ class GoldenFacts:
 
     @property
     def shared(self) -> dict[str, Any]:
-        """The fields that GoldenRecord, on disk, and Golden, in memory, have in common."""
+        """The values, by field, that GoldenRecord, on disk, and Golden, in memory, have in common."""
         return {each.name: getattr(self, each.name) for each in fields(GoldenFacts)}
 
 
@@ -75,7 +75,7 @@ class Golden(GoldenFacts):
 
 
 def write_golden(golden: Golden, directory: Path) -> None:
-    """Write the arrays, then the record, so that a directory with a record is complete."""
+    """Write golden outputs to a directory: the arrays, then the record, so that one with a record is complete."""
     directory.mkdir(parents=True, exist_ok=True)
     for name, arrays in ((INPUTS, golden.feeds), (OUTPUTS, golden.answers)):
         with replacing(directory / name) as temporary, temporary.open("wb") as file:
@@ -113,7 +113,10 @@ def commands_for_two_environments(reference: Path, candidates: Sequence[Path], *
 def make_golden(
     artefact: Artefact, inputs: ProofInputs, batches: Sequence[int], *, elsewhere: str | None = None
 ) -> Golden:
-    """Run an artefact at the largest of these batch sizes; raise Missing if this machine can't."""
+    """Return an artefact's golden outputs at the largest of these batch sizes that it runs.
+
+    Raises Missing, with the advice `elsewhere`, if this machine can't load the artefact.
+    """
     batch = max(artefact.sizes(batches))
     feeds = checked_feeds(inputs.feeds, artefact.inputs, where=f"inputs for {artefact.path}")
     hint = "run this on a machine with that library and GPU: an engine loads only in the library that built it"
@@ -142,7 +145,7 @@ def require_one_graph(golden_graph: str, reference: str, candidates: Sequence[Ar
 
 
 def require_one_environment(artefacts: Sequence[Artefact], elsewhere: str) -> None:
-    """Raise Missing if one process would have to load two versions of a library."""
+    """Raise Missing, with the advice `elsewhere`, if one process would have to load two versions of a library."""
     engines = [each for each in artefacts if each.candidate.form == "engine"]
     for each in engines[1:]:
         first = next(other for other in engines if other.source.backend == each.source.backend)

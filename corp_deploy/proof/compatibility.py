@@ -25,9 +25,9 @@ def plan_beside(output: Path, target: str) -> Path:
 
 
 def build_priced(graph: Path, choices: BuildOptions, output: Path, *, library: Library | None = None) -> Engine:
-    """Build and write the compatible plan and, beside it, a plan for each GPU alone; record the difference.
+    """Build and write the compatible plan and, beside it, a plan for each GPU alone; return the compatible engine.
 
-    Times are compared only if this machine has one of the GPUs.
+    Its record has the price: sizes, kernels and, if this machine has one of the GPUs, latencies of both.
     """
     assert choices.compatibility is not None, choices
     built = build_engine(graph, choices, library=library)
@@ -86,7 +86,7 @@ def _runs_here(record: EngineRecord) -> bool:
 
 
 def compare_latencies(bench: Bench, target: str) -> tuple[PricedLatency, ...]:
-    """Return the compatible plan's time relative to the exact one's, by batch."""
+    """Return the ratio of the compatible plan's compute time to the exact one's, at batch sizes with an interval."""
     rows = [(row.batch, row.speedup) for row in summarise(bench).rows if row.measure == "compute"]
     return tuple(
         PricedLatency(target=target, batch=batch, ratio=1 / each.value, low=1 / each.high, high=1 / each.low)

@@ -25,7 +25,7 @@ from .engine_trust import record_of_trusted_plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contender(BenchSubject):
-    """A model to time, with its input ports, its fixed batch size, and the inputs that it was fitted to."""
+    """A model to time, with its input ports, its batch size if fixed, and the inputs of its fit if known."""
 
     inputs: tuple[Port, ...]
     static_batch: int | None = None

@@ -55,7 +55,7 @@ class MetricRequest:
         return shlex.split(self.command)
 
     def code(self, below: Path) -> Code:
-        """Read the function's file; raise BadInput if it can't be read."""
+        """Return the function's name and source, from a path within `below`; raise BadInput if it can't be read."""
         path, function = file_and_function(self.command)
         try:
             source = text_from_file(below / path)
@@ -160,7 +160,7 @@ class Meter:
             self._rows[place].append(row)
 
     def _values(self, request: MetricRequest, arrays: dict[str, NDArray[Any]], where: str) -> NDArray[np.float64]:
-        """Return one number for all inputs, or one for each input [N]."""
+        """Return a request's metric of one model's outputs: a single number [1], or one for each input [N]."""
         answer: Any
         if request.is_code:
             code = request.code(self._below)
@@ -185,7 +185,7 @@ class Meter:
         return np.atleast_1d(values)
 
     def _printed(self, words: Sequence[str], where: str, source: str) -> str:
-        """Run the command and return its output; kill everything that it started."""
+        """Run the command and return its stdout; kill everything that it started."""
         try:
             process = subprocess.Popen(
                 words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=self._below,
@@ -211,11 +211,11 @@ class Meter:
 
     @property
     def metrics(self) -> tuple[OwnMetric, ...]:
-        """All measurements, in the order of the requests."""
+        """All measurements: for each request in order, those of every model."""
         return tuple(row for rows in self._rows for row in rows)
 
     def beside(self, proof: "Proof") -> "Proof":
-        """Return the proof with the measurements."""
+        """Return the proof with the measurements in its parity record."""
         return replace(proof, parity=replace(proof.parity, metrics=self.metrics)) if self._requests else proof
 
 
@@ -248,7 +248,7 @@ def _digest(request: MetricRequest, inputs: "ProofInputs", below: Path) -> str:
 
 
 def _errors(values_N: NDArray[np.float64], of_reference_N: NDArray[np.float64]) -> dict[str, Any]:
-    """Return the standard errors of the mean and of its change, as fields of OwnMetric; empty for a single number."""
+    """Return the standard errors of the mean and of its change, as fields of OwnMetric; none for a single number."""
     count = len(values_N)
     if count < 2 or count != len(of_reference_N):
         return {}
@@ -257,7 +257,7 @@ def _errors(values_N: NDArray[np.float64], of_reference_N: NDArray[np.float64]) 
 
 
 def _answer(printed: str, where: str) -> Any:
-    """Parse the number or the list on the last line."""
+    """Parse the number, or the JSON list, on the last line that a command printed."""
     lines = printed.strip().splitlines()
     if not lines:
         raise BadInput(f"{where}: printed nothing, expected {_EXPECTED} on the last line")

@@ -59,7 +59,10 @@ def find_fewest_passing(sites: Sequence[str], passes: Callable[[Sequence[str]], 
 def measure_each_output(
     ports: Sequence[OutputPort], reference: Outputs, answers: Outputs, bounds: Mapping[str, Tolerance] | None = None
 ) -> dict[str, Measures]:
-    """Compare each output with the reference; `bounds` tell which classes are too close to count as changed."""
+    """Return the measures of each output against the reference, by name.
+
+    By `bounds`, classes that are too close don't count as changed; without bounds every change counts.
+    """
     return {
         port.name: measure_outputs(
             reference[port.name],
@@ -72,7 +75,7 @@ def measure_each_output(
 
 
 def find_break_places(proto: onnx.ModelProto) -> tuple[str, ...]:
-    """Return the places for fusion breaks: outputs of all parts of blocks, and the softmax of every attention."""
+    """Return the names of modules in blocks, and of softmax nodes, whose outputs fusion can be broken at."""
     parts = {site for name in modules_of_graph(proto) if (site := site_of(f"{name}/")) == name}
     parts = {site for site in parts if any(part.isdigit() for part in site.split("."))}
     nodes = [node.name for node in proto.graph.node if node.op_type == "Softmax" and "/" in node.name]
@@ -108,11 +111,11 @@ class Trials:
         return self.measured[key]
 
     def error(self, breaks: Sequence[str] = (), kept: Sequence[str] = ()) -> float:
-        """Return the largest relative error of an output."""
+        """Return the largest relative error of any output with these breaks and kept sites."""
         return max(each.relative_error for each in self.errors(breaks, kept).values())
 
     def failing(self, breaks: Sequence[str] = (), kept: Sequence[str] = ()) -> str | None:
-        """Return the first output that doesn't pass, or None if all do."""
+        """Return the name of the first output that doesn't pass with these breaks and kept sites, None if all do."""
         errors = self.errors(breaks, kept)
         return next(
             (name for name, each in errors.items() if judge_measures(each, self.bounds[name])[0] != "PASS"), None

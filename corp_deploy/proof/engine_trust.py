@@ -15,7 +15,7 @@ _TRUSTED: ContextVar[bool] = ContextVar("trusted engines", default=False)
 
 @contextmanager
 def trusting_engines(trust: bool) -> Iterator[None]:
-    """Allow engines that were not built here to be loaded within the block."""
+    """Allow engines that were not built here to be loaded within the block, and refuse them if `trust` is False."""
     token = _TRUSTED.set(trust)
     try:
         yield

@@ -36,7 +36,7 @@ def write_trend(trend: Trend, directory: Path) -> None:
 
 
 def sort_records(paths: Sequence[Path]) -> dict[str, Path]:
-    """Sort at most one bench and one parity record by kind; raise BadInput for other files."""
+    """Return the paths of at most one bench and one parity record by kind; raise BadInput for other files."""
     by_kind: dict[str, Path] = {}
     for path in paths:
         kind = str(record_from_file(path, Head).kind)
@@ -86,12 +86,12 @@ def with_fitted_rule(rules: Sequence[Rule], now: Evidence) -> list[Rule]:
 def judge_rows(
     rules: Sequence[Rule], now: Evidence, older: Evidence | None, *, starting: bool
 ) -> tuple[JudgedRule, ...]:
-    """Judge every rule; with `starting`, rules that need an older record are UNJUDGED without one."""
+    """Return every rule judged; with `starting`, rules that need an older record are UNJUDGED without one."""
     return judge(rules, now, older, starting=starting).rules if rules else ()
 
 
 def write_gate_file(gate: Gate, path: Path) -> None:
-    """Write gate.json, Markdown or JUnit, by suffix."""
+    """Write a gate's verdicts as JSON (.json), Markdown (.md) or, with any other suffix, JUnit."""
     if path.suffix == ".json":
         save_gate(gate, path)
     else:
@@ -99,7 +99,7 @@ def write_gate_file(gate: Gate, path: Path) -> None:
 
 
 def write_tracking(now: Evidence, directory: Path) -> None:
-    """Write the two files that CI actions for tracking benchmarks read."""
+    """Write smaller-is-better.json and bigger-is-better.json, which CI actions for tracking benchmarks read."""
     if now.bench is None:
         raise BadInput("--track writes timings; give a bench.json among the records")
     summary = summarise(now.bench)

@@ -95,11 +95,11 @@ class Graphs:
 
     @property
     def _idle(self) -> dict[str, str]:
-        """The pure precision by mixed precision, for mixed ones with which no layer has to stay in FP32."""
+        """The pure precision by mixed precision, for those mixed ones that need no layer in FP32."""
         return {name: PRECISIONS[name].pure for name, found in self.found.items() if not found.kept}
 
     def paths(self, output: Path) -> dict[str, Path]:
-        """Return the path of each graph; a mixed precision without layers to keep becomes the pure one."""
+        """Return the path of each graph by precision; a mixed precision without layers to keep becomes the pure one."""
         idle = self._idle
         if len(self._options.precisions) == 1:
             (only,) = self._options.precisions
@@ -108,7 +108,7 @@ class Graphs:
         return {name: path for name, path in every.items() if name not in idle}
 
     def write(self, name: str, path: Path) -> tuple[str, ...]:
-        """Write one graph; return the modules that it keeps in more bits."""
+        """Write the graph of precision `name`; return the modules, or their patterns, that it keeps in more bits."""
         options = self._options
         if name in QUANTISED:
             found = RepairResult()

@@ -21,7 +21,10 @@ PRODUCTS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenHead:
-    """A loaded head; its maps are named after its file."""
+    """A loaded head, which computes score maps, named after its file, from the model's outputs `reads`.
+
+    `products` counts the matrix products in its graph.
+    """
 
     path: Path
     runner: OnnxRunner
@@ -47,7 +50,7 @@ class OpenHead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProofHeads:
-    """The heads of a proof and the threshold of their maps."""
+    """The heads of a proof, and the value above which a pixel of a map with one class is positive."""
 
     every: tuple[OpenHead, ...] = ()
     threshold: float = THRESHOLD
@@ -80,7 +83,7 @@ class ProofHeads:
 def open_heads(
     paths: Sequence[PathLike], outputs: Sequence[OutputPort], *, threshold: float = THRESHOLD
 ) -> Iterator[ProofHeads]:
-    """Load the graphs of heads; `threshold` decides the pixels of a map with one class.
+    """Load the graphs of heads; pixels of a map with one class are positive above `threshold`.
 
     Raises BadInput if a head doesn't read the model's outputs, or a map has the name of another output.
     """

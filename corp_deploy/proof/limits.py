@@ -73,7 +73,7 @@ class ParityLimits(ProofOptions):
         return tolerance.user_tolerance(**numbers, confidence=self.confidence, noise=noise, elsewhere=self.elsewhere)
 
     def _set_for(self, port: OutputPort) -> dict[str, tuple[str, float]]:
-        """Return each limit of one output with the option that sets it; an output's own limits replace general ones."""
+        """Return, by limit of one output, its option and number; an output's own limits replace general ones."""
         is_map, own = port.role == "score map", self.by_output.get(port.name, {})
         every = [
             ("max_error", "--max-error", self.max_error),
@@ -129,7 +129,7 @@ class ParityLimits(ProofOptions):
         return unreachable_shares(shares, count=images.count, noun=images.noun, confidence=self.confidence)
 
     def for_few_inputs(self, count: int, *, elsewhere: str) -> "ParityLimits":
-        """Return these limits for inputs too few to prove a share; `elsewhere` names the inputs that judge it."""
+        """Return the limits, with `elsewhere` set if `count` inputs are too few to prove any of the required shares."""
         lowest = share_interval(1.0, count, self.confidence).low
         few = any(least > lowest for least in self.shares.values())
         return replace(self, elsewhere=elsewhere) if few else self

@@ -43,7 +43,7 @@ class LinkRules:
 
     `noises` are the dense model's own errors in the candidates' types and in float16; the latter decides which classes
     are too close for a change to count. `products` is the length of the longest chain of matrix products, and
-    `magnified` the factor by which a head magnifies relative errors.
+    `magnified` the factor by which a head magnifies relative errors. `several` is true if there are other outputs.
     """
 
     port: OutputPort

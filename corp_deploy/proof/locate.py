@@ -35,7 +35,7 @@ WORST_INPUTS = 16
 def select_worst_inputs(
     feeds: Feeds, reference: NDArray[np.floating], candidate: NDArray[np.floating], role: Role
 ) -> Feeds:
-    """Return the inputs with the largest errors, those with NaN or Inf first."""
+    """Return the WORST_INPUTS inputs with the largest relative errors, those with NaN or Inf first."""
     off_N = np.nan_to_num(measure_relative_errors(reference, candidate, role=role), nan=np.inf)
     return select_rows(feeds, np.argsort(-off_N, kind="stable")[:WORST_INPUTS])
 
@@ -71,7 +71,7 @@ def measure_dense_noise(dense: Checkpoint, feeds: Feeds, float_type: FloatType) 
 
 
 def balanced_sites(proto: onnx.ModelProto) -> set[str]:
-    """Return the sites whose norms were balanced before quantisation, as the graph's metadata record."""
+    """Return the sites whose norms were balanced before quantisation, according to the graph's metadata."""
     names = next((entry.value for entry in proto.metadata_props if entry.key == "export.balanced"), "")
     return {site_of(f"{name}/") for name in names.split()}
 

@@ -81,7 +81,7 @@ def compile_package(
 
 
 def port_of_images(images: Path | None, package: Path) -> Port:
-    """Return a package's input port by the shape of its images; raise BadInput without images."""
+    """Return a package's input port by the shape of its images; raise BadInput unless `images` is a .npy file."""
     if images is None or images.suffix != ".npy":
         raise BadInput(
             f"{package}: a package doesn't record its inputs; expected --images FILE.npy with preprocessed inputs "
@@ -105,7 +105,7 @@ def contender_from_package(name: str, path: Path, images: Path | None, running: 
 def _compiled_contender(
     name: str, checkpoint: Checkpoint, path: Path, running: RunOptions, label: str, batches: Sequence[int]
 ) -> Contender:
-    """Compile a model with AOTInductor; raise BadInput for batch size 1 together with other sizes."""
+    """Compile a model to `path` with AOTInductor; raise BadInput for batch size 1 together with other sizes."""
     if 1 in batches and len(batches) > 1:
         others = ",".join(str(batch) for batch in batches if batch > 1)
         raise BadInput(
@@ -156,7 +156,7 @@ def _from_module(name: str, checkpoint: Checkpoint, weights: Path, running: RunO
 def contender_from_directory(
     name: str, path: Path, running: RunOptions, scratch: Path, batches: Sequence[int]
 ) -> Contender:
-    """Open a model directory as `running` asks; exported and compiled files go to `scratch`."""
+    """Return a model directory to be timed as `running` asks; exported and compiled files go to `scratch`."""
     checkpoint = model_of_directory(path)
     fitted = fitted_of_lineage(checkpoint.lineage, where=str(path))
     if running.backend == "torch":

@@ -1,4 +1,4 @@
-"""The outcome of a proof: its record, the figures beside it, and the exit code of its verdict. Imports no torch."""
+"""The outcome of a proof: its record, the figures beside it, and exit codes by verdict. Imports no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

@@ -48,7 +48,7 @@ DENSE = "dense torch fp32"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergeNoise:
-    """Each input's margin [N] between merged and other tokens, and the model's own errors by type and output."""
+    """Each input's smallest margin [N] between merged and other tokens, and the model's errors by type and output."""
 
     margins_N: NDArray[np.float64]
     noise: Mapping[FloatType, Mapping[str, Measures]]

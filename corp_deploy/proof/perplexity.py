@@ -44,7 +44,10 @@ class LanguageLimits(LanguageOptions):
     """Limits on every candidate, judged by intervals of this `confidence`."""
 
     def judged(self, row: LanguageMeasures) -> tuple[Verdict, str]:
-        """Judge a candidate by the worst verdict of its limits; an interval that spans its limit is inconclusive."""
+        """Return the worst verdict of a candidate's limits, and its reasons.
+
+        An interval that spans its limit is inconclusive.
+        """
         every = (
             ("perplexity ratio", row.ratio, self.max_ratio, False),
             ("token agreement", row.agreement, self.min_agreement, True),
@@ -81,7 +84,7 @@ class LanguageLimits(LanguageOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LanguageProof:
-    """The measures of the dense model and then of every candidate, with a verdict and its reason by model.
+    """The measures of the dense model and then of every candidate, with a verdict and its reason by candidate.
 
     `confidence` is that of every interval; `fitted` counts the sequences that any candidate was fitted to, if known.
     """

@@ -50,7 +50,10 @@ def images_of_port(
 
 
 def _pixels(port: Port, preprocessing: str | None, path: Path, *, where: str) -> Pixels | None:
-    """Return the function from pixels to inputs: the graph's noted normalisation, or a cast for an input of uint8."""
+    """Return a maker of the function from pixels to inputs: the noted normalisation, or a cast for an input of uint8.
+
+    It is None if the input isn't of uint8 and the graph has no note.
+    """
     if port.dtype == PIXEL:
         return lambda: lambda pixels: pixels.astype(np.float32)
     if preprocessing is None:

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 
 def take_pixels(ports: Sequence[Port]) -> bool:
-    """Return whether there is a single port and it takes raw uint8 pixels."""
+    """Return True if there is a single port and its type is uint8."""
     return len(ports) == 1 and ports[0].dtype == PIXEL
 
 
 def normalisation_of(spec: "ImageSpec | None", where: str) -> Normalisation:
-    """Return the normalisation of a preprocessing; raise BadInput if the model takes no images or none is known."""
+    """Return the normalisation of a preprocessing; raise BadInput if `spec` is None or has no normalisation."""
     if spec is None:
         raise BadInput(f"{where}: takes uint8 images, the dense model takes no images; export it from that model")
     spec.require_normalisation(where=where, instead="take a graph that takes float32")
@@ -76,7 +76,7 @@ def array_on_disk(like: NDArray[Any], count: int) -> NDArray[Any]:
 
 
 def draw_noise(ports: Sequence[Port], count: int, seed: int) -> ProofInputs:
-    """Draw normal noise for these ports."""
+    """Draw normal noise for ports of float32, random pixels for uint8; raise BadInput for ports of another type."""
     other = [f"{port.name} ({port.dtype})" for port in ports if port.dtype not in ("float32", PIXEL)]
     if other:
         raise BadInput(

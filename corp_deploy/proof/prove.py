@@ -21,7 +21,7 @@ from .proof_inputs import ProofInputs
 
 
 def _renamed(candidate: Candidate, parts: Sequence[str]) -> Candidate:
-    """Return the candidate with the last parts of its path as its name."""
+    """Return the candidate with these last parts of its path in its name and label."""
     path = candidate.path
     is_file = candidate.form != "torch"
     name = candidate.name.removeprefix(path.parent.name if is_file else path.name)
@@ -64,7 +64,7 @@ def with_distinct_names(candidates: Sequence[Candidate]) -> list[Candidate]:
 def candidates_from_paths(
     paths: Sequence[str | os.PathLike[str]], runtimes: Sequence[Runtime] = (), *, below: Path = Path()
 ) -> list[Candidate]:
-    """Return candidates with names of their own, each graph also in these runtimes; relative paths start `below`."""
+    """Return candidates with distinct names, each graph also in these runtimes; relative paths are within `below`."""
     candidates = [candidate_from_path(os.fspath(path), below=below) for path in paths]
     return with_runtimes(with_distinct_names(candidates), runtimes)
 
@@ -92,7 +92,7 @@ def run_proof(
         inputs: The inputs of all steps.
         limits: The limits that the chain has to keep, and the batch sizes.
         output: The record to write, with the figures of every input beside it.
-        moments_file: Moments of the calibration, which show whether the inputs look like its inputs.
+        moments_file: Moments of the calibration, by which the inputs are compared with the calibration's.
         metrics: Measures of the user's own, run in the directory `below` on the outputs of every step.
         metric_inputs: The same inputs with names and labels for the metrics, by default `inputs`.
         metric_time_limit_s: The longest that one run of a metric may take, in seconds.

@@ -22,7 +22,7 @@ from perf.report.content import BudgetLine, EffectLine
 
 
 class Covered(msgspec.Struct, frozen=True, kw_only=True):
-    """The coverage in words, and the reasons of refused sites."""
+    """The coverage in words, and the reason for each refused site by name."""
 
     verdict: str
     refused: dict[str, str] = {}
@@ -74,7 +74,7 @@ def read_record_json(path: Path, kind: str) -> dict[str, Any]:
 
 
 def _json_of_part(path: Path, part: type[Any], kind: str, commands: str) -> Any:
-    """Read a part of a record as JSON values, None if there is no file; `commands` make the record."""
+    """Read the fields of `part` from a record as JSON values, None if there is no file; `commands` make the record."""
     if not path.is_file():
         return None
     return json_from_record(record_from_file(path, part, kind=kind, remedy=f"make the record again with {commands}"))
@@ -119,7 +119,7 @@ def _models(bench: Bench | None, parity: Parity | None) -> list[dict[str, Any]]:
 
 
 def shown_lineage(config: ModelConfig) -> dict[str, Any]:
-    """Return the part of a model's lineage that a report shows, without its reduction and other long entries."""
+    """Return the entries of a model's lineage that a report shows: all but its reduction and other long ones."""
     left_out = ("reduction", "command", FITTED, CLASS_NAMES)
     lineage = {key: value for key, value in config.lineage.items() if key not in left_out}
     if isinstance(source := lineage.get("source"), dict):
@@ -128,7 +128,7 @@ def shown_lineage(config: ModelConfig) -> dict[str, Any]:
 
 
 def gather_report(directory: Path, title: str | None = None) -> dict[str, Any]:
-    """Gather everything that a report may show; raise BadInput without a bench or parity record."""
+    """Return all that a report may show of a directory, by entry; raise BadInput without a bench or parity record."""
     if not directory.is_dir():
         raise BadInput(f"{directory}: no such directory, expected one with bench.json or parity.json")
     bench = _optional(directory / "bench.json", load_bench)

@@ -81,7 +81,7 @@ def _run(model: str, inputs: str, golden: str) -> list[str]:
 
 
 def _renamed(arrays: Feeds | Outputs, names: Sequence[str]) -> dict[str, NDArray[Any]]:
-    """Return the arrays by the graph's names; a single array is renamed."""
+    """Return the arrays that the graph has, by its names; a single array for a single name is renamed."""
     if len(arrays) == 1 and len(names) == 1:
         return dict(zip(names, arrays.values(), strict=True))
     return {name: np.asarray(arrays[name]) for name in names if name in arrays}
@@ -97,7 +97,7 @@ def _iterations(arrays: Feeds | Outputs, batch: int, *, fixed: bool) -> list[dic
 
 
 def _bounds(links: Sequence[Link], golden: Outputs, own: Sequence[str]) -> dict[str, float]:
-    """Return the bound of each output's mean absolute difference over all inputs.
+    """Return the bound of each output's mean absolute difference over all inputs, by the graph's name of the output.
 
     If the mean relative error is at most e, this difference is at most e times the largest root mean square of an
     input's output.

@@ -33,7 +33,7 @@ SPEED_PLAN = Plan(time_limit_s=120.0, max_rounds=50, half_width_rel=0.02, noise_
 
 
 def way_to_run(path: Path, running: RunOptions) -> str:
-    """Return the name of the runtime for a file, as in the table of options of `bench`."""
+    """Return the runtime's name for a file or directory, a key of BENCH.variants; raise BadInput for other paths."""
     if path.suffix == ".plan" and path.is_file():
         backend = record_of_plan(path).backend
         if backend not in BENCH.variants:
@@ -184,7 +184,7 @@ def bench_models(
 
 
 def measure_speedup(dense: "Checkpoint", directory: Path, batch: int) -> float:
-    """Return the dense over the reduced median latency in ONNX Runtime, interleaved."""
+    """Return the dense over the reduced median latency in ONNX Runtime, interleaved; raise Missing if it can't run."""
     from corp_deploy.store.checkpoint import save
 
     with tempfile.TemporaryDirectory() as scratch:

@@ -67,13 +67,13 @@ PARTS, BATCH = 8, 16
 
 
 def _stats(moments: Moments, name: str) -> Stats:
-    """Return the mean and covariance of a site's inputs: x of an MLP, z of an attention layer."""
+    """Return the mean and covariance of what enters a site's last layer, such as the projection of an attention."""
     mean, covariance = moments.sites[name].entering
     return Stats(images=moments.images, mean_F=mean.numpy(), covariance_FF=covariance.numpy())
 
 
 def measure_shift(dense: Checkpoint, moments: Moments, feeds: Feeds) -> Shift | None:
-    """Compare each site's mean and covariance on these inputs with those of calibration; None for too few inputs."""
+    """Compare each site's mean and covariance on these inputs with those of calibration; None below PARTS inputs."""
     count = batch_size(feeds)
     if count < PARTS:
         return None
