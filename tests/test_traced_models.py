@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from corp_deploy.traced.finding.choice import find_head_groups, jointly_narrowed
+from corp_deploy.traced.finding.shares import compute_shares
 from corp_deploy.traced.finding.site_groups import SiteGroups
 from corp_deploy.traced.finding.sites import FoundSites, find_sites
 from corp_deploy.traced.narrowing.proof import narrow, prove, relative_difference
@@ -197,3 +198,24 @@ def test_model_on_meta_has_the_same_sites() -> None:
     again = find_sites(program)
     assert [site.key for site in again.sites] == [site.key for site in found.sites]
     assert narrow(again, {site.key: half(site) for site in again.sites}).unreduced == {}
+
+
+class _Registers(nn.Module):
+    """Patches with `count` register tokens in front, through one MLP."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.stem, self.registers = nn.Conv2d(3, 8, 4, 4), nn.Parameter(torch.zeros(1, count, 8))
+        self.fc1, self.fc2 = nn.Linear(8, 24), nn.Linear(24, 8)
+
+    def forward(self, images: Tensor) -> Tensor:
+        patches = self.stem(images).flatten(2).mT
+        tokens = torch.cat((self.registers.expand(len(patches), -1, -1), patches), dim=1)
+        return tokens + self.fc2(nn.functional.gelu(self.fc1(tokens)))
+
+
+def test_parameter_without_elements_costs_nothing() -> None:
+    """DINOv3's configuration may ask for no register tokens, whose parameter is then empty."""
+    analyses = [find_sites(trace(_Registers(count).eval(), (torch.zeros(2, 3, 8, 8),))) for count in (0, 2)]
+    none, two = (compute_shares(each).parameters.alone for each in analyses)
+    assert none == two == {site.key: 24 * 17 for site in analyses[0].sites}

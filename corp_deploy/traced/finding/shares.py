@@ -113,7 +113,8 @@ def compute_shares(analysis: FoundSites, *, aside: Collection[str] = ()) -> Shar
         if cost
         for each in _products(flow, node, cost)
     ]
-    sizes = [(parameters[name].numel(), _largest(uses), name) for name, uses in of_constants.items()]
+    counts = {name: parameters[name].numel() for name in of_constants}  # 0 of no register tokens, which have no side
+    sizes = [(counts[name], _largest(uses), name) for name, uses in of_constants.items() if counts[name]]
     return Shares(macs=_layers(analysis, owner, costs), parameters=_layers(analysis, owner, sizes))
 
 
