@@ -36,7 +36,7 @@ def refuse_other_run(where: str, saved: Mapping[str, str], run: Mapping[str, str
 
 
 class ResumeState(msgspec.Struct, frozen=True, kw_only=True):
-    """An unfinished calibration: next position, errors of `bad` inputs, Gram kernel, and the `run` to repeat."""
+    """An unfinished calibration: next position, errors of `bad` inputs, Gram kernel, and options of the `run`."""
 
     position: int
     bad: tuple[str, ...]

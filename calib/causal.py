@@ -1,4 +1,4 @@
-"""Sums over the pairs of queries and keys of attention; in causal attention a query sees keys up to its own place.
+"""Sums over the pairs of queries and keys of attention; in causal attention a query sees keys up to its own position.
 
 Of n tokens query i (from 1) sees i keys, key j is seen by n - j + 1 queries; sums over queries or keys alone weigh a
 token by its number of pairs, times 2 / (n + 1), so the weights' sum is n. Keys are centred over what a query sees, as
@@ -105,7 +105,7 @@ def add_system_(total_HTT: Tensor, q_HNK: Tensor, k_HNK: Tensor) -> None:
 
 
 def add_target_(target_HKK: Tensor, energy_H: Tensor, q_HND: Tensor, k_HND: Tensor, kept_HK: Tensor) -> None:
-    """Add (Q_S' L) K_S and ||L||^2, where L is Q_P K_P' of the removed dims P for visible pairs, else 0."""
+    """Add (Q_S' L) K_S to the target, ||L||^2 to the energy; L is Q_P K_P' of the removed dims, 0 for unseen keys."""
     heads, count, _ = q_HND.shape
     is_left_out_H1D = torch.ones_like(q_HND[:, :1]).scatter_(2, kept_HK.unsqueeze(1), 0.0)
     at_HNK = kept_HK.unsqueeze(1).expand(-1, count, -1)

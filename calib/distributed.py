@@ -24,9 +24,9 @@ POLL_S = 0.02
 
 
 def fresh_store(store: Store, *, rank: int, size: int, timeout_s: float) -> PrefixStore:
-    """Return a part of the store that only living processes use. Raises TimeoutError when a process doesn't come.
+    """Return the store under a fresh prefix, which only living processes know. Raises TimeoutError if one doesn't come.
 
-    Rank 0 names the part and answers until every process has confirmed. An answer repeats the process's own fresh
+    Rank 0 chooses the prefix and answers until every process has confirmed. An answer repeats the process's own fresh
     token, which proves that it comes from a living rank 0.
     """
     own, until = uuid.uuid4().hex, time.monotonic() + timeout_s

@@ -9,7 +9,7 @@ from ground.errors import BadInput
 
 
 def drawn_places(available: int, samples: int | None, seed: int, *, noun: str, where: object) -> tuple[int, ...]:
-    """Draw `samples` of the available places by `seed`, in ascending order, or return all of them.
+    """Return `samples` of the indices below `available`, drawn by `seed`, ascending; all of them for None.
 
     Raises BadInput unless `samples` is between 1 and the available number.
     """
@@ -23,7 +23,7 @@ def drawn_places(available: int, samples: int | None, seed: int, *, noun: str, w
 
 
 def digest_of_contents(named: Iterable[tuple[str, bytes]]) -> str:
-    """Digest the name and the content's SHA-256 of each input, in order."""
+    """Return one hexadecimal SHA-256 over the name and content digest of each input, in order."""
     digest = hashlib.sha256()
     for name, content in named:
         digest.update(name.encode() + b"\0" + content)

@@ -73,7 +73,7 @@ def _labels_of_inputs(inputs: InputSet, by: str) -> list[str]:
 
 
 def merged_labels(labels: Iterable[int], ids: Iterable[int]) -> list[int]:
-    """Replace labels that share an id by one of them, transitively."""
+    """Return the labels, with those that share an id, also transitively, replaced by the smallest of them."""
     labels, parent = list(labels), dict[int, int]()
 
     def root(label: int) -> int:

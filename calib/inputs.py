@@ -81,7 +81,7 @@ InputsT_co = TypeVar("InputsT_co", bound=Tensor | Mapping[str, Tensor], covarian
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ReadBatch(Generic[InputsT_co]):
-    """Inputs [B,...] with content hashes [B], errors of `bad` (unreadable) inputs, and the position after all."""
+    """Inputs [B,...] with content hashes [B], errors of `bad` (unreadable) inputs, and the position after it."""
 
     inputs: InputsT_co
     ids: Tensor

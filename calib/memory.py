@@ -117,10 +117,10 @@ def bytes_needed(
 def patch_channels_that_fit(
     shapes: Mapping[str, Shape], available: int, *, free: Collection[str] | None = None
 ) -> Mapping[str, int]:
-    """Return by convolution how many channels of a group its patches cover, so that sums fit `available` bytes.
+    """Return, by name of a convolution, the channels per group that its patches may cover so that all sums fit.
 
-    As few sites as possible are restricted and returned, the largest first, none below LEAST_CHANNELS; only sites in
-    `free` may be restricted, with None all. Raises BadInput where nothing fits.
+    As few sites as possible are restricted to fit `available` bytes, and only these are returned: the largest first,
+    none below LEAST_CHANNELS, and only sites in `free` unless it is None. Raises BadInput where nothing fits.
     """
     total = sum(bytes_needed(shapes).values())
     named = _choose_restricted(shapes, total, available, shapes if free is None else free)

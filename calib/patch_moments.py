@@ -18,7 +18,7 @@ from .sites import SiteKind
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PatchMoments:
-    """Sums of patches u and outputs y over `tokens` places, and of the input map x over `map_tokens` places.
+    """Sums of patches u and outputs y over `tokens` output pixels, and of the input map x over `map_tokens` pixels.
 
     `taps` is T, `active_GC` counts |x| > eps. With `channels_GR` patches have these channels only, and cross_GPU, the
     sum of y u^T, replaces the sums over the other channels.

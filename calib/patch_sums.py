@@ -97,7 +97,7 @@ def _per_channel(x_BCHW: Tensor) -> Tensor:
 
 
 def _portions(images: int, rows: int, most: int) -> Iterator[tuple[slice, range]]:
-    """Yield equal parts of at most `most` rows of output: whole images, or rows of one image."""
+    """Yield images and output rows of nearly equal parts: whole images of at most `most` rows, or rows of one."""
     if rows > most:
         parts = math.ceil(rows / most)
         spans = [range(rows * part // parts, rows * (part + 1) // parts) for part in range(parts)]

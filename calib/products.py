@@ -52,7 +52,7 @@ def pass_weights(weight_BN: Tensor, device: torch.device) -> PassWeights:
 
 
 def weights_by_tokens(weight_BN: Tensor, count: int, device: torch.device) -> Mapping[int, PassWeights]:
-    """Return the weights by number of tokens: [B,N] for N, and for 1 whether any token of the input has weight.
+    """Return the weights by number of tokens: [B,N] for N; for 1, [B,1] with 1 where any token has weight, else 0.
 
     Raises BadInput unless the weights are [count,N], finite and not negative.
     """
@@ -111,7 +111,7 @@ def _parts(x_nF: Tensor) -> tuple[Tensor, ...]:
 
 
 def _product_by_onednn(x_Fn: Tensor, start: int) -> Tensor:
-    """Multiply rows from `start` by oneDNN, whose only float32 operator here takes both operands transposed."""
+    """Return the block row of x x^T that begins at `start`, by oneDNN, which takes both operands transposed."""
     left_Rn, right_Fn = x_Fn[start : start + CPU_ROWS], x_Fn[start:]
     product_RF: Tensor = torch.ops.mkldnn._linear_pointwise(left_Rn, right_Fn, None, "none", [], "")
     return product_RF
@@ -190,7 +190,7 @@ def add_sum_(total_F: Tensor, x_BNF: Tensor) -> None:
 
 
 def add_active_(total_F: Tensor, x_BNF: Tensor, eps: float, weight_BN: Tensor | None = None) -> None:
-    """Add the number of entries with |x| > eps, or the weights of their tokens; float32 counts exactly up to 2^24."""
+    """Add each channel's count of |x| > eps, or the weights of these tokens; float32 counts exactly up to 2^24."""
     if x_BNF.device.type != "cpu":
         above_BNF = x_BNF.abs() > eps
         total_F.add_((above_BNF if weight_BN is None else above_BNF * weight_BN[..., None]).sum((0, 1)))

@@ -17,7 +17,7 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChannelRedundancy:
-    """One site's channels. `k95`: principal directions with 95 % of the variance; `spectrum`: shares of variance."""
+    """Redundancy of a site's channels: `k95` directions have 95 % of the variance, `spectrum` is each one's share."""
 
     ratios: ClassVar = ("k95_ratio", "effective_rank_ratio")
     type: SiteKind

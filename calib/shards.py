@@ -40,7 +40,7 @@ def _bad_tar(path: Path, why: str) -> BadInput:
 
 
 class _Headers(io.FileIO):
-    """A shard file that refuses to read more than a header at once."""
+    """A shard file whose `read` raises HeaderError for more than LONGEST_HEADER bytes at once."""
 
     def read(self, size: int | None = -1, /) -> bytes:
         if size is None or not 0 <= size <= LONGEST_HEADER:

@@ -104,7 +104,7 @@ def move_to_host(totals: dict[str, Tensor]) -> dict[str, Tensor]:
 def _fold_windows(
     x: Tensor, weights: PassWeights | None, slots: PassWeights | None
 ) -> tuple[Tensor, PassWeights | None]:
-    """Return [B,H,N,D] with a row for each window of [B,W,H,N,D], and the weights of the present slots."""
+    """Return x with each window as an input, [BW,H,N,D], and weights: 1 for the windows' present tokens, else 0."""
     if x.ndim == 4:
         return x, weights
     assert weights is None, x.shape

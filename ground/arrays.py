@@ -38,7 +38,7 @@ def _damaged(where: str, kind: str, reason: object) -> BadInput:
 
 
 def _read_header(file: IO[bytes], where: str) -> tuple[tuple[int, ...], "np.dtype[Any]", int]:
-    """Return shape, type and size in bytes of a .npy header, reading nothing behind it."""
+    """Return the shape and type of a .npy file's array, and the size of the file's header in bytes."""
     magic = file.read(npy.MAGIC_LEN)
     try:
         version = npy.read_magic(io.BytesIO(magic))
@@ -58,7 +58,7 @@ def _read_header(file: IO[bytes], where: str) -> tuple[tuple[int, ...], "np.dtyp
 
 
 def _require_held(file: IO[bytes], size_bytes: int, where: str) -> None:
-    """Raise BadInput unless a file of this size can hold the array of its header."""
+    """Raise BadInput unless a .npy header describes plain numbers or texts that fit in `size_bytes`."""
     shape, dtype, start = _read_header(file, where)
     if dtype.hasobject:
         raise BadInput(f"{where}: holds pickled objects, which are never loaded; expected numbers")
@@ -76,7 +76,7 @@ def _require_held(file: IO[bytes], size_bytes: int, where: str) -> None:
 
 @contextmanager
 def _reading(path: Path, kind: str) -> Iterator[None]:
-    """Raise BadInput for an empty file, a stand-in, and errors of the body except MemoryError and FileNotFoundError."""
+    """Raise BadInput for empty files, LFS pointers, web pages and errors but MemoryError and FileNotFoundError."""
     refuse_stand_in_file(path)
     try:
         if not path.stat().st_size:
@@ -101,7 +101,7 @@ def array_from_npy(path: Path, *, mapped: bool = False) -> NDArray[Any]:
 
 
 def _read_members(archive: zipfile.ZipFile, path: Path) -> dict[str, zipfile.ZipInfo]:
-    """Return the members of an archive by name without .npy. Raises BadInput for those that are not safe to unpack."""
+    """Return an archive's members by name without .npy. Raises BadInput if one of them is not safe to unpack."""
     members = archive.infolist()
     inflated = sum(member.file_size for member in members)
     bound = max(FREE_BYTES, MOST_INFLATED * path.stat().st_size)

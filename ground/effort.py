@@ -33,7 +33,7 @@ class Effort:
     """Memory of tensors on the GPU."""
 
     def and_then(self, other: "Effort") -> "Effort":
-        """Return the effort of this step followed by `other`."""
+        """Return the effort of both steps, one after the other: the sum of their times and the higher peaks."""
         return Effort(
             seconds=self.seconds + other.seconds,
             peak_bytes=_higher_known(self.peak_bytes, other.peak_bytes),
@@ -95,7 +95,7 @@ class Stopwatch:
             self._running.pop()
 
     def _change(self) -> None:
-        """Add the effort since the last change to the innermost running part."""
+        """Add the effort since the last call to the innermost running part, if any, and reset the peaks."""
         before, self._now = self._now, self._clock()
         if self._running:
             host, device = (None if gauge is None else gauge.peak() for gauge in (self._host, self._device))

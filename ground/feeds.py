@@ -44,7 +44,7 @@ def feeds_from_array(array: NDArray[Any], ports: Sequence[Port]) -> Feeds:
 
 
 def feeds_of_ports(feeds: Feeds, ports: Sequence[Port]) -> Feeds:
-    """Return feeds by a model's input names: a single array takes the name of a single input."""
+    """Return the feeds, with a single array renamed to a single port; several arrays or ports stay unchanged."""
     return feeds_from_array(single_array(feeds), ports) if len(feeds) == len(ports) == 1 else feeds
 
 
@@ -98,7 +98,7 @@ def checked_outputs(outputs: Outputs, batch: int, *, where: str) -> Outputs:
 
 
 def shape_text(port: Port, batch: int | None = None) -> str:
-    """Return the shape of a port, such as `[B, 3, 32, 32]`, with `?` for a free size."""
+    """Return a port's shape as text, such as `[B, 3, 32, 32]`; `batch` replaces B, and a free size is `?`."""
     sizes = ("?" if size < 0 else str(size) for size in port.shape)
     return f"[{', '.join(('B' if batch is None else str(batch), *sizes))}]"
 

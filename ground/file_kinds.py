@@ -92,7 +92,7 @@ def _find_zip_kind(path: Path) -> FileKind:
 
 
 def stand_in(head: bytes) -> FileKind | None:
-    """Return the kind of a Git LFS pointer, a web page or an empty file by its first bytes; None for any other."""
+    """Return the kind of an empty file, a Git LFS pointer, a web page or a server's XML error; None for others."""
     if not head:
         return _EMPTY
     return next((kind for pattern, kind in _STAND_INS if pattern.match(head)), None)
@@ -127,20 +127,20 @@ def _find_text_kind(head: bytes) -> FileKind | None:
 
 
 def refuse_stand_in(head: bytes, where: str) -> None:
-    """Raise BadInput for the first bytes of a Git LFS pointer or a web page."""
+    """Raise BadInput for the first bytes of a Git LFS pointer, a web page or a server's XML error."""
     kind = stand_in(head[:LONGEST]) if head else None
     if kind is not None:
         raise BadInput(f"{where}: {kind.name}; {kind.remedy}")
 
 
 def refuse_stand_in_file(path: Path) -> None:
-    """Raise BadInput for a Git LFS pointer or a web page, FileNotFoundError for a missing file."""
+    """Raise BadInput for a Git LFS pointer, web page or server's XML error, FileNotFoundError for a missing file."""
     with regular_file(path).open("rb") as file:
         refuse_stand_in(file.read(LONGEST), str(path))
 
 
 def require_kind(path: Path, name: str, remedy: str) -> None:
-    """Raise BadInput for an existing file that is of another known kind."""
+    """Raise BadInput if a file's kind is recognised and isn't `name`; a file of no recognised kind passes."""
     kind = kind_of_file(path)
     if kind is not None and kind.name != name:
         raise BadInput(f"{path}: {kind.name}, expected {name}; {kind.remedy or remedy}")

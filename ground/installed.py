@@ -91,7 +91,7 @@ def _required(requirements: Iterable[str]) -> Iterator[str]:
 
 
 def installed_packages() -> tuple[InstalledPackage, ...]:
-    """Return the installed distributions by name; of several of one name, the one that is imported."""
+    """Return the installed distributions, sorted by name; of several of one name, the one that is imported."""
     packages: dict[str, InstalledPackage] = {}
     for found in importlib.metadata.distributions():
         name = canonicalize_name(_first_field(found.metadata, "Name"))

@@ -21,7 +21,7 @@ def _nearest_existing(path: Path) -> Path:
 
 
 def _is_of_another_user(path: Path) -> bool:
-    """Return whether a file may not be replaced although its folder is writable, as in /tmp."""
+    """Return whether the sticky bit of a folder, such as /tmp, forbids replacing a file there of another user."""
     folder, user = path.parent.stat(), os.geteuid()
     is_kept = os.path.lexists(path) and bool(folder.st_mode & stat.S_ISVTX)
     return is_kept and user not in (0, folder.st_uid, path.lstat().st_uid)

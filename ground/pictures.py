@@ -87,7 +87,7 @@ def _sample_key(name: str) -> str:
 
 
 def select_pictures(names: Iterable[str], skips: Skips) -> list[str]:
-    """Return the names of pictures in order; count other files, except those that annotate a picture."""
+    """Return the names of pictures in order; count other files in `skips`, except those named like a picture."""
     suffixes, chosen, others = picture_suffixes(), [], []
     for name in names:
         *folders, own = (part for part in name.split("/") if part != ".")
@@ -107,7 +107,7 @@ def select_pictures(names: Iterable[str], skips: Skips) -> list[str]:
 
 
 def pictures_below(root: Path) -> tuple[tuple[str, ...], Skips]:
-    """Return the sorted relative paths of the pictures below a folder, and what was left out.
+    """Return the sorted relative paths of the pictures below a folder, and counts of what was left out.
 
     Raises BadInput for a folder that can't be read.
     """

@@ -9,7 +9,7 @@ from .errors import BadInput
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FloatType:
-    """A number type."""
+    """A type of numbers, floating-point or quantised: its names, size, rounding error and range."""
 
     name: str
     """The name in torch, numpy (with ml_dtypes) and ONNX."""
@@ -92,10 +92,10 @@ def _precision_name(float_type: FloatType, *, mixed: bool) -> str:
 
 
 def precision_of_shares(shares: Mapping[str, float]) -> str:
-    """Return the precision's name for a graph with these shares of matrices by type name.
+    """Return the name of a graph's precision from the share of its matrices of each type, by type name.
 
-    It is fp32 without matrices, and a quantised type's name if any matrix is quantised. Raises BadInput for both 16-bit
-    types or both quantised types in one graph, which has no name.
+    It is fp32 without 16-bit and quantised matrices, and int8 or fp8 if any matrix is quantised. Raises BadInput for
+    both 16-bit types or both quantised types in one graph, which has no name.
     """
     small = [word for word, each in QUANTISED.items() if shares.get(each.name, 0.0) > 0]
     if len(small) > 1:

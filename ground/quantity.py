@@ -13,7 +13,7 @@ _SHOWN = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Count:
-    """A whole number from `low` to `high`."""
+    """A range of whole numbers, `low` and `high` included."""
 
     low: int
     high: int
@@ -39,7 +39,7 @@ class Count:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Real:
-    """A finite number from `low` to `high`, without an end that is open."""
+    """A range of finite numbers from `low` to `high`, each included unless it is open."""
 
     low: float
     high: float
@@ -75,7 +75,7 @@ BATCH = Count(low=1, high=65_536)
 
 
 def format_number(value: float, digits: int) -> str:
-    """Return a number with this many significant digits, a large one without an exponent, such as 1,234,567."""
+    """Return a number with `digits` significant digits; one with more before the point is whole, as 1,234,567."""
     shown = f"{value:.{digits}g}"
     return f"{value:,.0f}" if "e+" in shown else shown
 

@@ -219,7 +219,7 @@ def _refuse_kind(head: Head, where: str, how: "How") -> None:
 
 
 class How(TypedDict, total=False):
-    """Expected kind and version of a record, any kind if absent, and the advice if they differ."""
+    """Expected kind of a record (any if absent), its version (1 if absent), and the advice in refusals."""
 
     kind: str
     version: int

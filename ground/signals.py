@@ -81,7 +81,7 @@ class _Handler:
         signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
 
     def lost(self, error: BaseException | None) -> bool:
-        """Return whether an exception that Python only prints comes from a signal, and raise the signal again."""
+        """Return whether an exception that Python only prints comes from a signal; if so, have it raised again soon."""
         while error is not None and not isinstance(error, KeyboardInterrupt):
             error = error.__cause__ or error.__context__
         if error is None or not self.number or os.getpid() != self.owner:

@@ -21,7 +21,7 @@ _FORMULA = tuple("=+-@\t\r\n\uff1d\uff0b\uff0d\uff20")
 
 
 def printable(text: str) -> str:
-    r"""Return a text with control characters and those that change its direction escaped, such as \x1b."""
+    r"""Return a text with control characters, but tab and newline, and changes of direction escaped, such as \x1b."""
     return text.translate(_SHOWN)
 
 

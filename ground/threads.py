@@ -89,6 +89,6 @@ def set_thread_policy_(environment: MutableMapping[str, str], limit: int | None)
 
 
 def wait_policy(environment: Mapping[str, str]) -> str | None:
-    """Return the variables in an environment that say how OpenMP threads wait, None for the runtime's default."""
+    """Return the OpenMP wait settings in an environment, such as `OMP_WAIT_POLICY=PASSIVE`; None if there are none."""
     settings = [f"{name}={environment[name]}" for name in WAIT_POLICIES if name in environment]
     return " ".join(settings) or None

@@ -1,6 +1,6 @@
-"""Backward elimination of channels that span several columns, or that several layers read.
+"""Backward elimination of channels that span several columns of a layer's input, or that several layers read.
 
-This is obs.py with several columns at a time, and with a statistic of each layer that reads the channels.
+obs.py eliminates channels of one column each, for one layer.
 
 With A = covariance + ridge * I, S the columns still there, H = A_SS^-1 and W the best weights on S, removing block g
 costs tr(W_g (H_gg)^-1 W_g'): the optimal brain surgeon's loss, by which OSSCAR removes channels. With N = W'W that is
@@ -31,9 +31,9 @@ _ROWS = 128
 
 
 class _Surgeon:
-    """H and N over some blocks, and the latest removals, which are not subtracted yet.
+    """The matrices H and N of one layer, and the U and B of the latest removals, which are not subtracted yet.
 
-    Methods take a block's position in the matrices; `here_M` holds the number of the block at each position. A removed
+    Methods take a block's position in the matrices; `here_M` is the number of the block at each position. A removed
     block stays in the matrices, marked in `gone_M`, until an eighth of them is removed.
     """
 
@@ -50,13 +50,13 @@ class _Surgeon:
         self.b_u_J2m = self.h_mm.new_empty(max(_ROWS, self.size), 2, self.h_mm.shape[0])
 
     def costs(self) -> Tensor:
-        """Return tr((H_gg)^-1 N_gg) of every block; infinite for removed ones."""
+        """Return tr((H_gg)^-1 N_gg) of every block [M], infinite for removed ones."""
         solved_MTT = torch.cholesky_solve(self.n_MTT, torch.linalg.cholesky(self.h_MTT))
         cost_M = solved_MTT.diagonal(dim1=1, dim2=2).sum(dim=1).clamp_min(0.0)
         return cost_M.masked_fill(self.gone_M, torch.inf)
 
     def remove_(self, place: Tensor) -> None:
-        """Remove the block at this position."""
+        """Remove the block at position `place` of the matrices, a 0-dimensional int64 tensor."""
         pick = int(place)
         here = slice(pick * self.size, (pick + 1) * self.size)
         past_J2m = self.b_u_J2m[: self.rows]
@@ -98,7 +98,7 @@ class _Surgeon:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ReadersOfTaps:
-    """H and N of all readers with `taps` columns per channel, stacked."""
+    """The matrices H and N of all readers with `taps` columns per channel, stacked."""
 
     inverses_RUU: Tensor
     norms_RUU: Tensor
@@ -134,7 +134,7 @@ class _ReadersOfTaps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Reader:
-    """A = covariance + ridge I [U,U] and W A [X,U] of one reader; `share` turns its losses into shares of variance."""
+    """A = covariance + ridge I [U,U] and W A [X,U] of a reader; `share`: 1 / its output's variance, 0 if that is 0."""
 
     shifted_UU: Tensor
     target_XU: Tensor
@@ -142,7 +142,7 @@ class _Reader:
     taps: int
 
     def formed(self, here_M: Tensor) -> tuple[Tensor, Tensor]:
-        """Return H and, times `share`, N on the channels that are left."""
+        """Return H and `share` * N, both [m,m], over the columns of the channels `here_M`."""
         here_U = columns(here_M, self.taps)
         inverse_UU = torch.cholesky_inverse(torch.linalg.cholesky(self.shifted_UU[here_U[:, None], here_U]))
         weight_XU = self.target_XU[:, here_U] @ inverse_UU
@@ -150,7 +150,7 @@ class _Reader:
 
 
 class _Readers:
-    """H and N of several readers over some channels, with the interface of _Surgeon."""
+    """The matrices H and N of several readers over the channels `here_M`, with the interface of _Surgeon."""
 
     def __init__(self, readers: Sequence[_Reader], here_M: Tensor) -> None:
         self.here_M, self.gone_M = here_M, torch.zeros_like(here_M, dtype=torch.bool)
@@ -173,10 +173,10 @@ class _Readers:
 
 
 def _remove_all(form: Callable[[Tensor], _Surgeon | _Readers], part_C: Tensor) -> tuple[Tensor, Tensor]:
-    """Remove all blocks, the cheapest first; return the order of removal and the cost of each removal.
+    """Remove all blocks, each time the cheapest; return their numbers in order of removal and the costs, both [C].
 
     `form` builds H and N on the blocks left, again whenever half of the blocks are gone, so that rounding errors don't
-    accumulate. Blocks are removed in rounds, one of every part.
+    accumulate. `part_C` is the part of each block; every round removes one block of every part.
     """
     order, costs, parts = list[Tensor](), list[Tensor](), int(part_C.max()) + 1
     here_M = torch.arange(len(part_C), device=part_C.device)
@@ -199,7 +199,7 @@ def _remove_all(form: Callable[[Tensor], _Surgeon | _Readers], part_C: Tensor) -
 def eliminate_blocks(
     covariance_UU: Tensor, weight_OU: Tensor, size: int, *, ridge_rel: float, group_of_C: Tensor | None = None
 ) -> Elimination:
-    """Order all blocks of `size` columns by greedy backward elimination; O(U^3), one pass for every width.
+    """Order all blocks of `size` columns by greedy backward elimination; O(U^3), one order for all widths.
 
     `obs` does the work for blocks of one column without groups. Blocks without variance or without weight cost nothing
     and go first, by index.
@@ -210,8 +210,7 @@ def eliminate_blocks(
         size: columns of a block.
         ridge_rel: relative to the covariance's mean diagonal.
         group_of_C: the group of each block, numbered from 0, all groups of one size. Blocks then leave in rounds, one
-            of every group, the cheapest first, so that every multiple of the number of groups leaves equally many in
-            each.
+            of every group, the cheapest first; after each round all groups have equally many blocks left.
     """
     if size == 1 and group_of_C is None:
         return obs(covariance_UU, weight_OU, ridge_rel=ridge_rel)
@@ -250,10 +249,10 @@ def eliminate_coupled(
     Errors are sums over the layers of the lost share of each output's variance.
 
     Args:
-        covariances: of each reader, float64 [U,U].
-        weights: of each reader, float64 [X,U].
+        covariances: of the inputs of each layer, float64 [U,U].
+        weights: of each layer, float64 [X,U].
         ridge_rel: relative to each covariance's mean diagonal.
-        taps: the number of columns that a channel has in each reader, 1 by default.
+        taps: the number of columns that a channel has in each layer's input, 1 by default.
         part_C: the part of each channel, numbered from 0, all parts of one size. Channels then leave in rounds, one of
             every part.
     """

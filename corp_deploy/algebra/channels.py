@@ -51,7 +51,7 @@ def judge_layer(
     new_bias_O: Tensor,
     solved: RidgeSolution,
 ) -> ChannelRecovery:
-    """Return the new layer with its exact errors; see quadratic.output_error."""
+    """Return the new layer with its exact errors, and the condition and ridge of `solved`."""
     covariance_FF = second_FF - torch.outer(mean_F, mean_F)
     pruned_P = complement(kept_K, mean_F.numel())
     dropped_OP, mean_P = weight_OF[:, pruned_P], mean_F[pruned_P]
@@ -81,7 +81,7 @@ def recover_channels(
     *,
     ridge_rel: float,
 ) -> ChannelRecovery:
-    """Return the new layer on the kept channels, with G = E[x x'], mu = E[x], C = G - mu mu'.
+    """Return the new layer on the kept channels and its errors, where G = E[x x'], mu = E[x], C = G - mu mu'.
 
     * `none`: the columns are dropped and nothing else;
     * `bias`: b' = b + W_P mu_P (FLAP, variance-based pruning);

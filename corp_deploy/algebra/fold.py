@@ -10,9 +10,9 @@ _ROUNDS = 100
 
 
 def _seeds(distance_FF: Tensor, width: int, seed: int) -> Tensor:
-    """Draw the rows of the first centres by k-means++; no row is drawn twice.
+    """Draw by k-means++ the indices [K] of the rows that are the first centres; no row is drawn twice.
 
-    A row's probability is proportional to its squared distance to the nearest centre so far.
+    A row's probability is proportional to its squared distance `distance_FF` to the nearest centre so far.
     """
     generator = torch.Generator("cpu").manual_seed(seed)
     picks = [int(torch.randint(distance_FF.shape[0], (1,), generator=generator, device="cpu"))]
@@ -29,16 +29,16 @@ def _seeds(distance_FF: Tensor, width: int, seed: int) -> Tensor:
 
 
 def averages(cluster_F: Tensor, width: int) -> Tensor:
-    """Return the rows [K, F] that average the channels of each cluster."""
+    """Return the matrix [K,F] that averages the channels of each cluster: 1 / size for members, else 0; float64."""
     member_KF = torch.nn.functional.one_hot(cluster_F, width).T.to(torch.float64)
     return member_KF / member_KF.sum(dim=1, keepdim=True)
 
 
 def cluster_rows(rows_FI: Tensor, width: int, *, seed: int) -> Tensor:
-    """Cluster the rows by k-means, every column scaled to unit variance; return the cluster of each row [F].
+    """Cluster the rows by k-means, every column scaled to unit variance; return each row's cluster number [F], int64.
 
-    Deterministic for a seed. No cluster is empty: one that loses its last member takes the row farthest from its own
-    centre.
+    The result depends only on the rows and the seed. A cluster that loses its last member gets the row that is farthest
+    from its own centre, so none is empty.
     """
     assert 0 < width <= rows_FI.shape[0], (width, rows_FI.shape)
     deviation_I = rows_FI.std(dim=0, correction=0)

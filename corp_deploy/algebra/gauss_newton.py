@@ -20,17 +20,17 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 def with_one(x: Tensor) -> Tensor:
-    """Append a one, which carries the bias: [...,C] -> [...,D]."""
+    """Append a one along the last axis, the input of the bias: [...,C] -> [...,C + 1]."""
     return torch.cat((x, torch.ones_like(x[..., :1])), dim=-1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTangent:
-    """The derivative J of a layer's outputs over some tokens by the weights W of its first map.
+    """The derivative J of a layer's outputs, at some tokens, by the weights W of its first map.
 
-    The layer is y = f(W u), with any function f of the map's outputs [X,R]. The inputs u [X,D] end in a one if the map
-    has a bias. `pulled_XR` is f's vector-Jacobian product with `weights_XO`. It is linear in them, so differentiating
-    it gives the Jacobian-vector product without a second run of f. `size_bytes`: the memory that all this holds.
+    The layer is y = f(W u): u is `entering_XD`, with a last column of ones if the map has a bias, W u is `given_XR` and
+    y is `out_XO`. `pulled_XR` is f's vector-Jacobian product with `weights_XO`. It is linear in them, so that its
+    derivative is the Jacobian-vector product. `size_bytes`: bytes of the fields and of all that autograd saved.
     """
 
     entering_XD: Tensor
@@ -42,7 +42,7 @@ class LayerTangent:
 
     @classmethod
     def of(cls, entering_XD: Tensor, given_XR: Tensor, run: Callable[[Tensor], Tensor]) -> Self:
-        """Differentiate `run`, which computes f: the layer's outputs, possibly at fewer tokens, from the map's."""
+        """Return the tangent of f, which `run` computes: the layer's outputs, also at fewer tokens, from the map's."""
         held_bytes = list[int]()
 
         def kept(tensor: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ class LayerTangent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Residuals:
-    """Some tokens: the tangent, the residual of the outputs, and the weight of each token (None: all 1)."""
+    """The tangent at some tokens, the residual r of their outputs, and each token's weight (None: all 1)."""
 
     tangent: LayerTangent
     residual_XO: Tensor
@@ -96,7 +96,7 @@ class Residuals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kronecker:
-    """G (x) A + ridge I, by the eigenvectors of G and of A and the eigenvalues of the sum."""
+    """The matrix E[g g'] (x) E[u u'] + ridge I: the eigenvectors of both factors and the eigenvalues of the sum."""
 
     left_RR: Tensor
     right_DD: Tensor
@@ -107,7 +107,7 @@ class _Kronecker:
 
 
 def _second_moments(pieces: Iterable[Residuals], weight: float) -> tuple[Tensor, Tensor]:
-    """Return E[g g'] and E[u u'] in float64; the random signs are the same in every call."""
+    """Return E[g g'] over weighted tokens and E[u u'] over unweighted ones, float64; all calls draw the same signs."""
     generator = torch.Generator(device="cpu").manual_seed(0)
     g_RR, u_DD, tokens = torch.zeros(()), torch.zeros(()), 0
     for piece in pieces:
@@ -134,9 +134,9 @@ def _preconditioner(
 
 
 def gauss_newton(pieces: Iterable[Residuals], *, ridge_rel: float, iterations: int) -> Iterator[Tensor]:
-    """Yield the step [R,D] after each iteration of conjugate gradients, until the iteration has converged.
+    """Yield the step [R,D] after each of at most `iterations` iterations of conjugate gradients, until convergence.
 
-    The pieces are iterated twice, and once more in each iteration. The ridge is relative to the mean diagonal of
+    `pieces` is iterated twice, and once more in each iteration. `ridge_rel` is relative to the mean diagonal of
     K-FAC's Kronecker product for J'J; 0 is allowed.
     """
     assert ridge_rel >= 0.0, ridge_rel

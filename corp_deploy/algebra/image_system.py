@@ -60,7 +60,7 @@ def pair_index(width: int, device: torch.device) -> Tensor:
 
 
 def _quadratic(system_TT: Tensor, lost_SS: Tensor) -> Tensor:
-    """Return the sum over images of ||Q_S E K_S'||_F^2."""
+    """Return the sum over images of ||Q_S E K_S'||_F^2 for E = `lost_SS`, from one head's system."""
     first, second = torch.triu_indices(len(lost_SS), len(lost_SS), device=system_TT.device)
     share_T = torch.where(first == second, 0.5, 1.0).to(torch.float64)
     k_q_SS = lost_SS.T
@@ -70,9 +70,10 @@ def _quadratic(system_TT: Tensor, lost_SS: Tensor) -> Tensor:
 
 
 def lost_per_image(system: ImageSystem, lost_HDD: Tensor) -> Tensor:
-    """Return the sum over images of ||Q E K'||_F^2 per head; E is the identity outside the covered dimensions.
+    """Return the sum over images of ||Q E K'||_F^2 for E = `lost_HDD` [H]; O(T^2) per head.
 
-    With S covered and P not: ||Q_S E_S K_S'||^2 + 2 <E_S, (Q_S'Q_P)(K_P'K_S)> + ||Q_P K_P'||^2. O(T^2) per head.
+    E must be the identity outside the covered dimensions S. With P the others, the sum is over
+    ||Q_S E_S K_S'||^2 + 2 <E_S, (Q_S'Q_P)(K_P'K_S)> + ||Q_P K_P'||^2.
     """
     out = []
     for head, covered_S in enumerate(system.covered_HS):
@@ -84,7 +85,10 @@ def lost_per_image(system: ImageSystem, lost_HDD: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitSystem:
-    """G and h of eq. 15 (vec(M) column by column) and sum_b ||T_b||_F^2 for one head and one kept set."""
+    """The system of eq. 15 for one head and kept set: G [RR,RR] and h [RR], of vec(M) column by column.
+
+    missing: the sum over images of the squared logits of the dimensions that are not kept.
+    """
 
     gram: Tensor
     cross: Tensor

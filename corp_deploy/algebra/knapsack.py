@@ -45,7 +45,7 @@ class Selection:
 
 
 def _best_at_price(sites: Sequence[SiteOptions], price: float) -> list[int]:
-    """Return every site's best option at a price on cost, the cheaper one on a tie."""
+    """Return the index of every site's option of least error + price * cost, the cheaper one on a tie."""
     return [min(range(len(s.widths)), key=lambda n: (s.errors[n] + price * s.costs[n], s.costs[n])) for s in sites]
 
 
@@ -54,7 +54,7 @@ def _total_cost(sites: Sequence[SiteOptions], picks: Sequence[int]) -> float:
 
 
 def _price_of_budget(sites: Sequence[SiteOptions], budget: float) -> float:
-    """Return the least price (to rounding) at which the sites' own best options stay within the budget."""
+    """Return the least price (to rounding) at which the options of `_best_at_price` cost at most the budget."""
     if _total_cost(sites, _best_at_price(sites, 0.0)) <= budget:
         return 0.0
     low, high = 0.0, 1e-30
@@ -67,14 +67,14 @@ def _price_of_budget(sites: Sequence[SiteOptions], budget: float) -> float:
 
 
 def _frontier(cost_S: Array, error_S: Array) -> NDArray[np.int64]:
-    """Return the indices of the partial choices with less error than all that cost no more, in order of cost."""
+    """Return the indices of the partial choices with less error than all others that cost no more, cheapest first."""
     order = np.lexsort((error_S, cost_S))
     best_before = np.concatenate(([np.inf], np.minimum.accumulate(error_S[order])[:-1]))
     return order[error_S[order] < best_before]
 
 
 def solve_knapsack(sites: Sequence[SiteOptions], budget: float) -> Selection:
-    """Return the widths of least total error that cost at most `budget`; exact, the cheaper one on a tie.
+    """Return the widths of least total error that cost at most `budget`, with both totals; exact, not a heuristic.
 
     Raises:
         BadInput: even the cheapest options cost more than the budget.

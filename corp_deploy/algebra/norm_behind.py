@@ -1,7 +1,8 @@
 """The output that a layer in front of a layer norm should give to correct a drifted residual stream behind the norm.
 
-The norm turns y = W h + b into the addition s(y) = gain * u, u = (y - mean y) / sigma(y). For a token where the dense
-layer gives y and the reduced stream has drifted, the wanted addition is s(y) + drift. Around the dense layer's own y,
+The norm, with weight `gain`, turns y = W h + b into s(y) = gain * u, u = (y - mean y) / sigma(y), which is added to the
+stream. For a token where the dense layer gives y and the reduced stream is off by -drift, the wanted addition is
+s(y) + drift. Around the dense layer's own y,
 where the fit should end, s(y + d) = s(y) + gain * d / sigma to first order for all d without a mean and without a
 component along u; the norm removes both from any other d. Of these
 
@@ -26,7 +27,7 @@ _NOTHING_REL = 1e-8  # of the weights' sum: below it a token's channels are all 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NormBehind:
-    """A layer norm: `gain_C` times the deviation from the mean, divided by the token's standard deviation."""
+    """A layer norm without a bias: `gain_C` * (y - mean y) / sqrt(var y + `eps`) for each token y."""
 
     gain_C: Tensor
     eps: float

@@ -94,7 +94,7 @@ def others_first(order: Elimination, channels: int, lost: float) -> Elimination:
 
 
 def dead_channels(covariance_FF: Tensor, weight_OF: Tensor) -> Tensor:
-    """Return the mask of channels that cost nothing: constant ones, which a bias replaces, and unread ones."""
+    """Return a mask [F], true for channels that cost nothing: constants, which a bias replaces, and zero weights."""
     variance_F = covariance_FF.diagonal()
     return (variance_F <= DEAD_VARIANCE_REL * variance_F.mean()) | (weight_OF.square().sum(dim=0) == 0.0)
 
@@ -111,8 +111,8 @@ class RegularisedCovariance:
 def shifted_covariance(covariance_FF: Tensor, ridge_rel: float, *, scale: float | None = None) -> RegularisedCovariance:
     """Return covariance + ridge * I with its Cholesky factor.
 
-    ridge = ridge_rel * `scale`, by default the mean diagonal. Where the factorisation fails, the ridge is raised
-    tenfold until it succeeds.
+    ridge = max(ridge_rel, 1e-10) * `scale`, by default the mean diagonal. If the factorisation fails, the ridge is
+    raised tenfold until it succeeds.
     """
     scale = float(covariance_FF.diagonal().mean()) if scale is None else scale
     ridge = max(ridge_rel, _RIDGE_FLOOR_REL) * scale
@@ -127,10 +127,10 @@ def shifted_covariance(covariance_FF: Tensor, ridge_rel: float, *, scale: float 
 
 
 def removals_of_block(inverse_MM: Tensor, norms_MM: Tensor, gone_M: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Remove `count` channels, each time the cheapest; return their positions and costs.
+    """Remove `count` channels, each time the cheapest; return their positions in the matrices and their costs [B].
 
-    Both matrices and the mask are updated in place. Positions stay on the device, so that the host doesn't wait for a
-    GPU within the block.
+    H (`inverse_MM`), N (`norms_MM`) and the mask of removed channels are updated in place. Positions stay on the
+    device, so that the host doesn't wait for a GPU within the block.
     """
     width = gone_M.numel()
     picks_B = torch.empty(count, dtype=torch.int64, device=gone_M.device)
@@ -165,7 +165,7 @@ def removals_of_block(inverse_MM: Tensor, norms_MM: Tensor, gone_M: Tensor, coun
 
 Work = Callable[..., tuple[Tensor, ...]]
 Graph = tuple[torch.cuda.CUDAGraph, list[Tensor], tuple[Tensor, ...]]
-"""A graph with the tensors that it reads and changes, and its results."""
+"""A CUDA graph, the tensors that it reads and changes, and the tensors that it returns."""
 
 
 @dataclass(slots=True)
@@ -228,7 +228,10 @@ removals = CapturedWork(removals_of_block)
 
 
 def _eliminate(shifted: RegularisedCovariance, weight_OF: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """Remove every channel; compute the matrices anew each time half are gone, so that rounding doesn't accumulate."""
+    """Remove every channel, at most `block` between updates of H and N; return order and costs of removal, both [F].
+
+    H and N are computed anew each time half of the channels are gone, so that rounding doesn't accumulate.
+    """
     here_M = torch.arange(weight_OF.shape[1], device=weight_OF.device)
     target_OF = weight_OF @ shifted.matrix_FF
     factor_MM, current_OM = shifted.factor_FF, weight_OF
@@ -258,7 +261,7 @@ def _eliminate(shifted: RegularisedCovariance, weight_OF: Tensor, block: int) ->
 
 
 def obs(covariance_FF: Tensor, weight_OF: Tensor, *, ridge_rel: float, block: int = _BLOCK) -> Elimination:
-    """Order all channels by greedy backward elimination; O(F^3), one pass for every width.
+    """Order all channels by greedy backward elimination; O(F^3), one order for all widths.
 
     Channels without variance or without weight go first, by index, and cost nothing.
 

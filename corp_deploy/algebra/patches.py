@@ -1,12 +1,12 @@
-"""Five closed forms for a convolution after some of its input channels are removed, and REPAIR.
+"""Five closed forms for a convolution after some of its input channels are removed, and REPAIR's rescaling of outputs.
 
 A convolution is a linear layer on patches, y = W u + b with W = conv.weight.flatten(1): a channel is T columns of u,
-one for each place of the kernel. Zero padding makes u zero outside of the map, so that a constant of the map isn't
-constant in patches: a map of channels alone (GRAIL) stays exact at borders, an added constant doesn't.
+one for each position in the kernel. Zero padding makes u zero outside of the feature map, so that a constant channel
+isn't constant in patches: mixing channels (GRAIL) stays exact at borders, adding a constant doesn't.
 
 Every form is judged on the moments of patches. One group of a convolution at a time.
 
-Legend: C channels, T taps (places of the kernel), U = C T columns, channel by channel, O outputs, K kept, k = K T,
+Legend: C channels, T taps (positions in the kernel), U = C T columns, channel by channel, O outputs, K kept, k = K T,
 X = O T.
 """
 
@@ -23,7 +23,7 @@ _STILL_VARIANCE_REL = 1e-12  # an output whose variance is below this share of i
 
 
 def columns(kept_K: Tensor, taps: int) -> Tensor:
-    """Return the columns of these channels in their order, int64 [K T]."""
+    """Return the indices of the columns of these channels, channel by channel, int64 [K T]."""
     return (kept_K[:, None] * taps + torch.arange(taps, device=kept_K.device)).flatten()
 
 
@@ -31,8 +31,8 @@ def columns(kept_K: Tensor, taps: int) -> Tensor:
 class PatchStatistics:
     """Moments of the inputs of one group of a convolution, float64.
 
-    mean_U, second_UU: E[u] and E[u u'] over patches, zeros of the padding among them; mean_C, second_CC: E[x] and
-    E[x x'] over all places of the map itself; taps: T.
+    mean_U, second_UU: E[u] and E[u u'] over patches, padding's zeros included; mean_C, second_CC: E[x] and E[x x'] over
+    all positions of the feature map, without padding; taps: T.
     """
 
     mean_U: Tensor
@@ -65,8 +65,8 @@ def recover_convolution(
     * `bias`: b' = b + W_P E[u_P] (FLAP, on patches): right on average over inside and borders;
     * `im2col`: least squares over patches with a bias, `channels.affine` on columns. Without a ridge no other
       convolution on these channels has less error;
-    * `gram`: W'[o,s,t] = sum_h W[o,h,t] B[h,s], B = G_:K (G_KK + ridge I)^-1, G = E[x x'] on the map; no bias (GRAIL,
-      3.1). The kept channels go through it too, as published;
+    * `gram`: W'[o,s,t] = sum_h W[o,h,t] B[h,s], B = G_:K (G_KK + ridge I)^-1, G = E[x x'] on the feature map; the bias
+      stays (GRAIL, 3.1). The kept channels go through it too, as published;
     * `affine`: CORP's eq. 9 on the map's channels, x_P ~ B x_K + c, carried over as it stands: b' = b + sum_t
       W_P[:, :, t] c. Wrong at zero-padded borders, where the dropped channels are 0 and c isn't; there it can lose to
       `gram`. Right where nothing is padded.
@@ -104,7 +104,7 @@ def rescale_outputs(
     """Return weight and bias with which every output has `mean_O` and `variance_O` in place of its own.
 
     REPAIR (Jordan et al. 2022, arXiv 2211.08403), GRAIL's re-estimated BatchNorm, folded into the convolution: `mean_O`
-    and `variance_O` are the dense outputs'. An output that doesn't vary keeps its weights and meets the mean.
+    and `variance_O` are the dense outputs'. An output that doesn't vary keeps its weights; its bias gives it the mean.
     """
     is_still_O = own_variance_O <= _STILL_VARIANCE_REL * torch.maximum(own_mean_O.square(), variance_O)
     scale_O = torch.where(is_still_O, 1.0, (variance_O / own_variance_O.masked_fill(is_still_O, 1.0)).sqrt())

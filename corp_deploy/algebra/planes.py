@@ -59,7 +59,7 @@ def plane_scores(score_HD: Tensor) -> Tensor:
 
 
 def _gram(product: Product) -> Tensor:
-    """Return tr(Q B K B') over the parts of the factors of all planes [.., X, X]."""
+    """Return G [.., X, X]: tr(Q B K C') for every two of the matrices B, C that the numbers of x multiply in E."""
 
     def block(one: int, other: int) -> Tensor:
         terms = [
@@ -73,7 +73,7 @@ def _gram(product: Product) -> Tensor:
 
 
 def aggregated_loss(q_second_HDD: Tensor, k_second_HDD: Tensor) -> PlaneLoss:
-    """Return tr(S_q E S_k E') from second moments of rotated q and k."""
+    """Return the loss tr(S_q E S_k E') of each head from S_q and S_k, the second moments of rotated q and k."""
     planes = q_second_HDD.shape[1] // 2
     q_H2P2P, k_H2P2P = (
         each.unflatten(2, (2, planes)).unflatten(1, (2, planes)) for each in (q_second_HDD, k_second_HDD)
@@ -197,7 +197,7 @@ def order_planes(gram_HXX: Tensor, *, ridge_rel: float, grouped: int = 1) -> Ten
 
 
 def _last_planes(order_HP: Tensor, planes: int) -> Tensor:
-    """Return the planes [H,K] that stay, ascending."""
+    """Return the last `planes` planes [H,K] of an order of removal, ascending."""
     return order_HP[:, order_HP.shape[1] - planes :].sort(dim=1).values
 
 

@@ -1,4 +1,4 @@
-"""The regularised solve behind every recovery, and the error of a linear layer's output after the layer changes.
+"""Ridge solves of recoveries, errors of changed linear layers, and a mean predicted from some of its numbers.
 
 Legend: F inputs, O outputs, K unknowns per output.
 """
@@ -15,9 +15,10 @@ _CUTOFF_REL = 1e-12  # eigenvalues below this share of the largest count as zero
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RidgeSolution:
-    """X with X (gram + ridge I) = cross, and the 1-norm condition number of the matrix (at most 1/eps) or a bound.
+    """The solution X of X (gram + ridge I) = cross, and the condition number of gram + ridge I.
 
-    The defaults are those of weights that nothing was solved for.
+    The condition is that of the 1-norm, an upper bound, or after an eigendecomposition that of the 2-norm, at most
+    1/eps. The defaults are those of weights that nothing was solved for.
     """
 
     solution_OK: Tensor
@@ -29,7 +30,7 @@ class RidgeSolution:
 
 
 def pseudo_solve(cross_OK: Tensor, gram_KK: Tensor) -> tuple[Tensor, float]:
-    """Return the shortest of the least-squares solutions, and the condition number."""
+    """Return the least-squares solution X of X gram = cross with the least norm, and the 2-norm condition of gram."""
     values_K, vectors_KK = torch.linalg.eigh(gram_KK)
     largest = values_K[-1].clamp_min(torch.finfo(values_K.dtype).tiny)
     inverse_K = torch.where(values_K > _CUTOFF_REL * largest, 1.0 / values_K, 0.0)
@@ -94,7 +95,7 @@ def output_error(mean_F: Tensor, second_FF: Tensor, change_OF: Tensor, bias_chan
 
 
 def floored_roots(moment_HVV: Tensor, floor_rel: float) -> tuple[Tensor, Tensor]:
-    """Return the square roots of the eigenvalues, raised to floor_rel * their mean before, and the eigenvectors."""
+    """Return the roots [H,V] of the eigenvalues, raised to floor_rel * their mean, and the eigenvectors [H,V,V]."""
     value_HV, basis_HVV = torch.linalg.eigh(moment_HVV)
     floor_H1 = (floor_rel * value_HV.mean(dim=1, keepdim=True)).clamp_min(torch.finfo(torch.float64).tiny)
     return torch.maximum(value_HV, floor_H1).sqrt(), basis_HVV

@@ -47,7 +47,7 @@ class QkRecovery:
 def judge_maps(
     maps: tuple[Tensor, Tensor], residual_H: Tensor, uncompensated_H: Tensor, *, condition: float, ridge: float
 ) -> QkRecovery:
-    """Return maps of q and k with their residual, and the residual with nothing fitted."""
+    """Return the recovery with these maps of q and of k, both residuals, and the r2 that follows from them."""
     return QkRecovery(
         q_map_HRD=maps[0],
         k_map_HRD=maps[1],
@@ -82,7 +82,7 @@ def residual_per_image(system: ImageSystem, q_map_HRD: Tensor, k_map_HRD: Tensor
 
 
 def select(kept_HR: Tensor, *, q_second_HDD: Tensor, k_second_HDD: Tensor) -> QkRecovery:
-    """Keep these dimensions unchanged, judged on the second moments."""
+    """Return the recovery that keeps these dimensions unchanged, judged on the aggregated objective; its r2 is 0."""
     map_HRD = selection(kept_HR, q_second_HDD.shape[-1])
     residual_H = residual_aggregated(q_second_HDD, k_second_HDD, map_HRD, map_HRD)
     return replace(judge_maps((map_HRD, map_HRD), residual_H, residual_H.clone(), condition=1.0, ridge=0.0), r2=0.0)

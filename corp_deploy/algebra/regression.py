@@ -124,7 +124,7 @@ def _weighted(x_BNK: Tensor, weights_BN: Tensor | None) -> Tensor:
 
 @dataclass(slots=True, kw_only=True)
 class Gram:
-    """Sums over tokens of x and of x x', of which `upper_KK` holds the upper triangle and `gram_KK` both."""
+    """The sum of the tokens' weights, and the weighted sums of x and of the upper triangle of x x'."""
 
     tokens: float
     sum_K: Tensor
@@ -143,6 +143,7 @@ class Gram:
 
     @property
     def gram_KK(self) -> Tensor:
+        """The weighted sum of x x', both triangles."""
         mirror_(self.upper_KK)
         return self.upper_KK
 
@@ -152,7 +153,7 @@ class Gram:
         return Gram(tokens=tokens, sum_K=sum_K, upper_KK=self.gram_KK + other.gram_KK)
 
     def of(self, kept_R: Tensor) -> "Gram":
-        """Return the sums of some of the inputs."""
+        """Return the sums of the inputs `kept_R` alone."""
         return Gram(tokens=self.tokens, sum_K=self.sum_K[kept_R], upper_KK=self.gram_KK[kept_R[:, None], kept_R])
 
 
@@ -198,7 +199,7 @@ class RegressionSums:
         )
 
     def of(self, kept_R: Tensor) -> "RegressionSums":
-        """Return the sums with some of the inputs only."""
+        """Return the sums with the inputs `kept_R` alone."""
         return RegressionSums(x=self.x.of(kept_R), t_O=self.t_O, tx_OK=self.tx_OK[:, kept_R], tt=self.tt)
 
     def uncentred(self) -> "RegressionSums":
@@ -211,7 +212,7 @@ class RegressionSums:
         return RegressionSums(x=x, t_O=torch.zeros_like(self.t_O), tx_OK=self.tx_OK, tt=self.tt)
 
     def less(self, weight_OK: Tensor, bias_O: Tensor) -> "RegressionSums":
-        """Return the sums with the output of this map subtracted from the targets."""
+        """Return the sums in which the targets are t - W x - b."""
         mapped_OK = weight_OK @ self.x.gram_KK + torch.outer(bias_O, self.x.sum_K)
         return RegressionSums(
             x=self.x,
@@ -221,7 +222,7 @@ class RegressionSums:
         )
 
     def regression(self) -> Regression:
-        """Return the means of the sums."""
+        """Return the statistics: every sum divided by the weight of all tokens."""
         tokens = self.x.tokens
         assert tokens > 0, tokens
         return Regression(

@@ -1,6 +1,6 @@
 """The choice of a ridge by two halves of the images: the one whose fits to either half err least on the other. PURE.
 
-No group of similar images is in both halves, so memorising the images of one half doesn't lower the error on the other.
+The caller has to put similar images into the same half: memorising one half then doesn't lower the error on the other.
 The caller's fit decides what the ridge pulls toward: in this project, the weights of the dense layer.
 """
 
@@ -33,7 +33,7 @@ class RidgeChoice:
 
 
 def ridges_from(least: float) -> tuple[float, ...]:
-    """Return `least` and the strengths above it, weakest first."""
+    """Return `least` and the strengths of RIDGES above it, weakest first."""
     return (least, *(each for each in RIDGES if each > least))
 
 
@@ -43,9 +43,9 @@ def choose_ridge(
     fit: Callable[[Statistics, float], Fit],
     share_lost: Callable[[Fit, Statistics], float],
 ) -> RidgeChoice:
-    """Return the strength whose fits lose least on the half that they were not fitted to; ties go to the strongest.
+    """Choose the strength whose fits lose least on the half that they were not fitted to; ties go to the strongest.
 
-    The strength for both halves together is never less than the weakest one.
+    `strength_whole` is never less than the weakest of `strengths`.
     """
     assert len(strengths) > 0
     ways = (splits, splits[::-1])

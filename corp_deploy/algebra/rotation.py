@@ -29,13 +29,13 @@ def hadamard(width: int, device: torch.device | None = None) -> Tensor:
 
 
 def rotate_maps(map_HRD: Tensor) -> Tensor:
-    """Rotate a map's outputs within each head; leave it unchanged where its width has no Hadamard matrix."""
+    """Return R A for each head's map A [R,D]; the maps unchanged if `is_rotatable` is false for their width."""
     width = map_HRD.shape[1]
     return hadamard(width, map_HRD.device) @ map_HRD if is_rotatable(width) else map_HRD
 
 
 def rotate_weight(weight_OK: Tensor, heads: int) -> Tensor:
-    """Return W R', the weight that reads the rotated channels of all heads, side by side, with the same output."""
+    """Return W R' [O,K], which reads the rotated channels of all heads; W if `is_rotatable` is false for a head."""
     width = weight_OK.shape[1] // heads
     if not is_rotatable(width):
         return weight_OK

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def producer(first_FI: Tensor, p: int) -> Tensor:
-    """Return ||V_i,:||_p of the first layer's row, without its bias (GRAIL's magnitude pruning; its p = 1 and 2)."""
+    """Return ||V_i,:||_p of each row of the first layer's weight [F] (GRAIL's magnitude pruning, p = 1 and 2)."""
     norm_F: Tensor = torch.linalg.vector_norm(first_FI, ord=p, dim=1)
     return norm_F
 
@@ -41,7 +41,7 @@ def wanda(second_U: Tensor, weight_OU: Tensor, taps: int = 1) -> Tensor:
 
 
 def logit_energy(energy_HD: Tensor, images: int) -> Tensor:
-    """Return s_j = E[||q_j||^2 ||k_j||^2] over images, column norms over an image's tokens (CORP, algorithm 4)."""
+    """Return s_j = E[||q_j||^2 ||k_j||^2] from its sum over images, norms over an image's tokens (CORP, alg. 4)."""
     assert images > 0, images
     return energy_HD / images
 
@@ -77,5 +77,5 @@ def complement(kept_K: Tensor, count: int) -> Tensor:
 
 
 def selection(kept_K: Tensor, count: int) -> Tensor:
-    """Return rows that pick one of `count` each [...,K,count], float64."""
+    """Return one-hot rows [...,K,count], float64: row i is 1 at index kept_K[..., i]."""
     return torch.nn.functional.one_hot(kept_K, count).to(torch.float64)

@@ -39,7 +39,7 @@ def dropped_patterns(sparsity: Sparsity, device: torch.device) -> Tensor:
 
 
 def holds(weight_OK: Tensor, sparsity: Sparsity) -> bool:
-    """Return whether every group of n neighbours in a row has at most k weights that are not zero."""
+    """Return whether n divides the row length and at most k weights of every n neighbours in a row are not zero."""
     if weight_OK.shape[1] % sparsity.of:
         return False
     groups_Gn = weight_OK.reshape(-1, sparsity.of)
@@ -47,7 +47,7 @@ def holds(weight_OK: Tensor, sparsity: Sparsity) -> bool:
 
 
 def magnitude_mask(weight_OK: Tensor, sparsity: Sparsity) -> Tensor:
-    """Keep the largest weights of every group; among equals the first. Boolean [O,K]."""
+    """Return the boolean keep-mask [O,K] of the k largest magnitudes of every group; among equals the first."""
     groups_OGn = weight_OK.abs().unflatten(1, (-1, sparsity.of))
     order_OGn = groups_OGn.argsort(dim=-1, descending=True, stable=True)
     mask_OGn = torch.zeros_like(groups_OGn, dtype=torch.bool)
@@ -55,7 +55,7 @@ def magnitude_mask(weight_OK: Tensor, sparsity: Sparsity) -> Tensor:
 
 
 def cast_mask(weight_OK: Tensor, second_KK: Tensor, sparsity: Sparsity) -> Tensor:
-    """Choose the kept weights by CAST (Marchenko-Pastur paper, Sec. 3) without a prior mask. Boolean [O,K].
+    """Return the boolean keep-mask [O,K] of CAST (Marchenko-Pastur paper, Sec. 3), without a prior mask.
 
     In each group g by itself, the pattern has the least r' C_g r, where r are the weights that it drops and
     C_g = E[x_g x_g'].
@@ -85,12 +85,12 @@ def _cheapest(weight_On: Tensor, inverse_nn: Tensor, patterns_PD: Tensor) -> tup
 
 
 def obs_mask(weight_OK: Tensor, hessian_KK: Tensor, sparsity: Sparsity) -> Tensor:
-    """Choose the kept weights in SparseGPT's column order (arXiv 2301.00774), by the exact cost of dropping several.
+    """Return the boolean keep-mask [O,K] in SparseGPT's column order (arXiv 2301.00774), by exact costs of dropping.
 
     From left to right, each row drops the D weights of a group with the least cost w_D' ([H^-1]_DD)^-1 w_D, where H is
     the Hessian of the group's columns and all columns behind it. The weights in these columns are then updated to
     compensate (optimal brain surgeon).
-    `hessian_KK`: the inputs' covariance with its ridge, positive definite. Boolean [O,K].
+    `hessian_KK`: the inputs' covariance with its ridge, positive definite.
     """
     size, patterns_PD = sparsity.of, dropped_patterns(sparsity, weight_OK.device)
     inverse_KK = torch.cholesky_inverse(torch.linalg.cholesky(hessian_KK))

@@ -1,4 +1,4 @@
-"""The least-squares refit of a linear layer's weights, each row on its own support. PURE.
+"""The choice of a linear layer's sparsity pattern, and the refit of each row's kept weights by least squares. PURE.
 
 Legend: O rows, K inputs, S kept weights of a row, X rows of one solve.
 """
@@ -44,7 +44,7 @@ class Objective:
 
     @cached_property
     def system_KK(self) -> Tensor:
-        """The system A."""
+        """The matrix A of the solves."""
         system_KK = self.inputs_KK.clone()
         system_KK.diagonal().add_(self.ridge)
         return system_KK
@@ -62,13 +62,13 @@ class Objective:
 
 
 def _is_singular(factor_XSS: Tensor, info_X: Tensor) -> Tensor:
-    """Return whether Cholesky found each system singular to working precision."""
+    """Return a mask [X], true for systems that Cholesky found singular to working precision."""
     pivots_XS = factor_XSS.diagonal(dim1=-2, dim2=-1).square()
     return (info_X != 0) | ~(pivots_XS.amin(dim=-1) > _SINGULAR * pivots_XS.amax(dim=-1))
 
 
 def _solve_rows(right_XS: Tensor, system_XSS: Tensor) -> Tensor:
-    """Solve each row by Cholesky; a row whose system is singular to working precision takes the shortest solution."""
+    """Solve each row's own system by Cholesky; where it is singular, by the least-squares solution of least norm."""
     factor_XSS, info_X = torch.linalg.cholesky_ex(system_XSS)
     solved_XS = torch.cholesky_solve(right_XS.unsqueeze(-1), factor_XSS).squeeze(-1)
     for row in _is_singular(factor_XSS, info_X).nonzero().flatten().tolist():
@@ -166,7 +166,7 @@ def sparse_layer(
 
 
 def refit_mask(objective: Objective, dense_bias_O: Tensor, mask_OK: Tensor, *, refits: bool = True) -> Sparse:
-    """Refit the weights that a mask keeps.
+    """Return the layer with the kept weights of `mask_OK` refitted, or unchanged without `refits`, and its errors.
 
     The refit minimises error plus penalty exactly. The kept dense weights have the least penalty, so the error without
     the penalty is never above theirs either.

@@ -112,7 +112,7 @@ class _Swept:
 
 
 def _change(t_ii: Tensor, t_jj: Tensor, t_ij: Tensor, n_ii: Tensor, n_jj: Tensor, n_ij: Tensor) -> Tensor:
-    """Return the exact change of the loss when kept i leaves and pruned j comes in."""
+    """Return the exact change of the loss if kept channel i and pruned channel j are exchanged, from T and N."""
     g = t_ij / t_jj
     return (n_ii - 2.0 * g * n_ij + g.square() * n_jj) / (g.square() * t_jj - t_ii) - n_jj / t_jj
 

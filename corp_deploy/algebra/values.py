@@ -40,7 +40,7 @@ class ValueRecovery(ChannelRecovery):
 
 
 def _block_diagonal(v_map_HRV: Tensor) -> Tensor:
-    """Return all maps as one: [H, R, V] -> block diagonal [K, C]."""
+    """Return the block-diagonal matrix [K,C] of all heads' maps."""
     out_KC: Tensor = torch.block_diag(*v_map_HRV)
     return out_KC
 
@@ -59,6 +59,7 @@ def _dropping_error(second_CC: Tensor, weight_OC: Tensor, heads: int, width: int
 
 
 def keep_values(weight_OC: Tensor, bias_O: Tensor | None, heads: int) -> ValueRecovery:
+    """Return the recovery at full width: identity maps and the unchanged projection."""
     head_dim = weight_OC.shape[1] // heads
     return ValueRecovery(
         v_map_HRV=torch.eye(head_dim, dtype=torch.float64, device=weight_OC.device).expand(heads, -1, -1),
@@ -86,7 +87,7 @@ def _truncate(whitened_HOV: Tensor, root_HV: Tensor, basis_HVV: Tensor, width: i
 def _sweep_heads(
     covariance_CC: Tensor, weight_OC: Tensor, v_map_HRV: Tensor, new_OK: Tensor, ridge_rel: float
 ) -> tuple[Tensor, Tensor]:
-    """Fit each head in turn to what the other heads leave of the output, by reduced-rank ridge toward its own map."""
+    """Refit each head in turn to the output left by the others, by ridge toward its own map; return maps and weight."""
     _, width, head_dim = v_map_HRV.shape
     v_map_HRV, new_OK = v_map_HRV.clone(), new_OK.clone()
     left_OC = weight_OC - new_OK @ _block_diagonal(v_map_HRV)
@@ -110,7 +111,7 @@ _NOISE = 4.0  # the whole covariance's least eigenvalue is assumed above this ma
 
 
 def _raise_eigenvalues(covariance_CC: Tensor, heads: int) -> Tensor:
-    """Add to the diagonal of a covariance if any head's own block has an eigenvalue below zero.
+    """Return the covariance, with a constant added to its diagonal if a head's own block has an eigenvalue below zero.
 
     Rounding of float32 sums gives such eigenvalues where z varies little compared with its mean; a solve with them
     amplifies noise.

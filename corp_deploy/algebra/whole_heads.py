@@ -31,7 +31,7 @@ def output_energy(second_CC: Tensor, weight_OC: Tensor, heads: int) -> Tensor:
 
 
 def weight_energy(weight_OC: Tensor, heads: int) -> Tensor:
-    """Return ||W_h||^2 [H]."""
+    """Return the squared norm of each head's columns of the projection [H]."""
     return weight_OC.square().sum(dim=0).view(heads, -1).sum(dim=1)
 
 
@@ -54,9 +54,9 @@ def recover_projection(
     *,
     ridge_rel: float,
 ) -> ChannelRecovery:
-    """Return the projection that reads the heads left, z' = R z.
+    """Return the projection that reads the heads left, z' = R z, and its errors.
 
-    With S the sum of the columns of each cluster, G the second moment and C the covariance of z:
+    With S the sum of W's columns over each cluster, G the second moment and C the covariance of z:
 
     * `none`: S;
     * `gram`: W G R' (R G R' + ridge I)^-1, with the bias unchanged (GRAIL, as published);

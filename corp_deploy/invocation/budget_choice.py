@@ -11,9 +11,9 @@ from .option import Labels, PathLike, Record, option
 from .values import DIRECTORY, FILE_OR_VALUES, PATH, ParsedText
 
 CALIBRATE, BUDGET, CLOSED_LOOP, EXAMPLE_IMAGES = 2, 2, 6, 512
-"""The costs of operations in bare forward passes over EXAMPLE_IMAGES images, rounded.
+"""The costs of a calibration, a budget and a closed loop, in bare forward passes over EXAMPLE_IMAGES images, rounded.
 
-With fewer images solving weighs more. A test compares these with benchmarks/results/passes.json.
+With fewer images, solving adds passes. A test compares the costs with benchmarks/results/passes.json.
 """
 
 
@@ -22,9 +22,9 @@ def cost(passes: int) -> str:
 
 
 MOST_CUT = 0.85
-"""The largest share of every site that a budget may cut by default: about a seventh of each stays."""
+"""The default of `most_cut`: a budget that keeps less than about a seventh of every prunable site is refused."""
 MACS = 0.7
-"""The share of the MACs that is kept by default."""
+"""The share of the dense model's MACs that is kept by default."""
 Currency = Literal["macs", "params", "latency"]
 Measure = Literal["error", "agreement", "accuracy"]
 # A model that outputs only zeros has an error of 1, so any model meets a larger limit; likewise at the other open ends.
@@ -80,7 +80,7 @@ class BudgetChoice(Record, heading="Budget"):
     """A budget, as a share of the dense model's MACs, parameters or latency to keep, or a limit on the loss (`within`).
 
     Raises BadInput for more than one budget, for a budget beside a limit, for a latency budget without
-    `latency_tables`, and for labels without a limit on accuracy.
+    `latency_tables`, and for labels beside a limit on another measure than accuracy.
     """
 
     macs: float | None = option(

@@ -1,4 +1,4 @@
-"""Options of a calibration: statistics, inputs, and how the model is run. Torch is imported on use."""
+"""Options of a calibration: statistics, held-out inputs, forward passes, and outputs. Torch is imported on use."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +30,8 @@ class StatisticsOptions(Record, heading="Statistics"):
     CORP's per-image system (`attention_system`) covers all dimensions of heads, or only those kept at the sparsities
     `attn`.
 
-    Raises BadInput for `attention_system` without attention, and for options of the system without the system.
+    Raises BadInput for `attention_system` without `attention`, `attn` without `attention_system`, and `first_pass` or
+    `align` without `attn`.
     """
 
     sites: Sequence[str] = option(Repeated(), (), help="Only sites that fit this pattern, such as 'blocks.3.*'.")
@@ -99,7 +100,7 @@ class StatisticsOptions(Record, heading="Statistics"):
 
 @dataclass(frozen=True, kw_only=True)
 class PassOptions(Record, heading="The pass"):
-    """The inputs to hold out and to group, and the forward passes over the others."""
+    """The held-out inputs and the groups, and batch size, device and snapshots of the pass over the other inputs."""
 
     hold_out: int | None = option(
         IMAGES,
@@ -121,9 +122,9 @@ class PassOptions(Record, heading="The pass"):
     )
 
     def order_for_snapshots(self, source: Inputs, *, samples: int | None, seed: int) -> Inputs:
-        """Return the inputs, shuffled if `samples` of them were drawn and there are snapshots.
+        """Return the inputs, shuffled by `seed` if `samples` is set and there are snapshots, else unchanged.
 
-        A snapshot takes the first inputs, and drawn inputs come in the order of the data set.
+        A snapshot covers the first inputs, and drawn inputs are in the order of the data set.
         """
         from calib.inputs import shuffle_inputs
 
@@ -132,7 +133,7 @@ class PassOptions(Record, heading="The pass"):
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrateOptions(PassOptions, MergedStatistics, StatisticsOptions):
-    """All options of `calibrate` in Python. Raises BadInput for an option that has no effect on the device."""
+    """All options of `calibrate` in Python. Raises BadInput for one without effect on the device or on merging."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -159,7 +160,7 @@ class CalibrateOptions(PassOptions, MergedStatistics, StatisticsOptions):
 
 @dataclass(frozen=True)
 class CalibrateFiles(Record):
-    """The file that `calibrate` writes, a positional parameter in Python."""
+    """The moments file that `calibrate` writes, a positional parameter in Python."""
 
     output: PathLike = option(FILE, NEEDED, help="Moments file to write (.safetensors).")
 

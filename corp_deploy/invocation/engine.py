@@ -23,7 +23,7 @@ PROFILE = ParsedText(span="min:opt:max", expected="MIN:OPT:MAX", kind=BatchProfi
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions(Record, heading="Engine"):
-    """The options of `build`; None leaves an option to the builder, and options that it ignores are refused."""
+    """The options of `build`; None means the builder's default, and options that the builder ignores are refused."""
 
     backend: Literal["tensorrt", "tensorrt-rtx", "onnxruntime"] = option(
         default="tensorrt", help="What builds it; TensorRT-RTX and ONNX Runtime need no GPU."
@@ -67,7 +67,7 @@ class EngineOptions(Record, heading="Engine"):
         BUILD.refuse([("", way)], options)
 
     def build_options(self, command: str) -> BuildOptions:
-        """Return the options as a value of the package `export`, with the command line for the engine's record."""
+        """Return the options as BuildOptions; `command` is the command line that the engine's record names."""
         options = self.values | {"workspace_mib": self.workspace_mib and self.workspace_mib * 2**20}
         named = {ENGINE_OPTIONS.get(name, name): value for name, value in options.items() if name != "device"}
         return BuildOptions(**named, command=command)
@@ -127,7 +127,7 @@ class ServingOptions(Record, heading="Serving"):
 
     @property
     def serving(self) -> "Serving":
-        """The options as a value of the package `export`; the preferred batch size is added later, from bench.json."""
+        """The server's options, without names, labels and profiles; bench.json later adds the preferred batch size."""
         from export.triton.config import Serving
 
         others = ("name", "model_version", "labels", "server", "batch", "allow_failed")
@@ -140,7 +140,7 @@ MOST_HELD_OUT = 256
 
 @dataclass(frozen=True, kw_only=True)
 class ShipOptions(Record, heading="What is made"):
-    """The images and the target of `ship`."""
+    """The images, labels, target and precisions of `ship`."""
 
     images: Path = option(
         PATH, NEEDED, help="Unlabelled images like those the model will meet: a folder, tar shards or arrays."

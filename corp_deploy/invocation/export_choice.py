@@ -16,7 +16,7 @@ from .values import DIRECTORY, FILE, ListOf, OneOf, Repeated
 
 @dataclass(frozen=True)
 class ExportFiles(Record):
-    """The file that `export` writes, a positional parameter in Python."""
+    """The ONNX file that `export` writes, a positional parameter in Python."""
 
     output: PathLike = option(
         FILE,
@@ -166,7 +166,7 @@ class ExportOptions(GraphOptions, QuantisedOptions, heading="Precision"):
 
     @property
     def mixed(self) -> tuple[str, ...]:
-        """The precisions that keep some modules in FP32."""
+        """The mixed precisions among `precision`: those with some modules in FP32."""
         return tuple(name for name in self.precisions if name in MIXED)
 
     @property
@@ -176,7 +176,7 @@ class ExportOptions(GraphOptions, QuantisedOptions, heading="Precision"):
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderExport(Record):
-    """The options of `export-decoder`: the precision, and the sequences for which cache sizes are shown."""
+    """The options of `export-decoder`: the precision, and the model and sequences for which cache sizes are shown."""
 
     precision: Literal["fp32", "int8", "int4", "fp16"] = option(
         default="fp32", help="int8 and int4 quantise weights only; fp16 is for GPUs, the others for CPUs."

@@ -1,4 +1,4 @@
-"""Options of the inputs of a model. Torch is imported when they are opened."""
+"""Options of a model's inputs: files, draw, decoding, held-out inputs, labels. Torch is imported to open them."""
 
 import shlex
 from collections.abc import Callable, Collection, Mapping
@@ -50,7 +50,7 @@ class Drawn(Record, heading="Inputs"):
 
 @dataclass(frozen=True, kw_only=True)
 class Decoded(Record, heading="Inputs"):
-    """The options of decoding images."""
+    """The number of processes that decode images, and the number of unreadable images to skip at most."""
 
     workers: int = option(WORKERS, 0, help="Processes that decode images.")
     max_bad: int = option(BAD_IMAGES, 0, help="Unreadable images to skip.")
@@ -62,7 +62,7 @@ class Decoded(Record, heading="Inputs"):
 
 @dataclass(frozen=True, kw_only=True)
 class HoldOutOptions(Record, heading="Inputs"):
-    """The number and groups of the inputs that `calibrate` held out. Raises BadInput for groups without a number."""
+    """The number and groups of the inputs that `calibrate` held out. Raises BadInput for groups without `hold_out`."""
 
     hold_out: int | None = option(
         IMAGES,
@@ -83,14 +83,14 @@ class HoldOutOptions(Record, heading="Inputs"):
         return split_for_calibration(inputs, hold_out=self.hold_out, groups=self.groups, seed=seed)
 
     def proving(self, inputs: Inputs, seed: int) -> Inputs:
-        """Return the inputs that prove a model: those held out, or all without `hold_out`."""
+        """Return the part of `inputs` that a model is proved on: those held out, or all without `hold_out`."""
         parts = self.split(inputs, seed)
         return parts.fitted if parts.held_out is None else parts.held_out
 
 
 @dataclass(frozen=True, kw_only=True)
 class InputOptions(HoldOutOptions, Decoded, Drawn):
-    """Images, texts, tokens or arrays, or no inputs. Raises BadInput for more than one of these."""
+    """The path of images, texts, tokens or arrays (or none), and of labels. Raises BadInput for two kinds of inputs."""
 
     images: Path | None = option(
         PATH,
@@ -156,7 +156,7 @@ class InputOptions(HoldOutOptions, Decoded, Drawn):
         return images
 
     def proving_images(self, model: "nn.Module", note: Callable[[str], None] = lambda text: None) -> "Images":
-        """Return the images that prove a model: those held out, or all without `hold_out`.
+        """Return the images that a model is proved on: those held out, or all without `hold_out`.
 
         Raises BadInput as images_for_model does, and for fewer images than `hold_out` asks for.
         """
@@ -173,7 +173,7 @@ class InputOptions(HoldOutOptions, Decoded, Drawn):
 
 @dataclass(frozen=True, kw_only=True)
 class RequiredInputs(InputOptions):
-    """Images, texts, tokens or arrays. Raises BadInput without inputs."""
+    """The path of images, texts, tokens or arrays, and of labels. Raises BadInput without inputs."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

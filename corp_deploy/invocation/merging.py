@@ -23,7 +23,10 @@ SCHEDULE = ParsedText(
 
 @dataclass(frozen=True, kw_only=True)
 class MergedStatistics(Record, heading="Merged tokens"):
-    """Token merging during calibration. A schedule that a model is too small for is refused when the model is open."""
+    """Token merging during calibration: the schedule, the metric, and whether tokens are merged or dropped.
+
+    Raises BadInput for `auto` with `drop`. A schedule that a model is too small for is refused when the model is open.
+    """
 
     merge_tokens: int | str | None = option(
         SCHEDULE,
@@ -54,7 +57,7 @@ class MergedStatistics(Record, heading="Merged tokens"):
 
     @property
     def schedule(self) -> str | None:
-        """The merging schedule as a text, None without merging."""
+        """The schedule as a text, such as '12', 'grow:36' or 'auto'; None without merging."""
         return None if self.merge_tokens is None else str(self.merge_tokens)
 
     @property
@@ -80,7 +83,7 @@ class MergedStatistics(Record, heading="Merged tokens"):
 
 @dataclass(frozen=True, kw_only=True)
 class MergingChoice(MergedStatistics):
-    """Token merging in a reduced model, and the form of its outputs."""
+    """Token merging in a reduced model, and whether it outputs merged tokens or one for each original token."""
 
     merge_outputs: Literal["merged", "unmerged"] = option(
         default="merged",

@@ -1,4 +1,4 @@
-"""Options of the method: a preset, replacements of its parts, and sparse weights. Imports no torch."""
+"""Options of the method: shares to remove, a preset, replacements of its parts, sparse weights. Imports no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -40,7 +40,7 @@ RIDGE_OF_BEST = 1e-3
 """The ridge of preset best; a weaker one can err several times as much on inputs unlike those of the fit."""
 HeadsName = Literal["padded", "square", "ragged", "auto"]
 WIDTHS = "mlp=64,head=16,conv=32"
-"""The default multiples of widths."""
+"""The default multiples that widths are rounded to, by kind of site."""
 MULTIPLES = ByKind(dict.fromkeys(("mlp", "head", "conv"), ALIGNMENT))
 ALIGN: Mapping[str, int] = MULTIPLES.from_text(WIDTHS)
 RANKINGS = {"mlp": MLP_RANKINGS, "head": QK_RANKINGS, "conv": MLP_RANKINGS, "heads": HEADS_RANKINGS}
@@ -81,7 +81,7 @@ def with_implied(options: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class GeometryOptions(Record, heading="Widths and method"):
-    """The head geometry and the multiples of widths, for `sweep` and `latency-table`."""
+    """The head geometry and the multiples that widths are rounded to, for `sweep` and `latency-table`."""
 
     heads: Literal["padded", "square", "ragged"] = option(default="padded", help="Geometry.")
     align: Mapping[str, int] = option(MULTIPLES, WIDTHS, help="Multiples of widths.")
@@ -89,7 +89,7 @@ class GeometryOptions(Record, heading="Widths and method"):
 
 @dataclass(frozen=True, kw_only=True)
 class MethodChoice(Record, heading="Widths and method"):
-    """A preset, shares to remove, and options that replace parts of the preset.
+    """A preset, shares of channels, dimensions and heads to remove, and options that replace parts of the preset.
 
     Raises BadInput for options that contradict one another.
     """
@@ -169,12 +169,12 @@ class MethodChoice(Record, heading="Widths and method"):
 
     @property
     def sparsities(self) -> tuple[float | None, ...]:
-        """The shares to remove by kind of site, None for a kind that is left alone."""
+        """The shares to remove (mlp, attn, conv, residual, whole_heads), None for a kind of site that is left alone."""
         return self.mlp, self.attn, self.conv, self.residual, self.whole_heads
 
     @property
     def method(self) -> Method:
-        """The method of these options, with padded heads for `auto`. Raises BadInput as the record does."""
+        """The method of these options, with padded heads for `auto`. Raises BadInput for contradictory options."""
         return _method(
             method_of(self.preset),
             **self._replaced,
@@ -214,9 +214,9 @@ class MethodChoice(Record, heading="Widths and method"):
 
     @property
     def of_preset(self) -> tuple[Axis, str]:
-        """The table of presets and their options, and the row of this preset.
+        """The table of presets and the options that each honours, and the name of this preset's row in the table.
 
-        A preset with replaced parts gets a row of its own, since other options have an effect with it.
+        A preset with replaced parts gets an additional row, since other options have an effect with it.
         """
         name = method_of(self.preset)
         changed = {field: value for field, value in self._replaced.items() if value is not None}
@@ -239,7 +239,7 @@ EXPECTED = "2:4 for all sites, or mlp=2:4,head=2:4,conv=2:4, any of which may be
 
 
 def sparsities_from_text(text: str) -> dict[SparseKind, Sparsity]:
-    """Parse one pattern for all kinds of sites, or patterns by kind; raise BadInput for other texts."""
+    """Parse a pattern for all kinds of sites (2:4), or some by kind (mlp=2:4); raise BadInput for other texts."""
     if "=" not in text:
         return dict.fromkeys(KINDS, sparsity_from_text(text))
     words = [part.strip().partition("=") for part in text.split(",")]

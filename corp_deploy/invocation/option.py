@@ -30,7 +30,7 @@ class SupportsArray(Protocol):
 
 Labels: TypeAlias = PathLike | SupportsArray | Sequence[int] | Mapping[str, int]
 NEEDED = MISSING
-"""The default of a required option."""
+"""The default that marks an option as required."""
 WRITTEN = (
     *("output", "summary", "write_golden", "polygraphy"),
     *("timing_cache", "latency_tables", "history", "track"),
@@ -61,7 +61,7 @@ class Option:
         return value is False and self.default is not False
 
     def converted(self, value: Any) -> Any:
-        """Convert a value to the option's type, None to the default; raise BadInput for a wrong or required value."""
+        """Return a value as the option's type, None as the default; raise BadInput if wrong, or None but required."""
         if value is None and self.default is NEEDED:
             raise BadInput(f"{spelled(self.typed)}: nothing is given, expected {self.of}")
         value = self.default if value is None else tuple(value) if isinstance(value, list) else value
@@ -93,13 +93,13 @@ def option(
     typed: str | None = None,
     in_recipe: bool | str = True,
 ) -> Any:
-    """Declare a field of a record as an option; without `of` its annotation, a Literal or bool, has the values."""
+    """Return the dataclass field of an option; without `of`, its annotation (a Literal or bool) lists the values."""
     meta = {"of": of, "help": help, "flag_value": flag_value, "unset": unset, "typed": typed, "in_recipe": in_recipe}
     return field(default=default, metadata=meta)
 
 
 def declared(record: type["Record"], name: str, default: Any) -> Any:
-    """Declare a field as the option `name` of another record, with a default of its own."""
+    """Return the dataclass field of an option declared like the option `name` of `record`, but with another default."""
     each = _every_option(record)[name]  # type: ignore[arg-type]  # a class is hashable, which mypy misses
     names = ("of", "help", "flag_value", "unset", "typed", "in_recipe")
     return field(default=default, metadata={key: getattr(each, key) for key in names})
@@ -113,7 +113,7 @@ def _values_of(annotation: Any) -> Values:
 
 @cache
 def _every_option(record: type["Record"]) -> Mapping[str, Option]:
-    """Return the options of a record by name, cached, since every constructor of a record reads them."""
+    """Return the options of a record by field name, cached, since every constructor of a record reads them."""
     return {
         each.name: Option(
             name=each.name,
@@ -133,7 +133,7 @@ def _every_option(record: type["Record"]) -> Mapping[str, Option]:
 
 
 def options_of(record: type["Record"], *only: str) -> dict[str, Option]:
-    """Return the options of a record by name in the order of declaration, or only those named in `only`."""
+    """Return the options of a record by field name in the order of declaration, or only those named in `only`."""
     every = _every_option(record)  # type: ignore[arg-type]  # a class is hashable, which mypy misses
     return {name: every[name] for name in only or every}
 
@@ -165,7 +165,10 @@ class Record:
 
     @property
     def command_options(self) -> dict[str, Any]:
-        """The options as an Invocation holds them: by typed name, without None and empty lists, False as no_NAME."""
+        """The values for an Invocation by typed name, without None and empty ones; no_NAME turns off a default.
+
+        no_NAME is True if the value of NAME is False and its default is not.
+        """
         options = options_of(type(self))
         values = {each.typed: _command_value(each.of, self.values[name]) for name, each in options.items()}
         off = {f"no_{each.typed}": True for each in options.values() if each.off(values[each.typed])}
@@ -191,10 +194,10 @@ PROGRAM = "corp-deploy"
 
 
 class Pairs(dict[str, Any]):
-    """The value of an option that is spelled name=value,name=value, without names whose value is None."""
+    """A mapping whose text is name=value,name=value, as commands spell it, without names whose value is None."""
 
     def __str__(self) -> str:
-        """Return the pairs, `channels` without its name, since a word alone stands for it."""
+        """Return the pairs joined with commas, that of `channels` as the value alone."""
         pairs = ((name, value) for name, value in self.items() if value is not None)
         return ",".join(str(value) if name == "channels" else f"{name}={value}" for name, value in pairs)
 
@@ -203,8 +206,8 @@ class Pairs(dict[str, Any]):
 class Invocation:
     """A command, its arguments, and its options by name. Paths are relative to the directory that it is run in.
 
-    Options with None and False are left out; True stands for a flag, a tuple for values joined with commas, and a list
-    for an option that is repeated.
+    In `options`, None and False leave an option out of the command line; True is a flag, a tuple is values joined with
+    commas, and a list is an option that is repeated.
     """
 
     command: str
@@ -224,5 +227,5 @@ class Invocation:
 
 
 def path_from(directory: Path, path: PathLike | None) -> str | None:
-    """Return a path relative to the directory that a command is run in, with slashes; None for None."""
+    """Return a path relative to `directory`, where a command is run, as a text with slashes; None for None."""
     return None if path is None else Path(os.path.relpath(Path(path).absolute(), directory.resolve())).as_posix()

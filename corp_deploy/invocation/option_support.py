@@ -38,7 +38,10 @@ class Variant:
 def variant(
     label: str, how: str, names: str = "", instead: Mapping[str, str] | None = None, **values: Values
 ) -> Variant:
-    """Return a variant that honours options, listed like "threads mode=eager,compiled" (only these two modes)."""
+    """Return a Variant that honours the options in `names`, such as "threads mode=eager,compiled", and in `values`.
+
+    In this example it honours all values of `threads`, but only two of `mode`.
+    """
     pairs = (word.partition("=") for word in names.split())
     supported = {name: tuple(some.split(",")) if some else ANY for name, _, some in pairs}
     return Variant(label=label, how=how, supported=supported | values, instead=instead or {})
@@ -98,7 +101,7 @@ class Axis:
         return "all" if len(able) == len(self.variants) else ", ".join(able)
 
     def supported(self, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the options without those that only other ways of this table honour."""
+        """Return `values` (by option) without those that the way `name` ignores and another way honours."""
         variant = self.variants[name]
         return {key: value for key, value in values.items() if key not in self.options or variant.supports(key, value)}
 
@@ -108,7 +111,10 @@ def spelled(option: str) -> str:
 
 
 def spelling(option: str, value: object) -> list[str]:
-    """Return an option as the words of a command: a flag alone, a tuple with commas, a list as repeated options."""
+    """Return an option as words of a command line: a flag alone, a tuple with commas, a list as repeated options.
+
+    None and False have no words.
+    """
     name = spelled(option)
     if value is None or value is False:
         return []
@@ -120,5 +126,5 @@ def spelling(option: str, value: object) -> list[str]:
 
 
 def words_of(values: Mapping[str, Any]) -> list[str]:
-    """Return options and their values as the words of a command, in this order."""
+    """Return options and their values, in their order, as the words of one command line."""
     return [word for option, value in values.items() for word in spelling(option, value)]

@@ -1,4 +1,4 @@
-"""Options of a proof (limits, batch sizes, runtimes, heads, metrics) and of `gate`. Imports no torch."""
+"""Options of proofs (`verify`, `perplexity`: limits, batch sizes, runtimes, heads, metrics) and of `gate`. No torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ OUTPUT_LIMITS = {"max_error": ERROR, "min_agreement": SHARE, "min_iou": SHARE}
 
 @dataclass(frozen=True, kw_only=True)
 class LimitOptions(Record, heading="Limits"):
-    """The limits that a proof judges the model's outputs and the score maps of heads by; None sets no limit.
+    """The limits on the errors and agreements of outputs and of heads' score maps in a proof; None sets no limit.
 
     A limit applies to every output, one of `output_limit` to the output it names. For score maps, `max_map_error` and
     `min_pixels` replace `max_error` and `min_agreement`.
@@ -98,7 +98,7 @@ class LimitOptions(Record, heading="Limits"):
 
     @property
     def by_output(self) -> dict[str, dict[str, float]]:
-        """The limits in `output_limit` by output and by name. Raises BadInput for a text that is not a limit."""
+        """`output_limit` as {output: {name of the limit: number}}. Raises BadInput for a text that is not a limit."""
         limits = dict[str, dict[str, float]]()
         for text in self.output_limit:
             output, _, limit = text.rpartition(":")
@@ -119,7 +119,7 @@ class LimitOptions(Record, heading="Limits"):
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageOptions(Record, heading="Limits"):
-    """The limits of every candidate of `perplexity`; None sets no limit."""
+    """The limits that `perplexity` judges each candidate by (None sets no limit), and their confidence."""
 
     max_ratio: float | None = option(RATIO, help="Largest perplexity, as a multiple of the dense one's.")
     min_agreement: float | None = option(SHARE, help="Smallest share of tokens with the same most likely next token.")
@@ -133,7 +133,7 @@ class LanguageOptions(Record, heading="Limits"):
 
 @dataclass(frozen=True, kw_only=True)
 class HeadOptions(Record, heading="Separate heads"):
-    """The separate ONNX heads for dense prediction that are run on the model's outputs."""
+    """The ONNX heads for dense prediction on the model's outputs, and the threshold of one-class score maps."""
 
     heads: Sequence[PathLike] = option(
         Repeated(each=FILE),
@@ -170,9 +170,9 @@ class ProofOptions(HeadOptions, LimitOptions, heading="Proof"):
 
 @dataclass(frozen=True, kw_only=True)
 class ProofFiles(Record, heading="Proof"):
-    """The record that a proof writes, and the moments that it reads.
+    """The parity.json that a proof writes, and the moments of the calibration images to compare its images with.
 
-    Raises BadInput for a record that ends in .npz, as the per-image figures beside the record do.
+    Raises BadInput for an `output` that ends in .npz, the suffix of the per-image figures beside it.
     """
 
     output: PathLike | None = option(FILE, help="parity.json to write; per-image figures go to .npz beside it.")
@@ -188,7 +188,7 @@ class ProofFiles(Record, heading="Proof"):
 
 @dataclass(frozen=True, kw_only=True)
 class MetricOptions(Record, heading="Proof"):
-    """Metrics that commands or functions of the user compute from the models' outputs."""
+    """Metrics that the user's commands or functions compute from the models' outputs, and the time limit of a run."""
 
     metric: Sequence[str] = option(
         Repeated(each=text_of("[NAME=]COMMAND")),
@@ -234,7 +234,7 @@ class GateOptions(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderProof(Record, heading="A decoder's graph"):
-    """The options of `verify` for a decoder's graph."""
+    """The options of `verify` for a decoder's graph: tokens of a sequence, and the execution provider."""
 
     length: int = option(TOKENS, 32, help=f"Tokens of a sequence. {VERIFY_REFERENCE.help('length')}")
     provider: Literal["cpu", "cuda"] = option(

@@ -22,12 +22,12 @@ from .values import DIRECTORY, FILE, OneOf
 
 SaveAs = Literal["hf"]
 Effort = Literal["quick", "standard", "thorough"]
-"""The stages tried after one pass over the moments: none; the closed loop; also widths from the loop, and a polish."""
+"""Stages tried after one pass over the moments: none; the closed loop; also a budget's widths in it, and a polish."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RepairChoice(Record, heading="Loops, polish and results"):
-    """The closed loop, the polish, held-out moments, and what is written."""
+    """The closed loop, the stages to try, the polish, held-out moments, the solver's device, and the saved format."""
 
     allow_partial: bool = option(default=False, help="Continue if some of the requested sites can't be reduced.")
     closed_loop: bool | Literal["asymmetric", "symmetric", "none"] | None = option(
@@ -75,7 +75,7 @@ class RepairChoice(Record, heading="Loops, polish and results"):
 
 @dataclass(frozen=True)
 class ReduceFiles(Record):
-    """The files of `reduce`, positional parameters in Python."""
+    """The moments file that `reduce` reads and the directory that it writes, positional parameters in Python."""
 
     moments: PathLike = option(FILE, NEEDED, help="Moments of this model, written by calibrate.")
     output: PathLike = option(DIRECTORY, NEEDED, help="Directory for model.safetensors and config.json.")
@@ -85,7 +85,7 @@ class ReduceFiles(Record):
 class ReduceOptions(SparseChoice, MergingChoice, RepairChoice, BudgetChoice, MethodChoice):
     """All options of `reduce`.
 
-    Raises BadInput for options that ask for nothing, that have no effect, or that contradict one another.
+    Raises BadInput for options that change nothing in the model, that have no effect, or that contradict one another.
     """
 
     def __post_init__(self) -> None:
@@ -161,7 +161,7 @@ class ReduceOptions(SparseChoice, MergingChoice, RepairChoice, BudgetChoice, Met
 
     @property
     def composes(self) -> bool:
-        """True if `effort` tries the closed loop (and a polish) and keeps a stage only where it lowers the error."""
+        """True if `effort` is not quick: further stages are tried, and each is kept only if it lowers the error."""
         return self.effort != "quick"
 
     @property
@@ -179,14 +179,14 @@ class ReduceOptions(SparseChoice, MergingChoice, RepairChoice, BudgetChoice, Met
 
     @property
     def polish_options(self) -> PolishOptions | None:
-        """The limits of the polish, None without a polish."""
+        """The largest number of sweeps and the time limit of the polish, None without a polish."""
         if self.polishing == "none":
             return None
         return PolishOptions(steps=self.polish_steps, time_s=self.polish_time)
 
     @property
     def method_asked(self) -> Method:
-        """The method, in which a closed loop repairs MLPs and attention at full width if only tokens are merged."""
+        """The method, with MLPs and attention repaired at full width if a closed loop follows token merging alone."""
         looped = self.loop is not None or self.composes
         repairs = self.merge_tokens is not None and looped and not self.allocates
         if not repairs or any(each is not None for each in self.sparsities):
@@ -199,7 +199,7 @@ class ReduceOptions(SparseChoice, MergingChoice, RepairChoice, BudgetChoice, Met
 
     @property
     def _fits_channels(self) -> bool:
-        """True if the method merges channels or heads, which takes images and not only moments."""
+        """True if the method merges channels or heads, for which it needs images besides moments."""
         return self.method.merges or self.method.folds_heads
 
     @property

@@ -12,7 +12,7 @@ FITTED = ("calibration_images", "calibration_text")
 
 
 def preset_way(name: str, method: Method) -> Variant:
-    """Return a preset's row: the widths, budgets and other options that have an effect with its method.
+    """Return a preset's row of PRESET: the widths, budgets and other options that have an effect with `method`.
 
     Budgets need a method with curves, and options of attention, convolutions and heads one that reduces those.
     """

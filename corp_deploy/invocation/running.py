@@ -1,4 +1,4 @@
-"""Options of timing two models side by side: of `bench`, and of the trials of `sweep`. Imports no torch."""
+"""Options of timing models side by side (`bench`, also of decoders, and the trials of `sweep`). Imports no torch."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -74,7 +74,7 @@ class RunOptions(Record, heading="Backend"):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(Record, heading="Measurement"):
-    """The time limit of a measurement, and the precision at which it stops."""
+    """The time limit, the precision, the blocks and the rounds of a measurement, and the audit for cached answers."""
 
     time_limit: float = option(
         SECONDS,
@@ -118,7 +118,7 @@ def _two_names(text: str) -> tuple[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions(PlanOptions, RunOptions, heading="What is timed"):
-    """All options of `bench`."""
+    """The batch sizes, names, backend and measurement of `bench`."""
 
     batches: Sequence[int] = option(ListOf(BATCH, "1,8,32"), (1, 8, 32), typed="batch", help="Batch sizes to measure.")
     names: tuple[str, str] = option(

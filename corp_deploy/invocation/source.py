@@ -1,4 +1,4 @@
-"""Options of a model's source. Torch is imported when the model is loaded."""
+"""Options of a model: name, weights, arguments, preprocessing and outputs. Torch is imported when it is loaded."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -89,7 +89,7 @@ class ModelSource(Record, heading="Model"):
         return Preprocessing(**{name: self.values[name] for name in of_images})
 
     def opened(self) -> "Checkpoint":
-        """Load the model. Raises BadInput as load_dense does."""
+        """Return the loaded model as a Checkpoint. Raises BadInput as load_dense does."""
         from corp_deploy.store.dense_model import load_dense
 
         return load_dense(

@@ -15,7 +15,7 @@ GRAPH = "an .onnx file or a model directory"
 
 
 def _onnxruntime(provider: str, where: str, names: str) -> Variant:
-    """Return the row of ONNX Runtime with one of its execution providers."""
+    """Return BENCH's row of ONNX Runtime with one of its execution providers."""
     return variant(
         f"ONNX Runtime {where}",
         f"{GRAPH}, --provider {provider}",

@@ -83,7 +83,7 @@ def _no_flag(text: str) -> bool:
 
 
 def text_of(span: str) -> ParsedText:
-    """Return the type of any text that is not empty, with `span` as its placeholder in help."""
+    """Return a type whose values are texts, in recipes not blank ones, with `span` as its placeholder in help."""
     return ParsedText(span=span, expected="a text that is not empty", kind=str, read=str)
 
 
@@ -211,9 +211,9 @@ class ListOf:
 
 
 def literal(of: Values, word: str) -> str:
-    """Return the word that follows an option in a message as a literal of Python and TOML, "" if it is no value.
+    """Return `word`, which follows an option in a message, as a literal of Python and TOML, "" if it is no value.
 
-    A message such as "--heads square needs --attn" is so rewritten for Python and recipes: heads='square'.
+    Of "--heads square needs --attn" it makes 'square' with quotes; placeholders such as DIR are returned unchanged.
     """
     bare = word.strip("'")
     if re.fullmatch("[A-Z]+", bare):

@@ -29,7 +29,7 @@ class Allocation:
 
 
 def allocate_widths(curves: list[CostCurve], dense: int, share: float, *, full_cost: int | None = None) -> Allocation:
-    """Return the widths of least predicted error that keep at most `share` of the cost; the solution is exact.
+    """Return the allocation of least predicted error that keeps at most `share` of the cost; the solution is exact.
 
     `dense` is the model's cost at the sites' present widths. Shares refer to `full_cost`, by default `dense`; it is
     larger if the model merges tokens. Raises BadInput if even the narrowest widths cost more.
@@ -58,7 +58,7 @@ def allocate_widths(curves: list[CostCurve], dense: int, share: float, *, full_c
 
 
 def _padded_to_one_length(tied: list[CostCurve]) -> list[CostCurve]:
-    """Repeat the first width of shorter curves, at no error, so that tied curves have equally many widths.
+    """Return tied curves with equally many widths: shorter ones repeat their first width, with an error of 0.
 
     If one of two tied sites can be removed whole and the other can't, the other then takes its narrowest width.
     """
@@ -83,7 +83,7 @@ def unreachable_budget(curves: list[CostCurve], dense: int, share: float, least:
 def allocate_uniformly(
     model: nn.Module, method: Method, curves: list[CostCurve], dense: int, *, full_cost: int | None = None
 ) -> Allocation:
-    """Return the allocation of the method's uniform sparsities, with cost and error read from the curves.
+    """Return the allocation of the method's uniform sparsities, with its share and error read from the curves.
 
     Sites that the sparsities don't reduce keep their widths; `dense` and `full_cost` are as in `allocate_widths`.
     """
@@ -106,7 +106,7 @@ def find_uniform_for_share(
     full_cost: int | None = None,
     used: Callable[[Allocation], Allocation] = lambda each: each,
 ) -> Allocation | None:
-    """Return the allocation of the smallest uniform sparsity, in percent steps, that meets the budget.
+    """Return the allocation of the smallest uniform sparsity, 0.00 to 0.99, that keeps at most `share` of the cost.
 
     The result is None if no sparsity does, as measured costs need not fall with the width. Curves price each site by
     itself; `used` replaces an allocation's share by what its widths cost together, if sites share layers.

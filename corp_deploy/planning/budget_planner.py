@@ -1,4 +1,4 @@
-"""Planners: a plan for a budget of any share of the cost, by error and cost curves that are computed once."""
+"""Probes of budgets, and planners: a plan for any share of the cost, by error and cost curves computed once."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ from .request import LatencyTarget, ProbedAllocation, ReductionRequest, WidthPla
 
 _ROUNDING = 1e-12
 _HALVINGS = 8
-"""Bisection steps over the budget that the curves are allowed, since sites that share layers save more together."""
+"""Bisection steps towards the largest budget by the curves whose widths, exactly priced, meet the asked budget."""
 
 
 def build_probe(
@@ -45,7 +45,7 @@ def build_probe(
 ) -> Probe:
     """Return the probe of a budget: images set apart, moments without them, and every site's order of removal.
 
-    With a `loop`, the probe measures widths on models from that closed loop, fitted to a few of the other images.
+    With a `loop`, and enough other images to fit it to, the probe measures widths on models from that closed loop.
     """
     apart = set_apart(dense, moments, images)
     metrics = compute_site_metrics(dense.model, method, draw_inputs(dense, apart.loop_images))
@@ -65,7 +65,7 @@ def build_probe(
 
 
 def probe_allocations(probe: Probe, allocations: Sequence[Allocation]) -> tuple[ProbedAllocation, ...]:
-    """Measure the output error of each allocation on the probe's images."""
+    """Return each allocation with its relative output error as measured on the probe's images."""
     return tuple(
         ProbedAllocation(
             name=each.name,
@@ -82,7 +82,7 @@ class Planner(ABC):
     """A budget's probe, curves and costs, from which plans for any share are made.
 
     `own` holds the sites' error curves in their own units. Shares refer to `full_cost`, the cost of the model without
-    token merging; `where` says how latency is measured.
+    token merging; `where` says how latency is measured, None if another cost counts.
     """
 
     probe: Probe
@@ -132,7 +132,7 @@ class Planner(ABC):
 class BudgetPlanner(Planner):
     """A planner that chooses widths alone.
 
-    `curves` are priced in the currency, and `total` is the cost of the model with the tokens that it merges. `costs`
+    `curves` are priced in the currency, and `total` is the cost of the model with its token merging, if any. `costs`
     computes the exact saving of all sites' widths together, as sites share layers; it is None for latency. If latency
     counts and the model merges tokens, `merging_ms` is the time of the merges alone.
     """
@@ -165,10 +165,10 @@ class BudgetPlanner(Planner):
         return (self.total - sum(curve.cost_now - curve.costs[0] for curve in self.curves)) / self.full_cost
 
     def _allocated(self, share: float) -> Allocation:
-        """Return the best widths whose exact share is at most `share`.
+        """Return the allocation of least predicted error whose exact share is at most `share`.
 
         Curves overestimate the cost of sites that share layers. So bisection finds the largest budget by the curves for
-        which the exact cost of the chosen widths is at most `share`.
+        which the exact cost of the chosen widths is at most `share`. Raises BadInput if no widths keep so little.
         """
         if self.costs is None:
             return allocate_widths(self.curves, self.total, share, full_cost=self.full_cost)
@@ -203,7 +203,7 @@ class BudgetPlanner(Planner):
 def build_budget_planner(
     dense: Checkpoint, moments: Moments, request: ReductionRequest, images: InputSet, watch: Stopwatch | None = None
 ) -> BudgetPlanner:
-    """Measure the sites' output errors and price their widths in the request's currency, latency by measured tables."""
+    """Return a planner with the sites' measured error curves, priced in the currency that the request counts."""
     probe = build_probe(dense, moments, request.method, images, request.loop(moments), watch)
     own, currency, where = compute_site_curves(probe), request.priced_in, request.where
     if currency != "latency":

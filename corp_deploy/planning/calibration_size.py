@@ -41,7 +41,7 @@ class SizeFit:
     residual: float
 
     def images_within(self, share: float) -> int | None:
-        """Return how many images bring the loss within this share of its limit, or None if the loss doesn't fall."""
+        """Return the number of images at which the line is (1 + share) * limit; None unless limit and slope are > 0."""
         if self.limit <= 0.0 or self.slope <= 0.0:
             return None
         return int(np.ceil(round(self.slope / (share * self.limit), 6)))
@@ -101,7 +101,7 @@ def _divide_losses(loss: float, largest: float) -> float:
 
 
 def compare_errors(errors_N: Floats, largest_N: Floats) -> tuple[float, float, float]:
-    """Return the ratio of mean errors to those of the largest number of images, with its paired bootstrap interval."""
+    """Return the ratio of the means of both errors, and the low and high end of its paired 95 % bootstrap interval."""
     ratio = _divide_losses(float(errors_N.mean()), float(largest_N.mean()))
     if not largest_N.mean() > 0.0:
         return ratio, ratio, ratio
@@ -113,7 +113,7 @@ def compare_errors(errors_N: Floats, largest_N: Floats) -> tuple[float, float, f
 
 
 def find_sufficient(points: Sequence[ImagesPoint], within: float) -> int | None:
-    """Return the smallest number of images from which on all errors are within the share, or None."""
+    """Return the smallest number of images, the largest apart, from which `high` is at most 1 + `within`, or None."""
     enough = None
     for point in reversed(points[:-1]):
         if point.high > 1.0 + within:
@@ -137,8 +137,8 @@ def measure_calibration_size(
 
     The moments are those of one model on ascending numbers of images. Widths are uniform unless `widths` gives them by
     site. `held_out` moments, inputs with the dense outputs (`scored`), or both judge; no calibration image may be among
-    these. `calibration` is as in `sweep`; `on_progress` receives the number of judged reductions. Raises BadInput if
-    the numbers of images don't ascend, nothing judges, or `reduce` refuses.
+    these. Methods that merge channels need the `calibration` images. `on_progress` receives the number of judged
+    reductions. Raises BadInput if the numbers of images don't ascend, nothing judges, or `reduce` refuses.
     """
     counts = [each.images for each in every]
     if len(counts) < 2 or any(one >= other for one, other in pairwise(counts)):

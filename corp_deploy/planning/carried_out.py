@@ -1,6 +1,6 @@
 """Plans carried out: in one pass over the moments, in the closed loop over the images, or by the better of both.
 
-Images to which neither is fitted decide which is better. This file also polishes the result.
+Images to which neither is fitted decide which is better. The file also polishes a reduction.
 """
 
 import math
@@ -84,11 +84,11 @@ def carry_out(
 
 
 MOST_APART = 0.1
-"""Largest share of the images set apart at which a loop over the other images is final."""
+"""Largest share of images set apart at which a loop fitted to the other images isn't fitted again to all."""
 
 
 def _output_error(dense: nn.Module, reduced: nn.Module, planned: WidthPlan, apart: ProbeSplit) -> float:
-    """Return the relative change of the outputs against the dense model with all of its tokens."""
+    """Return the relative output error on the images set apart, against the dense model without token merging."""
     probe = Probe(
         model=dense if traced_model.merging_of(dense) is None else traced_model.with_merging(dense, None),
         moments=apart.moments,
@@ -100,7 +100,7 @@ def _output_error(dense: nn.Module, reduced: nn.Module, planned: WidthPlan, apar
 
 
 def _count_judges(apart: ProbeSplit, images: InputSet) -> int:
-    """Return the number of images set apart, or 0 if some of these are, or may be, among those of the fit."""
+    """Return the number of images set apart, or 0 if there are none or the fit has, or may have, seen some of them."""
     set_apart_ids = images.ids[~torch.isin(images.ids, apart.others.ids)]
     fitted_ids = apart.moments.image_ids
     unseen = len(fitted_ids) and not torch.isin(set_apart_ids, fitted_ids).any()
@@ -119,10 +119,10 @@ def carry_out_better(
     """Carry a plan out in one pass and in the closed loop, and return the reduction of less error with its plan.
 
     Both attempts are fitted without the images set apart, which judge them; the choice of the plan's widths did use
-    these images. If no images can be set apart, the plan is carried out in one pass. The winner is fitted to all images
-    again, unless it is a loop that was fitted to nearly all of them. With effort `thorough`, if the loop wins, the
-    budget's widths are planned again by trials in closed loops. `planning` returns the plan of a request, and the model
-    with the token merging that the plan chose.
+    these images. If no images can be set apart, or a layer that the model calls again reads a reduced site, there is
+    only the one pass. The winner is fitted to all images again, unless it is a loop that was fitted to nearly all of
+    them. With effort `thorough`, if the loop wins, the budget's widths are planned again by trials in closed loops.
+    `planning` returns the model with the token merging that a request's plan chose, and the plan.
     """
     effort, options = request.options.effort, request.options
     # The same request in the closed loop, with nothing left to choose.
@@ -170,7 +170,7 @@ def carry_out_better(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Polishing:
-    """The file of a polish's state, and the callback that receives its progress."""
+    """The file from which a stopped polish continues, and the callback that receives its progress."""
 
     state: Path | None = None
     on_progress: Callable[[PolishProgress], None] | None = None
@@ -191,7 +191,7 @@ class PolishInputs:
 
 
 def _groups(images: InputSet, moments: Moments) -> Tensor | None:
-    """Return the group of each input in calibration, or None if the group of any isn't known."""
+    """Return each image's group [B] in calibration, int64, or None if the group of any isn't known."""
     if not len(moments.group_ids):
         return None
     group_of = dict(zip(moments.image_ids.tolist(), moments.group_ids.tolist(), strict=True))
@@ -202,7 +202,7 @@ def _groups(images: InputSet, moments: Moments) -> Tensor | None:
 def inputs_to_polish(
     request: ReductionRequest, images: InputSet | None, moments: Moments, judges: JudgeChoice | None
 ) -> PolishInputs | None:
-    """Divide the images into those that a polish is fitted to and its judges; return None if no polish is asked for.
+    """Divide the images into those that a polish is fitted to and its judges; None without a polish or images.
 
     Inputs that calibration left out (--hold-out) judge the polish, because on the calibration inputs the closed form
     errs too little and would seem better. If the request has a limit (--within), the left-out inputs judge only the
@@ -232,8 +232,8 @@ def with_polish(
 ) -> Reduction:
     """Return the reduction with its model polished and the polish's report.
 
-    If the model can't be polished, an `optional` polish, which a preset or an effort implies, is left out, and any
-    other raises BadInput.
+    If the model can't be polished, an `optional` polish, which a preset or an effort implies, is left out with a
+    sentence in `decisions`, and any other raises BadInput.
     """
     if reason := reason_against(dense, reduction.model):
         if not optional:

@@ -1,4 +1,4 @@
-"""First-order effects of changes inside a model on its outputs, by a few backward passes for all changes.
+"""First-order effects of changes inside a model on its outputs, and output metrics of layers, by a few backward passes.
 
 A change d of the residual stream behind a segment, or of a layer's output, changes the model's outputs by J d. With a
 random sign v for each number in the outputs, E (v' J d)^2 = |J d|^2 (Hutchinson 1990), and v' J is one backward pass
@@ -30,11 +30,11 @@ PIECE_TOKENS = 2048  # tokens whose gradients by segment and direction are in me
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputGradients(Generic[Place]):
-    """Gradients of the outputs for a piece of the inputs.
+    """Gradients of the outputs for a piece of the inputs, by place: the name of a segment, or a called layer.
 
-    `at` holds the tensor at each place, such as the stream behind every segment [B,N,C] or a layer's input. `gradients`
-    holds, for V random sign vectors v, the derivative of <v, outputs> [V,B,...] by the stream or by the layer's output.
-    `energy` is the sum of the squared outputs.
+    `at` holds the stream behind each segment [B,N,C], or each layer's input. `gradients` holds, for V random sign
+    vectors v, the derivatives of <v, outputs> [V,B,...] by that stream or by the layer's output. `energy` is the sum of
+    the squared outputs.
     """
 
     at: Mapping[Place, Tensor]
@@ -42,7 +42,7 @@ class OutputGradients(Generic[Place]):
     energy: float
 
     def energy_of_change(self, place: Place, change_BNC: Tensor) -> float:
-        """Return the squared change of the outputs, summed over the piece, by a change of the stream at a place."""
+        """Return the squared change of the outputs, summed over the images, by a change of the stream at a place."""
         moved_VB = torch.einsum("vbnc,bnc->vb", self.gradients[place], change_BNC).double()
         return float(moved_VB.square().mean(dim=0).sum())
 
@@ -53,7 +53,7 @@ def random_signs(like: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def join_outputs(outputs: Sequence[Tensor]) -> Tensor:
-    """Concatenate several outputs [B,F], scaled to equal energy; return a single output unchanged."""
+    """Concatenate several outputs to [B,F], flattened and scaled to equal energy; return a single one unchanged."""
     if len(outputs) == 1:
         return outputs[0]
     energies = torch.stack([output.detach().double().square().sum() for output in outputs])
@@ -112,11 +112,14 @@ _PIECE = 8  # inputs whose gradients by all layers' outputs are in memory at a t
 _ALIKE = 1.0
 MOST_OUTPUTS = 2048
 Change = Mapping[str, Tensor]
-"""Differences of weights and biases by name, in the dense sizes."""
+"""Differences of weights and biases from the dense ones by name, in the dense shapes."""
 
 
 class _ShiftInterpreter(fx.Interpreter):
-    """An interpreter that adds zeros to some layers' outputs, so that outputs can be differentiated by the zeros."""
+    """An interpreter that keeps some layers' inputs and adds zeros to their outputs, by which it can be differentiated.
+
+    `entering` are the inputs, `zeros` the zeros, both by layer.
+    """
 
     def __init__(self, program: Program, layers: Mapping[fx.Node, CalledLayer]) -> None:
         super().__init__(program.graph)

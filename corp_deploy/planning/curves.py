@@ -58,7 +58,7 @@ class ErrorCurve:
 class CostCurve:
     """One site's possible widths, narrowest first, with the cost and the squared relative output error of each.
 
-    `cost_now` is the site's cost in the present model. A plan must give sites with the same word in `tied` widths at
+    `cost_now` is the site's cost in the present model. A plan must give sites with the same non-empty `tied` widths at
     the same position in their lists.
     """
 
@@ -86,13 +86,13 @@ def _eliminating_sites(model: nn.Module, method: Method) -> list[Site]:
 
 
 def compute_site_metrics(model: nn.Module, method: Method, inputs: Inputs) -> dict[str, Tensor]:
-    """Return the output metric of every layer whose outputs decide which channels of a site are kept."""
+    """Return, by name of weight, the output metrics of layers that read sites whose channels an elimination chooses."""
     readings = (reading for site in _eliminating_sites(model, method) for reading in site.readings)
     return compute_output_metrics(model, inputs, {reading.weight for reading in readings})
 
 
 def compute_eliminations(model: nn.Module, moments: Moments, method: Method) -> dict[str, Elimination]:
-    """Compute each site's order of removal, which serves every width of a sweep or a budget."""
+    """Compute the order in which each site loses channels, at any width; sites without elimination have none."""
     where, sites = device_of(model), _eliminating_sites(model, method)
 
     def at_site(site: Site) -> Elimination | None:
@@ -103,14 +103,14 @@ def compute_eliminations(model: nn.Module, moments: Moments, method: Method) -> 
 
 
 def _probed_positions(curve: ErrorCurve) -> list[int]:
-    """Return the positions of a quarter, half and three quarters of the widths, and that of width 0 if offered."""
+    """Return a curve's positions of a quarter, half and three quarters of its widths, and of width 0 if offered."""
     narrower = len(curve.errors) - 1
     empty = {0} if curve.widths[0] == 0 else set[int]()
     return sorted(empty | {min(max(round(part * len(curve.errors)) - 1, 0), narrower - 1) for part in TRIED})
 
 
 def _in_outputs(curve: ErrorCurve, effects: Sequence[float]) -> tuple[float, ...]:
-    """Return the curve in units of output error, given the measured effects at the probed positions.
+    """Return the squared relative output error at each width, given `effects`, those measured at probed positions.
 
     The ratio of effect to error is interpolated geometrically between these positions and constant beyond them. The
     effect of width 0 is used for that width only.
@@ -133,8 +133,8 @@ def _in_outputs(curve: ErrorCurve, effects: Sequence[float]) -> tuple[float, ...
 class SiteCurves:
     """The error curves, in their own units, of all sites that have a choice of width.
 
-    `folded_to_constant` is the squared relative output error if a site is replaced by a constant, measured exactly
-    because first-order estimates hold for small changes only.
+    `folded_to_constant` is the squared relative output error if a site is replaced by a constant (width 0), measured
+    exactly because first-order estimates hold for small changes only.
     """
 
     by_site: Mapping[str, ErrorCurve]
@@ -172,7 +172,7 @@ def compute_site_curves(probe: Probe) -> SiteCurves:
 
 
 def measure_output_errors(probe: Probe, curves: SiteCurves) -> dict[str, tuple[float, ...]]:
-    """Return the squared relative output error of every width of every site; the probe measures a few widths."""
+    """Return the squared relative output errors of each site's widths by name, (0.0,) for a site without a choice."""
     small = [trial for trial in curves.trials if trial not in curves.folded_to_constant]
     effects = {**curves.folded_to_constant, **probe.linear_effects(small)}
     errors = {

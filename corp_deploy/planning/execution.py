@@ -72,10 +72,12 @@ def reduce_as_asked(
     on_progress: Callable[[int, int], None] | None = None,
     watch: Stopwatch | None = None,
 ) -> tuple[Reduction, WidthPlan]:
-    """Plan a reduction, and carry it out in one pass over the moments or in the closed loop over the images.
+    """Plan a reduction and carry it out; return the reduction and its plan.
 
-    Moments of other images, `held_out`, give every site a held-out error; ReduceOptions refuses them with a closed
-    loop. Raises BadInput if the request doesn't fit the model or its moments, or removes less than it asks for.
+    It takes one pass over the moments or the closed loop over the images, or with an effort the better of both. A limit
+    (--within) is searched by many reductions, judged on images of `judges`. Moments of other images, `held_out`, give
+    every site a held-out error; ReduceOptions refuses them with a closed loop. Raises BadInput if the request doesn't
+    fit the model or its moments, or removes less than it asks for.
     """
     dense, request = apply_asked_merging(dense, request)
     require_same_model(dense.model, moments)
@@ -122,7 +124,7 @@ def _limited(
     images: InputSet | None,
     judges: JudgeChoice | None,
 ) -> Reduction:
-    """Return the polished reduction or, if it exceeds the limit, the unpolished one; add a sentence on it."""
+    """Return the polished reduction or, if it exceeds a limit, the unpolished one; a limit adds a sentence on it."""
     limit = request.options.limit
     if limit is None or images is None or judges is None or polished.polish is None:
         return polished

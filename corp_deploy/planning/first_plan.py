@@ -26,10 +26,10 @@ _WORDS: Mapping[Currency, str] = {"macs": "MACs", "params": "parameters"}
 class FirstPlan:
     """An even cut of all sites that meets a budget of MACs or parameters.
 
-    `macs` is the budget: the share of the cost to keep. `sites` is the number of sites that it may cut; removing them
-    whole saves the share `offered`. `cut` is the share that it takes of each, a multiple of 0.01, or None if the budget
-    is out of reach. `least` is the smallest budget that cuts at most `most_cut`. `stays` are the parts of the model
-    that can't be cut, each with its share of the cost and the reason, largest first.
+    `macs` is the budget: the share of the cost to keep, also of parameters. `sites` is the number of sites that it may
+    cut; removing them whole saves the share `offered` of the cost. `cut` is the share that it takes of each site's
+    width, a multiple of 0.01, or None if the budget is out of reach. `least` is the smallest budget that cuts at most
+    `most_cut`. `stays` are the parts of the model that can't be cut: name, share of the cost and reason, largest first.
     """
 
     macs: float

@@ -52,7 +52,7 @@ class PricedMerging:
 
     @property
     def least(self) -> int:
-        """The cost with the narrowest widths."""
+        """The cost with every site at its cheapest width."""
         return self.cost - sum(curve.cost_now - min(curve.costs) for curve in self.curves)
 
 
@@ -61,8 +61,8 @@ class JointPlanner(Planner):
     """A planner that chooses merged tokens and widths together.
 
     `unfitted` is the probe with inputs drawn from all images; it measures merging, which is fitted to no image. The
-    inputs of `probe` are in no fit. `merging` makes the merging of a schedule, and `metrics` are further similarity
-    metrics to try. `priced` caches the chosen mergings by the step of the grid of shares.
+    inputs of `probe` are in no fit. `merging` makes the merging of a schedule, `losses` are the curves of its error,
+    and `metrics` are further similarity metrics to try. `priced` caches the chosen mergings by step of GRID.
     """
 
     unfitted: Probe
@@ -76,7 +76,7 @@ class JointPlanner(Planner):
         return self._named(self.ranked(share)[0], share)
 
     def tried_at(self, share: float) -> WidthPlan:
-        """Measure the TRIED plans of least predicted error, reallocate the best one's widths, and return the best."""
+        """Measure the TRIED plans of least predicted error, allocate the best's widths again, and return the best."""
         ways = self.ranked(share)[:TRIED]
         trials = probe_allocations(self.probe, ways)
         best = min(range(len(trials)), key=lambda at: trials[at].measured_error)
@@ -86,7 +86,7 @@ class JointPlanner(Planner):
         return replace(self._named(ways[best], share), ways=trials)
 
     def narrowest(self) -> float:
-        """Return the share that the narrowest widths keep with the schedule of the grid that merges most tokens."""
+        """Return the share of the cost that the cheapest widths keep with the merging of the grid's last step."""
         step = 0
         while self._schedules(step + 1):
             step += 1
@@ -95,7 +95,7 @@ class JointPlanner(Planner):
         return most_merged.least / self.full_cost
 
     def ranked(self, share: float) -> list[Allocation]:
-        """Allocate widths for the merging at every step of the grid above `share`; order by predicted error.
+        """Return an allocation of `share` for the merging at every step of GRID above it, least predicted error first.
 
         Raises BadInput if no schedule and widths keep so little.
         """
@@ -169,7 +169,7 @@ class JointPlanner(Planner):
 
 
 def _metrics_beside(model: nn.Module, choice: MergedStatistics) -> tuple[Metric, ...]:
-    """Return the metrics to try beside the default: the class token's attention, if the model has it."""
+    """Return ("attended",), the class token's attention, if the default metric is chosen and the model has it."""
     if choice.merge_metric != "ward":
         return ()
     try:
@@ -182,7 +182,7 @@ def _metrics_beside(model: nn.Module, choice: MergedStatistics) -> tuple[Metric,
 def build_joint_planner(
     dense: Checkpoint, moments: Moments, request: ReductionRequest, images: InputSet, watch: Stopwatch | None = None
 ) -> JointPlanner:
-    """Probe the losses of merging and of narrower sites, and price both; for latency, by a few dozen timings.
+    """Return a planner that has probed the losses of merging and of narrower sites, and priced both.
 
     Raises BadInput if the model can't merge tokens, or the budget counts parameters.
     """

@@ -1,4 +1,4 @@
-"""Judges: inputs on which reduced models are compared with the dense one. N is the number of inputs."""
+"""Judging inputs, and comparisons of reduced models with the dense one on them. N is the number of inputs."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -30,7 +30,7 @@ Answer = NDArray[np.float32]
 
 
 def compute_outputs(model: nn.Module, batches: Iterable[Inputs]) -> tuple[Answer, ...]:
-    """Run a model over batches and return each output [N, ...] of all inputs."""
+    """Run a model over batches and return each output [N, ...] of all inputs, as float32."""
     where = device_of(model)
     with torch.inference_mode():
         rows = [
@@ -64,11 +64,11 @@ class ScoredInputs:
     batch_size: int
 
     def answers(self, model: nn.Module) -> tuple[Answer, ...]:
-        """Return each output of another model."""
+        """Return each output [N, ...] of another model for these inputs."""
         return compute_outputs(model, chunks(self.inputs, self.batch_size))
 
     def scores(self, answers: Sequence[Answer]) -> tuple[OutputScore, ...]:
-        """Compare each of a model's outputs with the dense one."""
+        """Return the error and agreement of each of a model's outputs against the dense model's."""
         scores = []
         for port, dense, answer in zip(self.ports, self.dense, answers, strict=True):
             found = measure_outputs(dense, answer, role=port.role)
@@ -76,7 +76,7 @@ class ScoredInputs:
         return tuple(scores)
 
     def accuracies(self, answers: Sequence[Answer]) -> tuple[float, float] | tuple[None, None]:
-        """Return the top-1 and top-5 accuracy of the first output that is logits, None without labels."""
+        """Return top-1 and top-5 accuracy of the first logits, or of the first output; None for both without labels."""
         if self.labels_N is None:
             return None, None
         own = next((place for place, port in enumerate(self.ports) if port.role == "logits"), 0)
@@ -97,7 +97,7 @@ def worst_agreement(scores: Sequence[OutputScore]) -> float | None:
 def score_inputs(
     model: nn.Module, source: InputSet, labels_N: NDArray[np.int64] | None, batch_size: int
 ) -> ScoredInputs:
-    """Compute the dense model's outputs for all of the inputs."""
+    """Return all inputs of a set with their labels and the outputs of `model`, the dense one."""
     inputs = concatenated(list(source.batches(batch_size)))
     dense = compute_outputs(model, chunks(inputs, batch_size))
     return ScoredInputs(inputs=inputs, ports=output_ports(model), dense=dense, labels_N=labels_N, batch_size=batch_size)
@@ -122,7 +122,7 @@ class JudgingInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """One measure of a reduced model, with its 95 % interval over the inputs.
+    """The value of one measure of a reduced model, with its 95 % interval over the inputs.
 
     If the model has several outputs, it is that of the worst, which `output` names, and `every` has one for each.
     """
@@ -159,9 +159,9 @@ class JudgeChoice:
     labels_N: NDArray[np.int64] | None = None
 
     def apart(self, inputs: InputSet, moments: Moments) -> tuple[InputSet, JudgingInputs]:
-        """Divide the inputs into those that may be fitted to and those that judge.
+        """Return the inputs that may be fitted to, and those that judge.
 
-        Raises BadInput if either part is empty, or an input is in both.
+        Raises BadInput if there are none of either, an input is in both, or the moments don't record their images.
         """
         if self.inputs is None:
             return self._left_out(inputs, moments)
@@ -192,7 +192,7 @@ class JudgeChoice:
 
 
 def judges_from_choice(model: nn.Module, images: InputSet | None, choice: BudgetChoice) -> JudgeChoice | None:
-    """Open the inputs of --judge and the labels, or return None if no limit (--within) is set.
+    """Open the inputs of --judge and the labels; return None without a limit (--within) or without `images`.
 
     `images` are those of the reduction, some of which calibration may have left out to judge.
     """
@@ -242,7 +242,7 @@ class Judge:
     def of(self, model: nn.Module) -> Judgement:
         """Return the relative error, the agreement (top-1 or nearest neighbour), or the accuracy's change in points.
 
-        A model with several outputs is judged by the worst.
+        A model with several outputs is judged by the worst. The value has its interval.
         """
         answers = self._answers(model)
         every = tuple(

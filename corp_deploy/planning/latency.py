@@ -72,7 +72,7 @@ class LatencyTables:
     measured: int
 
     def latency_ms(self, site: str, size: int, batch: int) -> float:
-        """Return the milliseconds of a site's layer at this size with the tokens that reach it."""
+        """Return the milliseconds of a site's block, timed alone, at width `size` and the tokens that reach it."""
         at = {tokens: self.by_name[name] for tokens, name in self.names[site].items()}
         return interpolate_latency(at, self.tokens[site], size, batch)
 
@@ -87,9 +87,9 @@ class LatencyTables:
 
 @dataclass(frozen=True, kw_only=True)  # without slots, for the cached property
 class Grids:
-    """The grids to measure of a model that merges no tokens: its parts by width and number of tokens.
+    """A maker of the grids that are timed: of a site's block at several widths, a token merge, or a whole model.
 
-    Sites with equal cost signatures share a grid. `scratch` is the directory of graphs while they are timed.
+    `model` merges no tokens. `scratch` is the directory of graphs while they are timed.
     """
 
     model: nn.Module
@@ -99,7 +99,7 @@ class Grids:
 
     @cached_property
     def shapes(self) -> dict[str, str]:
-        """The name of the shape of each site that can be narrower; sites with the same name have equal latencies."""
+        """The shape's name by site that can be narrower; blocks of sites with one name have equal latencies."""
         shapes, names = dict[str, str](), dict[str, str]()
         for site in sites_of(self.model).every:
             if len(kind_of(site).offers(site, self.method)) > 1:
@@ -136,7 +136,7 @@ class Grids:
         return self._single(name, identity, traced_model.exportable(model), input_ports(model), output_ports(model))
 
     def _single(self, name: str, identity: str, module: nn.Module, inputs: Inputs, outputs: Outputs) -> Grid:
-        """Return a grid with the one width 1."""
+        """Return the grid of a module without sites, with the one width 1."""
         return Grid(
             name=name,
             identity=identity,
@@ -149,7 +149,7 @@ class Grids:
     def measured(
         self, grids: Mapping[str, Grid], on_progress: Callable[[int, int], None] = lambda finished, total: None
     ) -> dict[str, tuple[LatencyTable, bool]]:
-        """Measure each grid or read its table from the cache; return the tables, and whether each was in the cache."""
+        """Measure each grid or read its table from the cache; return each table, and whether it was in the cache."""
         tables = dict[str, tuple[LatencyTable, bool]]()
         with watching() as (watch, gpu):
             described = environment(gpu)
@@ -183,7 +183,7 @@ def name_at_tokens(shape: str, tokens: int, all_tokens: int) -> str:
 def _names_at_tokens(
     shapes: Mapping[str, str], tokens: Mapping[str, int], all_tokens: int
 ) -> dict[str, dict[int, str]]:
-    """Return each site's tables by number of tokens, at a few of the numbers that reach sites of its shape."""
+    """Return names of each site's tables by number of tokens, a few of the numbers that reach sites of its shape."""
     reach: dict[str, set[int]] = {}
     for site, shape in shapes.items():
         reach.setdefault(shape, set()).add(tokens[site])
@@ -240,9 +240,10 @@ def price_in_nanoseconds(curves: list[CostCurve], latency_ms: Callable[[str, int
 
 
 def price_in_time(curves: list[CostCurve], tables: LatencyTables, batch: int) -> tuple[list[CostCurve], int]:
-    """Return the curves with costs in nanoseconds at one batch size, and the dense model's latency in nanoseconds.
+    """Return the curves with costs in nanoseconds at one batch size, and the nanoseconds of the dense model.
 
-    Raises BadInput if tables were measured while other programs had the machine.
+    The latter is the sum of the blocks' times if that is larger. Raises BadInput if tables were measured while other
+    programs had the machine.
     """
     all_tokens = {} if tables.all_tokens is None else {ALL_TOKENS: tables.all_tokens}
     refuse_disturbed({**tables.by_name, DENSE: tables.dense, **all_tokens})

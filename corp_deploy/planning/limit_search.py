@@ -23,7 +23,7 @@ STEPS = 100  # budgets are hundredths of the dense cost: a hundred images can't 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetTrial:
-    """One budget: the share of the cost that it allows, the model's judgement, and whether it holds the limit."""
+    """One budget: the share of the cost that it keeps, its model's judgement, and whether that is within the limit."""
 
     share: float
     judged: Judgement
@@ -32,7 +32,7 @@ class BudgetTrial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LimitSearch:
-    """The trials of a search in their order; the answer is the smallest one that holds the limit."""
+    """The trials of a search in their order; the answer is that of the smallest share that holds the limit."""
 
     limit: Limit
     currency: str
@@ -121,7 +121,7 @@ def find_smallest_within(
     *,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Reduction, WidthPlan]:
-    """Return the model of the smallest budget that is within the limit, and its plan with the trials.
+    """Return the reduction of the smallest budget that is within the limit, and its plan with the trials.
 
     `reduced` carries a plan out; `on_progress` receives the number of models tried and the most that can be. At most
     log2(STEPS) + 1 models are reduced, each judged in one pass over the inputs. Raises BadInput if even the largest

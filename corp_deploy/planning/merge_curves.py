@@ -79,7 +79,7 @@ def _lost(place: MergePlace, gradients: OutputGradients[str], amounts: Sequence[
 
 
 def amounts_tried(tokens: int, protected: int) -> list[int]:
-    """Return the rising numbers of merged tokens at which errors are computed, each one merge after the one before."""
+    """Return the ascending numbers of merged tokens at which errors are computed; one merge leads to the next."""
     step = max(1, round(MOST * (tokens - protected) / TRIED))
     amounts, merged = [], 0
     while merged + step <= MOST * (tokens - protected) and step <= most_merged("merge", tokens - merged, protected):

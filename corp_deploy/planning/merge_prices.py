@@ -59,7 +59,7 @@ class MergeLatencies:
     parts: tuple[str, ...] = ()
 
     def site_ms(self, site: str, size: int, tokens: int) -> float:
-        """Return the milliseconds of a site's layer."""
+        """Return the milliseconds of a site's block with the site at width `size`, at this number of tokens."""
         return interpolate_latency(self.sites[site], tokens, size, self.batch)
 
     def merge_ms(self, tokens: int, count: int) -> float:
@@ -133,7 +133,7 @@ def measure_merge_latencies(
 
 
 def _parts(model: nn.Module) -> tuple[str, ...]:
-    """Return one site of each step of the program that has a site of its own, in no other step."""
+    """Return the name of one site of each segment that has a site which is in no other segment."""
     every = [site.name for site in sites_of(model).every]
     steps = [step for step in traced_model.steps(model) if isinstance(step, SegmentStep)]
     count = Counter(name for step in steps for name in step.sites)
@@ -142,7 +142,7 @@ def _parts(model: nn.Module) -> tuple[str, ...]:
 
 
 def sites_ns(dense: Checkpoint, latencies: MergeLatencies, tokens: Mapping[str, int]) -> dict[str, int]:
-    """Return the nanoseconds of each part of the model at its present width and so many tokens."""
+    """Return, by measured site, the nanoseconds of its block at the present width and its number of tokens."""
     sites = sites_of(dense.model).by_name
     return {name: round(1e6 * latencies.site_ms(name, sites[name].width, tokens[name])) for name in latencies.parts}
 
@@ -193,7 +193,7 @@ def prices_in_macs(dense: nn.Module, curves: list[CostCurve], losses: MergeCurve
 def prices_by_latencies(
     dense: Checkpoint, curves: list[CostCurve], losses: MergeCurves, latencies: MergeLatencies
 ) -> Prices:
-    """Price schedules and widths in nanoseconds: those of measured layers and merges, and the model's fixed rest."""
+    """Price schedules and widths in nanoseconds, as measured; the rest of the model's time is a fixed cost."""
     alone = sum(sites_ns(dense, latencies, tokens_that_enter(dense.model)).values())
     full_cost = max(latencies.dense_ns, alone)
 

@@ -1,4 +1,4 @@
-"""The plan of a reduction: the widths of a budget and the geometry of the heads."""
+"""The plan of a reduction: the widths and merged tokens of a budget, and the geometry of the heads."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ from .request import ReductionRequest, WidthPlan
 
 
 def choose_heads(probe: Probe, share: float | None) -> WidthPlan:
-    """Spend the same MACs on padded and on square heads and choose the geometry of less predicted error.
+    """Plan widths of the same MACs for padded and for square heads; return the plan of less predicted error.
 
     The budget is `share` of the dense MACs. If that is None, the budget is the share that the method's uniform
     sparsities leave with padded heads, or with square heads if some queries and keys can't be reduced: then only square
@@ -65,9 +65,10 @@ def make_plan(
     images: InputSet | None,
     watch: Stopwatch | None = None,
 ) -> WidthPlan:
-    """Choose widths and the geometry of heads; `watch` records the time of selection by itself.
+    """Plan widths and the geometry of heads; `watch` records the time of selection by itself.
 
-    Raises BadInput if the request chooses merged tokens without a budget, or compares heads at another cost than MACs.
+    Without images, or with neither a budget nor automatic heads, the widths are None. Raises BadInput if the request
+    chooses merged tokens without a budget, or compares heads at another cost than MACs.
     """
     options, share = request.options, request.options.share
     if options.auto_merging and (share is None or options.auto_heads):

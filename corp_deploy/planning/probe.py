@@ -39,7 +39,7 @@ NewTensors = Mapping[str, Tensor]
 
 
 class _KeepingInterpreter(fx.Interpreter):
-    """An interpreter that keeps the outputs of some nodes."""
+    """An interpreter that keeps the outputs of the nodes `keeps` in `kept`."""
 
     def __init__(self, program: Program, keeps: set[fx.Node]) -> None:
         super().__init__(program.graph)
@@ -108,7 +108,7 @@ class Probe:
     """A model, its moments and the inputs on which its reductions are measured.
 
     `eliminations` are the orders of removal by site. If the reduction asks for a closed loop, `loop` has its settings
-    and `others` are the inputs on which it is tried.
+    and `others` are the inputs that it is fitted to.
     """
 
     model: nn.Module
@@ -152,7 +152,7 @@ class Probe:
         return replace(self, inputs=map_tensors(self.inputs, lambda tensor: tensor[:: max(1, len(tensor) // FEW)]))
 
     def carried_out(self, widths: Widths, *, merging: Merging | None = None) -> nn.Module:
-        """Return the model narrowed the way the reduction will do it: by a closed loop if it asks for one."""
+        """Return the model with these widths and this merging, fitted by the closed loop if the probe has one."""
         if self.loop is None or self.others is None:
             return self.narrowed(widths, merging=merging)
         with torch.inference_mode(False), torch.no_grad():
@@ -162,7 +162,7 @@ class Probe:
             ).model
 
     def narrowed(self, widths: Widths, *, merging: Merging | None = None) -> nn.Module:
-        """Return the model with these widths and this merging; it can be differentiated."""
+        """Return the model with these widths and this merging, fitted to the moments; it can be differentiated."""
         with torch.inference_mode(False), torch.no_grad():
             reduced = reduce(
                 self.model, self.moments, self._ragged, widths=widths, eliminations=self.eliminations

@@ -27,7 +27,7 @@ RUNS = 4  # runs of neighbouring images that a probe's images form
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeSplit:
-    """The probe's inputs, the moments of the other images, and these images: all of them if the probe uses all."""
+    """The probe's inputs, the moments without them, and the other images: all images if the probe uses all."""
 
     inputs: Inputs
     moments: Moments
@@ -40,7 +40,7 @@ class ProbeSplit:
 
 
 def _positions(count: int) -> list[int]:
-    """Return positions in RUNS runs of neighbours, at most IMAGES and at most a quarter of all.
+    """Return positions in RUNS runs of neighbours, at most IMAGES and about a quarter of `count`.
 
     Neighbouring images are often crops of one picture, which must not be on both sides of the split.
     """
@@ -49,7 +49,10 @@ def _positions(count: int) -> list[int]:
 
 
 def _group_positions(images: InputSet, moments: Moments) -> list[int]:
-    """Return the positions of the images of evenly chosen groups, together IMAGES or a quarter of all, whole groups."""
+    """Return the positions of all images of evenly chosen groups, at least IMAGES or a quarter of the images.
+
+    At least one group is left out, even if the images are then fewer.
+    """
     group_of = dict(zip(moments.image_ids.tolist(), moments.group_ids.tolist(), strict=True))
     groups = [group_of.get(image) for image in images.ids.tolist()]
     names = list(dict.fromkeys(group for group in groups if group is not None))

@@ -26,7 +26,7 @@ from .request import ReductionRequest, apply_merging_choice
 
 
 def _refuse_far_budget(model: nn.Module, request: ReductionRequest) -> None:
-    """Raise BadInput for a budget that cuts sites too far.
+    """Raise BadInput for a budget that, spread evenly, cuts every site by more than --most-cut.
 
     Budgets of latency or with automatic merging aren't checked, as they need measured costs.
     """
@@ -83,7 +83,7 @@ def _refuse_idle(dense: Checkpoint, request: ReductionRequest) -> None:
 def apply_asked_merging(dense: Checkpoint, request: ReductionRequest) -> tuple[Checkpoint, ReductionRequest]:
     """Return the model with the requested token merging, unless a budget chooses it, and the request for that model.
 
-    If tokens merge, the request's method doesn't replace sites by constants.
+    If tokens merge, or a budget may merge them, the request's method doesn't replace sites by constants.
 
     Raises BadInput if the schedule doesn't fit the model's blocks.
     """
@@ -138,7 +138,7 @@ def refuse_unfit(dense: Checkpoint, request: ReductionRequest) -> None:
 
 
 def refuse_other_eps(moments: Moments, request: ReductionRequest) -> None:
-    """Raise BadInput if a closed loop would count activations above another threshold than the moments did."""
+    """Raise BadInput if a closed loop that ranks channels by active counts has another threshold than the moments."""
     ranked = "active" in (request.method.mlp_selection, request.method.conv_selection)
     counted = [each.eps for each in moments.sites.values() if isinstance(each, ChannelMoments | PatchMoments)]
     other = [eps for eps in counted if eps != ACTIVE_EPS]

@@ -54,7 +54,7 @@ class ReductionRequest:
     """The options of a reduction with the values that follow from them.
 
     `method` differs from that of the options if the model merges tokens. `where` has the conditions of latency, None if
-    another cost counts. `polish` has the limits of a polish, None without one.
+    another cost counts. `polish` has the options of a polish, None without one.
     """
 
     options: ReduceOptions
@@ -87,7 +87,7 @@ def build_request(options: ReduceOptions, *, method: Method | None = None) -> Re
 
 
 def merging_from_choice(choice: MergedStatistics, model: nn.Module) -> Merging | None:
-    """Return the token merging that the options ask for, or None.
+    """Return the token merging that the options ask for, or None if they ask for none.
 
     A single number stands for all blocks and is capped to the tokens that each block can merge. Raises BadInput if the
     text is not a schedule of the model's blocks, or leaves the schedule to a budget.
@@ -135,7 +135,10 @@ class ProbedAllocation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """A way to carry out a plan, with its relative output error on images that it wasn't fitted to, and its time."""
+    """One pass or the closed loop over a plan: relative output error on images outside the fit, and time.
+
+    `kept` is true for the attempt that wins.
+    """
 
     name: str
     error: float
@@ -150,7 +153,7 @@ NAMED = 6  # sites that the sentence on sparing names
 
 
 def sentences_on_spared(model: nn.Module, widths: Widths) -> tuple[str, ...]:
-    """Name the sites that a budget leaves at their widths, in one sentence or none."""
+    """Return one sentence that names the sites that these widths don't reduce, or no sentence if there are none."""
     sites = [site for site in sites_of(model).every if site.width > 0]
     removed = [site for site in sites if isinstance(site, TracedValues) and widths.get(site.name, site.width) == 0]
     gone = {name for site in removed for name in site.queries_gone}
@@ -167,9 +170,10 @@ def sentences_on_spared(model: nn.Module, widths: Widths) -> tuple[str, ...]:
 class WidthPlan:
     """The chosen method and widths (None: the method's uniform sparsities), with a sentence on each decision.
 
-    `ways` are the chosen allocation and its alternatives, `eliminations` the orders of removal already computed, and
-    `metrics` the output metrics of layers (see curvature.py). `stages` are the attempts to carry the plan out. `within`
-    is the search for a limit, as JSON values; `merging` is the token merging that a budget chose.
+    `predicted_speedup` is dense over reduced latency, for budgets of latency. `ways` are the chosen allocation and its
+    alternatives, `eliminations` the orders of removal already computed, and `metrics` the output metrics of layers (see
+    curvature.py). `stages` are the attempts to carry the plan out. `within` is the search for a limit, as JSON values;
+    `merging` is the token merging that a budget chose.
     """
 
     method: Method

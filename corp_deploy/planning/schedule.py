@@ -93,9 +93,9 @@ def stream_channels(model: nn.Module) -> int:
 
 
 def interpolate_latency(tables: Mapping[int, LatencyTable], tokens: int, size: int, batch: int) -> float:
-    """Return the milliseconds of a layer at this size, interpolated over the numbers of tokens that were measured.
+    """Return the milliseconds of a block whose site has width `size`, interpolated between measured token counts.
 
-    It is 0 for a layer of size 0, which is a constant, and for a layer without tables, whose size can't change.
+    It is 0 at width 0, where the block is a constant, and without tables, as for a site whose width can't change.
     """
     if not size or not tables:
         return 0.0
@@ -133,7 +133,7 @@ def merges_with_tokens(model: nn.Module) -> dict[str, tuple[TokenMerge, int]]:
 
 
 def merge_name(merge: TokenMerge, tokens: int, channels: int) -> str:
-    """Return the name of a merge's latency table, which holds all that the latency depends on."""
+    """Return the name of a merge's latency table: count, tokens, channels, metric and protected tokens."""
     verb = f", by {merge.metric}" if merge.how == "merge" else ", dropped"
     return f"{MERGE} {merge.count} of {tokens} tokens of {channels} channels{verb}, {merge.protected} protected"
 
@@ -142,7 +142,7 @@ PRICES = 24  # bisection steps for the logarithm of the price, from a factor of 
 
 
 def _path(errors_LG: Array, costs: MergeCosts, price: float) -> list[int]:
-    """Return the position in G behind each block of the schedule of least error + price * cost."""
+    """Return, for each block, the position in G behind it, by the schedule of least error + price * cost."""
     best_G = np.full(errors_LG.shape[1], np.inf)
     best_G[0] = 0.0
     trail = []

@@ -46,7 +46,7 @@ TRIALS = "trials"
 class SweepContext:
     """The dense model, its moments as files and opened, the inputs that judge, and the calibration images.
 
-    Methods that merge channels, and budgets, need the calibration images.
+    Methods that merge channels need the calibration images; without them, budgets are probed on the judging inputs.
     """
 
     dense: Checkpoint
@@ -66,7 +66,7 @@ class SweepContext:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The inputs of all trials, besides their moments, that decide a result."""
+        """The values, besides a trial's method, budget and moments, that decide its result; they name its folder."""
         labels = self.scored.labels_N
         return {
             "dense": model_digest(self.dense.model),
@@ -80,7 +80,7 @@ class SweepContext:
 
 @dataclass(slots=True)
 class SweepCache:
-    """Eliminations and planners that reductions share: those of a site for all widths, one planner for all budgets."""
+    """Orders of removal by moments and ridge, for all widths, and planners by method and moments, for all budgets."""
 
     swept: SweepContext
     elimination_cache: dict[tuple[int, float], dict[str, Elimination]] = field(default_factory=dict)
@@ -103,7 +103,7 @@ class SweepCache:
         return self.planners[key].tried_at(request.budget)
 
     def reduce(self, request: SweepRequest, watch: Stopwatch | None = None) -> tuple[Reduction, Checkpoint]:
-        """Carry the request out as the command `reduce` does."""
+        """Return the reduction of a request, and its checkpoint with the lineage."""
         with measure_effort(None if request.budget is None else watch, "plan"):
             planned = self._planned(request, watch)
         dense, images, moments = self.swept.dense, self.swept.calibration, self.swept.statistics[request.moments]
@@ -160,7 +160,7 @@ class SweepRun:
 
 
 def run_sweep(swept: SweepContext, requests: Sequence[SweepRequest], run: SweepRun) -> list[SweepPoint]:
-    """Carry out every trial that isn't finished, and return the points of all.
+    """Carry out every trial that isn't finished, and return the points of all, with their Pareto fronts marked.
 
     Raises BadInput if the moments are of another model, or a budget is out of reach.
     """
@@ -255,7 +255,7 @@ def _time_all(folders: Sequence[TrialFolder], bench: SweepBench, run: SweepRun) 
 
 
 def _read_point(folder: TrialFolder, bench: SweepBench, request: SweepRequest) -> SweepPoint | None:
-    """Read a trial's point with its engine and speeds, or None if its files are on another machine."""
+    """Read a trial's point with its engine and speeds, or return None if this machine doesn't have its scores."""
     point = folder.scores()
     if point is None:
         return None

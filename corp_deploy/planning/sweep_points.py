@@ -1,4 +1,4 @@
-"""The points of a sweep: cost, error and speed of every model it tried, and the Pareto fronts."""
+"""The points of a sweep: cost, error and speed of every model, Pareto fronts, best points, and the sweep's record."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -100,12 +100,12 @@ class SweepPoint:
 
     @property
     def by_output(self) -> str:
-        """The error of each output as text, if there are several."""
+        """The relative error of each output as text, empty for a single output."""
         return ", ".join(f"{each.name} {each.relative_error:.4f}" for each in self.outputs)
 
     @property
     def describe(self) -> str:
-        """The request in a few words."""
+        """The preset, its changed options, and the budget or the sparsities in words."""
         knobs = "".join(f" {name} {value}" for name, value in self.knobs.items())
         if self.budget is not None:
             return f"{self.preset}{knobs}, {self.budget:g} of the MACs"
@@ -125,7 +125,7 @@ class SweepPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DensePoint:
-    """The dense model of a sweep, on the same inputs."""
+    """The dense model's costs, the number of judging inputs, and its accuracies on them, None without labels."""
 
     macs: int
     parameters: int
@@ -135,7 +135,7 @@ class DensePoint:
 
 
 def speed_from_row(row: SummaryRow, dense: str, reduced: str) -> SpeedAtBatch:
-    """Convert one batch size of a bench summary."""
+    """Return the speeds at the batch size of a bench summary's row, in which models have these names."""
     one, other = row.sides[dense], row.sides[reduced]
     return SpeedAtBatch(
         batch=row.batch,
@@ -153,7 +153,7 @@ def speed_from_row(row: SummaryRow, dense: str, reduced: str) -> SpeedAtBatch:
 
 
 def find_front(points: Sequence[tuple[float, ...]]) -> set[int]:
-    """Return the positions of the Pareto front: no other point is as small in every value and smaller in one."""
+    """Return the positions of the Pareto front: points than which none is smaller in one value and larger in none."""
 
     def beaten(own: tuple[float, ...]) -> bool:
         return any(all(a <= b for a, b in zip(other, own, strict=True)) and other != own for other in points)
@@ -162,7 +162,7 @@ def find_front(points: Sequence[tuple[float, ...]]) -> set[int]:
 
 
 def _disagreement(point: SweepPoint) -> tuple[float, ...]:
-    """Return the disagreement (or error), and with labels the share of wrong classes."""
+    """Return 1 - agreement (or the error, if there is no agreement), and with labels the share of wrong classes."""
     agreement = point.relative_error if point.agreement is None else 1.0 - point.agreement
     return (agreement,) if point.accuracy is None else (agreement, 1.0 - point.accuracy)
 

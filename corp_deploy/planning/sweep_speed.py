@@ -1,4 +1,4 @@
-"""The speed of a sweep's trials against the dense model, and their engines."""
+"""Timing of a sweep's trials against the dense model, and builds of their engines."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,7 +46,7 @@ def _engine(speed: SweepSpeedChoice, graph: Path) -> Engine:
 
 
 class SweepBench:
-    """A timer of trials against the dense model; it exports or builds the dense model once, in `scratch`."""
+    """A timer of trials against the dense model, which it exports or builds once, and a builder of their engines."""
 
     def __init__(self, dense: Checkpoint, scratch: Path, speed: SweepSpeedChoice, *, keep_plans: bool = False) -> None:
         self.dense, self.scratch, self.speed = dense, scratch, speed
@@ -73,7 +73,7 @@ class SweepBench:
         return self.speed.bench is not None and self.timing_of(folder) is None
 
     def build(self, folder: TrialFolder, reduced: Checkpoint) -> None:
-        """Build a trial's engine and write its figures; keep its plan if it is to be timed."""
+        """Build a trial's engine and write its figures; keep its plan if engines are timed or kept."""
         graph, watch = folder.path / GRAPH_FILE, build_stopwatch("cpu")
         with watch.measure("build"):
             export_checkpoint(reduced, graph, precision=ENGINE_PRECISION)
@@ -94,7 +94,7 @@ class SweepBench:
         folder.write(EngineBuilt(key=key, figures=figures, effort=watch.efforts["build"]))
 
     def time(self, folder: TrialFolder, *, command: Sequence[str] = ()) -> None:
-        """Time the trial's model interleaved with the dense one, and write the raw samples beside it."""
+        """Time the trial's model interleaved with the dense one, write samples and speeds, delete graph and plan."""
         speed, watch = self.speed, Stopwatch(host=None)  # the bench record has the memory of each model
         with watch.measure("bench"):
             measured = time_models(
@@ -130,7 +130,7 @@ class SweepBench:
         return folder.path / GRAPH_FILE
 
     def _dense(self) -> Path:
-        """Return the dense model's directory, graph or engine, and make it if it is missing."""
+        """Return the path of the dense model's directory, graph or engine, which is made if it is missing."""
         here = self.scratch / "dense"
         if self.speed.bench == "torch":
             if not here.is_dir():

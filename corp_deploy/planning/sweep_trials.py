@@ -69,7 +69,7 @@ class TrialResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores(TrialResult):
-    """A trial's point without its speeds."""
+    """A trial's point without its engine and speeds."""
 
     point: SweepPoint
 

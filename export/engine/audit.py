@@ -1,4 +1,4 @@
-"""The audit of fusion: a comparison of fused attention in a dense and a reduced engine, by block and target."""
+"""The audit of fusion: a comparison of fused attention in a dense and a reduced engine, by site and target."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ _BATCH = BatchProfile(smallest=1, tuned=8, largest=64)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Audit:
-    """A dense engine beside the reduced one; `target` is an SM such as 86, portable, or gpu for full TensorRT."""
+    """Records of a dense and the reduced engine; `target` is an SM such as 86, portable, or gpu for full TensorRT."""
 
     target: str
     dense: EngineRecord

@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 def interruptible(work: Callable[[], T], stop: Callable[[], None]) -> T:
-    """Run `work` in its own thread, so that signals don't interrupt callbacks; Ctrl-C calls `stop`."""
+    """Return the result of `work`, run in its own thread, where signals interrupt no callback; Ctrl-C calls `stop`."""
     with ThreadPoolExecutor(max_workers=1) as pool:
         future = pool.submit(work)
         while True:

@@ -1,4 +1,4 @@
-"""The kernels of an engine, and the blocks in which attention is one fused kernel."""
+"""The kernels of an engine, and the attention sites that it computes by fused kernels."""
 
 import json
 import re

@@ -102,7 +102,7 @@ class BuildOptions:
 
     @property
     def exact(self) -> "dict[str, BuildOptions]":
-        """Options by target of the plans, each for one GPU, with which a compatible plan is compared."""
+        """Options by target for plans of one GPU each, to compare a compatible plan with; empty for any other plan."""
         alone = replace(self, compatibility=None, version_compatible=False)
         if self.compatibility is None:
             return {}

@@ -30,7 +30,7 @@ class NumberFormat:
         return self.float_type.largest if self.bits == 8 else 2.0 ** (self.bits - 1) - 1
 
     def stored(self, values: NDArray[np.floating[Any]], scale: NDArray[Any] | float) -> NDArray[Any]:
-        """Quantise values at a scale: divided, clipped, and rounded to even."""
+        """Return values / scale, clipped to the format's range and rounded to even, in the stored type."""
         ratio = np.asarray(values, dtype=np.float32) / np.asarray(scale, np.float32)
         ratio = np.clip(ratio, -self.largest, self.largest)
         return (np.rint(ratio) if self.dtype == np.int8 else ratio).astype(self.dtype)

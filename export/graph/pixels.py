@@ -50,7 +50,7 @@ def accept_pixels(
 
 
 def _first_convolution(model: nn.Module, shape: tuple[int, ...]) -> tuple[str, nn.Conv2d | None]:
-    """Return the path and the plain, unpadded convolution that alone reads images [1,*shape], once, or none."""
+    """Return path and module of the plain, unpadded convolution that alone reads the images, once; else "" and None."""
     images = torch.zeros(1, *shape)
     before = images._version
     calls: list[tuple[str, bool]] = []
@@ -125,7 +125,7 @@ def _plain_convolution(
 
 
 def _folded(convolution: nn.Conv2d, shift: Tensor, scale: Tensor) -> nn.Conv2d:
-    """Return the convolution of x * scale + shift, both [C]; computed in float64."""
+    """Return a convolution that maps x to `convolution` of x * scale + shift, both [C]; computed in float64."""
     own = copy.deepcopy(convolution)
     weight = convolution.weight.detach().double()
     bias = torch.einsum("ocij,c->o", weight, shift)

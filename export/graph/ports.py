@@ -1,6 +1,6 @@
-"""The ports of an ONNX graph, the note about their use, and mismatches with the expected ports.
+"""The ports of an ONNX graph, the notes on their types and roles, and mismatches with the expected ports.
 
-A graph without a note is a classifier of images: one input `images`, one output `logits`.
+A graph without these notes is a classifier of images: one input `images`, one output `logits`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

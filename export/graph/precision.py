@@ -62,7 +62,7 @@ def torch_dtype(float_type: FloatType) -> torch.dtype:
 
 
 def kept_modules(model: nn.Module, patterns: Sequence[str]) -> set[str]:
-    """Return the modules that the patterns keep in float32. Raises BadInput when a pattern fits none."""
+    """Return the names of the modules that the patterns keep in float32. Raises BadInput when a pattern fits none."""
     names = [name for name, _ in model.named_modules() if name]
     idle = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
     if idle:
@@ -78,7 +78,7 @@ def kept_modules(model: nn.Module, patterns: Sequence[str]) -> set[str]:
 
 
 def modules_beyond(model: nn.Module, float_type: FloatType) -> tuple[str, ...]:
-    """Return the names of modules whose own weights the type can't hold."""
+    """Return the names of modules with weights or buffers of their own that become infinite in the type."""
     return tuple(
         name
         for name, module in model.named_modules()
@@ -114,7 +114,7 @@ def _has_ancestor(name: str, names: set[str]) -> bool:
 
 
 def _cast_at_border_(module: nn.Module, *, inner: torch.dtype, outer: torch.dtype) -> None:
-    """Cast floating tensors to `inner` on the way in, to `outer` on the way out."""
+    """Add hooks that cast a module's floating-point inputs to `inner` and its outputs to `outer`."""
 
     def cast(values: Any, dtype: torch.dtype) -> Any:
         return tree_map_only(Tensor, lambda each: each.to(dtype) if each.is_floating_point() else each, values)

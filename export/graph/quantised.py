@@ -45,7 +45,7 @@ def simulate_quantisation(model: nn.Module, precision: str, run: Run) -> nn.Modu
 
 @dataclass(slots=True, kw_only=True)
 class _Ranges:
-    """The largest inputs of layers in call order, and their rounded weights; copies share them."""
+    """The largest |x| of each layer's input and its rounded weights, by call order; copies of a model share them."""
 
     form: NumberFormat
     is_watching: bool = True
@@ -108,7 +108,7 @@ class Layer:
 
 
 def weighted_layers(proto: ModelProto) -> tuple[Layer, ...]:
-    """Return linear layers and convolutions in graph order, except those with a single output."""
+    """Return convolutions and linear layers in graph order, but none with one output, or linear ones with one input."""
     stored = {tensor.name for tensor in proto.graph.initializer}
     return tuple(
         Layer(node=node.name, activation=node.input[1 - index])

@@ -240,7 +240,7 @@ def build_quantiser(
     metadata: Mapping[str, str],
     norms: Norms = NORMS,
 ) -> Quantiser:
-    """Balance a copy of the model and measure its values on `batches`.
+    """Return graphs of a copy of the model, balanced if `balance`, and histograms of its values on `batches`.
 
     `rest_precision` is that of the layers that aren't quantised; the other arguments and BadInput are those of
     onnx_from_model.

@@ -26,7 +26,7 @@ from .versions import versions_of
 
 
 def _fields(text: str = "", number: str = "", truth: str = "", word: str = "", **others: Any) -> dict[str, Any]:
-    """Return the kinds of a message's fields by name; None for fields that are not checked."""
+    """Return kinds by field, from the fields of each kind in one text; `others`: inner fields, or None if unchecked."""
     names = {"text": text, "int": number, "bool": truth, "name": word}
     return {name: kind for kind, each in names.items() for name in each.split()} | others
 

@@ -16,7 +16,7 @@ WARNING = "warning"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LintFinding:
-    """A fault: its severity (an error keeps a model from loading or serving), its place, and what to do."""
+    """A fault: its severity (an error keeps a model from loading or serving), file and line, and what to do."""
 
     severity: str
     path: Path = Path("config.pbtxt")

@@ -154,7 +154,7 @@ def parse(text: str) -> Message:
 
 
 def pbtxt_from(fields: Mapping[str, Plain]) -> str:
-    """Write fields in their order; a list repeats its field."""
+    """Return fields as text, in order; a list of numbers is one field in brackets, another list repeats its field."""
     return "".join(f"{line}\n" for name, value in fields.items() for line in _lines(name, value, ""))
 
 

@@ -31,7 +31,7 @@ _SPECIFIC = re.compile(r"(?s)^version_policy\b.*?versions:\s*(?:\[[^\]]*\]|\d+)"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples:
-    """Inputs [N,...] of a model with one input, the expected answers [N,F], and their largest relative error."""
+    """Inputs [N,...] of a model with one input, the expected answers [N,F], and the largest relative error allowed."""
 
     images: NDArray[Any]
     answers: NDArray[Any]
@@ -44,7 +44,7 @@ class Samples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RollResult:
-    """The models that serve the version, `idle` ones (config changed, not loaded), and the `failure` that ended it."""
+    """Served models, `idle` ones (config changed, not loaded), `errors` on samples by model, and any `failure`."""
 
     served: ServedVersion
     idle: tuple[str, ...] = ()
@@ -90,7 +90,7 @@ def roll(repository: Path, name: str, version: int, server: TritonServer, sample
 
 
 def _roll_model(folder: Path, version: int, server: TritonServer, samples: Samples | None) -> dict[str, float]:
-    """Return the relative error on the samples. Raises ServerError after restoring the old version."""
+    """Roll one model over and return its samples' relative error by name. Restores the old version if that fails."""
     model, before = folder.name, server.ready_versions(folder.name)
     config, pinned = folder / "config.pbtxt", _pinned(folder, version)
     with _staged(folder, version, server) as staged:

@@ -64,7 +64,7 @@ def config_path(model: Path, version: int) -> Path:
 
 
 def switch_version(repository: Path, name: str, version: int) -> ServedVersion:
-    """Let every variant serve this version only. Raises BadInput when no variant has it."""
+    """Set the configs of all variants that have this version to serve it alone. Raises BadInput if none has it."""
     roll_back_interrupted(repository)
     having, unchanged = models_by_version(repository, name, version)
     configs = [f"{each}/config.pbtxt" for each in having]
