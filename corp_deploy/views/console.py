@@ -1,6 +1,6 @@
-"""The output of commands: results on stdout (tables or JSON), progress and notes on stderr.
+"""The output of commands: results on stdout (tables or JSON), progress, notes and warnings on stderr.
 
-A reason in a table has one line; a longer one stands below its table.
+A table shows a reason of at most MOST characters; a longer one is printed below it.
 """
 
 import json
@@ -32,7 +32,7 @@ WIDTH_WITHOUT_TERMINAL = 110
 
 
 class _Console(Console):
-    """A console that makes every text printable."""
+    """A console that escapes control characters in every text."""
 
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(printable(text), **options)
@@ -75,7 +75,7 @@ class Output:
     waiting: Waiting = field(default_factory=Waiting)
 
     def result(self, record: Mapping[str, Any], *shown: RenderableType) -> None:
-        """Print the record as JSON, or the renderables made for people."""
+        """Print the record as JSON with --json, and otherwise, unless quiet, the renderables made for people."""
         self.waiting.restart()
         if self.json:
             click.echo(json.dumps(record, indent=2, allow_nan=False))
@@ -96,7 +96,7 @@ class Output:
 
     @contextmanager
     def progress(self, title: str, total: int | None, *, unit: str = "") -> Iterator[Bar]:
-        """Show a bar on stderr; yield a function that takes the number of finished units."""
+        """Show a bar on stderr, unless quiet; yield it, to be called with the number of finished units."""
         columns = (
             TextColumn("{task.description}", markup=False),
             BarColumn(),

@@ -55,7 +55,7 @@ def _scientific(value: float | None) -> str:
 
 
 def decoder_record(record: DecoderBench) -> dict[str, Any]:
-    """Return the tables' figures as JSON, those with an interval as value, low, high."""
+    """Return the figures of prefill, decoding and caches as JSON values, those with an interval as value, low, high."""
     decode = summarise(record.decode).rows  # a call gives one token of each sequence
     return {
         "prefill": [{"length": each.length, **row_figures(summarise(each.bench).rows[0])} for each in record.prefill],

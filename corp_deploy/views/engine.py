@@ -106,7 +106,7 @@ def _cells(record: EngineRecord) -> tuple[str, str, str, str]:
 
 
 def graph_lines(rows: Sequence[Mapping[str, Any]], *, kept: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return a line for each graph, then one for each search for sites to keep in FP32."""
+    """Return lines on each graph, on uint8 inputs and fusion breaks, and on sites kept in FP32 by precision."""
     lines = [
         f"{row['path']}: {row['precision']}, opset {row['opset']}, {row['size_bytes'] / 1e6:.2f} MB" for row in rows
     ]

@@ -1,4 +1,4 @@
-"""Views of a model: its sites and their costs, and the origin of its preprocessing and weights."""
+"""Views of a model: its sites and their costs, origins of preprocessing and weights, and the plan of a budget."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -43,7 +43,7 @@ DIRECTORY = "the model's directory"
 
 
 def _assumed(checkpoint: Checkpoint) -> str:
-    """Return the assumptions about images of a user's module, empty for other models."""
+    """Return a sentence on the image size, mean and std assumed for a user's module, "" if nothing is assumed."""
     model = checkpoint.model
     if _origin(checkpoint).keys().isdisjoint({"code", "module"}) or traced_model.input_spec(model).medium != "images":
         return ""
@@ -56,7 +56,7 @@ def _assumed(checkpoint: Checkpoint) -> str:
 
 
 SHOWN = 0.005
-"""The least share of the MACs that a plan shows."""
+"""The smallest share of the MACs of a part that a plan's lines name."""
 NAMED = 2
 """The number of layers or sites that are named for one reason."""
 

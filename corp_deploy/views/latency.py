@@ -12,7 +12,7 @@ DENSE, ALL_TOKENS = "dense model", "dense model with all tokens"
 
 
 def latency_rows(tables: LatencyTables, batches: Sequence[int]) -> list[dict[str, Any]]:
-    """Return median milliseconds by block and width at every batch size, the dense model last."""
+    """Return a row for each block and width, with median milliseconds by batch size, the dense model last."""
     named = {**tables.by_name, DENSE: tables.dense} | ({ALL_TOKENS: tables.all_tokens} if tables.all_tokens else {})
     return [
         {"block": name, "width": width, "p50_ms": {str(size): table.latency_ms(width, size) for size in batches}}

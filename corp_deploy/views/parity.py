@@ -35,8 +35,8 @@ def parity_table(parity: Parity) -> Table:
 def parity_shown(parity: Parity) -> list[RenderableType]:
     """Return the table of links, and lines below it.
 
-    These are the reasons of verdicts (but those in the proof's own line), the sources of engines, the blocks where
-    failing links break, and metrics of the user's own.
+    These are the reasons of verdicts (but those in the proof's own line), accuracies, the sources of engines, the
+    blocks where failing links break, and metrics of the user's own.
     """
     every = [(link.name, link.reason) for link in parity.links]
     every += [(f"{each.test} of {each.candidate}", each.reason) for each in parity.structure if each.status != "PASS"]

@@ -1,4 +1,4 @@
-"""Views of moments, of the redundancy that they show, and of a reduction by them."""
+"""Views of moments, of the redundancy that they show, and of a reduction and its polish."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -45,7 +45,7 @@ STREAM: tuple[tuple[str, Cell], ...] = (
 def site_table(sites: Sequence[SiteReport]) -> Table:
     """Return the table of sites: widths, and the shares of the dense signal lost without and with the repair.
 
-    If they were judged, it has the losses on held-out images and, after a closed loop, of the residual stream.
+    If there are any, it has the losses on held-out images and, after a closed loop, those of the residual stream.
     """
     judged = HELD_OUT if any(site.held_out for site in sites) else ()
     looped = STREAM if any(site.loop for site in sites) else ()
@@ -69,7 +69,7 @@ def reduction_shown(reduction: Reduction, plan: WidthPlan) -> list[RenderableTyp
 
 
 def polishing_shown(progress: PolishProgress) -> tuple[str, int, int, str]:
-    """Return title, count, total and unit of a progress bar for a polish."""
+    """Return title, count, total and unit of a progress bar for a polish, in percent."""
     errors = f"held-out error {progress.error:.4f} from {progress.error_before:.4f}"
     return f"polishing {progress.part}, {errors}", round(100.0 * progress.share), 100, "%"
 
@@ -78,9 +78,9 @@ Entry = ChannelRedundancy | HeadRedundancy
 
 
 def redundancy_tables(entries: Sequence[Entry]) -> list[Table]:
-    """Return the paper's Table 9 for the linear layers of MLPs, for convolutions, and for Q/K of the largest head.
+    """Return tables of effective ranks and energies of MLPs, convolutions, and Q/K of each site's largest head.
 
-    A kind of sites that the model lacks has no table.
+    They are in the form of Table 9 of CORP's paper. A kind of sites that the model lacks has no table.
     """
     columns = ("site", "dim", "effective rank", "ratio", "k95", "ratio", "activation sparsity")
     channels = {"mlp": Table(*columns, title="Linear layers"), "convolution": Table(*columns, title="Convolutions")}
@@ -103,7 +103,7 @@ def _point(entry: Entry) -> tuple[str, Interval]:
 
 
 def redundancy_plot(entries: Sequence[Entry]) -> str:
-    """Draw the share of dimensions that hold 95 % of the energy, block by block, as SVG."""
+    """Draw the share of dimensions that hold 95 % of the energy, site by site, as SVG."""
     channels = tuple(_point(entry) for entry in entries if isinstance(entry, ChannelRedundancy))
     heads = tuple(_point(entry) for entry in entries if isinstance(entry, HeadRedundancy))
     series = [

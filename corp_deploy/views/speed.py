@@ -1,4 +1,4 @@
-"""A measurement on the terminal: medians with intervals, the speed-up, and the noise floor beside it."""
+"""A benchmark on the terminal and as JSON: medians with intervals, the speed-up, and the A/A noise beside it."""
 
 from typing import Any
 
@@ -45,7 +45,7 @@ def speed_table(bench: Bench) -> Table:
 
 
 def interval_figures(value: Interval | None) -> list[float | None] | None:
-    """Return value, low, high; bounds are None after too few rounds."""
+    """Return [value, low, high], with bounds of None after too few rounds, or None without an interval."""
     return None if value is None else list(value.figures)
 
 
@@ -64,7 +64,7 @@ def row_figures(row: SummaryRow) -> dict[str, Any]:
 
 
 def speed_record(bench: Bench) -> dict[str, Any]:
-    """Return the table's figures as JSON, those with an interval as value, low, high."""
+    """Return a benchmark's figures by batch size as JSON values, those with an interval as value, low, high."""
     summary = summarise(bench)
     return {
         "rows": [

@@ -30,7 +30,7 @@ def _figures(speed: SpeedAtBatch | None) -> tuple[str, str]:
 def sweep_table(trials: Sequence[SweepPoint]) -> Table:
     """Return a table with a row for each trial; stars mark the Pareto front of error and MACs.
 
-    A kind of sites has a column if a trial sets its sparsity; a sweep of budgets has those of MLPs and attention.
+    A kind of sites has a column if a trial sets its sparsity; without convolutions, MLPs and attention always have one.
     """
     several = [f"error of {score.name}" for trial in trials[:1] for score in trial.outputs]
     conv = any(trial.conv_sparsity for trial in trials)
@@ -71,9 +71,9 @@ def lines_of_gaps(trials: Sequence[SweepPoint]) -> list[str]:
 
 
 def sweep_speeds(trials: Sequence[SweepPoint]) -> Table | None:
-    """Return a table of each trial's speed beside the dense model, and of its engine; None without either.
+    """Return a table of each trial's latency and speed-up, and of its engine; None without either.
 
-    A star marks a trial that no other beats in both speed and error at a batch size.
+    A star marks a trial on the Pareto front of speed-up and disagreement at a batch size, see mark_fronts.
     """
     batches, engines = batches_of(trials), any(trial.engine for trial in trials)
     if not batches and not engines:
@@ -128,7 +128,7 @@ def csv_of_sweep(trials: Sequence[SweepPoint]) -> str:
 
 
 def sweep_plot(trials: Sequence[SweepPoint]) -> str:
-    """Draw the logit error (logarithmic) against the share of MACs as SVG; the front is filled."""
+    """Draw the relative error (logarithmic) against the share of MACs as SVG; spots of the Pareto front are filled."""
     clouds: dict[str, list[Spot]] = {}
     for trial in trials:
         tip = f"{trial.describe}: {trial.macs_share:.1%} of the MACs, error {trial.relative_error:.4f}"

@@ -1,4 +1,4 @@
-"""A sweep as a self-contained HTML page: the best trials, plots against latency and MACs, all figures."""
+"""A sweep as a self-contained HTML page: plots against latency and MACs, and tables of trials, speeds and engines."""
 
 from collections.abc import Callable, Sequence
 
@@ -24,7 +24,7 @@ Front = Callable[[SweepPoint], bool]
 def _figure(
     points: Sequence[SweepPoint], what: str, across: tuple[str, Across], unit: str, value: Across, filled: Front
 ) -> Figure | None:
-    """Draw the trials that have both values; None for fewer than two."""
+    """Draw the trials that have values on both axes; return None for fewer than two."""
     clouds: dict[str, list[Spot]] = {}
     name, place = across
     for point in points:
@@ -134,7 +134,7 @@ def sweep_page(
     size: CalibrationSize | None = None,
     fitted: FittedInputs | None = None,
 ) -> str:
-    """Return the page; `size`: the calibration images that are enough; `fitted`: judging inputs that were fitted to."""
+    """Return the HTML; `size`: the calibration images that are enough; `fitted`: judging inputs that were fitted to."""
     remarks = (
         () if fitted is None or not fitted.has_overlap else (Remark(text=_as_sentence(fitted.warning), warns=True),)
     )

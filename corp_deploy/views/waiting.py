@@ -36,7 +36,7 @@ _IMPORT, _IMPORTER = "_find_and_load", "<frozen importlib"
 
 
 def phase_of(frames: Sequence[FrameType]) -> str:
-    """Return the phase that frames, the innermost first, are in, or the library that they load."""
+    """Return the phase, in words, of a stack of frames, innermost first: of PHASES, "loading LIBRARY" or "working"."""
     loaded = ""
     for frame in frames:
         code, module = frame.f_code, str(frame.f_globals.get("__name__", ""))
@@ -66,7 +66,7 @@ def _say(line: str) -> None:
 
 
 class Waiting:
-    """A printer of phases while a command is silent, each phase once."""
+    """A printer of a command's phase after AFTER_S seconds without output, each phase once."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class Waiting:
         self._heard_at = self._clock()
 
     def look(self) -> None:
-        """Print the phase after a long silence without a progress bar."""
+        """Print the phase, if it is new, after AFTER_S seconds of silence without a progress bar."""
         if self._bars or self._clock() - self._heard_at < AFTER_S:
             return
         phase = phase_of(self._frames())
@@ -95,7 +95,7 @@ class Waiting:
 
     @contextmanager
     def bar(self) -> Iterator[None]:
-        """Print nothing while a progress bar is shown."""
+        """Suppress phases within this context, in which a progress bar is shown."""
         self._bars += 1
         try:
             yield
