@@ -45,7 +45,7 @@ class Example:
     folder: str
     title: str
     narrower: str
-    """A description of the reduction."""
+    """The reduction in words, the title of its step."""
     reduce: Mapping[str, Any]
     """The options of `reduce`."""
     method: Mapping[str, Any]
@@ -84,7 +84,7 @@ MODEL = (f"dense/{CONFIG}", f"dense/{WEIGHTS}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoScale:
-    """The size of the demo: numbers of images (`samples` None: all), timing, and precisions in addition to fp32."""
+    """The size of the demo: calibration images (`samples` None: all) and those held out, timing, types beside fp32."""
 
     samples: int | None = None
     hold_out: int = 200
@@ -101,7 +101,7 @@ def demo_invocation(example: Example) -> Invocation:
 
 
 def invocations(example: Example, scale: DemoScale) -> dict[tuple[str, ...], Invocation]:
-    """Return the commands that the demo carries out, each by the files that the command writes."""
+    """Return the commands that the demo carries out, in order, by the names of the files that each writes."""
     held_out = "images/held-out.npz"
     calibrate = {
         "model": "dense",
@@ -146,7 +146,7 @@ def invocations(example: Example, scale: DemoScale) -> dict[tuple[str, ...], Inv
 
 
 def made_by(example: Example, scale: DemoScale) -> dict[str, str]:
-    """Return the command that writes each file: one of `invocations`, or `demo` for all other files."""
+    """Return the command that writes each file, by name: one of `invocations`, or `demo` for all other files."""
     by_calls = {name: str(run) for names, run in invocations(example, scale).items() for name in names}
     return dict.fromkeys((*ONLY_DEMO, *MODEL), str(demo_invocation(example))) | by_calls
 
@@ -166,7 +166,7 @@ def write_images(directory: Path) -> None:
 
 
 def write_inputs(directory: Path, example: Example = VIT) -> Checkpoint:
-    """Write the example's trained model to dense/ and its images to images/.
+    """Write the example's trained model to dense/ and its images to images/; return the model.
 
     Raises Missing if the example or scikit-learn is absent.
     """
@@ -185,7 +185,10 @@ def write_inputs(directory: Path, example: Example = VIT) -> Checkpoint:
 
 
 def _effects(directory: Path, example: Example, dense: Checkpoint, reduced: nn.Module) -> list[dict[str, Any]]:
-    """Return the errors of `reduced` and of the example's other presets at the same widths on held-out images."""
+    """Return error, agreement and accuracy of `reduced` ("best") and of other presets on held-out images, as rows.
+
+    The example's presets `beside` reduce to the same widths.
+    """
     path = directory / "images" / "held-out.npz"
     held_out = images_for_model(dense.model, path)
     labels, pixels = labels_for(path, held_out, dense.model), torch.cat(list(held_out.batches(64)))
