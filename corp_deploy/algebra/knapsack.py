@@ -74,7 +74,7 @@ def _frontier(cost_S: Array, error_S: Array) -> NDArray[np.int64]:
 
 
 def solve_knapsack(sites: Sequence[SiteOptions], budget: float) -> Selection:
-    """Return the widths of least total error that cost at most `budget`, with both totals; exact, not a heuristic.
+    """Return the exact widths of least total error within `budget`, the cheapest on a tie, with total cost and error.
 
     Raises:
         BadInput: even the cheapest options cost more than the budget.

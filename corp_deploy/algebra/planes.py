@@ -37,7 +37,7 @@ moments of q and of k by half and plane."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlaneLoss:
-    """The quadratic above for each head, without its constant e: gram_HXX and cross_HX (t)."""
+    """The loss x' G x + 2 t' x of each head, in the module's terms without e: `gram_HXX` is G, `cross_HX` is t."""
 
     gram_HXX: Tensor
     cross_HX: Tensor
@@ -222,7 +222,7 @@ def _judge_factors(
 def _fit_aggregated(
     q_second_HDD: Tensor, k_second_HDD: Tensor, kept_HK: Tensor, plain_HK: Tensor, *, ridge_rel: float, grouped: int
 ) -> QkRecovery:
-    """Fit the factors of the planes `kept_HK` on the aggregated objective.
+    """Return the recovery with the planes `kept_HK`, their factors fitted on the aggregated objective.
 
     The uncompensated case keeps the planes `plain_HK` unchanged. Heads for which the fit loses more take that case
     instead, heads that share keys together.
@@ -241,7 +241,7 @@ def _fit_aggregated(
 def eliminate_planes(
     q_second_HDD: Tensor, k_second_HDD: Tensor, planes: int, *, ridge_rel: float, grouped: int = 1
 ) -> QkRecovery:
-    """Keep `planes` planes of each head by greedy elimination, with factors fitted on the aggregated objective.
+    """Return the recovery that keeps `planes` planes of each head by greedy elimination on the aggregated objective.
 
     Pass k's second moment centred per image.
     """
@@ -253,7 +253,7 @@ def eliminate_planes(
 
 
 def eliminate_planes_exactly(gram_HXX: Tensor, planes: int, *, ridge_rel: float, grouped: int = 1) -> QkRecovery:
-    """Keep `planes` planes of each head by greedy elimination on a summed quadratic; see exact_loss.
+    """Return the recovery that keeps `planes` planes of each head by greedy elimination on the loss x' G x.
 
     The uncompensated case keeps, unchanged, the planes whose removal alone would change attention most.
     """
@@ -268,7 +268,7 @@ def eliminate_planes_exactly(gram_HXX: Tensor, planes: int, *, ridge_rel: float,
 def logit_v1_planes(
     q_second_HDD: Tensor, k_second_HDD: Tensor, kept_HK: Tensor, *, ridge_rel: float, grouped: int = 1
 ) -> QkRecovery:
-    """Fit factors of these planes on the objective of CORP's first version: second moments of all tokens."""
+    """Return the recovery of these planes by CORP's first version: factors fitted to second moments of all tokens."""
     return _fit_aggregated(q_second_HDD, k_second_HDD, kept_HK, kept_HK, ridge_rel=ridge_rel, grouped=grouped)
 
 

@@ -45,7 +45,7 @@ class Regression:
         )
 
     def less(self, part: "Regression", share: float) -> "Regression":
-        """Return the statistics without those of a `part` with this share of the tokens."""
+        """Return the statistics of the other tokens, given those of a `part` that is this share of the tokens."""
         return Regression(
             mean_K=(self.mean_K - share * part.mean_K) / (1.0 - share),
             second_KK=(self.second_KK - share * part.second_KK) / (1.0 - share),
@@ -60,12 +60,12 @@ class Regression:
 
     @cached_property
     def centred_OK(self) -> Tensor:
-        """Cov(t, x)."""
+        """The covariance of targets and inputs."""
         return self.cross_OK - torch.outer(self.mean_O, self.mean_K)
 
     @cached_property
     def spread(self) -> float:
-        """E||t - E t||^2."""
+        """The variance of the targets, E||t - E t||^2."""
         return max(self.target_square - float(self.mean_O.square().sum()), 0.0)
 
     def error(self, weight_OK: Tensor, bias_O: Tensor) -> float:

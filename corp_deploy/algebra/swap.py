@@ -161,7 +161,7 @@ def _candidates(swept: _Swept, allowed_F: Tensor) -> list[tuple[int, int, float]
 def swap(
     covariance_FF: Tensor, weight_OF: Tensor, kept_K: Tensor, *, ridge_rel: float, gain_rel: float = 1e-5
 ) -> ExchangedSet:
-    """Exchange pairs until no single exchange lowers the ridge objective by more than gain_rel of it.
+    """Exchange kept for pruned channels until no exchange of one pair lowers the ridge objective by gain_rel of it.
 
     Each round looks at every pair once (O(F^2)), makes the best disjoint exchanges that still help after those before
     them, and updates the matrices.

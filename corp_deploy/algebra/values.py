@@ -51,7 +51,7 @@ def head_slices(weight_OC: Tensor, heads: int) -> Tensor:
 
 
 def _dropping_error(second_CC: Tensor, weight_OC: Tensor, heads: int, width: int) -> float:
-    """Return E||y - y'||^2 when the least coordinates of every head are dropped and nothing is fitted."""
+    """Return E||y - y'||^2 if each head keeps its `width` coordinates of most E[z_i^2] ||W_:,i||^2, nothing fitted."""
     kept_HR = kept_from_scores((second_CC.diagonal() * weight_OC.square().sum(dim=0)).view(heads, -1), width)
     change_HOV = head_slices(weight_OC, heads).clone()
     change_HOV.scatter_(2, kept_HR.unsqueeze(1).expand(-1, weight_OC.shape[0], -1), 0.0)
