@@ -122,7 +122,7 @@ def reason_against(dense: nn.Module, reduced: nn.Module) -> str | None:
 
 
 def _budget(options: PolishOptions, finished: Sequence[PartReport], count: int) -> SweepBudget:
-    """Return the budget of the next sublayer of `count`: an even share of the time that is left."""
+    """Return the budget of the next sublayer of `count`: all allowed sweeps, and an even share of the time left."""
     if options.time_s is None:
         return SweepBudget(sweeps=options.most_steps, seconds=None)
     left_s = max(options.time_s - sum(report.seconds for report in finished), 0.0)
@@ -179,7 +179,7 @@ def polished(
     state: Path | None = None,
     on_progress: Callable[[PolishProgress], None] | None = None,
 ) -> Polished:
-    """Fit each reduced sublayer to the dense stream, without labels; neither model is changed.
+    """Return a copy of the reduced model, its sublayers fitted to the dense stream without labels, and a report.
 
     `judges`, other images, choose the steps; without them some of these images are held out, or all of some groups
     (`groups_B` int64 [images]). The model that errs least on them is returned, which may be the unpolished one.

@@ -103,7 +103,7 @@ Fit = Callable[[BlockSteps, Sequence[StreamPair]], None]
 
 
 def walk(dense: nn.Module, model: nn.Module, pairs: list[StreamPair], fit: Fit) -> None:
-    """Take both streams through both models, and `fit` each block of the reduced one in place.
+    """Replace the streams of `pairs`, block by block, by those behind the block, and `fit` each block of `model`.
 
     `fit` gets the dense stream behind the block and the reduced one before it.
     """
