@@ -40,7 +40,7 @@ class Coverage:
 
 
 def coverage(sites: Sites, method: Method, widths: Widths, *, by_site: bool) -> Coverage:
-    """Sort the sites that were to shrink by the effect of these widths.
+    """Sort the sites that were to shrink into those reduced by these widths, those refused, and those left whole.
 
     With a budget (`by_site`) all sites were to shrink; else those with a sparsity, or all if none has one.
     """

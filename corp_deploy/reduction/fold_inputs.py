@@ -75,7 +75,7 @@ _Stretch = tuple[list[fx.Node], fx.Node | None, list[TracedFold]]
 
 
 def _stretches(own: Tracing, every: Iterable[TracedFold]) -> Iterator[_Stretch]:
-    """Split the program at its cuts, up to the last folded site."""
+    """Yield the stretches of the program between its cuts, up to the last folded site."""
     order, left = {node: place for place, node in enumerate(own.program.nodes)}, list(every)
     for before, after in pairwise([None, *(cut.node for cut in find_cuts(own.analysis)), None]):
         end = len(order) if after is None else order[after]

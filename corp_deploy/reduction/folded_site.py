@@ -113,7 +113,7 @@ class TracedFold:
         is_held_out: bool,
         masks: Mapping[fx.Node, Sequence[Mask]] | None = None,
     ) -> None:
-        """Run the region around the site with merged units, from dense `values`, and add each reader's inputs."""
+        """Run the region around the site with merged units, from dense `values`, and add to each reader's sums."""
         if weights_BN is not None and isinstance(self.site, TracedValues):
             raise BadInput(
                 f"{self.site.name}: folded heads are judged on whole images, and these inputs have padding; rank "

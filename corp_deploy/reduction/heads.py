@@ -90,7 +90,7 @@ def recover_qk(
 
 
 def judge_qk(site: str, recovery: QkRecovery, moments: HeadMoments, method: Method) -> HeldOut:
-    """Return the error of the recovered logits on these moments, which may be others than those of the fit."""
+    """Return the recovered logits' error and the dense logits' energy on any moments, also others than the fit's."""
     error_H = logit_error(site, moments, method, recovery.q_map_HRD, recovery.k_map_HRD)
     return HeldOut(energy=float(logit_scale(site, moments, method).sum()), error=float(error_H.sum()))
 

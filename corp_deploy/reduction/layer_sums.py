@@ -209,7 +209,7 @@ def sum_layers(
 
 
 def sum_heads(segment: Segment, site: TracedPairs, pieces: Sequence[Piece], *, system: bool) -> SplitStatistics:
-    """Sum a site's queries and keys in the student, with CORP's per-image system if `system`."""
+    """Return the moments of a site's queries and keys in the student, with CORP's per-image system if `system`."""
     tracing, (taps,) = segment.student.tracing, site.listening()
     nodes = segment.up_to([tracing.by_node[name] for name in site.sources])
     sums = dict[bool, SiteSums]()

@@ -92,7 +92,7 @@ def reduce_site(
     chosen: Mapping[str, Elimination | Tensor | None],
     held_out: Moments | None = None,
 ) -> TracedReduced:
-    """Reduce one site to its width; `chosen` holds eliminations or choices made before, by site."""
+    """Return one site reduced to its width; `chosen`: by site, an elimination or kept channels computed before."""
     width, cached = widths[site.name], chosen.get(site.name)
     own = site_moments(site, moments, where)
     others = None if held_out is None else site_moments(site, held_out, where)

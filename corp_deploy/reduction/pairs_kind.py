@@ -130,12 +130,12 @@ def _group_count(site: TracedPairs, dims: int) -> int:
 
 
 def _kept_groups(site: TracedPairs, kept_HK: Tensor) -> Tensor:
-    """Return the site's groups at these places of each head, ascending."""
+    """Return the site's groups at the places `kept_HK` of each head, ascending."""
     return site.groups_HP.to(kept_HK.device).gather(1, kept_HK[:: site.both.shared]).flatten().sort().values
 
 
 def _dims_at(site: TracedPairs, kept_HK: Tensor) -> Tensor:
-    """Return the dimensions [H,R] at these places: one each, or both of each plane."""
+    """Return the dimensions [H,R] at the places `kept_HK`: one each, or both of each plane."""
     first_J = site.groups_HP.shape[1] * torch.arange(site.both.joined, device=kept_HK.device)
     return (kept_HK[:, None] + first_J[:, None]).flatten(1)
 

@@ -82,7 +82,7 @@ def tokens_to_fit(model: nn.Module, reads: Reads | None = None) -> Tensor | None
 
 
 def find_read_places(dense: Tracing, where: torch.device) -> dict[fx.Node, Tensor]:
-    """Return the mask of read places [P] of each linear layer that has unread ones, for layers behind the first cut."""
+    """Return, by linear layer behind the first cut, the mask [P] of places on which outputs depend, if not all do."""
     program, read = dense.program, dict[fx.Node, Tensor]()
     nodes = [each.node for each in layers(program)]
     linear = [node for node in nodes if node.target is LINEAR and batch_axis_of(node) == IN_FRONT]

@@ -29,7 +29,7 @@ OfSite = TypeVar("OfSite", bound=Site)
 Reads = tuple[ReaderStats, ...]
 Part = Literal["channels", "convolutions", "values", "streams"]
 _LEAST_SQUARES = {"channels": "affine", "values": "affine", "convolutions": "im2col", "streams": "im2col"}
-"""The repair of each part whose ridge halves of the images choose; other repairs stay as published."""
+"""The repair, by part, whose ridge is chosen by halves of the images; other repairs stay as published."""
 
 
 class TracedKind(Generic[OfSite]):

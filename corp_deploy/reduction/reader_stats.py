@@ -28,7 +28,7 @@ from ground.errors import BadInput
 
 Moment = ChannelMoments | PatchMoments
 _ROUNDING, _ROUNDING_REL = 4.0, 0.25
-"""The rounding of second moments, in units of float32's, and the share of the mean variance that it must exceed."""
+"""The rounding of second moments, in float32 epsilons, and the share of the mean variance that it must exceed."""
 
 
 @dataclass(frozen=True, kw_only=True)  # without slots: cached properties need a __dict__
@@ -76,7 +76,7 @@ class ReaderStats:
         return self.reading.source, self.stats.taps, self.is_of_maps
 
     def kept_k(self, kept_K: Tensor) -> Tensor:
-        """Return the positions, among the layer's own inputs, of those of groups that stay."""
+        """Return the positions [k] of the kept groups' inputs among the layer's own inputs."""
         return columns(torch.isin(self.groups_C, kept_K).nonzero()[:, 0], self.joined)
 
     @cached_property

@@ -80,7 +80,7 @@ class SparsePlace:
         return rows_OK.view(self.groups, -1, rows_OK.shape[1])
 
     def entering(self, x: Tensor) -> Tensor:
-        """Reshape the layer's input to that of the weight's rows [G,N,K]; patches for a convolution."""
+        """Return the layer's input as [G,N,K], which `weight_rows` multiply; of a convolution the patches."""
         layer = self.layer
         if isinstance(layer, nn.Linear):
             return x.reshape(1, -1, layer.in_features)
@@ -89,7 +89,7 @@ class SparsePlace:
         return u_GXU.reshape(self.groups, -1, self.summed, layer.weight[0, 0].numel()).transpose(2, 3).flatten(2)
 
     def leaving(self, y: Tensor) -> Tensor:
-        """Reshape the layer's output to that of the weight's rows [G,N,O]."""
+        """Return the layer's output as [G,N,O], one number for each of `weight_rows`."""
         layer = self.layer
         if isinstance(layer, nn.Linear):
             return y.reshape(1, -1, layer.out_features)

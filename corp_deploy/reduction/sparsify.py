@@ -201,7 +201,7 @@ def _make_sparse_(
 def _sort_places(
     every: list[SparsePlace], how: Sparsifying, state: State, model: nn.Sequential
 ) -> tuple[list[SparsePlace], dict[str, str]]:
-    """Return the places in the order they run, and by name why some are left out."""
+    """Return all places in the order they run, and by name the reasons why some can't be sparse."""
     came: list[str] = []
     layers = {place.name: place.layer for place in every}
     for part in model:

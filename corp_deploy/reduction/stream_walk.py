@@ -186,7 +186,7 @@ class Student:
         self.is_changed = True
 
     def keep_(self, kept: Kept) -> None:
-        """Remove all but these groups of sites."""
+        """Mark all groups of these sites except the kept ones as removed: runs set their channels to 0."""
         found = self.tracing.analysis
         self.gone |= removed_labels(found, kept)
         self.is_changed = True
@@ -267,7 +267,7 @@ class Segment:
         return fewer.read_of(fewer.stands[node.name], read_P)
 
     def advance_(self, pieces: Sequence[Piece], *, with_dense: bool) -> None:
-        """Move the pieces to the cut behind the segment; run the dense program too once the student has changed."""
+        """Move pieces to the cut behind the segment; dense values only `with_dense` or if the student is unchanged."""
         if self.after is None:
             return
         nodes = self.up_to([self.after])
