@@ -76,7 +76,7 @@ def _require_held(file: IO[bytes], size_bytes: int, where: str) -> None:
 
 @contextmanager
 def _reading(path: Path, kind: str) -> Iterator[None]:
-    """Raise BadInput for empty files, LFS pointers, web pages and errors but MemoryError and FileNotFoundError."""
+    """Raise BadInput for an empty file, LFS pointer or web page, and any error but MemoryError, FileNotFoundError."""
     refuse_stand_in_file(path)
     try:
         if not path.stat().st_size:

@@ -16,7 +16,7 @@ def engine_list_path() -> Path:
 
 
 def record_built_engine(sha256: str) -> None:
-    """Add an engine to the list; if the list can't be written, the engine counts as foreign."""
+    """Add an engine's SHA-256 to the list; if the list can't be written, the engine counts as foreign."""
     with suppress(OSError, RuntimeError):
         path = engine_list_path()
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -92,7 +92,7 @@ def _precision_name(float_type: FloatType, *, mixed: bool) -> str:
 
 
 def precision_of_shares(shares: Mapping[str, float]) -> str:
-    """Return the name of a graph's precision from the share of its matrices of each type, by type name.
+    """Return the name of a graph's precision from the shares of its matrices' elements by type name.
 
     It is fp32 without 16-bit and quantised matrices, and int8 or fp8 if any matrix is quantised. Raises BadInput for
     both 16-bit types or both quantised types in one graph, which has no name.
@@ -111,5 +111,5 @@ def precision_of_shares(shares: Mapping[str, float]) -> str:
 
 
 def half_share(shares: Mapping[str, float]) -> float:
-    """Return the share of matrices, in [0, 1], of 16-bit types."""
+    """Return the share in [0, 1] of the matrices' elements that are of 16-bit types."""
     return min(1.0, sum(shares.get(each.name, 0.0) for each in HALVES))
