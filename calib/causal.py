@@ -118,7 +118,7 @@ def add_target_(target_HKK: Tensor, energy_H: Tensor, q_HND: Tensor, k_HND: Tens
 
 
 def plane_features(q: Tensor, k: Tensor) -> Tensor:
-    """Return each plane's part of the logits, unrotated and rotated by 90 degrees: q0 k0 + q1 k1, q0 k1 - q1 k0."""
+    """Return each plane's term of the logits, unrotated and rotated by 90 degrees: q0 k0 + q1 k1, q0 k1 - q1 k0."""
     (q0, q1), (k0, k1) = q.chunk(2, dim=-1), k.chunk(2, dim=-1)
     return torch.cat((q0 * k0 + q1 * k1, q0 * k1 - q1 * k0), dim=-1)
 

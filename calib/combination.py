@@ -58,7 +58,7 @@ def _merge_groups(a: Moments, b: Moments, ids: Tensor) -> tuple[Tensor, Moments 
 
 
 def add_statistics(name: str, a: OneKind, b: OneKind) -> OneKind:
-    """Add the statistics of two image sets. Raises BadInput where fields that are no sums (eps, kept dims) differ."""
+    """Return the sum of two sets' statistics. Raises BadInput where fields that are no sums (eps, kept dims) differ."""
     if type(a) is not type(b):
         raise BadInput(f"{name}: moments to merge are {type(a).__name__} and {type(b).__name__}")
     merged: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""The draw of the inputs that are read, and the digest of their names and contents. Imports no torch."""
+"""Random choice of inputs by a seed, and a digest of inputs' names and contents. Imports no torch."""
 
 import hashlib
 from collections.abc import Iterable

@@ -146,7 +146,7 @@ class Split(Generic[SomeSet]):
 
 
 def split_for_calibration(inputs: SomeSet, *, hold_out: int | None, groups: str | None, seed: int) -> Split[SomeSet]:
-    """Hold out `hold_out` inputs drawn by `seed`, or whole `groups` (see group_ids); None holds out nothing.
+    """Return a Split that holds out `hold_out` inputs drawn by `seed`, in whole `groups` if given, or none for None.
 
     Raises BadInput where one part would be empty.
     """

@@ -95,7 +95,7 @@ class DrawnImages:
 
 
 def draw_images(array: ImageArray, *, samples: int | None = None, seed: int = 0) -> DrawnImages:
-    """Draw `samples` of the array's images by `seed`, or take all, in their order. Raises BadInput for too few."""
+    """Return `samples` of the images, drawn by `seed`, in their order; all for None. Raises BadInput for too few."""
     places = drawn_places(len(array), samples, seed, noun=DrawnImages.noun, where=array.path)
     named = ((array.name(place), hashlib.sha256(array.content(place)).digest()) for place in places)
     return DrawnImages(array=array, places=places, digest=digest_of_contents(named))

@@ -81,7 +81,7 @@ InputsT_co = TypeVar("InputsT_co", bound=Tensor | Mapping[str, Tensor], covarian
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ReadBatch(Generic[InputsT_co]):
-    """Inputs [B,...] with content hashes [B], errors of `bad` (unreadable) inputs, and the position after it."""
+    """Inputs [B,...] with content hashes [B], errors of unreadable ones (`bad`), and the next batch's position."""
 
     inputs: InputsT_co
     ids: Tensor
@@ -195,7 +195,7 @@ def split_by_mask(inputs: SomeSet, second_B: Tensor) -> tuple[SomeSet, SomeSet]:
 
 
 def held_out_split(inputs: SomeSet, count: int, *, seed: int) -> tuple[SomeSet, SomeSet]:
-    """Hold out `count` inputs drawn by `seed`, together with their copies.
+    """Return the inputs that stay, and `count` different ones drawn by `seed`, held out with their copies.
 
     Raises BadInput unless both sides have an input.
     """

@@ -29,7 +29,7 @@ ObservedShapes = Callable[[Role], torch.Size]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """The sizes of a site's axes by letter, the `names` of optional sums, and the tokens (or places) of an input."""
+    """The sizes of a site's axes by letter, `names` of optional sums, and the tokens or output pixels of an input."""
 
     moments: type[SiteMoments]
     tokens: int

@@ -58,7 +58,7 @@ class ChannelMoments:
 
     @property
     def active_share_F(self) -> Tensor:
-        """Share of tokens where |x| > eps."""
+        """Share of tokens where |x| > eps, by channel."""
         return self.active_F / self.tokens
 
 

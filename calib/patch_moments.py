@@ -77,12 +77,12 @@ class PatchMoments:
 
     @property
     def map_covariance_GCC(self) -> Tensor:
-        """Covariance E[x x^T] - E[x] E[x]^T over all places."""
+        """Covariance E[x x^T] - E[x] E[x]^T over all pixels of the input map."""
         return self.map_second_GCC.baddbmm_(self.map_mean_GC[:, :, None], self.map_mean_GC[:, None], alpha=-1)
 
     @property
     def active_share_GC(self) -> Tensor:
-        """Share of places where |x| > eps."""
+        """Share of the input map's pixels where |x| > eps, by channel."""
         return self.active_GC / self.map_tokens
 
     @property

@@ -40,7 +40,7 @@ class ChannelRedundancy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadRedundancy:
-    """Redundancy of q and k at one site: dims of each head that hold 95 and 99 % of the energy of S_q^1/2 S_k^1/2.
+    """Redundancy of q and k at one site: directions of each head with 95 and 99 % of the energy of S_q^1/2 S_k^1/2.
 
     k is centred within each image.
     """
@@ -79,7 +79,7 @@ def effective_rank(share_D: Tensor) -> float:
 
 
 def count_directions(share_D: Tensor, part: float) -> int:
-    """Count the largest shares that together reach `part`; 0 where nothing varies."""
+    """Return how few of the shares, largest first, sum to `part` or more; 0 where nothing varies."""
     if not share_D.sum() > 0:
         return 0
     return min(int((share_D.cumsum(0) < part - 1e-12).sum()) + 1, len(share_D))

@@ -67,7 +67,7 @@ class Sequences(ArrayInputs):
 
 
 def sample_sequences(ids_SN: NDArray[Any], *, where: str, samples: int | None = None, seed: int = 0) -> Sequences:
-    """Draw `samples` of the rows by `seed`, or take all, in their order. Raises BadInput for too few."""
+    """Return `samples` of the rows, drawn by `seed`, in their order; all for None. Raises BadInput for too few."""
     return Sequences(available=len(ids_SN), arrays={NAME: ids_SN}).sampled(samples, seed, where=where)
 
 

@@ -90,7 +90,7 @@ class RunningSums(Generic[OneKind]):
 
 
 def move_to_host(totals: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Move sums to the CPU; symmetric ones are mirrored in place."""
+    """Return the sums by name on the CPU; symmetric ones are mirrored in place first."""
     moved = {}
     for name, total in totals.items():
         if name in SYMMETRIC:
@@ -104,7 +104,7 @@ def move_to_host(totals: dict[str, Tensor]) -> dict[str, Tensor]:
 def _fold_windows(
     x: Tensor, weights: PassWeights | None, slots: PassWeights | None
 ) -> tuple[Tensor, PassWeights | None]:
-    """Return x with each window as an input, [BW,H,N,D], and weights: 1 for the windows' present tokens, else 0."""
+    """Return x and weights; each window of [B,W,H,N,D] becomes an input, with weight 1 of present tokens, else 0."""
     if x.ndim == 4:
         return x, weights
     assert weights is None, x.shape

@@ -66,7 +66,7 @@ class Texts(IndexedInputs):
 
 
 def _describe_tensors(inputs: Mapping[str, Tensor], size: int | None) -> str:
-    """Describe every tensor's name, dtype and shape; `size` replaces the size of the batch."""
+    """Return every tensor's name, dtype and shape as one text; `size` replaces the size of the batch."""
     shapes = ((name, tensor.dtype, list(tensor.shape)) for name, tensor in inputs.items())
     return ", ".join(f"{name} {dtype} {shape if size is None else [size, *shape[1:]]}" for name, dtype, shape in shapes)
 
