@@ -63,7 +63,7 @@ def audit_fusion(
     batch: BatchProfile = _BATCH,
     command: str = "",
 ) -> list[Audit]:
-    """Build both graphs for each target and compare them; full TensorRT ignores `sms` and takes this machine's GPU.
+    """Return an Audit of both graphs, built for each target: `sms`, or for full TensorRT this machine's GPU.
 
     Raises what build_engine raises, and Missing when the library lists no kernels.
     """

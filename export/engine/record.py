@@ -144,7 +144,7 @@ class EngineRecord:
 
     @property
     def device_memory_bytes(self) -> dict[str, int]:
-        """Weights plus activations by profile; empty if either is unknown."""
+        """Bytes of weights plus activations by profile, such as 1:8:64; empty if either is unknown."""
         weights, activations = self.memory.weights_bytes, self.memory.activations_bytes
         if weights is None or activations is None:
             return {}

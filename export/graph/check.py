@@ -30,7 +30,7 @@ OPSETS = range(17, 24)  # LayerNormalization is an operator from 17 on; no parse
 
 
 def unsupported_nodes(proto: ModelProto) -> list[tuple[NodeProto, int | None]]:
-    """Return nodes whose operator doesn't take the bfloat16 it gets, with the first of OPSETS in which it does.
+    """Return nodes whose operator lacks the bfloat16 that it gets, each with the first of OPSETS that has it, or None.
 
     onnx.checker doesn't compare types with those of operators, and builders report one node at a time.
     """

@@ -76,7 +76,7 @@ def declared_types(graph: GraphProto) -> dict[str, int]:
 
 
 def read_matrices(proto: ModelProto) -> Iterator[tuple[NodeProto, int, TensorProto]]:
-    """Yield nodes that multiply with a stored matrix, which of their inputs it is, and the matrix."""
+    """Yield each node that multiplies by a stored matrix, the index of that input (0 or 1), and the matrix."""
     stored = {tensor.name: tensor for tensor in proto.graph.initializer if len(tensor.dims) >= 2}
     for node in proto.graph.node:
         if node.op_type == "DequantizeLinear" and node.input[0] in stored:
