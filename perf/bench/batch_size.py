@@ -42,7 +42,7 @@ class BatchSize:
     report: Callable[[str], None]
 
     def timed(self) -> tuple[Row, list[StructuralTest]]:
-        """Measure, and return the row with structural tests of timed calls; the caller releases the subjects."""
+        """Measure, and return the row and the structural tests of timed calls; the caller releases the subjects."""
         begun_s, reference = self.limit.spent_s, self.subjects[0]
         self._first_calls()
         if self._is_late:
@@ -202,7 +202,7 @@ class BatchSize:
 
 
 def least_of(trials: Sequence[BenchTrial]) -> float | None:
-    """Return the least seconds for an interval, by the fastest calls; None if a subject was called only once."""
+    """Return the least time for an interval, in s, by fastest calls; None if none or only one of a subject was made."""
     called = [trial.warm_up_samples_ms for trial in trials if trial.warm_up_samples_ms]
     if not called or min(map(len, called)) < 2:
         return None

@@ -50,7 +50,7 @@ class _Part:
 class TimeAllocation:
     """Calls per block, rounds of the A/A run and the audit (0 for no time), and their durations.
 
-    `plain_s` is the time of the plain calls at the end.
+    `plain_s` is the time of the plain calls at the end, `noise_limit_s` the most that the A/A run's rounds may take.
     """
 
     calls: int

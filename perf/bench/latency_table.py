@@ -102,7 +102,7 @@ class Grid:
 def measure_table(
     grid: Grid, plan: Plan, *, described: Flat | None = None, clock: Clock = perf_counter_ns, watch: Watch = unwatched
 ) -> LatencyTable:
-    """Measure every cell. Raises Missing if a batch size can't be measured."""
+    """Return the table of all cells, measured now. Raises Missing if a batch size can't be measured."""
     machine = environment() if described is None else described
     cells: list[Cell] = []
     with ExitStack() as stack:

@@ -157,7 +157,7 @@ SHOWN = 16  # characters of a digest
 
 
 def find_incomparable_keys(rule: Rule, now: Evidence, baseline: Evidence) -> tuple[str, ...]:
-    """Return the keys that forbid a comparison with the baseline: machine, inputs, or the command of a measure."""
+    """Return a text with both values of each key (machine, inputs, command) that forbids a comparison of records."""
     keys: dict[str, tuple[Any, Any]] = {}
     if not rule.wants_baseline:
         return ()
@@ -186,7 +186,7 @@ def divided_by_machine_change(figure: Interval, machine_change: Interval) -> Int
 
 
 def machine_change(rule: Rule, now: Evidence, baseline: Evidence) -> Interval | None:
-    """Return the reference's figure over its baseline, None if it is another model or the rule's subject."""
+    """Return the reference model's figure divided by its figure in the baseline; None if they can't be compared."""
     if not rule.wants_baseline or rule.is_own or rule.metric not in MACHINE_METRICS:
         return None
     if now.bench is None or baseline.bench is None:

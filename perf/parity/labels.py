@@ -80,7 +80,7 @@ def mcnemar(
     *,
     threshold: float | None = None,
 ) -> PairedAccuracy:
-    """Return McNemar's exact two-sided test; of equal models each is equally often the only one that is right."""
+    """Return counts of images that one model alone gets right, with McNemar's exact two-sided p value."""
     right_a_N, right_b_N = (
         _checked_classes(model, logits_NC, labels_N, threshold) == labels_N
         for model, logits_NC in ((a, logits_a_NC), (b, logits_b_NC))

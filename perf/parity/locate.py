@@ -18,7 +18,7 @@ Arrays = Mapping[str, NDArray[np.floating]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockError:
-    """A block's relative Frobenius error, infinite if only the candidate is not finite, and its noise."""
+    """A block's relative Frobenius error, infinite if only the candidate isn't finite, and its expected `noise`."""
 
     key: str
     error: float
@@ -36,7 +36,7 @@ class BlockError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultLocation:
-    """The place where a failing link breaks; `site` is None if no block stands out, `command` may fix it."""
+    """The site where a failing link breaks, None if no block stands out, with a `command` that may fix it."""
 
     link: str
     site: str | None
@@ -82,7 +82,7 @@ def locate_fault(
     factor: float = 4.0,
     float_type: FloatType = FLOAT16,
 ) -> FaultLocation:
-    """Find the first block whose error exceeds `factor` times its noise, or that is not finite.
+    """Locate the first block whose error exceeds `factor` times its noise or isn't finite; `site` is None without one.
 
     `activations` has the largest absolute value in each site. `fix_command` may have `{site}` in it.
     """
@@ -110,7 +110,7 @@ def locate_fault(
 def keep_until_it_passes(
     attempt: Callable[[tuple[str, ...]], FaultLocation | None], *, most: int = 16
 ) -> tuple[tuple[str, ...], FaultLocation | None]:
-    """Return the sites to keep in float32 so that `attempt(kept)` returns None, and the fault that is left.
+    """Return the sites to keep in float32 so that `attempt(kept)` returns None, and the fault left, if any.
 
     The search ends if an attempt finds no new site or `most` sites are kept.
     """

@@ -34,7 +34,7 @@ TOKEN_LOGITS = OutputKind(
 class LogitMeasures(CommonMeasures):
     """Errors of the logits of images: KL in nats from the reference's softmax, agreement with Wilson's 95 % bounds.
 
-    A flip is decisive if the reference's margin (first minus second logit) exceeds margin_noise. A single logit has a
+    A flip is decisive if the reference's margin (gap of the two largest) exceeds margin_noise. A single logit has a
     `threshold` and `positives`, the images above it; if all or none are above it, top1_agreement is None.
     """
 
@@ -154,7 +154,7 @@ def measure_token_logits(
 
 
 def margins(logits_NC: NDArray[np.floating]) -> Floats:
-    """Return the first minus the second logit of each image, infinite for a single class."""
+    """Return the largest minus the second largest logit of each image, infinite for a single class."""
     if logits_NC.shape[1] == 1:
         return np.full(len(logits_NC), np.inf)
     top_N2 = np.sort(logits_NC.astype(np.float64), axis=1)[:, -2:]

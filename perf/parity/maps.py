@@ -1,4 +1,4 @@
-"""PURE: errors of score maps, one map at a time in float64. N inputs, K classes, H and W places.
+"""PURE: errors of score maps, one map at a time in float64. N inputs, K classes, H x W pixels.
 
 [N,H,W] and [N,1,H,W] are scores of one class with a threshold; in [N,K,H,W] the highest score is the class.
 """
@@ -41,7 +41,7 @@ class SeparateHead:
 class MapMeasures(WithoutMargins):
     """Errors of the score maps of a set of inputs.
 
-    iou is the intersection over union of places above the threshold over all inputs, 1 if both sides are empty, and for
+    iou is the intersection over union of pixels above the threshold over all inputs, 1 if both sides are empty, and for
     several classes the mean over those present. iou_worst is the lowest of an input. pixel_agreement has Wilson's
     bounds, with each input counted once. threshold is None for several classes.
     """

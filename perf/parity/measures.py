@@ -1,4 +1,4 @@
-"""PURE: measures of outputs by their role, and figures per input for the side file.
+"""PURE: measures of outputs by their role, and arrays of figures per input.
 
 Embeddings, and tokens of feature maps, agree if their nearest neighbour is the same.
 """
@@ -135,9 +135,9 @@ MEASURES: Mapping[Role, type[Measures]] = {
     "score map": MapMeasures,
 }
 SHARES = frozenset(kind.share for kind in MEASURES.values())
-"""The measures that are shares of inputs, which have an interval."""
+"""Names of the measures that are shares of inputs, which have an interval."""
 FIGURES = frozenset(each.name for kind in MEASURES.values() for each in fields(kind))
-"""The measures of any output, by name."""
+"""Names of the measures of all roles."""
 CLASSIFYING: tuple[Role, ...] = ("logits", "token logits")
 Array = NDArray[np.floating]
 
@@ -186,7 +186,7 @@ def require_agreement(port: OutputPort, inputs: int) -> None:
 def figures_by_input(
     reference: Array, candidates: Mapping[str, Array], *, role: Role = "logits", threshold: float | None = None
 ) -> dict[str, NDArray[np.generic]]:
-    """Return figures per input for the side file, as arrays [N] named `<candidate>.kl` and so on."""
+    """Return figures per input as arrays [N]: `<candidate>.kl` and so on, and for logits the reference's `margin`."""
     arrays: dict[str, NDArray[np.generic]] = {}
     for name, candidate in candidates.items():
         own: dict[str, NDArray[np.generic] | None] = {}

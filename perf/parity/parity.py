@@ -65,7 +65,7 @@ class Parity:
 
     @property
     def verdict(self) -> Verdict:
-        """FAIL if a link or test fails, INCONCLUSIVE if a limit lies in an interval, UNJUDGED without limits."""
+        """FAIL if a link or test fails, else INCONCLUSIVE if a link is, UNJUDGED if an output is, or PASS."""
         if any(finding.status == "FAIL" for finding in self.structure):
             return "FAIL"
         order: tuple[Verdict, ...] = ("FAIL", "INCONCLUSIVE", "PASS")
@@ -165,7 +165,7 @@ def load_parity(path: Path) -> Parity:
 
 
 def parity_from_value(raw: Mapping[str, Any], *, where: str) -> Parity:
-    """Read a proof; each link's measures are those of its role. Raises BadInput, naming the entry."""
+    """Return the Parity of parsed JSON, with measures by each link's role. Raises BadInput, naming the entry."""
     roles = record_from_value(raw, _Roles, where=where, kind=KIND, version=VERSION, remedy=AGAIN).links
     kinds = tuple(msgspec.defstruct("Measured", [("measures", MEASURES[each.role])]) for each in roles)
     measured = msgspec.defstruct("Links", [("links", GenericAlias(tuple, kinds))])

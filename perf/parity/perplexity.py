@@ -62,7 +62,7 @@ def measure_sequence(
 
 
 def _bootstrap_range(value_S: Floats, confidence: float, change: Callable[[Floats], Floats] = lambda x: x) -> Range:
-    """Return the mean over sequences with its bootstrap interval."""
+    """Return `change` of the mean over sequences with bootstrap bounds, None for too few or non-finite sequences."""
     value = float(change(value_S.mean(keepdims=True))[0])
     if confidence == 0:
         return Range(value=value, low=value, high=value)

@@ -16,7 +16,7 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowErrors:
-    """One figure per input; if the candidate gives NaN or Inf, errors are infinite and the cosine is 0."""
+    """Errors and cosine of each input; if the candidate gives NaN or Inf, errors are infinite and the cosine is 0."""
 
     relative_error_N: Floats
     max_abs_N: Floats

@@ -88,7 +88,7 @@ def _tokens(features: NDArray[np.floating]) -> NDArray[np.floating] | None:
 
 
 def token_figures(reference: NDArray[np.floating], candidate: NDArray[np.floating], finite_N: Bools) -> dict[str, Any]:
-    """Return the fields of FeatureMapMeasures for maps with tokens; a token that is not finite has cosine 0."""
+    """Return token figures by field of FeatureMapMeasures, {} without tokens; non-finite tokens have cosine 0."""
     ours_RC, theirs_RC = _tokens(reference), _tokens(candidate)
     if ours_RC is None or theirs_RC is None:
         return {}

@@ -101,7 +101,7 @@ def check_timed_run(candidate: str, timed: Outputs, verified: Outputs, *, bound:
 def check_calibrated_range(
     candidate: str, images_NCHW: NDArray[np.float32], *, low: float, high: float
 ) -> StructuralTest:
-    """Note the share of images with pixels outside of the calibrated range."""
+    """Return a test with the share of images that have values outside of [low, high]: NOTED if any has, never FAIL."""
     outside_N = np.asarray([bool((image.min() < low) or (image.max() > high)) for image in images_NCHW])
     share = float(outside_N.mean())
     reason = f"{outside_N.sum()} of {len(images_NCHW)} images leave the calibrated range [{low:.3g}, {high:.3g}]"

@@ -62,7 +62,7 @@ class Choices:
     limit: float = MOST_APART
 
     def split_ties(self, errors_N: Floats, bound: float) -> tuple[Bools, Ties]:
-        """Return which inputs have a tie and an error above the bound, so that rounding changed their merges."""
+        """Return the mask of inputs with a tie and an error above the bound (other merges by rounding), and Ties."""
         margin = SPREAD * bound
         tied_N = self.margins_N[: len(errors_N)] <= margin
         apart_N: NDArray[np.bool_] = tied_N & (errors_N > bound) & np.isfinite(errors_N)

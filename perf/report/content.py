@@ -50,7 +50,7 @@ class ModelLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EffectLine:
-    """Figures of one preset at the same widths."""
+    """Figures of one preset at the widths that all presets share."""
 
     preset: str
     relative_error: float | None = None
@@ -60,7 +60,7 @@ class EffectLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetLine:
-    """One way to spend a budget: the share of the dense cost that it keeps, its predicted and measured logit error."""
+    """One choice of widths for a budget: its share of the dense cost, and its predicted and measured logit error."""
 
     name: str
     share: float

@@ -20,7 +20,7 @@ class ImagesPoint:
     """Figures of the model reduced from the moments of a number of images.
 
     `fitted` and `held_out` are losses summed over sites, as shares of the dense variance. `over_largest` is the error
-    over that with the most images, with 95 % bounds over the judged inputs.
+    divided by that with the most images, with 95 % bounds over the judged inputs.
     """
 
     images: int

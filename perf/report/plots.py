@@ -1,4 +1,4 @@
-"""Plots of a report, each drawn from values to WIDTH units."""
+"""Plots of a report, each WIDTH units wide."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -45,7 +45,7 @@ MEDIANS = "median, ms"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlotSeries:
-    """Values at labelled places, with equal bounds if no interval is known; `tone`, the colour, is dense or reduced."""
+    """Labelled values with intervals, equal bounds if none is known; `tone`, the colour, is dense or reduced."""
 
     name: str
     tone: str

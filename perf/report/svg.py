@@ -40,7 +40,7 @@ class Scale:
 
 
 def linear_scale(values: Iterable[float], *, start: float, end: float, zero: bool = True) -> Scale:
-    """Return a linear scale for all finite values, from zero if `zero`, with some room above."""
+    """Return a linear scale for all finite values, from zero if `zero`, else with some room below; with room above."""
     finite = [v for v in values if math.isfinite(v)] or [0.0, 1.0]
     low, high = min(finite), max(finite)
     air = 0.08 * ((high - min(low, 0.0)) if zero else (high - low)) or 0.5 * abs(high) or 1.0
@@ -105,7 +105,7 @@ def _cut(label: str, kept: int) -> str:
 
 
 def axis_left(ticks: Iterable[float]) -> float:
-    """Return the width that the labels of a vertical axis take."""
+    """Return the width to leave for the labels of a vertical axis, at least 46."""
     return max(46.0, 12 + max((width_of(tick_label(tick)) for tick in ticks), default=0.0))
 
 
@@ -204,7 +204,7 @@ class Drawing:
 
     @property
     def standalone(self) -> str:
-        """An SVG file with the style sheet for light and dark colours."""
+        """The text of an SVG file with the style sheet for light and dark colours."""
         colours = resources.files(__package__).joinpath("templates", "plot.css").read_text(encoding="utf-8")
         background = element("rect", width="100%", height="100%", fill="var(--page)")
         # The style sheet is part of this package, so it is not escaped.

@@ -1,4 +1,4 @@
-"""Tables of a report."""
+"""Tables of a report, each from one part of its content."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -30,7 +30,7 @@ MOST_WHY = 100
 
 
 def build_tables(content: Content) -> dict[str, ReportTable]:
-    """Return all tables with rows by key, in reading order."""
+    """Return the tables that have rows, by key, in reading order."""
     summary, size = content.summary, content.calibration_size
     parts: list[tuple[Callable[[Any], ReportTable], Any]] = [
         (models_table, content.models),

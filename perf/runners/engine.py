@@ -105,7 +105,7 @@ class EngineRunner:
         }
 
     def _staged(self, feeds: Feeds) -> tuple[Staging, Any]:
-        """Return memory and a launch function for this batch, with an own context that holds shapes and addresses."""
+        """Return the batch's memory on host and device, and a function that enqueues the engine on it once."""
         checked = checked_feeds(feeds, self.inputs, where=str(self.path))
         context = self._context({name: array.shape for name, array in checked.items()})
         names = (*(port.name for port in self.outputs), *self._breaks)

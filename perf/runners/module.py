@@ -132,7 +132,7 @@ class ModuleRunner:
         }
 
     def _first_forward(self, batch: Tensors) -> Tensors:
-        """Call at a new shape, which may compile, with a higher limit for the shapes of all models together."""
+        """Return the outputs of a first call at a shape, which may compile, under a higher limit of compilations."""
         if self.mode != "compiled":
             return self._forward(batch)
         from torch._dynamo import config

@@ -59,7 +59,7 @@ def build_ports(path: Path, inputs: Sequence[Value], outputs: Sequence[Value], n
 
 
 def role_of_rank(rank: int) -> Role:
-    """Return the role of an output that has no role in the graph's note."""
+    """Return the role of an output without a noted one: logits for rank 1 or 2, else feature map."""
     return "logits" if rank in (1, 2) else "feature map"
 
 

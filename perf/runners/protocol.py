@@ -125,7 +125,7 @@ class Runner(Protocol):
         ...
 
     def bind(self, feeds: Feeds) -> Bound:
-        """Place one batch for timing; each call of the result runs the model on it once."""
+        """Return one batch, placed on the device, on which each timed call runs the model once."""
         ...
 
     def gauge(self) -> MemoryGauge | None:
@@ -146,7 +146,7 @@ class HostBound:
     outputs: Callable[[Any], Outputs] = lambda answer: answer
 
     def laps(self, calls: int, clock: Clock) -> Laps:
-        """Time calls with two readings of the clock and nothing else between them."""
+        """Return the times of `calls` calls, each between two readings of the clock with nothing else in between."""
         call, begun, ended, lost = self.call, [0] * calls, [0] * calls, [0] * calls
         with self.watch() as lost_ns:
             for index in range(calls):

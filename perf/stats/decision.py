@@ -83,7 +83,7 @@ def find_fewest(decides: Callable[[int], bool], least: int = 1) -> int | None:
 
 
 def fewest_for_share(least: float, confidence: float = DEFAULT_CONFIDENCE) -> int | None:
-    """Return the smallest count whose interval at 100 % agreement lies above `least`; None if there is none."""
+    """Return the smallest count whose interval at 100 % agreement begins at `least` or above; None if there is none."""
     return find_fewest(lambda count: share_interval(1.0, count, confidence).low >= least)
 
 
@@ -160,7 +160,7 @@ def samples_for_share(decides: Callable[[int], bool], count: int, noun: str) -> 
 
 
 def data_factor(gap: float, width: float) -> float:
-    """Return the factor of data that shrinks an interval to its gap to the limit; infinite beyond MOST_TIMES."""
+    """Return the factor of data that shrinks an interval's reach from `width` to `gap`; infinite beyond MOST_TIMES."""
     times = math.inf if gap == 0 else (width / gap) ** 2
     return times if times <= 1 + MOST_TIMES else math.inf
 

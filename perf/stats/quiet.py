@@ -68,7 +68,7 @@ def is_disturbed(blocks: Iterable[TimedBlock]) -> bool:
 
 
 def comparison_measure(blocks: Iterable[TimedBlock]) -> str:
-    """Return the time that a speed-up is computed from: compute of each call, or wall per call if calls overlap."""
+    """Return the measure that a speed-up is computed from: "compute", or "wall" if calls overlap."""
     return "compute" if all(block.compute_ms for block in blocks) else "wall"
 
 

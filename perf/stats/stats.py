@@ -113,7 +113,7 @@ def tail(samples: Sequence[float] | Floats, percent: float, *, always: bool = Fa
 def ratio_of_medians(
     numerator: Rounds, denominator: Rounds, *, confidence: float = DEFAULT_CONFIDENCE, draws: int = DRAWS, seed: int = 0
 ) -> Interval:
-    """Return the median over rounds of the ratio of both medians, in which a varying load cancels.
+    """Return the median over rounds of each round's ratio of medians, in which a varying load cancels.
 
     The interval is the percentile bootstrap over whole rounds. It is unbounded below `least_rounds` and only the value
     at confidence 0.

@@ -66,7 +66,7 @@ class SubjectSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SummaryRow:
-    """One batch size.
+    """Statistics of a record at one batch size.
 
     `speedup`, and `noise` of the A/A run (ideally 1), are reference over candidate, over `rounds` spans. `disturbed`
     means that other programs had the CPU in almost all calls. `repeats` is the speed on one batch over that on varied
@@ -128,7 +128,7 @@ def summarise(bench: Bench, confidence: float = DEFAULT_CONFIDENCE) -> Summary:
 
 
 def find_knee(throughput: Mapping[int, float]) -> Knee | None:
-    """Return the smallest batch from which no larger one gains WORTH_REL images/s per doubling; None for one size."""
+    """Return the smallest batch whose throughput no larger one beats by over WORTH_REL per doubling; None for one."""
     if len(throughput) < 2:
         return None
     for batch, rate in sorted(throughput.items()):
@@ -148,7 +148,7 @@ def speedup(
     measure: str = "compute",
     confidence: float = DEFAULT_CONFIDENCE,
 ) -> Interval | None:
-    """Return how many times faster the candidate is, None unless both were measured."""
+    """Return the reference's time divided by the candidate's, None unless both were measured."""
     measure = measure if comparison_measure(blocks) == "compute" else "wall"
     slow, fast = samples(blocks, reference, measure), samples(blocks, candidate, measure)
     return ratio_of_medians(slow, fast, confidence=confidence) if len(slow) and len(slow) == len(fast) else None

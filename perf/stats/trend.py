@@ -177,7 +177,7 @@ def build_trend(history: History, newest: Release) -> Trend:
 
 
 def latency_values(series: Series) -> tuple[list[int], list[float]]:
-    """Return the places of releases with a figure, and the figures as times or reciprocal speed-ups."""
+    """Return the indices of releases with a figure, and the figures as times in ms or reciprocal speed-ups."""
     measured = [(place, value.value) for place, value in enumerate(series.values) if value is not None]
     places, values = [place for place, _ in measured], [value for _, value in measured]
     return places, [1 / value for value in values] if series.unit == "x" else values

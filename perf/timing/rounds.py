@@ -101,7 +101,7 @@ def _rounds(
     watch: Watch = unwatched,
     on_round: Callable[[int], None] | None = None,
 ) -> Iterator[list[TimedBlock]]:
-    """Yield the blocks of each round that is expected to end in time; drop all blocks of an unfinished round."""
+    """Yield the blocks of each round that is expected to end in time; those of an unfinished one are marked dropped."""
     started, last_s = clock(), 0.0
     with no_garbage_collection():
         for index in count():

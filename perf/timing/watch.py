@@ -40,7 +40,7 @@ def environment(gpu: Flat | None = None) -> dict[str, Scalar]:
 
 
 def fingerprint(described: Flat, keys: Iterable[str] = ENVIRONMENT_MUST_MATCH) -> str:
-    """Return a short digest of the keys, equal for machines with comparable latencies."""
+    """Return 16 hexadecimal digits of a digest of these keys' values, equal for machines with comparable latencies."""
     text = json.dumps({key: described.get(key) for key in keys}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
