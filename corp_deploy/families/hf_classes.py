@@ -127,10 +127,7 @@ def base_of(values: Mapping[str, Any], *, where: str) -> Any:
 
 
 def class_of(values: Mapping[str, Any], *, where: str) -> Any:
-    """Return the class that wrote a configuration; the one without a head for a pretraining head, or if none is named.
-
-    Raises BadInput for an unknown class.
-    """
+    """Return the class in `architectures`, without a head for pretraining or none. Raises BadInput if it is unknown."""
     name = written_class(values)
     if not name or name.endswith(_HEADS_OF_TRAINING):
         return base_of(values, where=where)

@@ -84,10 +84,7 @@ def _shapes(arguments: Arguments) -> dict[str, torch.Size]:
 def _unlike(
     shapes: Mapping[str, torch.Size], state: Mapping[str, Tensor], own: Mapping[str, Tensor], dense: Mapping[str, Any]
 ) -> str:
-    """Return the first tensor of unlike shapes, or that only the class or the model has; empty without any.
-
-    A bias that neither the dense class nor the model has is accepted; its values become zeros.
-    """
+    """Return the first tensor of unlike shapes or in class or model only, biases of zeros aside; empty without any."""
     for name, shape in shapes.items():
         if name not in state and not (name.endswith("bias") and name not in dense):
             return name

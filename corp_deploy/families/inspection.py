@@ -75,9 +75,9 @@ def _fixed_rows(model: nn.Module, keys: Collection[str], left: Mapping[str, int]
 
 
 def _whole(figures: Mapping[str, float], total: int) -> dict[str, int]:
-    """Return figures rounded to whole numbers whose sum is the total.
+    """Return figures by name, rounded to whole numbers whose sum is the total.
 
-    A difference from rounding goes to the largest figure, a larger one is a figure of its own, ELSEWHERE.
+    A difference from rounding goes to the largest figure, a larger one to a figure of its own, ELSEWHERE.
     """
     whole = {name: round(value) for name, value in figures.items()}
     over = total - sum(whole.values())

@@ -119,10 +119,7 @@ class TextLength(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def text_length(directory: Path, longest: int) -> TextLength:
-    """Return case and length by sentence_bert_config.json, the length else by tokenizer_config.json, else `longest`.
-
-    The length is `longest` at most. Raises BadInput for one below 1.
-    """
+    """Return the limits by sentence_bert_config.json, tokens else by tokenizer_config.json, and at most `longest`."""
     sentence = _read(directory / _SENTENCE, _SentenceLength) or _SentenceLength()
     tokenizer = _read(directory / _TOKENIZER, _TokenizerLength) or _TokenizerLength()
     limit = sentence.max_seq_length or tokenizer.model_max_length or longest

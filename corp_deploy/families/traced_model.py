@@ -233,7 +233,7 @@ def _program(model: nn.Module, *, is_padded: bool = False, is_exported: bool = F
 
 
 def has_uneven_heads(model: nn.Module) -> bool:
-    """Return whether queries and keys are of another width than values in any attention."""
+    """Return whether any attention has heads that can be padded, with queries and keys unlike values in width."""
     return has_heads_to_pad(tracing(model).running)
 
 
