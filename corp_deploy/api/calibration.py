@@ -53,7 +53,7 @@ class CalibrateCall(Decoded, Drawn, CalibrateOptions, CalibrateFiles, _On):
 
 @function_from_record(CalibrateCall)
 def calibrate(call: CalibrateCall) -> Calibration:
-    """Take a model's second-order statistics in one pass over unlabelled inputs, and write them to `output`.
+    """Collect a model's second-order statistics in one pass over unlabelled inputs, and write them to `output`.
 
     `inputs`: a folder of images, tar shards, .npy, .npz or .safetensors of [N,C,H,W] (float32, preprocessed, or uint8),
     an array or tensor of these in memory, a file of text, or token ids [S,N]. Sums are float64. The command `calibrate`

@@ -107,11 +107,11 @@ class SweepChoice(GeometryOptions, heading="Trials"):
         return [(preset, knobs) for preset in self.preset for knobs in self.knobs]
 
     def _touches(self, part: str, preset: str, knobs: Knobs) -> bool:
-        """Return True if the sweep applies sparsities to this part and the preset reduces it."""
+        """Return True if the sweep applies sparsities to a kind of sites (`part`) and the preset reduces that kind."""
         return self._tries(part) and _takes(preset, knobs, part)
 
     def _tries(self, part: str) -> bool:
-        """Return True if the sweep applies sparsities to this part and the model has it."""
+        """Return True if the sweep applies sparsities to a kind of sites (`part`) and the model has such sites."""
         return self.parts in ("joint", part) and part in self.there
 
     def refuse_ignored(self, options: Mapping[str, Any]) -> None:

@@ -41,7 +41,7 @@ class StageDirs:
     into: Path
     """An empty directory that the stage writes its outputs to."""
     unfinished: Path
-    """A path for states to continue from: names of such files begin with its stem, and equal inputs give it again."""
+    """A path for the saved states of an interrupted run, whose names begin with its stem; the same for equal inputs."""
     watch: Stopwatch | None = None
     """A stopwatch for the parts of the stage."""
     tell: Callable[[str], None] = lambda text: None

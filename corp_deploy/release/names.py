@@ -62,7 +62,7 @@ def answers_name(subject: str, precision: str) -> str:
 
 
 def plan_name(target: ReleaseTarget, subject: str) -> str:
-    """Return the path of an engine: beside its graph, where `package` looks for it."""
+    """Return the relative path of an engine: in the folder of its graph, where `package` looks for it."""
     return f"{subject}/model.{target.name}.plan"
 
 

@@ -60,7 +60,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _depth(value: object) -> int:
-    """Return the depth of nested tables and lists, of which a line of dotted keys can hold very many."""
+    """Return the depth of nested tables and lists; a single line of dotted keys can nest very many."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
     return 0 if inner is None else 1 + max(map(_depth, inner), default=0)
 
@@ -135,7 +135,7 @@ def _refuse_outside(path: Path, name: str, place: Path, bound: Path | None) -> N
 
 
 def _with_bases(path: Path, extending: tuple[Path, ...], bound: Path | None) -> Tables:
-    """Return a file's tables, whose keys replace those of the recipe that it extends."""
+    """Return a file's tables merged over those of the recipe that it extends; refuse paths outside `bound`."""
     if path in extending:
         raise BadInput(f"{path}: extends itself by way of {' -> '.join(each.name for each in (*extending, path))}")
     raw = _read(path)

@@ -126,7 +126,7 @@ def _bytes_to_write(recipe: Recipe, model: nn.Module, names: Collection[str]) ->
 def read_inputs(
     recipe: Recipe, root: Path, stages: Sequence[Stage], mistakes: RecipeProblems, warn: Callable[[str], None]
 ) -> None:
-    """Note the mistakes that `stages` would find in their inputs outside the release, and give their warnings now.
+    """Add to `mistakes` those that `stages` would find in inputs outside the release; pass their warnings to `warn`.
 
     The model is that of the recipe, or the saved one if the stage `dense` is done. Raises Missing for a full disk.
     """

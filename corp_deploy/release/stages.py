@@ -84,7 +84,7 @@ def _timing_stage(
     compared: Mapping[str, str | None],
     titles: tuple[str | None, str] | None = None,
 ) -> Stage:
-    """Return the stage that times two artefacts; `titles` are their names in its record, dense and reduced if None."""
+    """Return the stage that times the two files `sides`; `titles` are their names in its record (None: the default)."""
     command = Invocation(
         command="bench",
         arguments=sides,

@@ -166,7 +166,7 @@ def machine_facts(target: ReleaseTarget) -> dict[str, Any]:
 
 
 def run_options(target: ReleaseTarget, threads: int | None) -> dict[str, Any]:
-    """Return the options of `bench` for the target's artefacts."""
+    """Return the options of `bench`, by name, with which a target's engines or graphs run in its own runtime."""
     options: dict[str, Any] = {
         "onnxruntime-cpu": {"provider": "cpu", "threads": threads},
         "onnxruntime-cuda": {"provider": "cuda", "threads": threads},
