@@ -40,7 +40,7 @@ class Preprocessing:
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     def for_channels(self, channels: int) -> "Preprocessing":
-        """Repeat a single mean and std for each channel; raise BadInput for another number of values."""
+        """Return a copy with a single mean and std repeated per channel; raise BadInput for other numbers of values."""
         for name, values in (("mean", self.mean), ("std", self.std)):
             if values is not None and len(values) not in (1, channels):
                 expected = "1" if channels == 1 else f"1 or {channels}"
@@ -48,13 +48,13 @@ class Preprocessing:
         return self.spread(channels)
 
     def spread(self, channels: int) -> "Preprocessing":
-        """Repeat a single mean and std for each channel."""
+        """Return a copy with a single mean and std repeated per channel, other numbers of values unchanged."""
         mean, std = (each * channels if each and len(each) == 1 else each for each in (self.mean, self.std))
         return replace(self, mean=mean, std=std)
 
 
 OF_TRANSFORMERS = "hf:"
-"""The prefix of a directory that transformers wrote."""
+"""The prefix of a model's name that is the path of a directory written by transformers."""
 OF_TORCHVISION = "torchvision:"
 """The prefix of a torchvision model's name."""
 

@@ -1,4 +1,4 @@
-"""Class labels of images as options and recipes name them."""
+"""Class labels of images as options and recipes name them: a file, or the word `folders` for class folders."""
 
 from pathlib import Path
 
@@ -11,5 +11,5 @@ LABELS_HELP = (
 
 
 def labels_file(path: Path) -> Path | None:
-    """Return the file of labels, or None for the word `folders` if no file has that name."""
+    """Return `path` itself, or None if it is the word `folders` and no such file exists."""
     return None if path.name == FOLDERS and not path.exists() else path

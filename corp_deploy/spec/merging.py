@@ -1,7 +1,7 @@
-"""Schedules of token merging, the arithmetic of token counts, and records of what merging makes of a model.
+"""Settings and schedules of token merging, token counts behind each block, and records of a merged model's costs.
 
 Token merging (Bolya et al., ToMe, arXiv 2210.09461): between the attention and the MLP of a block the r most similar
-tokens are merged into others, so that every later product has r tokens fewer.
+tokens are merged into others, so that every later layer computes r tokens fewer.
 """
 
 from collections.abc import Mapping
@@ -19,13 +19,13 @@ MOST_BLOCKS, MOST_TOKENS = 256, 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Merging:
-    """The tokens that are merged away between the attention and the MLP of each block.
+    """The settings of token merging between the attention and the MLP of each block.
 
-    `schedule`: the number of tokens per block. `metric` compares two tokens: `ward` by the rise of the within-cluster
-    sum of squares in the residual stream behind the attention (Ward 1963), `attended` by that times the sum of the
-    roots of the class token's attention to both, `stream` and `keys` by the cosine of that stream or of all heads'
-    keys. `how`: `merge` takes means weighted by the number of source tokens, `drop` removes the tokens that the class
-    token attends to least. `unmerged`: outputs have a row for every source token, with the value of its merged token.
+    `schedule`: the number of tokens merged away per block. `metric` compares two tokens: `ward` by the rise of the
+    within-cluster sum of squares in the residual stream behind the attention (Ward 1963), `attended` by that times the
+    sum of the roots of the class token's attention to both, `stream` and `keys` by the cosine of that stream or of all
+    heads' keys. `how`: `merge` takes means weighted by the number of source tokens, `drop` removes the tokens that the
+    class token attends to least. `unmerged`: outputs have a row per source token, with the value of its merged token.
     """
 
     schedule: tuple[int, ...]
@@ -44,15 +44,15 @@ class Merging:
 
     @property
     def compares_attention(self) -> bool:
-        """True if the merging reads the keys or the weights of attentions."""
+        """True if keys (`metric` keys) or attention weights (`metric` attended, `how` drop) select the tokens."""
         return self.how == "drop" or self.metric in ("attended", "keys")
 
     def as_json(self) -> dict[str, Any]:
-        """Return the values as config.json and lineages have them."""
+        """Return the four fields by name, as config.json and lineages record them."""
         return {"schedule": list(self.schedule), "metric": self.metric, "how": self.how, "unmerged": self.unmerged}
 
     def describe(self) -> str:
-        """Describe the merging in a few words with all numbers of its schedule."""
+        """Return a phrase such as `merged: 12 in each block, compared by ward`, or with one number per block."""
         alike = len(set(self.schedule)) == 1
         counts = f"{self.schedule[0]} in each block" if alike else ",".join(map(str, self.schedule))
         by = "" if self.how == "drop" else f", compared by {self.metric}"
@@ -81,7 +81,7 @@ def tokens_after(merging: Merging, tokens: int, protected: int) -> tuple[int, ..
 
 
 def cap_schedule(schedule: tuple[int, ...], how: How, tokens: int, protected: int) -> tuple[int, ...]:
-    """Limit a schedule to what each block can merge away."""
+    """Return a schedule whose counts are at most what each block can merge away of the tokens that reach it."""
     fitting = []
     for count in schedule:
         fitting.append(min(count, most_merged(how, tokens, protected)))
@@ -123,8 +123,8 @@ class MergingRecord(Merging):
     """A merging with its token counts and multiply-adds of one input.
 
     `tokens`: the numbers that enter the first block and that leave each; `protected` of them are never merged. `macs`:
-    those of the model, `macs_of_merging` of them to compare and merge tokens, `macs_with_all_tokens`: those at the same
-    widths without merging.
+    the multiply-adds of the model, `macs_of_merging` of them to compare and merge tokens; `macs_with_all_tokens`: those
+    at the same widths without merging.
     """
 
     protected: int
@@ -139,12 +139,12 @@ class MergingRecord(Merging):
 
     @property
     def rows(self) -> tuple[tuple[int, int, int, int], ...]:
-        """The rows of a table by block: its number, tokens that enter, that are merged away, and that leave."""
+        """A row per block: its number, and the counts of tokens that enter, that are merged away, and that leave."""
         each = zip(pairwise(self.tokens), self.schedule, strict=True)
         return tuple((block, entering, count, behind) for block, ((entering, behind), count) in enumerate(each))
 
     def sentences(self) -> tuple[str, ...]:
-        """Describe the record in sentences without capital and full stop."""
+        """Return sentences, without capital and full stop, on token counts, multiply-adds and, if unmerged, outputs."""
         which = (
             f"merges the tokens that are most alike by {COMPARED[self.metric]}"
             if self.how == "merge"

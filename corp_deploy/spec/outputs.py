@@ -24,9 +24,9 @@ EXAMPLE = "class,patches,block8"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedOutput:
-    """An output that is asked for by name, of the layer with path `layer`; empty for the last stream or the head.
+    """An output that is asked for by name, of the layer with path `layer`: empty for the last stream or the head.
 
-    `part`: None for an output of the head. `normed`: read behind the model's last norm.
+    `part`: the tokens that it has, None for an output of the head. `normed`: read behind the model's last norm.
     """
 
     name: str
@@ -36,12 +36,12 @@ class NamedOutput:
 
     @property
     def has_patches(self) -> bool:
-        """True if the output has a vector for each place of the image."""
+        """True if the output includes the patch tokens: its part is `patches`, `tokens` or `map`."""
         return self.part in ("patches", "tokens", "map")
 
     @property
     def port(self) -> OutputPort:
-        """The port of an output that is read from a residual stream."""
+        """The port, with the role embedding for the class token, else feature map; not for outputs of the head."""
         assert self.part is not None, self.name
         return OutputPort(name=self.name, role="embedding" if self.part == "class" else "feature map")
 
@@ -65,7 +65,7 @@ def output_from_name(name: str) -> NamedOutput:
 
 @dataclass(frozen=True, slots=True)
 class NamedOutputs:
-    """The outputs that are asked for by name, in this order; raises BadInput for unknown or repeated names."""
+    """One to 64 outputs that are asked for by name, in order; raises BadInput for unknown or repeated names."""
 
     names: tuple[str, ...]
 
@@ -90,5 +90,5 @@ class NamedOutputs:
 
 
 def outputs_from_text(text: str) -> NamedOutputs:
-    """Read names such as `class,patches,block8`; raise BadInput for unknown ones."""
+    """Parse comma-separated names, such as `class,patches,block8`; raise BadInput for unknown or repeated ones."""
     return NamedOutputs(tuple(part.strip() for part in text.split(",")))

@@ -6,15 +6,13 @@ from typing import Literal, get_args
 from ground.errors import BadInput
 
 Rule = Literal["obs", "cast", "magnitude"]
-"""The rule that chooses weights: the exact cost of dropping them, CAST's cost of a group by itself, or their size."""
+"""The cost by which weights to zero are chosen: the exact one, CAST's of a group by itself, or the magnitude."""
 SparseKind = Literal["mlp", "head", "conv"]
 """The kind of site that a sparse layer belongs to."""
 Permute = Literal["none", "inside", "stream"]
 """The channels that are reordered first: none, those inside sites, or those of the residual stream too."""
 Target = Literal["reduced", "own"]
-"""The outputs that a layer is fitted to: those in the model without zeros, or those of its dense weights on the current
-stream.
-"""
+"""The outputs that a layer is fitted to: in the model without zeros, or of its dense weights on its sparse inputs."""
 KINDS: tuple[SparseKind, ...] = get_args(SparseKind)
 DEFAULT_RULE: Rule = "obs"
 DEFAULT_PERMUTE: Permute = "none"  # after the refit, reordering gains nothing, see benchmarks/quality/sparsity.py
@@ -42,7 +40,7 @@ class Sparsity:
 
 
 def sparsity_from_text(text: str) -> Sparsity:
-    """Read K:N, such as 2:4; raise BadInput for anything else."""
+    """Parse K:N, such as 2:4; raise BadInput for anything else, also for N above 8."""
     words = text.strip().split(":")
     if len(words) != 2 or not all(word.isascii() and word.isdigit() and len(word) <= 2 for word in words):
         raise BadInput(f"sparsity {text[:40]!r}: expected K:N, such as 2:4")

@@ -1,4 +1,4 @@
-"""A user's code that makes a model, which runs only if the user allowed it."""
+"""Code of a user that makes a model, named `module:PATH.py:FUNCTION`, which runs only if the user allowed it."""
 
 import hashlib
 import sys
@@ -20,7 +20,7 @@ _TRUSTED: ContextVar[bool] = ContextVar("trusted", default=False)
 
 @contextmanager
 def trusting_code(trust: bool) -> Iterator[None]:
-    """Allow or forbid models' code to run within this context; outside of any, it is forbidden."""
+    """Allow (`trust`) or forbid users' code to run within this context; outside of any, it is forbidden."""
     token = _TRUSTED.set(trust)
     try:
         yield
@@ -35,19 +35,19 @@ def refuse_untrusted(where: str, *, to: str = "make the model") -> None:
 
 
 def is_code(text: str) -> bool:
-    """Check whether a model's name is `module:PATH.py:FUNCTION`."""
+    """Check whether a model's name starts with `module:`, as `module:PATH.py:FUNCTION` does."""
     return text.startswith(PREFIX)
 
 
 def file_and_function(text: str) -> tuple[Path, str]:
-    """Split `module:PATH.py:FUNCTION`, without a check that they exist."""
+    """Return PATH.py and FUNCTION of `module:PATH.py:FUNCTION`, without a check that they exist."""
     path, _, function = text.removeprefix(PREFIX).rpartition(":")
     return Path(path), function
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Code:
-    """A Python file's text, and the name of its function that makes the model."""
+    """A Python file's path and text, and the name of its function that makes the model."""
 
     file: str
     function: str
@@ -58,7 +58,7 @@ class Code:
         return hashlib.sha256(self.source.encode()).hexdigest()
 
     def called(self, arguments: dict[str, Any]) -> Any:
-        """Call the function; raise BadInput for code that isn't trusted or fails."""
+        """Return what the function gives for named arguments; raise BadInput for code that isn't trusted or fails."""
         refuse_untrusted(self.file)
         try:
             return self._function()(**arguments)

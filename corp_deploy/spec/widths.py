@@ -1,4 +1,4 @@
-"""Widths of sites and their alignments."""
+"""Widths of sites: the nearest and all multiples of an alignment, and the default multiples."""
 
 from collections.abc import Mapping
 from typing import Literal
@@ -17,23 +17,23 @@ def aligned_width(dense: int, share_kept: float, align: int) -> int:
 
 
 def aligned_widths(dense: int, align: int) -> tuple[int, ...]:
-    """Return all widths of a site under an alignment, the dense one included, narrowest first."""
+    """Return the multiples of `align` (of 8 if dense < align) below the dense width, and that width, ascending."""
     step = align if dense >= align else MIN_WIDTH
     return (*range(step, dense, step), dense)
 
 
 def narrow_step(dense: int, align: int) -> int:
-    """Return the default multiple for a site's widths: `align`, or 8 if `align` allows no narrower width."""
+    """Return the default multiple for a site's widths: `align`, or at most 8 if dense is below 2 `align`."""
     return align if dense >= 2 * align else min(align, MIN_WIDTH)
 
 
 def finer_step(dense: int, least: int, align: int) -> int:
-    """Return the multiple of `least` for a convolution's widths: near `align`, near 8, or `least` if dense is small."""
+    """Return the first multiple of `least` from `align` on, else from 8 on, if it fits in dense twice; else `least`."""
     steps = (least * -(-each // least) for each in (align, MIN_WIDTH))
     return next((step for step in steps if 2 * step <= dense), least)
 
 
 def stepped_width(dense: int, share_kept: float, step: int) -> int:
-    """Return dense * share rounded to a multiple of `step`, at least one step and never above dense."""
+    """Return dense * share rounded to a multiple of `step`, at least one and never above dense; dense for share 1."""
     nearest = int(dense * share_kept / step + 0.5) * step
     return dense if share_kept == 1.0 else min(dense, max(nearest, step))
