@@ -29,7 +29,8 @@ from .cuts import find_bottlenecks, find_output_branches, input_free_nodes
 class Attention:
     """An attention: a fused op, which is its `product` and its `output`; or two products with a softmax between.
 
-    `product` takes queries [B,H,N,D] and keys, [B,H,D,N] unless fused; `output` the softmax of `scores` [B,H,N,N].
+    `product` takes queries [B,H,N,D] and keys, [B,H,D,N] unless fused; `output` the softmax of `scores` [B,H,N,N],
+    which are None if fused.
     """
 
     product: fx.Node

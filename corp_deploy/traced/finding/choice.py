@@ -21,7 +21,7 @@ Kept = Mapping[str, Sequence[int] | Index]
 
 
 def removed_labels(analysis: FoundSites, kept: Kept) -> Tensor:
-    """Return the mask [labels] of those removed when sites keep these groups; raise BadInput if they can't.
+    """Return the mask [labels] of labels removed when sites keep these groups; raise BadInput if sites can't.
 
     A site that keeps nothing is folded to a constant later, so that its heads stay.
     """
@@ -51,7 +51,7 @@ def _checked(site: SiteGroups, groups: Sequence[int] | Index) -> Index:
 
 
 def _with_empty_holders(flow: Flow, goes: Tensor) -> Tensor:
-    """Add labels that hold only removed ones, such as empty heads; raise BadInput if one of them can't be removed."""
+    """Return the mask with labels that hold only removed ones, such as empty heads; raise BadInput if one must stay."""
     stays, head_labels = find_stuck(flow), flow.held_groups()
     while True:
         lost, left = torch.zeros_like(goes), torch.zeros_like(goes)
@@ -73,7 +73,7 @@ def _with_empty_holders(flow: Flow, goes: Tensor) -> Tensor:
 
 
 Holders = Mapping[int, set[int]]
-"""The labels that hold a label, by that label."""
+"""The labels that hold a label, as heads hold dimensions, by the label held."""
 
 
 def _holders_by_label(flow: Flow) -> Holders:
@@ -89,7 +89,7 @@ def _holders_of_groups(flow: Flow, holders: Holders, site: SiteGroups) -> list[s
 
 
 def find_head_groups(analysis: FoundSites, values: SiteGroups) -> dict[str, Index] | str:
-    """Return, by site of queries and keys, the head of `values` that each group belongs to.
+    """Return, by key of a site of queries and keys, the head of `values` that each of its groups belongs to.
 
     Returns the reason instead if no head can be removed as a whole.
     """

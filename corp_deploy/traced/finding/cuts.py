@@ -67,7 +67,7 @@ def find_cuts(analysis: FoundSites, *, beside_outputs: bool = False, to_end: boo
 def find_bottlenecks(
     program: Program, out: frozenset[tuple[fx.Node, fx.Node]] = frozenset(), others: Sequence[fx.Node] = ()
 ) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
-    """Yield nodes from which all later ones are computed, each with the nodes since the last; skip uses in `out`."""
+    """Yield nodes from which alone all later ones are computed, and the nodes since the last; ignore uses in `out`."""
     aside = input_free_nodes(program, others) | {user for _, user in out if user.op != "output"}
     nodes = [node for node in program.nodes if node not in aside]
     place = {node: at for at, node in enumerate(nodes)}
@@ -81,7 +81,7 @@ def find_bottlenecks(
 
 
 def find_output_branches(program: Program) -> frozenset[tuple[fx.Node, fx.Node]]:
-    """Return uses (node, user) for outputs other than the one of most nodes; none if such a use needs a contraction."""
+    """Return uses (node, user) for outputs but the one that most nodes compute; none if one needs a contraction."""
     before = {node: required_nodes(program, None, [node]) for node in program.output.all_input_nodes}
     longest = max(before, key=lambda node: len(before[node]))
     inside = {*before[longest], program.output}
@@ -93,7 +93,7 @@ def find_output_branches(program: Program) -> frozenset[tuple[fx.Node, fx.Node]]
 
 
 def side_inputs(program: Program) -> tuple[fx.Node, ...]:
-    """Return the inputs after the first if every later part takes them: integer masks, never contracted alone."""
+    """Return the inputs after the first, such as masks, if none is floating or contracted alone; else no input."""
     _, *others = (node for node in program.nodes if node.op == "placeholder")
     if not others or any(node.meta["val"].is_floating_point() for node in others):
         return ()

@@ -38,7 +38,7 @@ class Call:
         return f"{self.op} in {path or 'the model'}{f' ({kind})' * bool(kind)}"
 
     def because(self, what: str, marks: LabelTensor) -> str:
-        """Return why labels stay that meet the tensor `marks` without labels, with the first reason of `marks`."""
+        """Return the reason why labels stay that meet the unlabelled tensor `marks`, with the tensor's own reason."""
         return f"{self.where} {what} a tensor that can't be narrowed: {marks.why.rpartition(': ')[2]}"
 
     def __getitem__(self, name: str) -> Any:
@@ -112,7 +112,7 @@ class Flow:
         return self.groups.add(math.prod(sizes)).reshape(tuple(sizes))
 
     def renewed(self, value: Value) -> Value:
-        """Replace a tensor's labels by the groups that they are in by now, and by FIXED if they stay."""
+        """Return a value with the groups that its labels are in by now, and FIXED for those that stay."""
         if isinstance(value, tuple):
             return tuple(self.renewed(each) for each in value)
         if not isinstance(value, LabelTensor) or value.labels is None:
@@ -142,7 +142,7 @@ class Flow:
         self.stay(met[(met[:, 0] >= 0) & (met[:, 1] < 0), 0], "it holds elements that stay")
 
     def guard(self, labels: Tensor, outer: int, why: str) -> None:
-        """Forbid the removal of all labels at any place along the first `outer` axes."""
+        """Let at least one label stay at every index along the first `outer` axes."""
         sizes = labels.shape[:outer]
         above = self.fresh(sizes)
         self.stay(above, why)
@@ -207,7 +207,7 @@ class Flow:
 
 
 def find_stuck(flow: Flow) -> Tensor:
-    """Return the mask [labels] of those that can't be removed, by themselves or for labels that they hold or are in."""
+    """Return the mask [labels] of those that stay: by themselves, for one that they hold, or as all that one holds."""
     stays = flow.groups.reason_of(torch.arange(flow.groups.count)) > 0
     head_labels = flow.held_groups()
     while True:
@@ -221,7 +221,7 @@ def find_stuck(flow: Flow) -> Tensor:
 
 
 def find_holders(flow: Flow) -> Tensor:
-    """Return the mask [labels] of those that name groups which hold others."""
+    """Return the mask [labels] of labels that name groups which hold other groups, as heads hold dimensions."""
     holds = torch.zeros(flow.groups.count, dtype=torch.bool)
     for outer, _ in flow.held_groups():
         holds[outer] = True

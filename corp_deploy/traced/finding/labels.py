@@ -52,7 +52,7 @@ def meeting_pairs(one: Tensor, other: Tensor) -> Tensor:
 
 
 def first_along(labels: Tensor, axes: Sequence[int]) -> Tensor:
-    """Return the labels [the sizes of axes, in their order] at the first place along all other axes."""
+    """Return the labels [the sizes of axes, in their order] at index 0 of all other axes."""
     for dim in reversed(range(labels.dim())):
         labels = labels if dim in axes else labels.select(dim, 0)
     kept = sorted(axes)
@@ -146,7 +146,7 @@ class Groups:
 
 
 class Uneven(Exception):
-    """The remaining elements of a tensor form no tensor: its rows have different lengths."""
+    """The error that a tensor's remaining elements form no tensor: none is left, or rows differ in length."""
 
 
 def keep_mask(labels: Tensor, gone: Tensor) -> Tensor:
@@ -155,7 +155,7 @@ def keep_mask(labels: Tensor, gone: Tensor) -> Tensor:
 
 
 def kept_sizes(keep: Tensor) -> tuple[int, ...]:
-    """Return the sizes of what a mask keeps of a tensor; raise Uneven if that is no tensor."""
+    """Return the shape of the tensor that a mask's kept elements form; raise Uneven if they form none."""
     total, dims = int(keep.sum()), range(keep.dim())
     if total == 0:
         raise Uneven(f"0 of {tuple(keep.shape)}")

@@ -13,7 +13,7 @@ from .labels import LabelTensor, label_tensor, tidy, varying
 
 
 def move(flow: Flow, call: Call) -> Any:
-    """Run the op on the labels."""
+    """Run the op on labels in place of its tensors, and return the labels of its results."""
     why = next((each.why for each in call.tensors if each.why), "")
     if all(each.is_fixed for each in call.tensors):
         return unlabelled(call.shape, why)
@@ -155,7 +155,7 @@ def path_to(node: fx.Node, passes: Callable[[fx.Node], bool]) -> list[fx.Node]:
 
 
 def carry(numbers: Tensor, path: Iterable[fx.Node]) -> dict[fx.Node, Any]:
-    """Run the moves of a path on numbers in place of the first result; return them by node. Scaling changes none."""
+    """Run a path's moves, without scalings, on numbers in place of its first node's result; return results by node."""
     first, *moves = path
     values: dict[fx.Node, Any] = {first: numbers}
     for node in moves:
@@ -166,7 +166,7 @@ def carry(numbers: Tensor, path: Iterable[fx.Node]) -> dict[fx.Node, Any]:
 
 
 def axis_order(numbers: Tensor, shape: tuple[int, ...], dim: int) -> Tensor | None:
-    """Return the order of moved numbers along one axis; None if the moves changed more than this order."""
+    """Return moved numbers along axis `dim`; None if moves changed more of a tensor of `shape` than this order."""
     others = [size for place, size in enumerate(shape) if place != dim]
     if numbers.dim() != len(shape) or [size for place, size in enumerate(numbers.shape) if place != dim] != others:
         return None

@@ -25,7 +25,7 @@ UNTAGGED, SUMS, PRODUCTS = (
 
 
 def is_pointwise(target: Any) -> bool:
-    """Check whether torch tags an op, or its out-of-place twin, as working element by element."""
+    """Check whether an op works element by element, by torch's tag of it or its out-of-place twin, or by UNTAGGED."""
     if not isinstance(target, torch._ops.OpOverload):
         return False
     name, overload = target._schema.name.removeprefix("aten::").removesuffix("_"), target._overloadname
@@ -132,7 +132,7 @@ def normalize_last_axes(flow: Flow, call: Call) -> Any:
 
 
 def mix(flow: Flow, call: Call, first: LabelTensor, dims: Sequence[int]) -> Any:
-    """Join labels along some axes; along others they stay apart."""
+    """Join labels along the axes `dims`; if they vary along no other axis, let all stay and return none."""
     why, among = f"{call.where} mixes it", sorted({dim % len(first.shape) for dim in dims})
     if first.labels is None or not set(first.dims) - set(among):
         flow.stay(first.labels, why)

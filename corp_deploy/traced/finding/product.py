@@ -49,7 +49,7 @@ class Equation:
 def equation_of(node: fx.Node) -> Equation | None:
     """Return the equation of a linear layer, matmul or einsum of two tensors; None for any other node.
 
-    None also if an axis of only one factor is summed over, or one factor has a letter twice.
+    None also for a matmul of vectors, or if einsum sums over an axis of one factor or has a letter twice in one.
     """
     op, arguments = operation(node), named_arguments(node)
     if op == "einsum":
@@ -88,7 +88,7 @@ def _of_einsum(node: fx.Node, equation: str, nodes: list[Any]) -> Equation | Non
 
 
 def count_node_macs(node: fx.Node) -> int:
-    """Count the multiply-adds of a contraction; other nodes have 0."""
+    """Return the multiply-adds of a product, layer, convolution or attention for one input; 0 for other nodes."""
     op = operation(node)
     if op.startswith("conv") and op[-1] == "d":
         arguments = named_arguments(node)
@@ -126,7 +126,7 @@ class Factor:
         return tuple(self.letters.index(letter) for letter in letters)
 
     def at(self, letters: str) -> Tensor:
-        """Return the labels [the sizes of letters] at the first place along all others."""
+        """Return the labels [the sizes of letters] at index 0 of all other axes."""
         assert self.marks.labels is not None, self
         return first_along(self.marks.labels, self.axes(letters))
 
@@ -136,7 +136,7 @@ def argument_factor(call: Call, name: str, letters: str) -> Factor:
 
 
 def rename_broadcast_letters(one: Factor, other: Factor) -> Factor:
-    """Give axes of size 1 that are broadcast to the other factor letters of their own."""
+    """Return the factor `one` with new letters for its axes of size 1 that are broadcast along those of `other`."""
     odd = {
         letter: chr(ord("Α") + place)
         for place, letter in enumerate(one.letters)
@@ -146,7 +146,7 @@ def rename_broadcast_letters(one: Factor, other: Factor) -> Factor:
 
 
 def multiply(flow: Flow, call: Call, one: Factor, other: Factor, out: str) -> Value:
-    """Multiply two factors, summed over the letters that `out` lacks."""
+    """Apply the rule of a product of two factors, summed over letters not in `out`, and return the result's labels."""
     one, other = rename_broadcast_letters(one, other), rename_broadcast_letters(other, one)
     if other.marks.constant and not one.marks.constant:
         return _weighted(flow, call, one, other, out)
@@ -197,7 +197,7 @@ def write_rows(flow: Flow, call: Call, weight: Factor, letters: str) -> Tensor:
 
 
 def keep_columns(flow: Flow, weight: Factor, letters: str, why: str) -> None:
-    """Let a weight's columns stay where its input has no labels, if the weight is used elsewhere too."""
+    """Let the labels of a weight's axes `letters`, whose input has no labels, stay if the weight is used twice."""
     if flow.times_used[weight.marks.constant] > 1:
         for letter in letters:
             ids = flow.axis(weight.marks.constant, weight.axes(letter), (weight.size(letter),))
@@ -241,7 +241,7 @@ def _unsummed(flow: Flow, call: Call, each: Factor, beside: Factor, summed: set[
 
 
 def _weighing(flow: Flow, call: Call, one: Factor, other: Factor, out: str) -> Value:
-    """Multiply attention weights with values: the sum runs over unlabelled places, and the finer labels go on."""
+    """Apply the rule of attention weights times values, summed over axes without labels; return the finer labels."""
     batch = set(_common(one, other, out)[0])
     fine, coarse = (other, one) if not set(one.varying) - batch and other.varying else (one, other)
     if fine.marks.labels is None:

@@ -25,8 +25,8 @@ EXACT = 1e-9
 class LayerCosts:
     """The costs of layers, and the sites' shares of each side of a layer, such as its rows or columns.
 
-    `every`: per layer its cost, and per side the share of each site by key. `places`: the module or parameter of each
-    layer. `streams`: the keys of streams.
+    `every`: per layer its cost, and per side the share of each site by key. `places`: the module path or the parameter
+    name of each layer. `streams`: the keys of streams.
     """
 
     every: tuple[tuple[float, tuple[Mapping[str, float], ...]], ...]
@@ -47,7 +47,7 @@ class LayerCosts:
         return Counter({key: int(total) for key, total in totals.items()})
 
     def _shared(self, sides: Sequence[Mapping[str, float]]) -> Mapping[str, float]:
-        """Share a layer's cost by site, evenly among the sides whose elements can be removed."""
+        """Return each site's share of a layer's cost, by key, split evenly among the sides that can lose elements."""
         counted = [side for side in sides if not side.keys() <= self.streams] or sides
         parts: dict[str, float] = defaultdict(float)
         for at, side in enumerate(counted):
@@ -66,7 +66,7 @@ class LayerCosts:
         return left
 
     def of_others(self, keys: Collection[str]) -> "LayerCosts":
-        """Return the costs of the other sites once all groups of these sites are removed."""
+        """Return the layers' costs that remain, shared among other sites, once all groups of these are removed."""
         every, places = [], []
         for (cost, sides), place in zip(self.every, self.places, strict=True):
             left = [1.0 - sum(share for key, share in side.items() if key in keys) for side in sides]
@@ -80,7 +80,7 @@ class LayerCosts:
         return replace(self, every=tuple(every), places=tuple(places))
 
     def saved(self, left: Mapping[str, float]) -> float:
-        """Return the cost that is saved when sites keep the shares `left`, and other sites keep everything."""
+        """Return the cost saved when sites, by key, keep the shares `left` of their groups, and others keep all."""
 
         def left_of(side: Mapping[str, float]) -> float:
             return 1.0 - sum(share * (1.0 - left.get(key, 1.0)) for key, share in side.items())

@@ -47,18 +47,18 @@ class SiteGroups:
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """The places in parameters and constants."""
+        """The spans of writers, readers and `between`, which are those in parameters and constants."""
         return *self.writers, *self.readers, *self.between
 
     @property
     def parts(self) -> int:
-        """The number of parts of equal size."""
+        """The number of parts, such as heads; 1 without any."""
         return 1 if self.part_G is None else int(self.part_G.max()) + 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixedElements:
-    """Elements that a parameter writes and that can't be removed, with the reason."""
+    """The number of rows of a parameter that can't be removed, with the first reason."""
 
     name: str
     count: int

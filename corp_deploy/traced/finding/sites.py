@@ -1,4 +1,4 @@
-"""The sites of a program: its removable groups, sorted by their places, with names and kinds."""
+"""Sites of a program: its removable groups of elements with the same uses, with names, kinds and parts."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ _PLAIN = SAME | SHAPED | RUN | {"batch_norm", "pad", "constant_pad_nd", "avg_poo
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _AlikeGroups:
-    """Groups that have the same uses: index [groups, places] into the labels of each use."""
+    """Groups `group_G` that have the same uses, with the index [groups, places] of each into the labels of each use."""
 
     uses: tuple[Use, ...]
     index: tuple[Index, ...]
@@ -32,7 +32,7 @@ class _AlikeGroups:
 
 
 def _alike_groups(flow: Flow, units: Tensor) -> Iterator[_AlikeGroups]:
-    """Yield the removable groups by their uses, sorted by the first use; writers come first."""
+    """Yield the groups of the mask `units` [labels], alike ones together, sorted by first use; writes come first."""
     uses = sorted(flow.every_use, key=lambda use: (use.role != "writes") + 2 * (not use.is_of_constant))
     groups_of, numbers_of, places_of = list[Index](), list[Index](), list[Index]()
     for number, use in enumerate(uses):
@@ -66,7 +66,7 @@ def _alike_groups(flow: Flow, units: Tensor) -> Iterator[_AlikeGroups]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FoundSites:
-    """The sites in order of the program, the elements that stay, and the multiply-adds of one input by node."""
+    """A program's walk, its sites in order, the written elements that stay, and multiply-adds of one input by node."""
 
     program: Program
     flow: Flow
@@ -105,7 +105,7 @@ def _removable(flow: Flow) -> Tensor:
 
 
 Met = Mapping[str, Tensor]
-"""Masks [labels] of those that attention weights sum up, that meet in products, and that meet in sums."""
+"""Masks [labels] of labels that attention weights sum up, that meet in products and in sums, by field of Flow."""
 
 
 def _met(flow: Flow) -> Met:
@@ -175,7 +175,7 @@ def _is_grouped(node: fx.Node) -> bool:
 
 
 def _is_activated(reader: fx.Node) -> bool:
-    """Check for an op other than norms, gains and grouped convolutions between a reader and the layer before it."""
+    """Check that not only moves, pooling, batch norm, scaling and grouped convolutions follow the layer before it."""
     node = reader.all_input_nodes[0]
     while (
         operation(node) in _PLAIN
@@ -187,9 +187,9 @@ def _is_activated(reader: fx.Node) -> bool:
 
 
 def _parts(flow: Flow) -> Tensor:
-    """Return the part [labels] of each group: the label that holds it, as a head does, or its line in a tensor.
+    """Return the part of each label: the label that holds it, as a head does, else the number of its line, else -1.
 
-    The line is that along the last labelled axis of the first tensor with several; -1 stands for no part.
+    Lines run along the last labelled axis of the first tensor whose labels vary along several axes.
     """
     part = torch.full((flow.groups.count,), -1)
     for outer, inner in flow.held_groups():

@@ -41,7 +41,7 @@ def contraction(flow: Flow, call: Call) -> Value:
 
 
 def add_bias(flow: Flow, call: Call, result: LabelTensor, bias: LabelTensor | None, dim: int) -> Value:
-    """Let a bias lose the elements of removed rows."""
+    """Let a constant bias lose the elements of removed rows, and rows with a computed bias stay; return `result`."""
     if bias is not None and dim in result.dims:
         rows = flow.across(result, (dim,), f"{call.where} adds a bias")
         if bias.constant:
@@ -185,7 +185,7 @@ RULES: Mapping[str, Rule] = {op: rule for rule, ops in _BY_RULE for op in ops.sp
 
 
 def walk_program(program: Program, *, keeps_all: bool = False) -> Flow:
-    """Let the labels of all weights flow through the program in order; `keeps_all`: see Flow."""
+    """Let the labels of all weights flow through the program in order; return the Flow. `keeps_all`: see Flow."""
     flow = Flow(program=program, keeps_all=keeps_all, times_used=count_uses(program))
     for node in program.nodes:
         if node.op == "output":

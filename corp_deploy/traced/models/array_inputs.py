@@ -75,7 +75,7 @@ def read_ports(model: nn.Module, declared: Mapping[Any, Any]) -> tuple[Port, ...
 
 
 def parameters_of(model: nn.Module) -> dict[str, bool]:
-    """Return, by name of forward's parameters, whether each is required; `**` stands for any others."""
+    """Return, by name of forward's parameters, whether each is required; a key `**` shows that it takes any others."""
     every = inspect.signature(model.forward).parameters.values()
     needless = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     named = {each.name: each.default is each.empty for each in every if each.kind not in needless}
@@ -100,7 +100,7 @@ def _port(where: str, name: str, value: Any) -> Port:
 
 
 def build_plain_batch(ports: Sequence[Port], count: int, device: torch.device | str) -> list[Tensor]:
-    """Build a batch of zeros; masks are ones, so that all tokens count."""
+    """Build a tensor of zeros per port, [count, *shape]; masks are ones, so that all tokens count."""
     return [
         torch.full((count, *port.shape), int(is_mask(port)), dtype=getattr(torch, port.dtype), device=device)
         for port in ports
@@ -110,7 +110,7 @@ def build_plain_batch(ports: Sequence[Port], count: int, device: torch.device | 
 def build_random_batch(
     ports: Sequence[Port], sizes: Mapping[str, int], count: int, device: torch.device
 ) -> list[Tensor]:
-    """Build a batch of normal noise, of ids below their vocabulary's size, and of ones for masks and other types."""
+    """Build a tensor per port: normal noise, ids below their vocabulary's size in `sizes`, or ones for other types."""
     generator = torch.Generator().manual_seed(0)
 
     def drawn(port: Port, plain: Tensor) -> Tensor:
@@ -134,7 +134,7 @@ ROLES: tuple[Role, ...] = get_args(Role)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallOrder:
-    """Forward's `parameters` in the order of the ports, and the places of the `outputs` among its result's tensors."""
+    """Forward's `parameters` in the order of the ports, and the indices of the `outputs` among its result's tensors."""
 
     parameters: tuple[str, ...]
     outputs: tuple[int, ...]
@@ -157,7 +157,7 @@ def build_forward(plain: type[nn.Module], calling: CallOrder) -> Callable[..., A
 
 
 def named_leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """Yield the leaves of nested tuples, lists, mappings and dataclasses with their names; skip None."""
+    """Yield the names, joined by `_`, and leaves of nested tuples, lists, mappings and dataclasses; skip None."""
     if value is None:
         return
     inner = _entries(value)
@@ -181,7 +181,7 @@ def _entries(value: Any) -> list[tuple[str, Any]] | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenOutput:
-    """One tensor of a module's result: its place among them, its port, and its shape with the batch in front."""
+    """One tensor of a module's result: its index among all, its port, and its shape with the batch in front."""
 
     place: int
     port: OutputPort

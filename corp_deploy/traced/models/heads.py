@@ -1,4 +1,4 @@
-"""Heads of a traced attention: their places in queries and keys of any layout, and the taps that calibration uses.
+"""Heads of a traced attention: their places in queries and keys of any layout, and the taps that calibration hooks.
 
 Legend: G groups of a site, H heads, T heads that share their keys, D dimensions of a head, N tokens, W windows, V parts
 of windows whose tokens see each other.
@@ -46,7 +46,7 @@ class HeadPlaces:
     places_HTD: Tensor
 
     def by_window(self, scores: Tensor) -> Tensor | None:
-        """Reshape one image's scores [..., queries, keys] to [W,N,M]; None if heads differ."""
+        """Return one image's scores [..., queries, keys] as [W,N,M]; None if heads differ or tokens have other axes."""
         front = self.batch.in_front(scores)[0]
         last = len(front.shape) - 2
         if self.tokens != (last,):
@@ -72,7 +72,7 @@ class HeadPlaces:
         return by_head if windows > 1 else by_head[:, 0]
 
     def of_one(self, x: Tensor) -> Tensor:
-        """Return one image's heads [X,H,T,D], with the tokens of all windows along one axis."""
+        """Return one image's heads [X,H,T,D], with the X tokens of all windows along one axis."""
         by_head: Tensor = self(x)[0].unflatten(-2, (self.places_HTD.shape[1], -1)).movedim(-2, 0)
         return by_head if by_head.dim() == 4 else by_head.flatten(0, 1)
 
@@ -81,8 +81,8 @@ class HeadPlaces:
 class BothHeads:
     """The layouts of queries and keys, and the site's group of each dimension, `groups_HTD`.
 
-    `joined`: the number of dimensions of a head that form one group, at p, P + p and so on. `shared`: the number of
-    consecutive heads with the same groups. `complete`: the site has all dimensions of the heads.
+    `joined`: the number of dimensions of a head that form one group, at p, P + p and so on for P groups of a head.
+    `shared`: the number of consecutive heads with the same groups. `complete`: the site has all dimensions of heads.
     """
 
     queries: HeadPlaces
@@ -94,7 +94,7 @@ class BothHeads:
 
     @property
     def groups_HP(self) -> Tensor:
-        """The groups of each head without repetition, one row for all heads that share groups."""
+        """The groups [H,P] of each head without repetition, one row for all heads that share groups."""
         return self.groups_HTD[:: self.shared, 0, : self.groups_HTD.shape[2] // self.joined]
 
 
@@ -239,18 +239,18 @@ class _Counting:
     plane_scale: float | None = None
 
     def queries(self, x: Tensor, heads: HeadPlaces) -> Tensor:
-        """Zero queries that nothing reads, and return them by part."""
+        """Return the queries by part, zero where nothing reads them."""
         if self.read is not None:
             x = heads.batch.back(heads.batch.in_front(x) * heads.batch.in_front(self.read.to(x)))
         return self.parts(heads(x))
 
     def parts(self, x: Tensor) -> Tensor:
-        """Index the windows of [B,W,H,N,D] by part."""
+        """Return windows [B,W,H,N,D] by part, [B,V,H,N,D], or unchanged if parts are whole windows."""
         return x if self.parts_V is None else x.index_select(1, self.parts_V.to(x.device))
 
 
 def taps_of(name: str, tracing: Tracing, both: BothHeads, nodes: tuple[str, str, str]) -> HeadTaps:
-    """Return the taps of an attention's queries and keys, which the first two of `nodes` give to the third.
+    """Return the taps of an attention's queries and keys; `nodes` names the queries, the keys and their product.
 
     Pairs of tokens that see each other in no image don't count, nor do queries that nothing reads, such as padding.
     """

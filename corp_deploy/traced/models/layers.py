@@ -29,7 +29,7 @@ from .token_merging import Tokens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramLayer:
-    """A layer, with its module's path in the layered model, the names of its weight and bias, and the weight's uses.
+    """A layer, its module's path in the layered model, its weight's and bias's names, and the weight's number of uses.
 
     `kinds`: the kinds of the sites that the layer writes or reads.
     """
@@ -101,7 +101,7 @@ class _OfTokens(nn.Module):
 
 
 def replace_layers(model: nn.Module, of: Mapping[str, Layer], every: tuple[ProgramLayer, ...]) -> nn.Module:
-    """Return the model with the weights and biases of the modules `of`, by the names of layers."""
+    """Return a copy of the model with the weights and biases of the modules `of`, by the names of layers in `every`."""
     weights = {each.weight: of[each.name].weight for each in every if each.name in of}
     biases = {each.bias: bias for each in every if each.name in of and (bias := of[each.name].bias) is not None}
     return narrow_model(model, {}, {**weights, **biases})
@@ -123,9 +123,9 @@ def find_streams(model: nn.Module) -> tuple[SiteGroups, ...]:
 
 
 def stream_scores(model: nn.Module, stream: SiteGroups) -> Tensor:
-    """Return sum_o (w_oj gamma_j)^2 over all readers of a stream, by channel [G], float64.
+    """Return sum_o (w_oj gamma_j)^2 over all readers of a stream, by channel j [G], float64.
 
-    After a norm of scale gamma a channel's variance is about gamma^2.
+    After a norm of scale gamma_j a channel's variance is about gamma_j^2; w are the readers' weights.
     """
     program, every = tracing(model).program, list[Tensor]()
     nodes, read = {node.name: node for node in program.nodes}, {span.name: span for span in stream.readers}
@@ -141,7 +141,7 @@ def stream_scores(model: nn.Module, stream: SiteGroups) -> Tensor:
 
 
 def _gain(program: Program, source: fx.Node) -> Tensor | None:
-    """Return the gain of the norm in front by channel, None without one."""
+    """Return the scale by channel, float64, of the layer or RMS norm that gives a node; None without one."""
     while operation(source) in SAME | {"select", "slice"}:
         source = source.all_input_nodes[0]
     weight = source.args[2] if operation(source) in ("layer_norm", "rms_norm") and len(source.args) > 2 else None
@@ -149,12 +149,12 @@ def _gain(program: Program, source: fx.Node) -> Tensor | None:
 
 
 def _laid_out(tensor: Tensor, axes: tuple[int, ...]) -> Tensor:
-    """Move axes to the end and flatten them."""
+    """Return a tensor with these axes moved to the end and flattened."""
     return tensor.movedim(axes, tuple(range(-len(axes), 0))).flatten(-len(axes))
 
 
 def reorder_groups(model: nn.Module, site: SiteGroups, order_G: Tensor) -> nn.Module:
-    """Return a copy of the model with a site's groups in this order."""
+    """Return a copy of the model whose group g of a site is the model's group order_G[g]."""
     program, tensors = tracing(model).program, dict[str, Tensor]()
     for span in {(span.name, span.axes): span for span in site.spans}.values():
         # The elements of each group take the places of another's.
@@ -168,9 +168,9 @@ def reorder_groups(model: nn.Module, site: SiteGroups, order_G: Tensor) -> nn.Mo
 
 
 def input_block_of(model: nn.Module, weight: str) -> tuple[SiteGroups, int] | None:
-    """Return the site whose groups are this layer's inputs, in order and read by no other, and its part size, or None.
+    """Return the site whose groups are this layer's inputs, in order and read by no other, and its groups per part.
 
-    Inputs may be reordered within a part, such as a head.
+    Inputs may be reordered within a part, such as a head. Returns None without such a site.
     """
     own = tracing(model)
     reads = ((site, span) for site in own.analysis.sites for span in site.readers if span.name == weight)

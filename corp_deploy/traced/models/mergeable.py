@@ -38,8 +38,8 @@ class Mergeable:
     def merged(self, program: Program, merging: Merging, *, follows: bool = False) -> MergedProgram:
         """Build the program that merges tokens after its blocks' attentions.
 
-        With `follows` it always tracks source tokens. Raises BadInput if the merging doesn't fit, or if a node needs
-        all tokens.
+        With `follows` merges always track source tokens. Raises BadInput if the merging doesn't fit, or if a node
+        needs all tokens.
         """
         if len(merging.schedule) != len(self.blocks):
             raise BadInput(
@@ -70,7 +70,7 @@ class Mergeable:
 
 
 def find_mergeable(program: Program) -> Mergeable | str:
-    """Find where a program's tokens can be merged, or return the reason why they can't."""
+    """Return the blocks after which a program's tokens can be merged, or the reason why they can't."""
     if not program.any_batch:
         return "its program is for one batch size alone"
     blocks = find_blocks(program)

@@ -46,7 +46,7 @@ _ANY = "a merged token has no single position"
 
 
 class PositionDependent(Exception):
-    """A node that depends on token positions, or on all tokens at once."""
+    """The error of a node that depends on token positions, or on all tokens at once."""
 
     def __init__(self, node: fx.Node, reason: str) -> None:
         super().__init__(f"{operation(node)} in {module_of(node)[0] or 'the model'} {reason}")
@@ -76,7 +76,7 @@ class MergedNodes:
         self.nodes[node] = self.graph.node_copy(node, lambda each: instead.get(each.name, self.nodes.get(each)))
 
     def begin_(self, node: fx.Node, tokens: int) -> None:
-        """Set the number of tokens of a stream [B,N,C]."""
+        """Set the number of tokens that a stream [B,N,C] has from here on."""
         _, all_tokens, channels = sizes_at_one(node)
         self.values[node] = self.value(node).new_empty((1, tokens, channels))
         self.units[node], self.axes[node] = (all_tokens, tokens), frozenset({1})
@@ -166,7 +166,7 @@ class MergedNodes:
         return (source, sizes), {}
 
     def keeps_protected(self, node: fx.Node, attention: Attention | None) -> bool:
-        """Check that a node keeps protected tokens; raise PositionDependent if it reads by position or all at once."""
+        """Check that a node slices off no protected tokens; raise PositionDependent if it needs positions or all."""
         op = operation(node)
         entering = [each for each in node.all_input_nodes if each in self.units]
         axes, rank = frozenset[int]().union(*(self.axes[each] for each in entering)), len(sizes_at_one(entering[0]))
@@ -239,7 +239,7 @@ def _masks_nothing(program: Program, node: fx.Node) -> bool:
 def _resized(
     old: tuple[int, ...], new: tuple[int, ...], shape: tuple[int, ...], unit: tuple[int, int]
 ) -> list[int] | None:
-    """Return the shape that a reshape of fewer tokens gives; None if it takes tokens apart."""
+    """Return the shape that a reshape from `old` to `shape` gives for fewer tokens, `new`; None if it splits tokens."""
     result, ways = list(shape), [list(accumulate(sizes, mul, initial=1)) for sizes in (old, shape)]
     # Between two common products, the axes of both shapes hold the same elements.
     for start, end in pairwise(sorted(set(ways[0]) & set(ways[1]))):

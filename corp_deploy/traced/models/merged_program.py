@@ -38,8 +38,8 @@ class CutState:
 class MergedProgram:
     """A program that merges tokens, with tables by the names of nodes of the program with all tokens.
 
-    `stands`: the node in place of each. `merge_at`, `sizes_at`, `sources_at`: for nodes of fewer tokens, the
-    merge before them and the nodes that give its sizes and sources.
+    `stands`: the node of `program` in place of each. `merge_at`, `sizes_at`, `sources_at`: for nodes of fewer tokens,
+    the merge before them and the nodes that give its sizes and sources.
     """
 
     program: Program
@@ -49,7 +49,7 @@ class MergedProgram:
     sources_at: Mapping[str, fx.Node]
 
     def crossing(self, node: fx.Node) -> CutState:
-        """Return the state at the cut of a node of the program with all tokens."""
+        """Return the state at a cut, given by its node of the program with all tokens."""
         stands, name = self.stands[node.name], node.name
         state = CutState(
             raw=stands,

@@ -35,7 +35,7 @@ from .token_merging import TokenMerge, key_bias, unmerge_tokens
 
 @dataclass(slots=True, kw_only=True)
 class MergeBuilder:
-    """A builder of a program that merges tokens.
+    """A builder of a MergedProgram; `follows`: see Mergeable.merged.
 
     `sizes`, `sources`: those of the current stream, None for all tokens. `tokens_at`: by name of a node of fewer tokens
     the merge before it, its sizes and sources. `back`: the unmerged inputs of branches to early outputs, by name.
@@ -106,7 +106,7 @@ class MergeBuilder:
         self.tokens_at[node.name] = list(self.merges.values())[-1], self.sizes, self.sources
 
     def _count_sizes(self, node: fx.Node, new: fx.Node, attention: Attention) -> None:
-        """Add to the scores of each key the log of the number of source tokens in it."""
+        """Add, in a softmax's or fused attention's scores, the log of the number of source tokens in each key."""
         is_softmax = operation(node) in SOFTMAX
         if not is_softmax and operation(node) != SDPA:
             return
@@ -197,7 +197,7 @@ def _keys(keys: Tensor, is_turned: bool) -> Tensor:
 
 
 def _of_first(shares_BHNN: Tensor) -> Tensor:
-    """Return the first token's attention to each, the mean over heads [B,N]."""
+    """Return the first token's attention to each token [B,N], the mean over heads."""
     return shares_BHNN[:, :, 0].float().mean(dim=1)
 
 
@@ -211,7 +211,7 @@ def _attended(q_BHND: Tensor, k_BHND: Tensor, scale: float) -> Tensor:
 
 
 def attentions_by_node(attentions: Iterable[Attention]) -> dict[fx.Node, Attention]:
-    """Return attentions by their nodes that mix tokens."""
+    """Return attentions by their nodes that mix tokens: products and softmaxes, or the fused op."""
     return {
         node: each
         for each in attentions

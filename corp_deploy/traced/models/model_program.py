@@ -27,8 +27,8 @@ class Tracing:
     """A model's program with all that is found in it.
 
     `added`: the biases of zeros that the model itself lacks; those in `biasless` stay zeros. `multiple`: see Facts.
-    `offered`: the sites, once searched. `proved`: the last narrowed program. `folded_to_constant`: the tracings without
-    sites that are folded to constants.
+    `offered`: the Sites, once searched. `proved`: the last narrowed program, if any. `folded_to_constant`: the tracings
+    without sites that are folded to constants.
     """
 
     program: Program
@@ -96,7 +96,7 @@ class Tracing:
 
     @cached_property
     def hooked(self) -> tuple[fx.GraphModule, dict[str, Layer], dict[str, nn.Module]]:
-        """The graph to hook, its layers, and the taps of queries and keys, by node."""
+        """The graph to hook and, by name of a node, its layers and the taps of queries and keys."""
         projections, readers = set[str](), set[str]()
         for site in self.analysis.sites:
             for span in site.listening:
@@ -109,7 +109,7 @@ class Tracing:
         return build_listening_graph(self.running, readers, projections, dict(self._read(readers)))
 
     def _read(self, readers: set[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield layers after attentions with the mask of the rows that are read, if some are not."""
+        """Yield linear layers after attentions, by name, and the mask of rows that later nodes read, if not all."""
         behind = {span.reader for site in self.analysis.sites if site.kind == "values" for span in site.listening}
         for name in sorted(behind & readers):
             node = self.by_node[name]
@@ -120,7 +120,7 @@ class Tracing:
 
     @cached_property
     def uses(self) -> Mapping[str, list[str]]:
-        """The nodes that call each layer, by the name of its weight."""
+        """The names of the nodes that call each layer, by the name of its weight."""
         uses: dict[str, list[str]] = {}
         for called in layers(self.program, in_groups=True):
             uses.setdefault(called.weight, []).append(called.node.name)

@@ -39,7 +39,7 @@ MOST_PARAMETERS = 20_000_000_000
 
 
 def refuse_larger(build: Callable[[], nn.Module], what: str) -> None:
-    """Raise BadInput for a model of too many parameters before it takes memory."""
+    """Build a model on the meta device, and raise BadInput if it has more than MOST_PARAMETERS; `what`: its name."""
     with torch.device("meta"):
         count = parameters(build())
     if count > MOST_PARAMETERS:
@@ -51,7 +51,7 @@ def parameters(*modules: nn.Module) -> int:
 
 
 def batch_counters(model: nn.Module) -> dict[str, Tensor]:
-    """Return the batch counters of the model's norms, which older files lack and evaluation never reads."""
+    """Return, by name, the buffers num_batches_tracked, which older files lack and evaluation never reads."""
     return {name: each for name, each in model.state_dict().items() if name.endswith("num_batches_tracked")}
 
 
@@ -114,7 +114,7 @@ class TracedState:
 
 
 class TracedModule(nn.Module):
-    """A base that is put before a module's own class; its attribute has a name that no user's module has."""
+    """A base put before a module's own class, with its TracedState in an attribute that no user's module has."""
 
     known_to_corp_deploy: TracedState
 
@@ -148,7 +148,7 @@ def is_reduced(model: nn.Module) -> bool:
 
 
 def assumes_size(model: nn.Module) -> bool:
-    """Check for a user's dense module that doesn't declare the size of its images."""
+    """Check for a user's dense module without chosen sites, `input_size` and `pretrained_cfg`."""
     state = traced_state(model)
     is_users = state.cut is None and isinstance(state.facts, Facts) and state.facts.sites is None
     return is_users and not hasattr(model, "input_size") and not hasattr(model, "pretrained_cfg")
@@ -173,7 +173,7 @@ def output_ports(model: nn.Module) -> tuple[OutputPort, ...]:
 
 
 def classes(model: nn.Module) -> int:
-    """Return the number of classes of its logits; 0 for a model without logits."""
+    """Return the number of classes of a model's logits; 0 for a model without logits."""
     return facts_of(model).classes
 
 
@@ -202,7 +202,7 @@ def narrowed_module(graph: fx.GraphModule, name: str, facts: Facts, cut: KeptGro
 
 
 def merging_module(model: nn.Module, merging: Merging | None) -> TracedModule:
-    """Return a narrowed module that shares the model's weights and merges tokens, or none."""
+    """Return a module that shares the model's weights and merges tokens, or computes all if `merging` is None."""
     state, own = traced_state(model), tracing(model)
     all_tokens = _all_tokens(model)
     graph = all_tokens if merging is None else build_merged_graph(own.program, own.added, merging)

@@ -38,7 +38,7 @@ VERSIONS = ("torch", "timm")
 
 
 def prove_kept(model: nn.Module, kept: Mapping[str, Index]) -> tuple[dict[str, Index], dict[str, str]]:
-    """Prove on random inputs that sites can keep these groups; return the groups and the reasons of sites that can't.
+    """Prove on random inputs that sites can keep these groups; return by name the groups, and why others can't.
 
     Raises BadInput for a model that isn't deterministic, or that gives NaN on inputs within 0 and 1 too.
     """
@@ -182,7 +182,7 @@ def _line(span: Span) -> list[Any]:
 
 
 def program_record(model: nn.Module) -> dict[str, Any] | None:
-    """Return the record of which program was narrowed; None for a dense model or one that isn't traced."""
+    """Return `digest`, `biases` and `versions` of a narrowed program; None for a dense or untraced model."""
     cut = traced_state(model).cut if isinstance(model, TracedModule) else None
     if cut is None:
         return None
@@ -191,7 +191,7 @@ def program_record(model: nn.Module) -> dict[str, Any] | None:
 
 
 def sites_record(model: TracedModule) -> dict[str, Any]:
-    """Return, by site, the number of groups in the dense model, and the kept ones if some were removed."""
+    """Return, by site, `groups`, their number in the dense model, and `kept`, those left, if it was narrowed."""
     cut = traced_state(model).cut
     sizes = {name: groups.size for name, groups in sites_by_name(tracing(model)).items()} if cut is None else cut.sizes
     kept = {} if cut is None else cut.kept

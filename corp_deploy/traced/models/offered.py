@@ -37,7 +37,7 @@ _SUFFIXES = {"queries and keys": ".qk", "values": ".v", "stream": ".stream"}
 
 
 def traced_sites(tracing: Tracing, chosen: Container[str] | None = None) -> Sites:
-    """Return the sites of these names, None for all, in order of the program."""
+    """Return the sites of the names `chosen`, None for all, and the refused ones, in order of the program."""
     every, refused, named = list[Site](), list[Refusal](), sites_by_name(tracing)
     beside = values_beside(tracing, named)
     for name, groups in named.items():
@@ -53,7 +53,7 @@ def traced_sites(tracing: Tracing, chosen: Container[str] | None = None) -> Site
 
 
 def _with_queries(every: list[Site], beside: Mapping[str, str]) -> Iterator[Site]:
-    """Give values the width of their heads' queries, if those can be reduced too."""
+    """Yield the sites, those of values with the name and width of their heads' queries if those can be reduced too."""
     queries = {beside[each.name]: each for each in every if isinstance(each, TracedPairs) and each.name in beside}
     for each in every:
         if isinstance(each, TracedValues) and (own := queries.get(each.name)) is not None:
@@ -62,7 +62,7 @@ def _with_queries(every: list[Site], beside: Mapping[str, str]) -> Iterator[Site
 
 
 def values_beside(tracing: Tracing, named: Mapping[str, SiteGroups]) -> dict[str, str]:
-    """Return, by site of queries and keys, the values of the same attention, by shared labels or else by module."""
+    """Return, by site of queries and keys, the site of its attention's values, found by labels or else by module."""
     flow, found = tracing.analysis.flow, dict[str, str]()
     values = {name: groups for name, groups in named.items() if groups.kind == "values"}
     labels = {name: site_labels(flow, groups)[:, 0] for name, groups in values.items()}
@@ -82,7 +82,7 @@ def values_beside(tracing: Tracing, named: Mapping[str, SiteGroups]) -> dict[str
 
 
 def _layer_after(tracing: Tracing, groups: SiteGroups, values: SiteGroups | None) -> str:
-    """Return the name of the layer's node that reads an attention's output; empty if there is none."""
+    """Return the name of the node of the layer that reads an attention's output; empty if there is none."""
     readers = () if values is None else (span.reader for span in values.listening)
     if hooked_reader := next((reader for reader in readers if reader in tracing.hooked[1]), ""):
         return hooked_reader
@@ -142,7 +142,7 @@ def whole_removal_of(tracing: Tracing, groups: SiteGroups, name: str) -> WholeRe
 
 
 def _with_squeezes(tracing: Tracing, groups: SiteGroups, readings: list[SiteReader]) -> list[SiteReader]:
-    """Mark the readers of a map's mean as squeezes if other layers read more than one place of maps."""
+    """Return the readers, those of a map's mean marked as squeezes if other layers read more than one place of maps."""
     readings = [replace(each, is_squeeze=is_mean_weight(each.weight)) for each in readings]
     shapes = [sizes_at_one(tracing.by_node[each.source]) for each in readings]
     counts = [math.prod(shape[2:]) if len(shape) == 4 else 0 for shape in shapes]
@@ -153,7 +153,7 @@ def _with_squeezes(tracing: Tracing, groups: SiteGroups, readings: list[SiteRead
 
 
 def _refusal(tracing: Tracing, groups: SiteGroups, readings: list[SiteReader]) -> str:
-    """Return the reason why no repair is known, empty if one is."""
+    """Return the reason why no repair of a site's readers is known, empty if one is."""
     if not readings:
         return "no layer with weights of its own reads it"
     for weight in dict.fromkeys(reading.weight for reading in readings):

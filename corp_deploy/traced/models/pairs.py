@@ -55,9 +55,10 @@ class Side:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repair:
-    """The ways to mix dimensions that the nodes between their layers and the dot product allow.
+    """The mixing of dimensions that the nodes between their layers and the dot product allow.
 
-    `mixing`: free within a head, complex factors of rotary `planes`, or none, for the `reason`.
+    `mixing`: free within a head, complex factors of rotary `planes`, or none, for the `reason`. `sides`: the layers'
+    rows of queries and of keys, empty for none.
     """
 
     mixing: Mixing
@@ -101,12 +102,12 @@ class TracedPairs(Site):
 
     @cached_property
     def repair(self) -> Repair:
-        """The allowed mixing, which needs the weights."""
+        """The Repair that the program allows, found by running it with the weights."""
         return _repair(self.tracing, self.groups, self.both)
 
 
 def build_pairs(tracing: Tracing, own: Mapping[str, Any], behind: str) -> TracedPairs | str:
-    """Build the site from the fields that all sites have, or return the reason why it is refused."""
+    """Build the site from `own`, the fields that all sites have, or return the reason why it is refused."""
     groups: SiteGroups = own["groups"]
     # The queries and keys of the first product are read by one node.
     spans = next((one, other) for one, other in pairwise(groups.listening) if one.reader == other.reader)
@@ -144,7 +145,7 @@ def _repair(tracing: Tracing, groups: SiteGroups, both: BothHeads) -> Repair:
 
 
 def _side(piece: Subprogram, groups: SiteGroups, heads: HeadPlaces, both: BothHeads) -> Side | None:
-    """Find the rows of elements by setting one row of every group at a time; None if mixing by these rows fails."""
+    """Find the Side of one layer by setting one row of every group at a time; None if mixing by its rows fails."""
     span = next((each for each in groups.writers if (each.name, each.axes) == (piece.layer.weight, (0,))), None)
     if span is None or piece.program.tensor(span.name).is_meta:
         return None
@@ -170,7 +171,7 @@ def _side(piece: Subprogram, groups: SiteGroups, heads: HeadPlaces, both: BothHe
 
 
 def _holds(side: Side, piece: Subprogram, heads: HeadPlaces, both: BothHeads, where: torch.device) -> bool:
-    """Check on random numbers that mixed rows make mixed dimensions."""
+    """Check on random numbers that a map of the layer's rows maps the heads' dimensions alike."""
     generator = torch.Generator().manual_seed(0)
     heads_apart, dims = len(side.rows_HTD) // both.shared, side.rows_HTD.shape[2]
     map_HDD = torch.randn(heads_apart, dims, dims, generator=generator, dtype=torch.float64)

@@ -81,7 +81,7 @@ class ProgramSegment:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CutOutputs:
-    """Outputs of a model with several, by their `numbers`, computed from the stream at one cut, `before`.
+    """Outputs of a model with several, computed from the stream at one cut, `before`; `numbers`: their indices.
 
     `takes_sources`: the module also takes the places of source tokens. It gives a tuple.
     """
@@ -102,7 +102,7 @@ class CutOutputs:
 
 
 def crossing(merged: MergedProgram | None, node: fx.Node) -> CutState:
-    """Return the state at a cut of a program, in the program `merged` if tokens are merged."""
+    """Return the state at the cut `node`, with nodes of the program `merged` if tokens are merged."""
     return CutState(raw=node, node=node) if merged is None else merged.crossing(node)
 
 
@@ -166,7 +166,7 @@ def _is_mask(node: fx.Node) -> bool:
 
 
 def build_full_masks(program: Program, count: int, where: torch.device) -> dict[fx.Node, Tensor]:
-    """Build the inputs beside the first, for texts without padding."""
+    """Build, by node, the inputs after the first for `count` texts without padding: masks of ones, others of zeros."""
     return {
         node: torch.full(
             (count, *sizes_at_one(node)[1:]), int(_is_mask(node)), dtype=node.meta["val"].dtype, device=where
@@ -214,7 +214,7 @@ class TokenRows(nn.Module):
         self.types = tuple(each.meta["val"].dtype for each in segment.beside)
 
     def tensors(self, x_BNC: Tensor, weights_BN: Tensor | None = None) -> tuple[Tensor, ...]:
-        """Return the module's inputs."""
+        """Return the segment module's inputs: the stream in its own layout, and the weights, if it takes any."""
         beside = (weights_BN.to(each).expand(len(x_BNC), -1) for each in self.types if weights_BN is not None)
         return (self.entering.tensor(x_BNC), *beside)
 

@@ -25,7 +25,7 @@ Currency = Literal["macs", "params"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Portion:
-    """One group of a grouped layer: its rows of the weight, and the columns, counted in it, that read a site."""
+    """A grouped layer's group `number`: its rows of the weight, and the site's groups that it reads, by its columns."""
 
     number: int
     rows: slice
@@ -33,14 +33,14 @@ class Portion:
     columns_CM: Index
 
     def among(self, columns: Index) -> "Portion":
-        """Return the portion with only the groups that these columns read."""
+        """Return the portion with only those of the site's groups that these columns of it read."""
         is_among_C = np.isin(self.columns_CM, columns).all(axis=1)
         return replace(self, groups_C=self.groups_C[is_among_C], columns_CM=self.columns_CM[is_among_C])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SiteReader:
-    """A layer that reads a site's groups, with their places among its inputs.
+    """A layer that reads a site's groups, with the indices columns_GM [G,M] of these among its inputs.
 
     `source`: the node that it reads. `gain_O`: the factors of a batch norm right after it. `is_squeeze`: it reads
     means of maps that others read. `is_biasless`: it gets no bias. `use`: the number of this use of the layer. `merge`:
@@ -65,7 +65,7 @@ class SiteReader:
 
     @property
     def portions(self) -> tuple[Portion, ...]:
-        """The layer's groups that read any of the site; empty if one reads different numbers of places of groups."""
+        """The portions of the layer's groups that read the site; empty if one reads some groups in more columns."""
         groups = self.layer.groups if isinstance(self.layer, nn.Conv2d) else 1
         outputs, width = len(self.layer.weight) // groups, self.layer.weight.shape[1]
         found = list[Portion]()
@@ -142,7 +142,7 @@ class Site:
         return f"{self.groups.kind} of {self.width}"
 
     def as_metadata(self) -> dict[str, int]:
-        """Return the widths that a graph's metadata record."""
+        """Return the width by the key `groups`, as a graph's metadata record it."""
         return {"groups": self.width}
 
     def writing_GX(self) -> Tensor:
@@ -162,7 +162,7 @@ class TracedChannels(Site):
     kind: ClassVar[str] = "traced channels"
 
     def units(self) -> Units | str:
-        """Return the channels that can be merged, or the reason why none can."""
+        """Return the channels as units that can be merged, or the reason why none can."""
         if any(not _is_by_place(each) for each in self.readings) or any(each.use for each in self.readings):
             return "not every layer that reads it reads each place once and by itself, so that none can be merged"
         return channel_units(self.program, self.groups, [each.source for each in self.readings])

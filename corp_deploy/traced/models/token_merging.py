@@ -20,8 +20,8 @@ from corp_deploy.traced.programs.exported import HIDDEN
 class Tokens(NamedTuple):
     """A residual stream x [B,N,C] of merged tokens.
 
-    `sizes`: the number of source tokens in each token (float32 [B,N]), None for one. `sources`: the place of each
-    source token (int64 [B,M]), -1 if it was dropped, None if not tracked.
+    `sizes`: the number of source tokens in each token (float32 [B,N]), None for one. `sources`: the index in x of the
+    token that each source token is in (int64 [B,M]), -1 if it was dropped, None if not tracked.
     """
 
     x: Tensor
@@ -160,7 +160,7 @@ def _update_sources(sources_BM: Tensor, match: Match, protected: int, odd: int) 
 
 
 def _place_among(kept_BK: Tensor, count: int) -> Tensor:
-    """Return the number of each of `count` tokens among the kept ones [B,count], 0 for others."""
+    """Return the index of each of `count` tokens among the kept ones [B,count], 0 for others."""
     is_place_BKN = kept_BK.unsqueeze(-1) == _places(count, kept_BK)
     return (is_place_BKN * _places(kept_BK.shape[1], kept_BK).unsqueeze(-1)).sum(dim=1)
 
@@ -186,14 +186,14 @@ def drop_tokens(tokens: Tokens, attention_BN: Tensor, count: int, protected: int
 
 
 def unmerge_tokens(x_BNC: Tensor, sources_BM: Tensor) -> Tensor:
-    """Give every source token the value of the token it is in [B,M,C]."""
+    """Return the stream [B,M,C] in which every source token has the value of the token that it is in."""
     if sources_BM.shape[0] != x_BNC.shape[0]:  # the sources of one input for several streams
         sources_BM = sources_BM.expand(x_BNC.shape[0], -1)
     return _picked(x_BNC, sources_BM)
 
 
 def sources_of(x_BNC: Tensor) -> Tensor:
-    """Return the places of source tokens before any merge [B,N]."""
+    """Return the `sources` [B,N] of a stream before any merge: each token's own index."""
     return _places(x_BNC.shape[1], x_BNC).expand(x_BNC.shape[0], -1)
 
 

@@ -121,7 +121,7 @@ def _rows_of_heads(analysis: FoundSites, part_of: Mapping[str, Index], heads: in
 
 
 def _are_alike(program: Program, units: Units, span: Span) -> bool:
-    """Check on random numbers that units can change places."""
+    """Check on random numbers that exchanging the units' rows exchanges their results."""
     generator = torch.Generator().manual_seed(0)
     where = program.device
     entering = {}

@@ -32,7 +32,7 @@ class TracedValues(Site):
     """The values of one attention, with the site's groups by head, `groups_HV`.
 
     `queries`: the width of a head's queries if that can equal the values'. `beside`: the name of the site of queries
-    and keys, if they can be narrowed. `queries_mixed`: the reason why they can't.
+    and keys, empty if they can't be narrowed. `queries_mixed`: the reason why they can't, if known.
 
     `rows`: the layer whose rows [H,V] make the values, if only moves stand between it, the sum by attention weights and
     the one layer that reads the result; then dimensions of a head may be mixed, else they are only selected.

@@ -23,7 +23,7 @@ Mask = tuple[fx.Node, tuple[int, ...], Tensor]
 
 
 def removal_masks(analysis: FoundSites, gone: Tensor) -> dict[fx.Node, list[Mask]]:
-    """Return, by node, the masks of the inputs that it sums over and that lose labels `gone` [labels]."""
+    """Return, by node, a Mask for each input that it sums over and that loses labels of the mask `gone` [labels]."""
     sources, of_nodes = {node.name: node for node in analysis.program.nodes}, dict[fx.Node, list[Mask]]()
     for use in analysis.flow.every_use:
         keep = keep_mask(analysis.flow.groups.of(use.labels), gone)
@@ -49,14 +49,14 @@ class MaskedProgram(fx.Interpreter):
 
 
 def zero_removed(tensor: Tensor, axes: tuple[int, ...], keep: Tensor) -> Tensor:
-    """Zero what a mask [the sizes of axes] doesn't keep; along axes that count the batch too, the mask repeats."""
+    """Return a tensor, zero where a mask [the sizes of axes] is False, repeated along axes that count the batch too."""
     mask = place_along(keep, axes, tensor.dim())
     times = [have // size if size > 1 else 1 for have, size in zip(tensor.shape, mask.shape, strict=True)]
     return tensor * mask.repeat(times).to(tensor)
 
 
 def relative_difference(analysis: FoundSites, gone: Tensor, narrowed: nn.Module, inputs: Inputs) -> float:
-    """Return the largest relative difference from the masked dense program; infinite if the narrowed one fails."""
+    """Return the largest difference from masked dense outputs, relative to each's maximum; inf if `narrowed` fails."""
     args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
     with torch.no_grad():
         dense = tree_leaves(MaskedProgram(analysis, gone).run(*args, *kwargs.values()))
@@ -81,10 +81,10 @@ ROUNDING = 1e-4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NarrowedProgram:
-    """A narrowed program as a module; by `parts` each of its tensors is a part of one of the dense program's.
+    """A narrowed program as a module whose tensors are the `parts` of the dense program's tensors.
 
     `kept`: the groups by the sites' keys. `unreduced`: the reasons of sites that had to be kept whole, by key.
-    `difference`: relative to the dense program with the same elements zeroed; None if not compared.
+    `difference`: see relative_difference; None if not compared.
     """
 
     module: fx.GraphModule
@@ -102,7 +102,7 @@ class NarrowedProgram:
 
 @one_thread()
 def narrow(analysis: FoundSites, kept: Kept) -> NarrowedProgram:
-    """Narrow a program by its labels, without running it; sites that can't be narrowed are kept whole."""
+    """Return the program narrowed to these groups, without running it; sites that can't be narrowed are kept whole."""
     chosen, unreduced = dict(kept), dict[str, str]()
     while True:
         try:
@@ -119,7 +119,7 @@ def narrow(analysis: FoundSites, kept: Kept) -> NarrowedProgram:
 
 
 def _sites_at(analysis: FoundSites, node: fx.Node, chosen: Kept) -> list[str]:
-    """Return the keys of chosen sites whose labels a node or its inputs lose; all if none does."""
+    """Return the keys of chosen sites whose labels a node or its inputs lose; all chosen keys if it loses none."""
     flow = analysis.flow
     every = tree_leaves([flow.values.get(each) for each in (node, *node.all_input_nodes)])
     marks = [each for each in every if isinstance(each, LabelTensor)]

@@ -17,7 +17,7 @@ CUTS = {"slice": "start", "narrow": "start", "select": "index"}
 
 
 def sizes_to_reshape(node: fx.Node, sizes: Sequence[int]) -> list[int]:
-    """Return a shape for `reshape` at any batch; raise Uneven if several axes depend on the batch."""
+    """Return `sizes` with -1 for the axis that depends on the batch; raise Uneven if several do."""
     shape = sizes_of_any_batch(node, sizes)
     if shape is None:
         raise Uneven(f"several axes of {tuple(sizes)} depend on the batch size")
@@ -25,7 +25,7 @@ def sizes_to_reshape(node: fx.Node, sizes: Sequence[int]) -> list[int]:
 
 
 def resize_call(call: Call, value: Any, gone: Tensor) -> tuple[Callable[..., Any], Arguments]:
-    """Return a call's op and arguments by name for narrower tensors, with dense nodes; raise Uneven if none exist."""
+    """Return the op and named arguments, still dense nodes, of a call on narrower tensors; raise Uneven if none fit."""
     target, arguments, new = call.node.target, dict(call.arguments), narrow_value(value, gone)
     assert callable(target), call.node
     if call.op in SHAPED:

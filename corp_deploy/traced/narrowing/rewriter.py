@@ -26,7 +26,7 @@ from .resizing import CUTS, Arguments, aten, gives_remaining, resize_call, sizes
 
 
 class NarrowingRefused(Exception):
-    """A node at which the program can't be narrowed."""
+    """The error of a node at which the program can't be narrowed."""
 
     def __init__(self, node: fx.Node, reason: str) -> None:
         super().__init__(f"{operation(node)} in {module_of(node)[0] or 'the model'}: {reason}")
@@ -38,7 +38,7 @@ Parts = dict[str, tuple[str, Tensor | None]]
 
 
 def remove_elements(program: Program, flow: Flow, gone: Tensor) -> tuple[fx.GraphModule, Parts]:
-    """Rewrite a program without the labels `gone` [labels]; return it, and the part that each of its tensors is.
+    """Return the graph of a program without the labels of the mask `gone` [labels], and its Parts.
 
     Raises NarrowingRefused.
     """
@@ -55,18 +55,18 @@ def remove_elements(program: Program, flow: Flow, gone: Tensor) -> tuple[fx.Grap
 
 
 def kept_part(tensor: Tensor, keep: Tensor | None) -> Tensor:
-    """Return what a mask keeps of a parameter or constant."""
+    """Return what a mask keeps of a parameter or constant, all for None; a parameter stays one."""
     new = tensor.detach() if keep is None else select_kept(tensor.detach(), keep)
     return nn.Parameter(new, requires_grad=False) if isinstance(tensor, nn.Parameter) else new
 
 
 @dataclass(slots=True)
 class _Narrowing:
-    """A program that is rewritten without the labels `gone` [labels].
+    """A rewriter of a program without the labels of the mask `gone` [labels].
 
     `nodes`: the new node of each dense one. `uneven`: moves whose remaining elements form no tensor, such as those of
-    queries beside wider values; later moves that pick a part rebuild it alone. `tensors`: the remaining parameters, the
-    dense `parts` that they are, and their `names`: one for each part that uses of a dense parameter keep.
+    queries beside wider values; later moves that pick a part rebuild it alone. `tensors`: the remaining parameters by
+    name. `parts`: see Parts. `names`: the name of each remaining parameter by the dense one's and the kept mask.
     """
 
     program: Program
@@ -98,7 +98,7 @@ class _Narrowing:
         self.nodes[node] = _of_module(self.graph.node_copy(node, entering), node)
 
     def narrow(self, node: fx.Node) -> None:
-        """Rewrite a node that loses elements, by itself or its inputs; an uneven move is left to its parts."""
+        """Rewrite a node that loses elements, by itself or its inputs; note in `uneven` a move that forms no tensor."""
         try:
             if any(each in self.uneven for each in node.all_input_nodes):
                 self.part(node)
@@ -127,7 +127,7 @@ class _Narrowing:
         self.nodes[node] = self.call(node, target, fx.map_arg(arguments, entering))
 
     def call(self, like: fx.Node, target: Any, arguments: Arguments) -> fx.Node:
-        """Add a call in place of another, its arguments by the names of the op's schema."""
+        """Add and return a call, its arguments by the names of the op's schema, in the modules of the node `like`."""
         schema_arguments = [each for each in target._schema.arguments if each.name in arguments]
         args = tuple(arguments[each.name] for each in schema_arguments if not each.kwarg_only)
         kwargs = {each.name: arguments[each.name] for each in schema_arguments if each.kwarg_only}
@@ -192,7 +192,7 @@ class _Narrowing:
         return is_move(node) and isinstance(value, LabelTensor) and value.labels is not None and len(value.dims) > 1
 
     def selected(self, node: fx.Node, source: fx.Node, dim: int, order: Tensor) -> fx.Node:
-        """Select what is left of a source along its axis, in the order in which a node has the elements."""
+        """Add and return a call that selects what is left of a source along an axis, in the dense node's order."""
         keep = keep_mask(compact(self.flow.values[source].labels), self.gone).reshape(-1)
         places = (keep.cumsum(0) - 1)[order[keep[order]]]
         name = f"order_of_{node.name}"
@@ -202,7 +202,7 @@ class _Narrowing:
         return self.call(node, aten.index_select.default, {"self": self.nodes[source], "dim": dim, "index": index})
 
     def alone(self, node: fx.Node, before: torch.Size, after: torch.Size) -> tuple[Any, Arguments]:
-        """Return the op and further arguments that move one part from a shape to another; None if no move is needed."""
+        """Return the op, None if none is needed, that moves one part between shapes, and its further arguments."""
         op = operation(node)
         call = make_call(node.all_input_nodes[0] if op == "getitem" else node, self.flow.values)
         if op in SHAPED:
@@ -254,6 +254,6 @@ class _Narrowing:
 
 
 def _of_module(node: fx.Node, like: fx.Node) -> fx.Node:
-    """Let a node belong to the modules that another was called in."""
+    """Return a node after setting its modules to those that the node `like` was called in."""
     node.meta = {key: like.meta[key] for key in ("nn_module_stack", "source_fn_stack") if key in like.meta}
     return node

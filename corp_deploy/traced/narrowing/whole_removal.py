@@ -15,14 +15,17 @@ from corp_deploy.traced.programs.sizes import infer_sizes_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeRemoval:
-    """The names of two nodes: the only layer that reads a site, and one that writes it for as many rows."""
+    """The names of two nodes: the only layer that reads a site, and one that writes it for as many tokens or rows."""
 
     reader: str
     writer: str
 
 
 def find_whole_removal(program: Program, site: SiteGroups) -> WholeRemoval | None:
-    """Return the layers around a site; None unless one linear layer reads it and nothing else."""
+    """Return the layers around a site, or None if the site can't be removed as a whole.
+
+    Its only reader has to be a linear layer with a bias that reads nothing else, and a linear layer has to write it.
+    """
     nodes = {node.name: node for node in program.nodes}
     readers = {nodes[span.reader] for span in site.listening}
     if len(readers) != 1 or (reader := readers.pop()).target is not LINEAR or len(reader.args) < 3:

@@ -1,4 +1,4 @@
-"""Attention masks of a program that no input changes: the keys that each query sees, the queries that are read."""
+"""Attentions of a program: their softmax, output and scale, masks that no input changes, and unread queries."""
 
 from itertools import pairwise
 
@@ -24,13 +24,13 @@ def _path_after(product: fx.Node) -> list[fx.Node]:
 
 
 def scores_and_softmax(product: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """Return the scores that enter the softmax after a product of queries and keys, and the softmax."""
+    """Return the nodes of the scores that enter the softmax after a product, and of the softmax; None without one."""
     path = pairwise(_path_after(product))
     return next(((each, behind) for each, behind in path if operation(behind) in SOFTMAX), None)
 
 
 def find_attention_output(product: fx.Node) -> fx.Node | None:
-    """Return the node that gives an attention's output: the fused op itself, or the product of weights and values."""
+    """Return the node of an attention's output: the fused op itself, or the product with values; None if neither."""
     if operation(product) == SDPA:
         return product
     *path, last = _path_after(product)
@@ -41,7 +41,7 @@ def find_attention_output(product: fx.Node) -> fx.Node | None:
 def added_scores(program: Program, product: fx.Node) -> Tensor | None:
     """Return the mask or position bias [..., queries, keys] that an attention adds to the scores of one image.
 
-    Hidden keys of a boolean mask get -inf. None if nothing is added, or a tensor that depends on the inputs.
+    Hidden keys of a boolean mask get -inf. Returns None if nothing is added, or if the mask depends on the inputs.
     """
     if operation(product) == SDPA:
         arguments = named_arguments(product)
@@ -72,13 +72,13 @@ def score_factor(program: Program, product: fx.Node) -> float | None:
 
 
 def attention_scale(product: fx.Node) -> float:
-    """Return the scale of a fused attention."""
+    """Return the scale of a fused attention, by default the inverse root of its queries' dimensions."""
     scale = named_arguments(product)["scale"]
     return float(product.all_input_nodes[0].meta["val"].shape[-1] ** -0.5 if scale is None else scale)
 
 
 def visible_keys(added: Tensor) -> Tensor:
-    """Return the mask of the keys that each query sees when `added` [..., queries, keys] is added to the scores."""
+    """Return the mask [..., queries, keys] of keys that each query sees if `added` of that shape is added to scores."""
     return added > added.amax(-1, keepdim=True) - _FAR
 
 

@@ -60,7 +60,7 @@ def _spell_out_(graph: fx.GraphModule, node: fx.Node) -> None:
 
 
 Pads = dict[int, list[int]]
-"""The zeros to add to arguments, by their position, as `pad` takes them."""
+"""The numbers of zeros to add on each side, as `pad` takes them, by the position of a node's argument."""
 
 
 def pad_uneven_heads(program: Program) -> fx.GraphModule:
@@ -116,7 +116,7 @@ _ENDS = {_FLOAT.min: _HALF.min, _FLOAT.max: _HALF.max}
 
 
 def unify_types_(graph: fx.GraphModule) -> None:
-    """Cast inputs of products to the type of their or the last weight, and float32's extremes to float16's."""
+    """Cast computed inputs of products to the type of their or the last weight; make float32's extremes float16's."""
     # A clamp to the end of float32's range does nothing, and has to go on doing nothing.
     others = [node for node in graph.graph.nodes if not operation(node).startswith("clamp")]
     _change_arguments_(others, lambda each: _ENDS.get(each, each) if isinstance(each, float) else each)
@@ -139,7 +139,7 @@ def _is_floating(node: fx.Node, kind: str) -> bool:
 
 
 def set_device_(graph: fx.GraphModule, place: torch.device) -> None:
-    """Let a program create its own tensors, such as those of the batch's size, on a device."""
+    """Set the device of all calls that create tensors in a program, such as those of the batch's size."""
 
     def names_device(node: fx.Node) -> bool:
         return any(isinstance(each, torch.device) for each in tree_leaves((node.args, node.kwargs)))
@@ -158,7 +158,7 @@ Path = tuple[str, ...]
 
 
 class CalledModule(nn.Module):
-    """A module of the tree, whose nodes an exporter names after it, unlike nodes of a GraphModule."""
+    """A module that build_module_tree makes: an exporter names nodes after it, unlike those of a GraphModule."""
 
 
 class Norm(CalledModule):
@@ -169,7 +169,7 @@ def build_module_tree(root: nn.Module, graph: fx.Graph) -> nn.Module:
     """Turn a flat graph into a tree of modules at the paths of the modules that it was traced from.
 
     The tensors of `root` keep their names. If a module was called again or its nodes are not consecutive, its later
-    nodes stand in its parent's graph, except that those of norms get modules named `..._again_2` and so on.
+    nodes become part of its parent's graph, except that those of norms get modules named `..._again_2` and so on.
     """
     nodes = list(graph.nodes)
     inputs = [node for node in nodes if node.op == "placeholder"]
@@ -214,7 +214,7 @@ class _ModuleBuilder:
         return _as_module(fx.GraphModule(self.own, self.graph), Norm if is_norm else CalledModule)
 
     def _runs(self, called: Sequence[fx.Node]) -> Iterator[tuple[str | None, Path, list[fx.Node]]]:
-        """Yield consecutive calls of one submodule with its name and path; a name of None for this module's own."""
+        """Yield name, path and nodes of each run of calls of one submodule; the name is None for this module's own."""
         depth, counts, again = len(self.path), Counter[str](), Counter[Path]()
         for name, together in groupby(called, lambda node: next(iter(self.paths[node][depth:]), None)):
             run = list(together)

@@ -72,7 +72,7 @@ _SCALED = frozenset(("div", "add", "clamp_min", "clamp")) | SAME
 
 
 def replace_means_(graph: fx.GraphModule) -> None:
-    """Replace divisors that are means over channels by linear layers [1, channels]; the caller recompiles the graph."""
+    """Replace divisors that are means over channels by linear layers [1, channels], without recompiling the graph."""
     where = next((each.device for each in graph.parameters()), torch.device("cpu"))
     modules = dict(graph.named_modules())
     for count, (node, source, axis) in enumerate(list(_means(graph.graph))):
@@ -95,7 +95,7 @@ def replace_means_(graph: fx.GraphModule) -> None:
 
 
 def is_mean_weight(weight: str) -> bool:
-    """Check by a weight's name whether its layer stands for a mean over channels."""
+    """Check by a weight's name whether its layer replaces a mean over channels."""
     return weight.rpartition(".")[2].startswith(f"{NAME}_")
 
 

@@ -1,4 +1,4 @@
-"""Traced programs: flat graphs of ATen calls with a model's parameter names, and readers of what their nodes record."""
+"""Traced programs: flat graphs of ATen calls; arguments, modules, sizes and batch axes of nodes; copies of modules."""
 
 import copy
 import math
@@ -26,7 +26,7 @@ SAME, SHAPED, RUN = (
         pixel_shuffle pixel_unshuffle channel_shuffle unfold diagonal broadcast_to""",
     )
 )
-"""Ops that move elements and change no value: to the same places, in the same order, or otherwise (run on labels)."""
+"""Ops that change no value: SAME keeps places, SHAPED keeps the order, RUN selects, reorders or repeats elements."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +156,7 @@ def sizes_at_one(node: fx.Node) -> Any:
 
 
 def number_at_one(node: fx.Node) -> int | None:
-    """Return the integer that a node gives at a batch of 1; None for a tensor."""
+    """Return the integer that a node gives at a batch of 1; None for any other result, such as a tensor."""
     size = node.meta.get("sizes")
     return _at_one(size) if isinstance(size, int | BatchAffineSize) else None
 
@@ -168,7 +168,7 @@ def _at_one(sizes: Any) -> Any:
 
 
 def sizes_of_any_batch(node: fx.Node, sizes: Sequence[int]) -> list[int] | None:
-    """Return a shape for `reshape` with -1 for the batch's axis; None where several axes depend on the batch."""
+    """Return `sizes` with -1 for the axis that depends on the batch in the node's result; None if several do."""
     dense = node.meta["sizes"]
     shape = [-1 if isinstance(each, BatchAffineSize) else size for each, size in zip(dense, sizes, strict=True)]
     return None if shape.count(-1) > 1 else shape
@@ -219,7 +219,7 @@ def batch_axis_of(node: fx.Node) -> BatchAxis | None:
 
 
 def _batch_dependent_axis(node: fx.Node) -> tuple[int | None, tuple[int, ...]]:
-    """Return the one axis whose size depends on the batch, else None, and the sizes at a batch of 1."""
+    """Return the one axis whose size depends on the batch and the sizes at a batch of 1, or None and ()."""
     sizes: Any = node.meta.get("sizes")
     sizes = sizes if isinstance(sizes, tuple) else ()
     sizes = sizes[0] if sizes and isinstance(sizes[0], tuple) else sizes

@@ -50,7 +50,7 @@ Layer = nn.Linear | nn.Conv2d
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalledLayer:
-    """A node that calls a linear layer or convolution, with the names of its weight [O,I] or [O,I,H,W] and bias."""
+    """A node that calls a linear layer or convolution; names of its weight [O,I] or [O,I,H,W] and of its bias or ''."""
 
     node: fx.Node
     weight: str
@@ -63,7 +63,7 @@ class CalledLayer:
 
 
 def every_layer(program: Program) -> Iterator[CalledLayer]:
-    """Yield the linear layers and 2D convolutions whose weight is a parameter or constant, in order of the program."""
+    """Yield the linear layers and 2D convolutions whose weight and bias are parameters or constants, in order."""
     for node in program.nodes:
         if node.target in (LINEAR, CONV2D):
             arguments = named_arguments(node)
@@ -75,7 +75,7 @@ def every_layer(program: Program) -> Iterator[CalledLayer]:
 
 
 def layers(program: Program, *, in_groups: bool = False) -> Iterator[CalledLayer]:
-    """Yield the layers that sum over all channels; with `in_groups` also convolutions in groups of several channels."""
+    """Yield the layers that sum over all channels; with `in_groups` also grouped convolutions but depthwise ones."""
     for layer in every_layer(program):
         if group_count(layer.node) == 1 or (in_groups and program.tensor(layer.weight).shape[1] > 1):
             yield layer
@@ -86,7 +86,7 @@ def group_count(node: fx.Node) -> int:
 
 
 def batch_norm_gain(program: Program, node: fx.Node) -> Tensor | None:
-    """Return the factors [O], float64, of the batch norm after a layer; None if the layer has any other user."""
+    """Return the batch norm's factors [O], float64, of a layer's outputs; None unless it alone uses these."""
     norm = next(iter(node.users)) if len(node.users) == 1 else node
     if norm.target is not BATCH_NORM:
         return None
@@ -97,7 +97,7 @@ def batch_norm_gain(program: Program, node: fx.Node) -> Tensor | None:
 
 
 def weight_with_gain(program: Program, name: str) -> Tensor:
-    """Return a weight in float64, its rows scaled by the batch norm after its layer."""
+    """Return a weight in float64, its rows scaled by the batch norm after its layer, if one layer alone has it."""
     weight = program.tensor(name).detach().double()
     calls = [layer.node for layer in every_layer(program) if layer.weight == name]
     gain_O = batch_norm_gain(program, calls[0]) if len(calls) == 1 else None
@@ -109,7 +109,7 @@ def scale_rows(weight: Tensor, gain_O: Tensor | None) -> Tensor:
 
 
 def add_zero_biases_(program: Program) -> tuple[str, ...]:
-    """Give every layer without a bias one of zeros for repairs to change; return the names."""
+    """Give every layer without a bias one of zeros for repairs to change; return the names of these biases."""
     graph, added = program.graph, dict[str, None]()
     names = constant_names(program.nodes)
     for layer in list(every_layer(program)):
@@ -175,7 +175,7 @@ def build_listening_graph(
     tapped: Collection[str],
     read: Mapping[str, Tensor],
 ) -> tuple[fx.GraphModule, dict[str, Layer], dict[str, nn.Module]]:
-    """Build a graph to hook that shares the program's tensors; return it, its layers and its taps, by node name.
+    """Build a graph to hook that shares the program's tensors; return it, and by node name its layers and its taps.
 
     The nodes `hooked` become calls of layer modules; the nodes `tapped` are followed by identity modules, the taps.
     `read`: masks of the rows that are read, by hooked node, for nodes of which some rows aren't.
@@ -209,13 +209,13 @@ def build_listening_graph(
 
 
 def can_be_observed(reader: fx.Node, source: fx.Node) -> bool:
-    """Check that statistics of a layer's input can be taken: a known batch axis, for maps one of images alone."""
+    """Check that the batch axis of a layer's input is known and, unless the layer is linear, counts images alone."""
     batch = batch_axis_of(source)
     return batch is not None and (reader.target is LINEAR or batch.outer * batch.inner == 1)
 
 
 def layer_as_module(program: Program, layer: CalledLayer) -> Layer:
-    """Return a layer as a module that shares its weights with the program."""
+    """Return a layer as an nn.Linear or nn.Conv2d that shares its weights with the program."""
     weight, bias = program.tensor(layer.weight), program.tensor(layer.bias) if layer.bias else None
     rows, columns = weight.shape[:2]
     module: Layer
@@ -237,7 +237,7 @@ def _parameter(tensor: Tensor) -> nn.Parameter:
 
 
 def replace_tensors(program: Program, tensors: Mapping[str, Tensor]) -> Program:
-    """Return the program with new values of the named parameters; both programs share one graph."""
+    """Return a program with new tensors by name, other names ignored; both programs share one graph."""
     graph = program.graph.graph
     root: dict[str, Any] = {name: program.tensor(name) for name in constant_names(graph.nodes)}
     root |= {name: _parameter(each) for name, each in tensors.items() if name in root}

@@ -16,7 +16,7 @@ from .sizes import BatchDependentProgram, MetaCalls, sizes_key
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """A reference to a tensor: a call's number and the place among its results, or the name of an input or weight."""
+    """A reference to a tensor: a call's number and the index among its results, or the name of an input or weight."""
 
     source: int | str
     place: int | None = None
@@ -92,7 +92,7 @@ class Recorder(SchemaCheckMode):
         self.calls.append(RecordedCall(target=func, args=written, gives=gives, stack=tuple(self._stack)))
 
     def _wholes(self, part: Tensor) -> Iterator[tuple[Any, Tensor, Ref, Any]]:
-        """Yield the tensors that a view is a part of, innermost first, with the ops that scatter the part into them."""
+        """Yield op, tensor, Ref and arguments to scatter a view into each tensor that contains it, innermost first."""
         while id(part) in self._parts:
             base, scatter, place = self._parts[id(part)]
             yield scatter, base, self.ref(base), place

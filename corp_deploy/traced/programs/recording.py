@@ -25,12 +25,12 @@ from .recorder import KeepNumbersOffMeta, RecordedCall, Recorder, Ref
 from .sizes import BATCHES, BatchAffineSize, BatchDependentProgram, inputs_at_batch, set_sizes, size_from_batches
 
 RESERVED_NAMES = frozenset(dir(fx.GraphModule(nn.Module(), fx.Graph())))
-"""Attributes of every GraphModule; a model's parts of these names are renamed."""
+"""Attributes of every GraphModule; a model's tensors and modules of these names are renamed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Recorded:
-    """One recorded run: inputs by name, and in `gives` the model's outputs, tensors as Ref."""
+    """One recorded run: calls, constants and inputs by name, and in `gives` the model's outputs, tensors as Ref."""
 
     calls: Sequence[RecordedCall]
     constants: Mapping[str, Tensor]
@@ -92,14 +92,14 @@ def _run(model: nn.Module, running: nn.Module, inputs: Any, names: Sequence[str]
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters and buffers; shared ones under each of their names."""
+    """Yield the name and tensor of every parameter and buffer; shared ones under each of their names."""
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
 
 
 @contextmanager
 def track_modules(model: nn.Module) -> Iterator[list[tuple[str, str]]]:
-    """Keep a list of the modules that are running, outermost first, each as its path and class."""
+    """Yield a list that always has the modules that are running, outermost first, each as its path and class."""
     stack = list[tuple[str, str]]()
     paths = {id(module): path for path, module in model.named_modules()}
 
@@ -117,7 +117,7 @@ def track_modules(model: nn.Module) -> Iterator[list[tuple[str, str]]]:
 
 
 def _graph_name(name: str) -> str:
-    """Rename a part that is called as an attribute of every GraphModule, such as `meta`, `graph` or `code`."""
+    """Return a dotted name; a first part that is an attribute of every GraphModule, such as `meta`, gets a `_`."""
     first, *rest = name.split(".")
     return ".".join((f"{first}_" if first in RESERVED_NAMES else first, *rest))
 

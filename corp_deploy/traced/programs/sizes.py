@@ -1,4 +1,4 @@
-"""Sizes that depend on the batch, told apart from others by running at two batch sizes."""
+"""Sizes of nodes as affine functions of the batch size, found by running at two batch sizes on the meta device."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ BATCHES = (2, 5)
 
 
 class BatchDependentProgram(Exception):
-    """A model that can't be recorded as one graph for every batch size."""
+    """The error of a model that can't be recorded as one graph for every batch size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class BatchAffineSize:
 
 
 def size_from_batches(first: int, other: int) -> int | BatchAffineSize:
-    """Derive a size from its values at each of BATCHES; raise BatchDependentProgram if it is not affine."""
+    """Return the size with these values at BATCHES, an int if equal; raise BatchDependentProgram if not affine."""
     if first == other:
         return first
     times, rest = divmod(other - first, BATCHES[1] - BATCHES[0])
@@ -39,7 +39,7 @@ def size_from_batches(first: int, other: int) -> int | BatchAffineSize:
 
 
 def sizes_from_batches(first: Any, other: Any) -> Any:
-    """Derive the shape of a tensor, the shapes of several, or an integer, from values at each of BATCHES; else None."""
+    """Return a tensor's shape, the shapes of several, or an integer, from results at each of BATCHES; else None."""
     if isinstance(first, Tensor):
         if first.dim() != other.dim():
             raise BatchDependentProgram(f"{tuple(first.shape)} and {tuple(other.shape)}")
@@ -75,7 +75,7 @@ def sizes_key(value: Any) -> Any:
 
 
 def changes_in_place(node: fx.Node) -> bool:
-    """Check whether a call changes its first argument."""
+    """Check whether a node calls an op that changes an argument in place."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
@@ -104,7 +104,7 @@ _CALLS = MetaCalls()
 
 @torch.no_grad()
 def call_on_meta(target: Callable[..., Any], args: Any, kwargs: Any, calls: MetaCalls = _CALLS) -> Any:
-    """Run a call on the meta device, or return its cached result."""
+    """Return the result of a call on the meta device, from the cache `calls` if it has one for equal sizes."""
     args, kwargs = tree_map_only(torch.device, lambda _: torch.device("meta"), (args, kwargs))
     key = target, sizes_key((args, kwargs))
     gives = calls.get(key)

@@ -13,7 +13,7 @@ from .readers import LINEAR, CalledLayer, layers
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Subprogram:
-    """The part of a program from a layer's output for one image to the last of `nodes`, in float64."""
+    """A callable part of a program, in float64: maps a layer's output for one image to the last of `nodes`."""
 
     program: Program
     layer: CalledLayer
@@ -36,7 +36,7 @@ class Subprogram:
 def evaluate_nodes(
     program: Program, nodes: Iterable[fx.Node], values: Mapping[fx.Node, Tensor], dtype: torch.dtype | None = None
 ) -> dict[fx.Node, Any]:
-    """Run nodes for one image, floating constants cast to `dtype`; return their values and the known `values`."""
+    """Run nodes for one image, floating constants cast to `dtype`; return, by node, their and the known `values`."""
     every: dict[fx.Node, Any] = dict(values)
     for node in nodes:
         if node.op == "get_attr":

@@ -22,7 +22,7 @@ Inputs = Sequence[Any] | Mapping[str, Any]
 
 
 def trace(model: nn.Module, inputs: Inputs) -> Program:
-    """Trace a model in eval mode with example inputs of a batch of 2 or more; raise BadInput if that fails."""
+    """Trace a model, set to eval mode, with example inputs of a batch of 2 or more; raise BadInput if that fails."""
     args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
     graph, any_batch = _graph(model.eval(), args, kwargs)
     graph.requires_grad_(False)
@@ -112,7 +112,7 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _replace_in_place_ops_(graph: fx.Graph) -> None:
-    """Let later users of a tensor that an op changes in place read the op's result."""
+    """Let later users of a tensor changed in place read the op's result; make pointwise ops out-of-place."""
     order = {node: place for place, node in enumerate(graph.nodes)}
     for node, changed in _changes(graph):
         for user in [user for user in changed.users if order[user] > order[node]]:
@@ -121,7 +121,7 @@ def _replace_in_place_ops_(graph: fx.Graph) -> None:
 
 
 def _out_of_place(op: torch._ops.OpOverload) -> torch._ops.OpOverload:
-    """Return the op that gives a new tensor, such as relu for relu_, if torch has one with the same arguments."""
+    """Return the twin of a pointwise ATen op that gives a new tensor, such as relu for relu_, or the op itself."""
     namespace, _, name = op._schema.name.partition("::")
     if namespace != "aten" or torch.Tag.pointwise not in op.tags or not name.endswith("_"):
         return op
@@ -130,7 +130,7 @@ def _out_of_place(op: torch._ops.OpOverload) -> torch._ops.OpOverload:
 
 
 def _remove_checks_(graph: fx.Graph) -> None:
-    """Remove the checks of inputs that torch.export adds, which expect the dense model's sizes."""
+    """Remove the checks and guards that torch.export adds, which expect the dense model's sizes, and dead code."""
     for node in reversed(graph.nodes):
         if operation(node).startswith(("_assert", "sym_constrain", "_guards")) or node.op == "call_module":
             graph.erase_node(node)
