@@ -185,10 +185,7 @@ def write_inputs(directory: Path, example: Example = VIT) -> Checkpoint:
 
 
 def _effects(directory: Path, example: Example, dense: Checkpoint, reduced: nn.Module) -> list[dict[str, Any]]:
-    """Return error, agreement and accuracy of `reduced` ("best") and of other presets on held-out images, as rows.
-
-    The example's presets `beside` reduce to the same widths.
-    """
+    """Return a row of error, agreement and accuracy for `reduced` and each preset `beside`, on held-out images."""
     path = directory / "images" / "held-out.npz"
     held_out = images_for_model(dense.model, path)
     labels, pixels = labels_for(path, held_out, dense.model), torch.cat(list(held_out.batches(64)))

@@ -116,10 +116,7 @@ Change = Mapping[str, Tensor]
 
 
 class _ShiftInterpreter(fx.Interpreter):
-    """An interpreter that keeps some layers' inputs and adds zeros to their outputs, by which it can be differentiated.
-
-    `entering` are the inputs, `zeros` the zeros, both by layer.
-    """
+    """An interpreter that keeps some layers' inputs and adds zeros to their outputs, to differentiate by."""
 
     def __init__(self, program: Program, layers: Mapping[fx.Node, CalledLayer]) -> None:
         super().__init__(program.graph)

@@ -35,7 +35,7 @@ class ProbeSplit:
 
     @property
     def loop_images(self) -> InputSet:
-        """The images that a closed loop is tried on: at most IN_LOOP of the others, evenly spaced."""
+        """The images that a closed loop is fitted to on trial: at most IN_LOOP of the others, evenly spaced."""
         return self.others.subset(_spread(self.others.count, IN_LOOP))
 
 
@@ -49,10 +49,7 @@ def _positions(count: int) -> list[int]:
 
 
 def _group_positions(images: InputSet, moments: Moments) -> list[int]:
-    """Return the positions of all images of evenly chosen groups, at least IMAGES or a quarter of the images.
-
-    At least one group is left out, even if the images are then fewer.
-    """
+    """Return the positions of the images of evenly chosen whole groups, about IMAGES or a quarter of `images`."""
     group_of = dict(zip(moments.image_ids.tolist(), moments.group_ids.tolist(), strict=True))
     groups = [group_of.get(image) for image in images.ids.tolist()]
     names = list(dict.fromkeys(group for group in groups if group is not None))

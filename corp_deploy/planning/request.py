@@ -135,10 +135,7 @@ class ProbedAllocation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """One pass or the closed loop over a plan: relative output error on images outside the fit, and time.
-
-    `kept` is true for the attempt that wins.
-    """
+    """One pass or the closed loop: relative output error on images outside its fit, time, and whether it is kept."""
 
     name: str
     error: float

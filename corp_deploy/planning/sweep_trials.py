@@ -76,7 +76,7 @@ class Scores(TrialResult):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineBuilt(TrialResult):
-    """The figures of a trial's engine."""
+    """The figures of a trial's engine, and the time of its build."""
 
     figures: EngineFigures
     effort: Effort

@@ -204,7 +204,7 @@ def in_runtime(graph: Candidate, runtime: Runtime) -> Candidate:
 
 
 def with_runtimes(candidates: Sequence[Candidate], runtimes: Sequence[Runtime]) -> list[Candidate]:
-    """Return the candidates, each graph followed by itself in these runtimes; raise BadInput if there is no graph."""
+    """Return the candidates, each graph followed by itself in these runtimes; raise BadInput if none is a graph."""
     if runtimes and not any(each.form == "graph" for each in candidates):
         raise BadInput(f"{', '.join(runtimes)} runs .onnx files, and there is none among the candidates; name one")
     if runtimes:

@@ -154,10 +154,7 @@ class Chain:
             yield self.heads.behind(backbone, max(self.batches))
 
     def _by_batch(self, candidate: Candidate, run: Run) -> dict[int, Outputs]:
-        """Return outputs by batch size: of all inputs at the largest, or only at the candidate's fixed size.
-
-        At each other size, the outputs are those of one batch and at least EACH_SIZE inputs.
-        """
+        """Return outputs by batch size: all inputs at the largest or the fixed one, a few inputs at each other size."""
         if candidate.batch:
             return {candidate.batch: run_in_batches(run, self.feeds, candidate.batch)}
         *smaller, largest = sorted(set(self.batches))
@@ -258,10 +255,7 @@ def _figures(by_label: Mapping[str, Outputs], rules: Sequence[LinkRules]) -> dic
 def _labelled(
     by_label: Mapping[str, Outputs], labels: NDArray[np.int64] | None, rules: Sequence[LinkRules]
 ) -> dict[str, Any]:
-    """Return the fields `accuracy` and `comparisons` (McNemar's tests) of Parity, by the first logits.
-
-    They are empty without labels. Raises BadInput for labels of a model without logits.
-    """
+    """Return Parity's `accuracy` and `comparisons`, () without labels; raise BadInput for labels without logits."""
     if labels is None:
         return {"accuracy": (), "comparisons": ()}
     own = next((rule for rule in rules if rule.port.role == "logits"), None)

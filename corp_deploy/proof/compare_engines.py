@@ -113,10 +113,7 @@ def commands_for_two_environments(reference: Path, candidates: Sequence[Path], *
 def make_golden(
     artefact: Artefact, inputs: ProofInputs, batches: Sequence[int], *, elsewhere: str | None = None
 ) -> Golden:
-    """Return an artefact's golden outputs at the largest of these batch sizes that it runs.
-
-    Raises Missing, with the advice `elsewhere`, if this machine can't load the artefact.
-    """
+    """Return an artefact's outputs at the largest of these batch sizes that it runs; raise Missing if it can't load."""
     batch = max(artefact.sizes(batches))
     feeds = checked_feeds(inputs.feeds, artefact.inputs, where=f"inputs for {artefact.path}")
     hint = "run this on a machine with that library and GPU: an engine loads only in the library that built it"

@@ -59,10 +59,7 @@ def find_fewest_passing(sites: Sequence[str], passes: Callable[[Sequence[str]], 
 def measure_each_output(
     ports: Sequence[OutputPort], reference: Outputs, answers: Outputs, bounds: Mapping[str, Tolerance] | None = None
 ) -> dict[str, Measures]:
-    """Return the measures of each output against the reference, by name.
-
-    By `bounds`, classes that are too close don't count as changed; without bounds every change counts.
-    """
+    """Return each output's measures against the reference; by `bounds`, classes too close don't count as changed."""
     return {
         port.name: measure_outputs(
             reference[port.name],

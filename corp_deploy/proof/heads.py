@@ -21,10 +21,7 @@ PRODUCTS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenHead:
-    """A loaded head, which computes score maps, named after its file, from the model's outputs `reads`.
-
-    `products` counts the matrix products in its graph.
-    """
+    """A loaded head, the model's outputs that it reads, and its count of matrix products; its file names its maps."""
 
     path: Path
     runner: OnnxRunner

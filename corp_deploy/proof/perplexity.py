@@ -44,10 +44,7 @@ class LanguageLimits(LanguageOptions):
     """Limits on every candidate, judged by intervals of this `confidence`."""
 
     def judged(self, row: LanguageMeasures) -> tuple[Verdict, str]:
-        """Return the worst verdict of a candidate's limits, and its reasons.
-
-        An interval that spans its limit is inconclusive.
-        """
+        """Return the worst verdict of a candidate's limits and its reasons; an interval across one is INCONCLUSIVE."""
         every = (
             ("perplexity ratio", row.ratio, self.max_ratio, False),
             ("token agreement", row.agreement, self.min_agreement, True),

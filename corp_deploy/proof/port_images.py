@@ -50,10 +50,7 @@ def images_of_port(
 
 
 def _pixels(port: Port, preprocessing: str | None, path: Path, *, where: str) -> Pixels | None:
-    """Return a maker of the function from pixels to inputs: the noted normalisation, or a cast for an input of uint8.
-
-    It is None if the input isn't of uint8 and the graph has no note.
-    """
+    """Return a maker of the function from pixels to inputs: the noted normalisation, or a cast for uint8; or None."""
     if port.dtype == PIXEL:
         return lambda: lambda pixels: pixels.astype(np.float32)
     if preprocessing is None:

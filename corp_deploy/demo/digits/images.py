@@ -29,7 +29,7 @@ def _images_from_pixels(pixels_NHW: NDArray[np.float64]) -> NDArray[np.float32]:
 
 
 def load_part(part: str) -> Digits:
-    """Return `train` (1,297 images) or `held-out` (500 images) of a seeded shuffle."""
+    """Return the part "train" (1,297 images) or "held-out" (500 images) of the digits, in a seeded shuffle."""
     if part not in ("train", "held-out"):
         raise ValueError(f"part of the digits: got {part!r}, expected 'train' or 'held-out'")
     digits = load_digits()

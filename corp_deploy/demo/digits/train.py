@@ -67,7 +67,7 @@ def accuracy(model: nn.Module, part: str) -> float:
 
 
 def train(make: Callable[[], nn.Module], *, epochs: int, rate: float) -> nn.Module:
-    """Train a model by AdamW with a one-cycle learning rate, label smoothing and gradient clipping."""
+    """Train a new model on the part "train" by AdamW with a one-cycle learning rate, and return it."""
     torch.manual_seed(SEED)
     generator = torch.Generator().manual_seed(SEED)
     model = make()
