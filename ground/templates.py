@@ -6,7 +6,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 
 def template_environment(package: str, *, is_html: bool = False, **more: Any) -> Environment:
-    """Return Jinja's environment of a package's `templates`; `is_html` escapes values, missing names are errors."""
+    """Return Jinja's environment of a package's folder `templates`; `is_html` escapes values, missing names fail."""
     return Environment(
         loader=PackageLoader(package),
         autoescape=is_html,

@@ -108,7 +108,7 @@ class Layer:
 
 
 def weighted_layers(proto: ModelProto) -> tuple[Layer, ...]:
-    """Return convolutions and linear layers in graph order, but none with one output, or linear ones with one input."""
+    """Return convolutions with several outputs, and linear layers with several inputs and outputs, in graph order."""
     stored = {tensor.name for tensor in proto.graph.initializer}
     return tuple(
         Layer(node=node.name, activation=node.input[1 - index])

@@ -202,7 +202,7 @@ class BatchSize:
 
 
 def least_of(trials: Sequence[BenchTrial]) -> float | None:
-    """Return the least time for an interval, in s, by fastest calls; None if none or only one of a subject was made."""
+    """Return the least time for an interval, in s, by fastest calls; None unless each called subject has two calls."""
     called = [trial.warm_up_samples_ms for trial in trials if trial.warm_up_samples_ms]
     if not called or min(map(len, called)) < 2:
         return None

@@ -128,7 +128,7 @@ def summarise(bench: Bench, confidence: float = DEFAULT_CONFIDENCE) -> Summary:
 
 
 def find_knee(throughput: Mapping[int, float]) -> Knee | None:
-    """Return the smallest batch whose throughput no larger one beats by over WORTH_REL per doubling; None for one."""
+    """Return the least batch whose throughput no larger one beats by over WORTH_REL per doubling; None for one size."""
     if len(throughput) < 2:
         return None
     for batch, rate in sorted(throughput.items()):
