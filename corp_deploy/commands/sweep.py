@@ -183,10 +183,7 @@ def _report(
 def _size(
     swept: "SweepContext", requests: "list[SweepRequest]", held_out: Path | None, bar: "Bar"
 ) -> "CalibrationSize | None":
-    """Return how many images are enough for the sweep's narrowest model, which needs the most.
-
-    Return None with a single moments file or without a trial of uniform sparsity.
-    """
+    """Return how many images are enough for the narrowest model; None for one moments file or for budgets alone."""
     from calib.store import load_moments
     from corp_deploy.planning.calibration_size import measure_calibration_size
 

@@ -23,10 +23,7 @@ SCHEDULE = ParsedText(
 
 @dataclass(frozen=True, kw_only=True)
 class MergedStatistics(Record, heading="Merged tokens"):
-    """Token merging during calibration: the schedule, the metric, and whether tokens are merged or dropped.
-
-    Raises BadInput for `auto` with `drop`. A schedule that a model is too small for is refused when the model is open.
-    """
+    """Token merging during calibration: schedule, metric, merge or drop. Raises BadInput for `auto` with `drop`."""
 
     merge_tokens: int | str | None = option(
         SCHEDULE,

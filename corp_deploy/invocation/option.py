@@ -165,10 +165,7 @@ class Record:
 
     @property
     def command_options(self) -> dict[str, Any]:
-        """The values for an Invocation by typed name, without None and empty ones; no_NAME turns off a default.
-
-        no_NAME is True if the value of NAME is False and its default is not.
-        """
+        """The values by typed name, without None and empty ones; a False that isn't the default adds no_NAME: True."""
         options = options_of(type(self))
         values = {each.typed: _command_value(each.of, self.values[name]) for name, each in options.items()}
         off = {f"no_{each.typed}": True for each in options.values() if each.off(values[each.typed])}

@@ -38,10 +38,7 @@ class Variant:
 def variant(
     label: str, how: str, names: str = "", instead: Mapping[str, str] | None = None, **values: Values
 ) -> Variant:
-    """Return a Variant that honours the options in `names`, such as "threads mode=eager,compiled", and in `values`.
-
-    In this example it honours all values of `threads`, but only two of `mode`.
-    """
+    """Return a Variant that honours the options `names`, such as "threads mode=eager,compiled" (two values of mode)."""
     pairs = (word.partition("=") for word in names.split())
     supported = {name: tuple(some.split(",")) if some else ANY for name, _, some in pairs}
     return Variant(label=label, how=how, supported=supported | values, instead=instead or {})
@@ -111,10 +108,7 @@ def spelled(option: str) -> str:
 
 
 def spelling(option: str, value: object) -> list[str]:
-    """Return an option as words of a command line: a flag alone, a tuple with commas, a list as repeated options.
-
-    None and False have no words.
-    """
+    """Return an option's words: none for None and False, a flag for True, commas for a tuple, repeats for a list."""
     name = spelled(option)
     if value is None or value is False:
         return []
