@@ -207,7 +207,10 @@ class Flow:
 
 
 def find_stuck(flow: Flow) -> Tensor:
-    """Return the mask [labels] of those that stay: by themselves, for one that they hold, or as all that one holds."""
+    """Return the mask [labels] of those that stay: some by themselves, others for one they hold or are held by.
+
+    A label stays if it holds one that stays, or if it is all that a staying one holds.
+    """
     stays = flow.groups.reason_of(torch.arange(flow.groups.count)) > 0
     head_labels = flow.held_groups()
     while True:
