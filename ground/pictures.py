@@ -20,7 +20,7 @@ _NAMED = 6
 
 
 def picture_suffixes() -> Mapping[str, str]:
-    """Return Pillow's format of each suffix that it can open, with the plug-ins of this process."""
+    """Return Pillow's format for each suffix of images that are read; formats that are never read are left out."""
     from PIL import Image
 
     formats = {suffix: _READ_AS.get(name, name) for suffix, name in Image.registered_extensions().items()}

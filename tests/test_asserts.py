@@ -19,7 +19,7 @@ PURE = {
     "all", "any", "bool", "callable", "covers", "get_args", "int", "is_dataclass", "isfinite", "isinstance", "keys",
     "len", "min",
 }  # fmt: skip
-PURE |= {"numel", "pairwise", "rotatable", "set", "sum", "type"}
+PURE |= {"numel", "pairwise", "is_rotatable", "set", "sum", "type"}
 
 
 def properties() -> set[str]:

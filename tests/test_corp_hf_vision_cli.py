@@ -106,7 +106,7 @@ def test_reduced_model_loads_in_transformers(
         (
             "CLIPVisionModel",
             ("--attn", 0.5, "--heads", "square"),
-            "self_attn.qk is 16 wide of 32, and CLIPVisionModel reads no such",
+            "self_attn.qk is 16 wide of 32, and CLIPVisionModel has no entry for that",
         ),
         ("Dinov2Model", ("--mlp", 0.25), "layer.0.mlp is 48 wide, and dinov2's mlp_ratio is whole: multiples of 32"),
     ],

@@ -13,8 +13,9 @@ from corp_deploy.families import traced_model
 from corp_deploy.families.counting import macs
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.planning import joint_planner
-from corp_deploy.planning.curves import compute_cost_curves, compute_eliminations, compute_site_curves, dense_cost
+from corp_deploy.planning.curves import compute_cost_curves, compute_eliminations, compute_site_curves
 from corp_deploy.planning.execution import reduce_as_asked
+from corp_deploy.planning.first_plan import dense_cost
 from corp_deploy.planning.joint_planner import ABOUT, JointPlanner, _metrics_beside
 from corp_deploy.planning.merge_curves import MergeCurves, amounts_offered, compute_merge_curves
 from corp_deploy.planning.merge_prices import prices_in_macs

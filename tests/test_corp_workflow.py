@@ -16,7 +16,8 @@ from corp_deploy.families.counting import macs
 from corp_deploy.families.family import sites_of
 from corp_deploy.planning.budget import allocate_uniformly as evenly
 from corp_deploy.planning.budget import allocate_widths, find_uniform_for_share
-from corp_deploy.planning.curves import compute_cost_curves, compute_eliminations, dense_cost
+from corp_deploy.planning.curves import compute_cost_curves, compute_eliminations
+from corp_deploy.planning.first_plan import dense_cost
 from corp_deploy.planning.judging import compute_outputs
 from corp_deploy.planning.plan import choose_heads
 from corp_deploy.planning.probe import Probe

@@ -182,7 +182,7 @@ def test_bench_times_dense_and_reduced(home: Path, tmp_path: Path) -> None:
         ("export-decoder {changed} -o {out}", {"model_type": None, "family": "decoder"}, "corp-deploy's own format"),
         ("export-decoder {changed} -o {out}", {"auto_map": {"AutoConfig": "x.Y"}}, "code of its own"),
         ("export-decoder {changed} -o {out}", {"intermediate_size": 96}, "mlp"),
-        ("verify {home}/llama {graph} -o {out}", {}, "say of how many sequences: --random 2"),
+        ("verify {home}/llama {graph} -o {out}", {}, "give a number of sequences: --random 2"),
         ("verify {home}/llama {graph} --random 2 --batch 4 -o {out}", {}, "--batch 4 has no effect on a dec"),
         ("verify hf:{home}/llama {graph} --images x -o {out}", {}, "--images x has no effect on a decoder's"),
         ("bench {graph} {graph} --names a,b -o {out}", {}, "--names a,b has no effect on graphs"),

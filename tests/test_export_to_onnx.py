@@ -273,7 +273,11 @@ def test_opset_is_the_lowest_sufficient_one(monkeypatch: pytest.MonkeyPatch) -> 
     [
         (Vit(depth=1), {"precision": "int8"}, "'int8' is unknown"),
         (Vit(depth=1), {"precision": "mixed"}, "at least one keep_fp32 pattern"),
-        (Vit(depth=1), {"precision": "fp16", "keep_fp32": ["blocks.0"]}, "precision mixed and mixed-bf16 only"),
+        (
+            Vit(depth=1),
+            {"precision": "fp16", "keep_fp32": ["blocks.0"]},
+            "precision mixed or mixed-bf16, got fp16",
+        ),
         (Vit(depth=1), {"precision": "mixed", "keep_fp32": ["blocks.7.*", "head"]}, "'blocks.7.\\*' fits no module"),
         (Vit(depth=1), {"precision": "mixed", "keep_fp32": ["*"]}, "none of its 6 weight matrices is float16"),
         (Vit(depth=1), {"port": image_port((3, 24, 24))}, "refuses images of shape \\[2, 3, 24, 24\\]"),

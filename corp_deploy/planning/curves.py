@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from calib.inputs import Inputs
 from calib.moments import Moments
 from corp_deploy.algebra.obs import Elimination
-from corp_deploy.families import traced_model
-from corp_deploy.families.counting import macs, parameters, site_costs
+from corp_deploy.families.counting import site_costs
 from corp_deploy.families.family import sites_of
 from corp_deploy.reduction import pool
 from corp_deploy.reduction.kinds import kind_of
@@ -30,17 +29,6 @@ from .curvature import compute_output_metrics
 from .probe import Probe, SiteTrial
 
 TRIED = (0.25, 0.5, 0.75)
-
-
-def dense_cost(model: nn.Module, currency: Currency) -> int:
-    """Return the MACs of one input, or the parameters, of a whole model."""
-    return macs(model) if currency == "macs" else parameters(model)
-
-
-def cost_of_all_tokens(model: nn.Module, currency: Currency) -> int:
-    """Return the cost of a model if it merged no tokens; shares of the cost refer to it."""
-    merges = traced_model.merging_of(model) is not None
-    return dense_cost(traced_model.with_merging(model, None) if merges else model, currency)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

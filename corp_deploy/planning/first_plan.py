@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from corp_deploy.families import traced_model
+from corp_deploy.families.counting import macs, parameters
 from corp_deploy.families.family import STREAMS, sites_of
 from corp_deploy.families.inspection import fixed_shares
 from corp_deploy.reduction.kinds import kind_of
@@ -16,10 +18,19 @@ from corp_deploy.traced.models.module import tracing
 from corp_deploy.traced.models.sites import Currency
 from ground.errors import BadInput
 
-from .curves import cost_of_all_tokens, dense_cost
-
 NAMED = 3  # parts that a refusal names
 _WORDS: Mapping[Currency, str] = {"macs": "MACs", "params": "parameters"}
+
+
+def dense_cost(model: nn.Module, currency: Currency) -> int:
+    """Return the MACs of one input, or the parameters, of a whole model."""
+    return macs(model) if currency == "macs" else parameters(model)
+
+
+def cost_of_all_tokens(model: nn.Module, currency: Currency) -> int:
+    """Return the cost of a model if it merged no tokens; shares of the cost refer to it."""
+    merges = traced_model.merging_of(model) is not None
+    return dense_cost(traced_model.with_merging(model, None) if merges else model, currency)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

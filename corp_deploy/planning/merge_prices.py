@@ -24,7 +24,8 @@ from corp_deploy.traced.models.steps import SegmentStep
 from corp_deploy.traced.models.token_merging import TokenMerge
 from perf.bench.latency_table import Grid, LatencyTable
 
-from .curves import CostCurve, dense_cost
+from .curves import CostCurve
+from .first_plan import dense_cost
 from .latency import POINTS, name_at_tokens, open_grids, price_in_nanoseconds, refuse_disturbed
 from .merge_curves import MergeCurves, find_merge_places
 from .request import LatencyTarget

@@ -12,7 +12,8 @@ from ground.errors import BadInput
 
 from .budget import allocate_uniformly, allocate_widths
 from .budget_planner import Planner, build_budget_planner, build_probe, probe_allocations
-from .curves import compute_cost_curves, dense_cost
+from .curves import compute_cost_curves
+from .first_plan import dense_cost
 from .joint_planner import build_joint_planner
 from .probe import Probe
 from .request import ReductionRequest, WidthPlan

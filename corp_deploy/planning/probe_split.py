@@ -49,7 +49,7 @@ def _positions(count: int) -> list[int]:
 
 
 def _group_positions(images: InputSet, moments: Moments) -> list[int]:
-    """Return the positions of the images of evenly chosen whole groups, about IMAGES or a quarter of `images`."""
+    """Return the positions of the images of every fourth group, from the front, up to about IMAGES of them."""
     group_of = dict(zip(moments.image_ids.tolist(), moments.group_ids.tolist(), strict=True))
     groups = [group_of.get(image) for image in images.ids.tolist()]
     names = list(dict.fromkeys(group for group in groups if group is not None))

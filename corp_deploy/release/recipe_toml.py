@@ -63,7 +63,7 @@ def _model_content(model: ModelTable, directory: Path) -> dict[str, Any]:
 
 
 def text_of_model(model: ModelTable, directory: Path) -> str:
-    """Return the text of a .toml file in `directory` that has the table [model] alone."""
+    """Write the table [model] as the text of a new .toml file, with paths relative to `directory`."""
     return f"{HEAD_OF_MODEL}\n\n{toml_from({'model': _model_content(model, directory)})}"
 
 

@@ -284,8 +284,7 @@ def headline_row(content: Content) -> SummaryRow | None:
         return None
     ran = [row for row in content.summary.rows if row.speedup]
     preferred = [row for row in ran if row.batch == content.summary.preferred_batch_size]
-    chosen = preferred or ran
-    return chosen[-1] if chosen else None
+    return max(preferred or ran, key=lambda row: row.batch, default=None)
 
 
 def shipped_link(parity: Parity) -> Link:

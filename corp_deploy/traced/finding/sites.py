@@ -156,7 +156,7 @@ def _kind(flow: Flow, met: Met, each: _AlikeGroups) -> Kind:
 
 
 def _is_pointwise(flow: Flow, each: _AlikeGroups) -> bool:
-    """Check that only linear layers and 1x1 convolutions use a group, reading all places after an activation."""
+    """Return whether a group's weights are linear or 1x1 and ungrouped, and its sums read whole activated maps."""
     for use in each.uses:
         if use.role in ("writes", "reads", "between"):
             if flow.program.tensor(use.name).shape[2:].numel() > 1 or _is_grouped(use.node):
