@@ -22,9 +22,8 @@ from .curves import (
     compute_eliminations,
     compute_site_curves,
     compute_site_metrics,
-    cost_of_all_tokens,
-    dense_cost,
 )
+from .first_plan import cost_of_all_tokens, dense_cost
 from .latency import measure_tables, price_in_time
 from .probe import Probe
 from .probe_split import draw_inputs, set_apart
