@@ -5,6 +5,7 @@ from typing import Any
 
 from benchmarks.pages.markdown import table
 
+_PARAMETER = re.compile(r"`(\w+)=([^`]*)`")
 _REMEDY = re.compile(r"; (leave it (?:away|out)|it affects .*|give .*|reduce without .*)$")
 
 
@@ -28,7 +29,13 @@ def levers(record: dict[str, Any]) -> str:
 
 
 def _reason(row: dict[str, Any]) -> str:
-    return _REMEDY.sub("", row["reason"])
+    """Return the reason on one line, with options as commands spell them and without the remedy."""
+    return _PARAMETER.sub(_option, _REMEDY.sub("", " ".join(row["reason"].split())))
+
+
+def _option(parameter: re.Match[str]) -> str:
+    name, value = parameter[1].replace("_", "-"), parameter[2].strip("'")
+    return f"--{name}" if value == "True" else f"--{name} {value}"
 
 
 def _cell(row: dict[str, Any], reasons: list[str]) -> str:
