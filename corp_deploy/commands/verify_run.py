@@ -1,4 +1,4 @@
-"""The options and inputs of `verify`, and the comparison of engines of one graph, in one environment or in two."""
+"""The options and inputs of verify, for models, decoders and engines, and the comparison of engines of one graph."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -34,7 +34,7 @@ FOLDER = "hf"  # the name of the transformers directory in a model directory
 
 
 class _Origin(msgspec.Struct, frozen=True, kw_only=True):
-    """The transformers directory that a model was read from."""
+    """The kept content of the transformers directory that a model was read from: its config and files."""
 
     files: dict[str, Any] = {}  # the content of the files beside its weights, by path
     config: dict[str, Any] = {}  # the configuration of a decoder

@@ -122,7 +122,7 @@ class _Option:
 
     @property
     def label(self) -> str:
-        """The keys and the prefix of the option in the file."""
+        """The name of this candidate state dict in the file: its keys and its prefix, joined by dots."""
         return ".".join(part for part in (self.entry.key, self.named.prefix.removesuffix(".")) if part)
 
     @property
