@@ -2,8 +2,8 @@
 
     python benchmarks/release/same_bytes.py BEFORE AFTER --output benchmarks/results/same_bytes.json
 
-Both run in the environment that runs this script, one after the other, from the released model and images of BEFORE.
-Exit code 1 where a digest differs.
+Both run in the environment that runs this script, one after the other, on the model of BEFORE and the images of AFTER,
+whose function this script calls. Exit code 1 where a digest differs.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ IMAGES = (
 )
 FILES = ("reduced/model.safetensors", "reduced/model.onnx", "reduced/model.fp16.onnx", "reduced/model.plan")
 COMMANDS = (
-    "calibrate --model {example} --images images.npz --seed 0 --hold-out 200 -o moments.safetensors",
+    "calibrate --model {example} --images {images} --seed 0 --hold-out 200 -o moments.safetensors",
     "reduce --model {example} --moments moments.safetensors --mlp 0.5 --attn 0.5 -o reduced",
     "export --model reduced --precision fp32,fp16 -o reduced/model.onnx",
     "build reduced/model.fp16.onnx --backend tensorrt-rtx --batch 1:8:64 -o reduced/model.plan",
@@ -37,13 +37,12 @@ def run(checkout: Path, words: list[str], directory: Path) -> None:
     subprocess.run([sys.executable, *words], cwd=directory, env=environment, check=True, stdout=subprocess.DEVNULL)
 
 
-def digests(checkout: Path, example: Path) -> dict[str, str]:
-    """SHA-256 of every file that the checkout makes."""
+def digests(checkout: Path, example: Path, images: Path) -> dict[str, str]:
+    """Return the SHA-256 of every file that the checkout makes."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        run(checkout, ["-c", IMAGES, "images.npz"], directory)
         for command in COMMANDS:
-            run(checkout, ["-m", "corp_deploy", *command.format(example=example).split()], directory)
+            run(checkout, ["-m", "corp_deploy", *command.format(example=example, images=images).split()], directory)
         return {file: hashlib.sha256((directory / file).read_bytes()).hexdigest() for file in FILES}
 
 
@@ -61,7 +60,9 @@ def main() -> None:
     asked = parser.parse_args()
     before, after = asked.before.resolve(), asked.after.resolve()
     example = before / "examples" / "digits" / "model"
-    first, second = digests(before, example), digests(after, example)
+    with tempfile.TemporaryDirectory() as directory:
+        run(after, ["-c", IMAGES, "images.npz"], Path(directory))
+        first, second = (digests(each, example, Path(directory, "images.npz")) for each in (before, after))
     record = {
         "kind": "corp-deploy-same-bytes",
         "version": 1,
