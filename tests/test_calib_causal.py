@@ -60,6 +60,7 @@ MASKS = [None, torch.tensor([[1] * 7, [1, 1, 1, 1, 0, 0, 0], [1] + [0] * 6])]
 def test_every_sum_equals_loops_over_visible_pairs(mask: Tensor | None) -> None:
     q, k = drawn()
     got = summed(q, k, mask)
+    assert got.images == INPUTS
     triangle = DIMS * (DIMS + 1) // 2
     for head in range(HEADS):
         expected = {each: torch.zeros(DIMS, dtype=torch.float64) for each in ("q_sum_HD", "k_sum_HD", "energy_HD")}

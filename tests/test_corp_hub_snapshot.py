@@ -119,6 +119,7 @@ def test_snapshot_loads_at_another_size_with_other_weights(snapshot: Path, tmp_p
             {"model_type": "swin", "architectures": ["SwinModel"]},
             "a swin of Hugging Face transformers; give it as --model hf:",
         ),
+        ({"model_type": "dinov2"}, "a dinov2 of Hugging Face transformers; give it as --model hf:"),
         ({"hello": 1}, "got keys hello"),
         ({"architecture": "a\nb"}, "got keys architecture"),
         (CONFIG | {"model_args": [1]}, "model_args: got a list of 1, expected a JSON object"),

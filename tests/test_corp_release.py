@@ -150,14 +150,14 @@ def test_changed_rule_reruns_only_the_gate_and_its_reports(home: Path) -> None:
 @pytest.mark.slow("graph")
 def test_failed_release_is_packaged_only_with_allow_failed(home: Path) -> None:
     edit(home, '"params >= dense"', '"params < 1e9"')
-    out = home / "out"
-    message = output_of(release(home, expect=1))
+    out, started = home / "out", ("--baseline", home / "baseline.json", "--init-baseline")
+    message = output_of(release(home, *started, expect=1))
     assert "not packed, because its proof failed: gate.json: FAIL: params < 1e9" in message
     assert not (out / "repository").exists()
     card = (out / "MODEL_CARD.md").read_text()
     assert "This model failed its proof:\n\n* gate.json: FAIL: params < 1e9" in card
     assert "`repository/` was not written." in card
-    assert stages_made(release(home, "--json", expect=1)) == []
+    assert stages_made(release(home, *started, "--json", expect=1)) == []
     edit(home, "[package]\n", "[package]\nallow_failed = true\n")
     assert "not packed" not in output_of(release(home, expect=1))
     assert "was written all the same" in (out / "MODEL_CARD.md").read_text()

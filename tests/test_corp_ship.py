@@ -277,7 +277,7 @@ def test_model_without_option_is_told_to_use_model() -> None:
 @pytest.mark.parametrize(
     ("text", "words", "message"),
     [
-        ("", ("--mean", "0.5"), "leave --mean out"),
+        ("", ("--mean", "0.5"), "has the model's options in [model]; leave --mean out"),
         ("", ("--weights", "w.pth"), "leave --weights out, or change [model]"),
         ('[calibration]\nimages = "x"\n', (), "has no [model]"),
         ('[model]\nmodel = "x"\nweight = "w.pth"\n', (), "unknown key 'weight'; did you mean 'weights'?"),

@@ -204,7 +204,8 @@ def test_breaks_are_tried_before_fp32(
 @pytest.mark.slow("engine")
 def test_engine_that_no_break_repairs_is_refused(checkpoint: Checkpoint) -> None:
     engines = WrongKernels((), beyond=("patch_embed",))
-    with pytest.raises(BadInput, match="no set of blocks in more bits, repairs this engine"):
+    message = "no set of fusion breaks, and no set of blocks in more bits, repairs this engine"
+    with pytest.raises(BadInput, match=message):
         find_sites_to_keep(checkpoint, checkpoint, {"images": IMAGES}, engines=engines, opset=None)
 
 

@@ -200,7 +200,7 @@ def test_only_served_versions_are_checked_against_the_config(repository: Path, t
 
 
 def test_configs_of_other_tools_are_read(tmp_path: Path) -> None:
-    """Such configs have only a platform, no version policy, comments, older bracket styles and open dims."""
+    """The config has a platform but no backend, no version policy, comments, older brackets and open dims."""
     model = tmp_path / "repo/net"
     (model / "1").mkdir(parents=True)
     write_onnx(model / "1/model.onnx")

@@ -313,6 +313,7 @@ def test_slowdown_of_candidate_and_reference_is_attributed_to_the_machine() -> N
     [
         ("p50@b1 > 3", "not measured at batch 1, only at 8"),
         ("teacher.p50@b8 > 3", "has no subject 'teacher', it has dense and reduced"),
+        ("p50@b8 > teacher", "has no subject 'teacher'"),
         ("params > 3", "has no params of reduced"),
         ("speed@b8 > 3", "no parity link or output 'b8'"),
         ("speed > 3", "no figure is called 'speed'"),
@@ -327,8 +328,10 @@ def test_slowdown_of_candidate_and_reference_is_attributed_to_the_machine() -> N
         ("size_bytes@b8 > 3", "drop @b8"),
         ("end_to_end.size_bytes > 3", "end_to_end goes with"),
         ("dense.reduced.p50@b8 > 3", "one subject"),
+        ("", "no comparison"),
         ("device_memory > 9 MB", "device_memory depends on the batch; write device_memory@b8"),
         ("device_memory@half > 9", "write device_memory@b8"),
+        ("plan_bytes@b8 > 9", "drop @b8"),
         ("p50@b8 > 9 MB", "MB goes with size_bytes, plan_bytes, device_memory, peak_memory_bytes, not with p50"),
         ("plan_bytes > dense MB", r"MB goes with a number of its own, such as dense \+ 20 MB"),
         ("plan_bytes > 9 XB", "is not a valid bound"),

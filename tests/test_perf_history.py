@@ -334,3 +334,4 @@ def test_concurrent_processes_lose_no_record(tmp_path: Path) -> None:
         process.join(timeout=60)
     assert [process.exitcode for process in processes] == [0, 0]
     assert len(load_history(history).releases) == 12
+    assert len(list(history.iterdir())) == 12

@@ -74,6 +74,11 @@ def test_nonfinite_logit_affects_only_its_image_and_the_total(bad: float) -> Non
     assert np.isfinite(errors_N).tolist() == [place != 3 for place in range(12)]
 
 
+def test_constant_logits_have_no_spread() -> None:
+    cand = np.broadcast_to(logits()[0], (12, 7))
+    assert measure_logits(logits(), cand).spread_ratio == pytest.approx(0, abs=1e-12)
+
+
 def test_zero_reference_and_single_class_do_not_crash() -> None:
     assert measure_logits(np.zeros((2, 3)), np.zeros((2, 3))).relative_error == 0
     assert measure_logits(np.zeros((2, 3)), np.ones((2, 3))).relative_error == math.inf

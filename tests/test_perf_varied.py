@@ -181,6 +181,10 @@ def test_varied_inputs_cost_nothing_when_off() -> None:
     assert summarise(record).rows[0].repeats == {}
 
 
+def test_too_few_audit_rounds_for_an_interval_are_refused() -> None:
+    rejects("the audit needs 6 rounds or 0 for none, got 3", Plan, audit_rounds=3)
+
+
 def test_bound_but_untimed_inputs_are_ignored() -> None:
     with ModuleRunner(Forgetful(9)) as runner:
         subject = opened(runner)
