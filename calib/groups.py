@@ -22,11 +22,6 @@ LABELS = (".json", ".npy")
 NAMES_OF_LABELS = " or ".join(LABELS)
 
 
-def _file_of_name(name: str) -> str:
-    shard, tar, _ = name.partition(".tar/")
-    return shard + tar
-
-
 def _labels_from_file(path: Path) -> list[str]:
     remedy = "expected a list of texts or whole numbers, one label an input"
     if not path.exists():
@@ -54,7 +49,7 @@ def _labels_of_inputs(inputs: InputSet, by: str) -> list[str]:
     if by == "image":
         return names
     if by == "file":
-        return [_file_of_name(name) for name in names]
+        return ["".join(name.partition(".tar/")[:2]) for name in names]
     if by == "folder":
         folders = [name.rpartition("/")[0] for name in names]
         if not any(folders):

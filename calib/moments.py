@@ -48,7 +48,6 @@ class ChannelMoments:
 
     @property
     def second_FF(self) -> Tensor:
-        """Second moment E[x x^T]."""
         return self.gram_FF / self.tokens
 
     @property

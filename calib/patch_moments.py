@@ -63,7 +63,6 @@ class PatchMoments:
 
     @property
     def second_GUU(self) -> Tensor:
-        """Second moment E[u u^T]."""
         return self.gram_GUU / self.tokens
 
     @property
@@ -72,7 +71,6 @@ class PatchMoments:
 
     @property
     def map_second_GCC(self) -> Tensor:
-        """Second moment E[x x^T]."""
         return self.map_gram_GCC / self.map_tokens
 
     @property

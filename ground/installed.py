@@ -43,8 +43,6 @@ _CLASSIFIER = "License :: "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstalledPackage:
-    """An installed distribution."""
-
     name: str
     """In small letters, with '-' between words."""
     version: str

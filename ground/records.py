@@ -144,8 +144,6 @@ def _refusal(error: msgspec.ValidationError, record: Any, raw: Any, *, where: st
 
 
 class Head(msgspec.Struct, frozen=True):
-    """Kind and version of any record."""
-
     kind: Any = None
     version: Any = None
 

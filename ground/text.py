@@ -45,7 +45,6 @@ def csv_cell(value: object) -> object:
 
 
 def csv_text(rows: Iterable[Iterable[object]]) -> str:
-    """Return rows as CSV with escaped cells."""
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerows(map(csv_cell, row) for row in rows)
     return out.getvalue()

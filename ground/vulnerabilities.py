@@ -86,7 +86,6 @@ SERVER = (
 def find_vulnerabilities(
     package: str, version: str, vulnerabilities: Sequence[Vulnerability] = LIBRARIES
 ) -> tuple[Vulnerability, ...]:
-    """Return the vulnerabilities of a version of a package."""
     return tuple(each for each in vulnerabilities if each.package == package and each.affects(version))
 
 

@@ -60,6 +60,6 @@ def built(graph: Path, batches: str, target: str = "86") -> EngineRecord:
 
 
 def audited(dense: Path, reduced: Path) -> Audit:
-    """Both engines, for batches up to 8."""
-    (audit,) = audit_fusion(dense, reduced, batch=BatchProfile.from_text("1:4:8"))
+    """Both engines."""
+    (audit,) = audit_fusion(dense, reduced)
     return audit

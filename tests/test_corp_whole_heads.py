@@ -25,7 +25,6 @@ from corp_deploy.reduction.model import reduce, uniform_widths
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.traced.models.steps import SegmentStep
 from export.engine.audit import audit_fusion
-from export.engine.options import BatchProfile
 from tests import tiny
 from tests.command import invoked, refuses, run
 from tests.small_models import error, outputs
@@ -170,15 +169,14 @@ def test_graphs_and_engines_with_fewer_heads_are_correct(home: Path) -> None:
     assert np.linalg.norm(got - exact) < 1e-5 * np.linalg.norm(exact)
     if importlib.util.find_spec("tensorrt_rtx") is None:
         pytest.skip("tensorrt-rtx is not installed (pip install tensorrt-rtx), so no engine can be built here")
-    batch = BatchProfile(smallest=1, tuned=4, largest=8)
-    (audit,) = audit_fusion(home / "dense.fp16.onnx", home / "small.fp16.onnx", batch=batch)
+    (audit,) = audit_fusion(home / "dense.fp16.onnx", home / "small.fp16.onnx")
     assert audit.passed
     assert audit.reduced.fused_attention_sites == ("blocks.0.attn", "blocks.1.attn")
     assert audit.reduced.plan_bytes <= audit.dense.plan_bytes
     alone = run(*reduce_words(home, "alone", "--whole-heads", "0.9"))
     assert "a single head left loses the fused attention" in " ".join(alone.stderr.split())
     run("export", "--model", home / "alone", "--precision", "fp16", "-o", home / "alone.fp16.onnx")
-    (audit,) = audit_fusion(home / "dense.fp16.onnx", home / "alone.fp16.onnx", batch=batch)
+    (audit,) = audit_fusion(home / "dense.fp16.onnx", home / "alone.fp16.onnx")
     assert audit.lost == ("blocks.0.attn", "blocks.1.attn")
 
 

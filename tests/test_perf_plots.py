@@ -87,7 +87,7 @@ DRAWN: list[Callable[[], Drawing]] = [
 
 @pytest.mark.parametrize("draw", DRAWN)
 def test_plots_are_valid_xml_within_their_frame(draw: Callable[[], Drawing]) -> None:
-    svg = draw().inline
+    svg = draw().inline()
     ElementTree.fromstring(svg)
     assert "nan" not in svg
     assert "inf" not in svg.replace("infinite", "")
@@ -116,7 +116,7 @@ WIDE: list[Callable[[], Drawing]] = [
 def extents(drawing: Drawing) -> list[tuple[float, float, float, str]]:
     """Return height, left end, right end and words of every text in a drawing, by estimated letter widths."""
     found = []
-    for each in ElementTree.fromstring(drawing.inline).iter():
+    for each in ElementTree.fromstring(drawing.inline()).iter():
         if each.tag.endswith("text"):
             x, words = float(each.attrib["x"]), each.text or ""
             before = {"start": 0.0, "middle": 0.5, "end": 1.0}[each.attrib["text-anchor"]]
@@ -136,7 +136,7 @@ def test_labels_stay_in_the_frame_and_do_not_overlap(draw: Callable[[], Drawing]
 
 
 def test_shortened_label_keeps_both_ends_and_its_full_tooltip() -> None:
-    svg = WIDE[0]().inline
+    svg = WIDE[0]().inline()
     assert ">blocks.10.attn.qk</text>" in svg
     assert re.search(r">encoder\.[\w.]*…[\w.]*long\.name</text>", svg)
     assert f"<title>{LONG}: 0.4 before" in svg
@@ -156,15 +156,15 @@ def test_long_label_is_shortened_in_the_middle(label: str, width: float, shown: 
 
 
 def test_failed_row_and_its_reason_stay_visible() -> None:
-    svg = DRAWN[2]().inline
+    svg = DRAWN[2]().inline()
     assert "batch 8" in svg
     assert "no run" in svg
-    assert "not finite of 0.01" in DRAWN[5]().inline
+    assert "not finite of 0.01" in DRAWN[5]().inline()
 
 
 def test_one_interrupted_call_does_not_flatten_a_distribution() -> None:
     """The tick labels end near the bulk, instead of at 250 times the median."""
-    labels = [float(x) for x in re.findall(r">([\d.]+)</text>", DRAWN[3]().inline)]
+    labels = [float(x) for x in re.findall(r">([\d.]+)</text>", DRAWN[3]().inline())]
     assert max(labels) < 10
 
 
@@ -174,18 +174,18 @@ def test_standalone_plot_contains_its_colours(draw: Callable[[], Drawing]) -> No
     root = ElementTree.fromstring(drawing.standalone.split("?>", 1)[1])
     tags = [each.tag.split("}")[1] for each in root.iter()]
     assert tags[:3] == ["svg", "style", "rect"]
-    assert tags[3:] == [each.tag.split("}")[1] for each in ElementTree.fromstring(drawing.inline).iter()][1:]
+    assert tags[3:] == [each.tag.split("}")[1] for each in ElementTree.fromstring(drawing.inline()).iter()][1:]
     style = root.find("{http://www.w3.org/2000/svg}style")
     assert style is not None
     assert "prefers-color-scheme: dark" in str(style.text)
-    tones = set(re.findall(r'class="([a-z0-9 ]+)"', drawing.inline))
+    tones = set(re.findall(r'class="([a-z0-9 ]+)"', drawing.inline()))
     assert {word for tone in tones for word in tone.split()} <= {*re.findall(r"\.([a-z0-9]+)", str(style.text)), "name"}
 
 
 def test_every_hue_has_a_css_class() -> None:
     clouds = {str(i): [Spot(x=0.1 * i, value=0.1, filled=True, tip="")] for i in range(HUES + 1)}
     drawing = plots.draw_scatter(clouds, title="t", unit="error", x_label="x", least=1e-6)
-    assert len(set(re.findall(r'class="(hue\d+)"', drawing.inline))) == HUES
+    assert len(set(re.findall(r'class="(hue\d+)"', drawing.inline()))) == HUES
     assert all(f".hue{place} " in drawing.standalone for place in range(HUES))
 
 

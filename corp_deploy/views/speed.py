@@ -83,7 +83,7 @@ def speed_record(bench: Bench) -> dict[str, Any]:
 
 
 def repeat_lines(bench: Bench) -> list[str]:
-    times = "times as quick on one batch again and again as on varied ones"
+    times = "times as fast on one repeated batch as on varied ones"
     return [
         f"batch {row.batch}, {name}: {gain.describe('.3f', bounds=BRACKETS)} {times}"
         for row in summarise(bench).rows

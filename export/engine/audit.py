@@ -60,14 +60,13 @@ def audit_fusion(
     *,
     backend: str = "tensorrt-rtx",
     sms: Sequence[str] = ("86",),
-    batch: BatchProfile = _BATCH,
     command: str = "",
 ) -> list[Audit]:
     """Return an Audit of both graphs, built for each target: `sms`, or for full TensorRT this machine's GPU.
 
     Raises what build_engine raises, and Missing when the library lists no kernels.
     """
-    options = BuildOptions(backend=backend, profiles=(batch,), command=command)
+    options = BuildOptions(backend=backend, profiles=(_BATCH,), command=command)
     targets = {sm: replace(options, sms=(sm,)) for sm in sms} if backend == "tensorrt-rtx" else {"gpu": options}
     return [
         Audit(target=target, dense=_build_for_audit(dense, choices), reduced=_build_for_audit(reduced, choices))

@@ -51,8 +51,6 @@ FIRST_AMPERE_SM = 80
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """A serialised plan and its record."""
-
     plan: bytes
     record: EngineRecord
 

@@ -129,9 +129,8 @@ def _staged(folder: Path, version: int, server: TritonServer) -> Iterator[str]:
     target = folder.parent / name
     with staging_folder(folder.parent) as scratch:
         copy = scratch / name
-        for path in sorted(
-            (folder / str(version)).rglob("*")
-        ):  # links and pipes would be copied from elsewhere, or without end
+        # Links and pipes would be copied from elsewhere, or without end.
+        for path in sorted((folder / str(version)).rglob("*")):
             if path.is_symlink() or not (path.is_file() or path.is_dir()):
                 raise BadInput(f"{path}: a link, pipe or device, expected only files; package the version again")
         shutil.copytree(folder / str(version), copy / str(version))

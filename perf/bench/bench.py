@@ -55,27 +55,15 @@ def bench_subjects(
 ) -> Bench:
     """Time the first subject against the second, and the first against itself, at every batch size.
 
-    The time to open the subjects counts in equal shares for the batch sizes to come; no batch size takes time from
-    another. A batch size that couldn't be measured in its time stays as a row with the reason.
+    A batch takes the first rows of `feeds` [N, ...], again from the first if N is smaller; if there is one input, the
+    two subjects may name it differently. Each subject has `streams` instances called at once; above 1 only throughput
+    is measured. The time to open the subjects, and `made_s` spent to make them, counts in equal shares for the batch
+    sizes to come; no batch size takes time from another. A batch size that couldn't be measured in its time stays as a
+    row with the reason. `flush_l2`, `command` and `described` (the machine, None for this one) are only recorded.
+    `watch` is called between blocks, `progress` with the share done and the stage.
 
-    Args:
-        subjects: the reference and the candidate.
-        feeds: arrays [N, ...] by input; a batch takes the first of N, again from the first if N is smaller. If there
-            is one input, the two subjects may name it differently.
-        batches: the batch sizes.
-        plan: the rules of the measurement.
-        streams: instances of each subject called at once; above 1 only throughput is measured.
-        flush_l2: whether the runners flush the L2 cache; only recorded here.
-        described: the machine, None for this one.
-        command: the command line for the record.
-        clock: a function that returns nanoseconds.
-        watch: a function called between blocks, see perf.timing.watch.watching.
-        progress: a function called with the share done and the current stage.
-        made_s: seconds already spent to make the subjects for these batch sizes.
-
-    Raises:
-        BadInput: the subjects, feeds, batch sizes or streams are not valid.
-        Missing: a runner lacks its device, provider or package, or nothing could be measured at any batch size.
+    Raises BadInput for subjects, feeds, batch sizes or streams that are not valid, and Missing if a runner lacks its
+    device, provider or package, or if nothing could be measured at any batch size.
     """
     _require_sweep(subjects, batches, streams)
     reference, candidate = subjects

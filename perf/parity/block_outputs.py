@@ -5,6 +5,7 @@ the first number, `blocks.3.attn`, or its first name, `head`.
 """
 
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -84,18 +85,13 @@ def outputs_of_module(model: nn.Module, feeds: Feeds, *, batch: int = 8) -> dict
             pieces.setdefault(name, []).append(output.detach().float().cpu().numpy())
 
     sites = {name: module for name, module in model.named_modules() if name and site_of(f"{name}/") == name}
-    hooks = [
-        module.register_forward_hook(lambda _, __, output, name=name: keep(name, output))
-        for name, module in sites.items()
-    ]
-    try:
-        with torch.inference_mode():
-            for start in range(0, batch_size(feeds), batch):
-                part = select_rows(feeds, slice(start, start + batch))
-                model(*(torch.from_numpy(np.ascontiguousarray(array)) for array in part.values()))
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as stack, torch.inference_mode():
+        for name, module in sites.items():
+            hook = module.register_forward_hook(lambda _, __, output, name=name: keep(name, output))
+            stack.callback(hook.remove)
+        for start in range(0, batch_size(feeds), batch):
+            part = select_rows(feeds, slice(start, start + batch))
+            model(*(torch.from_numpy(np.ascontiguousarray(array)) for array in part.values()))
     return {name: np.concatenate(rows) for name, rows in pieces.items()}
 
 

@@ -82,25 +82,13 @@ def measure_link(
     choices: Choices | None = None,
     threshold: float | None = None,
 ) -> Link:
-    """Measure and judge one link at one output.
+    """Measure and judge one link at one output; with `several` outputs the link's name contains this one.
 
-    A user's limits hold over all images, so a batch size with only some of them is judged only by bounds of rounding.
-
-    Args:
-        name: the link's name.
-        kind: exact, half, quantised, reduced or whole.
-        reference: the label of the reference.
-        candidate: the label of the candidate.
-        reference_rows: the reference's outputs [N, ...].
-        candidate_by_batch: the candidate's outputs by batch size, of all N inputs or of the first ones.
-        tolerance: the bounds.
-        port: the output.
-        several: whether there are several outputs, so that the link's name contains this one.
-        choices: margins of token merging; inputs on which rounding alone changes it are judged apart.
-        threshold: of a single logit or a one-class score map.
-
-    Raises:
-        BadInput: shapes differ, the reference is not finite, or a limited agreement is not defined.
+    `reference_rows` are outputs [N, ...], `candidate_by_batch` those of all N inputs or of the first ones, by batch
+    size. A user's limits hold over all images, so a batch size with only some of them is judged only by bounds of
+    rounding. Inputs on which rounding alone changes the `choices` of token merging are judged apart. `threshold` is
+    that of a single logit or a one-class score map. Raises BadInput if shapes differ, the reference is not finite, or a
+    limited agreement is not defined.
     """
     images = len(reference_rows)
     if tolerance.min_agreement is not None:

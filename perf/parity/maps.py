@@ -95,15 +95,16 @@ class PerMap(RowErrors):
         return _iou(*(each_NK.sum(axis=0) for each_NK in (self.reference_NK, self.candidate_NK, self.both_NK)))
 
 
-def measure_each_map(reference: Maps, candidate: Maps, *, threshold: float = THRESHOLD) -> PerMap:
+def measure_each_map(reference: Maps, candidate: Maps, *, threshold: float | None = None) -> PerMap:
     if reference.ndim not in RANKS:
         raise BadInput(f"{SCORE_MAP.name}: got {list(reference.shape)}, expected {SCORE_MAP.shape}")
     SCORE_MAP.refuse_misfit(reference, candidate)
+    threshold = THRESHOLD if threshold is None else threshold
     each = [_figures_of_map(*pair, threshold) for pair in zip(reference, candidate, strict=True)]
     return PerMap(**{name: np.asarray([figures[name] for figures in each]) for name in each[0]})
 
 
-def measure_maps(reference: Maps, candidate: Maps, *, threshold: float = THRESHOLD) -> MapMeasures:
+def measure_maps(reference: Maps, candidate: Maps, *, threshold: float) -> MapMeasures:
     each, images = measure_each_map(reference, candidate, threshold=threshold), len(reference)
     places_N = np.flatnonzero(each.finite_N)
     spreads = [_spread(maps, places_N) for maps in (candidate, reference)] if len(places_N) > 1 else [1.0, 1.0]

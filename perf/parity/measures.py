@@ -192,9 +192,7 @@ def figures_by_input(
         own: dict[str, NDArray[np.generic] | None] = {}
         each: RowErrors
         if role == "score map":
-            each = place = measure_each_map(
-                reference, candidate, threshold=THRESHOLD if threshold is None else threshold
-            )
+            each = place = measure_each_map(reference, candidate, threshold=threshold)
             own = {"iou": place.iou_N, "pixel_agreement": place.agreement_N}
         else:
             rows = MEASURES[role].output_kind.rows(reference, candidate)

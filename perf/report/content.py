@@ -82,8 +82,6 @@ class MergingLines:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateLine:
-    """One rule as the gate judged it."""
-
     rule: str
     verdict: str
     message: str
@@ -91,8 +89,6 @@ class GateLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateLines:
-    """The gate's verdict and its rules."""
-
     verdict: str | None = None
     rules: tuple[GateLine, ...] = ()
 

@@ -79,8 +79,6 @@ WARNINGS_SHOWN = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remark:
-    """A sentence under a heading."""
-
     text: str
     warns: bool = False
 

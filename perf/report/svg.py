@@ -192,15 +192,9 @@ def grid_x(x: Scale, top: float, bottom: float, x_label: str) -> Markup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawing:
-    """A finished drawing with its title, height and marks."""
-
     title: str
     height: float
     marks: tuple[Markup, ...]
-
-    @property
-    def inline(self) -> Markup:
-        return self._svg()
 
     @property
     def standalone(self) -> str:
@@ -208,10 +202,10 @@ class Drawing:
         colours = resources.files(__package__).joinpath("templates", "plot.css").read_text(encoding="utf-8")
         background = element("rect", width="100%", height="100%", fill="var(--page)")
         # The style sheet is part of this package, so it is not escaped.
-        drawn = self._svg(element("style", Markup(colours)), background)
+        drawn = self.inline(element("style", Markup(colours)), background)
         return f'<?xml version="1.0" encoding="UTF-8"?>\n{drawn}\n'
 
-    def _svg(self, *before: Markup) -> Markup:
+    def inline(self, *before: Markup) -> Markup:
         frame = {"xmlns": "http://www.w3.org/2000/svg", "viewBox": f"0 0 {WIDTH} {self.height:.0f}"}
         return element("svg", *before, *self.marks, class_="plot", role="img", aria_label=self.title, **frame)
 

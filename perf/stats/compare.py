@@ -11,7 +11,7 @@ from ground.text import markdown_line
 from perf.record.runs import Bench, Scalar, differing_keys
 
 from .stats import Interval
-from .summary import SubjectSummary, Summary, summarise
+from .summary import SubjectSummary, summarise
 
 Change = Literal["faster", "slower", "not significant", "unknown"]
 
@@ -63,7 +63,8 @@ def compare_records(before: Bench, after: Bench) -> Comparison:
     pairs = ((old.reference, new.reference), (old.candidate, new.candidate))
     rows = []
     for batch, (former, name) in product(batches, pairs):
-        then, now = (_find_side(summary, batch, own) for summary, own in ((old, former), (new, name)))
+        found = (old.row(batch), former), (new.row(batch), name)
+        then, now = (None if row is None else row.sides[own] for row, own in found)
         p50s = [None if side is None else side.p50_ms for side in (then, now)]
         ratio = None if p50s[0] is None or p50s[1] is None else ratio_of_independent(p50s[1], p50s[0])
         rows.append(ComparedRow(batch=batch, subject=name, before=then, after=now, ratio=ratio))
@@ -114,11 +115,6 @@ def _differences(before: Bench, after: Bench) -> Iterator[Difference]:
             old, new = old_keys.get(key), new_keys.get(key)
             if old != new and prefix + key not in decisive:
                 yield Difference(key=prefix + key, before=old, after=new, decisive=False)
-
-
-def _find_side(summary: Summary, batch: int, name: str) -> SubjectSummary | None:
-    row = summary.row(batch)
-    return None if row is None else row.sides[name]
 
 
 def _p50_text(side: SubjectSummary | None) -> str:
