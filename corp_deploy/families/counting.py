@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from corp_deploy.spec.widths import Widths
 from corp_deploy.traced.finding.shares import LayerCosts
@@ -21,7 +21,7 @@ from corp_deploy.traced.models.module import parameters as parameters
 from corp_deploy.traced.models.sites import Currency, Site
 from corp_deploy.traced.programs.program import copy_module
 from corp_deploy.traced.programs.recording import track_modules
-from corp_deploy.traced.programs.sizes import sizes_key
+from corp_deploy.traced.programs.sizes import MetaCalls, alike, sizes_key
 from ground.ports import Port
 
 from . import traced_model
@@ -111,10 +111,8 @@ class _Counting(TorchDispatchMode):
         return out
 
 
-_Kind = tuple[torch.Size, tuple[int, ...], torch.dtype]
 # Blocks repeat each other, and looking up an operator's outputs is faster than computing them on the meta device.
-_OUTCOMES: dict[Any, tuple[list[_Kind], Any]] = {}
-_OUTCOMES_KEPT = 20_000
+_CALLS = MetaCalls()
 
 
 def _outcome(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -125,22 +123,13 @@ def _outcome(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
     if func._schema.is_mutable:
         return func(*args, **kwargs)
     key = func, sizes_key((args, dict(kwargs)))
-    cached = _OUTCOMES.get(key)
-    if cached is not None:
-        kinds, shape = cached
-        empty_tensors = (torch.empty_strided(size, stride, dtype=dtype, device="meta") for size, stride, dtype in kinds)
-        return tree_unflatten(empty_tensors, shape)
+    known = _CALLS.get(key)
+    if known is not None:
+        return tree_map_only(Tensor, alike, known)
     out = func(*args, **kwargs)
-    tensors, shape = tree_flatten(out)
-    if all(isinstance(tensor, Tensor) and tensor.is_meta for tensor in tensors):
-        if len(_OUTCOMES) >= _OUTCOMES_KEPT:
-            _OUTCOMES.clear()
-        _OUTCOMES[key] = [_kind(tensor) for tensor in tensors], shape
+    if all(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves(out)):
+        _CALLS.put(key, tree_map_only(Tensor, alike, out))
     return out
-
-
-def _kind(tensor: Tensor) -> _Kind:
-    return tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _tensors(tree: Any) -> list[Tensor]:

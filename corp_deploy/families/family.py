@@ -39,7 +39,6 @@ Spec = TypeVar("Spec", ImageSpec, TextSpec, ArraySpec)
 
 
 def _build_from_library(architecture: Architecture) -> nn.Module:
-    """Build a model of transformers or of torchvision. Raises BadInput for any other name."""
     if architecture.name.startswith(hf_encoders.PREFIX):
         return hf_encoders.build_encoder(architecture)
     if architecture.name.startswith(torchvision_models.PREFIX):

@@ -151,10 +151,9 @@ def prepared(content: Mapping[str, Any], model_type: str, *, where: str) -> Prep
         )
     size, crops = processor.size, bool(processor.do_center_crop)
     assert size is not None, processor
-    shortest = family in _SHORTEST if isinstance(size, int) else size.shortest_edge is not None
-    if not isinstance(size, int) and size.shortest_edge is not None:
-        size = size.shortest_edge
-    resized = _sides(size, where)
+    edge = None if isinstance(size, int) else size.shortest_edge
+    shortest = family in _SHORTEST if isinstance(size, int) else edge is not None
+    resized = _sides(edge or size, where)
     assert processor.crop_size is not None or not crops, processor
     sides = _sides(processor.crop_size, where) if crops and processor.crop_size is not None else resized
     shares = {share_of(crop, side) for crop, side in zip(sides, resized, strict=True)}

@@ -19,8 +19,7 @@ from torch import nn
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import dense_model, named_outputs_of, share_program_, with_outputs
 from corp_deploy.spec.architecture import Architecture, Preprocessing
-from corp_deploy.traced.models.module import TracedModule, replace_submodules
-from corp_deploy.traced.models.module import device_of as device_of
+from corp_deploy.traced.models.module import TracedModule, device_of, replace_submodules
 from corp_deploy.traced.models.narrowed_model import program_record, rebuild_narrowed, sites_record
 from corp_deploy.traced.programs.threads import one_thread
 from ground.errors import BadInput

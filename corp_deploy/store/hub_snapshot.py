@@ -27,9 +27,6 @@ _WEIGHTS = tuple(
 )
 
 
-_ADAPTER = "adapter_config.json"
-
-
 def config_of_directory(directory: Path, expected: str | None = None) -> dict[str, Any]:
     """Return the content of a directory's config.json. Raises BadInput where it is missing or damaged."""
     path = directory / CONFIG
@@ -38,7 +35,7 @@ def config_of_directory(directory: Path, expected: str | None = None) -> dict[st
             "expected a directory written by corp-deploy or a snapshot of one of timm's repositories; for weights "
             f"alone give a timm name: --model NAME --weights {directory}/FILE"
         )
-        if (directory / _ADAPTER).is_file():
+        if (directory / "adapter_config.json").is_file():
             raise BadInput(
                 f"{directory}: an adapter of PEFT, without the model that it changes; merge it into that, save the "
                 f"whole and give it: PeftModel.from_pretrained(model, {str(directory)!r}).merge_and_unload()"

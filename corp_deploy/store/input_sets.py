@@ -22,7 +22,6 @@ from calib.texts import Texts, open_texts
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import array_ports, image_spec, sequence_spec, text_spec
 from corp_deploy.families.timm_images import ImageSpec, image_spec_of_note
-from corp_deploy.families.traced_model import count_ids
 from corp_deploy.spec.merging import Merging
 from corp_deploy.traced.models.module import assumes_size
 from ground.errors import BadInput
@@ -157,7 +156,7 @@ def ids_for_model(model: nn.Module, path: Path, *, samples: int | None = None, s
 def arrays_for_model(model: nn.Module, path: Path, *, samples: int | None = None, seed: int = 0) -> ArrayInputs:
     """Open one array for each input. Raises BadInput as `open_arrays` does, and for a model that takes none."""
     ports = array_ports(model)
-    return open_arrays(path, ports, id_counts=count_ids(model), samples=samples, seed=seed)
+    return open_arrays(path, ports, id_counts=traced_model.count_ids(model), samples=samples, seed=seed)
 
 
 def inputs_for_model(

@@ -66,7 +66,6 @@ _SIZES = ("img_size", "patch_size", "embed_dim", "depth", "num_heads", "num_clas
 
 
 def _size(value: Any) -> str:
-    """Return a size as text, several sides as 224x224."""
     return "x".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 

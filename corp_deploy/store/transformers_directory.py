@@ -75,7 +75,6 @@ class _Encoder:
 
 
 def _without_head(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the configuration of the model without its head."""
     return {**config, "architectures": [hf_classes.base_of(config, where=where).__name__]}
 
 
@@ -206,10 +205,8 @@ def load_transformers(
     BadInput for a model that can't be built, read or traced, and for missing or pickled weights; Missing without
     transformers.
     """
-    encoder, file = (
-        _read_encoder(directory, kwargs, preprocessing or Preprocessing()),
-        weights_of_transformers(directory),
-    )
+    encoder = _read_encoder(directory, kwargs, preprocessing or Preprocessing())
+    file = weights_of_transformers(directory)
     arguments, state, unused = state_of(directory, encoder.arguments)
     architecture = architecture_of_encoder(arguments, encoder.preprocessing, where=str(directory / CONFIG))
     model = dense_from_architecture(architecture)

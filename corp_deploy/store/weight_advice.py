@@ -22,11 +22,7 @@ _FOREIGN = (
         "the names of a layer with a parametrization of torch",
         "make it plain and save the weights then: torch.nn.utils.parametrize.remove_parametrizations(layer, 'weight')",
     ),
-    (
-        r"(^|\.)lora_[A-Za-z_]+(\.|$)|\.base_layer\.",
-        "the names of a LoRA adapter beside the weights",
-        _MERGE,
-    ),
+    (r"(^|\.)lora_[A-Za-z_]+(\.|$)|\.base_layer\.", "the names of a LoRA adapter beside the weights", _MERGE),
     (
         r"\.(ia3_l|hada_w1_a|lokr_w1|vera_lambda_b|lora_magnitude_vector)(\.|$)",
         "the names of an adapter of PEFT",

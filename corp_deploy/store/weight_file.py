@@ -125,7 +125,6 @@ def content_of_torch_file(path: Path) -> Any:
 
 @contextmanager
 def _as_safetensors(path: Path) -> Iterator[None]:
-    """Turn errors of reading safetensors in the body into BadInput."""
     try:
         yield
     except (SafetensorError, OSError, KeyError, TypeError, ValueError, RuntimeError) as error:

@@ -244,7 +244,6 @@ class WeightChoice:
 
 def state_as_named(path: Path) -> State:
     """Return the first state dict of a file or of shards by its own names. Raises BadInput as `read_weights` does."""
-    entries = entries_in(content_of_weight_file(path), path)
-    state = entries[0].state
+    state = entries_in(content_of_weight_file(path), path)[0].state
     require_plain(state, path)
     return state

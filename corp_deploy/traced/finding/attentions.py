@@ -65,10 +65,8 @@ def find_blocks(program: Program) -> tuple[Block, ...] | str:
     attentions = tuple(find_attentions(program))
     if not attentions:
         return "no attention of tokens is found in its program"
-    constants, passed = (
-        input_free_nodes(program),
-        {node for node, _ in find_bottlenecks(program, find_output_branches(program))},
-    )
+    constants = input_free_nodes(program)
+    passed = {node for node, _ in find_bottlenecks(program, find_output_branches(program))}
     by_sum: dict[fx.Node, list[Attention]] = defaultdict(list)
     before: dict[fx.Node, fx.Node] = {}
     for each in attentions:

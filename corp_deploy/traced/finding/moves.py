@@ -1,12 +1,12 @@
 """Rules of ops that move elements and change no value: run on labels, they give the labels of their result."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from corp_deploy.traced.programs.program import RUN, SAME, SHAPED, number_at_one, operation
+from corp_deploy.traced.programs.program import RUN, SAME, SHAPED, operation
 
 from .flow import Call, Flow, Value
 from .labels import LabelTensor, label_tensor, tidy, varying
@@ -137,9 +137,6 @@ def stop_labels(flow: Flow, call: Call) -> Any:
     return unlabelled(call.shape, f"it comes from {call.where}")
 
 
-_SCALING = frozenset(("mul", "div"))
-
-
 def is_move(node: fx.Node) -> bool:
     """Check that a call only moves the elements of its first argument."""
     is_first = bool(node.all_input_nodes) and node.args[0] is node.all_input_nodes[0]
@@ -154,17 +151,6 @@ def path_to(node: fx.Node, passes: Callable[[fx.Node], bool]) -> list[fx.Node]:
     return path
 
 
-def carry(numbers: Tensor, path: Iterable[fx.Node]) -> dict[fx.Node, Any]:
-    """Run a path's moves, without scalings, on numbers in place of its first node's result; return results by node."""
-    first, *moves = path
-    values: dict[fx.Node, Any] = {first: numbers}
-    for node in moves:
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: values.get(each, number_at_one(each)))
-        assert callable(node.target), node
-        values[node] = args[0] if operation(node) in _SCALING else node.target(*args, **kwargs)
-    return values
-
-
 def axis_order(numbers: Tensor, shape: tuple[int, ...], dim: int) -> Tensor | None:
     """Return moved numbers along axis `dim`; None if moves changed more of a tensor of `shape` than this order."""
     others = [size for place, size in enumerate(shape) if place != dim]
@@ -176,8 +162,8 @@ def axis_order(numbers: Tensor, shape: tuple[int, ...], dim: int) -> Tensor | No
 
 def source_of_moves(node: fx.Node) -> fx.Node:
     """Follow first inputs back past moves and scalings by one number, and return the first node that is neither."""
-    return path_to(node, _is_passed)[0]
 
+    def is_passed(each: fx.Node) -> bool:
+        return is_move(each) or (operation(each) in ("mul", "div") and isinstance(each.args[1], int | float))
 
-def _is_passed(node: fx.Node) -> bool:
-    return is_move(node) or (operation(node) in _SCALING and isinstance(node.args[1], int | float))
+    return path_to(node, is_passed)[0]

@@ -64,13 +64,8 @@ def convolution(flow: Flow, call: Call) -> Value:
     if groups > 1:
         return _in_groups(flow, call, first, weight, groups)
     letters = ("CO" if is_transposed else "OC") + _KERNEL[: len(places)]
-    result = multiply(
-        flow,
-        call,
-        argument_factor(call, "input", f"NC{places}"),
-        argument_factor(call, "weight", letters),
-        f"NO{places}",
-    )
+    one, other = argument_factor(call, "input", f"NC{places}"), argument_factor(call, "weight", letters)
+    result = multiply(flow, call, one, other, f"NO{places}")
     return add_bias(flow, call, result, call["bias"], 1)
 
 
@@ -138,10 +133,9 @@ def attention(flow: Flow, call: Call) -> Value:
 def _repeated(marks: LabelTensor, times: int) -> LabelTensor:
     if times == 1:
         return marks
-    shape = (*marks.shape[:-3], marks.shape[-3] * times, *marks.shape[-2:])
-    return (
-        replace(marks, shape=shape) if marks.labels is None else label_tensor(marks.labels.repeat_interleave(times, -3))
-    )
+    if marks.labels is not None:
+        return label_tensor(marks.labels.repeat_interleave(times, -3))
+    return replace(marks, shape=(*marks.shape[:-3], marks.shape[-3] * times, *marks.shape[-2:]))
 
 
 Rule = Callable[[Flow, Call], Any]

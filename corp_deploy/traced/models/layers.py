@@ -149,7 +149,6 @@ def _gain(program: Program, source: fx.Node) -> Tensor | None:
 
 
 def _laid_out(tensor: Tensor, axes: tuple[int, ...]) -> Tensor:
-    """Return a tensor with these axes moved to the end and flattened."""
     return tensor.movedim(axes, tuple(range(-len(axes), 0))).flatten(-len(axes))
 
 

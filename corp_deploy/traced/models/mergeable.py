@@ -104,10 +104,8 @@ def program_at_tokens(piece: Program, protected: int, tokens: int) -> Program:
     """Rebuild a part of a program that one stream [B,N,C] enters for fewer tokens; raise BadInput if it needs all."""
     (entering,) = (node for node in piece.nodes if node.op == "placeholder")
     infer_sizes_(piece.graph, [entering.meta["val"]], any_batch=True)
-    nodes, attentions = (
-        MergedNodes(program=piece, protected=protected, as_before=True),
-        attentions_by_node(find_attentions(piece)),
-    )
+    nodes = MergedNodes(program=piece, protected=protected, as_before=True)
+    attentions = attentions_by_node(find_attentions(piece))
     try:
         for node in piece.nodes:
             if node.op == "output" or operation(node) == "sym_size" or not nodes.is_behind(node):

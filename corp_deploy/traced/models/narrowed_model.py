@@ -218,14 +218,10 @@ def rebuild_narrowed(
     own = tracing(model)
     if digest_of(own) != program["digest"]:
         was, now = program["versions"], {name: version(name) for name in VERSIONS}
-        reason, remedy = (
-            ("now gives another program: its code or arguments changed", "give those that it was made with")
-            if was == now
-            else (
-                f"was written with {_words(was)} and gives another program with {_words(now)}",
-                "load it with the versions that it was written with",
-            )
-        )
+        reason, remedy = "now gives another program: its code or arguments changed", "give those that it was made with"
+        if was != now:
+            reason = f"was written with {_words(was)} and gives another program with {_words(now)}"
+            remedy = "load it with the versions that it was written with"
         raise BadInput(
             f"{where}: the model {reason}, so the kept channels can't be found; {remedy}, or reduce it again"
         )

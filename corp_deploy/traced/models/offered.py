@@ -104,7 +104,6 @@ def sites_by_name(tracing: Tracing) -> dict[str, SiteGroups]:
 
 
 def _site(tracing: Tracing, named: Mapping[str, SiteGroups], beside: Mapping[str, str], name: str) -> Site | str:
-    """Return the site, or the reason why it is refused."""
     groups = named[name]
     kind = _CLASSES[groups.kind]
     if not tracing.program.any_batch:
@@ -176,7 +175,6 @@ def _is_alike(uses: list[SiteReader], count: int) -> bool:
 
 
 def _reading(tracing: Tracing, span: Span) -> SiteReader | str:
-    """Return the reader, or the reason why its statistics are unknown."""
     node = tracing.by_node[span.reader]
     path, source = module_of(node)[0] or "the model", tracing.by_node[span.name]
     if not can_be_observed(node, source):

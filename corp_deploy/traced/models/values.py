@@ -80,11 +80,9 @@ def build_values(
     @cache
     def with_heads() -> Mapping[str, Index] | str:
         of_key = find_head_groups(tracing.analysis, groups)
-        return (
-            of_key
-            if isinstance(of_key, str)
-            else {name: of_key[each.key] for name, each in named.items() if each.key in of_key}
-        )
+        if isinstance(of_key, str):
+            return of_key
+        return {name: of_key[each.key] for name, each in named.items() if each.key in of_key}
 
     @cache
     def units() -> Units | str:

@@ -18,9 +18,10 @@ from corp_deploy.traced.finding.labels import (
     remove_labels,
     select_kept,
 )
-from corp_deploy.traced.finding.moves import axis_order, carry, is_move, path_to
+from corp_deploy.traced.finding.moves import axis_order, is_move, path_to
 from corp_deploy.traced.finding.pointwise import is_pointwise
 from corp_deploy.traced.programs.program import SHAPED, Program, module_of, operation
+from corp_deploy.traced.programs.subprogram import evaluate_nodes
 
 from .resizing import CUTS, Arguments, aten, gives_remaining, resize_call, sizes_to_reshape
 
@@ -151,14 +152,15 @@ class _Narrowing:
 
     def part(self, node: fx.Node) -> None:
         """Rewrite moves that pick a part of an uneven tensor, for the part alone; raise Uneven if a node picks none."""
-        source, *moves = way = path_to(node, lambda each: each is node or each in self.uneven or self.is_spread(each))
+        source, *moves = path_to(node, lambda each: each is node or each in self.uneven or self.is_spread(each))
         value = self.flow.values[source]
         if not is_move(node) or not isinstance(value, LabelTensor) or value.labels is None or len(value.dims) != 1:
             raise NarrowingRefused(node, "its remaining elements form no tensor")
         (dim,) = value.dims
         # Each element carries its place along the axis.
         sizes = [-1 if each == dim else 1 for each in range(len(value.shape))]
-        numbers = carry(torch.arange(value.shape[dim]).view(sizes).expand(value.shape), way)
+        places = torch.arange(value.shape[dim]).view(sizes).expand(value.shape)
+        numbers = evaluate_nodes(self.program, moves, {source: places})
         if not isinstance(numbers[node], Tensor):
             raise Uneven("of several tensors")
         order = axis_order(numbers[node], value.shape, dim)

@@ -258,7 +258,6 @@ class _ModuleBuilder:
 
 
 def _as_module(graph: fx.GraphModule, base: type[CalledModule]) -> nn.Module:
-    """Turn a GraphModule into an ordinary module with the same forward and contents."""
     kind: type[CalledModule] = type(base.__name__, (base,), {"forward": type(graph).forward})
     module = kind.__new__(kind)
     module.__dict__ |= vars(graph.eval())

@@ -170,10 +170,7 @@ class BatchFirst(nn.Module):
 
 
 def build_listening_graph(
-    program: Program,
-    hooked: Collection[str],
-    tapped: Collection[str],
-    read: Mapping[str, Tensor],
+    program: Program, hooked: Collection[str], tapped: Collection[str], read: Mapping[str, Tensor]
 ) -> tuple[fx.GraphModule, dict[str, Layer], dict[str, nn.Module]]:
     """Build a graph to hook that shares the program's tensors; return it, and by node name its layers and its taps.
 

@@ -11,7 +11,7 @@ from torch._subclasses.schema_check_mode import SchemaCheckMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .sizes import BatchDependentProgram, MetaCalls, sizes_key
+from .sizes import BatchDependentProgram, MetaCalls, alike, sizes_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +108,9 @@ class Recorder(SchemaCheckMode):
             before, own = set(map(_storage, tensors)), list[Tensor]()
             _mapped(gives, own.append)
             if own and not before.intersection(map(_storage, own)) and not func._schema.is_mutable:
-                _CALLS.put(key, _mapped(gives, _alike))  # a model may go on to change the shape of what it has
+                _CALLS.put(key, _mapped(gives, alike))  # a model may go on to change the shape of what it has
             return gives
-        return _mapped(known, _alike)
+        return _mapped(known, alike)
 
     def _know(self, tensor: Tensor, ref: Ref) -> None:
         record = _Known(ref, self._changes[_storage(tensor)])
@@ -151,10 +151,6 @@ def _mapped(value: Any, what: Callable[[Tensor], Any]) -> Any:
     if isinstance(value, list | tuple):
         return type(value)([_mapped(each, what) for each in value])
     return {name: _mapped(each, what) for name, each in value.items()} if isinstance(value, dict) else value
-
-
-def _alike(tensor: Tensor) -> Tensor:
-    return tensor.new_empty_strided(tensor.shape, tensor.stride())
 
 
 def _storage(tensor: Tensor) -> int:

@@ -79,6 +79,11 @@ def changes_in_place(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
+def alike(tensor: Tensor) -> Tensor:
+    """Return an empty tensor of the same shape, strides, type and device."""
+    return tensor.new_empty_strided(tensor.shape, tensor.stride())
+
+
 class MetaCalls:
     """A cache of calls' results on the meta device, by sizes_key of their arguments; emptied at its limit."""
 
