@@ -61,14 +61,14 @@ def refuse_other_inputs(inputs: object) -> None:
 
 
 @contextmanager
-def as_file(values: InputsLike, *, name: str = IN_MEMORY) -> Iterator[Path]:
+def as_file(values: InputsLike) -> Iterator[Path]:
     """Yield a path as it is, or the path of a temporary file with arrays: .npy, or .safetensors for a mapping."""
     if isinstance(values, str | os.PathLike):
         yield Path(values)
         return
     refuse_other_inputs(values)
     with TemporaryDirectory() as scratch:
-        path = Path(scratch) / name
+        path = Path(scratch) / IN_MEMORY
         if isinstance(values, Mapping):
             path = path.with_suffix(".safetensors")
             save_file({key: np.ascontiguousarray(_array(each)) for key, each in values.items()}, path)

@@ -86,7 +86,6 @@ EFFECTS = {"none": "without repair (none)", "grail": "repaired as GRAIL does (gr
 
 
 def _tables(record: dict[str, Any]) -> tuple[Table, Table]:
-    """Return a table of the dense and the reduced model, and one of the errors with and without repair."""
     table = Table("", "dense", "reduced", "change")
 
     def compare(name: str, dense: float, reduced: float, form: str, *, change: bool = True) -> None:

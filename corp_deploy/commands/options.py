@@ -45,17 +45,13 @@ def _beside(context: click.Context, output: Path) -> Iterator[Path]:
 
 
 def _is_written(context: click.Context, parameter: click.Parameter) -> bool:
-    """Return True if the command writes to the path of this parameter."""
     of_command = {"release": "recipe" if context.params.get("init_model") else "", "package serve": "repository"}
     others = BASELINES if context.params.get("init") else (of_command.get(context.command.name or ""),)
     return parameter.name in WRITTEN or parameter.name in others
 
 
 def check_output_paths(context: click.Context) -> None:
-    """Check all paths that a command writes to.
-
-    Raises BadInput for a path that can't be written, UsageError for one that the command also reads.
-    """
+    """Raise BadInput for a path that the command can't write to, UsageError for one that it also reads."""
     outputs = {each: [*_paths(context, each)] for each in context.command.params if _is_written(context, each)}
     for parameter, paths in outputs.items() if not context.params.get("dry_run") else ():
         for path in paths:

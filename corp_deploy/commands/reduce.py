@@ -47,7 +47,8 @@ def reduce_command(
     """
     from corp_deploy.planning.carried_out import Polishing
     from corp_deploy.planning.execution import reduce_checkpoint
-    from corp_deploy.planning.request import build_reduction_record
+    from corp_deploy.planning.refusals import require_sayable
+    from corp_deploy.planning.request import build_reduction_record, build_request
     from corp_deploy.polish.state import state_beside
     from corp_deploy.proof.speed import measure_speedup
     from corp_deploy.store.manifest import path_beside, timed_on, write_effort
@@ -60,6 +61,7 @@ def reduce_command(
     resumed = state_beside(output).exists()
     with timed_on(reduction.device) as watch:
         dense = model.load(out)
+        require_sayable(dense, build_request(reduction))  # before the images are read
         images = None if inputs.path is None else inputs.split(inputs.open(dense, out.note), inputs.seed).fitted
         with out.progress(title, None, unit="sites" if reduction.within is None else "models") as bar:
             result, plan = reduce_checkpoint(

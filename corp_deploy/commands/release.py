@@ -179,7 +179,6 @@ def _rows(planned: "Sequence[StageStatus]", out: Output, note: str) -> None:
 
 
 def _print_weight_notes(finished: Sequence[str], output: Path, out: Output) -> None:
-    """Print the notes on the dense model's weights if the stage `dense` is among the finished ones."""
     from corp_deploy.store.model_config import load_model_config
 
     if "dense" in finished:

@@ -36,11 +36,6 @@ def _choice(preset: str, knobs: Knobs) -> MethodChoice:
     return MethodChoice(preset=preset, select=select, repair=repair, qk=knobs.get("qk"))
 
 
-def _takes(preset: str, knobs: Knobs, option: str) -> bool:
-    axis, way = _choice(preset, knobs).of_preset
-    return axis.variants[way].supports(option, True)
-
-
 def _several(words: Sequence[str], default: tuple[str, ...] = (), *, help: str) -> Any:
     return option(ListOf(OneOf(tuple(words)), ",".join([*words][:2])), default, help=help)
 
@@ -108,7 +103,8 @@ class SweepChoice(GeometryOptions, heading="Trials"):
 
     def _touches(self, part: str, preset: str, knobs: Knobs) -> bool:
         """Return True if the sweep applies sparsities to a kind of sites (`part`) and the preset reduces that kind."""
-        return self._tries(part) and _takes(preset, knobs, part)
+        axis, way = _choice(preset, knobs).of_preset
+        return self._tries(part) and axis.variants[way].supports(part, True)
 
     def _tries(self, part: str) -> bool:
         """Return True if the sweep applies sparsities to a kind of sites (`part`) and the model has such sites."""

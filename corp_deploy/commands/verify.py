@@ -19,7 +19,6 @@ from .verify_run import ProofInputChoice, VerifyRun, show_proof
 
 
 def _is_decoder_graph(path: Path) -> bool:
-    """Return True for a directory that export-decoder has written."""
     if not path.is_dir():
         return False
     from corp_deploy.families.decoder_builder import SETTINGS

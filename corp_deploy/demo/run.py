@@ -166,10 +166,7 @@ def write_images(directory: Path) -> None:
 
 
 def write_inputs(directory: Path, example: Example = VIT) -> Checkpoint:
-    """Write the example's trained model to dense/ and its images to images/; return the model.
-
-    Raises Missing if the example or scikit-learn is absent.
-    """
+    """Write the example's model to dense/ and its images to images/; raise Missing without example or scikit-learn."""
     if not (EXAMPLE / example.folder).is_dir():
         raise Missing(f"{EXAMPLE}: the digits example is missing from this installation; install corp-deploy again")
     try:

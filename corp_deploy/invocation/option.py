@@ -55,7 +55,6 @@ class Option:
     in_recipe: bool | str
     """False if recipes lack the key, or the key's name if it differs."""
     heading: str
-    """The heading that help shows the option under."""
 
     def off(self, value: Any) -> bool:
         return value is False and self.default is not False

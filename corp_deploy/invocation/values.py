@@ -61,7 +61,6 @@ class ParsedText:
     span: str
     expected: str
     kind: type | UnionType
-    """The type of the values."""
     read: Callable[[str], Any]
     or_whole: bool = False
     """True if a recipe may have a whole number in place of the text."""

@@ -75,10 +75,7 @@ class Baseline(Record, heading="Baseline"):
         return older
 
     def start(self, own: Mapping[str, Path], *, exit_code: int) -> dict[Path, Path]:
-        """Copy the judged records `own` to the absent baselines if `init` is set and the gate passed (exit code 0).
-
-        Return each copied record by its new path.
-        """
+        """Copy the judged records `own` to absent baselines, if `init` and the gate passed; return them by new path."""
         if not self.init or exit_code:
             return {}
         started = {path: own[kind] for kind, path in self.by_kind.items() if kind in own and not path.exists()}

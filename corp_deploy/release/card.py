@@ -3,8 +3,6 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import msgspec
-
 from corp_deploy.invocation.reduction import ReduceOptions
 from corp_deploy.proof.report_input import ReductionRecord, read_reduction
 from corp_deploy.reduction.report import SiteReport
@@ -12,7 +10,6 @@ from corp_deploy.spec.merging import MergingRecord
 from corp_deploy.store.manifest import Efforts, input_of_graphs, rows_of_efforts
 from corp_deploy.store.model_config import ModelConfig, load_model_config
 from ground.quantity import format_number
-from ground.records import record_from_file
 from ground.text import markdown_line
 from perf.gate.verdicts import load_gate
 from perf.parity.maps import MapMeasures
@@ -24,7 +21,7 @@ from perf.report.tables import effort_table
 from perf.stats.decision import confidence_text
 from perf.stats.summary import summarise
 
-from .names import AGAIN, GATE, PARITY, REPOSITORY, SUMMARY, SUMMARY_KIND, bench_name, gain_name
+from .names import GATE, PARITY, REPOSITORY, bench_name, gain_name, load_moments_summary
 from .proven import proof_of_directory
 from .recipe import Recipe
 
@@ -96,15 +93,8 @@ def _tokens(merging: MergingRecord) -> Iterator[str]:
     yield ""
 
 
-class _Moments(msgspec.Struct, frozen=True, kw_only=True):
-    images: int
-    sha256: str
-    size_bytes: int
-    warnings: tuple[str, ...] = ()
-
-
 def _calibrated(root: Path, config: ModelConfig) -> Iterator[str]:
-    moments = record_from_file(root / SUMMARY, _Moments, kind=SUMMARY_KIND, remedy=AGAIN)
+    moments = load_moments_summary(root)
     yield f"{moments.images} unlabelled images, digest `{config.lineage['images'][:16]}`; moments"
     yield f"`{moments.sha256[:16]}` ({moments.size_bytes / 1e6:.1f} MB, kept beside the release, not shipped)."
     for warning in moments.warnings:

@@ -121,10 +121,7 @@ def replay(folder: Path) -> list[str]:
 
 
 def samples_of_release(folder: Path, max_relative_error: float) -> Samples:
-    """Read the samples with the FP32 outputs of the reduced model, for the test of a server.
-
-    Raises BadInput for a directory that is not a release with such samples.
-    """
+    """Read the samples and the reduced model's FP32 outputs, to test a server; raise BadInput for a folder without."""
     record, graph = load_samples(folder), f"reduced/{graph_name('fp32')}"
     if graph not in record.graphs:
         raise BadInput(f"{folder / SAMPLES_RECORD}: no answers of {graph}, only of {', '.join(record.graphs)}")

@@ -43,7 +43,6 @@ class StageDirs:
     unfinished: Path
     """A path for the saved states of an interrupted run, whose names begin with its stem; the same for equal inputs."""
     watch: Stopwatch | None = None
-    """A stopwatch for the parts of the stage."""
     tell: Callable[[str], None] = lambda text: None
     """A function called with a sentence for each setting that the stage had to change, such as a smaller batch."""
 

@@ -1,8 +1,11 @@
-"""The names of a release's files, relative to its directory. Imports no torch."""
+"""The names of a release's files, relative to its directory, and the summary of its moments. Imports no torch."""
 
 from pathlib import Path
 
+import msgspec
+
 from corp_deploy.store.manifest import MANIFEST
+from ground.records import Natural, record_from_file
 
 from .recipe import Recipe
 from .targets import SUBJECTS, ReleaseTarget
@@ -38,6 +41,19 @@ REPORTS = ("report.html", "report.md", "report.xml")
 REPOSITORY = "repository"
 AGAIN = "make the release again with `corp-deploy release`"
 """The remedy for a record of a release that can't be read."""
+
+
+class MomentsSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of moments.json that the card and the bill of materials show."""
+
+    images: Natural
+    sha256: str
+    size_bytes: int
+    warnings: tuple[str, ...] = ()
+
+
+def load_moments_summary(root: Path) -> MomentsSummary:
+    return record_from_file(root / SUMMARY, MomentsSummary, kind=SUMMARY_KIND, remedy=AGAIN)
 
 
 def snapshots_of(recipe: Recipe) -> tuple[str, ...]:

@@ -40,7 +40,6 @@ class ProofVerdicts:
 
 
 def _line_of_gate(gate: Gate) -> str:
-    """Return the gate's verdict, followed by the rules that caused it if it isn't PASS."""
     unmet = [rule for rule in gate.rules if rule.verdict == gate.verdict != "PASS"]
     told = [rule.rule if rule.metric == OF_PARITY else f"{rule.rule}: {rule.message}" for rule in unmet]
     return f"{gate.verdict}: {'; '.join(told)}" if told else gate.verdict

@@ -93,10 +93,7 @@ def trusted_metrics(texts: Sequence[str]) -> tuple[MetricRequest, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A checked recipe with its defaults and absolute paths.
-
-    The rules of [gate] judge the first of its targets.
-    """
+    """A checked recipe with its defaults and absolute paths; the rules of [gate] judge the first of its targets."""
 
     release: tables.ReleaseTable
     model: tables.ModelTable
@@ -152,10 +149,7 @@ class Recipe:
             )
 
     def _refuse_unproved(self) -> None:
-        """Raise BadInput if [held_out] has no images and calibration.hold_out can't supply them.
-
-        It can't if it is not set, or if another key uses the images that it holds out or would describe others.
-        """
+        """Raise BadInput unless calibration.hold_out is set and its images can prove the result."""
         if self.calibration.hold_out is None:
             raise BadInput(
                 "held_out.images is missing; write it under [held_out], or hold_out = 128 under [calibration] to prove "
@@ -173,10 +167,7 @@ class Recipe:
             )
 
     def _refuse_unjudged_limit(self) -> None:
-        """Raise BadInput for reduce.within on accuracy, or without separate images that judge it and prove the result.
-
-        The images of calibration.hold_out judge it, and those of [held_out] prove the result.
-        """
+        """Raise BadInput unless images of calibration.hold_out can judge reduce.within, and others prove the result."""
         limit = self.reduce.limit
         if limit is None:
             return
@@ -194,7 +185,6 @@ class Recipe:
             )
 
     def _refuse_idle_threads(self) -> None:
-        """Raise BadInput for bench.threads if it has no effect on any target."""
         deaf = [name for name in self.target_tables if not BENCH.variants[name].supports("threads", 1)]
         if self.bench.threads is None or len(deaf) < len(self.target_tables):
             return
@@ -202,7 +192,6 @@ class Recipe:
             BENCH.refuse([("", deaf[0])], {"threads": self.bench.threads})
 
     def _refuse_idle_system(self) -> None:
-        """Raise BadInput for a calibration.attention_system that the reduction doesn't need or can't use."""
         system, method = self.calibration.attention_system, self.reduce.method_asked
         value = f"calibration.attention_system is {system!r}"
         if system is not None and not method.needs_attention_system:
@@ -222,10 +211,7 @@ class Recipe:
         return self.release.name
 
     def trust(self, *, measures: bool) -> dict[str, Any]:
-        """Return the options --trust-paths and, for a command that runs code of the recipe, --trust-code.
-
-        `measures` is True for a command that runs the commands of parity.metric.
-        """
+        """Return --trust-paths and, for a command that runs code (`measures`: that of parity.metric), --trust-code."""
         runs = self.model.code is not None or (measures and bool(self.parity.metric))
         return {"trust_paths": True} | ({"trust_code": True} if runs else {})
 

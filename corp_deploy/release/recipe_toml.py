@@ -34,7 +34,6 @@ def toml_from(content: Mapping[str, Any]) -> str:
 
 @cache
 def _environment() -> Environment:
-    """Return the environment of this room's templates, with filters for TOML strings, shell words and comments."""
 
     def toml(text: str) -> str:
         return toml_from({"text": text}).removeprefix("text = ").rstrip("\n")

@@ -13,14 +13,7 @@ from corp_deploy.invocation.option import Invocation
 from corp_deploy.invocation.proof import Runtime
 from corp_deploy.machine import versions
 from corp_deploy.proof.candidates import Candidate, candidate_from_path, in_runtime
-from corp_deploy.proof.gate import (
-    judge_rows,
-    parity_row,
-    read_evidence,
-    read_trend,
-    with_fitted_rule,
-    write_trend,
-)
+from corp_deploy.proof.gate import judge_rows, parity_row, read_evidence, read_trend, with_fitted_rule, write_trend
 from corp_deploy.proof.limits import ParityLimits
 from corp_deploy.proof.model_inputs import inputs_from_set
 from corp_deploy.proof.prove import run_proof

@@ -15,11 +15,11 @@ from perf.stats.trend import add_release
 from . import incremental
 from .baseline import Baseline
 from .incremental import Outcome, Stage, StageStatus
-from .names import ATTESTATION, GATE, SCRIPT, SIGNATURE, SUMS, own_records
+from .names import GATE, SCRIPT, SUMS, own_records
 from .recipe import Recipe
 from .recipe_checks import require_inputs
 from .recipe_toml import rendered
-from .signature import sums_from_file
+from .signature import sums_from_file, unsign
 from .signer import Signer, sign
 from .stage import stage_call
 from .stages import stages_of
@@ -49,14 +49,6 @@ def _names_like(patterns: Sequence[str], stages: Sequence[Stage], option: str) -
         if not fnmatch.filter(names, pattern):
             raise BadInput(f"{option} {pattern}: no such stage; there are {', '.join(sorted(names))}")
     return {name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)}
-
-
-def _unsign(root: Path) -> bool:
-    """Remove a signature with its attestation; return True if there was one."""
-    there = (root / SIGNATURE).is_file()
-    for name in (SIGNATURE, ATTESTATION):
-        (root / name).unlink(missing_ok=True)
-    return there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +109,7 @@ class Job:
         outcome = self._run_all(stages)
         if outcome.blocked:
             if outcome.finished:
-                _unsign(self.root)
+                unsign(self.root)
             return Released(outcome=outcome, verdict=None, exit_code=None)
         gate, own = load_gate(self.root / GATE), own_records(self.recipe, self.root)
         if self.recipe.gate.history is not None:
@@ -141,7 +133,7 @@ class Job:
         if self.signer is not None and passed:
             files = frozenset((*sums_from_file(self.root / SUMS), SUMS))
             return "signed" if sign(self.root, self.signer, files) else "kept"
-        removed = (changed or not passed) and _unsign(self.root)
+        removed = (changed or not passed) and unsign(self.root)
         return "refused" if self.signer is not None else "removed" if removed else None
 
     def run_only(self, names: Sequence[str]) -> Outcome:

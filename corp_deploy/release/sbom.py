@@ -12,14 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from corp_deploy import __version__
 from corp_deploy.machine import versions
 from corp_deploy.store.model_config import ModelConfig, load_model_config
 from ground.files import sha256_of_file, sha256_of_text, text_from_file
 from ground.installed import InstalledPackage, installed_packages, normalised_licence
-from ground.records import Natural, record_from_file
 from perf.gate.verdicts import load_gate
 from perf.parity.parity import Parity, load_parity
 from perf.record.runs import load_bench
@@ -27,7 +24,7 @@ from perf.stats.summary import summarise
 
 from .digests import read_stamp
 from .incremental import STATE, Stage
-from .names import AGAIN, GATE, MODELS, PARITY, RECIPE, SUBJECTS, SUMMARY, SUMMARY_KIND, bench_name, graphs_of
+from .names import GATE, MODELS, PARITY, RECIPE, SUBJECTS, bench_name, graphs_of, load_moments_summary
 from .recipe import Recipe
 
 SCHEMA, VERSION = "http://cyclonedx.org/schema/bom-1.6.schema.json", "1.6"
@@ -71,10 +68,6 @@ def _data(reference: str, name: str, digest: str, count: int, licence: str | Non
         **_licensed(licence),
         "data": [{"type": "dataset", "name": name, "contents": {"properties": counted}}],
     }
-
-
-class _Moments(msgspec.Struct, frozen=True, kw_only=True):
-    images: Natural
 
 
 def _interval(low: float, high: float) -> dict[str, Any]:
@@ -183,8 +176,7 @@ def bill_of_release(root: Path, recipe: Recipe) -> dict[str, Any]:
     configs = {subject: load_model_config(root / subject) for subject in SUBJECTS}
     parity, reduced = load_parity(root / PARITY), configs["reduced"]
     dense, subject = (_model(root, recipe, each, configs[each]) for each in SUBJECTS)
-    fitted = record_from_file(root / SUMMARY, _Moments, kind=SUMMARY_KIND, remedy=AGAIN).images
-    images, own = parity.images, recipe.licences
+    images, own, fitted = parity.images, recipe.licences, load_moments_summary(root).images
     proof_licence = own.calibration if recipe.proves_on_calibration else own.held_out
     calibration = _data(CALIBRATION, "calibration images", reduced.lineage["images"], fitted, own.calibration)
     held_out = _data(HELD_OUT, "held-out images", images.digest, images.count, proof_licence)

@@ -29,7 +29,7 @@ from perf.stats.summary import summarise
 
 from .names import BENCH, MANIFEST, PARITY, SIGNATURE, graph_name
 from .proven import ProofVerdicts
-from .signature import entries_below
+from .signature import entries_below, unsign
 from .signer import Signer, sign
 
 
@@ -205,11 +205,10 @@ def package_of_directory(directory: Path, proof: ProofVerdicts, options: Serving
 
 
 def unsign_repository(repository: Path) -> bool:
-    """Remove the signature and manifest of a repository; return True if there was a signature."""
-    there = (repository / SIGNATURE).is_file()
-    for name in (SIGNATURE, MANIFEST) if there else ():
-        (repository / name).unlink(missing_ok=True)
-    return there
+    """Remove the signature of a repository with its manifest; return True if there was a signature."""
+    if signed := (repository / SIGNATURE).is_file() and unsign(repository):
+        (repository / MANIFEST).unlink(missing_ok=True)
+    return signed
 
 
 def sign_repository(repository: Path, name: str, version: str, signer: Signer) -> None:

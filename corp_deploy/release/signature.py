@@ -71,11 +71,16 @@ def entries_below(folder: Path, without: Sequence[str] = UNSIGNED) -> Iterator[P
             yield path
 
 
-def _listed(data: bytes) -> dict[str, str]:
-    """Return the files' digests by name from a bundle whose signature the library has verified.
+def unsign(folder: Path) -> bool:
+    """Remove a signature with its attestation; return True if there was a signature."""
+    there = (folder / SIGNATURE).is_file()
+    for name in (SIGNATURE, ATTESTATION):
+        (folder / name).unlink(missing_ok=True)
+    return there
 
-    Raises Unverified for a statement that excludes files, and for digests other than sha256.
-    """
+
+def _listed(data: bytes) -> dict[str, str]:
+    """Return the digests by name from a verified bundle; raise Unverified if it excludes files or isn't by sha256."""
     statement = json.loads(base64.b64decode(json.loads(data)["dsseEnvelope"]["payload"]))
     serial = statement["predicate"]["serialization"]
     ignored = {Path(each) for each in serial.get("ignore_paths", ())}

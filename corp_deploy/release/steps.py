@@ -52,15 +52,7 @@ from perf.record.runs import Bench
 from perf.report.render import html_from_record
 
 from . import names
-from .check import (
-    REPLAY_ERROR,
-    GraphAnswers,
-    SamplesRecord,
-    load_samples,
-    opened_graph,
-    path_in_release,
-    run_on_images,
-)
+from .check import REPLAY_ERROR, GraphAnswers, SamplesRecord, load_samples, opened_graph, path_in_release, run_on_images
 from .incremental import StageDirs
 from .proven import proof_of_directory
 from .recipe import Recipe, trusted_metrics

@@ -48,10 +48,7 @@ class ReleaseTarget:
 def rules_of(
     where: str, texts: Sequence[str], target: TargetName, batches: Sequence[int], metrics: tuple[str, ...]
 ) -> tuple[Rule, ...]:
-    """Parse rules; raise BadInput for a figure that the target won't have.
-
-    `where` is the key of the rules, for messages, and `metrics` are the names of the metrics of [parity].
-    """
+    """Parse the rules of the key `where`; raise BadInput for a figure that neither the target nor `metrics` have."""
     with errors_at(where):
         rules = tuple(map(rule_from_text, texts))
         for rule in rules:
@@ -107,7 +104,6 @@ def release_target(
 
 
 def _profile(where: str, name: TargetName, table: TargetTable, batches: Sequence[int]) -> BatchProfile:
-    """Return the batch profile of an engine, or for a graph one that has the sizes of bench.batches."""
     if name not in ENGINES and (table.batch or table.sm or table.sparse):
         raise BadInput(f"{where}: batch and sms shape engines, as sparse does; leave them out for {name}")
     with errors_at(where):

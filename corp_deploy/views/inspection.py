@@ -115,11 +115,7 @@ def _plan_lines(plan: "FirstPlan") -> list[str]:
 
 
 def inspection_shown(checkpoint: Checkpoint, record: Mapping[str, Any], plan: "FirstPlan") -> list[RenderableType]:
-    """Return the table of sites, and lines below it.
-
-    These are reasons against reductions, named outputs, merged tokens, channels that stay, the size of the model, its
-    preprocessing, and the plan of a budget.
-    """
+    """Return the table of sites and, below it, lines on refusals, outputs, tokens, size, preprocessing and the plan."""
     outputs = [f"{each['name']} {each['shape']} ({each['role']})" for each in record.get("outputs", ())]
     named = [f"outputs of one image: {', '.join(outputs)}"] if outputs else []
     stays = [

@@ -33,11 +33,7 @@ def parity_table(parity: Parity) -> Table:
 
 
 def parity_shown(parity: Parity) -> list[RenderableType]:
-    """Return the table of links, and lines below it.
-
-    These are the reasons of verdicts (but those in the proof's own line), accuracies, the sources of engines, the
-    blocks where failing links break, and metrics of the user's own.
-    """
+    """Return the table of links and, below it, reasons, accuracies, sources of engines, failing blocks and metrics."""
     every = [(link.name, link.reason) for link in parity.links]
     every += [(f"{each.test} of {each.candidate}", each.reason) for each in parity.structure if each.status != "PASS"]
     reasons = [f"{name}: {reason}" for name, reason in every if reason]

@@ -43,10 +43,7 @@ STREAM: tuple[tuple[str, Cell], ...] = (
 
 
 def site_table(sites: Sequence[SiteReport]) -> Table:
-    """Return the table of sites: widths, and the shares of the dense signal lost without and with the repair.
-
-    If there are any, it has the losses on held-out images and, after a closed loop, those of the residual stream.
-    """
+    """Return the table of sites: widths and lost shares of the dense signal, held out and of the stream if measured."""
     judged = HELD_OUT if any(site.held_out for site in sites) else ()
     looped = STREAM if any(site.loop for site in sites) else ()
     columns = (*COLUMNS, *judged, *looped)
