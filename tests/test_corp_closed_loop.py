@@ -25,7 +25,7 @@ from corp_deploy.reduction.correct import fit_corrections
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.reduction.model import reduce
-from corp_deploy.reduction.read_tokens import tokens_to_fit
+from corp_deploy.reduction.read_tokens import counts_all, find_read_places
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint, save
 from corp_deploy.traced.finding.cuts import find_cuts
 from corp_deploy.traced.models.steps import StreamState
@@ -344,11 +344,13 @@ def test_fit_uses_the_tokens_that_affect_the_outputs(kind: str) -> None:
     model = model_of(name, **changes)
     count, unchanged = len(traced_model.token_kinds(model)), outputs_with_random_token(model, None)
     needed = [token for token in range(count) if not torch.equal(outputs_with_random_token(model, token), unchanged)]
-    read = tokens_to_fit(model, "pooled")
+    places = find_read_places(tracing(model), torch.device("cpu"))
+    read = {str(node.all_input_nodes[1].target): each.nonzero().flatten().tolist() for node, each in places.items()}
     assert needed == list(expected)
-    assert (list(range(count)) if read is None else read.tolist()) == needed
-    assert tokens_to_fit(model, "all") is None
-    assert (tokens_to_fit(model) is None) == (len(needed) == count or changes.get("num_classes") == 0)
+    assert read.get("blocks.1.mlp.fc2.weight", list(range(count))) == needed
+    assert counts_all(model, "all")
+    assert not counts_all(model, "pooled")
+    assert counts_all(model, None) == (changes.get("num_classes") == 0)
     assert all(parameter.grad is None for parameter in model.parameters())
     assert not any(module._forward_hooks for module in model.modules())
 
@@ -357,7 +359,7 @@ def test_model_with_constant_outputs_is_fitted_to_all_tokens() -> None:
     model = model_of(PLAIN)
     with torch.no_grad():
         model.get_parameter("head.weight").zero_()
-    assert tokens_to_fit(model) is None
+    assert not find_read_places(tracing(model), torch.device("cpu"))
 
 
 def features(model: nn.Module) -> Tensor:

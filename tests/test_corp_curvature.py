@@ -279,7 +279,7 @@ def test_closed_loop_budget_tries_closed_loops(tmp_path: Path) -> None:
 
 
 def test_closed_loop_budget_is_settled_by_closed_loops(dense: Checkpoint, images: Images) -> None:
-    request = build_request(ReduceOptions(macs=0.6, closed_loop="asymmetric"), method=METHOD)
+    request = replace(build_request(ReduceOptions(macs=0.6, closed_loop="asymmetric")), method=METHOD)
     reduction, planned = reduce_as_asked(dense, moments_of(dense, images), request, images=images)
     apart = set_apart(dense, moments_of(dense, images), images)
     shown = torch.as_tensor(apart.inputs)

@@ -295,7 +295,7 @@ def moments(dense: Checkpoint, images: Images) -> Moments:
 def asked(target: LatencyTarget, **options: Any) -> ReductionRequest:
     latency = ReduceOptions(merge_tokens="auto", latency_tables=target.cache, **options)
     method = replace(CHOICES, mlp_sparsity=0.0, attention_sparsity=0.0)
-    return replace(build_request(latency, method=method), where=target)
+    return replace(build_request(latency), method=method, where=target)
 
 
 def milliseconds(dense: Checkpoint, model: nn.Module, schedule: tuple[int, ...]) -> float:

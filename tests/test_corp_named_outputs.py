@@ -20,7 +20,7 @@ from corp_deploy import load
 from corp_deploy.families import traced_model
 from corp_deploy.families.counting import macs
 from corp_deploy.families.family import named_outputs_of, output_ports, with_outputs
-from corp_deploy.families.traced_model import outputs_of_walk, steps_to_outputs, trace_model
+from corp_deploy.families.traced_model import outputs_of_walk, steps_to_outputs, trace_model, tracing
 from corp_deploy.planning.probe import Probe
 from corp_deploy.polish.options import PolishOptions
 from corp_deploy.polish.polish import polished
@@ -29,7 +29,7 @@ from corp_deploy.reduction.closed_loop import reduce_traced
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
-from corp_deploy.reduction.read_tokens import tokens_to_fit
+from corp_deploy.reduction.read_tokens import counts_all, find_read_places
 from corp_deploy.spec.architecture import Architecture
 from corp_deploy.spec.merging import Merging
 from corp_deploy.spec.outputs import NamedOutputs, outputs_from_text
@@ -196,9 +196,10 @@ TOKENS_READ = {
 @pytest.mark.parametrize("names", TOKENS_READ)
 def test_fit_counts_the_tokens_outputs_contain(names: str) -> None:
     model = with_names(VIT().model, names)
-    for read in (tokens_to_fit(model), tokens_to_fit(model, "pooled")):
-        assert read is not None
-        assert read.tolist() == TOKENS_READ[names]
+    places = find_read_places(tracing(model), torch.device("cpu"))
+    (read_P,) = [each for node, each in places.items() if node.all_input_nodes[1].target == "blocks.2.mlp.fc2.weight"]
+    assert read_P.nonzero().flatten().tolist() == TOKENS_READ[names]
+    assert not counts_all(model, None)
 
 
 def mean_change(reduced: nn.Module, dense: nn.Module, images: Tensor) -> float:
@@ -224,7 +225,7 @@ def test_probe_weights_all_outputs_equally(tmp_path: Path) -> None:
         reduced = probe.narrowed(dict([trial]))
         change = mean_change(reduced, model, few)
         assert exact[trial] == pytest.approx(change, rel=1e-4)
-        assert probe.effect(dict([trial])) == pytest.approx(change, rel=1e-4)
+        assert probe.effect_of(probe.narrowed(dict([trial]))) == pytest.approx(change, rel=1e-4)
         # Three random directions estimate the change, the class token's share included, to a factor of 4.
         assert change / 4 < first_order[trial] < change * 4
     assert exact[trials[0]] > 0

@@ -115,7 +115,7 @@ def test_factors_on_second_moments_have_zero_gradient(kind: str) -> None:
     """The error is tr(S_q E S_k E') of the maps, and autograd differentiates it by the factors."""
     q, k = turned_by(*raw(kind), angles())
     kept_HK = torch.tensor([[0, 2], [1, 3]])
-    recovery = planes.logit_v1_planes(second(q), second(k), kept_HK, ridge_rel=1e-13)
+    recovery = planes.fit_aggregated(second(q), second(k), kept_HK, kept_HK, ridge_rel=1e-13, grouped=1)
     for head in range(HEADS):
         turns = torch.zeros(2, 2, dtype=torch.float64, requires_grad=True)  # factors are multiplied by 1 + these
         rows = recovery.q_map_HRD[head]

@@ -72,7 +72,8 @@ def test_merging_error_is_close_to_its_curve(probe: Probe, curves: MergeCurves) 
     ratios = []
     for block, amount in itertools.product(range(DEPTH), (4, 12)):
         schedule = tuple(amount * (place == block) for place in range(DEPTH))
-        exact, shown = probe.effect({}, merging=Merging(schedule=schedule)), torch.as_tensor(probe.inputs)
+        exact = probe.effect_of(probe.narrowed({}, merging=Merging(schedule=schedule)))
+        shown = torch.as_tensor(probe.inputs)
         merged = traced_model.with_merging(probe.model, Merging(schedule=schedule))
         change = tiny.relative(tiny.ran(merged, shown), tiny.ran(probe.model, shown)) ** 2
         assert exact == pytest.approx(change, rel=1e-3)
@@ -209,7 +210,7 @@ def test_near_ties_prefer_late_plain_schedule(
         assert step == 4 or None not in plain, "few tokens have a shape for every saving but the largest"
         offered = [each for each in (*plain, find_best_schedule(planned.losses, costs, limit)) if each is not None]
         assert all(each.cost <= limit for each in offered)
-        lost = [probe.effect({}, merging=Merging(schedule=each.counts)) for each in offered]
+        lost = [probe.effect_of(probe.narrowed({}, merging=Merging(schedule=each.counts))) for each in offered]
         (first, *_) = [place for place, each in enumerate(lost) if each <= about**2 * min(lost)]
         stage = planned._priced_merging(step)
         assert stage is not None
@@ -237,7 +238,7 @@ def test_attended_metric_is_tried_beside_the_default(
 
 def request_of(probe: Probe, merge_tokens: str, **options: Any) -> ReductionRequest:
     method = replace(probe.method, mlp_sparsity=0.0, attention_sparsity=0.0)
-    return build_request(ReduceOptions(merge_tokens=merge_tokens, **options), method=method)
+    return replace(build_request(ReduceOptions(merge_tokens=merge_tokens, **options)), method=method)
 
 
 @pytest.mark.slow("models")

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from calib.store import save_moments
 from corp_deploy.algebra import whole_heads
+from corp_deploy.algebra.block_obs import eliminate_blocks
 from corp_deploy.algebra.fold import averages
 from corp_deploy.algebra.scores import selection
 from corp_deploy.families import traced_model
@@ -295,7 +296,7 @@ def test_each_elimination_is_the_cheapest_one(kind: str) -> None:
     """By a refit for every candidate; the first is the best set of all but one, too."""
     z_XC, (weight, _) = samples(kind), projection()
     mean, second = moments_of(z_XC)
-    found = whole_heads.eliminate_heads(second - torch.outer(mean, mean), weight, HEADS, ridge_rel=1e-11)
+    found = eliminate_blocks(second - torch.outer(mean, mean), weight, WIDTH, ridge_rel=1e-11)
     left = tuple(range(HEADS))
     for pick, lost in zip(found.order_F.tolist()[:-1], found.error_F.tolist(), strict=False):
         costs = {head: lost_without(z_XC, weight, tuple(each for each in left if each != head)) for head in left}

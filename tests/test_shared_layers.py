@@ -1,6 +1,7 @@
 """Layers that a model calls more than once, at other numbers of tokens or with other keys."""
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -89,7 +90,7 @@ def test_budget_reduces_shared_layers_and_closed_loop_names_them(kind: str, tmp_
     images = images_for_model(dense.model, tmp_path / "images.npy")
     moments = calibrate(dense, images, batch_size=16)
     asked = method_from_preset("best", align_head=4, align_hidden=8)
-    budget = build_request(ReduceOptions(macs=0.85), method=asked)
+    budget = replace(build_request(ReduceOptions(macs=0.85)), method=asked)
     reduction, plan = reduce_as_asked(dense, moments, budget, images=images)
     assert "of the dense macs used" in plan.decisions[0]
     assert any(site.width < site.width_dense for site in reduction.sites)

@@ -160,8 +160,9 @@ def test_budget_removes_sites_without_effect_first() -> None:
     planted.model.requires_grad_(False)
     taken = calibrate(planted, opened(), batch_size=8)
     for empties in (True, False):
-        asked = build_request(
-            ReduceOptions(macs=0.65), method=method(mlp_sparsity=0.0, attention_sparsity=0.0, empties=empties)
+        asked = replace(
+            build_request(ReduceOptions(macs=0.65)),
+            method=method(mlp_sparsity=0.0, attention_sparsity=0.0, empties=empties),
         )
         reduction, _ = reduce_as_asked(planted, taken, asked, images=opened())
         model = reduction.model

@@ -8,7 +8,7 @@ channels and of every head's queries and keys; rows by site keep the MACs of tho
 """
 
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import sqrt
 from pathlib import Path
 from statistics import NormalDist
@@ -90,10 +90,9 @@ def reduced(subject: Subject, way: Way, sparsity: float) -> nn.Module:
     model, method, widths = subject.dense.model, way.method(sparsity), None
     if way.by_site:
         uniform = reduce(model, subject.moments, Way("uniform", "none").method(sparsity)).model
-        asked = ReduceOptions(preset=way.preset, macs=macs(uniform) / macs(model))
-        widths = make_plan(
-            subject.dense, subject.moments, build_request(asked, method=method), subject.calibration
-        ).widths
+        options = ReduceOptions(preset=way.preset, macs=macs(uniform) / macs(model))
+        asked = replace(build_request(options), method=method)
+        widths = make_plan(subject.dense, subject.moments, asked, subject.calibration).widths
     if way.closed_loop:
         result = reduce_traced(model, subject.calibration, method, widths=widths, loop=Loop()).model
     else:

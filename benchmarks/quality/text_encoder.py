@@ -8,7 +8,7 @@ on held-out text.
 
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
@@ -53,7 +53,7 @@ class Variant:
         model, texts, method, widths = subject.dense.model, subject.inputs, self.method(kind, sparsity), None
         if self.by_site:
             uniform = reduce(model, subject.moments, Variant("uniform", "none").method(kind, sparsity)).model
-            asked = build_request(ReduceOptions(macs=macs(uniform) / macs(model)), method=method)
+            asked = replace(build_request(ReduceOptions(macs=macs(uniform) / macs(model))), method=method)
             widths = make_plan(subject.dense, subject.moments, asked, texts).widths
         if self.loop is None:
             return reduce(model, subject.moments, method, widths=widths).model

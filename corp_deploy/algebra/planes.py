@@ -219,13 +219,13 @@ def _judge_factors(
     return replace(own, planes_HK=kept_HK)
 
 
-def _fit_aggregated(
+def fit_aggregated(
     q_second_HDD: Tensor, k_second_HDD: Tensor, kept_HK: Tensor, plain_HK: Tensor, *, ridge_rel: float, grouped: int
 ) -> QkRecovery:
     """Return the recovery with the planes `kept_HK`, their factors fitted on the aggregated objective.
 
-    The uncompensated case keeps the planes `plain_HK` unchanged. Heads for which the fit loses more take that case
-    instead, heads that share keys together.
+    Heads for which the fit loses more than the planes `plain_HK` unchanged, the uncompensated case, keep those, heads
+    that share keys together. CORP's first version fits so, with planes of its own and second moments of all tokens.
     """
     dims, residual = q_second_HDD.shape[1], partial(residual_aggregated, q_second_HDD, k_second_HDD)
     fitted = _fit_factors(aggregated_loss(q_second_HDD, k_second_HDD), kept_HK, ridge_rel)
@@ -249,7 +249,7 @@ def eliminate_planes(
     kept_HK = _last_planes(order_planes(gram_HXX, ridge_rel=ridge_rel, grouped=grouped), planes)
     energy_HD = q_second_HDD.diagonal(dim1=1, dim2=2) * k_second_HDD.diagonal(dim1=1, dim2=2)
     plain_HK = kept_from_scores(shared_by_groups(plane_scores(energy_HD), grouped), planes)
-    return _fit_aggregated(q_second_HDD, k_second_HDD, kept_HK, plain_HK, ridge_rel=ridge_rel, grouped=grouped)
+    return fit_aggregated(q_second_HDD, k_second_HDD, kept_HK, plain_HK, ridge_rel=ridge_rel, grouped=grouped)
 
 
 def eliminate_planes_exactly(gram_HXX: Tensor, planes: int, *, ridge_rel: float, grouped: int = 1) -> QkRecovery:
@@ -263,13 +263,6 @@ def eliminate_planes_exactly(gram_HXX: Tensor, planes: int, *, ridge_rel: float,
     own_HP = loss.gram_HXX.diagonal(dim1=1, dim2=2)[:, : dims // 2]
     plain_HK = kept_from_scores(shared_by_groups(own_HP, grouped), planes)
     return _judge_factors(fitted, kept_HK, plain_HK, dims, grouped, partial(residual_exact, loss.gram_HXX))
-
-
-def logit_v1_planes(
-    q_second_HDD: Tensor, k_second_HDD: Tensor, kept_HK: Tensor, *, ridge_rel: float, grouped: int = 1
-) -> QkRecovery:
-    """Return the recovery of these planes by CORP's first version: factors fitted to second moments of all tokens."""
-    return _fit_aggregated(q_second_HDD, k_second_HDD, kept_HK, kept_HK, ridge_rel=ridge_rel, grouped=grouped)
 
 
 def logit_planes(system: ImageSystem, kept_HK: Tensor, *, ridge_rel: float, grouped: int = 1) -> QkRecovery:

@@ -40,7 +40,6 @@ class ValueRecovery(ChannelRecovery):
 
 
 def _block_diagonal(v_map_HRV: Tensor) -> Tensor:
-    """Return the block-diagonal matrix [K,C] of all heads' maps."""
     out_KC: Tensor = torch.block_diag(*v_map_HRV)
     return out_KC
 

@@ -14,9 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .block_obs import eliminate_blocks
 from .channels import ChannelRecovery
-from .obs import Elimination
 from .quadratic import RidgeSolution, diagonal_blocks, explained, solve_ridge_toward, variance
 from .values import head_slices
 
@@ -33,15 +31,6 @@ def output_energy(second_CC: Tensor, weight_OC: Tensor, heads: int) -> Tensor:
 def weight_energy(weight_OC: Tensor, heads: int) -> Tensor:
     """Return the squared norm of each head's columns of the projection [H]."""
     return weight_OC.square().sum(dim=0).view(heads, -1).sum(dim=1)
-
-
-def eliminate_heads(covariance_CC: Tensor, weight_OC: Tensor, heads: int, *, ridge_rel: float) -> Elimination:
-    """Order heads by removal, each the one of least tr(W_h' W_h [H^-1]_hh^-1), the others refitted.
-
-    One order serves every count. If query heads share keys and values in groups, pass the number of groups as `heads`:
-    the heads of a group, which are consecutive, are then removed together.
-    """
-    return eliminate_blocks(covariance_CC, weight_OC, weight_OC.shape[1] // heads, ridge_rel=ridge_rel)
 
 
 def recover_projection(

@@ -124,10 +124,6 @@ class Probe:
         """The method with heads as pruned, neither padded nor square, and without rescaling, which needs images."""
         return replace(self.method, geometry="ragged", rescales=False)
 
-    def effect(self, widths: Widths, *, merging: Merging | None = None) -> float:
-        """Return the squared relative change of the outputs by these widths and this token merging."""
-        return self.effect_of(self.narrowed(widths, merging=merging))
-
     def effect_of(self, reduced: nn.Module) -> float:
         """Return the squared relative difference of a reduced model's outputs from the dense model's."""
         with torch.inference_mode():
@@ -142,7 +138,7 @@ class Probe:
             return as_tuple(run_model(self.model, self.inputs))
 
     def effects(self, trials: Sequence[SiteTrial]) -> dict[SiteTrial, float]:
-        """Return the `effect` of each trial, one site alone at one width, without swaps (see Method.mlp_swaps)."""
+        """Return the `effect_of` each trial, one site alone at one width, without swaps (see Method.mlp_swaps)."""
         with torch.inference_mode():
             return self._exact_effects(self._reduced(trials))
 
@@ -197,7 +193,7 @@ class Probe:
                 tensors = changed_tensors({trial[0]: each})
                 changes[trial] = {name: tensor.to(running.tensor(name).dtype) for name, tensor in tensors.items()}
             else:
-                effects[trial] = self.effect({trial[0]: trial[1]})
+                effects[trial] = self.effect_of(self.narrowed(dict([trial])))
         with torch.inference_mode(), evaluating(self.model):
             moved = effects_of_new_tensors(running, self.inputs, list(changes.values()), self.outputs)
         return effects | dict(zip(changes, moved, strict=True))

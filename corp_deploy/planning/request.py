@@ -73,12 +73,11 @@ class ReductionRequest:
         return Loop(reads=self.options.reads, half_ids=None if moments.half is None else moments.half.image_ids)
 
 
-def build_request(options: ReduceOptions, *, method: Method | None = None) -> ReductionRequest:
-    """Build the request of these options; `method` replaces theirs."""
+def build_request(options: ReduceOptions) -> ReductionRequest:
     tables = options.latency_tables
     return ReductionRequest(
         options=options,
-        method=options.method_asked if method is None else method,
+        method=options.method_asked,
         where=None
         if tables is None
         else LatencyTarget(backend="onnxruntime", batches=(options.batch or 1,), cache=Path(tables)),

@@ -112,7 +112,6 @@ class SweepBench:
                 key=digest_of_values(trial=folder.key, by=self.speed_key),
                 speeds=tuple(speed_from_row(row, summary.reference, summary.candidate) for row in summary.rows),
                 size_bytes=measured.candidate.size_bytes,
-                fused_attention=measured.candidate.fused_attention,
                 effort=watch.efforts["bench"],
             )
         )

@@ -84,11 +84,10 @@ class EngineBuilt(TrialResult):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing(TrialResult):
-    """The speeds of a trial, with the size and the fused attentions of the timed file."""
+    """The speeds of a trial, and the size of the timed file."""
 
     speeds: tuple[SpeedAtBatch, ...]
     size_bytes: int | None
-    fused_attention: int | None
     effort: Effort
 
 

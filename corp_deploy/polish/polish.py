@@ -14,9 +14,9 @@ from calib.products import matmul_precision
 from calib.sites import evaluating
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import sites_of
-from corp_deploy.reduction.read_tokens import Reads, tokens_to_fit
+from corp_deploy.reduction.read_tokens import Reads, counts_all, find_read_places
 from corp_deploy.store.input_sets import model_digest
-from corp_deploy.traced.models.module import device_of, replace_submodules
+from corp_deploy.traced.models.module import device_of, replace_submodules, tracing
 from corp_deploy.traced.models.sites import TracedStream
 from corp_deploy.traced.models.steps import SegmentStep
 
@@ -183,7 +183,7 @@ def polished(
 
     `judges`, other images, choose the steps; without them some of these images are held out, or all of some groups
     (`groups_B` int64 [images]). The model that errs least on them is returned, which may be the unpolished one.
-    `reads`: the tokens that count, see tokens_to_fit. With the file `state` an interrupted polish continues behind the
+    `reads`: the tokens that count, see counts_all. With the file `state` an interrupted polish continues behind the
     last finished sublayer; if sweeps are limited and time isn't, the result has the same bits as without the
     interruption. The caller removes the file. See reason_against for models that can't be polished.
 
@@ -193,7 +193,7 @@ def polished(
     inputs = split_inputs(images, HELD_OUT_EVERY, groups_B, judges)
     # The target of a merged token comes from the tokens that were merged into it.
     dense = dense if traced_model.merging_of(dense) is None else traced_model.with_merging(dense, None)
-    reads_all = tokens_to_fit(reduced, reads) is None
+    reads_all = counts_all(reduced, reads) or not find_read_places(tracing(reduced), device_of(reduced))
     with torch.inference_mode(False), torch.no_grad(), evaluating(dense):
         model = replace_submodules(reduced, {}).eval()
         where = device_of(model)

@@ -23,7 +23,7 @@ from corp_deploy.store.dense_model import model_of_directory
 from corp_deploy.store.input_sets import no_picture, normalising, texts_for_model, unnormalised
 from corp_deploy.store.onnx_file import GraphInput, graph_ports
 from ground.errors import BadInput
-from ground.feeds import Feeds, batch_size, random_feeds, select_rows
+from ground.feeds import Feeds, batch_size, select_rows
 from ground.pixels import PIXEL, whole_pixels
 from ground.ports import Port
 
@@ -116,13 +116,11 @@ def _tokenized(text: Path, models: Sequence[Path], count: int) -> ProofInputs:
     return ProofInputs(feeds=feeds, kind=source.noun, fingerprints=Fingerprints(ids=batch.ids))
 
 
-def _images_or_noise(path: Path | None, ports: Sequence[Port], models: Sequence[Path], count: int) -> ProofInputs:
-    """Read `count` images of a file, repeated if it has fewer; without a file, draw noise.
+def _repeated_images(path: Path, ports: Sequence[Port], models: Sequence[Path], count: int) -> ProofInputs:
+    """Read `count` images of a file, repeated if it has fewer.
 
     Pixels are normalised by the first model directory, unless the port takes pixels.
     """
-    if path is None:
-        return ProofInputs(feeds=random_feeds(ports, count, seed=0), kind="inputs")
     if len(ports) != 1 or len(ports[0].shape) != 3:
         raise BadInput(f"{path}: images for a model that takes {ports_line(ports)}; leave --images out")
     if path.suffix not in ARRAYS:
@@ -152,7 +150,8 @@ def _normalise_of(directory: Path, path: Path) -> Normalise:
 def open_timed_inputs(fed: FedOptions, ports: Sequence[Port], models: Sequence[Path], count: int) -> ProofInputs:
     """Return `count` inputs for these ports; a tokenizer or normalisation comes from `models`."""
     if fed.text is None:
-        return _images_or_noise(fed.images, ports, models, count)
+        assert fed.images is not None, fed
+        return _repeated_images(fed.images, ports, models, count)
     if not all(port.dtype == "int64" for port in ports):
         raise BadInput(f"{fed.text}: texts for a model that takes {ports_line(ports)}; leave --text out")
     return _tokenized(Path(fed.text), models, count)

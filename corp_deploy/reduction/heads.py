@@ -15,6 +15,7 @@ from torch import Tensor
 
 from calib.moments import HeadMoments
 from corp_deploy.algebra import planes, queries_keys, values, whole_heads
+from corp_deploy.algebra.block_obs import eliminate_blocks
 from corp_deploy.algebra.channels import ChannelRecovery
 from corp_deploy.algebra.quadratic import output_error, variance
 from corp_deploy.algebra.queries_keys import QkRecovery
@@ -121,7 +122,7 @@ def _recover_at_ridge(
     elif method.qk_recovery == "logit-v1":
         published = moments.q_second_HDD, moments.k_second_HDD, kept_HX
         if in_planes:
-            return planes.logit_v1_planes(*published, ridge_rel=ridge_rel, grouped=grouped)
+            return planes.fit_aggregated(*published, kept_HX, ridge_rel=ridge_rel, grouped=grouped)
         return queries_keys.logit_v1(*published, ridge_rel=ridge_rel)
     kept_HR = planes.dims_of_planes(kept_HX, scores_HD.shape[1]) if in_planes else kept_HX
     selected = queries_keys.select(kept_HR, q_second_HDD=seconds[0], k_second_HDD=seconds[1])
@@ -203,8 +204,9 @@ def recover_values(
 def kept_groups(own: HeadOutputs, method: Method, groups: int, count: int) -> Tensor:
     """Return the indices of the `count` runs that stay, ascending, of `groups` equal runs of consecutive heads."""
     if method.heads_selection == "obs":
-        covariance_CC = own.z_covariance_CC
-        order_G = whole_heads.eliminate_heads(covariance_CC, own.weight_OC, groups, ridge_rel=method.ridge_rel).order_F
+        # The heads of a group share keys and values, so they are removed together.
+        size, ridge_rel = own.weight_OC.shape[1] // groups, method.ridge_rel
+        order_G = eliminate_blocks(own.z_covariance_CC, own.weight_OC, size, ridge_rel=ridge_rel).order_F
         return order_G[groups - count :].sort().values
     if method.heads_selection == "magnitude":
         return kept_from_scores(whole_heads.weight_energy(own.weight_OC, groups), count)

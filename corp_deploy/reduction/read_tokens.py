@@ -1,6 +1,6 @@
-"""The tokens of the last residual stream, and the places of linear layers' outputs, on which a model's outputs depend.
+"""The places of linear layers' outputs, such as tokens, on which a model's outputs depend.
 
-A closed loop fits to these tokens and places only. They are found by the outputs' gradients for random streams.
+A closed loop fits to these places only. They are found by the outputs' gradients for random streams.
 
 Legend: B random streams, N tokens of a stream, C channels, P places of one input's output, each a vector of channels.
 """
@@ -11,14 +11,10 @@ from typing import Literal
 import torch
 from torch import Tensor, fx, nn
 
-from calib.sites import evaluating
-from corp_deploy.families import traced_model
-from corp_deploy.families.family import example_of, gives_patches
-from corp_deploy.families.traced_model import outputs_of_walk, steps_to_outputs
+from corp_deploy.families.family import gives_patches
 from corp_deploy.traced.finding.cuts import find_cuts, outputs_after, required_nodes
 from corp_deploy.traced.models.module import Tracing
 from corp_deploy.traced.models.segments import build_full_masks, layout_of
-from corp_deploy.traced.models.steps import StreamState
 from corp_deploy.traced.programs.program import IN_FRONT, Program, batch_axis_of, sizes_at_one
 from corp_deploy.traced.programs.readers import LINEAR, layers
 
@@ -44,41 +40,13 @@ def random_sum(output: Tensor) -> Tensor:
     return (output * torch.randn(output.shape, generator=generator, device="cpu").to(output)).sum()
 
 
-def _read_mask(model: nn.Module) -> Tensor:
-    """Return the mask [N] of tokens of the last stream at which the outputs' gradient isn't zero for random streams."""
-    with torch.inference_mode(False), evaluating(model):
-        example = example_of(model)
-        with torch.no_grad():
-            walk = StreamState.of(traced_model.first_stream(model, example), traced_model.token_weights(model, example))
-            for step in steps_to_outputs(model):
-                walk = walk.behind(step)
-        with torch.enable_grad():
-            stream_BNC = random_stream(walk.tokens.x)
-            last = walk.tokens._replace(x=stream_BNC)
-            # Outputs that read the last stream read the random one in its place.
-            kept = tuple((name, last if tokens is walk.tokens else tokens) for name, tokens in walk.kept)
-            outputs = outputs_of_walk(model, StreamState(tokens=last, kept=kept), example)
-            total = torch.stack([random_sum(output) for output in outputs]).sum()
-            (gradient_BNC,) = torch.autograd.grad(total, stream_BNC)
-    return (gradient_BNC != 0.0).any(dim=2).any(dim=0)
-
-
 def counts_all(model: nn.Module, reads: Reads | None) -> bool:
-    """Return whether the errors of all tokens count, also of those on which no output depends; see tokens_to_fit."""
-    return reads == "all" or (reads is None and gives_patches(model))
+    """Return whether the errors of all tokens count, also of those on which no output depends.
 
-
-def tokens_to_fit(model: nn.Module, reads: Reads | None = None) -> Tensor | None:
-    """Return the tokens behind the last block whose error counts, None for all.
-
-    `pooled`: those that the outputs read. None is the same, except for a model without a classifier and without named
-    outputs: users read its patch tokens too, so all count. A model whose outputs depend on no token is fitted to all.
+    `pooled`: only the tokens count that the outputs read. None is the same, except for a model without a classifier and
+    without named outputs: users read its patch tokens too, so all count.
     """
-    if counts_all(model, reads):
-        return None
-    is_read_N = _read_mask(model)
-    tokens = is_read_N.nonzero().squeeze(1)
-    return None if len(tokens) in (0, len(is_read_N)) else tokens
+    return reads == "all" or (reads is None and gives_patches(model))
 
 
 def find_read_places(dense: Tracing, where: torch.device) -> dict[fx.Node, Tensor]:

@@ -70,11 +70,6 @@ class _Part:
         """Return the path of the file with one block's moments."""
         return self.output.with_name(f"{self.output.stem}.{self.kept}.block{index}.partial.safetensors")
 
-    def remove_all(self) -> None:
-        """Remove the files of all blocks, those of interrupted runs with other settings too."""
-        for path in self.output.parent.glob(f"{glob.escape(self.output.stem)}.*.block*.partial.safetensors"):
-            path.unlink(missing_ok=True)
-
     def is_done(self, index: int) -> bool:
         """Return whether an earlier run left this block's moments, of this model and these sequences."""
         try:
@@ -164,6 +159,8 @@ def write_moments_by_block(
     for part in parts:
         join_moments([path for path in map(part.of_block, indices) if path.exists()], part.output)
     summaries = [summary_of_moments(load_moments(part.output), part.output) for part in parts]
-    for part in parts:
-        part.remove_all()
+    for file in (part.output for part in parts):
+        # The files of all blocks, those of interrupted runs with other settings too.
+        for path in file.parent.glob(f"{glob.escape(file.stem)}.*.block*.partial.safetensors"):
+            path.unlink(missing_ok=True)
     return summaries

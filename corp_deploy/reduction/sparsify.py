@@ -8,16 +8,15 @@ Legend: B inputs, N tokens, G groups of a convolution (1 of a linear layer), O r
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from calib.inputs import Inputs, InputSet, tensors_by_name, to_device
+from calib.inputs import InputSet, tensors_by_name, to_device
 from calib.sites import evaluating
 from corp_deploy.algebra.regression import RegressionSums
 from corp_deploy.algebra.sparse_patterns import cast_order, saliency
@@ -103,16 +102,6 @@ class Pair:
         tokens = self.sparse[0]
         weights_BN = tokens.sizes if isinstance(tokens, Tokens) else self.weights_BN
         return None if weights_BN is None or x.shape[:-1] != weights_BN.shape else weights_BN
-
-
-def read_pairs(
-    model: nn.Module, inputs: InputSet, batch_size: int, weights: Callable[[Inputs], Tensor | None]
-) -> Iterator[Pair]:
-    """Yield a pair for each batch, both states being the model's inputs; `weights` returns token weights [B,N]."""
-    for batch in inputs.batches(batch_size):
-        here = to_device(batch, device_of(model))
-        entering = tuple(tensors_by_name(here).values())
-        yield Pair(entering, entering, len(entering[0]), weights(here))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,7 +246,10 @@ def sparsify(
     if traced_model.merging_of(reduced) is not None:
         how = replace(how, target="own")
     with evaluating(before), evaluating(own):
-        pairs = list(read_pairs(before, inputs, batch_size, partial(traced_model.token_weights, reduced)))
+        pairs = []
+        for here in (to_device(batch, device_of(before)) for batch in inputs.batches(batch_size)):
+            entering = tuple(tensors_by_name(here).values())
+            pairs.append(Pair(entering, entering, len(entering[0]), traced_model.token_weights(reduced, here)))
         places, left = _sort_places(every, how, pairs[0].sparse, own)
         count, reports = sum(pair.inputs for pair in pairs), dict[str, LayerSparsity]()
         waiting = {place.name: place for place in places if place.name not in left}
