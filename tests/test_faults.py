@@ -393,8 +393,8 @@ main()
 @pytest.mark.parametrize(
     ("words", "place"),
     [
-        ("calibrate --model dense --images images.npy -o m.safetensors", "torch.nn.modules.linear"),
-        ("verify dense dense --images images.npy -o parity.json", "torch._C"),
+        ("calibrate --model dense --images images.npy -o m.safetensors --quiet", "torch.nn.modules.linear"),
+        ("verify dense dense --images images.npy -o parity.json --quiet", "torch._C"),
         ("bench dense dense -o bench.json --quiet", "torch.autograd"),
         ("release recipe.toml -o out --quiet", "torch.utils.weak"),
     ],
