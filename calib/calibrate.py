@@ -63,7 +63,7 @@ class ResumeFile:
 
     def save(self, moments: Moments, progress: ResumeState) -> None:
         state = json.dumps({"kind": STATE, "version": VERSION, **msgspec.to_builtins(progress)}, sort_keys=True)
-        save_moments(replace(moments, lineage={STATE: state}), self.path)
+        save_moments(replace(moments, lineage={**moments.lineage, STATE: state}), self.path)
 
     def load(self, run: Mapping[str, str]) -> tuple[Moments, ResumeState] | None:
         if not self.path.exists():
@@ -113,27 +113,27 @@ ALONE = Ranks()
 
 
 class _Share:
-    """The inputs of one rank, and the progress of its calibration over them."""
+    """The inputs of one rank, and the progress of its calibration; `span` is None for batches of unknown number."""
 
     def __init__(
         self,
         collector: Collector,
         inputs: InputSet,
-        span: range,
+        span: range | None,
         checkpoint: ResumeFile | None,
         snapshots: Snapshots | None,
     ) -> None:
-        self.collector, self.inputs, self.span, self.checkpoint = collector, inputs, span, checkpoint
-        self.snapshots = snapshots
-        self.position, self.bad = span.start, list[str]()
-        self.fingerprints = Fingerprints()
+        self.collector, self.inputs, self.checkpoint, self.snapshots = collector, inputs, checkpoint, snapshots
+        self.first = 0 if span is None else span.start
+        self.stop = None if span is None else span.stop
+        self.position, self.bad = self.first, list[str]()
 
     def resume(self, run: Mapping[str, str]) -> None:
         saved = self.checkpoint.load(run) if self.checkpoint else None
         if saved:
             moments, progress = saved
             self.collector.resume_from(moments, progress.kernel)
-            self.position, self.bad, self.fingerprints = progress.position, list(progress.bad), moments.fingerprints
+            self.position, self.bad = progress.position, list(progress.bad)
             for count in self.snapshots.counts if self.snapshots else ():
                 if self.snapshots and count <= self.position and not self.snapshots.written(count):
                     raise BadInput(
@@ -143,47 +143,37 @@ class _Share:
 
     def take(self, batch: ReadBatch[Inputs], run: Mapping[str, str]) -> None:
         before = self.collector.images
-        if len(batch.ids):
-            self.collector.add(batch.inputs)
+        self.collector.update(batch)
         self.position = batch.end
         self.bad.extend(batch.bad)
-        added = Fingerprints.from_inputs(batch.ids, batch.inputs)
-        self.fingerprints = Fingerprints.concatenated([self.fingerprints, added])
         if self.snapshots and self.position in self.snapshots.counts:
-            self.snapshots.write(self.position, self._moments(self.fingerprints))
+            self.snapshots.write(self.position, self.collector.moments({}))
         if self.checkpoint and before // self.checkpoint.every < self.collector.images // self.checkpoint.every:
-            moments = replace(self.collector.moments({}), fingerprints=self.fingerprints)
             kernel = self.collector.kernel
             assert kernel is not None
             state = ResumeState(position=self.position, bad=tuple(self.bad), kernel=kernel, run=run)
-            self.checkpoint.save(moments, state)
-
-    def _moments(self, fingerprints: Fingerprints) -> Moments:
-        return replace(self.collector.moments({}), fingerprints=fingerprints.sorted())
+            self.checkpoint.save(self.collector.moments({}), state)
 
     def take_snapshots(self, end: int, batch_size: int) -> None:
         """Write the snapshots whose counts lie inside the next batch, from a copy of the sums."""
         if not self.snapshots:
             return
         for count in [count for count in self.snapshots.counts if self.position < count < end]:
-            fingerprints = [self.fingerprints]
             with self.collector.in_copy():
                 for part in self.inputs.read(batch_size, first=self.position, stop=count, bad=self.bad):
-                    fingerprints.append(Fingerprints.from_inputs(part.ids, part.inputs))
-                    if len(part.ids):
-                        self.collector.add(part.inputs)
-                self.snapshots.write(count, self._moments(Fingerprints.concatenated(fingerprints)))
+                    self.collector.update(part)
+                self.snapshots.write(count, self.collector.moments({}))
 
     def run(self, batch_size: int, run: Mapping[str, str], progress: Callable[[int], None] | None) -> None:
         self.resume(run)
         pin = self.collector.device.type == "cuda"
-        rest = self.inputs.read(batch_size, first=self.position, stop=self.span.stop, bad=self.bad, pin=pin)
+        rest = self.inputs.read(batch_size, first=self.position, stop=self.stop, bad=self.bad, pin=pin)
         with self.collector:
-            for batch in rest if self.position < self.span.stop else ():
+            for batch in rest if self.stop is None or self.position < self.stop else ():
                 self.take_snapshots(batch.end, batch_size)
                 self.take(batch, run)
                 if progress:
-                    progress(self.position - self.span.start)
+                    progress(self.position - self.first)
         self.collector.refuse_nonfinite()
 
 
@@ -199,15 +189,19 @@ def _refuse_memory(
 def _sum_over_ranks(collector: Collector, ranks: Ranks) -> None:
     for sums in collector.sums.values():
         ranks.all_reduce([sums.totals[name] for name in sorted(sums.totals)])
-    gathered = ranks.all_gather((collector.images, [sums.counts for sums in collector.sums.values()]))
-    collector.images = sum(images for images, _ in gathered)
+    counts = ranks.all_gather([sums.counts for sums in collector.sums.values()])
     for index, sums in enumerate(collector.sums.values()):
-        sums.counts = {name: sum(counts[index][name] for _, counts in gathered) for name in sums.counts}
+        sums.counts = {name: sum(of_rank[index][name] for of_rank in counts) for name in sums.counts}
+    collector.images = sum(ranks.all_gather(collector.images))
+    collector.fingerprints = Fingerprints.concatenated(ranks.all_gather(collector.fingerprints))
+    ends = [ends for ends in ranks.all_gather(collector.pixel_range or ()) if ends]
+    if ends:
+        collector.pixel_range = min(low for low, _ in ends), max(high for _, high in ends)
 
 
 def _raise_on_all_ranks(share: _Share, ranks: Ranks, problem: str) -> None:
     if not problem and not share.collector.images and ranks.size > 1:
-        problem = f"none of its {len(share.span)} {share.inputs.noun} is readable; use fewer processes"
+        problem = f"none of its {share.position - share.first} {share.inputs.noun} is readable; use fewer processes"
     ranks.raise_first_problem(problem)
     share.inputs.refuse_bad([reason for bad in ranks.all_gather(tuple(share.bad)) for reason in bad])
 
@@ -233,16 +227,17 @@ def calibrate_sites(
     exceed the memory; RankLost when another rank has ended.
     """
     lineage = {**lineage, "dtype": options.precision}
-    run = {**lineage, "data": inputs.digest, "batch_size": str(batch_size), "options": options.as_text(),
+    data = inputs.digest if checkpoint else ""
+    run = {**lineage, "data": data, "batch_size": str(batch_size), "options": options.as_text(),
            "ranks": f"{ranks.rank} of {ranks.size}"}  # fmt: skip
     if snapshots:
-        snapshots = snapshots.changed(lambda _, moments: replace(moments, lineage=lineage))
+        snapshots = snapshots.changed(lambda _, moments: replace(moments, lineage={**moments.lineage, **lineage}))
         run["snapshots"] = ",".join(map(str, snapshots.counts))
     counts = snapshots.counts if snapshots else ()  # a count inside a batch needs a copy of the sums
     copies = 2 if any(count % batch_size and count < inputs.count for count in counts) else 1
     own = checkpoint.of_rank(ranks) if checkpoint else None
     collector = Collector(model, sites, device=device, options=options)
-    share = _Share(collector, inputs, ranks.share(inputs.count), own, snapshots)
+    share = _Share(collector, inputs, ranks.share(inputs.count) if inputs.is_identified else None, own, snapshots)
     problem = ""
     try:
         _refuse_memory(model, sites, inputs, options, device, copies)
@@ -254,5 +249,4 @@ def calibrate_sites(
     _raise_on_all_ranks(share, ranks, problem)
     if ranks.size > 1:
         _sum_over_ranks(share.collector, ranks)
-    fingerprints = Fingerprints.concatenated(ranks.all_gather(share.fingerprints)).sorted()
-    return replace(share.collector.moments(lineage), fingerprints=fingerprints)
+    return share.collector.moments(lineage)

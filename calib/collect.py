@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from ground.errors import BadInput
 
 from .active import ACTIVE_EPS
-from .inputs import Inputs, chunks, input_count, padded_to, refuse_dtypes, run_model, to_device
+from .fingerprints import Fingerprints
+from .inputs import Inputs, ReadBatch, chunks, input_count, padded_to, refuse_dtypes, run_model, to_device
 from .moments import Moments
 from .patch_sums import PatchSums
 from .products import (
@@ -30,6 +31,7 @@ from .sums import ChannelSums, HeadSums
 
 Precision = Literal["float32", "tf32", "bfloat16"]
 CPU_FORWARD_SIZE = 8
+PIXEL_RANGE = "pixel_range"  # entry of the lineage: least and largest value of all images
 SiteSums = ChannelSums | HeadSums | PatchSums
 
 
@@ -62,7 +64,7 @@ class _AllCollected(Exception):
 
 
 class Collector:
-    """A context in which `add` runs batches through `model` and sums the activations at `sites`.
+    """A context in which `update` runs batches through `model` and sums the activations at `sites`.
 
     On a CPU batches are cut into pieces of 8 inputs, the last one padded, so that no kernel sees a shape that depends
     on the batch size. The inputs of a piece are multiplied together in float32, so cutting a batch elsewhere changes
@@ -76,6 +78,8 @@ class Collector:
         self.device = torch.device(device)
         self.sums = build_sums(sites, options)
         self.images = 0
+        self.fingerprints = Fingerprints()
+        self.pixel_range: tuple[float, float] | None = None
         self._model, self._sites, self._options = model, sites, options
         self._weights: Mapping[int, PassWeights] | None = None
         self._is_partial = False
@@ -134,15 +138,27 @@ class Collector:
         if self.device.type == "cpu":
             self.refuse_nonfinite()
 
+    def update(self, batch: ReadBatch[Inputs]) -> None:
+        """Add a batch's activations to the sums, and its contents' digests to the fingerprints."""
+        added = Fingerprints.from_inputs(batch.ids, batch.inputs)
+        if len(batch.ids):
+            self.add(batch.inputs)
+            if isinstance(batch.inputs, Tensor) and batch.inputs.ndim == 4:
+                low, high = map(float, batch.inputs.aminmax())
+                least, most = self.pixel_range or (low, high)
+                self.pixel_range = min(least, low), max(most, high)
+        self.fingerprints = Fingerprints.concatenated([self.fingerprints, added])
+
     @contextmanager
     def in_copy(self) -> Iterator[None]:
-        """Make `add` change a copy of the sums, which is dropped when the context ends."""
-        sums, images = self.sums, self.images
+        """Make `update` change a copy of the sums, which is dropped when the context ends."""
+        sums, rest = self.sums, (self.images, self.fingerprints, self.pixel_range)
         self.sums = {name: each.copied() for name, each in sums.items()}
         try:
             yield
         finally:
-            self.sums, self.images = sums, images
+            self.sums = sums
+            self.images, self.fingerprints, self.pixel_range = rest
 
     def refuse_nonfinite(self) -> None:
         collected = list(dict.fromkeys(name for name, _ in self._collected))
@@ -166,13 +182,18 @@ class Collector:
                     f"{name}: the token weights of all {self.images} inputs are zero, so there is nothing to sum"
                 )
         sites = {name: sums.moments() for name, sums in self.sums.items()}
-        return Moments(sites=sites, lineage=dict(lineage), images=self.images)
+        seen = {} if self.pixel_range is None else {PIXEL_RANGE: ":".join(map(repr, self.pixel_range))}
+        prints = self.fingerprints.sorted()
+        return Moments(sites=sites, lineage={**lineage, **seen}, images=self.images, fingerprints=prints)
 
     def resume_from(self, moments: Moments, kernel: Kernel) -> None:
         self.kernel = kernel
         for name, sums in self.sums.items():
             sums.load(moments.sites[name], self.device)
-        self.images = moments.images
+        self.images, self.fingerprints = moments.images, moments.fingerprints
+        if (ends := moments.lineage.get(PIXEL_RANGE)) is not None:
+            low, high = map(float, ends.split(":"))
+            self.pixel_range = low, high
 
     def _weights_of(self, inputs: Inputs) -> Mapping[int, PassWeights] | None:
         token_weights = self._options.token_weights

@@ -55,7 +55,7 @@ def _loaded_from_rows(rows: list[tuple[int, Tensor | str]]) -> _Loaded:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Images(OpenedInputs[Tensor]):
     noun: ClassVar[str] = "images"
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import numpy as np
@@ -11,7 +12,6 @@ from torch import Tensor, nn
 from ground.errors import BadInput
 
 from .draw import digest_of_contents, drawn_places
-from .fingerprints import no_ids
 
 NAMED = 5
 Inputs = Tensor | Mapping[str, Tensor]
@@ -94,20 +94,20 @@ def ids_from_hashes(hashes: Iterable[bytes]) -> Tensor:
     return torch.from_numpy(ids.astype(np.int64))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class OpenedInputs(Generic[InputsT_co]):
-    """Inputs at `places` among the `available` ones; `ids` [count] hash contents, `digest` hashes names and contents.
+    """Inputs at `places` among the `available` ones. Their contents are hashed on first use of `ids` or `digest`.
 
-    Up to `max_bad` unreadable inputs are skipped. `noun` is the plural that messages use.
+    Up to `max_bad` unreadable inputs are skipped. `noun` is the plural that messages use. `known` has the SHA-256 of
+    contents by place; sets of parts share it.
     """
 
     noun: ClassVar[str]
 
     available: int
     places: tuple[int, ...] = ()
-    ids: Tensor = field(default_factory=no_ids)
-    digest: str = ""
     max_bad: int = 0
+    known: dict[int, bytes] = field(default_factory=dict)
 
     def example(self) -> InputsT_co:
         raise NotImplementedError
@@ -124,6 +124,22 @@ class OpenedInputs(Generic[InputsT_co]):
     @property
     def count(self) -> int:
         return len(self.places)
+
+    @cached_property
+    def _contents_sha256(self) -> list[bytes]:
+        unknown = [place for place in self.places if place not in self.known]
+        self.known.update(zip(unknown, self._hashes(unknown) if unknown else (), strict=True))
+        return [self.known[place] for place in self.places]
+
+    @cached_property
+    def ids(self) -> Tensor:
+        """The first 64 bits of each content's SHA-256, int64 [count]."""
+        return ids_from_hashes(self._contents_sha256)
+
+    @cached_property
+    def digest(self) -> str:
+        """One SHA-256 of all names and contents, in order."""
+        return digest_of_contents(zip(map(self._name, self.places), self._contents_sha256, strict=True))
 
     @property
     def skipped(self) -> str:
@@ -155,22 +171,30 @@ class OpenedInputs(Generic[InputsT_co]):
             allowed = f"; at most {self.max_bad} bad {self.noun} are allowed (--max-bad)" if len(bad) > 1 else ""
             raise BadInput(f"{reasons}{allowed}")
 
-    def _at(self, places: tuple[int, ...]) -> Self:
-        hashes = self._hashes(places)
-        digest = digest_of_contents(zip(map(self._name, places), hashes, strict=True))
-        return replace(self, places=places, ids=ids_from_hashes(hashes), digest=digest)
+    @property
+    def is_identified(self) -> bool:
+        """True if the places are known, so that parts can be chosen."""
+        return True
+
+    def identified(self) -> Self:
+        """Return the set with its places known. Raises BadInput for batches that can be read only once."""
+        return self
+
+    def head(self, count: int) -> "OpenedInputs[InputsT_co]":
+        """Return the first `count` inputs, which can be read before all others are."""
+        return self.subset(range(min(self.count, count)))
 
     def subset(self, positions: Sequence[int]) -> Self:
-        return self._at(tuple(self.places[position] for position in positions))
+        return replace(self, places=tuple(self.places[position] for position in positions))
 
     def sampled(self, samples: int | None, seed: int, *, where: object) -> Self:
-        return self._at(drawn_places(self.available, samples, seed, noun=self.noun, where=where))
+        return replace(self, places=drawn_places(self.available, samples, seed, noun=self.noun, where=where))
 
 
 InputSet = OpenedInputs[Inputs]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class IndexedInputs(OpenedInputs[Mapping[str, Tensor]]):
     """Inputs whose tensors can be read at any positions."""
 

@@ -24,7 +24,7 @@ from .inputs import IndexedInputs
 Arrays = Mapping[str, NDArray[Any]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class ArrayInputs(IndexedInputs):
     """Inputs that are rows of named arrays of one length; `as_int64` converts whole numbers to int64."""
 
@@ -61,7 +61,6 @@ _ROWS = 1024  # rows whose values are checked at a time
 
 
 class Sequences(ArrayInputs):
-    __slots__ = ()
     noun: ClassVar[str] = "sequences"
     as_int64: ClassVar[bool] = True
 

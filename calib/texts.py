@@ -26,7 +26,7 @@ class Line(NamedTuple):
     size: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Texts(IndexedInputs):
     """Documents, one a line; `first` is the first document, encoded."""
 
@@ -118,6 +118,7 @@ def open_texts(path: Path, *, encode: Encode, samples: int | None = None, seed: 
     lines = _read_lines(path)
     opened = Texts(available=len(lines), path=path, lines=lines, encode=encode, first={})
     texts = opened.sampled(samples, seed, where=path)
+    assert len(texts.ids) == texts.count  # hashed now, so that a change of the file while it is read is noticed
     first = encode([content.decode() for content in texts._contents(texts.places[:1])])
     if (count := input_count(first)) != 1:
         raise BadInput(f"{path}: one document is encoded as {count} inputs, expected 1")

@@ -11,7 +11,7 @@ from calib.fingerprints import Fingerprints
 from calib.moments import ChannelMoments, Moments
 from calib.store import load_moments, rows_and_widths, save_moments
 from corp_deploy.families.family import image_spec
-from corp_deploy.reduction.calibration_warnings import far_range_warning, few_inputs_warning, range_warning
+from corp_deploy.reduction.calibration_warnings import far_range_warning, few_inputs_warning
 from corp_deploy.store.checkpoint import save as save_model
 from tests import tiny
 
@@ -72,11 +72,12 @@ def test_values_far_from_the_preprocessing_are_warned_of(low: float, high: float
 
 
 def test_float_pixels_are_warned_of_and_byte_pixels_are_not(tmp_path: Path) -> None:
-    model, pixels = tiny.checkpoint().model, np.random.default_rng(0).integers(0, 256, (4, 3, 32, 32)).astype(np.uint8)
-    for scale, words in ((1, "like pixels"), (255, "scaled to 0 to 1")):
-        images = (pixels / scale).astype(np.float32)
-        assert words in range_warning(model, tiny.opened(tmp_path / f"{scale}.npy", images))
-    assert not range_warning(model, tiny.opened(tmp_path / "u.npy", pixels))  # type: ignore[arg-type]
+    save_model(tiny.checkpoint(), tmp_path / "dense")
+    pixels = np.random.default_rng(0).integers(0, 256, (64, 3, 32, 32)).astype(np.uint8)
+    floats = pixels.astype(np.float32)
+    for images, words in ((floats, "like pixels"), (floats / 255, "scaled to 0 to 1"), (pixels, "")):
+        found = corp_deploy.calibrate(tmp_path / "dense", images, tmp_path / "m.safetensors").warnings
+        assert any(words in each for each in found) if words else not found
 
 
 def test_calibrate_and_reduce_warn_of_repeated_images_and_record_it(tmp_path: Path) -> None:

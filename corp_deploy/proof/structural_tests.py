@@ -4,12 +4,11 @@ from collections.abc import Mapping
 
 import torch
 
-from calib.collect import Options, collect
+from calib.collect import PIXEL_RANGE, Options, collect
 from calib.moments import Moments
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import sites_of, token_weigher
 from corp_deploy.families.traced_model import hooked_model
-from corp_deploy.reduction.calibrate import PIXEL_RANGE
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.input_sets import merging_of_moments
 from corp_deploy.traced.models.sites import calibration_taps

@@ -27,7 +27,6 @@ from calib.patch_moments import PatchMoments
 from calib.sites import PatchTaps, Site
 from corp_deploy.algebra.planes import dims_of_planes
 from corp_deploy.algebra.scores import kept_from_scores, logit_energy, shared_by_groups
-from corp_deploy.families import traced_model
 from corp_deploy.families.family import (
     HEADS,
     example_of,
@@ -86,19 +85,6 @@ def _within_memory(model: nn.Module, taps: Sequence[Site], bytes_of_sums: int) -
         own, strength_GC = places[name]
         fewer[name] = replace(own, channels_GR=strength_GC.topk(count, dim=1).indices.sort(dim=1).values)
     return [fewer.get(tap.name, tap) for tap in taps]
-
-
-PIXEL_RANGE = "pixel_range"
-
-
-def _watched_range(model: nn.Module, ranges: list[tuple[float, float]]) -> AbstractContextManager[object]:
-    """Append the least and largest input value of every forward pass to `ranges` while the context is open."""
-
-    def look(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        low, high = inputs[0].aminmax()
-        ranges.append((float(low), float(high)))
-
-    return model.register_forward_pre_hook(look)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,35 +259,23 @@ def calibrate(
         token_weights=token_weigher(there.model),
     )
 
-    hooked_modules, ranges = hooked_model(there.model), list[tuple[float, float]]()
-
     def of_first(count: int, moments: Moments) -> Moments:
-        return _with_range(moments, ranges, images=images.subset(range(count)).digest)
+        return replace(moments, lineage={**moments.lineage, "images": images.subset(range(count)).digest})
 
-    # A resumed run sees a part of the images, and a GPU would have to wait: only a complete range is recorded.
-    is_watched = saved is None and device == "cpu" and traced_model.input_spec(there.model).medium == "images"
-    with _watched_range(hooked_modules, ranges) if is_watched else nullcontext():
-        moments = calib_calibrate.calibrate_sites(
-            hooked_modules,
-            sites,
-            images,
-            batch_size=batch_size,
-            device=device,
-            options=options,
-            lineage=lineage_for_moments(checkpoint, images),
-            checkpoint=saved,
-            ranks=ranks,
-            snapshots=None if snapshots is None else snapshots.changed(of_first),
-            progress=on_progress,
-        )
-    every = [pair for of_rank in ranks.all_gather(ranges) for pair in of_rank] if is_watched else []
-    return _with_range(moments, every)
-
-
-def _with_range(moments: Moments, ranges: Sequence[tuple[float, float]], **lineage: str) -> Moments:
-    if ranges:
-        lineage[PIXEL_RANGE] = f"{min(low for low, _ in ranges)!r}:{max(high for _, high in ranges)!r}"
-    return replace(moments, lineage={**moments.lineage, **lineage})
+    moments = calib_calibrate.calibrate_sites(
+        hooked_model(there.model),
+        sites,
+        images,
+        batch_size=batch_size,
+        device=device,
+        options=options,
+        lineage=lineage_for_moments(checkpoint),
+        checkpoint=saved,
+        ranks=ranks,
+        snapshots=None if snapshots is None else snapshots.changed(of_first),
+        progress=on_progress,
+    )
+    return replace(moments, lineage={**moments.lineage, "images": images.identified().digest})
 
 
 def ranks_of_this_run(device: str, *, timeout_s: float = 1800.0) -> AbstractContextManager[Ranks]:

@@ -12,20 +12,16 @@ from contextlib import suppress
 import numpy as np
 from torch import nn
 
+from calib.collect import PIXEL_RANGE
 from calib.images import Images
-from calib.inputs import InputSet
 from calib.moments import Moments
-from calib.sources import Array
 from calib.store import rows_and_widths
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import image_spec
 from corp_deploy.families.timm_images import ImageSpec
 
-from .calibrate import PIXEL_RANGE
-
 ROWS_OF_IMAGE = 32
 LEAST_INPUTS = 8
-LOOKED_AT = 32  # images, evenly spaced
 FAR = 8.0
 """The limit of values, as a multiple of the largest one that the preprocessing gives."""
 
@@ -73,19 +69,10 @@ def far_range_warning(low: float, high: float, spec: ImageSpec) -> str:
     )
 
 
-def range_warning(model: nn.Module, images: InputSet) -> str:
-    """Return the far_range_warning for about LOOKED_AT images of a float array, an empty text for all other inputs."""
-    if not isinstance(images, Images) or not isinstance(images.source, Array) or images.source.pixels is not None:
-        return ""
-    rows = images.source.images_N3HW[list(images.places[:: -(-images.count // LOOKED_AT)])]
-    low, high = float(rows.min()), float(rows.max())
-    return far_range_warning(low, high, image_spec(model)) if math.isfinite(low + high) else ""
-
-
-def warnings_of_moments(model: nn.Module, moments: Moments) -> list[str]:
-    """Return warnings about the calibration inputs, as far as the moments record them."""
+def warnings_of_moments(model: nn.Module, moments: Moments, noun: str = "inputs") -> list[str]:
+    """Return warnings about the calibration inputs, as far as the moments record them; images are called images."""
     takes_images = traced_model.input_spec(model).medium == Images.noun
-    found = [few_inputs_warning(moments, Images.noun if takes_images else "inputs")]
+    found = [few_inputs_warning(moments, Images.noun if takes_images else noun)]
     ranges = moments.lineage.get(PIXEL_RANGE)
     if takes_images and ranges is not None:
         with suppress(ValueError):  # the text holds no numbers; verify refuses it

@@ -33,7 +33,7 @@ from .calibrate import (
     memory_needed,
     sparsity_that_fits,
 )
-from .calibration_warnings import few_inputs_warning, range_warning
+from .calibration_warnings import warnings_of_moments
 from .method import PRESETS
 from .moments import summary_of_moments
 from .overfitting import estimate_overfitting
@@ -262,8 +262,8 @@ def write_moments(
     if summaries and run.snapshots:
         summaries[0]["snapshots"] = run.files(output).summaries()
     if summaries:
-        warnings = [range_warning(checkpoint.model, images), few_inputs_warning(moments, images.noun)]
-        summaries[0] |= {"warnings": list(filter(None, warnings))} if any(warnings) else {}
+        warnings = warnings_of_moments(checkpoint.model, moments, images.noun)
+        summaries[0] |= {"warnings": warnings} if warnings else {}
     if summaries and (gap := estimate_overfitting(checkpoint.model, moments)) is not None:
         summaries[0]["overfitting"] = gap.as_json()
     if parts.held_out is not None:

@@ -115,7 +115,8 @@ def _embed_parts(
         sets = {output: fitted, held_out_path(output): held_out}
     digest, kept = layers.digest(), hashlib.sha256(f"{run.statistics} {run.batch_size}".encode()).hexdigest()[:8]
     for path, own in sets.items():
-        lineage = lineage_for_moments(layers.checkpoint, own, digest) | {"dtype": run.statistics.precision}
+        lineage = lineage_for_moments(layers.checkpoint, digest)
+        lineage |= {"images": own.digest, "dtype": run.statistics.precision}
         embeddings = layers.embeddings()
         with torch.inference_mode():
             batches = (next(iter(tensors_by_name(batch).values())) for batch in own.batches(run.batch_size))

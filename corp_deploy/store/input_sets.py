@@ -205,8 +205,8 @@ def merging_of_moments(lineage: Mapping[str, str]) -> Merging | None:
     return record_from_bytes(text.encode(), MergingEntry, where="the moments' merging").merging
 
 
-def lineage_for_moments(checkpoint: Checkpoint, inputs: InputSet, digest: str | None = None) -> dict[str, str]:
-    """Return the lineage of moments: architecture, preprocessing, token merging, digests of weights and inputs.
+def lineage_for_moments(checkpoint: Checkpoint, digest: str | None = None) -> dict[str, str]:
+    """Return a model's part of the lineage of moments: architecture, preprocessing, merging, digest of weights.
 
     `digest` is that of the weights, for a model that was built without them.
     """
@@ -216,5 +216,4 @@ def lineage_for_moments(checkpoint: Checkpoint, inputs: InputSet, digest: str | 
         "model": digest or model_digest(model),
         "preprocessing": preprocessing_text(model),
         **({MERGING: merging} if merging else {}),
-        "images": inputs.digest,
     }
