@@ -1,7 +1,8 @@
 """corp-deploy: ship smaller vision transformers. Importing this package imports neither torch nor timm.
 
 Its functions are those behind the commands: `load` a model, `calibrate` it, `reduce` it, `export` the result, `verify`
-that its outputs agree, `bench` it against the dense one; `sites` names the places of a module that can be reduced.
+that its outputs agree, `bench` it against the dense one, or `ship` it, which does all of this; `sites` names the places
+of a module that can be reduced.
 These names stay stable; everything else is internal and may change.
 """
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from .api.models import Source, load, sites
     from .api.proof import verify
     from .api.reduction import Reduced, ReduceOptions, reduce
+    from .api.release import Release, ship
     from .api.speed import Speed, bench
 
 __version__ = "0.1.0"
@@ -28,6 +30,7 @@ __all__ = [
     "NotComparable",
     "ReduceOptions",
     "Reduced",
+    "Release",
     "Source",
     "Speed",
     "bench",
@@ -35,6 +38,7 @@ __all__ = [
     "export",
     "load",
     "reduce",
+    "ship",
     "sites",
     "verify",
 ]
@@ -45,6 +49,7 @@ _HOMES = {
     "models": ("Source", "load", "sites"),
     "proof": ("verify",),
     "reduction": ("ReduceOptions", "Reduced", "reduce"),
+    "release": ("Release", "ship"),
     "speed": ("Speed", "bench"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

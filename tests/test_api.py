@@ -35,7 +35,7 @@ from tests.command import invoked
 from tests.pages import ROOT
 from tests.refusals import rejects
 
-FUNCTIONS = ("bench", "calibrate", "export", "load", "reduce", "sites", "verify")
+FUNCTIONS = ("bench", "calibrate", "export", "load", "reduce", "ship", "sites", "verify")
 # What commands have for terminals, processes and whole machines.
 OF_COMMANDS = {
     "calibrate": {"checkpoint_every", "sequential", "summary"},
@@ -44,6 +44,7 @@ OF_COMMANDS = {
     "verify": {"random", "metric", "metric_time_limit", "polygraphy", "other_graph", "write_golden"}
     | {"length", "provider"},
     "bench": {"lengths", "cached"},
+    "ship": set(),
 }
 OF_SOURCES = {*options_of(ModelSource), *KINDS, "model", "trust_code"}
 """What commands take beside a model's name and its inputs, which Python has as values."""

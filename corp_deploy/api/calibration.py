@@ -1,7 +1,7 @@
 """The function corp_deploy.calibrate."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,7 @@ from corp_deploy.reduction.moments_files import CalibrationRun, held_out_path, w
 from ground.gpu import require_device
 
 from .in_python import function_from_record
-from .models import OfModel, Written, open_inputs, open_model
-from .values import InputsLike
+from .models import OnInputs, Written, open_inputs, open_model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,12 +41,7 @@ class Calibration(Written):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _On(OfModel):
-    inputs: InputsLike = field(kw_only=False)
-
-
-@dataclass(frozen=True, kw_only=True)
-class CalibrateCall(Decoded, Drawn, CalibrateOptions, CalibrateFiles, _On):
+class CalibrateCall(Decoded, Drawn, CalibrateOptions, CalibrateFiles, OnInputs):
     """The parameters of `calibrate`."""
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from corp_deploy.invocation.calibration import CalibrateOptions
+from corp_deploy.invocation.engine import ShipOptions
 from corp_deploy.invocation.export_choice import ExportOptions
 from corp_deploy.invocation.input_choice import Drawn, HoldOutOptions
 from corp_deploy.invocation.option import WRITTEN, Option, Record, options_of
@@ -33,6 +34,7 @@ FUNCTIONS: Mapping[str, tuple[type[Record], ...]] = {
     "export": (ExportOptions, Drawn),
     "verify": (ProofOptions, HoldOutOptions, Drawn),
     "bench": (BenchOptions,),
+    "ship": (ShipOptions,),
 }
 INPUTS = ("images", "text", "arrays", "tokens")
 

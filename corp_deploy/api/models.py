@@ -78,6 +78,13 @@ class OfModel(Record):
     model: ModelLike = field(kw_only=False)
 
 
+@dataclass(frozen=True, kw_only=True)
+class OnInputs(OfModel):
+    """Base of the parameters of functions that need inputs, the second and positional one."""
+
+    inputs: InputsLike = field(kw_only=False)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
     """A written file or directory, by its `path`, which `os.fspath` returns too."""

@@ -13,7 +13,7 @@ from corp_deploy.invocation.option_support import spelled
 from corp_deploy.invocation.values import TEXT, Repeated
 from corp_deploy.release.baseline import Baseline
 from corp_deploy.views.console import Output
-from ground.errors import EXIT_FAILED, EXIT_MISSING, BadInput
+from ground.errors import EXIT_FAILED, BadInput
 
 from .command import command
 from .options import DIRECTORY, FILE, trust_engine_option, trust_option
@@ -197,11 +197,9 @@ SIGNATURES = {
 
 def make_release(job: "Job", out: Output, *closing: str) -> int:
     """Make a release, and print its result with the lines `closing`; return the exit code."""
-    from corp_deploy.release.names import GATE, PARITY, own_records
+    from corp_deploy.release.names import PARITY
     from corp_deploy.release.pace import Pace, limited_seconds
-    from corp_deploy.release.proven import proof_of_directory
     from corp_deploy.views.parity import gate_shown
-    from perf.gate.verdicts import load_gate
     from perf.parity.parity import load_parity
 
     pace, output = Pace(out.note, seconds=limited_seconds(job.recipe)), job.root
@@ -216,22 +214,18 @@ def make_release(job: "Job", out: Output, *closing: str) -> int:
         "gate": released.verdict,
         "signature": released.signature,
     }
-    if released.exit_code is None:
-        for name, why in outcome.blocked.items():
-            out.warn(f"{name}: {why}")
+    for sentence in released.warnings:
+        out.warn(sentence)
+    if released.gate is None:
         out.result(record, "stages are left for another machine; --plan-only writes them as a script", *closing)
-        return EXIT_MISSING
+        return released.exit_code
     signature = "" if released.signature is None else f"; {SIGNATURES[released.signature]}"
     done, kept = len(outcome.finished), len(outcome.cached)
     summary = f"{done} stages done, {kept} kept as they were"
     summary = summary if done else f"nothing to do: all {kept} stages are up to date"
-    gate, parity, proof = load_gate(output / GATE), load_parity(output / PARITY), proof_of_directory(output)
-    for sentence in (*job.baseline.unwritten(own_records(job.recipe, output), gate), *parity.warnings):
-        out.warn(sentence)
-    if proof.failed and job.recipe.package.name is not None and not job.recipe.package.allow_failed:
-        out.warn(proof.refusal(output, "allow_failed = true under [package]"))
+    accuracy = load_parity(output / PARITY).accuracy_lines
     verdict = f"{output}: gate {released.verdict}{signature}"
-    out.result(record, summary, *gate_shown(gate), *parity.accuracy_lines, verdict, *closing)
+    out.result(record, summary, *gate_shown(released.gate), *accuracy, verdict, *closing)
     return released.exit_code
 
 

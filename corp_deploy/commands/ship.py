@@ -7,21 +7,18 @@ import click
 
 from corp_deploy.invocation.budget_choice import BudgetChoice
 from corp_deploy.invocation.calibration import PassOptions
-from corp_deploy.invocation.engine import ShipOptions
+from corp_deploy.invocation.engine import ShipFiles, ShipOptions
 from corp_deploy.invocation.input_choice import Drawn
 from corp_deploy.invocation.running import BenchOptions
-from corp_deploy.release.baseline import Baseline
 from corp_deploy.views.console import Output
-from ground.errors import BadInput
 
 from .command import ModelChoice, command, some
-from .options import DIRECTORY, trust_engine_option
+from .options import trust_engine_option
 from .release import make_release
 
 
 @command(first="weights images held-out macs params within target precision batch output")
 @click.argument("model")
-@click.option("--output", "-o", type=DIRECTORY, required=True, help="Directory of the release, and of its recipe.toml.")
 @trust_engine_option
 def ship(
     model: ModelChoice,
@@ -30,7 +27,7 @@ def ship(
     drawn: Drawn,
     run: Annotated[PassOptions, some("device", device="Where the calibration runs.")],
     timed: Annotated[BenchOptions, some("batches", "time_limit")],
-    output: Path,
+    files: ShipFiles,
     out: Output,
 ) -> int:
     """Make a release of a model and a folder of images.
@@ -51,19 +48,12 @@ def ship(
     -o shipped
     """
     from corp_deploy.release.incremental import locked_release
-    from corp_deploy.release.names import RECIPE
-    from corp_deploy.release.run import Job
-    from corp_deploy.release.ship import ShipRequest, recipe_to_ship, rerun_command
+    from corp_deploy.release.ship import ShipRequest, job_to_ship, rerun_command
 
     request = ShipRequest(source=model, options=options, drawn=drawn, budget=budget, timed=timed, run=run)
-    path = output / RECIPE
-    with locked_release(output):
-        recipe = recipe_to_ship(request, output)
-        closing = f"to change anything, edit {path}; this does again only what changed: {rerun_command(recipe, output)}"
-        job = Job(recipe=recipe, path=path, root=output, baseline=Baseline(), warn=out.warn)
-        try:
-            return make_release(job, out, closing)
-        except BadInput as error:
-            # A refusal before any work is about options, as the recipe is not written yet.
-            words = str(error) if path.exists() else str(error).replace(f"{path.resolve()}: ", "")
-            raise BadInput(words) from error
+    output = Path(files.output)
+    with locked_release(output), job_to_ship(request, output, out.warn) as job:
+        again = rerun_command(job.recipe, output)
+        return make_release(
+            job, out, f"to change anything, edit {job.path}; this does again only what changed: {again}"
+        )

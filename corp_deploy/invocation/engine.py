@@ -12,7 +12,7 @@ from ground.quantity import BATCH, INSTANCES, MODEL_VERSION, OPTIMIZATION_LEVEL,
 
 from .option import NEEDED, PathLike, Record, option
 from .table import AUDIT, BUILD, ENGINE_OPTIONS
-from .values import FILE, PATH, TEXT, ListOf, OneOf, ParsedText, Repeated
+from .values import DIRECTORY, FILE, PATH, TEXT, ListOf, OneOf, ParsedText, Repeated
 
 if TYPE_CHECKING:
     from export.triton.config import Serving
@@ -161,3 +161,10 @@ class ShipOptions(Record, heading="What is made"):
         ("fp32", "fp16"),
         help="Precisions of the graphs: a CPU runs the first, a GPU fp16 where it is among them.",
     )
+
+
+@dataclass(frozen=True)
+class ShipFiles(Record):
+    """The directory that `ship` writes, a positional parameter in Python."""
+
+    output: PathLike = option(DIRECTORY, NEEDED, help="Directory of the release, and of its recipe.toml.")

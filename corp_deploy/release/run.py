@@ -1,21 +1,24 @@
 """The operations on a recipe: plan it, run it, run single stages, write a script of stages. Imports no torch."""
 
 import fnmatch
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from ground.errors import BadInput, Missing
+from ground.errors import EXIT_MISSING, BadInput, Missing
 from ground.files import write_text
 from ground.outputs import require_writable
+from perf.gate.gate import Gate
 from perf.gate.verdicts import load_gate
+from perf.parity.parity import load_parity
 from perf.stats.trend import add_release
 
 from . import incremental
 from .baseline import Baseline
 from .incremental import Outcome, Stage, StageStatus
-from .names import GATE, SCRIPT, SUMS, own_records
+from .names import GATE, PARITY, SCRIPT, SUMS, own_records
+from .proven import proof_of_directory
 from .recipe import Recipe
 from .recipe_checks import require_inputs
 from .recipe_toml import rendered
@@ -30,16 +33,25 @@ Signature = Literal["signed", "kept", "removed", "refused"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Released:
-    """The result of a run, with the gate's verdict.
+    """The result of a run, with the gate's record and reasons for doubt (`warnings`).
 
-    `verdict` and `exit_code` are None while stages wait for another machine; `signature` is None if no signature was
-    made or removed, and no signer is given.
+    `gate` is None while stages wait for another machine; `signature` is None if no signature was made or removed, and
+    no signer is given.
     """
 
     outcome: Outcome
-    verdict: str | None
-    exit_code: int | None
+    gate: Gate | None = None
+    warnings: tuple[str, ...] = ()
     signature: Signature | None = None
+
+    @property
+    def verdict(self) -> str | None:
+        return None if self.gate is None else self.gate.verdict
+
+    @property
+    def exit_code(self) -> int:
+        """The gate's exit code, EXIT_MISSING while stages wait for another machine."""
+        return EXIT_MISSING if self.gate is None else self.gate.exit_code
 
 
 def _names_like(patterns: Sequence[str], stages: Sequence[Stage], option: str) -> set[str]:
@@ -110,13 +122,20 @@ class Job:
         if outcome.blocked:
             if outcome.finished:
                 unsign(self.root)
-            return Released(outcome=outcome, verdict=None, exit_code=None)
+            return Released(outcome=outcome, warnings=tuple(f"{name}: {why}" for name, why in outcome.blocked.items()))
         gate, own = load_gate(self.root / GATE), own_records(self.recipe, self.root)
         if self.recipe.gate.history is not None:
             add_release(self.recipe.gate.history, own["bench"])
         self.baseline.start(own, exit_code=gate.exit_code)
         signature = self._signature(passed=gate.exit_code == 0, changed=bool(outcome.finished))
-        return Released(outcome=outcome, verdict=gate.verdict, exit_code=gate.exit_code, signature=signature)
+        warnings = (*self.baseline.unwritten(own, gate), *self._doubts())
+        return Released(outcome=outcome, gate=gate, warnings=warnings, signature=signature)
+
+    def _doubts(self) -> Iterator[str]:
+        yield from load_parity(self.root / PARITY).warnings
+        proof = proof_of_directory(self.root)
+        if proof.failed and self.recipe.package.name is not None and not self.recipe.package.allow_failed:
+            yield proof.refusal(self.root, "allow_failed = true under [package]")
 
     def _run_all(self, stages: Sequence[Stage]) -> Outcome:
         """Run the stages before the gate and then, if none of these is blocked, the gate and the stages after it."""

@@ -1,7 +1,8 @@
 """The recipe that `ship` writes for a model and a folder of images. Torch is imported to open these."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,13 @@ from corp_deploy.invocation.running import BenchOptions
 from corp_deploy.invocation.source import ModelSource
 from ground.errors import BadInput
 
+from .baseline import Baseline
 from .names import RECIPE
 from .recipe import SECTIONS, Recipe
 from .recipe_file import load_recipe, model_table, paths_in_tables
 from .recipe_keys import record_of, values_of
 from .recipe_tables import TargetTable
+from .run import Job
 from .targets import missing_to_run
 
 LEAST_IMAGES = 16
@@ -80,6 +83,21 @@ def recipe_to_ship(request: ShipRequest, root: Path) -> Recipe:
                 f"run `{rerun_command(recipe, root)}` if it may"
             )
     return recipe
+
+
+@contextmanager
+def job_to_ship(request: ShipRequest, root: Path, warn: Callable[[str], None]) -> Iterator[Job]:
+    """Yield the job of a request in the directory `root`, whose lock the caller holds; raise as recipe_to_ship does.
+
+    A BadInput raised within names the recipe only if it is written, since an earlier refusal is about the request.
+    """
+    path = root / RECIPE
+    job = Job(recipe=recipe_to_ship(request, root), path=path, root=root, baseline=Baseline(), warn=warn)
+    try:
+        yield job
+    except BadInput as error:
+        words = str(error) if path.exists() else str(error).replace(f"{path.resolve()}: ", "")
+        raise BadInput(words) from error
 
 
 def _differences(request: ShipRequest, recipe: Recipe) -> Iterator[str]:
