@@ -61,8 +61,9 @@ def _nothing_outside() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _state_apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What is built in tests is not listed among the user's own engines."""
+    """What is built in tests is not listed among the user's own engines, and annotates no run that they are part of."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("GITHUB_ACTIONS", raising=False)
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         yield
 

@@ -531,7 +531,7 @@ def play_gpu(there: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow("process")
 def test_ci_script_publishes_and_returns_the_gates_exit_code(home: Path) -> None:
     results, summary = home / "results", home / "summary.md"
-    environment = os.environ | PATH | {"GITHUB_STEP_SUMMARY": str(summary)}
+    environment = os.environ | PATH | {"GITHUB_ACTIONS": "true", "GITHUB_STEP_SUMMARY": str(summary)}
 
     def script() -> int:
         words = ("sh", ROOT / "examples" / "ci" / "release.sh", "recipe.toml", "out", "baseline.json", results)
@@ -540,7 +540,7 @@ def test_ci_script_publishes_and_returns_the_gates_exit_code(home: Path) -> None
     assert script() == 0
     assert (home / "baseline.json").is_file()
     assert (results / "report.xml").read_text().startswith("<?xml")
-    assert summary.read_text() == (results / "report.md").read_text()
+    assert summary.read_text() == (results / "report.md").read_text() + "\n"
     edit(home, "[gate]", "[gate] # a mistake\nfail = 1")
     assert script() == 2
 

@@ -30,7 +30,7 @@ def test_imports_have_no_cycles(graph: grimp.ImportGraph, room: str) -> None:
 def test_corp_deploy_has_few_entries() -> None:
     aside = {"__pycache__", "py.typed"}
     entries = [path.name for path in (ROOT / "corp_deploy").iterdir() if path.name not in aside]
-    assert len(entries) <= 19, sorted(entries)
+    assert len(entries) <= 20, sorted(entries)
 
 
 def test_package_initialisers_are_empty() -> None:

@@ -6,11 +6,16 @@ import re
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from corp_deploy.formats.bencher import bmf_from_figures
+from corp_deploy.formats.figures import figures_of
+from corp_deploy.formats.openmetrics import openmetrics_from_records
+from corp_deploy.formats.tracking import tracked_from_figures
 from corp_deploy.planning.sweep_points import DensePoint, SweepPoint, speed_from_row
 from corp_deploy.proof.compatibility import compare_latencies
 from corp_deploy.proof.gate import comparison_as_json
@@ -22,7 +27,7 @@ from ground.records import json_from_record, record_from_text
 from perf.gate.evidence import Evidence
 from perf.gate.gate import Gate, judge
 from perf.gate.rule import rule_from_text
-from perf.gate.verdicts import junit_from_gate, markdown_from_gate, tracked_from_summary
+from perf.gate.verdicts import junit_from_gate, markdown_from_gate
 from perf.record.decoders import DecoderBench, KvCache, Prefill
 from perf.record.runs import OUT_OF_TIME, Bench, BenchTrial, Row
 from perf.report import render
@@ -101,8 +106,9 @@ EVERY: dict[str, Callable[[], str]] = {
     "report.md": lambda: render.markdown_from_record(reported()),
     "report.csv": lambda: render.csv_from_record(reported()),
     "report.xml": lambda: render.junit_from_record(reported()),
-    "smaller is better": lambda: tracked_from_summary(summarise(record()), "smaller"),
-    "bigger is better": lambda: tracked_from_summary(summarise(record()), "bigger"),
+    "tracking": lambda: tracked_from_figures(figures_of(Evidence(bench=record()))),
+    "bencher.json": lambda: bmf_from_figures(figures_of(Evidence(bench=record()))),
+    "metrics": lambda: openmetrics_from_records(Evidence(bench=record()), judged(), Path()),
     "engine record": lambda: json.dumps(json_from_record(compare_latencies(record(), "8.6")), allow_nan=False),
 }  # fmt: skip
 

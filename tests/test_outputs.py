@@ -42,6 +42,7 @@ COMMANDS: dict[tuple[str, str], tuple[str, ...]] = {
     ("gate", "output"): ("gate", "bench.json", "--fail-if", "p50@b1 > 1", "-o"),
     ("gate", "history"): ("gate", "bench.json", "--history"),
     ("gate", "track"): ("gate", "bench.json", "--track"),
+    ("gate", "metrics"): ("gate", "bench.json", "--metrics"),
     ("gate", "path"): ("gate", "bench.json", "--init-baseline", "--baseline"),
     ("report", "output"): ("report", "records", "-o"),
     ("ship", "output"): ("ship", "m", *INPUTS, "-o"),

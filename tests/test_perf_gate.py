@@ -18,7 +18,7 @@ from perf.gate.evidence import Evidence
 from perf.gate.gate import EXIT_CODES, Gate, JudgedRule, judge
 from perf.gate.gate import PARITY as PROOF
 from perf.gate.rule import rule_from_text
-from perf.gate.verdicts import junit_from_gate, load_gate, markdown_from_gate, save_gate, tracked_from_summary
+from perf.gate.verdicts import junit_from_gate, load_gate, markdown_from_gate, save_gate
 from perf.parity.link import Link, LinkKind
 from perf.parity.parity import ImageSet, Parity
 from perf.parity.tolerance import judge_measures as judge_link
@@ -26,7 +26,6 @@ from perf.parity.tolerance import user_tolerance
 from perf.record.runs import OUT_OF_TIME, Bench, BenchTrial, Row, SubjectRecord, TimedBlock
 from perf.stats.compare import compare_records, markdown_from_comparison, ratio_of_independent
 from perf.stats.stats import Interval
-from perf.stats.summary import summarise
 from tests.doubles import some
 from tests.histories import block, row
 from tests.links import link_between
@@ -420,16 +419,6 @@ def test_markdown_and_json(tmp_path: Path) -> None:
     document = json.loads((tmp_path / "gate.json").read_text())
     assert (document["kind"], document["verdict"], document["exit_code"]) == ("gate", "FAIL", 1)
     assert document["rules"][1]["value"] == 600
-
-
-def test_tracked_figures_are_split_by_direction() -> None:
-    smaller = json.loads(tracked_from_summary(summarise(plain()), "smaller"))
-    bigger = json.loads(tracked_from_summary(summarise(plain()), "bigger"))
-    assert {figure["unit"] for figure in smaller} == {"ms", "bytes"}
-    assert {figure["unit"] for figure in bigger} == {"images/s", "times"}
-    p50 = next(figure for figure in smaller if figure["name"] == "reduced p50 at batch 8")
-    assert p50["value"] == pytest.approx(8.0, rel=0.01)
-    assert "to" in p50["range"]
 
 
 def test_comparison_lists_differences_first_and_marks_insignificant_ones() -> None:

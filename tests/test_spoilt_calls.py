@@ -24,7 +24,7 @@ SPOILT = {
     "cut.npy": b"\x93NUMPY\x01\x00v\x00{'descr': '<f4', 'fortran_order': False, 'shape': (99999999999999, 3), }",
     "open.toml": b"[model\nmodel = ",
 }
-OUTPUTS = ("output", "summary", "track", "write_golden", "polygraphy", "timing_cache", "history")
+OUTPUTS = ("output", "summary", "track", "write_golden", "polygraphy", "timing_cache", "history", "metrics")
 FREE = {("package", "--name"), ("report", "--title"), ("release", "--init"), ("release", "--only")}
 """Options that take any word, or that have tests of their own."""
 MODEL, IMAGES, MOMENTS = "--model model", "--images images.npy", "--moments moments.safetensors"

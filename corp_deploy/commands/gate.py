@@ -1,5 +1,6 @@
 """The commands gate and report."""
 
+import os
 from dataclasses import asdict
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from .command import command
 from .options import DIRECTORY, FILE
 
 
-@command()
+@command(first="output fail-if confidence history track metrics baseline baseline-parity init-baseline")
 @click.argument("records", nargs=-1, required=True, type=FILE)
 @click.option(
     "--output",
@@ -49,15 +50,22 @@ def gate_command(
     which of the two it judges. Records from other machines or settings are left out and named. With -o gate.json,
     history.json and history.svg go beside it.
 
+    In GitHub Actions every rule that did not pass annotates the run, and the table goes to the step's summary.
+
     Exit codes: 0 pass, 1 fail, 3 inconclusive or a parity.json alone in which no link had a limit, 5 not comparable.
 
     Example: corp-deploy gate bench.json parity.json --fail-if 'speedup@b8 < 1.2' --fail-if 'top1_agreement < 0.99'
     """
+    from corp_deploy.formats.annotations import annotate_run
+    from corp_deploy.formats.openmetrics import openmetrics_from_records
+    from corp_deploy.formats.tracking import write_tracking
     from corp_deploy.proof import gate as judging
     from corp_deploy.views.parity import gate_shown
+    from ground.files import write_text
     from perf.gate.gate import Gate
     from perf.gate.history import judge_history
     from perf.gate.rule import rule_from_text
+    from perf.gate.verdicts import markdown_from_gate
     from perf.stats.trend import add_release
 
     for path in output:
@@ -90,7 +98,11 @@ def gate_command(
     for path in output:
         judging.write_gate_file(judged, path)
     if options.track is not None:
-        judging.write_tracking(now, options.track)
+        write_tracking(now, options.track)
+    if options.metrics is not None:
+        name, version = options.name, options.model_version
+        text = openmetrics_from_records(now, judged, records[0].parent, name=name, version=version)
+        write_text(options.metrics, text)
     if trend is not None:
         folder = next((path.parent for path in output if path.suffix == ".json"), None)
         if folder is not None:
@@ -105,6 +117,8 @@ def gate_command(
         out.warn(sentence)
     result = {"verdict": judged.verdict, "exit_code": judged.exit_code, **asdict(judged)}
     out.result(result, *gate_shown(judged), f"gate {judged.verdict}")
+    for line in annotate_run(judged, markdown_from_gate(judged), os.environ):
+        click.echo(line, err=True)
     return judged.exit_code
 
 

@@ -1,5 +1,6 @@
 """The commands release and check."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -97,6 +98,8 @@ def release(
 
     --sign signs a release that passes its gate, under the recipe's release.name and release.version: model.sig covers
     every file. --sign sigstore uses the identity of the CI job, which needs the network.
+
+    In GitHub Actions every rule that did not pass annotates the run, and report.md goes to the step's summary.
 
     Exit codes are the gate's (0 pass, 1 fail, 3 inconclusive, 5 not comparable), and 4 when stages need another
     machine, which has the GPU or runtime of their target.
@@ -197,9 +200,11 @@ SIGNATURES = {
 
 def make_release(job: "Job", out: Output, *closing: str) -> int:
     """Make a release, and print its result with the lines `closing`; return the exit code."""
+    from corp_deploy.formats.annotations import annotate_run
     from corp_deploy.release.names import PARITY
     from corp_deploy.release.pace import Pace, limited_seconds
     from corp_deploy.views.parity import gate_shown
+    from ground.files import text_from_file
     from perf.parity.parity import load_parity
 
     pace, output = Pace(out.note, seconds=limited_seconds(job.recipe)), job.root
@@ -226,6 +231,8 @@ def make_release(job: "Job", out: Output, *closing: str) -> int:
     accuracy = load_parity(output / PARITY).accuracy_lines
     verdict = f"{output}: gate {released.verdict}{signature}"
     out.result(record, summary, *gate_shown(released.gate), *accuracy, verdict, *closing)
+    for line in annotate_run(released.gate, text_from_file(output / "report.md"), os.environ):
+        click.echo(line, err=True)
     return released.exit_code
 
 

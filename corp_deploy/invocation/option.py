@@ -33,7 +33,7 @@ NEEDED = MISSING
 """The default that marks an option as required."""
 WRITTEN = (
     *("output", "summary", "write_golden", "polygraphy"),
-    *("timing_cache", "latency_tables", "history", "track"),
+    *("timing_cache", "latency_tables", "history", "track", "metrics"),
 )
 """The options that name files or directories to write."""
 

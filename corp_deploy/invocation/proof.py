@@ -12,6 +12,7 @@ from ground.quantity import (
     ERROR,
     FACTOR,
     LEVEL,
+    MODEL_VERSION,
     NATS,
     RATIO,
     SECONDS,
@@ -22,8 +23,9 @@ from ground.quantity import (
 )
 
 from .option import PathLike, Record, option
+from .option_support import spelled
 from .table import VERIFY_REFERENCE
-from .values import DIRECTORY, FILE, ListOf, OneOf, Repeated, text_of
+from .values import DIRECTORY, FILE, SERVED_NAME, ListOf, OneOf, Repeated, text_of
 
 Runtime = Literal["openvino", "openvino-fp16", "openvino-bf16"]
 
@@ -211,7 +213,7 @@ class MetricOptions(Record, heading="Proof"):
 
 @dataclass(frozen=True, kw_only=True)
 class GateOptions(Record):
-    """The options of `gate`: rules, the history of releases, and files for benchmark tracking."""
+    """The options of `gate`: rules, the history of releases, and files for benchmark tracking and dashboards."""
 
     rules: Sequence[str] = option(
         Repeated(),
@@ -225,11 +227,27 @@ class GateOptions(Record):
         DIRECTORY,
         help="Judge bench.json against the releases kept in this directory, then add it; nothing there is overwritten.",
     )
-    track: Path | None = option(DIRECTORY, in_recipe=False, help="Write files for benchmark tracking here.")
+    track: Path | None = option(
+        DIRECTORY, in_recipe=False, help="Write files for benchmark tracking here: lists for actions, bencher.json."
+    )
+    metrics: Path | None = option(
+        FILE, in_recipe=False, help="Write promised figures and verdict as OpenMetrics text, for dashboards."
+    )
+    name: str | None = option(
+        SERVED_NAME,
+        in_recipe=False,
+        help="With --metrics: the model's name on the server; default: that of the release beside the records.",
+    )
+    model_version: int | None = option(
+        MODEL_VERSION, in_recipe=False, help="With --metrics: its version on the server; default: the release's."
+    )
 
     def refuse_ignored(self, options: Mapping[str, Any]) -> None:
         if "confidence" in options and not self.rules:
             raise BadInput("--confidence has no effect without rules to judge; give one with --fail-if")
+        for name in ("name", "model_version"):
+            if self.metrics is None and name in options:
+                raise BadInput(f"{spelled(name)} labels the figures of --metrics: give --metrics FILE")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,13 +13,12 @@ from perf.gate.gate import PARITY, Gate, JudgedRule, Verdict, judge
 from perf.gate.history import save_trend
 from perf.gate.parity_figures import find_judged_outputs
 from perf.gate.rule import FITTED, Rule, rule_from_text
-from perf.gate.verdicts import junit_from_gate, markdown_from_gate, save_gate, tracked_from_summary
+from perf.gate.verdicts import junit_from_gate, markdown_from_gate, save_gate
 from perf.parity.parity import HOW_TO_JUDGE, load_parity
 from perf.record.runs import load_bench
 from perf.report.curves import draw_history
 from perf.stats.compare import Comparison
 from perf.stats.stats import DEFAULT_CONFIDENCE
-from perf.stats.summary import summarise
 from perf.stats.trend import Trend, build_trend, load_history, release_of_file
 
 TREND, PLOT = "history.json", "history.svg"
@@ -96,15 +95,6 @@ def write_gate_file(gate: Gate, path: Path) -> None:
         save_gate(gate, path)
     else:
         write_text(path, markdown_from_gate(gate) if path.suffix == ".md" else junit_from_gate(gate))
-
-
-def write_tracking(now: Evidence, directory: Path) -> None:
-    """Write smaller-is-better.json and bigger-is-better.json, which CI actions for tracking benchmarks read."""
-    if now.bench is None:
-        raise BadInput("--track writes timings; give a bench.json among the records")
-    summary = summarise(now.bench)
-    write_text(directory / "smaller-is-better.json", tracked_from_summary(summary, "smaller"))
-    write_text(directory / "bigger-is-better.json", tracked_from_summary(summary, "bigger"))
 
 
 def comparison_as_json(comparison: Comparison) -> dict[str, Any]:

@@ -30,8 +30,5 @@ mkdir -p "$results"
 for name in report.md report.xml report.html gate.json; do
     cp "$release/$name" "$results/" || exit 70
 done
-if [ -n "${GITHUB_STEP_SUMMARY:-}" ]; then
-    cat "$release/report.md" >>"$GITHUB_STEP_SUMMARY"
-fi
 corp-deploy check "$release" || exit $?
 exit "$status"

@@ -91,14 +91,15 @@ def find_own_metric(parity: Parity | None, rule: Rule, subject: str | None, wher
     return row
 
 
-def _shipped_links(links: Sequence[Link]) -> list[Link]:
+def shipped_links(links: Sequence[Link]) -> list[Link]:
+    """Return the links to the shipped artefact, one for each output."""
     last = next((link for link in reversed(links) if link.kind == "whole"), links[-1])
     return [link for link in links if (link.kind, link.candidate) == (last.kind, last.candidate)]
 
 
 def find_link(links: Sequence[Link], rule: Rule, where: str) -> Link:
     """Return the link that a rule names by link or output, or else the link to the shipped artefact."""
-    shipped = _shipped_links(links)
+    shipped = shipped_links(links)
     if rule.link is None:
         return shipped[-1]
     named = {link.output: link for link in shipped} | {link.name: link for link in links}
@@ -113,7 +114,7 @@ def find_link(links: Sequence[Link], rule: Rule, where: str) -> Link:
 def rules_by_output(rule: Rule, parity: Parity | None) -> list[Rule]:
     if parity is None or rule.link is not None or rule.is_own or rule.is_of_bench or rule.metric in (FITTED, ACCURACY):
         return [rule]
-    telling = [link for link in _shipped_links(parity.links) if rule.metric in asdict(link.measures)]
+    telling = [link for link in shipped_links(parity.links) if rule.metric in asdict(link.measures)]
     if len(telling) < 2 and all(link.output is None for link in telling):
         return [rule]
     return [replace(rule, link=link.name, text=f"{rule.text} [{link.output}]") for link in telling] or [rule]
@@ -128,7 +129,7 @@ def find_judged_outputs(rule: Rule, parity: Parity) -> list[str]:
     if rule.metric == ACCURACY:
         return [name for name, links in parity.outputs.items() if links[0].role == "logits"][:1]
     links = [find_link(parity.links, each, "this record") for each in rules_by_output(rule, parity)]
-    shipped = _shipped_links(parity.links)
+    shipped = shipped_links(parity.links)
     return [each.output or each.role for each in links if each in shipped or each.kind == "reduced"]
 
 

@@ -1,21 +1,13 @@
-"""Writers of a judged gate as JSON, JUnit XML and Markdown, and of a bench record for benchmark-tracking actions.
+"""Writers of a judged gate as JSON, JUnit XML and Markdown."""
 
-Those actions read a list of JSON objects with name, unit, value and range.
-"""
-
-import json
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
 from xml.etree import ElementTree
 
 from ground.files import write_json
 from ground.quantity import format_number
 from ground.records import record_from_file
 from ground.text import markdown_line, printable
-from perf.stats.stats import Interval
-from perf.stats.summary import Summary
 
 from .gate import Gate, JudgedRule
 
@@ -60,11 +52,6 @@ def markdown_from_gate(gate: Gate) -> str:
     return "\n".join(lines) + "\n"
 
 
-def tracked_from_summary(summary: Summary, better: Literal["smaller", "bigger"]) -> str:
-    figures = (_figure(name, unit, value) for name, unit, value in _figures(summary, better) if value is not None)
-    return json.dumps(list(figures), indent=1, allow_nan=False) + "\n"
-
-
 def _measured(rule: JudgedRule) -> str:
     if rule.value is None:
         return "-"
@@ -75,29 +62,3 @@ def _measured(rule: JudgedRule) -> str:
 
 def _cell(text: str) -> str:
     return printable(text).replace("|", "\\|").replace("\n", " ")
-
-
-def _figures(
-    summary: Summary, better: Literal["smaller", "bigger"]
-) -> Iterator[tuple[str, str, Interval | float | None]]:
-    for row in summary.rows:
-        for side in row.sides.values():
-            if side.status != "ok":
-                continue
-            if better == "bigger":
-                yield f"{side.name} throughput at batch {row.batch}", "images/s", side.throughput
-                continue
-            yield f"{side.name} p50 at batch {row.batch}", "ms", side.p50_ms
-            yield f"{side.name} p90 at batch {row.batch}", "ms", None if side.p90_ms is None else side.p90_ms.value
-            yield f"{side.name} peak memory at batch {row.batch}", "bytes", side.peak_memory_bytes
-    for row in summary.rows if better == "bigger" else ():
-        yield f"speed-up at batch {row.batch}", "times", row.speedup
-
-
-def _figure(name: str, unit: str, figure: Interval | float) -> dict[str, Any]:
-    if not isinstance(figure, Interval):
-        return {"name": name, "unit": unit, "value": float(figure)}
-    entry = {"name": name, "unit": unit, "value": figure.value}
-    if figure.is_bounded:
-        entry["range"] = f"{format_number(figure.low, 4)} to {format_number(figure.high, 4)}"
-    return entry
