@@ -9,7 +9,7 @@ import pytest
 
 from export.triton.config import Serving
 from export.triton.lint import lint_repository
-from export.triton.lint_artifact import LintFinding
+from export.triton.lint_artifact import RULES, LintFinding
 from export.triton.pbtxt import ParseError, parse
 from export.triton.repository import write_repository
 from export.triton.variants import Package
@@ -112,6 +112,7 @@ def test_planted_fault_is_found_on_its_line(repository: Path, kind: str) -> None
     replaced(path, old, new)
     text = path.read_text()
     found = [each for each in lint_repository(repository) if each.path == path and told in each.what]
+    assert {each.rule for each in lint_repository(repository)} <= RULES.keys()
     assert len({each.line for each in found}) == 1, lint_repository(repository)
     assert len(found) <= 2, "at most one for each of the two plans"
     starts = [text[: match.start()].count("\n") + 1 for match in re.finditer(re.escape(line), text)]
@@ -155,6 +156,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str, str]] = {
 def test_damaged_file_is_found(repository: Path, damage: Callable[[Path], object], path: str, told: str) -> None:
     damage(repository)
     found = [each for each in lint_repository(repository) if told in each.what]
+    assert {each.rule for each in found} <= RULES.keys()
     assert [each.path for each in found] == [repository / path], lint_repository(repository)
     assert found[0].remedy
 

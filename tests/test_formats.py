@@ -13,12 +13,15 @@ import numpy as np
 import pytest
 from prometheus_client import parser as prometheus
 from prometheus_client.openmetrics import parser as openmetrics
+from pydantic_sarif.model import StaticAnalysisResultsFormatSarifVersion210JsonSchema as Sarif
 
 from corp_deploy.formats.annotations import annotate_run
 from corp_deploy.formats.bencher import LONGEST_NAME, bmf_from_figures
 from corp_deploy.formats.figures import Figure, figures_of
 from corp_deploy.formats.openmetrics import openmetrics_from_records
+from corp_deploy.formats.sarif import sarif_from_findings
 from corp_deploy.formats.tracking import tracked_from_figures, write_tracking
+from export.triton.lint_artifact import RULES, lint_finding
 from ground.errors import BadInput
 from perf.gate.evidence import Evidence
 from perf.gate.gate import Gate, JudgedRule, Verdict
@@ -199,3 +202,43 @@ def test_metrics_of_a_release_have_its_name_and_version(tmp_path: Path) -> None:
     assert (labels["model"], labels["version"]) == ("golden_cpu", "7")
     refuses("--metrics writes timings; give a bench.json", "gate", PARITY, "--metrics", metrics)
     refuses("--name labels the figures of --metrics: give --metrics FILE", *words, "--name", "golden_cpu")
+
+
+def sarif_results(text: str) -> list[dict[str, Any]]:
+    """Validate SARIF by the model that is generated from its schema and forbids unknown fields; return its results."""
+    assert Sarif.model_validate_json(text).version.value == "2.1.0"
+    (run,) = json.loads(text)["runs"]
+    rules = run["tool"]["driver"]["rules"]
+    assert {each["id"]: each["help"]["text"] for each in rules} == RULES
+    assert all(rules[each["ruleIndex"]]["id"] == each["ruleId"] for each in run["results"])
+    return list(run["results"])
+
+
+def test_sarif_names_rules_levels_and_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    repository = Path(shutil.copytree(GOLDEN / "release" / "repository", tmp_path / "models" / "of us"))
+    config = repository / "golden_cpu" / "config.pbtxt"
+    config.write_text(config.read_text() + "cuda_graphs: 1\n")
+    (repository / "golden_onnx" / "1" / "model.onnx").unlink()
+    result = invoked("package", "lint", "models/of us", "-o", "lint.sarif", code=1)
+    assert "2 findings" in result.stdout
+    field, missing = sarif_results((tmp_path / "lint.sarif").read_text())
+    assert (field["ruleId"], field["level"]) == ("field", "error")
+    place = field["locations"][0]["physicalLocation"]
+    assert place["artifactLocation"] == {"uri": "models/of%20us/golden_cpu/config.pbtxt", "uriBaseId": "%SRCROOT%"}
+    assert place["region"] == {"startLine": len(config.read_text().splitlines())}
+    assert missing["ruleId"] == "artefact"
+    assert missing["message"]["text"].startswith("model.onnx is missing in 1/")
+    assert "region" not in missing["locations"][0]["physicalLocation"]
+    rows = json.loads(invoked("package", "lint", repository, "--json", code=1).stdout)["findings"]
+    assert [row["rule"] for row in rows] == ["field", "artefact"]
+
+
+def test_sarif_escapes_names_and_braces(tmp_path: Path) -> None:
+    inside, outside = tmp_path / "a#b" / "\udcff.so", Path("/elsewhere/c d")
+    findings = [lint_finding(path, "warning", "has {0}", HOSTILE, rule="port") for path in (inside, outside)]
+    results = sarif_results(sarif_from_findings(findings, tmp_path))
+    assert results[0]["message"]["text"].startswith("has {{0}}; a%b:c")
+    places = [each["locations"][0]["physicalLocation"]["artifactLocation"] for each in results]
+    assert places == [{"uri": "a%23b/%FF.so", "uriBaseId": "%SRCROOT%"}, {"uri": "file:///elsewhere/c%20d"}]
+    assert sarif_results(sarif_from_findings([], tmp_path)) == []

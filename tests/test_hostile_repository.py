@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from corp_deploy.cli import main
 from export.triton.lint import lint_repository
-from export.triton.lint_artifact import LintFinding
+from export.triton.lint_artifact import RULES, LintFinding
 from export.triton.repository import write_repository
 from export.triton.variants import BACKEND_MODEL, Package
 from tests.export_served import CLASSES, replaced, write_onnx, write_plan
@@ -33,7 +33,9 @@ def repository(tmp_path: Path) -> Path:
 
 
 def errors(repository: Path, path: str) -> list[LintFinding]:
-    return [each for each in lint_repository(repository) if each.severity == "error" and each.path == repository / path]
+    found = lint_repository(repository)
+    assert {each.rule for each in found} <= RULES.keys()
+    return [each for each in found if each.severity == "error" and each.path == repository / path]
 
 
 FILES = {

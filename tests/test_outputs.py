@@ -50,6 +50,7 @@ COMMANDS: dict[tuple[str, str], tuple[str, ...]] = {
     ("release", "output"): ("release", "r.toml", "-o"),
     ("release", "recipe"): ("release", "--init", "m"),
     ("package", "output"): ("package", "results", "-o"),
+    ("package lint", "output"): ("package", "lint", "repository", "-o"),
     ("package serve", "repository"): ("package", "serve", "--model-version", "1"),
     ("perplexity", "output"): ("perplexity", "m", "c", "--text", "x", "-o"),
     ("export-decoder", "output"): ("export-decoder", "d", "-o"),

@@ -17,7 +17,7 @@ from ground.errors import EXIT_FAILED, BadInput
 from ground.quantity import ERROR, MODEL_VERSION, SECONDS
 
 from .command import command, some
-from .options import DIRECTORY
+from .options import DIRECTORY, FILE
 from .signing_choice import SigningChoice
 
 if TYPE_CHECKING:
@@ -69,20 +69,35 @@ COMPARED = some("server", server="Server release such as 26.07, to compare versi
 
 @command("package lint")
 @click.argument("repository", type=DIRECTORY)
-def lint_repo(repository: Path, options: Annotated[ServingOptions, COMPARED], out: Output) -> int:
+@click.option("--output", "-o", type=FILE, help="SARIF file to write, for code scanning, such as lint.sarif.")
+def lint_repo(repository: Path, options: Annotated[ServingOptions, COMPARED], output: Path | None, out: Output) -> int:
     """Check a Triton repository without a server.
 
     Configs are compared with their artefacts; exit code 1 if one would not load.
 
-    Example: corp-deploy package lint repository --server 26.07
+    Paths in SARIF are relative to the current directory, in CI the root of the checkout.
+
+    Example: corp-deploy package lint repository --server 26.07 -o lint.sarif
     """
     from export.triton.lint import lint_repository
 
     findings = lint_repository(repository, options.server)
     rows = [
-        {"severity": f.severity, "file": str(f.path), "line": f.line, "what": f.what, "remedy": f.remedy}
-        for f in findings
+        {
+            "severity": each.severity,
+            "rule": each.rule,
+            "file": str(each.path),
+            "line": each.line,
+            "what": each.what,
+            "remedy": each.remedy,
+        }
+        for each in findings
     ]
+    if output is not None:
+        from corp_deploy.formats.sarif import sarif_from_findings
+        from ground.files import write_text
+
+        write_text(output, sarif_from_findings(findings, Path.cwd()))
     out.result({"findings": rows}, *(str(each) for each in findings), f"{repository}: {len(findings)} findings")
     return EXIT_FAILED if any(each.severity == "error" for each in findings) else 0
 

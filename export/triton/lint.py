@@ -16,6 +16,7 @@ from .lint_artifact import (
     at_path,
     batching_faults,
     config_error,
+    finds,
     lint_finding,
     openvino_faults,
 )
@@ -126,12 +127,11 @@ def lint_repository(repository: Path, server: str | None = None) -> tuple[LintFi
         raise BadInput(f"{repository}: no model directory in it; name the directory that holds them")
     findings = [each for model in models for each in _lint_model(model, release)]
     if (repository / FORMER).is_dir():
-        findings.append(
-            lint_finding(repository, ERROR, HALF_DONE, "package or serve a version again, which restores them first")
-        )
+        remedy = "package or serve a version again, which restores them first"
+        findings.append(lint_finding(repository, ERROR, HALF_DONE, remedy, rule="artefact"))
     if release is not None:
         findings += [
-            lint_finding(repository, WARNING, warning, "take a newer release")
+            lint_finding(repository, WARNING, warning, "take a newer release", rule="server")
             for warning in vulnerability_warnings(release)
         ]
     return tuple(
@@ -139,6 +139,7 @@ def lint_repository(repository: Path, server: str | None = None) -> tuple[LintFi
     )
 
 
+@finds("config")
 def _lint_model(model: Path, release: ServerRelease | None) -> Iterator[LintFinding]:
     yield from foreign_files(model)
     path = model / "config.pbtxt"
@@ -159,24 +160,27 @@ def _lint_model(model: Path, release: ServerRelease | None) -> Iterator[LintFind
     have, backend = versions_of(model), _backend(config)
     for entry in sorted(model.iterdir()):
         if entry.is_dir() and re.fullmatch(r"0\d*", entry.name):
-            yield lint_finding(entry, ERROR, "versions count from 1, without leading zeros", "rename the directory")
+            what = "versions count from 1, without leading zeros"
+            yield lint_finding(entry, ERROR, what, "rename the directory", rule="version")
     if not have:
-        yield lint_finding(model, ERROR, "there is no version directory", "put the artefact into 1/")
+        yield lint_finding(model, ERROR, "there is no version directory", "put the artefact into 1/", rule="version")
     for version in _served_versions(have, config) if backend in DEFAULT_FILES else ():
         yield from lint_version(model / str(version), config, path, backend, release)
 
 
+@finds("backend")
 def _config_faults(model: Path, config: Message) -> Iterator[LintFinding]:
     yield from foreign_config(config)
     for line, what in misused_fields(config):
-        yield config_error(line, what, "correct or remove it")
+        yield config_error(line, what, "correct or remove it", rule="field")
     yield from batching_faults(config)
     if _backend(config) == "openvino":
         yield from openvino_faults(config)
     name, platform, backend = (config.text(each) for each in ("name", "platform", "backend"))
     if name and name != model.name:
         remedy = f"write name: {model.name!r} or rename the directory".replace("'", '"')
-        yield config_error(config.line_of("name"), f"the name is {name!r}, the directory {model.name!r}", remedy)
+        fault = f"the name is {name!r}, the directory {model.name!r}"
+        yield config_error(config.line_of("name"), fault, remedy, rule="name")
     if platform and backend and PLATFORMS.get(platform, backend) != backend:
         fault = f"platform {platform!r} belongs to the backend {PLATFORMS[platform]!r}, not to {backend!r}"
         yield config_error(config.line_of("backend"), fault, "keep the right one")
@@ -190,7 +194,8 @@ def _config_faults(model: Path, config: Message) -> Iterator[LintFinding]:
     for field in config.inner("version_policy").inner("specific").all("versions"):
         if field.value not in have:
             fault = f"version {field.value} is to be served, on disk are {', '.join(map(str, have)) or 'none'}"
-            yield config_error(field.line, fault, "name a version that is there, or package it again")
+            remedy = "name a version that is there, or package it again"
+            yield config_error(field.line, fault, remedy, rule="version")
 
 
 def _served_versions(have: tuple[int, ...], config: Message) -> tuple[int, ...]:

@@ -1,9 +1,11 @@
 """Faults of a config: by itself, and against the artefact that it serves."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import wraps
 from pathlib import Path
+from typing import ParamSpec
 
 from export.graph.ports import GraphPort
 
@@ -12,29 +14,55 @@ from .signature import SERVED_TYPES, Signature
 
 ERROR = "error"
 WARNING = "warning"
+RULES = {
+    "artefact": "Every file that a config needs is in the version's directory, and can be read.",
+    "backend": "A config names a backend that can run the model where it is to run.",
+    "batch": "The largest batch of a config is one that its artefact takes.",
+    "batching": "Preferred batches and CUDA graphs are within the largest batch.",
+    "config": "config.pbtxt is there, and is text of a model configuration.",
+    "field": "A config has fields of a model configuration only, with values of their types.",
+    "foreign-config": "A config names no code, no library and no path that leads out of its model.",
+    "foreign-file": "A model has no link, no library and no code that package didn't write, which a server would run.",
+    "labels": "A label file has one line for each class.",
+    "name": "A model's name is that of its directory.",
+    "openvino": "The OpenVINO backend reads the parameters of a config, and serves its batches.",
+    "plan": "A plan is the one that its record describes, for the GPU that the config names.",
+    "port": "Inputs and outputs of a config are those of its artefact, with their types and dims.",
+    "server": "The server release loads the artefact, and has no published vulnerability.",
+    "version": "The versions that a config serves are on disk, in directories that count from 1.",
+    "warm-up": "Warm-up requests are ones that the artefact takes, at every batch that a profile begins with.",
+}
+"""The rules of the lint by id, each with what it demands."""
+P = ParamSpec("P")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LintFinding:
-    """A fault: its severity (an error keeps a model from loading or serving), file and line, and what to do."""
+    """A fault: its severity (an error keeps a model from loading or serving), file and line, and what to do.
+
+    `rule` is an id of RULES, empty until the check that found the fault names it.
+    """
 
     severity: str
     path: Path = Path("config.pbtxt")
     line: int | None
     what: str
     remedy: str
+    rule: str = ""
 
     def __str__(self) -> str:
         where = f"{self.path}:{self.line}" if self.line else f"{self.path}"
         return f"{where}: {self.severity}: {self.what}; {self.remedy}"
 
 
-def lint_finding(path: Path, severity: str, what: str, remedy: str, line: int | None = None) -> LintFinding:
-    return LintFinding(severity=severity, path=path, line=line, what=what, remedy=remedy)
+def lint_finding(
+    path: Path, severity: str, what: str, remedy: str, line: int | None = None, *, rule: str = ""
+) -> LintFinding:
+    return LintFinding(severity=severity, path=path, line=line, what=what, remedy=remedy, rule=rule)
 
 
-def config_error(line: int, what: str, remedy: str) -> LintFinding:
-    return LintFinding(severity=ERROR, line=line, what=what, remedy=remedy)
+def config_error(line: int, what: str, remedy: str, *, rule: str = "") -> LintFinding:
+    return LintFinding(severity=ERROR, line=line, what=what, remedy=remedy, rule=rule)
 
 
 def config_warning(line: int, what: str, remedy: str) -> LintFinding:
@@ -43,6 +71,20 @@ def config_warning(line: int, what: str, remedy: str) -> LintFinding:
 
 def at_path(path: Path, faults: Iterable[LintFinding]) -> Iterator[LintFinding]:
     return (replace(each, path=path) for each in faults)
+
+
+def finds(rule: str) -> Callable[[Callable[P, Iterator[LintFinding]]], Callable[P, Iterator[LintFinding]]]:
+    """Return the decorator of a check, which gives its findings this rule unless they have one."""
+    assert rule in RULES, rule
+
+    def decorate(check: Callable[P, Iterator[LintFinding]]) -> Callable[P, Iterator[LintFinding]]:
+        @wraps(check)
+        def named(*args: P.args, **kwargs: P.kwargs) -> Iterator[LintFinding]:
+            return (each if each.rule else replace(each, rule=rule) for each in check(*args, **kwargs))
+
+        return named
+
+    return decorate
 
 
 _SWITCH = r"(?i)yes|no"
@@ -61,6 +103,7 @@ PARAMETERS = {
 }
 
 
+@finds("openvino")
 def openvino_faults(config: Message) -> Iterator[LintFinding]:
     parameters = {}
     for entry in config.messages("parameters"):
@@ -97,6 +140,7 @@ def artifact_faults(config: Message, signature: Signature, source: str) -> Itera
     yield from _warmups(config, signature, batched)
 
 
+@finds("batching")
 def batching_faults(config: Message) -> Iterator[LintFinding]:
     limit = config.number("max_batch_size")
     batching = config.message("dynamic_batching")
@@ -120,6 +164,7 @@ def batching_faults(config: Message) -> Iterator[LintFinding]:
         yield config_warning(cuda.line, "graph_spec has no effect without graphs: true", "add graphs: true")
 
 
+@finds("port")
 def _port_faults(
     config: Message, field: str, tensors: tuple[GraphPort, ...], batched: bool, source: str
 ) -> Iterator[LintFinding]:
@@ -162,6 +207,7 @@ def _dims(message: Message, tensor: GraphPort, field: str, batched: bool, source
     yield config_error(message.line_of("dims"), fault, remedy)
 
 
+@finds("batch")
 def _batches(config: Message, signature: Signature, source: str) -> Iterator[LintFinding]:
     limit, line = config.number("max_batch_size"), config.line_of("max_batch_size")
     fixed, largest = signature.fixed_batch, signature.largest_batch
@@ -182,6 +228,7 @@ def _batches(config: Message, signature: Signature, source: str) -> Iterator[Lin
         yield config_error(line, fault, "build the profile from 1 on")
 
 
+@finds("warm-up")
 def _warmups(config: Message, signature: Signature, batched: bool) -> Iterator[LintFinding]:
     limit = config.number("max_batch_size")
     tensors_by_name = {tensor.name: tensor for tensor in signature.inputs}

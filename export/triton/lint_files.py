@@ -13,7 +13,7 @@ from export.engine.record import EngineRecord, record_of_plan, record_path, sha2
 from ground.errors import BadInput
 from ground.files import escapes_directory
 
-from .lint_artifact import ERROR, WARNING, LintFinding, artifact_faults, at_path, config_error, lint_finding
+from .lint_artifact import ERROR, WARNING, LintFinding, artifact_faults, at_path, config_error, finds, lint_finding
 from .pbtxt import Field, Message
 from .server_releases import ServerRelease, onnx_warnings, plan_warnings
 from .signature import signature_from_onnx, signature_from_record
@@ -29,6 +29,7 @@ _LIBRARY = re.compile(r"\.(so(\.[0-9.]+)?|dll|dylib)$", re.IGNORECASE)
 _CODE = re.compile(r"\.(py[a-z]?|pth|pt2?|pkl|pickle|jar|egg)$", re.IGNORECASE)
 
 
+@finds("foreign-file")
 def foreign_files(model: Path) -> Iterator[LintFinding]:
     if model.is_symlink():
         yield lint_finding(model, ERROR, f"a link, to {model.readlink()}", "put the model itself there")
@@ -53,6 +54,7 @@ def _fault_message(path: Path, own: bytes) -> str:
     return "code that this tool didn't write, which the server would run" if _CODE.search(path.name) else ""
 
 
+@finds("foreign-config")
 def foreign_config(config: Message) -> Iterator[LintFinding]:
     known = {
         "backend": ("a backend that this tool doesn't know", BACKENDS),
@@ -95,6 +97,7 @@ MOST_LABELS_BYTES = 2**26
 DEFAULT_FILES = {"tensorrt": "model.plan", "onnxruntime": "model.onnx", "python": "model.py", "openvino": "model.xml"}
 
 
+@finds("artefact")
 def lint_version(
     folder: Path, config: Message, path: Path, backend: str, release: ServerRelease | None
 ) -> Iterator[LintFinding]:
@@ -127,6 +130,7 @@ def _artifact_files(config: Message, backend: str) -> dict[str, int | None]:
     return {default: None if field is None else field.line} | files
 
 
+@finds("plan")
 def _lint_plan(plan: Path, config: Message, path: Path, release: ServerRelease | None) -> Iterator[LintFinding]:
     beside = record_path(plan)
     if not beside.is_file():
@@ -150,7 +154,8 @@ def _lint_plan(plan: Path, config: Message, path: Path, release: ServerRelease |
     if release is not None:
         compatible = record.options.get("version_compatible") is True
         for fault in plan_warnings(release, record.library_version, version_compatible=compatible):
-            yield lint_finding(plan, WARNING, fault, "see the build script beside the ONNX model")
+            remedy = "see the build script beside the ONNX model"
+            yield lint_finding(plan, WARNING, fault, remedy, rule="server")
 
 
 def _capability(plan: Path, record: EngineRecord, config: Message, path: Path) -> Iterator[LintFinding]:
@@ -163,6 +168,7 @@ def _capability(plan: Path, record: EngineRecord, config: Message, path: Path) -
             yield lint_finding(path, ERROR, fault, "name the plan of that GPU", entry.line)
 
 
+@finds("artefact")
 def _lint_graph(graph: Path, config: Message, path: Path, release: ServerRelease | None) -> Iterator[LintFinding]:
     try:
         signature = signature_from_onnx(graph)
@@ -172,9 +178,10 @@ def _lint_graph(graph: Path, config: Message, path: Path, release: ServerRelease
     yield from at_path(path, artifact_faults(config, signature, graph.name))
     if release is not None:
         for fault in onnx_warnings(release, opset=signature.opset, ir=signature.ir):
-            yield lint_finding(graph, WARNING, fault, "or take a newer server")
+            yield lint_finding(graph, WARNING, fault, "or take a newer server", rule="server")
 
 
+@finds("labels")
 def _labels(folder: Path, config: Message, path: Path) -> Iterator[LintFinding]:
     for output in config.messages("output"):
         name, line = output.text("label_filename"), output.line_of("label_filename")
