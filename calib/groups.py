@@ -1,6 +1,7 @@
 """Groups of similar inputs (crops of one photograph, frames of one film), and splits that keep groups together."""
 
 import hashlib
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,8 @@ from ground.records import record_from_file
 
 from .inputs import InputSet, SomeSet, held_out_split, split_by_mask
 
+_FILE = re.compile(r".+(?= row [0-9]+\Z)|.+?\.(tar(\.[a-z0-9]+)?|tgz|tbz2|txz)/")
+"""The file in the name of a row of a table, or of a member of a tar shard."""
 BY_NAME = ("image", "folder", "file")
 LABELS = (".json", ".npy")
 NAMES_OF_LABELS = " or ".join(LABELS)
@@ -49,7 +52,7 @@ def _labels_of_inputs(inputs: InputSet, by: str) -> list[str]:
     if by == "image":
         return names
     if by == "file":
-        return ["".join(name.partition(".tar/")[:2]) for name in names]
+        return [match[0] if (match := _FILE.match(name)) else name for name in names]
     if by == "folder":
         folders = [name.rpartition("/")[0] for name in names]
         if not any(folders):

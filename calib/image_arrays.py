@@ -1,18 +1,21 @@
 """Arrays of images, preprocessed or as pixels. Imports no torch."""
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import IO, Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ground.arrays import array_from_npy, array_from_npz, arrays_from_safetensors
+from ground.arrays import ArrayPlace, array_from_npy, array_from_npz, array_in_stream, arrays_from_safetensors
 from ground.errors import BadInput
+from ground.places import Place, Url, open_file, reading
 
 from .draw import digest_of_contents, drawn_places
+from .held import Held
 
 ARRAYS = (".npy", ".npz", ".safetensors")
 KEY = "images"
@@ -22,28 +25,75 @@ ImageShape = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteArray:
+    """An array behind a URL, whose rows are read one by one."""
+
+    url: Url
+    place: ArrayPlace
+    held: Held[IO[bytes]] = field(default_factory=Held, compare=False, repr=False)
+
+    @classmethod
+    def from_url(cls, url: Url) -> Self:
+        with reading(url), open_file(url) as file:
+            size = file.seek(0, 2)
+            file.seek(0)
+            place = array_in_stream(file, size, KEY, where=str(url))
+        if place.is_fortran:
+            raise BadInput(f"{url}: is in Fortran's order, so its rows lie apart; save it by np.ascontiguousarray")
+        return cls(url=url, place=place)
+
+    @property
+    def dtype(self) -> "np.dtype[Any]":
+        return self.place.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.place.shape
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, position: int) -> NDArray[Any]:
+        size = math.prod(self.shape[1:]) * self.dtype.itemsize
+        with reading(self.url):
+            file = self.held.get(self.url, lambda: open_file(self.url))
+            file.seek(self.place.start + position * size)
+            content = file.read(size)
+        if len(content) < size:
+            raise BadInput(f"{self.url}[{position}]: the file was cut short since it was opened")
+        return np.frombuffer(content, dtype=self.dtype).reshape(self.shape[1:])
+
+
+def _array(path: Path) -> NDArray[Any]:
+    if not path.is_file():
+        raise BadInput(f"{path}: no such file, expected images in {', '.join(ARRAYS)}")
+    if path.suffix == ".npy":
+        return array_from_npy(path, mapped=True)
+    return array_from_npz(path, KEY) if path.suffix == ".npz" else arrays_from_safetensors(path, key=KEY)[KEY]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ImageArray:
     """Images of an array file, preprocessed or as pixels; memory-mapped where the format allows it."""
 
     skipped: ClassVar[str] = ""
 
-    path: Path
-    images_N3HW: NDArray[np.float32] | NDArray[np.uint8]
+    path: Place
+    images_N3HW: "NDArray[np.float32] | NDArray[np.uint8] | RemoteArray"
     shape: ImageShape
     pixels: Normalise | None = None
 
     @classmethod
-    def from_path(cls, path: Path, *, shape: ImageShape, pixels: Pixels | None = None) -> Self:
+    def from_path(cls, path: Place, *, shape: ImageShape, pixels: Pixels | None = None) -> Self:
         """Open [N,3,H,W] float32, or uint8 with `pixels`, from .npy, or from key `images` of .npz or .safetensors.
 
         Raises BadInput for a missing file, another type or shape, and an empty array.
         """
-        if not path.is_file():
-            raise BadInput(f"{path}: no such file, expected images in {', '.join(ARRAYS)}")
-        if path.suffix == ".npy":
-            array = array_from_npy(path, mapped=True)
-        else:
-            array = array_from_npz(path, KEY) if path.suffix == ".npz" else arrays_from_safetensors(path, key=KEY)[KEY]
+        array = RemoteArray.from_url(path) if isinstance(path, Url) else _array(path)
         dtypes = (np.float32,) if pixels is None else (np.float32, np.uint8)
         if array.dtype not in dtypes or array.ndim != 4 or array.shape[1:] != shape:
             or_pixels = "" if pixels is None else ", or uint8 pixels, resized and cropped"

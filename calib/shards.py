@@ -4,28 +4,33 @@ No link is followed, and every member has to lie within the file, so that readin
 """
 
 import io
-import itertools
 import os
-import re
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple, cast
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ground.errors import BadInput
 from ground.file_kinds import refuse_stand_in_file
 from ground.files import escapes_directory, regular_file
-from ground.pictures import Skips, select_pictures
+from ground.pictures import Skips, sample_key, select_pictures
+from ground.places import Place, places_from_pattern, reading
 
 from .image_arrays import ImageShape
 from .sources import EXPECTED, Pictures, Transform, refuse_large
 
 LONGEST_HEADER = 2**20
+LONGEST_LABEL = 64
+LABELS = "cls"
+"""The suffix of members with a class index, which webdataset keeps beside the picture of the same name."""
 
 
 class Member(NamedTuple):
-    shard: Path
+    shard: Place
     name: str
     offset: int
     size: int
@@ -35,20 +40,24 @@ class Member(NamedTuple):
         return f"{self.shard}/{self.name}"
 
 
-def _bad_tar(path: Path, why: str) -> BadInput:
-    return BadInput(f"{path}: not a valid uncompressed tar file ({why})")
+def bad_tar(path: Place, why: str, kind: str = "uncompressed tar") -> BadInput:
+    return BadInput(f"{path}: not a valid {kind} file ({why})")
+
+
+def refuse_long_header(size: int | None) -> None:
+    if size is None or not 0 <= size <= LONGEST_HEADER:
+        raise tarfile.HeaderError(f"a header of {size} bytes, expected {LONGEST_HEADER} at most")
 
 
 class _Headers(io.FileIO):
     """A shard file whose `read` raises HeaderError for more than LONGEST_HEADER bytes at once."""
 
     def read(self, size: int | None = -1, /) -> bytes:
-        if size is None or not 0 <= size <= LONGEST_HEADER:
-            raise tarfile.HeaderError(f"a header of {size} bytes, expected {LONGEST_HEADER} at most")
+        refuse_long_header(size)
         return super().read(size)
 
 
-def _require_regular_member(path: Path, info: tarfile.TarInfo) -> None:
+def _require_regular_member(path: Place, info: tarfile.TarInfo) -> None:
     """Raise BadInput for links, devices, files with holes, and names that lead out of the archive."""
     is_sparse = info.issparse() or any(key.startswith("GNU.sparse") for key in info.pax_headers)
     if is_sparse or not (info.isreg() or info.isdir()):
@@ -68,36 +77,55 @@ def members_of_tar(path: Path) -> Iterator[Member]:
     file_size = regular_file(path).stat().st_size
     with _Headers(path) as file:
         try:
-            tar = tarfile.TarFile(fileobj=file, encoding="utf-8")
-            while (info := tar.next()) is not None:
-                remaining = file_size - info.offset_data
-                if not 0 <= info.size <= remaining:
-                    raise _bad_tar(
-                        path, f"{info.name[:100]!r} has {info.size} bytes, and {remaining} are left of the file"
-                    )
-                _require_regular_member(path, info)
-                if info.isreg():
-                    yield Member(path, info.name, info.offset_data, info.size)
-            file.seek(tar.offset)
-            block = file.read(tarfile.BLOCKSIZE)
-        except BadInput:
-            raise
+            yield from members_of_stream(file, path, file_size)
         except (tarfile.TarError, ValueError, RecursionError) as error:
-            raise _bad_tar(path, str(error)[:100]) from None
-        if len(block) < tarfile.BLOCKSIZE or any(block):  # tarfile stops at a damaged header without an error
-            raise _bad_tar(path, "it is cut short" if len(block) < tarfile.BLOCKSIZE else "a header is damaged")
+            raise error if isinstance(error, BadInput) else bad_tar(path, str(error)[:100]) from None
 
 
-MOST_SHARDS = 100_000
-_RANGE = re.compile(r"\{([0-9]{1,12})\.\.([0-9]{1,12})\}")
+def members_of_stream(file: IO[bytes], path: Place, file_size: int | None) -> Iterator[Member]:
+    """Yield the regular files of a tar that is read forward; tarfile's errors pass. `file_size` is None if unknown."""
+    tar = tarfile.TarFile(fileobj=file, encoding="utf-8")
+    while (info := tar.next()) is not None:
+        remaining = info.size if file_size is None else file_size - info.offset_data
+        if not 0 <= info.size <= remaining:
+            raise bad_tar(path, f"{info.name[:100]!r} has {info.size} bytes, and {remaining} are left of the file")
+        _require_regular_member(path, info)
+        if info.isreg():
+            yield Member(path, info.name, info.offset_data, info.size)
+    file.seek(tar.offset)
+    block = file.read(tarfile.BLOCKSIZE)
+    if len(block) < tarfile.BLOCKSIZE or any(block):  # tarfile stops at a damaged header without an error
+        raise bad_tar(path, "it is cut short" if len(block) < tarfile.BLOCKSIZE else "a header is damaged")
+
+
+def class_index(content: bytes | None, where: str) -> int:
+    """Return the whole number in a label's file. Raises BadInput for None, no such file, and for other contents."""
+    if content is None:
+        raise BadInput(f"{where}: no member of the same name with the suffix .{LABELS}; give each image one")
+    try:
+        return int(content)
+    except ValueError:
+        raise BadInput(f"{where}: its .{LABELS} is {content[:60]!r}, expected a class index") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shards(Pictures):
     members: tuple[Member, ...]
+    classes: Mapping[str, Member]
+    """Members with class indices, by the shard and the name that they share with their picture."""
 
     def __len__(self) -> int:
         return len(self.members)
+
+    @property
+    def label_columns(self) -> Sequence[str]:
+        return (LABELS,) if self.classes else ()
+
+    def labels(self, column: str) -> NDArray[np.int64]:
+        found = (self.classes.get(sample_key(member.where)) for member in self.members)
+        texts = (each and _content(each._replace(size=min(each.size, LONGEST_LABEL))) for each in found)
+        values = [class_index(text, each.where) for text, each in zip(texts, self.members, strict=True)]
+        return np.array(values, dtype=np.int64)
 
     def name(self, position: int) -> str:
         member = self.members[position]
@@ -109,46 +137,32 @@ class Shards(Pictures):
     def content(self, position: int) -> bytes:
         member = self.members[position]
         refuse_large(member.size, member.where)
-        try:
-            with member.shard.open("rb") as file:
-                return os.pread(file.fileno(), member.size, member.offset)
-        except OSError as error:
-            raise BadInput(f"{member.shard}: can't be read ({error.strerror})") from error
+        return _content(member)
 
 
-def paths_from_pattern(pattern: str) -> list[Path]:
-    """Expand `shards-{000..099}.tar` to a hundred paths; numbers are as wide as the first one."""
-    parts = _RANGE.split(pattern)
-    literals, ranges, count = parts[::3], [], 1
-    for first, last in zip(parts[1::3], parts[2::3], strict=True):
-        if int(first) > int(last):
-            raise BadInput(f"{pattern}: range {first}..{last} runs backwards")
-        count *= int(last) - int(first) + 1
-        if count > MOST_SHARDS:
-            raise BadInput(f"{pattern}: {count} shards, expected {MOST_SHARDS} at most")
-        ranges.append([str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)])
-    woven = [
-        "".join(itertools.chain(*zip(literals, (*numbers, ""), strict=True))) for numbers in itertools.product(*ranges)
-    ]
-    return [Path(text) for text in woven]
+def _content(member: Member) -> bytes:
+    with reading(member.shard), cast(Path, member.shard).open("rb") as file:
+        return os.pread(file.fileno(), member.size, member.offset)
 
 
-def _members_of(shard: Path, skips: Skips) -> list[Member]:
+def _members_of(shard: Place) -> list[Member]:
     try:
-        members = list(members_of_tar(shard))
+        return list(members_of_tar(cast(Path, shard)))
     except FileNotFoundError as error:
         raise BadInput(f"{shard}: no such shard") from error
     except OSError as error:
         raise BadInput(f"{shard}: can't be read ({error.strerror})") from error
-    chosen = set(select_pictures((member.name for member in members), skips))
-    return [member for member in members if member.name in chosen]
 
 
-def shards_from_pattern(pattern: str, *, shape: ImageShape, transform: Transform) -> Shards:
+def shards_from_pattern(pattern: Place | str, *, shape: ImageShape, transform: Transform) -> Shards:
     """Open `x.tar` or `x-{000..099}.tar`, reading only headers. Raises BadInput for a missing or damaged shard."""
-    skips = Skips()
-    members = [member for path in paths_from_pattern(pattern) for member in _members_of(path, skips)]
+    skips, members, classes = Skips(), list[Member](), dict[str, Member]()
+    for shard in places_from_pattern(pattern):
+        every = _members_of(shard)
+        chosen = set(select_pictures((member.name for member in every), skips))
+        members += [member for member in every if member.name in chosen]
+        classes |= {sample_key(each.where): each for each in every if each.name.endswith(f".{LABELS}")}
     if not members:
         left_out = f" ({skips.line})" if skips.line else ""
         raise BadInput(f"{pattern}: no images in it{left_out}, {EXPECTED}")
-    return Shards(members=tuple(members), shape=shape, transform=transform, skipped=skips.line)
+    return Shards(members=tuple(members), classes=classes, shape=shape, transform=transform, skipped=skips.line)

@@ -1,20 +1,25 @@
 """Sources of images: the name and bytes of each image, and its decoding to a tensor [3,H,W] float32."""
 
+import hashlib
 import io
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from ground.errors import BadInput
 from ground.file_kinds import refuse_stand_in
 from ground.files import regular_file
-from ground.pictures import formats_for, pictures_below
+from ground.pictures import Skips, formats_for, select_pictures
+from ground.places import Place, Url, read_range
 
 from .image_arrays import ImageArray, ImageShape
 
@@ -67,13 +72,68 @@ def _with_eight_bits(opened: Image.Image) -> Image.Image:
     return opened.convert(opened.mode.upper()) if opened.mode in ("La", "RGBa") else opened
 
 
+class ImageSource(Protocol):
+    """Images by position; `content` and `image` raise BadInput for one that can't be read."""
+
+    @property
+    def skipped(self) -> str: ...
+
+    @property
+    def label_columns(self) -> Sequence[str]:
+        """The names of columns of class indices that are stored beside the images."""
+
+    def __len__(self) -> int: ...
+
+    def name(self, position: int) -> str: ...
+
+    def content(self, position: int) -> bytes: ...
+
+    def image(self, position: int) -> Tensor: ...
+
+    def hashes(self, positions: Sequence[int]) -> Sequence[bytes]: ...
+
+    def labels(self, column: str) -> NDArray[np.int64]:
+        """Return a column of `label_columns`, one class index an image. Raises BadInput for a missing one."""
+
+
+def content_sha256(source: ImageSource, position: int) -> bytes:
+    """Return the SHA-256 of an image's bytes, that of no bytes for one that can't be read."""
+    try:
+        return hashlib.sha256(source.content(position)).digest()
+    except BadInput:
+        return hashlib.sha256(b"").digest()
+
+
+class Unlabelled:
+    """The methods of a source that has no columns, and whose images can be read by several threads."""
+
+    __slots__ = ()
+
+    @property
+    def label_columns(self) -> Sequence[str]:
+        return ()
+
+    def labels(self, column: str) -> NDArray[np.int64]:
+        raise NotImplementedError
+
+    def hashes(self: ImageSource, positions: Sequence[int]) -> Sequence[bytes]:
+        with ThreadPoolExecutor() as pool:
+            return list(pool.map(lambda position: content_sha256(self, position), positions))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pictures:
-    """Picture files by position; `image` raises BadInput for a picture that can't be read."""
+class Pictures(Unlabelled):
+    """Encoded pictures by position; `image` raises BadInput for a picture that can't be read."""
 
     shape: ImageShape
     transform: Transform
     skipped: str = ""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def name(self, position: int) -> str:
+        raise NotImplementedError
 
     def where(self, position: int) -> str:
         raise NotImplementedError
@@ -110,16 +170,50 @@ class Folder(Pictures):
         return str(self.root / self.names[position])
 
 
-def folder_from_path(root: Path, *, shape: ImageShape, transform: Transform) -> Folder:
-    names, skips = pictures_below(root)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteFolder(Pictures):
+    """The pictures below a URL, each of which is one request."""
+
+    root: Url
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def name(self, position: int) -> str:
+        return self.names[position]
+
+    def content(self, position: int) -> bytes:
+        where = self.root / self.names[position]
+        refuse_large(self.sizes[position], str(where))
+        return read_range(where)
+
+    def where(self, position: int) -> str:
+        return self.root / self.names[position]
+
+
+def folder_of(
+    root: Place, files: Mapping[str, int], skips: Skips, *, shape: ImageShape, transform: Transform
+) -> Folder | RemoteFolder:
+    """Return the pictures among the files, given with their sizes, below a folder or URL. Raises BadInput for none."""
+    names = tuple(select_pictures(files, skips))
     if not names:
         left_out = f" ({skips.line})" if skips.line else ""
         raise BadInput(f"{root}: no images among {skips.files} files{left_out}, {EXPECTED}")
-    return Folder(root=root, names=names, shape=shape, transform=transform, skipped=skips.line)
+    if isinstance(root, Path):
+        return Folder(root=root, names=names, shape=shape, transform=transform, skipped=skips.line)
+    sizes = tuple(map(files.__getitem__, names))
+    return RemoteFolder(root=root, names=names, sizes=sizes, shape=shape, transform=transform, skipped=skips.line)
 
 
-class Array(ImageArray):
+class Array(ImageArray, Unlabelled):
     __slots__ = ()
 
     def image(self, position: int) -> Tensor:
         return torch.from_numpy(self.row(position))
+
+    def hashes(self, positions: Sequence[int]) -> Sequence[bytes]:
+        if isinstance(self.path, Url):  # one open file is read forward
+            return [content_sha256(self, position) for position in positions]
+        return Unlabelled.hashes(self, positions)

@@ -5,13 +5,14 @@ of an archive is bounded.
 """
 
 import io
+import json
 import math
 import struct
 import zipfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 from numpy.lib import format as npy
@@ -29,6 +30,7 @@ MOST_INFLATED = 100
 _LARGEST = 2**63 - 1
 _KINDS = "biufcmMSU"
 _METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+_DTYPES: dict[object, "np.dtype[Any]"] = {"F32": np.dtype("<f4"), "U8": np.dtype("u1")}
 _PREFIXES = {(1, 0): "<H", (2, 0): "<I"}
 _READERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 
@@ -37,8 +39,16 @@ def _damaged(where: str, kind: str, reason: object) -> BadInput:
     return BadInput(f"{where}: not a valid {kind} file ({reason!s:.200})")
 
 
-def _read_header(file: IO[bytes], where: str) -> tuple[tuple[int, ...], "np.dtype[Any]", int]:
-    """Return the shape and type of a .npy file's array, and the size of the file's header in bytes."""
+class ArrayPlace(NamedTuple):
+    """The shape and type of an array, its order in memory, and the offset of its values in a file."""
+
+    shape: tuple[int, ...]
+    is_fortran: bool
+    dtype: "np.dtype[Any]"
+    start: int
+
+
+def _read_header(file: IO[bytes], where: str) -> ArrayPlace:
     magic = file.read(npy.MAGIC_LEN)
     try:
         version = npy.read_magic(io.BytesIO(magic))
@@ -49,17 +59,17 @@ def _read_header(file: IO[bytes], where: str) -> tuple[tuple[int, ...], "np.dtyp
         if length > LONGEST_HEADER:
             raise ValueError(f"a header of {length} bytes, expected {LONGEST_HEADER} at most")
         text = file.read(length)
-        shape, _, dtype = _READERS[version](io.BytesIO(head + text), max_header_size=LONGEST_HEADER)
+        shape, is_fortran, dtype = _READERS[version](io.BytesIO(head + text), max_header_size=LONGEST_HEADER)
     except KeyError:
         raise _damaged(where, ".npy", f"version {magic[6:8]!r} of the format, expected 1.0 or 2.0") from None
     except Exception as error:  # a header nested too deep raises errors of Python's parser, MemoryError too
         raise _damaged(where, ".npy", error or type(error).__name__) from None
-    return shape, dtype, len(magic) + size + length
+    return ArrayPlace(shape, is_fortran, dtype, len(magic) + size + length)
 
 
-def _require_held(file: IO[bytes], size_bytes: int, where: str) -> None:
-    """Raise BadInput unless a .npy header describes plain numbers or texts that fit in `size_bytes`."""
-    shape, dtype, start = _read_header(file, where)
+def _require_held(file: IO[bytes], size_bytes: int, where: str) -> ArrayPlace:
+    """Return a .npy file's header. Raises BadInput unless it describes plain numbers or texts within `size_bytes`."""
+    header = shape, _, dtype, start = _read_header(file, where)
     if dtype.hasobject:
         raise BadInput(f"{where}: holds pickled objects, which are never loaded; expected numbers")
     if dtype.kind not in _KINDS or dtype.subdtype is not None:
@@ -72,6 +82,7 @@ def _require_held(file: IO[bytes], size_bytes: int, where: str) -> None:
             f"{where}: not a valid .npy file: its header says {str(list(shape))[:200]} {dtype}, {needed} bytes, "
             f"and {max(size_bytes - start, 0)} are there"
         )
+    return header
 
 
 @contextmanager
@@ -149,6 +160,60 @@ def arrays_from_safetensors(path: Path, *, key: str | None = None) -> dict[str, 
     """Return all arrays of a .safetensors file by name, or only `key`. Raises BadInput for a damaged file."""
     with _reading(path, ".safetensors"), safe_open(path, framework="np") as file:
         return {name: file.get_tensor(name) for name in _chosen_keys(path, key, list(file.keys()))}
+
+
+def array_in_stream(file: IO[bytes], size_bytes: int, key: str, *, where: str) -> ArrayPlace:
+    """Find the array of a .npy file, or `key` of a .npz or .safetensors file, in a file that is read by ranges.
+
+    Raises BadInput for a damaged file, without the key, and for a compressed member, whose rows have no place.
+    """
+    match Path(where).suffix:
+        case ".npy":
+            return _require_held(file, size_bytes, where)
+        case ".npz":
+            return _stored_member(file, key, where)
+    return _tensor_in_stream(file, size_bytes, key, where)
+
+
+def _stored_member(file: IO[bytes], key: str, where: str) -> ArrayPlace:
+    try:
+        with zipfile.ZipFile(file) as archive:
+            member = {each.filename: each for each in archive.infolist()}.get(f"{key}.npy")
+            names = ", ".join(sorted(each.removesuffix(".npy") for each in archive.namelist()))[:300]
+        if member is None:
+            raise BadInput(f"{where}: has no key {key!r}, only {names or 'none'}")
+        if member.compress_type != zipfile.ZIP_STORED or member.flag_bits & 1:
+            raise BadInput(f"{where}: is compressed, so its rows can't be read from afar; save it as .npy")
+        file.seek(member.header_offset + 26)
+        begin = file.tell() + 4 + sum(struct.unpack("<HH", file.read(4)))
+    except (zipfile.BadZipFile, struct.error, OverflowError, ValueError) as error:
+        raise error if isinstance(error, BadInput) else _damaged(where, ".npz", error) from None
+    file.seek(begin)
+    header = _require_held(file, member.file_size, where)
+    return header._replace(start=begin + header.start)
+
+
+def _tensor_in_stream(file: IO[bytes], size_bytes: int, key: str, where: str) -> ArrayPlace:
+    try:
+        (length,) = struct.unpack("<Q", file.read(8))
+        if length > min(size_bytes, FREE_BYTES):
+            raise ValueError(f"a header of {length} bytes")
+        entries = json.loads(file.read(length))
+        if key not in entries:
+            raise BadInput(f"{where}: has no key {key!r}, only {', '.join(sorted(entries))[:300] or 'none'}")
+        dtype, shape = _DTYPES.get(entries[key]["dtype"]), tuple(map(int, entries[key]["shape"]))
+        begin, end = map(int, entries[key]["data_offsets"])
+        if dtype is None:
+            raise BadInput(f"{where}: {key} is {str(entries[key]['dtype'])[:20]}, expected F32 or U8")
+        if min(shape, default=0) < 0 or not 0 <= begin <= end <= size_bytes - 8 - length:
+            raise ValueError(f"{key} lies outside the file")
+        if end - begin != math.prod(shape) * dtype.itemsize:
+            raise ValueError(f"{key} has {end - begin} bytes for {list(shape)[:9]}")
+    except BadInput:
+        raise
+    except (struct.error, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise _damaged(where, ".safetensors", error) from None
+    return ArrayPlace(shape, False, dtype, 8 + length + begin)
 
 
 def array_from_file(path: Path, key: str) -> NDArray[Any]:

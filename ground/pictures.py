@@ -45,6 +45,11 @@ def is_hidden(name: str) -> bool:
     return name.startswith(".") or name in _SYSTEM
 
 
+def is_shown(name: str) -> bool:
+    """Return whether no part of a relative path is hidden."""
+    return not any(is_hidden(part) for part in name.split("/") if part != ".")
+
+
 @dataclass(slots=True)
 class Skips:
     """Counts of files and folders that are left out, by reason, with their suffixes or names."""
@@ -80,7 +85,7 @@ IN_HIDDEN, OTHERS = "file{s} in hidden or system folders", "file{s} of another k
 UNREADABLE, AGAIN = "folder{s} that can't be read", "link{s} to folders that are read already"
 
 
-def _sample_key(name: str) -> str:
+def sample_key(name: str) -> str:
     """Return the path without suffixes, which the files of one sample share: 000.jpg and 000.cls in web datasets."""
     folder, slash, own = name.rpartition("/")
     return folder + slash + own.partition(".")[0]
@@ -99,9 +104,9 @@ def select_pictures(names: Iterable[str], skips: Skips) -> list[str]:
             chosen.append(name)
         else:
             others.append(name)
-    keys = set(map(_sample_key, chosen))
+    keys = set(map(sample_key, chosen))
     for name in others:
-        if _sample_key(name) not in keys:
+        if sample_key(name) not in keys:
             skips.add(OTHERS, _suffix(name) or "no suffix")
     return chosen
 
@@ -111,7 +116,16 @@ def pictures_below(root: Path) -> tuple[tuple[str, ...], Skips]:
 
     Raises BadInput for a folder that can't be read.
     """
-    skips, real_root = Skips(), os.path.realpath(root)
+    skips = Skips()
+    return tuple(select_pictures(names_below(root, skips), skips)), skips
+
+
+def names_below(root: Path, skips: Skips) -> list[str]:
+    """Return the sorted relative paths of the files below a folder; count the folders left out in `skips`.
+
+    Raises BadInput for a folder that can't be read.
+    """
+    real_root = os.path.realpath(root)
     names, read = list[str](), set[str]()
     folders, links = [root], list[Path]()
     while folders or links:
@@ -135,4 +149,4 @@ def pictures_below(root: Path) -> tuple[tuple[str, ...], Skips]:
                 skips.add(HIDDEN_FOLDERS, entry.name)
             else:
                 (links if entry.is_symlink() else folders).append(Path(entry.path))
-    return tuple(select_pictures(sorted(names), skips)), skips
+    return sorted(names)

@@ -15,8 +15,8 @@ from safetensors.torch import save_file as save_torch_file
 from torch import Tensor
 
 from calib.images import Images, open_images
-from calib.shards import paths_from_pattern
 from ground.errors import BadInput
+from ground.places import places_from_pattern
 from tests.refusals import rejects
 
 SHAPE = (3, 4, 6)
@@ -204,10 +204,10 @@ def test_shards_are_read_in_the_listed_order(shards: str) -> None:
 
 
 def test_shard_pattern_keeps_the_width_of_its_first_number() -> None:
-    assert [str(path) for path in paths_from_pattern("a{1..2}-{09..11}.tar")] == [
+    assert [str(path) for path in places_from_pattern("a{1..2}-{09..11}.tar")] == [
         "a1-09.tar", "a1-10.tar", "a1-11.tar", "a2-09.tar", "a2-10.tar", "a2-11.tar"
     ]  # fmt: skip
-    rejects("runs backwards", paths_from_pattern, "a{3..2}.tar")
+    rejects("runs backwards", places_from_pattern, "a{3..2}.tar")
 
 
 def test_bad_shards_are_refused(tmp_path: Path, shards: str) -> None:

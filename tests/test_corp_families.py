@@ -177,7 +177,7 @@ def test_image_folder_is_refused_for_a_model_without_rgb_input(tmp_path: Path, c
     folder = tmp_path / "images"
     folder.mkdir()
     Image.new("RGB", (32, 32)).save(folder / "a.png")
-    message = f"folders and tar shards give RGB, the model takes {words} give .npy, .npz"
+    message = f"pictures give RGB, the model takes {words} give .npy, .npz"
     rejects(message, images_for_model, model, folder)
     np.save(tmp_path / "images.npy", np.zeros((2, channels, 32, 32), np.float32))
     assert images_for_model(model, tmp_path / "images.npy").count == 2

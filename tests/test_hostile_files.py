@@ -23,13 +23,14 @@ from safetensors.torch import save as safetensors_bytes
 from calib import store
 from calib.groups import group_ids
 from calib.images import open_images
-from calib.shards import members_of_tar, paths_from_pattern
+from calib.shards import members_of_tar
 from corp_deploy.release.check import check_release, replay
 from corp_deploy.store.checkpoint import save
 from corp_deploy.store.weights import read_weights
 from ground.arrays import array_from_file, array_from_npy, array_from_npz, arrays_from_npz
 from ground.errors import BadInput
 from ground.files import path_inside, write_json
+from ground.places import places_from_pattern
 from ground.transaction import roll_back_interrupted
 from tests import tiny
 from tests.command import invoked
@@ -290,9 +291,9 @@ def test_chain_of_extended_tar_headers_is_bounded(tmp_path: Path) -> None:
 
 def test_shard_pattern_is_counted_before_expansion() -> None:
     for pattern in ("a-{0..999999999999}.tar", "a-{0..999}-{0..999}.tar"):
-        refused(lambda pattern=pattern: paths_from_pattern(pattern), "100000 at most")  # type: ignore[misc]
-    assert paths_from_pattern("a-{0..9999999999999999}.tar") == [Path("a-{0..9999999999999999}.tar")]
-    assert paths_from_pattern("a-{٣..٤}.tar") == [Path("a-{٣..٤}.tar")]
+        refused(lambda pattern=pattern: places_from_pattern(pattern), "100000 at most")  # type: ignore[misc]
+    assert places_from_pattern("a-{0..9999999999999999}.tar") == [Path("a-{0..9999999999999999}.tar")]
+    assert places_from_pattern("a-{٣..٤}.tar") == [Path("a-{٣..٤}.tar")]
 
 
 # Weights

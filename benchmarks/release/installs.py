@@ -31,7 +31,7 @@ RECORD = Path(__file__).parents[1] / "results" / "dist.json"
 KIND = "corp-deploy/dist"
 SERVER = ROOT / ".venv" / "triton"
 # What goes together: `gpu` has another ONNX Runtime, `genai` wants a newer one than the floor.
-EXTRAS = ("cpu", "demo", "hf", "interop", "openvino", "rtx", "sign")
+EXTRAS = ("cpu", "data", "demo", "hf", "interop", "openvino", "rtx", "sign")
 MANIFEST = """
 import sys
 from pathlib import Path

@@ -50,6 +50,12 @@ def _labels_file(recipe: Recipe) -> Path | None:
     return None if labels is None else labels_file(labels)
 
 
+def _labels_word(recipe: Recipe) -> dict[str, Any]:
+    """Return the word that stands for labels, `folders` or a column's name, in place of a file."""
+    labels = recipe.held_out.labels
+    return {} if labels is None or _labels_file(recipe) else {"held_out.labels": labels.name}
+
+
 def _reduce_settings(recipe: Recipe) -> dict[str, Any]:
     return settings_of("reduce", recipe.reduce, without=("latency_tables",))  # the machine's own
 
@@ -212,6 +218,7 @@ def samples_stage(recipe: Recipe) -> Stage:
         reads=(*names.MODELS["dense"], *names.graphs_of(recipe, "dense"), *names.graphs_of(recipe, "reduced")),
         outside=_proof_paths(recipe) | {"held_out.labels": _labels_file(recipe) if labelled else None},
         settings=_proof_keys(recipe)
+        | (_labels_word(recipe) if labelled else {})
         | ({"samples.named": True} if recipe.parity.metric else {})
         | {"samples.count": recipe.samples.count},
         tools=(*TORCH, "onnxruntime"),
@@ -243,6 +250,6 @@ def parity_stage(recipe: Recipe, root: Path) -> Stage:
         outputs=(names.PARITY, names.outputs_name(names.PARITY)),
         reads=(*names.BOTH_MODELS, names.MOMENTS, *graphs),
         outside=_proof_paths(recipe) | parity_paths(recipe) | {"held_out.labels": _labels_file(recipe)},
-        settings=parity_settings(recipe) | _proof_keys(recipe),
+        settings=parity_settings(recipe) | _proof_keys(recipe) | _labels_word(recipe),
         tools=(*TORCH, "onnxruntime"),
     )

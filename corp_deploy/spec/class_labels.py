@@ -1,4 +1,4 @@
-"""Class labels of images as options and recipes name them: a file, or the word `folders` for class folders."""
+"""Class labels of images as options and recipes name them: a file, the word `folders`, or the name of a column."""
 
 from pathlib import Path
 
@@ -6,10 +6,11 @@ FOLDERS = "folders"
 KINDS = ".npy, .npz with the key labels, .txt, .csv or .json"
 LABELS_HELP = (
     f"Class indices of the images: {KINDS}, one per image, in order or by file name; or the word {FOLDERS}, for the "
-    "class folders below the images in sorted order."
+    "class folders below the images in sorted order; or the name of a column of whole numbers beside the images in "
+    "parquet files and data sets, and cls for the members x.cls of tar shards."
 )
 
 
 def labels_file(path: Path) -> Path | None:
-    """Return `path` itself, or None if it is the word `folders` and no such file exists."""
-    return None if path.name == FOLDERS and not path.exists() else path
+    """Return `path` itself, or None if it is the word `folders` or the name of a column, and no such file exists."""
+    return path if path.suffix or path.exists() else None

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from calib.image_arrays import Normalise
-from calib.images import Images, open_images
+from calib.images import Images, holds_pictures, open_images
 from calib.inputs import InputSet
 from calib.rows import SUFFIX, ArrayInputs, Sequences, open_arrays, open_ids, sample_sequences
 from calib.texts import Texts, open_texts
@@ -27,6 +27,7 @@ from corp_deploy.traced.models.module import assumes_size
 from ground.errors import BadInput
 from ground.files import text_from_file
 from ground.pixels import PIXEL
+from ground.places import Place, require_path
 from ground.ports import Port
 from ground.records import record_from_bytes
 
@@ -38,12 +39,12 @@ MOST_TEXT = 2**29  # the most bytes of a text that becomes one stream of tokens
 
 
 def images_for_model(
-    model: nn.Module, path: Path, *, samples: int | None = None, seed: int = 0, workers: int = 0, max_bad: int = 0
+    model: nn.Module, path: Place, *, samples: int | None = None, seed: int = 0, workers: int = 0, max_bad: int = 0
 ) -> Images:
     """Open images at the model's input shape.
 
-    Folders go through timm's evaluation transform, and pixels [N,C,H,W] uint8 are normalised. Raises BadInput as
-    `open_images` does, for folders where the model takes no RGB, and for folders and pixels where no normalisation is
+    Pictures go through timm's evaluation transform, and pixels [N,C,H,W] uint8 are normalised. Raises BadInput as
+    `open_images` does, for pictures where the model takes no RGB, and for pictures and pixels where no normalisation is
     known.
     """
     spec = image_spec(model)
@@ -51,7 +52,7 @@ def images_for_model(
         return open_images(
             path,
             image_shape=spec.shape,
-            transform=_transform_of_folder(spec, path) if (path.is_dir() or path.suffix == ".tar") else no_picture,
+            transform=_transform_of_pictures(spec, path) if holds_pictures(path) else no_picture,
             pixels=partial(normalising, spec, where=str(path)),
             samples=samples,
             seed=seed,
@@ -59,7 +60,7 @@ def images_for_model(
             max_bad=max_bad,
         )
     except BadInput as error:
-        if path.is_dir() or not assumes_size(model):
+        if holds_pictures(path) or not assumes_size(model):
             raise
         raise BadInput(
             f"{error}. The size {list(spec.shape)} is assumed, the first one that the module runs with; if it takes "
@@ -67,23 +68,23 @@ def images_for_model(
         ) from None
 
 
-def left_out(path: Path, images: InputSet) -> str:
+def left_out(path: Place, images: InputSet) -> str:
     """Return a line with the number of images in a folder or shards and the files that were left out."""
     return f"{path}: {images.available} images; left out: {images.skipped}"
 
 
 def pictures_for_port(
-    port: Port, preprocessing: str, path: Path, *, where: str, samples: int | None, seed: int
+    port: Port, preprocessing: str, path: Place, *, where: str, samples: int | None, seed: int
 ) -> Images:
     """Open pictures by a graph's preprocessing; a port of uint8 gets pixels that are not normalised, as float32."""
     channels, height, width = port.shape
     prepared = image_spec_of_note(preprocessing, (channels, height, width), where=where)
-    transform = _transform_of_folder(prepared, path)
+    transform = _transform_of_pictures(prepared, path)
     reads = partial(_pixels_of_picture, prepared, transform) if port.dtype == PIXEL else transform
     return open_images(path, image_shape=prepared.shape, transform=reads, samples=samples, seed=seed)
 
 
-def normalising_by_note(preprocessing: str, port: Port, path: Path, *, where: str) -> Normalise:
+def normalising_by_note(preprocessing: str, port: Port, path: Place, *, where: str) -> Normalise:
     """Return the function that normalises uint8 images by a graph's preprocessing. Raises as `normalising` does."""
     channels, height, width = port.shape
     return normalising(image_spec_of_note(preprocessing, (channels, height, width), where=where), where=str(path))
@@ -94,14 +95,14 @@ def no_picture(picture: object) -> Tensor:
     raise AssertionError(picture)
 
 
-def _transform_of_folder(spec: ImageSpec, path: Path) -> Callable[[Any], Tensor]:
+def _transform_of_pictures(spec: ImageSpec, path: Place) -> Callable[[Any], Tensor]:
     """Return the transform of pictures. Raises BadInput where the model takes no RGB or no normalisation is known."""
     channels, height, width = spec.shape
     refusal = spec.normalisation_refusal
     pixels = f"; pixels can't be normalised: {refusal}" if refusal else ", or uint8"
     if channels != 3:
         raise BadInput(
-            f"{path}: folders and tar shards give RGB, the model takes {channels} channel{'s'[: channels > 1]}; give "
+            f"{path}: pictures give RGB, the model takes {channels} channel{'s'[: channels > 1]}; give "
             f".npy, .npz or .safetensors with images [N,{channels},{height},{width}] float32, preprocessed{pixels}"
         )
     spec.require_normalisation(where=str(path))
@@ -160,16 +161,16 @@ def arrays_for_model(model: nn.Module, path: Path, *, samples: int | None = None
 
 
 def inputs_for_model(
-    model: nn.Module, path: Path, *, samples: int | None = None, seed: int = 0, workers: int = 0, max_bad: int = 0
+    model: nn.Module, path: Place, *, samples: int | None = None, seed: int = 0, workers: int = 0, max_bad: int = 0
 ) -> InputSet:
     """Open the images, texts or arrays that the model takes. Raises BadInput as the functions for these do."""
     match traced_model.input_spec(model).medium:
         case "images":
             return images_for_model(model, path, samples=samples, seed=seed, workers=workers, max_bad=max_bad)
         case "text":
-            return texts_for_model(model, path, samples=samples, seed=seed)
+            return texts_for_model(model, require_path(path), samples=samples, seed=seed)
         case "arrays":
-            return arrays_for_model(model, path, samples=samples, seed=seed)
+            return arrays_for_model(model, require_path(path), samples=samples, seed=seed)
 
 
 def preprocessing_text(model: nn.Module) -> str:

@@ -1,4 +1,4 @@
-"""Class indices of images from arrays, lists, tables or objects of names, and the folders that have the images."""
+"""Class indices of images from arrays, lists, tables, names, columns beside the images, and class folders."""
 
 import csv
 import json
@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from calib.images import Images
 from calib.inputs import InputSet
-from calib.sources import Folder
-from corp_deploy.spec.class_labels import FOLDERS, KINDS, labels_file
+from calib.sources import Folder, RemoteFolder
+from corp_deploy.spec.class_labels import FOLDERS, KINDS
 from corp_deploy.traced.models.module import classes as classes_of
 from ground.arrays import array_from_file
 from ground.errors import BadInput
@@ -46,10 +46,7 @@ def labels_for(
     classes = classes_of(model)
     if not classes:
         raise BadInput(f"{where}: the model has no classifier, so labels can't judge its outputs; leave them out")
-    if is_path and labels_file(Path(where)) is None:
-        values: Any = _of_folders(images, max(classes, 2), note)
-    else:
-        values = _from_file(Path(where)) if is_path else labels
+    values = _named(Path(where), images, max(classes, 2), note) if is_path else labels
     if isinstance(values, Mapping):
         return _in_range(_indices(_by_name(values, images, where), classes, where), classes, where)
     indices = _indices(values, classes, where)
@@ -59,9 +56,20 @@ def labels_for(
     return chosen
 
 
+def _named(path: Path, images: Images, classes: int, note: Callable[[str], None]) -> Any:
+    """Return the values of a file or, if there is none, of the column or the class folders that its name stands for."""
+    columns = images.source.label_columns
+    if path.exists():
+        return _from_file(path)
+    if path.name in columns:
+        return images.source.labels(path.name)
+    if path.name == FOLDERS:
+        return _of_folders(images, classes, note)
+    named = f", or a column of the images: {', '.join(columns)[:200]}" if columns else ""
+    raise BadInput(f"{path}: no such file, expected labels: {KINDS}, or the word {FOLDERS}{named}")
+
+
 def _from_file(path: Path) -> Any:
-    if not path.exists():
-        raise BadInput(f"{path}: no such file, expected labels: {KINDS}, or the word {FOLDERS}")
     if path.suffix.lower() == ".json":
         remedy = "expected a list of class indices, or an object with one for each file name"
         text = text_from_file(path, most_bytes=MOST_BYTES)
@@ -192,7 +200,7 @@ def _by_name(labels: Named, images: Images, where: str) -> list[Any]:
 def _of_folders(images: Images, classes: int, note: Callable[[str], None]) -> list[int]:
     """Return the index of each image's folder among all folders, sorted as in torchvision's ImageFolder."""
     source = images.source
-    folders = [_folder_of(name) for name in source.names] if isinstance(source, Folder) else []
+    folders = [_folder_of(name) for name in source.names] if isinstance(source, Folder | RemoteFolder) else []
     if not all(folders) or not folders:
         raise BadInput(
             "labels by folders: the images are in no class folders; put the images of each class into one folder"
