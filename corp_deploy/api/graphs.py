@@ -8,7 +8,7 @@ from corp_deploy.invocation.export_choice import ExportFiles, ExportOptions
 from corp_deploy.invocation.input_choice import Drawn
 from corp_deploy.proof.graphs import Graphs
 from corp_deploy.proof.model_inputs import inputs_from_set
-from corp_deploy.store.graph_facts import facts_of_onnx
+from corp_deploy.store.graph_facts import facts_of_graph
 from ground.errors import BadInput
 from ground.files import sha256_of_file
 
@@ -19,9 +19,10 @@ from .values import InputsLike
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Graph(Written):
-    """An ONNX file, by its `path`, which `os.fspath` returns too.
+    """An ONNX file or a package of AOTInductor, by its `path`, which `os.fspath` returns too.
 
-    `macs` are the multiply-adds of one input; `kept` are the modules that keep a higher precision.
+    `opset` is 0 for a package, `macs` are the multiply-adds of one input; `kept` are the modules that keep a higher
+    precision.
     """
 
     precision: str
@@ -50,13 +51,17 @@ class ExportCall(Drawn, ExportOptions, ExportFiles, OfModel):
 def export(call: ExportCall) -> Graph:
     """Write a dense or reduced model as one typed ONNX file, whose inputs and outputs are float32 in every precision.
 
+    `format="aoti"` compiles the same program to a package of AOTInductor, for this kind of machine.
+
     `auto` finds, on `inputs`, the modules that need a higher precision, until the graph errs no more than a multiple of
     what rounding to the type does to the `dense` model (by default to the model itself).
 
     Raises BadInput for options that the precision would ignore or lacks, for a model that can't be typed so, and for
-    a graph that fails ONNX's or our own check; nothing is written then.
+    a graph that fails ONNX's or our own check; Missing for a package without a C++ compiler or the GPU; nothing is
+    written then.
     """
     path = Path(call.output)
+    call.require_suffix(path)
     with ExitStack() as stack:
         own = stack.enter_context(open_model(call.model, call.inputs))
         dense = None if call.dense is None else stack.enter_context(open_model(call.dense, call.inputs))
@@ -66,7 +71,7 @@ def export(call: ExportCall) -> Graph:
         graphs = Graphs(own, call, feeds, dense=dense)
         (name,) = graphs.paths(path)
         kept = graphs.write(name, path)
-    facts = facts_of_onnx(path)
+    facts = facts_of_graph(path)
     return Graph(
         path=path,
         precision=facts.precision,

@@ -21,11 +21,12 @@ if TYPE_CHECKING:
 
 
 def _record_of(name: str, path: Path, kept: Sequence[str]) -> dict[str, Any]:
-    from corp_deploy.store.graph_facts import facts_of_onnx
+    from corp_deploy.store.graph_facts import facts_of_graph
     from ground.files import sha256_of_file
 
-    facts = facts_of_onnx(path)
-    record: dict[str, Any] = {"path": str(path), "precision": name, "opset": facts.opset}
+    facts = facts_of_graph(path)
+    record: dict[str, Any] = {"path": str(path), "precision": name}
+    record |= {"opset": facts.opset} if facts.opset else {"compiled_for": facts.compiled_for}
     if name in QUANTISED:
         record |= {"rest": facts.rest, "scales": facts.scales, "kept_rest": list(kept)}
         record |= {"weight_bits": facts.weight_bits} if facts.weight_bits != 8 else {}
@@ -42,7 +43,7 @@ LOOKED_AT = some(
 )
 
 
-@command(first="model weights output precision opset batch input images auto keep-fp32")
+@command(first="model weights output precision format batch input images auto keep-fp32")
 @click.option(
     "--dense", default=None, help="For --auto: the dense model's directory; errors are compared with its own error."
 )
@@ -56,6 +57,8 @@ def export_command(
 ) -> None:
     """Write typed ONNX graphs of a dense or reduced model.
 
+    With --format aoti, AOTInductor compiles the same program to packages (.pt2) for this kind of machine.
+
     Example: corp-deploy export --model reduced -o reduced/model.onnx --precision fp32,fp16
     """
     from corp_deploy.proof.graphs import Graphs
@@ -65,6 +68,7 @@ def export_command(
     from corp_deploy.views.engine import graph_lines
 
     options.require_inputs(inputs.path is not None)
+    options.require_suffix(Path(files.output))
     output, rows = Path(files.output), list[dict[str, Any]]()
     with timed_on() as watch:
         checkpoint = model.load(out)

@@ -153,8 +153,8 @@ trust_engine_option = click.option(
     is_flag=True,
     expose_value=False,
     callback=_trust_engine,
-    help="Load .plan files that you did not build on this machine: an engine may contain code, and no check detects "
-    "it.",
+    help="Load .plan and .pt2 files that you did not build on this machine: they may contain code, and no check "
+    "detects it.",
 )
 
 

@@ -17,7 +17,7 @@ from ground.errors import EXIT_FAILED, BadInput
 from ground.quantity import ERROR, MODEL_VERSION, SECONDS
 
 from .command import command, some
-from .options import DIRECTORY, FILE
+from .options import DIRECTORY, FILE, trust_engine_option
 from .signing_choice import SigningChoice
 
 if TYPE_CHECKING:
@@ -70,18 +70,21 @@ COMPARED = some("server", server="Server release such as 26.07, to compare versi
 @command("package lint")
 @click.argument("repository", type=DIRECTORY)
 @click.option("--output", "-o", type=FILE, help="SARIF file to write, for code scanning, such as lint.sarif.")
+@trust_engine_option
 def lint_repo(repository: Path, options: Annotated[ServingOptions, COMPARED], output: Path | None, out: Output) -> int:
     """Check a Triton repository without a server.
 
-    Configs are compared with their artefacts; exit code 1 if one would not load.
+    Configs are compared with their artefacts; exit code 1 if one would not load. A package of AOTInductor (.pt2) that
+    was not compiled on this machine is an error unless --trust-engine.
 
     Paths in SARIF are relative to the current directory, in CI the root of the checkout.
 
     Example: corp-deploy package lint repository --server 26.07 -o lint.sarif
     """
+    from corp_deploy.proof.engine_trust import are_engines_trusted
     from export.triton.lint import lint_repository
 
-    findings = lint_repository(repository, options.server)
+    findings = lint_repository(repository, options.server, trust_packages=are_engines_trusted())
     rows = [
         {
             "severity": each.severity,

@@ -5,24 +5,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from export.graph.package_notes import SUFFIX
 from ground.errors import BadInput
 from ground.precision import EVERY_WORD, MIXED, QUANTISED, precision_by_name
 from ground.quantity import BATCH, OPSET, TOKENS, Count
 
 from .option import NEEDED, PathLike, Record, option, options_of
-from .table import EXPORT, EXPORT_HEADS
+from .table import EXPORT, EXPORT_FORMAT, EXPORT_HEADS
 from .values import DIRECTORY, FILE, ListOf, OneOf, Repeated
 
 
 @dataclass(frozen=True)
 class ExportFiles(Record):
-    """The ONNX file that `export` writes, a positional parameter in Python."""
+    """The file that `export` writes, a positional parameter in Python."""
 
     output: PathLike = option(
         FILE,
         NEEDED,
-        help="ONNX file to write; of several precisions fp32 is written there, others as NAME.fp16.onnx and so on "
-        "beside it.",
+        help="ONNX file to write, or the .pt2 of --format aoti; of several precisions fp32 is written there, others "
+        "as NAME.fp16.onnx and so on beside it.",
     )
 
 
@@ -61,6 +62,17 @@ class QuantisedOptions(Record, heading="INT8 and FP8"):
 class GraphOptions(Record, heading="Graph"):
     """The options of a graph apart from its precision; `heads` None keeps the model's head geometry."""
 
+    format: Literal["onnx", "aoti"] = option(
+        default="onnx",
+        in_recipe=False,
+        help="aoti: compile a package of AOTInductor, native code for this kind of machine, which Triton serves as "
+        f"torch_aoti; needs a C++ compiler and takes about a minute. Precisions: {EXPORT_FORMAT.help('precision')}",
+    )
+    device: Literal["cpu", "cuda"] = option(
+        default="cpu",
+        in_recipe=False,
+        help=f"What it is compiled for; cuda needs that GPU. {EXPORT_FORMAT.help('device')}",
+    )
     opset: int | None = option(
         OPSET,
         in_recipe=False,
@@ -141,7 +153,14 @@ class ExportOptions(GraphOptions, QuantisedOptions, heading="Precision"):
 
     def refuse_ignored(self, options: Mapping[str, Any]) -> None:
         searching = (*MIXED, *QUANTISED) if self.auto else ()
+        EXPORT_FORMAT.refuse([("", self.format)], options)
         EXPORT.refuse([("", f"{name}-auto" if name in searching else name) for name in self.precisions], options)
+
+    def require_suffix(self, output: Path) -> None:
+        """Raise BadInput for a path whose suffix belongs to the other format."""
+        if (output.suffix == SUFFIX) != (self.format == "aoti"):
+            expected = f"a name that ends in {SUFFIX}" if self.format == "aoti" else f"--format aoti for a {SUFFIX}"
+            raise BadInput(f"--output: {output}: got --format {self.format}, expected {expected}")
 
     def require_inputs(self, has_inputs: bool) -> None:
         """Raise BadInput for absent inputs that a precision or `auto` needs, and for inputs that nothing needs."""

@@ -24,6 +24,15 @@ def _onnxruntime(provider: str, where: str, names: str) -> Variant:
     )
 
 
+def _package(device: str, where: str, names: str) -> Variant:
+    return variant(
+        f"a .pt2 file of AOTInductor{where}",
+        f"x.pt2 of export --format aoti --device {device}",
+        f"backend=aotinductor device={device} mode=eager {names}",
+        {"dtype": "a package is compiled in its precision"},
+    )
+
+
 def _engine(backend: str, words: str) -> Variant:
     names = "device=cuda mode=eager,cuda_graph streams flush_l2"
     return variant(words, f"a .plan of build --backend {backend}", names, {"dtype": OF_ENGINES})
@@ -49,12 +58,8 @@ BENCH = Axis(
             "backend=aotinductor device=cpu dtype mode=eager threads streams",
             {"mode": "it is compiled in any case", "device": "packages are compiled for the CPU here"},
         ),
-        "aotinductor-file": variant(
-            "a .pt2 file of AOTInductor",
-            "x.pt2, --trust-code",
-            "backend=aotinductor device=cpu mode=eager threads streams",
-            {"dtype": "a package is compiled in its precision"},
-        ),
+        "aotinductor-file": _package("cpu", "", "threads streams"),
+        "aotinductor-file-cuda": _package("cuda", " for a GPU", "streams flush_l2"),
         "onnxruntime-cpu": _onnxruntime("cpu", "on the CPU", "device=cpu mode=eager threads"),
         "onnxruntime-cuda": _onnxruntime("cuda", "on a GPU", "device=cuda mode=eager,cuda_graph flush_l2"),
         "onnxruntime-tensorrt": _onnxruntime(
@@ -176,6 +181,18 @@ EXPORT = Axis(
         },
         **{name: _quantised(name) for name in QUANTISED},
         **{f"{name}-auto": _quantised(name, _SEARCHED) for name in QUANTISED},
+    },
+)
+
+EXPORT_FORMAT = Axis(
+    variants={
+        "onnx": variant("an ONNX graph", "--format onnx", "opset break_fusion precision keep_fp32"),
+        "aoti": variant(
+            "a package of AOTInductor",
+            "--format aoti",
+            "device precision=fp32,fp16,bf16",
+            {"precision": "AOTInductor compiles a program in one float type; for the others export ONNX"},
+        ),
     },
 )
 

@@ -1,4 +1,4 @@
-"""The candidates of a proof: model directories, graphs and engines, each with its facts and its runner."""
+"""The candidates of a proof: model directories, graphs, packages and engines, each with its facts and its runner."""
 
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +12,8 @@ import numpy as np
 from calib.fingerprints_text import FingerprintsText
 from corp_deploy.invocation.proof import Runtime
 from corp_deploy.store.fitted import fitted_of_lineage
-from corp_deploy.store.graph_facts import facts_of_onnx, port_of
+from corp_deploy.store.graph_facts import GraphFacts, facts_of_onnx, facts_of_package, port_of
+from export.graph.package_notes import LARGEST_BATCH, SUFFIX, PackageNotes, notes_of_package
 from export.graph.ports import GraphPort
 from ground.errors import BadInput
 from ground.feeds import Feeds, Outputs, batch_size, checked_outputs, feeds_of_ports, fill_batch, select_rows
@@ -24,17 +25,18 @@ from perf.runners.onnx import OnnxRunner
 from perf.runners.onnx_session import Provider
 from perf.runners.openvino import Arithmetic, OpenVinoRunner, import_openvino
 
-from .engine_trust import record_of_trusted_plan
+from .engine_trust import record_of_trusted_plan, require_trusted_package
 from .proof_inputs import feeds_for_ports, take_pixels
 
 if TYPE_CHECKING:
     from corp_deploy.families.timm_images import ImageSpec
     from corp_deploy.store.checkpoint import Checkpoint
     from perf.runners.module import ModuleRunner
+    from perf.runners.torch_package import PackageRunner
 
 Run = Callable[[Feeds], Outputs]
 FP32 = "fp32"
-Form = Literal["torch", "graph", "engine"]
+Form = Literal["torch", "graph", "package", "engine"]
 ARITHMETIC: dict[Runtime, Arithmetic | None] = {"openvino": None, "openvino-fp16": "fp16", "openvino-bf16": "bf16"}
 
 
@@ -124,7 +126,7 @@ class Candidate:
         """Return feeds of the dense model in the form that this candidate takes."""
         return feeds_for_ports(feeds, ports or self.inputs, self.images, where=self.label)
 
-    def _runner(self, scratch: Path) -> "ModuleRunner | OnnxRunner | OpenVinoRunner | EngineRunner":
+    def _runner(self, scratch: Path) -> "ModuleRunner | PackageRunner | OnnxRunner | OpenVinoRunner | EngineRunner":
         if self.form == "torch":
             from corp_deploy.families.family import input_ports, output_ports
             from perf.runners.module import ModuleRunner
@@ -132,6 +134,8 @@ class Candidate:
             assert self.checkpoint is not None, self.label
             model = self.checkpoint.model
             return ModuleRunner(model, inputs=input_ports(model), outputs=output_ports(model), label=self.label)
+        if self.form == "package":
+            return package_runner(self.path, notes_of_package(self.path))
         if self.form == "engine":
             backend: Backend = "tensorrt_rtx" if self.backend == "tensorrt-rtx" else "tensorrt"
             return EngineRunner(self.path, backend=backend, sha256=self.sha256)
@@ -218,22 +222,28 @@ def with_runtimes(candidates: Sequence[Candidate], runtimes: Sequence[Runtime]) 
 
 
 def candidate_from_path(shown: Path | str, *, below: Path = Path()) -> Candidate:
-    """Open a model directory, a graph or an engine as a candidate; a relative path is one within `below`."""
+    """Open a directory, a graph, a package or an engine as a candidate; a relative path is one within `below`."""
     shown, path = Path(shown), below / shown
     if path.is_dir():
         return _from_directory(path, shown)
     if path.suffix == ".plan":
         return _from_engine(path, shown)
+    if path.suffix == SUFFIX:
+        require_trusted_package(path)
+        return _from_facts(facts_of_package(path), path, shown, form="package", kind="AOTInductor")
     if path.suffix != ".onnx":
         raise BadInput(
             f"{path}: expected a directory written by corp-deploy, a snapshot of one of timm's repositories, an .onnx "
-            "file or a .plan"
+            "file, a .pt2 of `export --format aoti` or a .plan"
         )
-    facts = facts_of_onnx(path)
+    return _from_facts(facts_of_onnx(path), path, shown, form="graph", kind="ONNX")
+
+
+def _from_facts(facts: GraphFacts, path: Path, shown: Path, *, form: Form, kind: str) -> Candidate:
     return Candidate(
-        label=f"{path.parent.name}/{path.name} ONNX {facts.precision}",
-        name=f"{path.parent.name}-onnx-{facts.precision}",
-        form="graph",
+        label=f"{path.parent.name}/{path.name} {kind} {facts.precision}",
+        name=f"{path.parent.name}-{kind.lower()}-{facts.precision}",
+        form=form,
         path=path,
         shown=shown,
         float_type=type_by_name(facts.precision),
@@ -243,6 +253,25 @@ def candidate_from_path(shown: Path | str, *, below: Path = Path()) -> Candidate
         inputs=facts.inputs,
         fitted=facts.fitted,
         model_sha256=facts.model_sha256,
+    )
+
+
+def package_runner(
+    path: Path, notes: PackageNotes, *, threads: int | None = None, flush_l2: bool = False, label: str = ""
+) -> "PackageRunner":
+    """Return the runner of a package that is trusted."""
+    from perf.runners.torch_package import PackageRunner
+
+    return PackageRunner(
+        path,
+        inputs=tuple(map(port_of, notes.inputs)),
+        outputs=tuple(OutputPort(name=port.name, role=notes.roles[port.name]) for port in notes.outputs),
+        batch=str(notes.batch or f"any from 1 to {LARGEST_BATCH}"),
+        precision=notes.precision,
+        threads=threads,
+        device=notes.device,
+        flush_l2=flush_l2,
+        label=label,
     )
 
 

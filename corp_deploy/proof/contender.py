@@ -1,4 +1,4 @@
-"""Graphs and engines as subjects of a benchmark, with ports, costs and runners. Imports no torch."""
+"""Graphs, engines and packages as subjects of a benchmark, with ports, costs and runners. Imports no torch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,8 +8,10 @@ from typing import Any
 
 from calib.fingerprints_text import FingerprintsText
 from corp_deploy.invocation.running import RunOptions
-from corp_deploy.store.graph_facts import GraphFacts, facts_of_onnx
+from corp_deploy.store.graph_facts import GraphFacts, facts_of_onnx, facts_of_package
 from export.engine.record import EngineRecord
+from export.graph.package_notes import PackageNotes, notes_of_package
+from ground.arrays import array_from_npy
 from ground.errors import BadInput
 from ground.files import sha256_of_file
 from ground.ports import Port
@@ -19,8 +21,8 @@ from perf.runners.onnx import OnnxRunner
 from perf.runners.openvino import OpenVinoRunner
 from perf.runners.protocol import Runner
 
-from .candidates import fixed_ports
-from .engine_trust import record_of_trusted_plan
+from .candidates import fixed_ports, package_runner
+from .engine_trust import record_of_trusted_plan, require_trusted_package
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,3 +101,48 @@ def contender_from_engine(name: str, path: Path, running: RunOptions) -> Contend
         inputs=fixed_ports(record.inputs, path, remedy="; build it from a graph of one size"),
         fitted=None if facts is None else facts.fitted,
     )
+
+
+def contender_from_package(name: str, path: Path, notes: PackageNotes, running: RunOptions) -> Contender:
+    facts = facts_of_package(path)
+    return Contender(
+        name=name,
+        open=partial(package_runner, path, notes, threads=running.threads, flush_l2=bool(running.flush_l2)),
+        macs=facts.macs,
+        params=facts.parameters,
+        inputs=facts.inputs,
+        static_batch=facts.batch,
+        fitted=facts.fitted,
+        **facts_of_file(path),
+    )
+
+
+def port_of_images(images: Path | None, package: Path) -> Port:
+    """Return the input port of a package without notes by its images; raise BadInput unless `images` is a .npy file."""
+    if images is None or images.suffix != ".npy":
+        raise BadInput(
+            f"{package}: a package doesn't record its inputs unless `export --format aoti` wrote it; expected --images "
+            f"FILE.npy with preprocessed inputs [N, ...] of its size, got {images or 'none'}"
+        )
+    try:
+        shape = array_from_npy(images, mapped=True).shape
+    except OSError as error:
+        raise BadInput(f"{images}: can't be read as an array ({error})") from None
+    return Port(name="images", shape=tuple(shape[1:]))
+
+
+def contender_from_pt2(name: str, path: Path, images: Path | None, running: RunOptions) -> Contender:
+    """Open a package of AOTInductor; raise BadInput unless it was compiled here or is trusted.
+
+    The input of a package without notes, from another tool and for the CPU, is that of the images.
+    """
+    require_trusted_package(path)
+    try:
+        notes = notes_of_package(path)
+    except BadInput:
+        from perf.runners.torch_package import PackageRunner
+
+        inputs = (port_of_images(images, path),)
+        opened = partial(PackageRunner, path, inputs=inputs, threads=running.threads)
+        return Contender(name=name, open=opened, inputs=inputs, **facts_of_file(path))
+    return contender_from_package(name, path, notes, running)

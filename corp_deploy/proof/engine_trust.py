@@ -1,10 +1,11 @@
-"""Trust in engines: a plan can hold native code, which loading it runs."""
+"""Trust in engines and packages: they can hold native code, which loading them runs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 
+from corp_deploy.spec.trusted_code import is_code_trusted
 from export.engine.record import EngineRecord, record_of_plan
 from ground.built_engines import engine_list_path, is_built_here
 from ground.errors import BadInput
@@ -21,6 +22,10 @@ def trusting_engines(trust: bool) -> Iterator[None]:
         yield
     finally:
         _TRUSTED.reset(token)
+
+
+def are_engines_trusted() -> bool:
+    return _TRUSTED.get()
 
 
 def record_of_trusted_plan(path: Path) -> EngineRecord:
@@ -43,3 +48,14 @@ def record_of_trusted_plan(path: Path) -> EngineRecord:
             "trust whoever built it and how it came here"
         )
     return record
+
+
+def require_trusted_package(path: Path) -> None:
+    """Raise BadInput for a package of AOTInductor that was compiled elsewhere, unless engines or code are trusted."""
+    digest = sha256_of_file(path)
+    if not (_TRUSTED.get() or is_code_trusted() or is_built_here(digest)):
+        raise BadInput(
+            f"{path}: a package of AOTInductor is code, and this one was not compiled here ({engine_list_path()} "
+            f"doesn't list sha256 {digest[:16]}...): (a) compile it here, by export --format aoti, or (b) give "
+            "--trust-engine (or --trust-code) if you trust whoever compiled it and how it came here"
+        )

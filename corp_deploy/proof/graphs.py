@@ -1,4 +1,4 @@
-"""The ONNX graphs of one export; the layers that mixed and quantised graphs keep in more bits are found once."""
+"""The graphs or packages of one export; the layers that mixed and quantised graphs keep in more bits are found once."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,6 +12,7 @@ from corp_deploy.invocation.export_choice import ExportOptions, QuantisedOptions
 from corp_deploy.invocation.table import EXPORT_HEADS
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.onnx_file import export_checkpoint, graph_ports, paths_by_precision
+from corp_deploy.store.package_file import export_package
 from corp_deploy.store.quantised_onnx import Quantisation, export_quantised, quantiser_of
 from export.graph.quantiser import Quantiser
 from export.graph.to_onnx import require_size
@@ -24,7 +25,7 @@ from .model_inputs import feeds_for_graph
 
 
 class Graphs:
-    """The graphs that an export writes, one for each precision.
+    """The graphs (or packages) that an export writes, one for each precision.
 
     `feeds` are the inputs on which layers to keep in more bits are chosen. `dense` is the model whose own rounding
     error bounds that of the graphs, by default the model itself. Raises BadInput if the option for head geometry has no
@@ -45,7 +46,7 @@ class Graphs:
             way = "uneven" if has_uneven_heads(checkpoint.model) else "even"
             EXPORT_HEADS.refuse([(where, way)], {"heads": options.heads})
         graph_ports(checkpoint, options.graph_input)
-        for name in options.precisions:
+        for name in options.precisions if options.format == "onnx" else ():
             require_size(checkpoint.model, name)
         self._checkpoint, self._dense = checkpoint, dense or checkpoint
         self._options, self._optional_feeds = options, feeds
@@ -110,6 +111,17 @@ class Graphs:
     def write(self, name: str, path: Path) -> tuple[str, ...]:
         """Write the graph of precision `name`; return the modules, or their patterns, that it keeps in more bits."""
         options = self._options
+        if options.format == "aoti":
+            export_package(
+                self._checkpoint,
+                path,
+                precision=name,
+                batch=options.batch,
+                device=options.device,
+                geometry=options.heads,
+                graph_input=options.graph_input,
+            )
+            return ()
         if name in QUANTISED:
             found = RepairResult()
             if options.auto:  # finds sites that are too sensitive to quantise, and fusion breaks for engines

@@ -11,6 +11,7 @@ from corp_deploy.invocation.running import BenchOptions, Device, FedOptions, Run
 from corp_deploy.invocation.table import BENCH
 from corp_deploy.store.fitted import fitted_inputs
 from export.engine.record import record_of_plan
+from export.graph.package_notes import SUFFIX, is_for_gpu
 from ground.errors import BadInput, Missing
 from ground.feeds import random_feeds
 from ground.files import replacing
@@ -22,7 +23,7 @@ from perf.stats.summary import summarise
 from perf.timing.laps import Plan
 from perf.timing.watch import environment, watching
 
-from .contender import Contender, contender_from_engine, contender_from_graph
+from .contender import Contender, contender_from_engine, contender_from_graph, contender_from_pt2
 from .proof_inputs import ProofInputs, ports_line
 
 if TYPE_CHECKING:
@@ -41,8 +42,8 @@ def way_to_run(path: Path, running: RunOptions) -> str:
         return backend
     if path.suffix == ".onnx" and path.is_file():
         return _runtime_of_graphs(running)
-    if path.suffix == ".pt2" and path.is_file():
-        return "aotinductor-file"
+    if path.suffix == SUFFIX and path.is_file():
+        return f"aotinductor-file{'-cuda' * is_for_gpu(path)}"
     if not path.is_dir():
         raise BadInput(
             f"{path}: expected an .onnx file, a .plan, a .pt2 of AOTInductor, a directory written by corp-deploy or a "
@@ -77,10 +78,10 @@ def _contender(
         return contender_from_engine(name, path, running)
     if path.suffix == ".onnx":
         return contender_from_graph(name, path, running)
-    from .model_contender import contender_from_directory, contender_from_package
+    if path.suffix == SUFFIX:
+        return contender_from_pt2(name, path, fed.images, running)
+    from .model_contender import contender_from_directory
 
-    if path.suffix == ".pt2":
-        return contender_from_package(name, path, fed.images, running)
     return contender_from_directory(name, path, running, scratch, batches)
 
 

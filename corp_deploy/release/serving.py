@@ -14,10 +14,12 @@ from corp_deploy.store.hub_snapshot import is_ours
 from corp_deploy.store.manifest import MANIFEST_KIND, entry_of
 from corp_deploy.store.model_config import CONFIG
 from export.engine.record import record_of_plan
+from export.graph.package_notes import notes_of_package
+from export.triton.aoti import FILE
 from export.triton.config import DEFAULT_MAX_BATCH, EXPECTED_NAME, Agreement, Expected, Latency, Serving
 from export.triton.lint import lint_repository
 from export.triton.lint_artifact import ERROR
-from export.triton.signature import signature_from_onnx
+from export.triton.signature import Signature, signature_from_onnx, signature_from_package
 from export.triton.variants import Package
 from ground.errors import BadInput
 from ground.files import text_from_file, write_json
@@ -120,14 +122,13 @@ def read_class_names(path: Path) -> tuple[str, ...]:
     return labels
 
 
-def _own_class_names(directory: Path, graph: Path) -> tuple[str, ...]:
-    """Return the class names of the model's configuration if the graph has as many logits, else an empty tuple."""
+def _own_class_names(directory: Path, given: Signature) -> tuple[str, ...]:
+    """Return the class names of the model's configuration if a graph has as many logits, else an empty tuple."""
     if not (directory / CONFIG).is_file():
         return ()
     config = record_from_file(directory / CONFIG, dict[str, Any])
     lineage = config.get("lineage")
     names = class_names_of_lineage(lineage) if is_ours(config) and isinstance(lineage, dict) else ()
-    given = signature_from_onnx(graph)
     counts = [port.shape[-1] for port in given.outputs if port.shape and given.output_roles[port.name] == "logits"]
     return names if counts and all(count == len(names) for count in counts) else ()
 
@@ -135,6 +136,7 @@ def _own_class_names(directory: Path, graph: Path) -> tuple[str, ...]:
 def _expected(bench: Bench, agreement: Agreement | None, *, has_plans: bool) -> dict[str, Expected]:
     described, here = bench.subjects[1].describe, bench.environment
     variant = "cpu" if described.get("device") == "cpu" else "plan" if has_plans else "onnx"
+    variant = "aoti" if described.get("backend") == "aotinductor" else variant
     where = f"{here.get('gpu') or here.get('cpu')}, {described.get('backend')}"
     return {variant: Expected(measured_on=where, latencies=_latencies(bench), top1_agreement=agreement)}
 
@@ -163,19 +165,23 @@ def package_of_directory(directory: Path, proof: ProofVerdicts, options: Serving
 
     The preferred batch size comes from the bench record, and so does the largest one if the options have none.
 
-    Raises BadInput for a directory without a reduced graph.
+    Raises BadInput for a directory without a reduced graph or package of AOTInductor.
     """
     fp32, fp16 = (directory / "reduced" / graph_name(precision) for precision in ("fp32", "fp16"))
-    if not fp32.is_file():
+    aoti = directory / "reduced" / FILE
+    if not fp32.is_file() and not aoti.is_file():
         raise BadInput(f"{fp32}: no such graph; export the reduced model into {directory}/reduced first")
     plans, notes, left_out = _plans(directory / "reduced")
-    cpu, serving, profiles = fp32, options.serving, tuple(options.batch)
-    if serving.cpu_backend == "openvino":
+    cpu, serving, profiles = fp32 if fp32.is_file() else None, options.serving, tuple(options.batch)
+    if cpu is None:
+        pass
+    elif serving.cpu_backend == "openvino":
         cpu, serving, own_notes = _in_openvino(directory, fp32, serving)
         notes += own_notes
     elif (quantised := quantised_graph(directory, "onnxruntime-cpu")) is not None:
         cpu, note = choose_served_file(directory, "onnxruntime-cpu", quantised)
         notes, left_out = ([*notes, note], {*left_out, quantised.name}) if note is not None else (notes, left_out)
+    served = signature_from_package(notes_of_package(aoti), where=aoti) if cpu is None else signature_from_onnx(fp32)
     expected: dict[str, Expected] = {}
     preferred: tuple[int, ...] = ()
     if (directory / BENCH).is_file():
@@ -192,9 +198,10 @@ def package_of_directory(directory: Path, proof: ProofVerdicts, options: Serving
         name=options.name,
         version=options.model_version,
         plans=plans,
-        onnx=fp16 if fp16.is_file() else fp32,
+        onnx=None if cpu is None else fp16 if fp16.is_file() else fp32,
         cpu_onnx=cpu,
-        labels=read_class_names(options.labels) if options.labels else _own_class_names(directory / "reduced", fp32),
+        aoti=aoti if aoti.is_file() else None,
+        labels=read_class_names(options.labels) if options.labels else _own_class_names(directory / "reduced", served),
         serving=replace(serving, preferred_batches=preferred, max_batch=serving.max_batch or largest),
         expected=expected,
         profiles=profiles,

@@ -28,6 +28,10 @@ def trusting_code(trust: bool) -> Iterator[None]:
         _TRUSTED.reset(token)
 
 
+def is_code_trusted() -> bool:
+    return _TRUSTED.get()
+
+
 def refuse_untrusted(where: str, *, to: str = "make the model") -> None:
     """Raise BadInput unless the context allows a user's code to run."""
     if not _TRUSTED.get():

@@ -1,13 +1,14 @@
-"""Facts that an ONNX file states about itself, read without torch."""
+"""Facts that an ONNX file or a package of AOTInductor states about itself, read without torch."""
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from calib.fingerprints_text import FingerprintsText
 from export.graph.fusion_breaks import NOTE
+from export.graph.package_notes import SUFFIX, notes_of_package
 from export.graph.ports import GraphPort, ports_of_graph
 from ground.errors import BadInput
 from ground.onnx_file import read_onnx
@@ -24,7 +25,10 @@ NORMALISED = f"{PREFIX}normalised"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphFacts:
-    """Facts that an ONNX file states about itself; facts that another tool's graph lacks are None."""
+    """Facts that a graph states about itself; facts that another tool's graph lacks are None.
+
+    A package has the operator set 0.
+    """
 
     precision: str
     opset: int
@@ -39,6 +43,7 @@ class GraphFacts:
     normalised: str | None = None  # where a graph that takes pixels normalises them
     fitted: FingerprintsText | None = None  # the fingerprints of the inputs that its model was fitted to
     model_sha256: str | None = None
+    compiled_for: str | None = None  # the instruction set or the compute capability of a package
 
 
 def facts_of_onnx(path: Path) -> GraphFacts:
@@ -49,12 +54,31 @@ def facts_of_onnx(path: Path) -> GraphFacts:
     if not inputs or not all(port.shape for port in inputs):
         listed = ", ".join(f"{port.name}: {port.dtype} {list(port.shape)}" for port in inputs) or "none"
         raise BadInput(f"{path}: expected inputs with a batch in front, got {listed}; it is no model to be served")
+    precision = carried.get("export.precision") or onnx_precision(path)
+    opset = max((entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx")), default=0)
+    return _facts_of_metadata(carried, path, precision=precision, opset=opset, inputs=inputs)
+
+
+def facts_of_package(path: Path) -> GraphFacts:
+    """Return a package's facts. Raises BadInput for a file without the notes of `export --format aoti`."""
+    notes = notes_of_package(path)
+    facts = _facts_of_metadata(notes.carried, path, precision=notes.precision, opset=0, inputs=notes.inputs)
+    return replace(facts, compiled_for=notes.compiled_for)
+
+
+def facts_of_graph(path: Path) -> GraphFacts:
+    return facts_of_package(path) if path.suffix == SUFFIX else facts_of_onnx(path)
+
+
+def _facts_of_metadata(
+    carried: Mapping[str, str], path: Path, *, precision: str, opset: int, inputs: Sequence[GraphPort]
+) -> GraphFacts:
     batches = [port.shape[0] for port in inputs if isinstance(port.shape[0], int)]
     where = f"{path}: its metadata"
     lineage = record_from_text(carried.get(f"{PREFIX}lineage", "{}"), dict[str, Any], where=where)
     return GraphFacts(
-        precision=carried.get("export.precision") or onnx_precision(path),
-        opset=max((entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx")), default=0),
+        precision=precision,
+        opset=opset,
         batch=min(batches, default=None),
         inputs=tuple(map(port_of, inputs)),
         macs=_integer(carried, "macs", path),

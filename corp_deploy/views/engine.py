@@ -107,9 +107,10 @@ def _cells(record: EngineRecord) -> tuple[str, str, str, str]:
 
 def graph_lines(rows: Sequence[Mapping[str, Any]], *, kept: Mapping[str, Sequence[str]]) -> list[str]:
     """Return lines on each graph, on uint8 inputs and fusion breaks, and on sites kept in FP32 by precision."""
-    lines = [
-        f"{row['path']}: {row['precision']}, opset {row['opset']}, {row['size_bytes'] / 1e6:.2f} MB" for row in rows
-    ]
+    lines = []
+    for row in rows:
+        form = f"opset {row['opset']}" if "opset" in row else f"compiled for {row['compiled_for']}"
+        lines.append(f"{row['path']}: {row['precision']}, {form}, {row['size_bytes'] / 1e6:.2f} MB")
     for row in rows:
         if place := row.get("normalised"):  # the path of a module, or "ahead of the model"
             lines.append(f"{row['path']}: takes uint8 pixels, normalised {place if ' ' in place else f'in {place}'}")

@@ -25,6 +25,7 @@ THREAD_KEYS = {
     "openvino": "INFERENCE_NUM_THREADS",
 }
 CPU_BACKENDS = tuple(THREAD_KEYS)
+PLATFORMS = {"tensorrt": "tensorrt_plan", "onnxruntime": "onnxruntime_onnx", "pytorch": "torch_aoti"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,14 +85,13 @@ class ServedModel:
 def config_text(variant: ServedModel, serving: Serving, version: int, *, labelled: bool) -> str:
     """Return config.pbtxt with a warm-up request for every batch size of profiles and batcher.
 
-    Triton batches no requests to models with a fixed batch, nor to OpenVINO, which would compute the largest batch for
-    every request.
+    Triton batches no requests to models with a fixed batch, nor to packages of AOTInductor, nor to OpenVINO, which
+    would compute the largest batch for every request.
     """
     batched, signature = variant.max_batch > 0, variant.signature
     fields: dict[str, Plain] = {"name": variant.name, "backend": variant.backend}
-    platform = {"tensorrt": "tensorrt_plan", "onnxruntime": "onnxruntime_onnx"}.get(variant.backend)
-    if platform is not None:
-        fields["platform"] = platform
+    if variant.backend in PLATFORMS:
+        fields["platform"] = PLATFORMS[variant.backend]
     if variant.backend == "openvino":
         fields["default_model_filename"] = "model.onnx"  # its default is model.xml
     fields["max_batch_size"] = variant.max_batch

@@ -9,6 +9,8 @@ from typing import Any
 from ground.errors import BadInput
 from ground.transaction import FORMER
 
+from .aoti import BACKEND, platform_faults
+from .config import PLATFORMS as PLATFORM_OF
 from .lint_artifact import (
     ERROR,
     WARNING,
@@ -111,13 +113,16 @@ def misused_fields(message: Message, fields: dict[str, Any] = FIELDS, path: str 
 
 MOST_BYTES = 2**20
 HALF_DONE = f"a process was killed while it replaced files here ({FORMER} holds the former files)"
-PLATFORMS = {"tensorrt_plan": "tensorrt", "onnxruntime_onnx": "onnxruntime"}
+PLATFORMS = {platform: backend for backend, platform in PLATFORM_OF.items()}
 
 
-def lint_repository(repository: Path, server: str | None = None) -> tuple[LintFinding, ...]:
+def lint_repository(
+    repository: Path, server: str | None = None, *, trust_packages: bool = False
+) -> tuple[LintFinding, ...]:
     """Return all faults of all models, errors first within a file.
 
-    `server` is a release, such as 26.07, to compare versions with. Raises BadInput for a directory without models.
+    `server` is a release, such as 26.07, to compare versions with. A package of AOTInductor that was compiled elsewhere
+    is an error unless `trust_packages`. Raises BadInput for a directory without models.
     """
     if not repository.is_dir():
         raise BadInput(f"{repository}: there is no such directory; name the model repository")
@@ -125,7 +130,7 @@ def lint_repository(repository: Path, server: str | None = None) -> tuple[LintFi
     models = sorted(path for path in repository.iterdir() if path.is_dir() and not path.name.startswith("."))
     if not models:
         raise BadInput(f"{repository}: no model directory in it; name the directory that holds them")
-    findings = [each for model in models for each in _lint_model(model, release)]
+    findings = [each for model in models for each in _lint_model(model, release, trust_packages)]
     if (repository / FORMER).is_dir():
         remedy = "package or serve a version again, which restores them first"
         findings.append(lint_finding(repository, ERROR, HALF_DONE, remedy, rule="artefact"))
@@ -140,8 +145,8 @@ def lint_repository(repository: Path, server: str | None = None) -> tuple[LintFi
 
 
 @finds("config")
-def _lint_model(model: Path, release: ServerRelease | None) -> Iterator[LintFinding]:
-    yield from foreign_files(model)
+def _lint_model(model: Path, release: ServerRelease | None, trust_packages: bool) -> Iterator[LintFinding]:
+    yield from foreign_files(model, trust_packages)
     path = model / "config.pbtxt"
     if not path.is_file():
         yield lint_finding(model, ERROR, "config.pbtxt is missing", "package it again, or remove the directory")
@@ -176,6 +181,8 @@ def _config_faults(model: Path, config: Message) -> Iterator[LintFinding]:
     yield from batching_faults(config)
     if _backend(config) == "openvino":
         yield from openvino_faults(config)
+    if _backend(config) == BACKEND:
+        yield from platform_faults(config)
     name, platform, backend = (config.text(each) for each in ("name", "platform", "backend"))
     if name and name != model.name:
         remedy = f"write name: {model.name!r} or rename the directory".replace("'", '"')

@@ -15,6 +15,7 @@ from .signature import SERVED_TYPES, Signature
 ERROR = "error"
 WARNING = "warning"
 RULES = {
+    "aotinductor": "What the platform torch_aoti doesn't serve, or that the config of a package gets wrong",
     "artefact": "Every file that a config needs is in the version's directory, and can be read.",
     "backend": "A config names a backend that can run the model where it is to run.",
     "batch": "The largest batch of a config is one that its artefact takes.",
@@ -214,7 +215,7 @@ def _batches(config: Message, signature: Signature, source: str) -> Iterator[Lin
     if fixed is not None and limit > 0:
         fault = f"max_batch_size is {limit}, but {source} takes batches of {fixed} only"
         yield config_error(line, fault, f"write max_batch_size: 0 and put {fixed} in front of the dims")
-    elif fixed is None and limit == 0 and config.text("backend") != "openvino":
+    elif fixed is None and limit == 0 and config.text("backend") not in ("openvino", "pytorch"):
         fault = f"max_batch_size is 0, but the batch of {source} is open"
         yield config_warning(line, fault, f"write max_batch_size: {largest or 8} and leave the batch out of the dims")
     elif largest is not None and limit > largest:

@@ -10,17 +10,20 @@ from dataclasses import replace
 from pathlib import Path
 
 from export.engine.record import EngineRecord, record_of_plan, record_path, sha256_of
+from export.graph.package_notes import SUFFIX
+from ground.built_engines import is_built_here
 from ground.errors import BadInput
-from ground.files import escapes_directory
+from ground.files import escapes_directory, sha256_of_file
 
+from .aoti import FILE, PLATFORM, lint_package
 from .lint_artifact import ERROR, WARNING, LintFinding, artifact_faults, at_path, config_error, finds, lint_finding
 from .pbtxt import Field, Message
 from .server_releases import ServerRelease, onnx_warnings, plan_warnings
 from .signature import signature_from_onnx, signature_from_record
 from .variants import BACKEND_MODEL
 
-BACKENDS = ("onnxruntime", "openvino", "python", "tensorrt")
-PLATFORMS = ("ensemble", "onnxruntime_onnx", "tensorrt_plan")
+BACKENDS = ("onnxruntime", "openvino", "python", "pytorch", "tensorrt")
+PLATFORMS = ("ensemble", "onnxruntime_onnx", "tensorrt_plan", PLATFORM)
 # Fields, at any depth, that name a file below the model's directory.
 NAMES_OF_FILES = ("default_model_filename", "input_data_file", "label_filename")
 # Parameters that backends use as a path to code or to an archive of it.
@@ -30,17 +33,17 @@ _CODE = re.compile(r"\.(py[a-z]?|pth|pt2?|pkl|pickle|jar|egg)$", re.IGNORECASE)
 
 
 @finds("foreign-file")
-def foreign_files(model: Path) -> Iterator[LintFinding]:
+def foreign_files(model: Path, trust_packages: bool = False) -> Iterator[LintFinding]:
     if model.is_symlink():
         yield lint_finding(model, ERROR, f"a link, to {model.readlink()}", "put the model itself there")
     own = BACKEND_MODEL.read_bytes()
     for folder, folders, files in os.walk(model):
         for path in sorted(Path(folder) / name for name in (*folders, *files)):
-            if what := _fault_message(path, own):
+            if what := _fault_message(path, own, trust_packages):
                 yield lint_finding(path, ERROR, what, "remove it; package the model again from a release of yours")
 
 
-def _fault_message(path: Path, own: bytes) -> str:
+def _fault_message(path: Path, own: bytes, trust_packages: bool) -> str:
     if path.is_symlink():
         return f"a link, to {path.readlink()}: a server would follow it"
     if path.is_dir():
@@ -51,6 +54,10 @@ def _fault_message(path: Path, own: bytes) -> str:
         return "a library: a server loads one from here before its own"
     if path.name == "model.py" and path.stat().st_size == len(own) and path.read_bytes() == own:
         return ""
+    if path.suffix == SUFFIX:
+        if trust_packages or is_built_here(sha256_of_file(path)):
+            return ""
+        return "native code that was not compiled here, which the server would run; --trust-engine accepts it"
     return "code that this tool didn't write, which the server would run" if _CODE.search(path.name) else ""
 
 
@@ -94,7 +101,13 @@ def _parameter(entry: Message, line: int) -> Iterator[LintFinding]:
 
 
 MOST_LABELS_BYTES = 2**26
-DEFAULT_FILES = {"tensorrt": "model.plan", "onnxruntime": "model.onnx", "python": "model.py", "openvino": "model.xml"}
+DEFAULT_FILES = {
+    "tensorrt": "model.plan",
+    "onnxruntime": "model.onnx",
+    "python": "model.py",
+    "openvino": "model.xml",
+    "pytorch": FILE,
+}
 
 
 @finds("artefact")
@@ -112,6 +125,8 @@ def lint_version(
             continue
         if backend == "tensorrt":
             yield from _lint_plan(folder / name, config, path, release)
+        if backend == "pytorch":
+            yield from lint_package(folder / name, config, path, release)
         if name.endswith(".xml") and not (folder / name).with_suffix(".bin").is_file():
             fault = f"{Path(name).with_suffix('.bin')} with the weights of {name} is missing in {folder.name}/"
             yield lint_finding(folder, ERROR, fault, "save the model again, or serve model.onnx")

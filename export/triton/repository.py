@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from export.engine.record import EngineRecord, sha256_of
+from export.graph.package_notes import notes_of_package
 from ground.errors import BadInput
 from ground.transaction import exclusive_access, install_files, roll_back_interrupted
 
+from .aoti import LIMITS, release_warnings
 from .config import EXPECTED_NAME, LABELS_NAME, ServedModel, config_text, expected_entry, read_expected, write_expected
 from .server_releases import ServerRelease, onnx_warnings, plan_warnings, server_release, vulnerability_warnings
 from .variants import Package, build_served_models, read_own_record
@@ -140,6 +142,8 @@ def _warnings(
             yield f"{variant.name}: {only}; export with an open batch"
         if variant.backend == "openvino" and not package.serving.cpu_bf16:
             yield f"{variant.name}: {CHOOSES_BF16}"
+        if variant.backend == "pytorch":
+            yield f"{variant.name}: {LIMITS}"
         if (smallest := variant.signature.smallest_batch) > 1:
             yield f"{variant.name}: requests of fewer than {smallest} fail; build the profile from 1 on"
     if release is None:
@@ -148,6 +152,9 @@ def _warnings(
     for record in records:
         compatible = record.options.get("version_compatible") is True
         yield from plan_warnings(release, record.library_version, version_compatible=compatible)
+    if package.aoti is not None:
+        for text in release_warnings(release, notes_of_package(package.aoti)):
+            yield f"{package.name}_aoti: {text}"
     for variant in variants:
         if variant.backend == "onnxruntime":
             notes = onnx_warnings(release, opset=variant.signature.opset, ir=variant.signature.ir)

@@ -38,6 +38,12 @@ class ServerRelease:
     ir: int
 
     @property
+    def month(self) -> tuple[int, int]:
+        """The year and the month of the release."""
+        year, month = self.tag.partition("-")[0].split(".")
+        return int(year), int(month)
+
+    @property
     def image(self) -> str:
         return f"{IMAGE}:{self.tag}"
 

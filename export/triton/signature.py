@@ -1,12 +1,13 @@
 """The signature of an artefact: ports, batches and roles, read from the artefact itself, for an inference server."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from export.engine.options import BatchProfile
 from export.engine.record import EngineRecord
 from export.graph.check import load_onnx
+from export.graph.package_notes import PackageNotes
 from export.graph.ports import GraphPort, ports_of_graph, roles_of_graph
 from ground.errors import BadInput
 from ground.ports import LOGITS, Role
@@ -86,6 +87,17 @@ def signature_from_record(record: EngineRecord) -> Signature:
         profiles=tuple(map(BatchProfile.from_text, record.profiles)),
     )
     return _require_served_types(own, "engine record")
+
+
+def signature_from_package(notes: PackageNotes, *, where: Path) -> Signature:
+    """Return a package's signature, with the names that Triton's PyTorch backend gives tensors by their places."""
+    outputs = {port.name: f"OUTPUT__{place}" for place, port in enumerate(notes.outputs)}
+    own = Signature(
+        inputs=tuple(replace(port, name=f"INPUT__{place}") for place, port in enumerate(notes.inputs)),
+        outputs=tuple(replace(port, name=outputs[port.name]) for port in notes.outputs),
+        roles={outputs[name]: role for name, role in notes.roles.items()},
+    )
+    return _require_served_types(own, where)
 
 
 def _require_served_types(own: Signature, where: Path | str) -> Signature:

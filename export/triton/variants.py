@@ -7,12 +7,14 @@ from pathlib import Path
 
 from export.engine.options import BatchProfile
 from export.engine.record import EngineRecord, record_of_plan, record_path, sha256_of
+from export.graph.package_notes import notes_of_package
 from ground.errors import BadInput
 from ground.text import printable
 
+from .aoti import BACKEND, FILE, kind_of
 from .config import DEFAULT_MAX_BATCH, Expected, ServedModel, Serving, config_text
 from .server_releases import PENDING_NAME, SCRIPT_NAME, ServerRelease, build_script, server_tags
-from .signature import Signature, signature_from_onnx, signature_from_record
+from .signature import Signature, signature_from_onnx, signature_from_package, signature_from_record
 from .versions import require_name
 
 
@@ -28,8 +30,8 @@ class Package:
     """One version of a model for a repository; at least one artefact is needed.
 
     `plans` are one for each compute capability, with records beside them, `onnx` is their graph, served on the GPU, and
-    `cpu_onnx` the graph for the CPU. `expected` goes by variant: plan, onnx, cpu. `profiles` are for the build script
-    where there is no plan, `proof` holds verdicts by record.
+    `cpu_onnx` the graph for the CPU, and `aoti` a package of AOTInductor. `expected` goes by variant: plan, onnx, cpu,
+    aoti. `profiles` are for the build script where there is no plan, `proof` holds verdicts by record.
     """
 
     name: str
@@ -37,6 +39,7 @@ class Package:
     plans: tuple[Path, ...] = ()
     onnx: Path | None = None
     cpu_onnx: Path | None = None
+    aoti: Path | None = None
     labels: tuple[str, ...] = ()
     serving: Serving = field(default_factory=Serving)
     expected: Mapping[str, Expected] = field(default_factory=dict)
@@ -48,18 +51,18 @@ class Package:
         require_name(self.name)
         if self.version < 1:
             raise BadInput(f"the model version must be at least 1, got {self.version}")
-        if not self.plans and self.onnx is None and self.cpu_onnx is None:
+        if not self.plans and self.onnx is self.cpu_onnx is self.aoti is None:
             raise BadInput(
-                f"{self.name}: there is nothing to serve; give a plan, an ONNX file or an ONNX file for the CPU"
+                f"{self.name}: there is nothing to serve; give a plan, an ONNX file, one for the CPU or a package"
             )
         if self.profiles and (self.plans or self.onnx is None):
             raise BadInput(
                 f"{self.name}: profiles are for the script that builds a plan from an ONNX file; "
                 f"{'leave them out, the plan has its own' if self.plans else 'give that file, or leave them out'}"
             )
-        unknown = set(self.expected) - {"plan", "onnx", "cpu"}
+        unknown = set(self.expected) - {"plan", "onnx", "cpu", "aoti"}
         if unknown:
-            raise BadInput(f"expected figures go by plan, onnx and cpu, got {', '.join(sorted(unknown))}")
+            raise BadInput(f"expected figures go by plan, onnx, cpu and aoti, got {', '.join(sorted(unknown))}")
         require_labels(self.labels, where=self.name)
 
 
@@ -178,6 +181,20 @@ def _profiles_to_build(
     return package.profiles or (BatchProfile(smallest=1, tuned=tuned, largest=largest),)
 
 
+def _aoti_model(package: Package, path: Path) -> ServedModel:
+    notes = notes_of_package(path)
+    return ServedModel(
+        name=f"{package.name}_aoti",
+        backend=BACKEND,
+        kind=kind_of(notes),
+        signature=signature_from_package(notes, where=path),
+        max_batch=0,
+        cc_filenames={},
+        files={FILE: path},
+        expected=package.expected.get("aoti"),
+    )
+
+
 def build_served_models(
     package: Package, records: tuple[EngineRecord, ...], release: ServerRelease | None
 ) -> list[ServedModel]:
@@ -190,4 +207,6 @@ def build_served_models(
         variant = _graph_variant(package, package.cpu_onnx, "cpu", limit)
         files = {"model.onnx": package.cpu_onnx, **code}
         models.append(replace(variant, files=files, expected=package.expected.get("cpu")))
+    if package.aoti is not None:
+        models.append(_aoti_model(package, package.aoti))
     return models

@@ -30,7 +30,7 @@ def _is_one_disk(one: Path, other: Path) -> bool:
     return one.stat().st_dev == other.stat().st_dev
 
 
-SUFFIXES = ("", "_onnx", "_cpu")
+SUFFIXES = ("", "_onnx", "_cpu", "_aoti")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
 
