@@ -215,7 +215,7 @@ def test_build_script_keeps_the_plan_if_the_build_fails_or_the_graph_changed(tmp
         ({"serving": Serving(graph_batches=(9,), max_batch=8), "plans": ()}, "vit: CUDA graph of batch 9 is beyond"),
         ({"profiles": PROFILES}, "vit: profiles are for the script .* the plan has its own"),
         ({"profiles": PROFILES, "plans": (), "onnx": None}, "vit: profiles are for the script .* give that file"),
-        ({"expected": {"gpu": FIGURES}}, "by plan, onnx and cpu, got gpu"),
+        ({"expected": {"gpu": FIGURES}}, "by plan, onnx, cpu and aoti, got gpu"),
         ({"server": "19.01"}, "'19.01' is not in the table"),
     ],
 )

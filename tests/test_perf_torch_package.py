@@ -3,7 +3,6 @@
 import os
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from corp_deploy.families import traced_model
 from corp_deploy.invocation.table import BENCH
-from corp_deploy.proof import model_contender
-from corp_deploy.proof.model_contender import compile_package, port_of_images
+from corp_deploy.proof.contender import port_of_images
 from corp_deploy.store.checkpoint import save
-from ground.ports import OutputPort, image_port
+from export.graph.package_notes import LARGEST_BATCH
+from export.graph.to_package import package_from_model
+from ground.ports import LOGITS, OutputPort, image_port
 from perf.runners.torch_package import CHECKED, PackageRunner
 from tests import tiny
 from tests.command import invoked, refused, refuses
@@ -140,32 +139,39 @@ def test_batch_one_is_compiled_separately(tmp_path: Path) -> None:
     assert not (tmp_path / "b.json").exists()
 
 
-def test_model_is_compiled_for_any_batch_in_its_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-5), ("bf16", 0.1)])
+def test_model_is_compiled_for_any_batch_in_its_precision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str, bound: float
+) -> None:
     """The compiler takes a minute, so the program that it would get is run instead."""
     programs: list[Any] = []
-    monkeypatch.setattr(
-        torch._inductor, "aoti_compile_and_package", lambda program, package_path: programs.append(program)
-    )
-    monkeypatch.setattr(traced_model, "exportable", lambda model: model)
-    monkeypatch.setattr(model_contender, "input_ports", lambda model: (image_port((3, 4, 4)),))
+    configs: list[dict[str, Any]] = []
+
+    def compile_it(program: Any, package_path: str, inductor_configs: dict[str, Any]) -> None:
+        programs.append(program)
+        configs.append(inductor_configs)
+
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", compile_it)
     module = Small().eval()
-    whole: Any = SimpleNamespace(model=module)
     weight, bias = (tensor.detach().double().numpy() for tensor in (module.layer.weight, module.layer.bias))
     before = torch.get_num_threads()
-    for precision, bound in (("fp32", 1e-5), ("bf16", 0.1)):
-        compile_package(whole, tmp_path / "m.pt2", precision=precision, threads=1)  # type: ignore[arg-type]
-        program = programs.pop()
-        (limits,) = program.range_constraints.values()
-        assert (limits.lower, limits.upper) == (2, model_contender.LARGEST_BATCH)
-        held = {tensor.dtype for tensor in program.state_dict.values()}
-        assert held == {torch.float32 if precision == "fp32" else torch.bfloat16}
-        compile_package(whole, tmp_path / "m.pt2", precision=precision, threads=1, single=True)  # type: ignore[arg-type]
-        alone = programs.pop()
-        assert not alone.range_constraints
-        for count in (1, 2, 3):
-            (got,) = (alone if count == 1 else program).module()(torch.from_numpy(IMAGES[:count]))
-            expected = np.maximum(IMAGES[:count].reshape(count, -1) @ weight.T + bias, 0.0)
-            assert got.dtype == torch.float32
-            np.testing.assert_allclose(got.detach().numpy(), expected, rtol=bound, atol=bound)
+
+    def compiled(batch: int | None) -> Any:
+        ports = (image_port((3, 4, 4)),), (LOGITS,)
+        package_from_model(module, tmp_path / "m.pt2", *ports, precision=precision, batch=batch, threads=1)
+        return programs.pop()
+
+    program, alone = compiled(None), compiled(1)
+    (limits,) = program.range_constraints.values()
+    assert (limits.lower, limits.upper) == (1, LARGEST_BATCH)
+    assert not alone.range_constraints
+    assert [each["cpp.dynamic_threads"] for each in configs] == [False, False]
+    held = {tensor.dtype for tensor in program.state_dict.values()}
+    assert held == {torch.float32 if precision == "fp32" else torch.bfloat16}
+    for count in (1, 2, 3):
+        got = (alone if count == 1 else program).module()(torch.from_numpy(IMAGES[:count]))
+        expected = np.maximum(IMAGES[:count].reshape(count, -1) @ weight.T + bias, 0.0)
+        assert got.dtype == torch.float32
+        np.testing.assert_allclose(got.detach().numpy(), expected, rtol=bound, atol=bound)
     assert torch.get_num_threads() == before
     assert module.layer.weight.dtype == torch.float32, "the caller's model is unchanged"

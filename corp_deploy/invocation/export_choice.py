@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from export.graph.package_notes import SUFFIX
 from ground.errors import BadInput
 from ground.precision import EVERY_WORD, MIXED, QUANTISED, precision_by_name
 from ground.quantity import BATCH, OPSET, TOKENS, Count
@@ -13,6 +12,8 @@ from ground.quantity import BATCH, OPSET, TOKENS, Count
 from .option import NEEDED, PathLike, Record, option, options_of
 from .table import EXPORT, EXPORT_FORMAT, EXPORT_HEADS
 from .values import DIRECTORY, FILE, ListOf, OneOf, Repeated
+
+SUFFIX = ".pt2"  # of packages, which export.graph.package_notes reads
 
 
 @dataclass(frozen=True)
