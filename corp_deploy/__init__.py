@@ -2,7 +2,7 @@
 
 Its functions are those behind the commands: `load` a model, `calibrate` it, `reduce` it, `export` the result, `verify`
 that its outputs agree, `bench` it against the dense one, or `ship` it, which does all of this; `sites` names the places
-of a module that can be reduced.
+of a module that can be reduced, and `log_to_mlflow` logs a release.
 These names stay stable; everything else is internal and may change.
 """
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .api.reduction import Reduced, ReduceOptions, reduce
     from .api.release import Release, ship
     from .api.speed import Speed, bench
+    from .api.tracking import log_to_mlflow
 
 __version__ = "0.1.0"
 
@@ -37,6 +38,7 @@ __all__ = [
     "calibrate",
     "export",
     "load",
+    "log_to_mlflow",
     "reduce",
     "ship",
     "sites",
@@ -51,6 +53,7 @@ _HOMES = {
     "reduction": ("ReduceOptions", "Reduced", "reduce"),
     "release": ("Release", "ship"),
     "speed": ("Speed", "bench"),
+    "tracking": ("log_to_mlflow",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -2,8 +2,11 @@
 
 import json
 import math
+import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +18,7 @@ from prometheus_client import parser as prometheus
 from prometheus_client.openmetrics import parser as openmetrics
 from pydantic_sarif.model import StaticAnalysisResultsFormatSarifVersion210JsonSchema as Sarif
 
+import corp_deploy
 from corp_deploy.formats.annotations import annotate_run
 from corp_deploy.formats.bencher import LONGEST_NAME, bmf_from_figures
 from corp_deploy.formats.figures import Figure, figures_of
@@ -22,7 +26,7 @@ from corp_deploy.formats.openmetrics import openmetrics_from_records
 from corp_deploy.formats.sarif import sarif_from_findings
 from corp_deploy.formats.tracking import tracked_from_figures, write_tracking
 from export.triton.lint_artifact import RULES, lint_finding
-from ground.errors import BadInput
+from ground.errors import BadInput, Missing
 from perf.gate.evidence import Evidence
 from perf.gate.gate import Gate, JudgedRule, Verdict
 from perf.parity.parity import ImageSet, Parity
@@ -30,7 +34,8 @@ from tests.command import invoked, refuses
 from tests.histories import bench_of_release
 from tests.links import link_between
 
-GOLDEN = Path(__file__).parent / "golden" / "files"
+ROOT = Path(__file__).parents[1]
+GOLDEN = ROOT / "tests" / "golden" / "files"
 BENCH, PARITY = GOLDEN / "release" / "bench.json", GOLDEN / "release" / "parity.json"
 HOSTILE = 'a%b:c,d"e\\f\ng\r::error::h\u202e'
 
@@ -242,3 +247,45 @@ def test_sarif_escapes_names_and_braces(tmp_path: Path) -> None:
     places = [each["locations"][0]["physicalLocation"]["artifactLocation"] for each in results]
     assert places == [{"uri": "a%23b/%FF.so", "uriBaseId": "%SRCROOT%"}, {"uri": "file:///elsewhere/c%20d"}]
     assert sarif_results(sarif_from_findings([], tmp_path)) == []
+
+
+LOGGED = """
+import json, sys
+import mlflow
+import corp_deploy
+
+release, store = sys.argv[1:]
+mlflow.set_tracking_uri(store)
+with mlflow.start_run(run_name="ours") as active:
+    assert corp_deploy.log_to_mlflow(release) == active.info.run_id
+run = mlflow.get_run(corp_deploy.log_to_mlflow(release))
+artifacts = [each.path for each in mlflow.MlflowClient().list_artifacts(run.info.run_id)]
+print(json.dumps(run.to_dictionary() | {"artifacts": artifacts, "runs": len(mlflow.search_runs(output_format="list"))}))
+"""
+
+
+@pytest.mark.slow("process")
+def test_mlflow_store_has_recipe_figures_and_report(tmp_path: Path) -> None:
+    """In a process of its own: MLflow sets up logging and threads, and by default reports its use to its makers."""
+    release, store = GOLDEN / "release", tmp_path / "mlruns"
+    environment = os.environ | {"MLFLOW_ALLOW_FILE_STORE": "true", "MLFLOW_DISABLE_TELEMETRY": "true"}
+    command = (sys.executable, "-c", LOGGED, release, store.as_uri())
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
+    run = json.loads(done.stdout)
+    parameters, metrics, tags = (run["data"][name] for name in ("params", "metrics", "tags"))
+    assert (parameters["reduce.mlp"], parameters["bench.batches"]) == ("0.3", "[1]")
+    assert parameters["targets.onnxruntime-cpu.sparse"] == "False"
+    assert metrics["reduced.p50_ms.b1"] == 0.3077815
+    assert metrics["dense.size_bytes"] == 31260
+    assert metrics["reduced_model.onnx_ONNX_fp32.agreement"] == pytest.approx(7 / 9)
+    assert (tags["mlflow.runName"], tags["corp_deploy.gate"], tags["corp_deploy.version"]) == ("golden 1", "PASS", "1")
+    assert run["artifacts"] == ["MODEL_CARD.md", "recipe.toml", "report.html", "report.md", "report.xml"]
+    assert (run["info"]["status"], run["runs"]) == ("FINISHED", 2)
+
+
+def test_mlflow_refuses_other_directories_and_names_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BadInput, match=r"no recipe\.toml in it, expected the directory of a release"):
+        corp_deploy.log_to_mlflow(tmp_path)
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    with pytest.raises(Missing, match=r"pip install 'corp-deploy\[mlflow\]'"):
+        corp_deploy.log_to_mlflow(GOLDEN / "release")
