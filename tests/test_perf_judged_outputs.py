@@ -3,7 +3,10 @@
 import json
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -250,11 +253,47 @@ def test_metric_without_values_per_image_is_judged_by_its_point() -> None:
     assert "point only" not in one(paired, "metric.score < dense - 0.05").message
 
 
-def test_paired_interval_covers_the_true_change() -> None:
-    """A normal interval would cover the true change in only 80 % of the draws with the last shares."""
-    rng = np.random.default_rng(0)
-    for gains, losses in ((0.1, 0.05), (0.02, 0.04), (0.01, 0.005)):
-        draws = rng.multinomial(100, [gains, losses, 1 - gains - losses], size=2000)
-        found = [paired_interval(int(b), int(c), 100) for b, c, _ in draws]
-        covered = np.mean([low <= gains - losses <= high for low, high in found])
-        assert covered > 0.93, (gains, losses, covered)
+def log_chance(parts: Sequence[int], shares: Sequence[float]) -> float:
+    """Return the log of the multinomial probability of these counts; a count of 0 has any share."""
+    ways = math.lgamma(sum(parts) + 1) - sum(math.lgamma(part + 1) for part in parts)
+    return ways + sum(part * math.log(share) if share else -math.inf for part, share in zip(parts, shares, strict=True)
+                      if part)  # fmt: skip
+
+
+def exact_coverage(count: int, gains: float, losses: float) -> float:
+    """Return the probability that the interval holds gains - losses, by enumeration of the changed answers.
+
+    Both ends rise with the gained answers, so for each number of lost ones the intervals that hold it are one range.
+    """
+    ends, change, covered, whole = lru_cache(paired_interval), gains - losses, 0.0, 0.0
+    first = past = 0
+    spread = 7 * math.sqrt(count * losses) + 9
+    for lost in range(max(0, int(count * losses - spread)), min(count, int(count * losses + spread)) + 1):
+        while first <= count - lost and ends(first, lost, count)[1] < change:
+            first += 1
+        past = max(past, first)
+        while past <= count - lost and ends(past, lost, count)[0] <= change:
+            past += 1
+        reach = 7 * math.sqrt(count * gains) + 9
+        for gained in range(max(0, int(count * gains - reach)), min(count - lost, int(count * gains + reach)) + 1):
+            counts = (gained, lost, count - gained - lost)
+            chance = math.exp(log_chance(counts, (gains, losses, 1 - gains - losses)))
+            whole += chance
+            covered += chance * (first <= gained < past)
+    assert whole == pytest.approx(1, abs=1e-6)
+    return covered
+
+
+@pytest.mark.parametrize("count", [50, 200, 2000])
+@pytest.mark.parametrize("changed", [0.005, 0.02, 0.1])
+@pytest.mark.parametrize("share_gained", [0.5, 0.25, 0.0])
+def test_paired_interval_covers_the_true_change(count: int, changed: float, share_gained: float) -> None:
+    """Of few changed answers the interval is wider than it needs to be, as every one of these is."""
+    found = exact_coverage(count, changed * share_gained, changed * (1 - share_gained))
+    assert 0.93 < found < (0.98 if count * changed >= 4 else 1.0000001), found
+
+
+def test_ends_of_a_paired_interval_rise_with_gained_answers() -> None:
+    for lost in range(0, 51, 5):
+        ends = [paired_interval(gained, lost, 50) for gained in range(51 - lost)]
+        assert all(one[0] < other[0] and one[1] < other[1] for one, other in pairwise(ends))

@@ -13,7 +13,7 @@ import pytest
 
 from corp_deploy.proof.report_input import gather_report
 from ground.text import printable
-from perf.parity.labels import accuracy_on_labels, mcnemar
+from perf.parity.labels import accuracy_by_class, accuracy_on_labels, mcnemar
 from perf.parity.shift import Shift, SiteShift
 from perf.report.render import html_from_record, markdown_from_record
 from tests.test_perf_report import broken_parity, record
@@ -50,6 +50,7 @@ def whole_record() -> dict[str, Any]:
         shift=Shift(images=5, status="NOTED", reason="they differ", sites=sites),
         accuracy=(accuracy_on_labels("dense", logits, labels),),
         comparisons=(mcnemar("dense", logits, "reduced", logits[::-1], labels),),
+        classes=accuracy_by_class(logits, logits[::-1], labels, {1: "cat"}),
     )
     environment = {"cpu": "a cpu", "nested": {"libraries": ["one", "two"]}}
     return record(parity=parity.to_json(), coverage="8 of 12 sites", environment=environment)

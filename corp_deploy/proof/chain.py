@@ -12,12 +12,13 @@ from calib.moments import Moments
 from corp_deploy.families.family import input_ports, output_ports
 from corp_deploy.reduction.moments import require_same_model
 from corp_deploy.store.checkpoint import Checkpoint
+from corp_deploy.store.class_names import class_names_of_lineage
 from corp_deploy.store.fitted import fitted_inputs
 from ground.errors import BadInput
 from ground.feeds import Feeds, Outputs, checked_feeds, select_rows
 from ground.precision import FLOAT16, FloatType
 from perf.parity.block_outputs import check_headroom
-from perf.parity.labels import accuracy_on_labels, mcnemar
+from perf.parity.labels import accuracy_by_class, accuracy_on_labels, mcnemar
 from perf.parity.link import Link, LinkKind
 from perf.parity.locate import FaultLocation
 from perf.parity.measures import figures_by_input, require_agreement
@@ -235,7 +236,7 @@ def prove_chain(
             shift=None if moments is None else measure_shift(dense, moments, feeds),
             heads=records,
             fitted=fitted_inputs(proof_inputs.fingerprints, fingerprints, noun=proof_inputs.kind),
-            **_labelled(by_label, proof_inputs.labels, rules),
+            **_labelled(by_label, proof_inputs, dense.lineage, rules),
         ),
         figures=_figures(by_label, rules),
         answers=by_label,
@@ -253,16 +254,18 @@ def _figures(by_label: Mapping[str, Outputs], rules: Sequence[LinkRules]) -> dic
 
 
 def _labelled(
-    by_label: Mapping[str, Outputs], labels: NDArray[np.int64] | None, rules: Sequence[LinkRules]
+    by_label: Mapping[str, Outputs], inputs: ProofInputs, lineage: Mapping[str, Any], rules: Sequence[LinkRules]
 ) -> dict[str, Any]:
-    """Return Parity's `accuracy` and `comparisons`, () without labels; raise BadInput for labels without logits."""
+    """Return Parity's `accuracy`, `comparisons` and `classes`, {} without labels; raise BadInput without logits."""
+    labels = inputs.labels
     if labels is None:
-        return {"accuracy": (), "comparisons": ()}
+        return {}
     own = next((rule for rule in rules if rule.port.role == "logits"), None)
     if own is None:
         roles = ", ".join(f"{rule.port.name} is {rule.port.role}" for rule in rules)
         raise BadInput(f"labels: this model has no logits ({roles}); leave the labels out")
     rows = {label: answers[own.port.name] for label, answers in by_label.items()}
+    names = dict(enumerate(class_names_of_lineage(lineage))) or inputs.class_folders
     return {
         "accuracy": tuple(
             accuracy_on_labels(label, each, labels, threshold=own.threshold) for label, each in rows.items()
@@ -272,4 +275,5 @@ def _labelled(
             for label, each in rows.items()
             if label != DENSE
         ),
+        "classes": accuracy_by_class(rows[DENSE], [*rows.values()][-1], labels, names, threshold=own.threshold),
     }

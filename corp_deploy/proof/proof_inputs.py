@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from corp_deploy.spec.class_labels import class_folder
 from ground.errors import BadInput
 from ground.feeds import Feeds, batch_size, random_feeds, single_array
 from ground.pixels import PIXEL, Normalisation
@@ -63,6 +64,15 @@ class ProofInputs:
     @property
     def count(self) -> int:
         return batch_size(self.feeds)
+
+    @property
+    def class_folders(self) -> dict[int, str]:
+        """The folder of each class's inputs by the class's index, {} unless every class has one of its own."""
+        pairs = (
+            set() if self.labels is None else {*zip(self.labels.tolist(), map(class_folder, self.names), strict=False)}
+        )
+        folders = dict(pairs)
+        return folders if len(folders) == len({*folders.values()} - {""}) == len(pairs) else {}
 
     @property
     def images(self) -> ImageSet:

@@ -14,3 +14,8 @@ LABELS_HELP = (
 def labels_file(path: Path) -> Path | None:
     """Return `path` itself, or None if it is the word `folders` or the name of a column, and no such file exists."""
     return path if path.suffix or path.exists() else None
+
+
+def class_folder(name: str) -> str:
+    """Return the class folder that an image's name begins with, "" for an image in none."""
+    return name.partition("/")[0] if "/" in name else ""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from calib.images import Images
 from calib.inputs import InputSet
 from calib.sources import Folder, RemoteFolder
-from corp_deploy.spec.class_labels import FOLDERS, KINDS
+from corp_deploy.spec.class_labels import FOLDERS, KINDS, class_folder
 from corp_deploy.traced.models.module import classes as classes_of
 from ground.arrays import array_from_file
 from ground.errors import BadInput
@@ -165,10 +165,6 @@ def _in_range(indices: NDArray[np.int64], classes: int, where: str) -> NDArray[n
     return indices
 
 
-def _folder_of(name: str) -> str:
-    return name.partition("/")[0] if "/" in name else ""
-
-
 def _by_name(labels: Named, images: Images, where: str) -> list[Any]:
     """Return the label of each image, by its name, its file's name with or without suffix, or its class folder."""
     given = {str(name).replace("\\", "/").removeprefix("./"): label for name, label in labels.items()}
@@ -185,7 +181,7 @@ def _by_name(labels: Named, images: Images, where: str) -> list[Any]:
             for key in (last, os.path.splitext(last)[0]):
                 if key in bare:
                     return bare[key]
-        return given.get(_folder_of(name))
+        return given.get(class_folder(name))
 
     names = [images.name(position) for position in range(images.count)]
     found = [label(name) for name in names]
@@ -200,7 +196,7 @@ def _by_name(labels: Named, images: Images, where: str) -> list[Any]:
 def _of_folders(images: Images, classes: int, note: Callable[[str], None]) -> list[int]:
     """Return the index of each image's folder among all folders, sorted as in torchvision's ImageFolder."""
     source = images.source
-    folders = [_folder_of(name) for name in source.names] if isinstance(source, Folder | RemoteFolder) else []
+    folders = [class_folder(name) for name in source.names] if isinstance(source, Folder | RemoteFolder) else []
     if not all(folders) or not folders:
         raise BadInput(
             "labels by folders: the images are in no class folders; put the images of each class into one folder"

@@ -1,6 +1,7 @@
-"""PURE: accuracy on labels, McNemar's test, and records of a user's own measures and of compared artefacts."""
+"""PURE: accuracy on labels and by class, McNemar's test, and records of own measures and of compared artefacts."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,7 +9,8 @@ from numpy.typing import NDArray
 
 from ground.errors import BadInput
 from ground.records import Sha256
-from perf.stats.decision import wilson
+from perf.stats.decision import paired_interval, wilson
+from perf.stats.stats import Interval
 
 from .logits import threshold_of
 
@@ -46,6 +48,42 @@ class PairedAccuracy:
     @property
     def line(self) -> str:
         return f"{self.only_a} images right in {self.a} alone, {self.only_b} here alone (McNemar p {self.p_value:.2g})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassAccuracy:
+    """Counts of the images of one class: all, those that the dense model gets right, and those that only one does.
+
+    `lost` are right in the dense model alone, `gained` in the shipped artefact alone. `name` is None if it is unknown.
+    """
+
+    index: int
+    images: int
+    correct: int
+    lost: int
+    gained: int
+    name: str | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.lost <= self.correct <= self.images - self.gained <= self.images or not self.images:
+            raise BadInput(
+                f"class {self.index}: got {self.correct} right of {self.images}, {self.lost} lost and {self.gained} "
+                "gained, expected at most the right ones lost, and at most the wrong ones gained"
+            )
+
+    @property
+    def accuracy_dense(self) -> float:
+        return self.correct / self.images
+
+    @property
+    def accuracy(self) -> float:
+        return (self.correct - self.lost + self.gained) / self.images
+
+    @property
+    def change(self) -> Interval:
+        """The accuracy minus the dense model's, with its paired 95 % interval."""
+        low, high = paired_interval(self.gained, self.lost, self.images)
+        return Interval(value=(self.gained - self.lost) / self.images, low=low, high=high)
 
 
 def accuracy_on_labels(
@@ -93,6 +131,30 @@ def mcnemar(
     )
     p_value = min(1.0, 2 * math.fsum(math.exp(log_count - tosses * math.log(2)) for log_count in log_ways))
     return PairedAccuracy(a=a, b=b, only_a=only_a, only_b=only_b, p_value=p_value)
+
+
+def accuracy_by_class(
+    dense_NC: NDArray[np.floating],
+    shipped_NC: NDArray[np.floating],
+    labels_N: NDArray[np.integer],
+    names: Mapping[int, str],
+    *,
+    threshold: float | None = None,
+) -> tuple[ClassAccuracy, ...]:
+    """Return the counts of every class that has images, by index."""
+    right_N, shipped_right_N = (
+        _checked_classes("the classes", logits_NC, labels_N, threshold) == labels_N
+        for logits_NC in (dense_NC, shipped_NC)
+    )
+    kept = (np.full(len(labels_N), True), right_N, right_N & ~shipped_right_N, ~right_N & shipped_right_N)
+    counts = zip(
+        *(np.bincount(labels_N[each_N], minlength=labels_N.max() + 1).tolist() for each_N in kept), strict=True
+    )
+    return tuple(
+        ClassAccuracy(index=index, images=images, correct=correct, lost=lost, gained=gained, name=names.get(index))
+        for index, (images, correct, lost, gained) in enumerate(counts)
+        if images
+    )
 
 
 def predicted_classes(logits_NC: NDArray[np.floating], threshold: float | None = None) -> NDArray[np.int64]:

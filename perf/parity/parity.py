@@ -14,7 +14,7 @@ from ground.records import json_from_record, record_from_file, record_from_value
 from perf.record.runs import FittedInputs
 from perf.stats.decision import percent
 
-from .labels import Accuracy, ComparedArtefact, OwnMetric, PairedAccuracy
+from .labels import Accuracy, ClassAccuracy, ComparedArtefact, OwnMetric, PairedAccuracy
 from .link import Link, json_from_link
 from .locate import FaultLocation
 from .maps import SeparateHead
@@ -43,7 +43,10 @@ class ImageSet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parity:
-    """The whole proof; `sources` are compared engines, `fitted` counts its images that candidates were fitted to."""
+    """The whole proof; `sources` are compared engines, `fitted` counts its images that candidates were fitted to.
+
+    `classes` compare the dense model with the last candidate, class by class.
+    """
 
     images: ImageSet
     links: tuple[Link, ...]
@@ -52,6 +55,7 @@ class Parity:
     shift: Shift | None = None
     accuracy: tuple[Accuracy, ...] = ()
     comparisons: tuple[PairedAccuracy, ...] = ()
+    classes: tuple[ClassAccuracy, ...] = ()
     per_image: str | None = None
     heads: tuple[SeparateHead, ...] = ()
     sources: tuple[ComparedArtefact, ...] = ()
@@ -146,7 +150,7 @@ class Parity:
         sizes = sorted({batch.batch for link in self.links for batch in link.batches})
         links = [json_from_link(link) for link in self.links]
         fields: dict[str, Any] = json_from_record(self)
-        for name in ("heads", "sources", "metrics", "fitted"):
+        for name in ("heads", "sources", "metrics", "fitted", "classes"):
             if not fields[name]:
                 del fields[name]
         return head | fields | {"links": links, "batches": sizes}

@@ -1,13 +1,18 @@
 """Tables of a report from its parity record."""
 
+import math
 from dataclasses import asdict
 
 from ground.quantity import format_number
+from perf.parity.labels import ClassAccuracy
 from perf.parity.link import Link
 from perf.parity.maps import MapMeasures
 from perf.parity.parity import Parity
 
-from .numbers import NOTHING, ReportTable, error_text, percent_text
+from .numbers import MINUS, NOTHING, ReportTable, error_text, percent_text
+
+MOST_CLASSES = 20
+"""The most classes in a report's table; the others have a line together."""
 
 
 def links_table(parity: Parity) -> ReportTable:
@@ -110,6 +115,37 @@ def accuracy_table(parity: Parity) -> ReportTable:
     )
 
 
+def classes_table(parity: Parity) -> ReportTable:
+    every = sorted(parity.classes, key=lambda each: (each.change.value, each.index))
+    worst, rest = (every, []) if len(every) <= MOST_CLASSES + 1 else (every[:MOST_CLASSES], every[MOST_CLASSES:])
+    rows = [
+        _class_cells(f"class {each.index}" if each.name is None else f"{each.name}\nclass {each.index}", each)
+        for each in worst
+    ]
+    if rest:
+        counts = {name: sum(getattr(each, name) for each in rest) for name in ("images", "correct", "lost", "gained")}
+        rows.append(_class_cells(f"the other {len(rest):,} classes", ClassAccuracy(index=-1, **counts)))
+    dense, shipped = (
+        (parity.comparisons[-1].a, parity.comparisons[-1].b) if parity.comparisons else ("dense", "shipped")
+    )
+    lower = sum(each.change.high < 0 for each in every)
+    return ReportTable(
+        key="classes",
+        title="Accuracy by class",
+        columns=("Class", f"{dense} → {shipped}", "Change, points"),
+        rows=tuple(rows),
+        note=f"Sorted by the loss. Paired 95 % intervals, each for one class: {lower:,} of {len(every):,} lie wholly "
+        f"below 0, and up to about {math.ceil(0.025 * len(every)):,} do by chance.",
+    )
+
+
+def _class_cells(name: str, counts: ClassAccuracy) -> tuple[str, ...]:
+    change = counts.change
+    value, low, high = (f"{100 * end:+.1f}".replace("-", MINUS) for end in (change.value, change.low, change.high))
+    dense, shipped = (percent_text(each, 1) for each in (counts.accuracy_dense, counts.accuracy))
+    return name, f"{dense} → {shipped}\nof {counts.images:,} images", f"{value}\n{low} to {high}"
+
+
 def own_metrics_table(parity: Parity) -> ReportTable:
     return ReportTable(
         key="metrics",
@@ -148,6 +184,7 @@ PARITY_TABLES = (
     located_table,
     structure_table,
     accuracy_table,
+    classes_table,
     own_metrics_table,
     shift_table,
 )

@@ -36,6 +36,9 @@ def _csv_rows(content: Content) -> Iterator[CsvRow]:
         for link in content.parity.links:
             for field in dataclasses.fields(link.measures):
                 yield _row("parity", link.name, field.name, getattr(link.measures, field.name), batch=link.batch)
+        for each in content.parity.classes:
+            for name in ("index", "images", "accuracy_dense", "accuracy", "change"):
+                yield _row("classes", each.name or str(each.index), name, getattr(each, name))
     yield from _fields("sites", content.sites, SITE_ERRORS)
     for block, entering, away, behind in content.merging.blocks if content.merging else ():
         for name, tokens in (("tokens_entering", entering), ("tokens_away", away), ("tokens_behind", behind)):
