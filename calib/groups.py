@@ -148,6 +148,7 @@ def split_for_calibration(inputs: SomeSet, *, hold_out: int | None, groups: str 
 
     Raises BadInput where one part would be empty.
     """
+    inputs = inputs if hold_out is None and groups is None else inputs.identified()
     groups_B = None if groups is None else group_ids(inputs, groups)
     if hold_out is None:
         return Split(fitted=inputs, groups_B=groups_B)

@@ -79,7 +79,7 @@ class Images(OpenedInputs[Tensor]):
     def example(self) -> Tensor:
         return torch.zeros(1, *self.shape)
 
-    def _name(self, place: int) -> str:
+    def name_of_place(self, place: int) -> str:
         return self.source.name(place)
 
     def _hashes(self, places: Sequence[int]) -> Sequence[bytes]:

@@ -118,7 +118,7 @@ class OpenedInputs(Generic[InputsT_co]):
     def _loaded(self, span: range, batch_size: int, *, pin: bool) -> Iterator[ReadBatch[InputsT_co]]:
         raise NotImplementedError
 
-    def _name(self, place: int) -> str:
+    def name_of_place(self, place: int) -> str:
         return str(place)
 
     @property
@@ -139,7 +139,7 @@ class OpenedInputs(Generic[InputsT_co]):
     @cached_property
     def digest(self) -> str:
         """One SHA-256 of all names and contents, in order."""
-        return digest_of_contents(zip(map(self._name, self.places), self._contents_sha256, strict=True))
+        return digest_of_contents(zip(map(self.name_of_place, self.places), self._contents_sha256, strict=True))
 
     @property
     def skipped(self) -> str:
@@ -147,7 +147,7 @@ class OpenedInputs(Generic[InputsT_co]):
         return ""
 
     def name(self, position: int) -> str:
-        return self._name(self.places[position])
+        return self.name_of_place(self.places[position])
 
     def batches(self, batch_size: int) -> Iterator[InputsT_co]:
         return (batch.inputs for batch in self.read(batch_size) if len(batch.ids))
@@ -170,6 +170,11 @@ class OpenedInputs(Generic[InputsT_co]):
             reasons = "\n".join(bad[:NAMED]) + more
             allowed = f"; at most {self.max_bad} bad {self.noun} are allowed (--max-bad)" if len(bad) > 1 else ""
             raise BadInput(f"{reasons}{allowed}")
+
+    @property
+    def reads_once(self) -> bool:
+        """True for batches of an iterator, which can't be read again."""
+        return False
 
     @property
     def is_identified(self) -> bool:
@@ -239,4 +244,5 @@ def held_out_split(inputs: SomeSet, count: int, *, seed: int) -> tuple[SomeSet, 
 
 
 def shuffle_inputs(inputs: SomeSet, *, seed: int) -> SomeSet:
+    inputs = inputs.identified()
     return inputs.subset(np.random.default_rng(seed).permutation(inputs.count).tolist())

@@ -94,7 +94,7 @@ def open_ids(path: Path, *, length: int, vocabulary: int, samples: int | None = 
             "stream of ids"
         )
     rows_SN = cut_into_rows(array, length, where=str(path)) if array.ndim == 1 else array
-    _refuse_ids(rows_SN, vocabulary, where=f"{path}: ids", of="those of the model's own tokenizer")
+    refuse_ids(rows_SN, vocabulary, where=f"{path}: ids", of="those of the model's own tokenizer")
     return sample_sequences(rows_SN, where=str(path), samples=samples, seed=seed)
 
 
@@ -115,7 +115,7 @@ def open_arrays(
             raise BadInput(f"{path}: {name}: holds NaN or Inf, expected finite values")
         if name in id_counts:
             where, of = f"{path}: {name}: numbers", "rows of the table that the model looks them up in"
-            _refuse_ids(array, id_counts[name], where=where, of=of)
+            refuse_ids(array, id_counts[name], where=where, of=of)
     return ArrayInputs(available=batch_size(arrays), arrays=arrays).sampled(samples, seed, where=path)
 
 
@@ -137,7 +137,7 @@ def _parts(array: NDArray[Any]) -> Iterator[NDArray[Any]]:
     return (array[start : start + _ROWS] for start in range(0, len(array), _ROWS))
 
 
-def _refuse_ids(array: NDArray[Any], count: int, *, where: str, of: str) -> None:
+def refuse_ids(array: NDArray[Any], count: int, *, where: str, of: str) -> None:
     for part in _parts(array):
         if part.min() < 0 or part.max() >= count:
             raise BadInput(f"{where} from {part.min()} to {part.max()}, expected 0 to {count - 1}: {of}")

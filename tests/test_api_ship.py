@@ -134,7 +134,7 @@ class Net(torch.nn.Module):
     [
         ({"inputs": tiny.images(15)}, "^inputs: 15 images, too few to hold some out .*, or others as `held_out`$"),
         ({"inputs": [1, object()]}, "^inputs: got list of object, expected a path"),
-        ({"held_out": iter([])}, "^held_out: got list_iterator, expected a path"),
+        ({"held_out": iter([])}, "^held_out: got list_iterator without a batch"),
         ({"labels": [0.5] * 20}, r"^held_out.labels: labels: got float64 \[20\] with fractions"),
         ({"labels": [0, 1]}, "^held_out.labels: labels: 2 labels for 20 images"),
         ({"macs": 0.5, "params": 0.5}, "`macs` and `params` are several budgets"),

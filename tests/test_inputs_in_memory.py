@@ -1,4 +1,4 @@
-"""Inputs in memory that Python functions take, and the one message for any other object, which is not iterated."""
+"""Inputs in memory that Python functions take, and the messages for any other object."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import Dataset
 
 import corp_deploy
 from corp_deploy.api.values import as_file
@@ -33,16 +33,10 @@ def generator() -> Iterator[torch.Tensor]:
 
 PICTURE = Image.new("RGB", (8, 8))
 OTHERS: dict[str, tuple[Callable[[], Any], str]] = {
-    "a loader": (lambda: DataLoader(TensorDataset(IMAGES)), "inputs: got DataLoader, expected a path .*; collect what"),
-    "a dataset": (Endless, "inputs: got Endless, expected a path"),
-    "a generator": (generator, "inputs: got generator, expected a path .*; collect what it yields into one tensor"),
+    "a dataset": (Endless, r"inputs: got Endless, expected a path .*; give DataLoader\(DATASET, batch_size=32\)"),
     "nothing": (lambda: None, "inputs: got NoneType, expected a path"),
     "a picture": (lambda: PICTURE, "inputs: got Image, expected a path"),
-    "pictures": (
-        lambda: [PICTURE, PICTURE],
-        "inputs: got list of Image, expected a path .*save the images to a folder",
-    ),
-    "paths": (lambda: ["a.png", Path("b.png")], "inputs: got list of str, expected a path"),
+    "paths": (lambda: ["a.png", Path("b.png")], "inputs: got str; a batch is a tensor or array"),
     "bytes": (lambda: b"images", "inputs: got bytes, expected a path"),
     "unlike images": (lambda: [np.zeros((3, 8, 8)), np.zeros((3, 9, 9))], r"inputs: got list \(.*, expected a path"),
     "objects": (lambda: np.array([None, 1]), "inputs: got ndarray of object, expected a path"),
@@ -62,15 +56,15 @@ def test_calibrate_refuses_other_inputs_before_any_work(tmp_path: Path, kind: st
     assert not list(tmp_path.iterdir())
 
 
-def test_every_function_with_inputs_refuses_a_loader(tmp_path: Path) -> None:
-    said = "inputs: got DataLoader, expected a path"
-    loader: Any = DataLoader(TensorDataset(IMAGES))
-    rejects(said, corp_deploy.verify, torch.nn.Flatten(), tmp_path, loader)
-    rejects(said, corp_deploy.reduce, torch.nn.Flatten(), tmp_path / "m", tmp_path / "r", inputs=loader, macs=0.8)
+def test_every_function_with_inputs_refuses_a_dataset_without_batches(tmp_path: Path) -> None:
+    said = "inputs: got Endless, expected a path"
+    every: Any = Endless()
+    rejects(said, corp_deploy.verify, torch.nn.Flatten(), tmp_path, every)
+    rejects(said, corp_deploy.reduce, torch.nn.Flatten(), tmp_path / "m", tmp_path / "r", inputs=every, macs=0.8)
     rejects(
-        said, corp_deploy.export, torch.nn.Flatten(), tmp_path / "x.onnx", precision="mixed", auto=True, inputs=loader
+        said, corp_deploy.export, torch.nn.Flatten(), tmp_path / "x.onnx", precision="mixed", auto=True, inputs=every
     )
-    rejects(said, corp_deploy.bench, tmp_path / "a.onnx", tmp_path / "b.onnx", inputs=loader)
+    rejects(said, corp_deploy.bench, tmp_path / "a.onnx", tmp_path / "b.onnx", inputs=every)
 
 
 @pytest.mark.parametrize("values", [IMAGES, IMAGES.numpy(), list(IMAGES), [each.numpy() for each in IMAGES]])

@@ -15,6 +15,7 @@ from ground.gpu import require_device
 
 from .in_python import function_from_record
 from .models import OnInputs, Written, open_inputs, open_model
+from .values import given_inputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +51,9 @@ def calibrate(call: CalibrateCall) -> Calibration:
     """Collect a model's second-order statistics in one pass over unlabelled inputs, and write them to `output`.
 
     `inputs`: a folder of images, tar shards, .npy, .npz or .safetensors of [N,C,H,W] (float32, preprocessed, or uint8),
-    an array or tensor of these in memory, a file of text, or token ids [S,N]. Sums are float64. The command `calibrate`
-    also resumes, runs in several processes, and calibrates decoders block by block.
+    an array or tensor of these in memory, a file of text, token ids [S,N], or an iterable of batches, such as a
+    DataLoader or a generator, which is read once unless images are held out, drawn or grouped. Sums are float64. The
+    command `calibrate` also resumes, runs in several processes, and calibrates decoders block by block.
 
     Raises BadInput for inputs that the model doesn't take, for damaged ones beyond `max_bad`, for activations that
     are not finite (naming the site), for too little memory, and where there is no site; Missing without the device.
@@ -63,10 +65,9 @@ def calibrate(call: CalibrateCall) -> Calibration:
         snapshots=tuple(call.snapshots),
         fitting=lambda share: f"calibrate --attention-system --attn {share:g}",
     )
-    with (
-        open_model(call.model, call.inputs) as loaded,
-        open_inputs(loaded.model, call.inputs, **call.decoded, **call.drawn) as opened_set,
-    ):
+    given = given_inputs(call.inputs)
+    with open_model(call.model, given) as loaded:
+        opened_set = open_inputs(loaded.model, given, **call.decoded, **call.drawn)
         dense, input_set = apply_merging_choice(loaded, call), call.order_for_snapshots(opened_set, **call.drawn)
         record, *_ = write_moments(dense, input_set, call.request(seed=call.seed), run, path)
     left_out = None if call.hold_out is None else held_out_path(path)

@@ -14,7 +14,7 @@ from ground.files import sha256_of_file
 
 from .in_python import function_from_record
 from .models import ModelLike, OfModel, Written, open_inputs, open_model
-from .values import InputsLike
+from .values import InputsLike, given_inputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,11 +63,12 @@ def export(call: ExportCall) -> Graph:
     path = Path(call.output)
     call.require_suffix(path)
     with ExitStack() as stack:
-        own = stack.enter_context(open_model(call.model, call.inputs))
-        dense = None if call.dense is None else stack.enter_context(open_model(call.dense, call.inputs))
+        given = None if call.inputs is None else given_inputs(call.inputs)
+        own = stack.enter_context(open_model(call.model, given))
+        dense = None if call.dense is None else stack.enter_context(open_model(call.dense, given))
         feeds = None
-        if call.inputs is not None:
-            feeds = inputs_from_set(stack.enter_context(open_inputs(own.model, call.inputs, **call.drawn))).feeds
+        if given is not None:
+            feeds = inputs_from_set(open_inputs(own.model, given, **call.drawn)).feeds
         graphs = Graphs(own, call, feeds, dense=dense)
         (name,) = graphs.paths(path)
         kept = graphs.write(name, path)

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import numpy as np
-from torch import Tensor, nn
+from torch import nn
 
+from calib.batches import Batches, are_pictures, array_of_entry, has_images, image_entry
 from calib.inputs import InputSet
 from calib.moments import Moments
 from corp_deploy.families.family import with_outputs
@@ -26,24 +26,23 @@ from corp_deploy.spec.trusted_code import trusting_code
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.input_sets import inputs_for_model, left_out
 from corp_deploy.store.module_model import checkpoint_from_module
+from corp_deploy.traced.models.array_inputs import parameters_of
 from ground.errors import BadInput
 from ground.ports import Role
 
 from .in_python import errors_in_python
-from .values import InputsLike, as_file, refuse_other_inputs
+from .values import InputsLike
 
 
-@contextmanager
-def open_inputs(model: nn.Module, inputs: InputsLike, **how: Any) -> Iterator[InputSet]:
-    """Yield the inputs of a path or in memory as the model takes them: images, texts, token ids or arrays by name.
+def open_inputs(model: nn.Module, given: Path | Batches, **how: Any) -> InputSet:
+    """Return the inputs of a path or in memory as the model takes them: images, texts, token ids or arrays by name.
 
     `how` are the options of drawing and decoding. Raises BadInput for inputs that the model doesn't take.
     """
-    with as_file(inputs) as path:
-        opened_set = inputs_for_model(model, path, **how)
-        if opened_set.skipped:
-            warnings.warn(left_out(path, opened_set), stacklevel=5)
-        yield opened_set
+    opened_set = inputs_for_model(model, given, **how)
+    if opened_set.skipped:
+        warnings.warn(left_out(Path(str(given)), opened_set), stacklevel=4)
+    return opened_set
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,17 +106,25 @@ def in_memory(model: ModelLike) -> nn.Module | None:
     return unwrapped(named) if isinstance(named, nn.Module) else None
 
 
-def _inputs_shown(model: nn.Module, example: InputsLike | Moments | None) -> dict[str, Any]:
+Example: TypeAlias = Path | Batches | Moments | None
+
+
+def _inputs_shown(model: nn.Module, example: Example) -> dict[str, Any]:
     if isinstance(example, Moments):
         record = json.loads(example.lineage.get("preprocessing", "{}"))
         return {name: record[name] for name in ("input_size", "inputs") if name in record}
-    if isinstance(example, np.ndarray | Tensor):
-        is_pixels = example.ndim == 4 and "float" not in str(example.dtype)
-        return {} if is_pixels else inputs_of_arrays(model, example)
-    return inputs_of_arrays(model, example) if isinstance(example, Mapping) else {}
+    if not isinstance(example, Batches):
+        return {}
+    shown = example.first.inputs
+    if isinstance(shown, Mapping):
+        taken = {name: shown[name] for name in parameters_of(model) if name in shown}
+        shown = taken or (image_entry(shown) if has_images(shown) else shown)
+    if are_pictures(shown) or (has_images({"": shown}) and "float" not in str(shown.dtype)):
+        return {}
+    return inputs_of_arrays(model, shown if isinstance(shown, Mapping) else array_of_entry(shown))
 
 
-def _of_module(named: Source, module: nn.Module, example: InputsLike | Moments | None) -> Checkpoint:
+def _of_module(named: Source, module: nn.Module, example: Example) -> Checkpoint:
     beside = {
         "weights": named.weights,
         "ema": named.ema,
@@ -137,15 +144,13 @@ def module_beside(directories: PathLike | Sequence[PathLike]) -> AbstractContext
 
 
 @contextmanager
-def open_model(model: ModelLike, example: InputsLike | Moments | None = None) -> Iterator[Checkpoint]:
+def open_model(model: ModelLike, example: Example = None) -> Iterator[Checkpoint]:
     """Yield the model of a source, a path or a module in memory; a model's own code may run within this context.
 
     `example` are inputs or moments that show what a module takes.
 
     Raises BadInput for a path without a model, and as load does.
     """
-    if example is not None and not isinstance(example, Moments):
-        refuse_other_inputs(example)
     named = model if isinstance(model, Source) else Source(model)
     if not isinstance(named.name, str | os.PathLike):
         require_module(named.name, "model: got")

@@ -4,9 +4,10 @@ import os
 import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from calib.batches import Batches
 from corp_deploy.invocation.input_choice import Drawn, HoldOutOptions
 from corp_deploy.invocation.option import Labels
 from corp_deploy.invocation.proof import ProofFiles, ProofOptions
@@ -15,13 +16,13 @@ from corp_deploy.proof.engine_trust import trusting_engines
 from corp_deploy.proof.limits import ParityLimits
 from corp_deploy.proof.model_inputs import inputs_from_set
 from corp_deploy.proof.prove import candidates_from_paths, run_proof
-from corp_deploy.store.labels import labels_for
+from corp_deploy.store.labels import labels_for, labels_in_batches
 from ground.errors import BadInput
 from perf.parity.parity import Parity
 
 from .in_python import function_from_record, message_in_python
 from .models import ModelLike, PathLike, module_beside, open_inputs, open_model
-from .values import InputsLike
+from .values import InputsLike, entry_of_labels, given_inputs
 
 
 def _paths_of_candidates(paths: PathLike | Sequence[PathLike]) -> list[PathLike]:
@@ -53,7 +54,8 @@ def verify(call: VerifyCall) -> Parity:
     is compared with the one before. The reduced model is judged, at every output, by `min_agreement` (the share of
     inputs that agree) and `max_error` (‖candidate − reference‖ / ‖reference‖), or by `output_limit` at single ones,
     unless `exclude_output` names it. `labels` are class indices [N] of all inputs, also of those that `hold_out`
-    doesn't leave to judge: an array, a list, a file, a mapping from file names, or the word folders; `moments` show
+    doesn't leave to judge: an array, a list, a file, a mapping from file names, the word folders, or the name of an
+    entry of batches that are dicts; of batches that are tuples the second entry is taken. `moments` show
     whether these inputs look like those of calibration. The record is written to `output`, parity.json, with the
     figures of every input beside it.
 
@@ -67,18 +69,21 @@ def verify(call: VerifyCall) -> Parity:
     can't run one.
     """
     limits = ParityLimits.from_options(call.values)
+    entry = entry_of_labels(call.labels, call.inputs)
+    given = given_inputs(call.inputs, labels=entry)
     with ExitStack() as stack:
         stack.enter_context(trusting_engines(call.trust_engine))
-        dense = stack.enter_context(open_model(call.reference, call.inputs))
+        dense = stack.enter_context(open_model(call.reference, given))
         stack.enter_context(module_beside(call.candidates))
         steps = candidates_from_paths(_paths_of_candidates(call.candidates), call.runtimes)
         for sentence in require_batches(steps, call.batches) if "batches" in call.non_default else ():
             warnings.warn(message_in_python(sentence, VerifyCall), stacklevel=3)
-        input_set = stack.enter_context(open_inputs(dense.model, call.inputs, **call.drawn))
-        proving, labels = call.proving(input_set, call.seed), None
-        if call.labels is not None:
-            labels = labels_for(call.labels, proving, dense.model)
+        input_set = open_inputs(dense.model, given, **call.drawn)
+        proving = call.proving(input_set, call.seed)
+        labels = None if call.labels is None or entry else labels_for(call.labels, proving.identified(), dense.model)
         proof_inputs = inputs_from_set(proving, labels)
+        if labels is None and isinstance(given, Batches):
+            proof_inputs = replace(proof_inputs, labels=labels_in_batches(given, proving, dense.model))
         proof = run_proof(
             dense,
             steps,

@@ -1,6 +1,5 @@
 """The function corp_deploy.reduce."""
 
-import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from calib.batches import Batches
 from calib.store import load_moments
 from corp_deploy.families.counting import macs, parameters
 from corp_deploy.families.given_module import NAME as MEMORY
@@ -23,7 +23,7 @@ from ground.gpu import require_device
 
 from .in_python import errors_in_python, function_from_record, message_in_python
 from .models import Directory, OfModel, in_memory, open_inputs, open_model
-from .values import InputsLike, refuse_other_inputs
+from .values import InputsLike, given_inputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,17 +74,15 @@ def reduce(call: ReduceCall) -> Reduced:
     model, and for sites that can't be reduced as asked unless `allow_partial`; Missing without the device.
     """
     require_device(call.device)
-    moments_file, in_files = Path(call.moments), call.inputs is None or isinstance(call.inputs, str | os.PathLike)
-    if not in_files:
-        refuse_other_inputs(call.inputs)
+    moments_file, given = Path(call.moments), None if call.inputs is None else given_inputs(call.inputs)
     moments = load_moments(moments_file)
     with ExitStack() as stack:
-        example = moments if in_files else call.inputs
+        example = given if isinstance(given, Batches) else moments
         dense, input_set = stack.enter_context(open_model(call.model, example)), None
         if dense.architecture.family == MEMORY and is_reduced(dense.model):
             raise BadInput("model is a reduced module in memory; give its directory, which names the dense model")
-        if call.inputs is not None:
-            opened_set = stack.enter_context(open_inputs(dense.model, call.inputs, **call.drawn))
+        if given is not None:
+            opened_set = open_inputs(dense.model, given, **call.drawn).identified()
             input_set = call.split(opened_set, call.seed).fitted
         result, planned = reduce_checkpoint(
             dense,

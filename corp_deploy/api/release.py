@@ -9,6 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal
 
+from calib.batches import Batches
 from corp_deploy.families.given_module import NAME as MEMORY
 from corp_deploy.invocation.budget_choice import BudgetChoice, Limit
 from corp_deploy.invocation.calibration import PassOptions
@@ -30,7 +31,7 @@ from perf.gate.gate import Gate
 
 from .in_python import function_from_record, message_in_python
 from .models import Directory, OnInputs, PathLike, Source, Written, in_memory, open_model
-from .values import InputsLike, as_file, install_changed, labels_as_file
+from .values import InputsLike, as_file, entry_of_labels, given_inputs, install_changed, labels_as_file
 
 IN_MEMORY = "in-memory"
 """The folder, below the state of the stages, for the files of models, inputs and labels in memory."""
@@ -85,7 +86,7 @@ class ShipCall(Drawn, ShipFiles, OnInputs):
         return BudgetChoice.from_options({name: each for name, each in self.values.items() if name != "labels"})
 
 
-def _named_source(call: ShipCall, folder: Path) -> ModelSource:
+def _named_source(call: ShipCall, given: Path | Batches, folder: Path) -> ModelSource:
     """Return a source that a recipe can name; a module that a library makes is written to `folder` for that.
 
     Raises BadInput for a module that no library makes, and for a directory that needs such a module beside it.
@@ -97,7 +98,7 @@ def _named_source(call: ShipCall, folder: Path) -> ModelSource:
         if beside is not None:
             raise BadInput(f"model: the directory needs its {type(beside).__name__} in memory, and {NAMED}")
         return resolve_toml_source(named)
-    with open_model(named, call.inputs) as checkpoint:
+    with open_model(named, given) as checkpoint:
         if checkpoint.architecture.family == MEMORY:
             raise BadInput(f"model: no library makes {type(module).__name__}, so {NAMED}")
         with TemporaryDirectory(dir=folder) as scratch:
@@ -110,13 +111,18 @@ def _named_source(call: ShipCall, folder: Path) -> ModelSource:
 def _request(call: ShipCall, folder: Path) -> Iterator[ShipRequest]:
     """Yield the request of a call, with what is in memory written to `folder`."""
     with ExitStack() as stack:
-        source = _named_source(call, folder)
-        images = stack.enter_context(as_file(call.inputs, folder=folder))
-        held_out = labels = None
+        entry = entry_of_labels(call.labels, call.inputs if call.held_out is None else call.held_out)
+        given = given_inputs(call.inputs, labels=entry)
+        source = _named_source(call, given, folder)
+        images = stack.enter_context(as_file(given, folder=folder))
+        held_out, labels, judged = None, None if entry else call.labels, given
         if call.held_out is not None:
-            held_out = stack.enter_context(as_file(call.held_out, name="held_out.npy", folder=folder))
-        if call.labels is not None:
-            labels = stack.enter_context(labels_as_file(call.labels, folder))
+            judged = given_inputs(call.held_out, name="held_out", labels=entry)
+            held_out = stack.enter_context(as_file(judged, name="held_out.npy", folder=folder))
+        if labels is None and isinstance(judged, Batches):
+            labels = judged.labels
+        if labels is not None:
+            labels = stack.enter_context(labels_as_file(labels, folder))
         options = ShipOptions(
             images=images, held_out=held_out, labels=labels, target=call.target, precision=call.precision
         )

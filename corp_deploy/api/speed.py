@@ -71,7 +71,7 @@ def bench(call: BenchCall) -> Speed:
         stack.enter_context(module_beside([call.dense, call.reduced]))
         stack.enter_context(trusting_code(call.trust_code))
         stack.enter_context(trusting_engines(call.trust_engine))
-        images = None if call.inputs is None else stack.enter_context(as_file(call.inputs))
+        images = None if call.inputs is None else stack.enter_context(as_file(call.inputs, most=max(call.batches)))
         measured = bench_models(
             Path(call.dense),
             Path(call.reduced),

@@ -11,27 +11,30 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 from torch import Tensor
+from torch.utils.data import Dataset
 
+from calib.batch_inputs import MOST_INPUTS
+from calib.batches import Batches, are_pictures, array_of_entry, has_images, image_entry
 from corp_deploy.invocation.option import Labels
 from ground.errors import BadInput
 from ground.files import sha256_of_file, write_json
 from ground.transaction import install_files
 
 Array: TypeAlias = NDArray[Any] | Tensor
-InputsLike: TypeAlias = str | os.PathLike[str] | NDArray[Any] | Tensor | Mapping[str, Array]
+InputsLike: TypeAlias = str | os.PathLike[str] | NDArray[Any] | Tensor | Mapping[str, Array] | Iterable[Any]
 IN_MEMORY = "inputs.npy"  # a fixed name, as names are part of digests
 
 
 ACCEPTED = (
     "a path (a folder of images, tar shards, .npy, .npz, .safetensors), an array or tensor [N,...] of float32 "
-    "(preprocessed) or uint8, or a mapping from the names of inputs to these"
+    "(preprocessed) or uint8, a mapping from the names of inputs to these, or an iterable of batches, such as a "
+    "DataLoader"
 )
 
 
 def _refused(values: object, why: str, name: str) -> BadInput:
-    several = isinstance(values, Iterable) and not isinstance(values, Tensor | np.ndarray | bytes)
-    remedy = "; collect what it yields into one tensor, such as torch.cat(batches), or save the images to a folder"
-    return BadInput(f"{name}: got {type(values).__name__}{why}, expected {ACCEPTED}{remedy if several else ''}")
+    remedy = "; give DataLoader(DATASET, batch_size=32)" if isinstance(values, Dataset) else ""
+    return BadInput(f"{name}: got {type(values).__name__}{why}, expected {ACCEPTED}{remedy}")
 
 
 def _array(values: object, name: str) -> NDArray[Any]:
@@ -52,23 +55,64 @@ def _array(values: object, name: str) -> NDArray[Any]:
     return array
 
 
-def refuse_other_inputs(inputs: object, name: str = "inputs") -> None:
-    """Raise BadInput, which begins with `name`, for objects that no function takes as inputs."""
-    if isinstance(inputs, Mapping):
-        if not inputs or not all(isinstance(key, str) for key in inputs):
-            raise _refused(inputs, " without names" if inputs else " that is empty", name)
-        for key, each in inputs.items():
-            _array(each, f"{name}[{key!r}]")
-    elif not isinstance(inputs, str | os.PathLike):
-        _array(inputs, name)
+def _are_rows(values: object) -> bool:
+    """Return whether a list or tuple has the rows of one array: numbers, lists, or single images [C,H,W]."""
+    if not isinstance(values, list | tuple):
+        return False
+    first = values[0] if values else 0
+    is_nested = isinstance(first, list | tuple) and all(isinstance(each, int | float) for each in first)
+    return isinstance(first, int | float) or is_nested or getattr(first, "ndim", 0) in (1, 3) or not values
 
 
-def _write_inputs(values: Any, path: Path) -> Path:
-    if not isinstance(values, Mapping):
-        np.save(path, _array(values, path.stem), allow_pickle=False)
+def given_inputs(values: InputsLike | Batches, *, name: str = "inputs", labels: str | None = None) -> Path | Batches:
+    """Return a path, or what is in memory as batches whose first was looked at; `labels` names an entry of dicts.
+
+    Raises BadInput, which begins with `name`, for objects that no function takes as inputs.
+    """
+    if isinstance(values, str | os.PathLike):
+        return Path(values)
+    if isinstance(values, Batches):
+        return values
+    if isinstance(values, Mapping):
+        if not values or not all(isinstance(key, str) for key in values):
+            raise _refused(values, " without names" if values else " that is empty", name)
+        return Batches([{key: _array(each, f"{name}[{key!r}]") for key, each in values.items()}])
+    if are_pictures(values):
+        return Batches([values])
+    if isinstance(values, Tensor | np.ndarray) or _are_rows(values):
+        return Batches([_array(values, name)])
+    if isinstance(values, bytes) or not isinstance(values, Iterable):
+        raise _refused(values, "", name)
+    return Batches(values, labels=labels, where=name)
+
+
+def entry_of_labels(labels: Labels | None, inputs: InputsLike) -> str | None:
+    """Return labels that name an entry of batches in memory, None for those of another kind."""
+    named = isinstance(labels, str) and not isinstance(inputs, str | os.PathLike) and not Path(labels).is_file()
+    return labels if named and isinstance(labels, str) else None
+
+
+def _write_inputs(values: Batches, path: Path, most: int) -> Path:
+    """Write the first `most` inputs of batches: .npy, batch by batch, or .safetensors for several arrays."""
+    first = values.first.inputs
+    if isinstance(first, Mapping) and len(first) > 1 and not has_images(first):
+        path = path.with_suffix(".safetensors")
+        parts = [{key: array_of_entry(each) for key, each in entries.inputs.items()} for entries in values.once()]
+        save_file({key: np.concatenate([part[key] for part in parts])[:most] for key in parts[0]}, path)
         return path
-    path = path.with_suffix(".safetensors")
-    save_file({key: np.ascontiguousarray(_array(each, key)) for key, each in values.items()}, path)
+    with path.open("wb") as file:
+        count = 0
+        for entries in values.once():
+            rows = np.ascontiguousarray(array_of_entry(image_entry(entries.inputs))[: most - count])
+            form = {"descr": rows.dtype.str, "fortran_order": False, "shape": (count, *rows.shape[1:])}
+            if not count:
+                np.lib.format.write_array_header_1_0(file, form)
+            count += len(rows)
+            file.write(rows.data)
+            if count >= most:
+                break
+        file.seek(0)  # the header has room for any number of rows
+        np.lib.format.write_array_header_1_0(file, form | {"shape": (count, *rows.shape[1:])})
     return path
 
 
@@ -100,14 +144,15 @@ def _as_file(
             raise
 
 
-def as_file(values: InputsLike, *, name: str = IN_MEMORY, folder: Path | None = None) -> AbstractContextManager[Path]:
-    """Return a context with a path as it is, or the path of a file with arrays: .npy, or .safetensors for a mapping.
+def as_file(
+    values: InputsLike | Batches, *, name: str = IN_MEMORY, folder: Path | None = None, most: int = MOST_INPUTS
+) -> AbstractContextManager[Path]:
+    """Return a context with a path as it is, or that of a file with `most` inputs: .npy, or .safetensors for several.
 
     Without a `folder` for it the file is temporary; a file in the folder is replaced only if its content differs.
     """
-    if not isinstance(values, str | os.PathLike):
-        refuse_other_inputs(values, Path(name).stem)
-    return _as_file(values, _write_inputs, name, folder)
+    given = given_inputs(values, name=Path(name).stem)
+    return _as_file(given, lambda batches, path: _write_inputs(batches, path, most), name, folder)
 
 
 def labels_as_file(labels: Labels, folder: Path) -> AbstractContextManager[Path]:

@@ -1,5 +1,6 @@
 """Inputs of proofs and timings: images, texts and arrays in the form that a model takes, or noise for its ports."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,13 +24,13 @@ from corp_deploy.store.dense_model import model_of_directory
 from corp_deploy.store.input_sets import no_picture, normalising, texts_for_model, unnormalised
 from corp_deploy.store.onnx_file import GraphInput, graph_ports
 from ground.errors import BadInput
-from ground.feeds import Feeds, batch_size, select_rows
+from ground.feeds import Feeds
 from ground.pixels import PIXEL, whole_pixels
 from ground.ports import Port
 
 from .proof_inputs import (
+    ArrayFile,
     ProofInputs,
-    array_on_disk,
     draw_noise,
     feeds_for_ports,
     normalisation_of,
@@ -56,28 +57,23 @@ def inputs_from_set(source: InputSet, labels: NDArray[np.int64] | None = None) -
 
     A tensor without a name is called "images".
     """
-    arrays: dict[str, NDArray[Any]] = {}
-    start, fingerprints = 0, list[Fingerprints]()
+    files, count, fingerprints = defaultdict[str, ArrayFile](ArrayFile), 0, list[Fingerprints]()
     for batch in source.read(64):
         if not len(batch.ids):
             continue
         fingerprints.append(Fingerprints.from_inputs(batch.ids, batch.inputs))
         tensors = {"images": batch.inputs} if isinstance(batch.inputs, Tensor) else batch.inputs
-        parts = {name: tensor.numpy() for name, tensor in tensors.items()}
-        count = batch_size(parts)
-        arrays = arrays or {name: array_on_disk(part, source.count) for name, part in parts.items()}
-        for name, part in parts.items():
-            arrays[name][start : start + count] = part
-        start += count
-    assert arrays, source
-    feeds = select_rows(arrays, slice(start))
-    names = tuple(source.name(place) for place in range(source.count)) if start == source.count else ()
+        for name, tensor in tensors.items():
+            files[name].append(tensor.numpy())
+        count += len(batch.ids)
+    assert count, source
+    source = source.identified()
     return ProofInputs(
-        feeds=feeds,
+        feeds={name: file.array() for name, file in files.items()},
         digest=source.digest,
         kind=source.noun,
         labels=labels,
-        names=names,
+        names=tuple(source.name(place) for place in range(source.count)) if count == source.count else (),
         fingerprints=Fingerprints.concatenated(fingerprints),
     )
 

@@ -12,7 +12,7 @@ from ground.feeds import single_array
 from ground.pixels import PIXEL, whole_pixels
 from ground.ports import Port
 
-from .proof_inputs import ProofInputs, array_on_disk
+from .proof_inputs import ArrayFile, ProofInputs
 
 _ROWS = 64  # images copied at once
 
@@ -65,9 +65,7 @@ def _pixels(port: Port, preprocessing: str | None, path: Path, *, where: str) ->
 
 
 def _read(source: DrawnImages) -> ProofInputs:
-    rows, start = source.rows(), 0
-    images = array_on_disk(np.empty((1, *source.array.shape), np.float32), source.count)
+    rows, images = source.rows(), ArrayFile()
     while part := list(islice(rows, _ROWS)):
-        images[start : start + len(part)] = part
-        start += len(part)
-    return ProofInputs(feeds={"images": images}, digest=source.digest, kind=source.noun, names=source.names)
+        images.append(np.stack(part))
+    return ProofInputs(feeds={"images": images.array()}, digest=source.digest, kind=source.noun, names=source.names)

@@ -79,10 +79,22 @@ class ProofInputs:
         return ImageSet(count=self.count, digest=self.digest, kind=self.kind)
 
 
-def array_on_disk(like: NDArray[Any], count: int) -> NDArray[Any]:
-    """Return an array of `count` rows like those of `like`, in a file that lives as long as the array."""
-    with TemporaryFile() as file:
-        return np.memmap(file, dtype=like.dtype, mode="w+", shape=(count, *like.shape[1:]))
+class ArrayFile:
+    """A temporary file of rows that are written one after the other and then read as one array."""
+
+    def __init__(self) -> None:
+        self._file = TemporaryFile()  # noqa: SIM115  (the array maps it)
+        self._dtype, self._shape, self._count = np.dtype(np.float32), tuple[int, ...](), 0
+
+    def append(self, rows: NDArray[Any]) -> None:
+        self._dtype, self._shape, self._count = rows.dtype, rows.shape[1:], self._count + len(rows)
+        self._file.write(np.ascontiguousarray(rows).data)
+
+    def array(self) -> NDArray[Any]:
+        """Return all rows, mapped from the file, which is closed."""
+        with self._file as file:
+            file.flush()
+            return np.memmap(file, dtype=self._dtype, mode="r+", shape=(self._count, *self._shape))
 
 
 def draw_noise(ports: Sequence[Port], count: int, seed: int) -> ProofInputs:

@@ -191,7 +191,7 @@ class _Passes:
                         on_progress=on_progress,
                     )
             except Exception as error:
-                if not is_out_of_memory(error) or size == 1 or run.ranks.size > 1 or run.goes_on:
+                if not is_out_of_memory(error) or size == 1 or run.ranks.size > 1 or run.goes_on or images.reads_once:
                     raise
             size //= 2  # outside of the handler, whose error holds the large batch's memory
             run.smaller(size)
@@ -245,6 +245,8 @@ def write_moments(
     Raises:
         BadInput: there is no site or too little memory.
     """
+    if run.snapshots or request.restriction is not None:
+        images = images.identified()
     parts = split_for_calibration(images, hold_out=request.hold_out, groups=request.groups, seed=request.seed)
     refuse_snapshots(run.snapshots, parts.fitted, run.ranks)
     passes = _Passes(checkpoint=checkpoint, request=request, run=run, output=output)

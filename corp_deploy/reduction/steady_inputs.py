@@ -13,8 +13,7 @@ def require_steady_on(model: nn.Module, inputs: InputSet) -> None:
     """Run the first two batches twice; raise BadInput, naming the operation, if outputs differ or are not finite."""
     if not isinstance(model, TracedModule):
         return
-    first = inputs.subset(range(min(inputs.count, AT_ONCE * BATCHES)))
-    for batch in first.batches(AT_ONCE):
+    for batch in inputs.head(AT_ONCE * BATCHES).batches(AT_ONCE):
         tensors = list(tensors_by_name(to_device(batch, device_of(model))).values())
         if all(bool(each.isfinite().all()) for each in tensors):  # reading the others names their file
             require_steady(tracing(model).program, tensors, called=f"the first {inputs.noun}")

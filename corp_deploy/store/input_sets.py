@@ -14,10 +14,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from calib.batch_inputs import BatchInputs, ImageBatches, SequenceBatches
+from calib.batches import WHERE, Batches
 from calib.image_arrays import Normalise
 from calib.images import Images, holds_pictures, open_images
 from calib.inputs import InputSet
-from calib.rows import SUFFIX, ArrayInputs, Sequences, open_arrays, open_ids, sample_sequences
+from calib.rows import NAME, SUFFIX, ArrayInputs, Sequences, open_arrays, open_ids, sample_sequences
 from calib.texts import Texts, open_texts
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import array_ports, image_spec, sequence_spec, text_spec
@@ -160,10 +162,35 @@ def arrays_for_model(model: nn.Module, path: Path, *, samples: int | None = None
     return open_arrays(path, ports, id_counts=traced_model.count_ids(model), samples=samples, seed=seed)
 
 
+def batches_for_model(model: nn.Module, batches: Batches, *, max_bad: int = 0) -> BatchInputs:
+    """Return batches in memory as the inputs that the model takes; texts come as token ids."""
+    spec = traced_model.input_spec(model)
+    if isinstance(spec, ImageSpec):
+        pixels, transform = partial(normalising, spec, where=WHERE), spec.transform
+        return ImageBatches(
+            available=0, source=batches, ports=spec.ports, max_bad=max_bad, pixels=pixels, transform=transform
+        )
+    sequences = sequence_spec(model)
+    if sequences is not None:
+        counts = {NAME: sequences.vocabulary}
+        return SequenceBatches(available=0, source=batches, ports=spec.ports, id_counts=counts, max_bad=max_bad)
+    counts = traced_model.count_ids(model)
+    return BatchInputs(available=0, source=batches, ports=spec.ports, id_counts=counts, max_bad=max_bad)
+
+
 def inputs_for_model(
-    model: nn.Module, path: Place, *, samples: int | None = None, seed: int = 0, workers: int = 0, max_bad: int = 0
+    model: nn.Module,
+    given: Place | Batches,
+    *,
+    samples: int | None = None,
+    seed: int = 0,
+    workers: int = 0,
+    max_bad: int = 0,
 ) -> InputSet:
     """Open the images, texts or arrays that the model takes. Raises BadInput as the functions for these do."""
+    if isinstance(given, Batches):
+        return batches_for_model(model, given, max_bad=max_bad).sampled(samples, seed, where=WHERE)
+    path = given
     match traced_model.input_spec(model).medium:
         case "images":
             return images_for_model(model, path, samples=samples, seed=seed, workers=workers, max_bad=max_bad)

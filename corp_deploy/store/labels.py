@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from calib.batches import Batches
 from calib.images import Images
 from calib.inputs import InputSet
 from calib.sources import Folder, RemoteFolder
@@ -41,7 +42,7 @@ def labels_for(
     """
     is_path = isinstance(labels, str | os.PathLike)
     where = os.fspath(labels) if is_path else "labels"
-    if not isinstance(images, Images):
+    if images.noun != Images.noun:
         raise BadInput(f"{where}: labels are for images, the model takes {images.noun}; leave them out")
     classes = classes_of(model)
     if not classes:
@@ -56,17 +57,25 @@ def labels_for(
     return chosen
 
 
-def _named(path: Path, images: Images, classes: int, note: Callable[[str], None]) -> Any:
+def _named(path: Path, images: InputSet, classes: int, note: Callable[[str], None]) -> Any:
     """Return the values of a file or, if there is none, of the column or the class folders that its name stands for."""
-    columns = images.source.label_columns
+    source = images.source if isinstance(images, Images) else None
+    columns = () if source is None else source.label_columns
     if path.exists():
         return _from_file(path)
-    if path.name in columns:
-        return images.source.labels(path.name)
+    if source is not None and path.name in columns:
+        return source.labels(path.name)
     if path.name == FOLDERS:
         return _of_folders(images, classes, note)
     named = f", or a column of the images: {', '.join(columns)[:200]}" if columns else ""
     raise BadInput(f"{path}: no such file, expected labels: {KINDS}, or the word {FOLDERS}{named}")
+
+
+def labels_in_batches(batches: Batches, images: InputSet, model: nn.Module) -> NDArray[np.int64] | None:
+    """Return the labels that came with the batches, which were read; None without any or for a model of no classes."""
+    if batches.labels is None or not classes_of(model):
+        return None
+    return labels_for(batches.labels, images.identified(), model)
 
 
 def _from_file(path: Path) -> Any:
@@ -165,10 +174,10 @@ def _in_range(indices: NDArray[np.int64], classes: int, where: str) -> NDArray[n
     return indices
 
 
-def _by_name(labels: Named, images: Images, where: str) -> list[Any]:
+def _by_name(labels: Named, images: InputSet, where: str) -> list[Any]:
     """Return the label of each image, by its name, its file's name with or without suffix, or its class folder."""
     given = {str(name).replace("\\", "/").removeprefix("./"): label for name, label in labels.items()}
-    every = [images.source.name(place) for place in range(images.available)]
+    every = [images.name_of_place(place) for place in range(images.available)]
     own = Counter(name.rpartition("/")[2] for name in every)
     by_own = Counter(name.rpartition("/")[2] for name in given)
     bare = {name.rpartition("/")[2]: label for name, label in given.items() if by_own[name.rpartition("/")[2]] == 1}
@@ -193,9 +202,9 @@ def _by_name(labels: Named, images: Images, where: str) -> list[Any]:
     return found
 
 
-def _of_folders(images: Images, classes: int, note: Callable[[str], None]) -> list[int]:
+def _of_folders(images: InputSet, classes: int, note: Callable[[str], None]) -> list[int]:
     """Return the index of each image's folder among all folders, sorted as in torchvision's ImageFolder."""
-    source = images.source
+    source = images.source if isinstance(images, Images) else None
     folders = [class_folder(name) for name in source.names] if isinstance(source, Folder | RemoteFolder) else []
     if not all(folders) or not folders:
         raise BadInput(
