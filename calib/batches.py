@@ -4,6 +4,7 @@ Every pass over the iterable draws the same random numbers, so that shuffling an
 """
 
 import random
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -54,6 +55,24 @@ def entries_of_batch(batch: Any, labels: str | None) -> Entries:
 
 def are_pictures(values: Any) -> bool:
     return isinstance(values, list | tuple) and bool(values) and all(isinstance(each, Image.Image) for each in values)
+
+
+class DatasetBatches:
+    """The rows of a datasets.Dataset in batches; columns of images are read by their bytes instead."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+        self.has_images = any(type(each).__name__ == "Image" for each in dataset.features.values())
+
+    def __iter__(self) -> Iterator[Any]:
+        plain = self.dataset if self.has_images else self.dataset.with_format("numpy")
+        return iter(plain.iter(batch_size=32))
+
+
+def is_dataset(values: object) -> bool:
+    """Return whether this is a datasets.Dataset, which yields rows; never imports datasets."""
+    datasets = sys.modules.get("datasets")
+    return datasets is not None and isinstance(values, datasets.Dataset)
 
 
 class _RandomStates:
@@ -117,6 +136,12 @@ class Batches:
                 except StopIteration:
                     return
             yield batch
+
+    @property
+    def dataset(self) -> Any:
+        """The datasets.Dataset whose column of images these are; None for other batches."""
+        own = self._iterable
+        return own.dataset if isinstance(own, DatasetBatches) and own.has_images else None
 
     @property
     def labels(self) -> NDArray[Any] | None:

@@ -41,7 +41,7 @@ def generator() -> Iterator[torch.Tensor]:
     return (x for x, _ in tuples())
 
 
-RE_ITERABLE = {
+RE_ITERABLE: dict[str, Any] = {
     "a loader": tuples,
     "dicts": dicts,
     "tensors": lambda: list(IMAGES.split(5)),
@@ -105,6 +105,31 @@ def test_bench_and_ship_inputs_are_the_first_rows_of_a_loader(tmp_path: Path) ->
     pair = [{"ids": IMAGES[:, 0, 0, :4], "mask": IMAGES[:, 0, 1, :4]}] * 2
     with as_file(pair) as path:
         assert path.suffix == ".safetensors"
+
+
+def test_datasets_are_read_by_their_stored_bytes_and_columns_of_numbers_as_batches(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    from corp_deploy.api.models import open_inputs
+    from corp_deploy.api.values import given_inputs
+
+    model = tiny.checkpoint().model
+    numbers = datasets.Dataset.from_dict({"label": LABELS.tolist(), "x": IMAGES.numpy().tolist()})
+    numbers = numbers.cast_column("x", datasets.Array3D((3, 32, 32), "float32"))
+    (rows,) = open_inputs(model, given_inputs(numbers)).batches(18)
+    assert torch.equal(torch.as_tensor(rows), IMAGES)
+    pixels = np.random.default_rng(0).integers(0, 256, (5, 40, 40, 3)).astype(np.uint8)
+    pictures = [Image.fromarray(each) for each in pixels]
+    (tmp_path / "pictures").mkdir()
+    for number, each in enumerate(pictures):
+        each.save(tmp_path / "pictures" / f"{number}.png")
+    paths = [str(tmp_path / "pictures" / f"{number}.png") for number in range(5)]
+    stored = datasets.Dataset.from_dict({"image": paths, "label": [0, 1, 2, 0, 1]}).cast_column(
+        "image", datasets.Image()
+    )
+    found = open_inputs(model, given_inputs(stored))
+    folder = open_inputs(model, given_inputs(tmp_path / "pictures"))
+    assert torch.equal(found.ids, folder.ids)
+    assert torch.equal(torch.cat(list(found.batches(2))), torch.cat(list(folder.batches(2))))  # type: ignore[arg-type]
 
 
 def test_shuffled_loader_repeats_its_order_and_is_held_out_like_the_plain_one(dense: Path, tmp_path: Path) -> None:
@@ -189,7 +214,7 @@ def test_pixels_and_pictures_are_normalised_as_the_model_needs() -> None:
     from corp_deploy.families.family import image_spec
 
     normalisation: Normalisation = image_spec(spec).normalisation
-    assert np.array_equal(whole, normalisation.images(pixels))
+    assert np.array_equal(np.asarray(whole), normalisation.images(pixels))
     pictures = [Image.fromarray(each.transpose(1, 2, 0)) for each in pixels]
     transform = image_spec(spec).transform()
     (shown,) = opened([pictures]).identified().batches(6)

@@ -28,20 +28,21 @@ from corp_deploy.store.input_sets import inputs_for_model, left_out
 from corp_deploy.store.module_model import checkpoint_from_module
 from corp_deploy.traced.models.array_inputs import parameters_of
 from ground.errors import BadInput
+from ground.places import Place, place_from_text
 from ground.ports import Role
 
 from .in_python import errors_in_python
 from .values import InputsLike
 
 
-def open_inputs(model: nn.Module, given: Path | Batches, **how: Any) -> InputSet:
+def open_inputs(model: nn.Module, given: Place | Batches, **how: Any) -> InputSet:
     """Return the inputs of a path or in memory as the model takes them: images, texts, token ids or arrays by name.
 
     `how` are the options of drawing and decoding. Raises BadInput for inputs that the model doesn't take.
     """
     opened_set = inputs_for_model(model, given, **how)
     if opened_set.skipped:
-        warnings.warn(left_out(Path(str(given)), opened_set), stacklevel=4)
+        warnings.warn(left_out(place_from_text(str(given)), opened_set), stacklevel=4)
     return opened_set
 
 
@@ -106,7 +107,7 @@ def in_memory(model: ModelLike) -> nn.Module | None:
     return unwrapped(named) if isinstance(named, nn.Module) else None
 
 
-Example: TypeAlias = Path | Batches | Moments | None
+Example: TypeAlias = Place | Batches | Moments | None
 
 
 def _inputs_shown(model: nn.Module, example: Example) -> dict[str, Any]:

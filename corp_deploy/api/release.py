@@ -27,6 +27,7 @@ from corp_deploy.release.signature import sums_from_file
 from corp_deploy.spec.trusted_code import trusting_code
 from corp_deploy.store.checkpoint import save
 from ground.errors import BadInput
+from ground.places import Place
 from perf.gate.gate import Gate
 
 from .in_python import function_from_record, message_in_python
@@ -86,7 +87,7 @@ class ShipCall(Drawn, ShipFiles, OnInputs):
         return BudgetChoice.from_options({name: each for name, each in self.values.items() if name != "labels"})
 
 
-def _named_source(call: ShipCall, given: Path | Batches, folder: Path) -> ModelSource:
+def _named_source(call: ShipCall, given: Place | Batches, folder: Path) -> ModelSource:
     """Return a source that a recipe can name; a module that a library makes is written to `folder` for that.
 
     Raises BadInput for a module that no library makes, and for a directory that needs such a module beside it.

@@ -14,10 +14,11 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from calib.batch_inputs import MOST_INPUTS
-from calib.batches import Batches, are_pictures, array_of_entry, has_images, image_entry
+from calib.batches import Batches, DatasetBatches, are_pictures, array_of_entry, has_images, image_entry, is_dataset
 from corp_deploy.invocation.option import Labels
 from ground.errors import BadInput
 from ground.files import sha256_of_file, write_json
+from ground.places import Place, place_from_text
 from ground.transaction import install_files
 
 Array: TypeAlias = NDArray[Any] | Tensor
@@ -64,13 +65,13 @@ def _are_rows(values: object) -> bool:
     return isinstance(first, int | float) or is_nested or getattr(first, "ndim", 0) in (1, 3) or not values
 
 
-def given_inputs(values: InputsLike | Batches, *, name: str = "inputs", labels: str | None = None) -> Path | Batches:
+def given_inputs(values: InputsLike | Batches, *, name: str = "inputs", labels: str | None = None) -> Place | Batches:
     """Return a path, or what is in memory as batches whose first was looked at; `labels` names an entry of dicts.
 
     Raises BadInput, which begins with `name`, for objects that no function takes as inputs.
     """
     if isinstance(values, str | os.PathLike):
-        return Path(values)
+        return place_from_text(values)
     if isinstance(values, Batches):
         return values
     if isinstance(values, Mapping):
@@ -81,6 +82,8 @@ def given_inputs(values: InputsLike | Batches, *, name: str = "inputs", labels: 
         return Batches([values])
     if isinstance(values, Tensor | np.ndarray) or _are_rows(values):
         return Batches([_array(values, name)])
+    if is_dataset(values):
+        return Batches(DatasetBatches(values), labels=labels, where=name)
     if isinstance(values, bytes) or not isinstance(values, Iterable):
         raise _refused(values, "", name)
     return Batches(values, labels=labels, where=name)
@@ -88,12 +91,15 @@ def given_inputs(values: InputsLike | Batches, *, name: str = "inputs", labels: 
 
 def entry_of_labels(labels: Labels | None, inputs: InputsLike) -> str | None:
     """Return labels that name an entry of batches in memory, None for those of another kind."""
-    named = isinstance(labels, str) and not isinstance(inputs, str | os.PathLike) and not Path(labels).is_file()
+    in_files = isinstance(inputs, str | os.PathLike) or (is_dataset(inputs) and DatasetBatches(inputs).has_images)
+    named = isinstance(labels, str) and not in_files and not Path(labels).is_file()
     return labels if named and isinstance(labels, str) else None
 
 
 def _write_inputs(values: Batches, path: Path, most: int) -> Path:
     """Write the first `most` inputs of batches: .npy, batch by batch, or .safetensors for several arrays."""
+    if values.dataset is not None:
+        raise BadInput(f"{path.stem}: save the data set (save_to_disk), and give its directory")
     first = values.first.inputs
     if isinstance(first, Mapping) and len(first) > 1 and not has_images(first):
         path = path.with_suffix(".safetensors")
@@ -128,9 +134,9 @@ def _write_labels(labels: Any, path: Path) -> Path:
 @contextmanager
 def _as_file(
     values: Any, write: Callable[[Any, Path], Path], name: str = IN_MEMORY, folder: Path | None = None
-) -> Iterator[Path]:
+) -> Iterator[Any]:
     if isinstance(values, str | os.PathLike):
-        yield Path(values)
+        yield place_from_text(values)
         return
     with TemporaryDirectory(dir=folder) as scratch:
         path = write(values, Path(scratch) / name)

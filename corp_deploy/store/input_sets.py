@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from calib.batch_inputs import BatchInputs, ImageBatches, SequenceBatches
 from calib.batches import WHERE, Batches
 from calib.image_arrays import Normalise
-from calib.images import Images, holds_pictures, open_images
+from calib.images import Images, holds_pictures, images_from_source, open_images
 from calib.inputs import InputSet
 from calib.rows import NAME, SUFFIX, ArrayInputs, Sequences, open_arrays, open_ids, sample_sequences
+from calib.saved_datasets import dataset_source
 from calib.texts import Texts, open_texts
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import array_ports, image_spec, sequence_spec, text_spec
@@ -189,6 +190,14 @@ def inputs_for_model(
 ) -> InputSet:
     """Open the images, texts or arrays that the model takes. Raises BadInput as the functions for these do."""
     if isinstance(given, Batches):
+        if given.dataset is not None:
+            spec = image_spec(model)
+            source = dataset_source(
+                given.dataset, shape=spec.shape, transform=_transform_of_pictures(spec, Path(WHERE))
+            )
+            return images_from_source(
+                source, spec.shape, samples=samples, seed=seed, workers=workers, max_bad=max_bad, where=WHERE
+            )
         return batches_for_model(model, given, max_bad=max_bad).sampled(samples, seed, where=WHERE)
     path = given
     match traced_model.input_spec(model).medium:
