@@ -15,7 +15,7 @@ from .signature import SERVED_TYPES, Signature
 ERROR = "error"
 WARNING = "warning"
 RULES = {
-    "aotinductor": "What the platform torch_aoti doesn't serve, or that the config of a package gets wrong",
+    "aotinductor": "The config of a package of AOTInductor is one that the platform torch_aoti serves.",
     "artefact": "Every file that a config needs is in the version's directory, and can be read.",
     "backend": "A config names a backend that can run the model where it is to run.",
     "batch": "The largest batch of a config is one that its artefact takes.",
