@@ -19,9 +19,9 @@ from corp_deploy.store.checkpoint import Checkpoint, save
 from corp_deploy.store.class_names import CLASS_NAMES
 from corp_deploy.store.input_sets import images_for_model
 from corp_deploy.store.labels import labels_for
-from perf.parity.labels import ClassAccuracy, accuracy_by_class
+from perf.parity.labels import ClassAccuracy, accuracy_by_class, accuracy_on_labels, mcnemar
 from perf.parity.parity import Parity, parity_from_value
-from perf.report.parity_tables import MOST_CLASSES, classes_table
+from perf.report.parity_tables import MOST_CLASSES, accuracy_table, classes_table
 from perf.report.render import csv_from_record, html_from_record, markdown_from_record
 from perf.stats.decision import paired_interval
 from tests import tiny
@@ -110,6 +110,25 @@ def test_every_report_shows_classes() -> None:
         "index": "7", "images": "50", "accuracy_dense": "0.8", "accuracy": "0.62", "change": "-0.18"}  # fmt: skip
     assert float(of_seven["change"]["low"]) < -0.18 < float(of_seven["change"]["high"]) < 0
     assert "Accuracy by class" not in html_from_record(record())
+
+
+def test_difference_of_two_models_has_a_paired_interval() -> None:
+    labels, dense = np.zeros(200, int), np.tile([1.0, 0.0], (200, 1))
+    shipped = np.where(np.arange(200)[:, None] < 9, 1 - dense, dense)
+    found = [accuracy_on_labels(name, rows, labels) for name, rows in (("dense", dense), ("small", shipped))]
+    pair = mcnemar("dense", dense, "small", shipped, labels)
+    cells = accuracy_table(replace(parity(), accuracy=tuple(found), comparisons=(pair,))).rows[-1]
+    low, high = paired_interval(0, 9, 200)
+    ends = f"{100 * low:+.1f} to {100 * high:+.1f}".replace("-", "−")
+    for odd in ((), tuple(replace(each, images=8) for each in found)):
+        rejects(
+            "right in dense alone.* but an accuracy of [08] images",
+            replace,
+            parity(),
+            accuracy=odd,
+            comparisons=(pair,),
+        )
+    assert cells == ("small\nminus dense", f"−4.5\n{ends}", "0 against 9 right alone\np = 0.0039")
 
 
 @pytest.fixture(scope="module")

@@ -35,6 +35,11 @@ class Accuracy:
         return self.chance is not None and self.low <= self.chance
 
 
+def _paired_change(gained: int, lost: int, images: int) -> Interval:
+    low, high = paired_interval(gained, lost, images)
+    return Interval(value=(gained - lost) / images, low=low, high=high)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairedAccuracy:
     """Counts of images that only one of two models gets right, with McNemar's exact p value."""
@@ -44,6 +49,10 @@ class PairedAccuracy:
     only_a: int
     only_b: int
     p_value: float
+
+    def change(self, images: int) -> Interval:
+        """Return the accuracy of `b` minus that of `a` on this many images, with its paired 95 % interval."""
+        return _paired_change(self.only_b, self.only_a, images)
 
     @property
     def line(self) -> str:
@@ -82,8 +91,7 @@ class ClassAccuracy:
     @property
     def change(self) -> Interval:
         """The accuracy minus the dense model's, with its paired 95 % interval."""
-        low, high = paired_interval(self.gained, self.lost, self.images)
-        return Interval(value=(self.gained - self.lost) / self.images, low=low, high=high)
+        return _paired_change(self.gained, self.lost, self.images)
 
 
 def accuracy_on_labels(

@@ -66,6 +66,9 @@ class Parity:
         names = [link.name for link in self.links]
         if not names or len(names) != len(set(names)):
             raise BadInput(f"a proof needs one or more links with different names, got {names}")
+        images = self.accuracy[0].images if self.accuracy else 0
+        if odd := [each for each in self.comparisons if not images or each.only_a + each.only_b > images]:
+            raise BadInput(f"comparisons: got {odd[0].line}, but an accuracy of {images} images, expected no fewer")
 
     @property
     def verdict(self) -> Verdict:

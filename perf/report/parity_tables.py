@@ -8,6 +8,7 @@ from perf.parity.labels import ClassAccuracy
 from perf.parity.link import Link
 from perf.parity.maps import MapMeasures
 from perf.parity.parity import Parity
+from perf.stats.stats import Interval
 
 from .numbers import MINUS, NOTHING, ReportTable, error_text, percent_text
 
@@ -103,7 +104,11 @@ def accuracy_table(parity: Parity) -> ReportTable:
         for a in parity.accuracy
     ]
     rows += [
-        (f"{c.a}\nagainst {c.b}", f"p = {c.p_value:.2g}", f"{c.only_a} against {c.only_b} right alone")
+        (
+            f"{c.b}\nminus {c.a}",
+            _points_cell(c.change(parity.accuracy[0].images)),
+            f"{c.only_b} against {c.only_a} right alone\np = {c.p_value:.2g}",
+        )
         for c in parity.comparisons
     ]
     return ReportTable(
@@ -111,7 +116,8 @@ def accuracy_table(parity: Parity) -> ReportTable:
         title="Accuracy on labels",
         columns=("Model", "Accuracy", "Images"),
         rows=tuple(rows),
-        note="95 % Wilson intervals; two models on the same images by McNemar's exact test.",
+        note="95 % intervals: Wilson's of an accuracy, and Tango's paired one of a difference in points on the same "
+        "images; p is that of McNemar's exact test.",
     )
 
 
@@ -140,10 +146,13 @@ def classes_table(parity: Parity) -> ReportTable:
 
 
 def _class_cells(name: str, counts: ClassAccuracy) -> tuple[str, ...]:
-    change = counts.change
-    value, low, high = (f"{100 * end:+.1f}".replace("-", MINUS) for end in (change.value, change.low, change.high))
     dense, shipped = (percent_text(each, 1) for each in (counts.accuracy_dense, counts.accuracy))
-    return name, f"{dense} → {shipped}\nof {counts.images:,} images", f"{value}\n{low} to {high}"
+    return name, f"{dense} → {shipped}\nof {counts.images:,} images", _points_cell(counts.change)
+
+
+def _points_cell(change: Interval) -> str:
+    value, low, high = (f"{100 * end:+.1f}".replace("-", MINUS) for end in (change.value, change.low, change.high))
+    return f"{value}\n{low} to {high}"
 
 
 def own_metrics_table(parity: Parity) -> ReportTable:
