@@ -1,25 +1,23 @@
 """A whole calibration by one process or several, which resumes to the same bits and takes snapshots on its way."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
 import msgspec
-from torch import nn
 
 from ground.errors import BadInput
 from ground.records import record_from_text
 
-from .collect import PLAIN, Collector, Options
+from .collect import Collector
 from .distributed import Ranks
 from .fingerprints import Fingerprints
 from .inputs import Inputs, InputSet, ReadBatch
 from .memory import bytes_available, bytes_needed, refuse_too_large, shapes_of_sites
 from .moments import Moments
 from .products import Kernel
-from .sites import Site
 from .store import load_moments, save_moments
 
 STATE, VERSION = "calib.resume", 1
@@ -177,10 +175,10 @@ class _Share:
         self.collector.refuse_nonfinite()
 
 
-def _refuse_memory(
-    model: nn.Module, sites: Sequence[Site], inputs: InputSet, options: Options, device: str, copies: int
-) -> None:
-    shapes = shapes_of_sites(model, sites, example=inputs.example(), device=device)
+def refuse_too_many_sums(collector: Collector, example: Inputs, copies: int = 1) -> None:
+    """Raise BadInput if `copies` of a collector's sums exceed the free memory; `example` are inputs of one batch."""
+    device, options = str(collector.device), collector.options
+    shapes = shapes_of_sites(collector.model, collector.sites, example=example, device=device)
     kept = {name: kept_HK.shape[1] for name, kept_HK in (options.kept or {}).items()}
     needed = bytes_needed(shapes, attention_system=options.attention_system, kept=kept)
     refuse_too_large({name: copies * size for name, size in needed.items()}, bytes_available(device))
@@ -207,28 +205,25 @@ def _raise_on_all_ranks(share: _Share, ranks: Ranks, problem: str) -> None:
 
 
 def calibrate_sites(
-    model: nn.Module,
-    sites: Sequence[Site],
+    collector: Collector,
     inputs: InputSet,
     *,
     batch_size: int,
-    device: str,
-    options: Options = PLAIN,
     lineage: Mapping[str, str],
     checkpoint: ResumeFile | None = None,
     ranks: Ranks = ALONE,
     snapshots: Snapshots | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Moments:
-    """Return the moments of `sites` over `inputs`, on every rank; one rank should write them.
+    """Return the moments of a new collector's sites over `inputs`, on every rank; one rank should write them.
 
     A run with `checkpoint` resumes to the same bits; the file stays until `checkpoint.of_rank(ranks).clear()`.
     `snapshots` are for one process. Raises BadInput on every rank for bad inputs and activations and for sums that
     exceed the memory; RankLost when another rank has ended.
     """
-    lineage = {**lineage, "dtype": options.precision}
+    lineage = {**lineage, "dtype": collector.options.precision}
     data = inputs.digest if checkpoint else ""
-    run = {**lineage, "data": data, "batch_size": str(batch_size), "options": options.as_text(),
+    run = {**lineage, "data": data, "batch_size": str(batch_size), "options": collector.options.as_text(),
            "ranks": f"{ranks.rank} of {ranks.size}"}  # fmt: skip
     if snapshots:
         snapshots = snapshots.changed(lambda _, moments: replace(moments, lineage={**moments.lineage, **lineage}))
@@ -236,11 +231,10 @@ def calibrate_sites(
     counts = snapshots.counts if snapshots else ()  # a count inside a batch needs a copy of the sums
     copies = 2 if any(count % batch_size and count < inputs.count for count in counts) else 1
     own = checkpoint.of_rank(ranks) if checkpoint else None
-    collector = Collector(model, sites, device=device, options=options)
     share = _Share(collector, inputs, ranks.share(inputs.count) if inputs.is_identified else None, own, snapshots)
     problem = ""
     try:
-        _refuse_memory(model, sites, inputs, options, device, copies)
+        refuse_too_many_sums(collector, inputs.example(), copies)
         share.run(batch_size, run, progress)
     except BadInput as error:
         if ranks.size == 1:
@@ -248,5 +242,5 @@ def calibrate_sites(
         problem = str(error)
     _raise_on_all_ranks(share, ranks, problem)
     if ranks.size > 1:
-        _sum_over_ranks(share.collector, ranks)
-    return share.collector.moments(lineage)
+        _sum_over_ranks(collector, ranks)
+    return collector.moments(lineage)

@@ -80,7 +80,7 @@ class Collector:
         self.images = 0
         self.fingerprints = Fingerprints()
         self.pixel_range: tuple[float, float] | None = None
-        self._model, self._sites, self._options = model, sites, options
+        self.model, self.sites, self.options = model, sites, options
         self._weights: Mapping[int, PassWeights] | None = None
         self._is_partial = False
         self._without_tokens = {site.name for site in sites if not site.by_token}
@@ -101,14 +101,14 @@ class Collector:
 
     def __enter__(self) -> Self:
         if self.kernel is None:
-            width = max((site.summed_width for site in self._sites), default=0)
+            width = max((site.summed_width for site in self.sites), default=0)
             self.kernel = kernel_for(width) if self.device.type == "cpu" else "blas"
         for sums in self.sums.values():
             sums.kernel = self.kernel
         with ExitStack() as stack:
-            stack.enter_context(evaluating(self._model))
-            stack.enter_context(listening_to_sites(self._sites, self._on_activation))
-            stack.enter_context(listening_to_merges(self._sites, self._on_merge))
+            stack.enter_context(evaluating(self.model))
+            stack.enter_context(listening_to_sites(self.sites, self._on_activation))
+            stack.enter_context(listening_to_merges(self.sites, self._on_merge))
             self._stack = stack.pop_all()
         return self
 
@@ -196,7 +196,7 @@ class Collector:
             self.pixel_range = low, high
 
     def _weights_of(self, inputs: Inputs) -> Mapping[int, PassWeights] | None:
-        token_weights = self._options.token_weights
+        token_weights = self.options.token_weights
         weight_BN = None if token_weights is None else token_weights(inputs)
         self._is_partial = isinstance(weight_BN, PartialTokenWeights)
         if isinstance(weight_BN, PartialTokenWeights):
@@ -212,13 +212,13 @@ class Collector:
 
     def _forward(self, inputs: Inputs) -> None:
         self._collected, self._batch_size = [], input_count(inputs)
-        forward = matmul_precision("high" if self._options.precision == "tf32" else "highest")
-        cast = torch.autocast(self.device.type, torch.bfloat16, enabled=self._options.precision == "bfloat16")
+        forward = matmul_precision("high" if self.options.precision == "tf32" else "highest")
+        cast = torch.autocast(self.device.type, torch.bfloat16, enabled=self.options.precision == "bfloat16")
         with suppress(_AllCollected), torch.no_grad(), forward, cast:
-            output = run_model(self._model, to_device(inputs, self.device))
+            output = run_model(self.model, to_device(inputs, self.device))
             if self._to_the_end:
                 self._outputs.append(output[: self._real_inputs].float())
-        for site in self._sites:
+        for site in self.sites:
             for role in site.taps:
                 if (runs := self._collected.count((site.name, role))) != 1:
                     raise BadInput(f"{site.name}: {role} was computed {runs} times in one forward pass, expected once")

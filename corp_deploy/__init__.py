@@ -13,6 +13,7 @@ from ground.errors import BadInput, Missing, NotComparable
 
 if TYPE_CHECKING:
     from .api.calibration import Calibration, calibrate
+    from .api.collecting import Collector, merge_moments
     from .api.graphs import Graph, export
     from .api.models import Source, load, sites
     from .api.proof import verify
@@ -26,6 +27,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BadInput",
     "Calibration",
+    "Collector",
     "Graph",
     "Missing",
     "NotComparable",
@@ -39,6 +41,7 @@ __all__ = [
     "export",
     "load",
     "log_to_mlflow",
+    "merge_moments",
     "reduce",
     "ship",
     "sites",
@@ -47,6 +50,7 @@ __all__ = [
 
 _HOMES = {
     "calibration": ("Calibration", "calibrate"),
+    "collecting": ("Collector", "merge_moments"),
     "graphs": ("Graph", "export"),
     "models": ("Source", "load", "sites"),
     "proof": ("verify",),

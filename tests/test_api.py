@@ -38,7 +38,7 @@ from tests.refusals import rejects
 FUNCTIONS = ("bench", "calibrate", "export", "load", "reduce", "ship", "sites", "verify")
 # What commands have for terminals, processes and whole machines.
 OF_COMMANDS = {
-    "calibrate": {"checkpoint_every", "sequential", "summary"},
+    "calibrate": {"shard", "checkpoint_every", "sequential", "summary"},
     "reduce": {"workers", "max_bad"},
     "export": set(),
     "verify": {"random", "metric", "metric_time_limit", "polygraphy", "other_graph", "write_golden"}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from calib import memory
 from calib.calibrate import STATE, ResumeFile, calibrate_sites
-from calib.collect import Options
+from calib.collect import Collector, Options
 from calib.combination import merge_moments
 from calib.distributed import Ranks, join_ranks
 from calib.images import open_images
@@ -62,9 +62,9 @@ def calibrated(
 ) -> Moments:
     model = tiny()
     return calibrate_sites(
-        model, sites_of(model),
+        Collector(model, sites_of(model), device="cpu", options=options),
         open_images(path, image_shape=SHAPE, transform=lambda _: pytest.fail("no picture"), max_bad=max_bad),
-        batch_size=batch_size, device="cpu", options=options, lineage={"model": "m", "preprocessing": "p"},
+        batch_size=batch_size, lineage={"model": "m", "preprocessing": "p"},
         checkpoint=checkpoint, ranks=ranks or Ranks(), progress=progress,
     )  # fmt: skip
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from calib.calibrate import ResumeFile, calibrate_sites
-from calib.collect import Options, collect
+from calib.collect import Collector, Options, collect
 from calib.inputs import Inputs
 from calib.moments import ChannelMoments, HeadMoments, Moments
 from calib.products import TokenWeights
@@ -267,7 +267,7 @@ def test_weighted_moments_round_trip_and_continue(tmp_path: Path) -> None:
 
         texts = open_texts(tmp_path / "documents.txt", encode=tiny_text.encode_to(12))
         return calibrate_sites(
-            encoder, tiny_text.sites_of(encoder), texts, batch_size=2, device="cpu", options=options,
+            Collector(encoder, tiny_text.sites_of(encoder), device="cpu", options=options), texts, batch_size=2,
             lineage={"model": "m"}, checkpoint=state, progress=progress,
         )  # fmt: skip
 

@@ -32,7 +32,7 @@ TEXTS = {
     "metric", "again", "break_fusion", "dense", "expect_name", "expect_version", "groups", "init_model", "issuer",
     "keep_fp32", "keep_rest", "merge_tokens", "model", "name", "names", "only", "sites", "reference", "repair", "rules",
     "select", "server", "sign", "sm", "sparse", "title", "verify", "within", "weights_key", "output_limit",
-    "exclude_output",
+    "exclude_output", "shard",
 }
 # fmt: on
 NO_NUMBERS = (

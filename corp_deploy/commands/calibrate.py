@@ -39,8 +39,11 @@ def calibrate_command(
     of OUTPUT's suffix: give that file as --model to the commands that follow.
 
     With --checkpoint-every, the same command resumes after an interruption. Under torchrun every process takes its
-    share of the images: torchrun --nproc-per-node 2 -m corp_deploy calibrate ... With --hold-out, the second file is
-    for reduce --held-out, which judges every site on images that it was not fitted to.
+    share of the images: torchrun --nproc-per-node 2 -m corp_deploy calibrate ... On a cluster, tasks with --shard 1/4
+    to --shard 4/4 take a share each, and calibrate --merge adds their files.
+
+    With --hold-out, the second file is for reduce --held-out, which judges every site on images that it was not fitted
+    to.
 
     With --groups the file, then twice as large, has statistics of two halves of the images that split no group: reduce
     then chooses the ridge of every site by the loss of each half's fit on the other half, and calibrate estimates how
@@ -81,7 +84,8 @@ def calibrate_command(
     with timed_on(options.device) as watch, ranks_of_this_run(options.device) as ranks:
         out = out if ranks.rank == 0 else Output(json=False, quiet=True)
         checkpoint = apply_merging_choice(model.load(out), options)
-        source = options.order_for_snapshots(inputs.open(checkpoint, out.note), **inputs.drawn)
+        opened = options.own_shard(inputs.open(checkpoint, out.note))
+        source = options.order_for_snapshots(opened, **inputs.drawn)
         unsaved = "" if options.checkpoint_every is None else "; no states are saved unless that size is given"
         run = CalibrationRun(
             ranks=ranks,
@@ -178,17 +182,10 @@ def merge_command(parts: tuple[Path, ...], output: Path, out: Output) -> None:
 
     Example: corp-deploy calibrate --merge monday.safetensors tuesday.safetensors -o both.safetensors
     """
-    from functools import reduce
+    from corp_deploy.reduction.moments_files import merge_files
 
-    from calib.combination import merge_moments
-    from calib.store import load_moments, save_moments
-    from corp_deploy.reduction.moments import summary_of_moments
-
-    if len(parts) < 2:
-        raise click.UsageError("one file is nothing to merge; give two or more")
-    merged = reduce(merge_moments, (load_moments(path) for path in parts))
-    save_moments(merged, output)
-    out.result(summary_of_moments(merged, output), f"{output}: {merged.images} images of {len(parts)} calibrations")
+    summary = merge_files(parts, output)
+    out.result(summary, f"{output}: {summary['images']} images of {len(parts)} calibrations")
 
 
 PLANNED = f"Share of the MACs to keep in the plan, which shows what every site would lose; default: {MACS}."

@@ -1,5 +1,6 @@
 """Options of a calibration: statistics, held-out inputs, forward passes, and outputs. Torch is imported on use."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from calib.active import ACTIVE_EPS
 from ground.errors import BadInput
-from ground.quantity import BATCH, GIGABYTES, IMAGES, MAGNITUDE, SHARE_REMOVED
+from ground.quantity import BATCH, GIGABYTES, IMAGES, MAGNITUDE, SHARE_REMOVED, quoted
 
 from .merging import MergedStatistics
 from .method_choice import MULTIPLES
@@ -21,6 +22,25 @@ if TYPE_CHECKING:
     from corp_deploy.reduction.moments_files import CalibrationRequest
 
 Inputs = TypeVar("Inputs", bound="InputSet")
+
+
+def parse_shard(text: str) -> tuple[int, int]:
+    """Return the number of a shard and the number of all. Raises BadInput for other texts than 1/4 to 4/4."""
+    match = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text)
+    index, count = (int(match[1]), int(match[2])) if match else (0, 0)
+    if not 1 <= index <= count:
+        raise BadInput(f"--shard {quoted(text)}: expected I/N with I from 1 to N, such as 1/4")
+    return index, count
+
+
+def _checked_shard(text: str) -> str:
+    parse_shard(text)
+    return text
+
+
+SHARD = ParsedText(
+    span="I/N", expected="I/N with I from 1 to N", kind=str, read=_checked_shard, pattern="[0-9]+/[0-9]+"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,11 +192,29 @@ class CalibrateRun(CalibrateOptions):
     checkpoint_every: int | None = option(
         IMAGES, help="Save the state every N images; the same command resumes from it."
     )
+    shard: str | None = option(
+        SHARD, help="Calibrate the I-th of N shares of the images, such as 1/4; calibrate --merge adds the files."
+    )
     sequential: bool = option(
         default=False,
         help="For a decoder (hf:DIR): block by block, with one block's weights in memory; after an interruption "
         "the same command resumes.",
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.shard is not None and (self.hold_out is not None or self.snapshots):
+            other = "--hold-out" if self.hold_out is not None else "--snapshots"
+            raise BadInput(f"--shard and {other} exclude each other: a share has neither all images nor the first ones")
+
+    def own_shard(self, source: Inputs) -> Inputs:
+        """Return the inputs of this shard, or all. Raises BadInput if there are fewer inputs than shards."""
+        if self.shard is None:
+            return source
+        index, count = parse_shard(self.shard)
+        if source.count < count:
+            raise BadInput(f"--shard {self.shard}: got {source.count} {source.noun}, fewer than the {count} shards")
+        return source.subset(range(source.count * (index - 1) // count, source.count * index // count))
 
     def refuse_ignored(self, options: Mapping[str, Any]) -> None:
         super().refuse_ignored(options)

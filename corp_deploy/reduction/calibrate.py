@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from calib import calibrate as calib_calibrate
 from calib.active import ACTIVE_EPS
 from calib.calibrate import ResumeFile, Snapshots
-from calib.collect import Options, Precision
+from calib.collect import Collector, Options, Precision
 from calib.distributed import Ranks, join_ranks, under_torchrun
 from calib.inputs import InputSet
 from calib.memory import bytes_needed, patch_channels_that_fit, shapes_of_sites
@@ -226,6 +226,25 @@ def sparsity_that_fits(
     return None
 
 
+def collector_for(checkpoint: Checkpoint, statistics: Statistics, device: str = "cpu") -> tuple[nn.Module, Collector]:
+    """Return the model on the device (a copy if it is on another one), and a collector of the chosen sites.
+
+    Raises:
+        BadInput: there is no site.
+    """
+    there = on_device(checkpoint, device)
+    sites = choose_sites(there, statistics)
+    refuse_other_weights(checkpoint)
+    options = Options(
+        attention_system=statistics.attention_system and statistics.kept is None,
+        kept=statistics.kept,
+        eps=statistics.active_eps,
+        precision=statistics.precision,
+        token_weights=token_weigher(there.model),
+    )
+    return there.model, Collector(hooked_model(there.model), sites, device=device, options=options)
+
+
 def calibrate(
     checkpoint: Checkpoint,
     images: InputSet,
@@ -246,29 +265,16 @@ def calibrate(
     Raises:
         BadInput: there is no site or too little memory, or the model isn't deterministic.
     """
-    statistics = statistics or Statistics()
-    there = on_device(checkpoint, device)
-    sites = choose_sites(there, statistics)
-    require_steady_on(there.model, images)
-    refuse_other_weights(checkpoint)
-    options = Options(
-        attention_system=statistics.attention_system and statistics.kept is None,
-        kept=statistics.kept,
-        eps=statistics.active_eps,
-        precision=statistics.precision,
-        token_weights=token_weigher(there.model),
-    )
+    model, collector = collector_for(checkpoint, statistics or Statistics(), device)
+    require_steady_on(model, images)
 
     def of_first(count: int, moments: Moments) -> Moments:
         return replace(moments, lineage={**moments.lineage, "images": images.subset(range(count)).digest})
 
     moments = calib_calibrate.calibrate_sites(
-        hooked_model(there.model),
-        sites,
+        collector,
         images,
         batch_size=batch_size,
-        device=device,
-        options=options,
         lineage=lineage_for_moments(checkpoint),
         checkpoint=saved,
         ranks=ranks,

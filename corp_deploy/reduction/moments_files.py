@@ -9,10 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from calib import memory
 from calib.calibrate import ALONE, ResumeFile, Snapshots
+from calib.combination import merge_moments
 from calib.distributed import Ranks
 from calib.groups import split_for_calibration
 from calib.inputs import InputSet
@@ -230,6 +232,39 @@ def _written(moments: Moments, path: Path, ranks: Ranks, *, gone: Sequence[str] 
     with replacing_files(path.parent, (path.name,), removed=gone) as (temporary,):
         save_moments(moments, temporary)
     return [summary_of_moments(moments, path)]
+
+
+def save_with_warnings(checkpoint: Checkpoint, moments: Moments, output: Path, noun: str = "inputs") -> dict[str, Any]:
+    """Write the moments of one pass, and return the summary of the file with warnings about the inputs."""
+    (summary,) = _written(moments, output, ALONE)
+    warnings = warnings_of_moments(checkpoint.model, moments, noun)
+    return summary | ({"warnings": warnings} if warnings else {})
+
+
+def merge_files(parts: Sequence[Path], output: Path) -> dict[str, Any]:
+    """Add the moments in files, write the sum to `output`, and return its summary.
+
+    Raises:
+        BadInput: there are fewer than two files, they are of different models, preprocessing or statistics, or an image
+            is in two of them.
+    """
+    if len(parts) < 2:
+        raise BadInput(f"moments to merge: got {len(parts)} file{'s'[: len(parts) != 1]}, expected two or more")
+    every = [load_moments(path) for path in parts]
+    for later, moments in enumerate(every):
+        for earlier in range(later):
+            if common := int(torch.isin(moments.image_ids, every[earlier].image_ids).sum()):
+                raise BadInput(
+                    f"moments to merge: {parts[earlier]} and {parts[later]} both have {common} of the same images, "
+                    "which would count twice; leave one of them out, or calibrate on images that do not overlap"
+                )
+    merged = every[0]
+    for path, moments in zip(parts[1:], every[1:], strict=True):
+        try:
+            merged = merge_moments(merged, moments)
+        except BadInput as error:
+            raise BadInput(f"{path}: {error}") from None
+    return _written(merged, output, ALONE)[0]
 
 
 def write_moments(
