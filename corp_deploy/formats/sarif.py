@@ -1,11 +1,9 @@
 """SARIF 2.1.0: the findings of `package lint` for code scanning."""
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 from corp_deploy import __version__
 from export.triton.lint_artifact import RULES, LintFinding
@@ -42,5 +40,5 @@ def _place(path: Path, root: Path) -> dict[str, str]:
     """Return where a file is, with links in its last part not followed, since they may be the fault."""
     place = path.parent.resolve() / path.name
     if place.is_relative_to(root) and place != root:
-        return {"uri": quote(os.fsencode(place.relative_to(root))), "uriBaseId": ROOT}
+        return {"uri": (Path("/") / place.relative_to(root)).as_uri().removeprefix("file:///"), "uriBaseId": ROOT}
     return {"uri": place.as_uri()}
