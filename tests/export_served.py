@@ -1,7 +1,10 @@
-"""Artefacts small enough for tests of packaging: a linear classifier as ONNX, a stand-in for its plan with a record."""
+"""Artefacts small enough for tests of packaging: a linear classifier as ONNX, stand-ins for its plan and package."""
 
+import json
 import os
 import subprocess
+import zipfile
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,10 +13,11 @@ import numpy as np
 import onnx
 
 from export.engine.record import EngineMemory, EngineRecord, record_path, sha256_of
+from export.graph.package_notes import PackageNotes
 from export.graph.ports import GraphPort
 from export.triton.pbtxt import Message, parse
 from ground.built_engines import record_built_engine
-from ground.files import write_json
+from ground.files import sha256_of_file, write_json
 from tests.graphs import graph_of
 
 SHAPE = (3, 4, 4)
@@ -113,4 +117,27 @@ def write_plan(
         options={"version_compatible": compatible},
     )  # fmt: skip
     write_json(record_path(path), record.to_json())
+    return path
+
+
+PACKAGE_NOTES = PackageNotes(
+    inputs=(GraphPort(name="images", dtype="float32", shape=("batch", *SHAPE)),),
+    outputs=(GraphPort(name="scores", dtype="float32", shape=("batch", CLASSES)),),
+    roles={"scores": "logits"},
+    precision="fp32",
+    device="cpu",
+    torch="2.15.0",
+    carried={"AOTI_CPU_ISA": "AVX2", "corp_deploy.macs": "240", "corp_deploy.model_sha256": "00"},
+)
+
+
+def write_package(
+    path: Path, notes: PackageNotes = PACKAGE_NOTES, metadata: Mapping[str, object] | None = None
+) -> Path:
+    """An archive with a package's notes and no code, counted as compiled here."""
+    with zipfile.ZipFile(path, "w") as archive:
+        text = json.dumps({**notes.as_metadata(), **(metadata or {})})
+        archive.writestr("m/data/aotinductor/model/c0.wrapper_metadata.json", text)
+        archive.writestr("m/data/aotinductor/model/c0.wrapper.so", b"code")
+    record_built_engine(sha256_of_file(path))
     return path

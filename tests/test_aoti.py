@@ -3,7 +3,7 @@
 import json
 import shutil
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,34 +23,10 @@ from export.graph.ports import GraphPort
 from export.triton.lint import lint_repository
 from export.triton.repository import write_repository
 from export.triton.variants import Package
-from ground.built_engines import record_built_engine
-from ground.files import sha256_of_file
 from tests import tiny
 from tests.command import invoked, refuses
-from tests.export_served import config_of, replaced, write_onnx
+from tests.export_served import PACKAGE_NOTES, config_of, replaced, write_onnx, write_package
 from tests.refusals import rejects
-
-IMAGES = GraphPort(name="images", dtype="float32", shape=("batch", 3, 4, 4))
-LOGITS = GraphPort(name="scores", dtype="float32", shape=("batch", 5))
-NOTES = PackageNotes(
-    inputs=(IMAGES,),
-    outputs=(LOGITS,),
-    roles={"scores": "logits"},
-    precision="fp32",
-    device="cpu",
-    torch="2.15.0",
-    carried={"AOTI_CPU_ISA": "AVX2", "corp_deploy.macs": "240", "corp_deploy.model_sha256": "00"},
-)
-
-
-def write_package(path: Path, notes: PackageNotes = NOTES, metadata: Mapping[str, object] | None = None) -> Path:
-    """An archive with a package's notes and no code, counted as compiled here."""
-    with zipfile.ZipFile(path, "w") as archive:
-        text = json.dumps({**notes.as_metadata(), **(metadata or {})})
-        archive.writestr("m/data/aotinductor/model/c0.wrapper_metadata.json", text)
-        archive.writestr("m/data/aotinductor/model/c0.wrapper.so", b"code")
-    record_built_engine(sha256_of_file(path))
-    return path
 
 
 def test_facts_of_a_package_are_read_without_loading_it(tmp_path: Path) -> None:
@@ -59,7 +35,9 @@ def test_facts_of_a_package_are_read_without_loading_it(tmp_path: Path) -> None:
     assert (facts.model_sha256, facts.compiled_for) == ("00", "AVX2")
     assert [(port.name, port.shape) for port in facts.inputs] == [("images", (3, 4, 4))]
     fixed = GraphPort(name="images", dtype="float32", shape=(4, 3, 4, 4))
-    notes = PackageNotes(**{**{name: getattr(NOTES, name) for name in NOTES.__slots__}, "inputs": (fixed,)})
+    notes = PackageNotes(
+        **{**{name: getattr(PACKAGE_NOTES, name) for name in PACKAGE_NOTES.__slots__}, "inputs": (fixed,)}
+    )
     assert facts_of_graph(write_package(tmp_path / "four.pt2", notes)).batch == 4
 
 
@@ -71,7 +49,7 @@ def test_facts_of_a_package_are_read_without_loading_it(tmp_path: Path) -> None:
         (lambda path: write_package(path, metadata={KEY: 3}), "has no export.package, so its ports are unknown"),
         (lambda path: write_package(path, metadata={KEY: "{}"}), "its metadata export.package"),
         (
-            lambda path: write_package(path, PackageNotes(**{**_fields(NOTES), "roles": {}})),
+            lambda path: write_package(path, PackageNotes(**{**_fields(PACKAGE_NOTES), "roles": {}})),
             "or no role for an output",
         ),
     ],
@@ -111,7 +89,7 @@ def test_package_is_served_by_places_without_batching(repository: Path) -> None:
 
 
 def test_package_for_a_gpu_is_served_on_one(tmp_path: Path) -> None:
-    notes = PackageNotes(**{**_fields(NOTES), "device": "cuda"})
+    notes = PackageNotes(**{**_fields(PACKAGE_NOTES), "device": "cuda"})
     write_repository(Package(name="vit", aoti=write_package(tmp_path / "m.pt2", notes)), tmp_path / "repo")
     assert config_of(tmp_path / "repo" / "vit_aoti").messages("instance_group")[0].text("kind") == "KIND_GPU"
     assert lint_repository(tmp_path / "repo") == ()
@@ -232,7 +210,7 @@ class Counting:
 def test_package_that_answers_by_the_batch_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def compile_it(model: nn.Module, path: Path, *ports: Any, **options: Any) -> PackageNotes:
         write_package(path)
-        return NOTES
+        return PACKAGE_NOTES
 
     monkeypatch.setattr(package_file, "package_from_model", compile_it)
     monkeypatch.setattr(package_file, "PackageRunner", Counting)

@@ -20,7 +20,7 @@ from export.triton.variants import Package
 from export.triton.versions import switch_version
 from ground.ports import LOGITS, OutputPort, Port, image_port
 from tests.doubles import some
-from tests.export_served import write_onnx, write_plan
+from tests.export_served import replaced, write_onnx, write_package, write_plan
 from tests.export_text import CHANNELS, TOKENS, TextEncoder, in_torch, sentences, write_text_onnx
 from tests.export_vit import Vit
 from tests.graphs import session_of
@@ -217,6 +217,22 @@ def test_plan_config_is_accepted_up_to_the_absent_backend(served: Served, tmp_pa
         assert told is not None
         assert "backend library" not in told, "a wrong config is refused before its backend is looked up"
         assert wrong in told + served.server.log.read_text()
+
+
+def test_package_config_is_accepted_up_to_the_absent_backend(served: Served, tmp_path: Path) -> None:
+    """A server without the PyTorch backend reads the config; one before 26.03 refuses its platform, and nothing else."""
+    write_repository(Package(name="net", aoti=write_package(tmp_path / "m.pt2")), served.repository)
+    absent = "unable to find backend library for backend 'pytorch'"
+    told = served.server.load("net_aoti")
+    assert told is not None
+    if absent not in told:
+        said = "unexpected 'platform' and 'backend' pair, got:torch_aoti, pytorch"
+        assert said in served.server.log.read_text(), told
+        print(f"a server of a release before 26.03: {said}; the package isn't served here")
+        replaced(served.repository / "net_aoti" / "config.pbtxt", 'platform: "torch_aoti"\n', "")
+        told = served.server.load("net_aoti")
+    assert told is not None
+    assert absent in told, told
 
 
 def test_server_without_onnxruntime_names_the_package(served: Served, tmp_path: Path) -> None:
