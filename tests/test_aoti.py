@@ -35,9 +35,7 @@ def test_facts_of_a_package_are_read_without_loading_it(tmp_path: Path) -> None:
     assert (facts.model_sha256, facts.compiled_for) == ("00", "AVX2")
     assert [(port.name, port.shape) for port in facts.inputs] == [("images", (3, 4, 4))]
     fixed = GraphPort(name="images", dtype="float32", shape=(4, 3, 4, 4))
-    notes = PackageNotes(
-        **{**{name: getattr(PACKAGE_NOTES, name) for name in PACKAGE_NOTES.__slots__}, "inputs": (fixed,)}
-    )
+    notes = PackageNotes(**{**_fields(PACKAGE_NOTES), "inputs": (fixed,)})
     assert facts_of_graph(write_package(tmp_path / "four.pt2", notes)).batch == 4
 
 

@@ -220,7 +220,7 @@ def test_plan_config_is_accepted_up_to_the_absent_backend(served: Served, tmp_pa
 
 
 def test_package_config_is_accepted_up_to_the_absent_backend(served: Served, tmp_path: Path) -> None:
-    """A server without the PyTorch backend reads the config; one before 26.03 refuses its platform, and nothing else."""
+    """A server without the PyTorch backend reads the config; one before 26.03 refuses its platform and nothing else."""
     write_repository(Package(name="net", aoti=write_package(tmp_path / "m.pt2")), served.repository)
     absent = "unable to find backend library for backend 'pytorch'"
     told = served.server.load("net_aoti")
