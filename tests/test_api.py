@@ -125,8 +125,8 @@ def test_verify_uses_images_the_calibration_held_out(home: Path, tmp_path: Path)
     with pytest.raises(BadInput, match="`groups` says which images `hold_out` takes together; give both, or none"):
         corp_deploy.reduce(dense, calibrated, tmp_path / "r", inputs=images, macs=0.8, groups="image")
     reduced = corp_deploy.reduce(dense, calibrated, tmp_path / "r", inputs=images, macs=0.8, hold_out=6, groups="image")
-    with open_inputs(tiny.checkpoint().model, images) as every:
-        was_fitted = ~torch.isin(every.ids, held_out.image_ids).numpy()
+    every = open_inputs(tiny.checkpoint().model, images)
+    was_fitted = ~torch.isin(every.ids, held_out.image_ids).numpy()
     fitted = np.load(images)[was_fitted]
     again = corp_deploy.reduce(dense, calibrated, tmp_path / "again", inputs=fitted, macs=0.8)
     assert sha256_of_file(reduced.path / "model.safetensors") == sha256_of_file(again.path / "model.safetensors")

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 import corp_deploy
 from corp_deploy.release import steps
@@ -89,7 +90,7 @@ def recipe_of(monkeypatch: pytest.MonkeyPatch, model: Any, inputs: Any, output: 
         patched.setattr("corp_deploy.release.release_steps.write_dense", interrupt)
         with pytest.raises(KeyboardInterrupt):
             shipped(model, inputs, output, **options)
-    return load_recipe(output / "recipe.toml")
+    return load_recipe(output / "recipe.toml", trust_paths=True)
 
 
 def test_recipe_names_what_was_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,6 +117,23 @@ def test_recipe_names_what_was_in_memory(tmp_path: Path, monkeypatch: pytest.Mon
     stamp = (folder / "model" / "config.json").stat().st_mtime_ns
     recipe_of(monkeypatch, module, tiny.images(20), output, **given)
     assert (folder / "model" / "config.json").stat().st_mtime_ns == stamp
+
+
+def test_loaders_are_written_once_with_their_labels(
+    dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A release of a loader has the files that arrays of the same images and labels give."""
+    images, labels = tiny.images(20), np.arange(20) % 7
+    loader = DataLoader(TensorDataset(torch.from_numpy(images), torch.from_numpy(labels)), batch_size=8)
+    named = [{"picture": images[start : start + 8], "kind": labels[start : start + 8]} for start in range(0, 20, 8)]
+    once = ((images[start : start + 8], labels[start : start + 8]) for start in range(0, 20, 8))
+    recipe_of(monkeypatch, dense, images, tmp_path / "arrays", labels=labels)
+    for place, (inputs, options) in enumerate([(loader, {}), (named, {"labels": "kind"}), (once, {})]):
+        recipe = recipe_of(monkeypatch, dense, inputs, tmp_path / f"{place}", **options)
+        assert recipe.held_out.labels == tmp_path / f"{place}" / IN_MEMORY / "labels.npy"
+        for name in ("inputs.npy", "labels.npy"):
+            made, same = (tmp_path / each / IN_MEMORY / name for each in (f"{place}", "arrays"))
+            assert made.read_bytes() == same.read_bytes(), (place, name)
 
 
 class Net(torch.nn.Module):

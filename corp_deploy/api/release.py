@@ -158,9 +158,10 @@ def ship(call: ShipCall) -> Release:
     The model is calibrated, reduced, exported, proved, timed beside the dense model, judged, and packed for a server.
     Without a budget 70 % of the MACs are kept. `inputs` are unlabelled images; without `held_out` some of them, to
     which nothing is fitted, prove the result. `labels` are class indices of `held_out`, or of all `inputs` without it:
-    an array, a list, a file, a mapping from file names, or the word folders; they add accuracy.
+    an array, a list, a file, a mapping from file names, the word folders, or the name of an entry of batches that are
+    dicts; of batches that are tuples the second entry is taken. They add accuracy.
 
-    `output`/recipe.toml has all settings. Arrays and modules in memory are written below `output`/.stages once, so that
+    `output`/recipe.toml has all settings. What is in memory is written below `output`/.stages once, so that
     the command `release` can repeat the release. The same call continues after an interruption, and reuses the stages
     whose inputs did not change. Warns about doubtful inputs and results.
 
