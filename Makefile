@@ -30,7 +30,7 @@ setup: .venv/ready .venv/triton/ready
 
 # What the demo needs, and no more.
 FOR_DEMO := --constraint constraints.txt --editable '.[cpu,demo]'
-FOR_TESTS := --constraint constraints.txt --editable '.[cpu,data,hf,genai,rtx,openvino,interop,sign,mlflow,dev,docs]'
+FOR_TESTS := --constraint constraints.txt --editable '.[cpu,data,hf,genai,rtx,openvino,interop,sign,mlflow,ray,dev,docs]'
 .venv/demo: pyproject.toml constraints.txt
 	$(call install,.venv,$(FOR_DEMO))
 	@$(BIN)/python -m compileall -q -j 0 $(ROOMS)

@@ -33,6 +33,11 @@ def _concatenated(parts: Sequence[Feeds]) -> Feeds:
     return parts[0] if len(parts) == 1 else {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
+def _tensor(array: NDArray[Any]) -> Tensor:
+    """Return the array as a tensor, a copy if the array is read-only, as those in shared memory are."""
+    return torch.from_numpy(np.require(array, requirements=("C", "W")))
+
+
 def _rebatched(parts: Iterable[Feeds], size: int) -> Iterator[Feeds]:
     """Yield rows in batches of `size`, the last one smaller."""
     held, count = list[Feeds](), 0
@@ -121,7 +126,7 @@ class BatchInputs(OpenedInputs[Inputs]):
         return array_of_entry(entry, where=where)
 
     def _tensors(self, rows: Feeds) -> Inputs:
-        return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in rows.items()}
+        return {name: _tensor(array) for name, array in rows.items()}
 
     def _is_finite(self, rows: Feeds) -> NDArray[np.bool_]:
         finite = [
@@ -237,4 +242,4 @@ class ImageBatches(BatchInputs):
     def _tensors(self, rows: Feeds) -> Tensor:
         (array,) = rows.values()
         images = self.pixels()(array) if array.dtype == np.uint8 else array
-        return torch.from_numpy(np.ascontiguousarray(images))
+        return _tensor(images)

@@ -101,6 +101,25 @@ def test_merged_parts_are_the_moments_of_all_images(dense: Path, tmp_path: Path)
     assert near(merged.moments, whole.moments)
 
 
+def test_digest_names_the_content_however_it_is_batched(dense: Path, tmp_path: Path) -> None:
+    one, other = (corp_deploy.Collector(dense) for _ in range(2))
+    one.update(IMAGES[:16])
+    for images in IMAGES[:16].split(4):
+        other.update(images)
+    assert one.digest == other.digest == one.moments(tmp_path / "part.safetensors").moments.lineage["images"]
+    one.clear()
+    one.update(IMAGES[1:17])
+    assert one.digest != other.digest
+
+
+def test_arrays_in_shared_memory_are_read_only_and_copied(dense: Path) -> None:
+    images = IMAGES[:8].numpy().copy()
+    images.flags.writeable = False
+    collector = corp_deploy.Collector(dense)
+    collector.update(images)  # a warning would fail the test
+    assert collector.images == 8
+
+
 def test_merge_refuses_an_image_twice_and_names_the_parts(dense: Path, tmp_path: Path) -> None:
     a, b, c = (tmp_path / f"{name}.safetensors" for name in "abc")
     collected(dense, [IMAGES[:8]], a)

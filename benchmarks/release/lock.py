@@ -21,7 +21,7 @@ from benchmarks.release.licences import PINNED, ROOT, pinned
 from ground.files import write_text
 
 LOCK = ROOT / "requirements.lock"
-EXTRAS = ("cpu", "data", "hf", "genai", "rtx", "openvino", "interop", "sign", "mlflow", "dev", "docs")
+EXTRAS = ("cpu", "data", "hf", "genai", "rtx", "openvino", "interop", "sign", "mlflow", "ray", "dev", "docs")
 HEAD = f"""# What `make locked` installs, by digest: constraints.txt for all platforms with Python 3.11 or newer.
 # Written by `python -m benchmarks.release.lock` of the extras {", ".join(EXTRAS)}.
 """

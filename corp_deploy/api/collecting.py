@@ -66,7 +66,8 @@ class Collector:
 
     A collector can be pickled if its model can, and continues in another process. Parts that several collectors wrote
     are added by `merge_moments`, which refuses an image that is in two of them. `images` is the number of inputs so
-    far. `options` are those of `calibrate` on statistics and merged tokens, with `device` and `max_bad`.
+    far, and `digest` the SHA-256 of their contents in order, by which a part can be named. `options` are those of
+    `calibrate` on statistics and merged tokens, with `device` and `max_bad`.
 
     Raises BadInput for options that contradict one another, and for a model that can't be loaded or has no site.
     """
@@ -85,6 +86,10 @@ class Collector:
     @property
     def images(self) -> int:
         return 0 if self._opened is None else self._opened[2].images
+
+    @property
+    def digest(self) -> str:
+        return digest_of_contents((str(place), content) for place, content in enumerate(self._contents))
 
     def _open(self, example: Batches | None) -> tuple[Checkpoint, nn.Module, SumsCollector]:
         if self._opened is None:
@@ -126,9 +131,8 @@ class Collector:
         if self._opened is None or not self.images:
             raise BadInput("moments: no batch was collected; call update first")
         dense, _, collector = self._opened
-        named = ((str(place), content) for place, content in enumerate(self._contents))
         lineage = {**lineage_for_moments(dense), "dtype": collector.options.precision}
-        moments = collector.moments(lineage | {"images": digest_of_contents(named)})
+        moments = collector.moments(lineage | {"images": self.digest})
         record = save_with_warnings(dense, moments, Path(output))
         return Calibration(path=Path(output), held_out=None, inputs=moments.images, record=record)
 
