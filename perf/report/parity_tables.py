@@ -131,17 +131,15 @@ def classes_table(parity: Parity) -> ReportTable:
     if rest:
         counts = {name: sum(getattr(each, name) for each in rest) for name in ("images", "correct", "lost", "gained")}
         rows.append(_class_cells(f"the other {len(rest):,} classes", ClassAccuracy(index=-1, **counts)))
-    dense, shipped = (
-        (parity.comparisons[-1].a, parity.comparisons[-1].b) if parity.comparisons else ("dense", "shipped")
-    )
+    pair = f"{parity.comparisons[-1].b} after {parity.comparisons[-1].a}. " if parity.comparisons else ""
     lower = sum(each.change.high < 0 for each in every)
     return ReportTable(
         key="classes",
         title="Accuracy by class",
-        columns=("Class", f"{dense} → {shipped}", "Change, points"),
+        columns=("Class", "Dense → shipped", "Change, points"),
         rows=tuple(rows),
-        note=f"Sorted by the loss. Paired 95 % intervals, each for one class: {lower:,} of {len(every):,} lie wholly "
-        f"below 0, and up to about {math.ceil(0.025 * len(every)):,} do by chance.",
+        note=f"{pair}Sorted by the loss. Paired 95 % intervals, each for one class: {lower:,} of {len(every):,} lie "
+        f"wholly below 0, and up to about {math.ceil(0.025 * len(every)):,} do by chance.",
     )
 
 
