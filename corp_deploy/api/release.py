@@ -123,7 +123,7 @@ def _request(call: ShipCall, folder: Path) -> Iterator[ShipRequest]:
         if labels is None and isinstance(judged, Batches):
             labels = judged.labels
         if labels is not None:
-            labels = stack.enter_context(labels_as_file(labels, folder))
+            labels = Path(stack.enter_context(labels_as_file(labels, folder)))
         options = ShipOptions(
             images=images, held_out=held_out, labels=labels, target=call.target, precision=call.precision
         )

@@ -27,9 +27,9 @@ IN_MEMORY = "inputs.npy"  # a fixed name, as names are part of digests
 
 
 ACCEPTED = (
-    "a path (a folder of images, tar shards, .npy, .npz, .safetensors), an array or tensor [N,...] of float32 "
-    "(preprocessed) or uint8, a mapping from the names of inputs to these, or an iterable of batches, such as a "
-    "DataLoader"
+    "a path or URL (a folder of images, tar shards, parquet files, a directory of datasets.save_to_disk, .npy, .npz, "
+    ".safetensors), an array or tensor [N,...] of float32 (preprocessed) or uint8, a mapping from the names of inputs to "
+    "these, or an iterable of batches, such as a DataLoader"
 )
 
 
@@ -152,8 +152,8 @@ def _as_file(
 
 def as_file(
     values: InputsLike | Batches, *, name: str = IN_MEMORY, folder: Path | None = None, most: int = MOST_INPUTS
-) -> AbstractContextManager[Path]:
-    """Return a context with a path as it is, or that of a file with `most` inputs: .npy, or .safetensors for several.
+) -> AbstractContextManager[Place]:
+    """Return a context with a place as it is, or that of a file with `most` inputs: .npy, or .safetensors for several.
 
     Without a `folder` for it the file is temporary; a file in the folder is replaced only if its content differs.
     """
@@ -161,7 +161,7 @@ def as_file(
     return _as_file(given, lambda batches, path: _write_inputs(batches, path, most), name, folder)
 
 
-def labels_as_file(labels: Labels, folder: Path) -> AbstractContextManager[Path]:
+def labels_as_file(labels: Labels, folder: Path) -> AbstractContextManager[Place]:
     """Return a context with a path as it is, or that of labels.npy (labels.json for a mapping) in the folder."""
     return _as_file(labels, _write_labels, "labels.npy", folder)
 

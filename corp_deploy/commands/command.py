@@ -26,7 +26,17 @@ from corp_deploy.views.console import Output
 from corp_deploy.views.waiting import Waiting
 
 from .help import Command, Headed
-from .options import ANY_PATH, DIRECTORY, FILE, TRUST_CODE, Value, check_output_paths, explicit_options, usage_errors
+from .options import (
+    ANY_PATH,
+    ANY_PLACE,
+    DIRECTORY,
+    FILE,
+    TRUST_CODE,
+    Value,
+    check_output_paths,
+    explicit_options,
+    usage_errors,
+)
 
 if TYPE_CHECKING:
     from corp_deploy.store.checkpoint import Checkpoint
@@ -86,7 +96,12 @@ def as_directory(path: Path, out: Output) -> Iterator[Path]:
         yield Path(scratch) / path.stem
 
 
-PLACES: dict[str, click.ParamType[Any]] = {"FILE": FILE, "DIRECTORY": DIRECTORY, "PATH": ANY_PATH}
+PLACES: dict[str, click.ParamType[Any]] = {
+    "FILE": FILE,
+    "DIRECTORY": DIRECTORY,
+    "PATH": ANY_PATH,
+    "PATH|URL": ANY_PLACE,
+}
 Callback = Callable[..., int | None]
 
 

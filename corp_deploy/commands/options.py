@@ -16,6 +16,7 @@ from corp_deploy.spec.trusted_code import trusting_code
 from corp_deploy.store.hub_snapshot import PREFIX
 from ground.errors import BadInput
 from ground.outputs import require_writable
+from ground.places import Url, place_from_text
 
 BASELINES = ("path", "parity")
 IN_A_MODEL = ("config.json", "model.safetensors")
@@ -88,9 +89,18 @@ class RegularPath(click.Path):
         return path
 
 
+class PathOrUrl(RegularPath):
+    """A click type for paths as RegularPath takes them, and for URLs."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        place = place_from_text(value)
+        return place if isinstance(place, Url) else super().convert(value, param, ctx)
+
+
 FILE = RegularPath(dir_okay=False, path_type=Path)
 DIRECTORY = RegularPath(file_okay=False, path_type=Path)
 ANY_PATH = RegularPath(path_type=Path)
+ANY_PLACE = PathOrUrl(path_type=Path)
 
 
 class Paths(click.ParamType[tuple[Path, ...]]):

@@ -15,6 +15,7 @@ from corp_deploy.invocation.values import TEXT, Repeated
 from corp_deploy.release.baseline import Baseline
 from corp_deploy.views.console import Output
 from ground.errors import EXIT_FAILED, BadInput
+from ground.places import Place
 
 from .command import command
 from .options import DIRECTORY, FILE, trust_engine_option, trust_option
@@ -31,8 +32,8 @@ class StarterChoice(Record, heading="A new recipe"):
 
     init_model: str | None = option(TEXT, typed="init", help="Write a starter RECIPE for this directory or timm name.")
     weights: Path | None = option(values.FILE, help="With --init: trained weights for a timm name.")
-    images: Path | None = option(values.PATH, help="With --init: the calibration images, some of which are held out.")
-    held_out: Path | None = option(values.PATH, help="With --init: other images to hold out instead.")
+    images: Place | None = option(values.PLACE, help="With --init: the calibration images, some of which are held out.")
+    held_out: Place | None = option(values.PLACE, help="With --init: other images to hold out instead.")
     labels: Path | None = option(
         values.FILE, help="With --init: class indices of the held-out images; without those, of the calibration images."
     )
@@ -43,7 +44,7 @@ class StarterChoice(Record, heading="A new recipe"):
             raise BadInput(f"{', '.join(map(spelled, self.files))} fill in a new recipe; they go with --init")
 
     @property
-    def files(self) -> dict[str, Path | None]:
+    def files(self) -> dict[str, Place | None]:
         return {name: path for name, path in self.values.items() if name != "init_model"}
 
 
@@ -155,15 +156,19 @@ def _execute(job: "Job", run: RunChoice, out: Output) -> int:
 
 
 def _init(recipe: Path, model: str, new: StarterChoice, out: Output) -> int:
+    from corp_deploy.release.recipe_file import is_inside
     from corp_deploy.release.recipe_toml import require_named, starter
+    from corp_deploy.spec.class_labels import labels_file
     from ground.files import write_text
 
     if recipe.exists():
         raise click.UsageError(f"{recipe} is there already; give another name, or remove it first")
-    require_named({spelled(name): path for name, path in new.files.items()})
-    write_text(recipe, starter(model, recipe, **new.files))
+    labels = new.labels and labels_file(new.labels)
+    require_named({spelled(name): path for name, path in {**new.files, "labels": labels}.items()})
+    named = {"weights": new.weights, "labels": new.labels}
+    write_text(recipe, starter(model, recipe, images=new.images, held_out=new.held_out, **named))
     sources = (*new.files.values(), Path(model) if Path(model).is_dir() else None)
-    outside = any(path and not path.resolve().is_relative_to(recipe.parent.resolve()) for path in sources)
+    outside = any(path and not is_inside(path.resolve(), recipe.parent.resolve()) for path in sources)
     trust = " --trust-paths, as it names files beyond its directory" * outside
     out.result({"recipe": str(recipe)}, f"{recipe}: written; look through it, then run release {recipe} -o DIR{trust}")
     return 0

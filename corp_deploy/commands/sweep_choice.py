@@ -13,9 +13,10 @@ from corp_deploy.invocation.method_choice import GeometryOptions, MethodChoice
 from corp_deploy.invocation.option import Pairs, Record, option
 from corp_deploy.invocation.option_support import words_of
 from corp_deploy.invocation.reduction_table import ATTENTION, FITTED, PRESET
-from corp_deploy.invocation.values import FILE, PATH, ListOf, OneOf
+from corp_deploy.invocation.values import FILE, PLACE, ListOf, OneOf
 from corp_deploy.reduction.method import CHANNEL_REPAIRS, MLP_RANKINGS, PRESETS, QK_RECOVERIES
 from ground.errors import BadInput
+from ground.places import Place
 from ground.quantity import BATCH, JOBS, SHARE, SHARE_KEPT, SHARE_REMOVED
 
 if TYPE_CHECKING:
@@ -48,8 +49,8 @@ class SweepChoice(GeometryOptions, heading="Trials"):
     are the parts that the model has. Raises BadInput for a preset that needs calibration inputs without any.
     """
 
-    calibration_images: Path | None = option(
-        PATH, help="The calibration images, for presets grail-fold and fold and for budgets."
+    calibration_images: Place | None = option(
+        PLACE, help="The calibration images, for presets grail-fold and fold and for budgets."
     )
     calibration_text: Path | None = option(FILE, help="The same for a text encoder.")
     sparsity: Sequence[float] = option(ListOf(SHARE_REMOVED, "0.3,0.5"), (0.3, 0.5, 0.7), help="Sparsities to try.")

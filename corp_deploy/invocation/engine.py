@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from corp_deploy.spec.class_labels import LABELS_HELP
 from export.engine.options import BatchProfile, BuildOptions
+from ground.places import Place
 from ground.precision import EVERY_WORD
 from ground.quantity import BATCH, INSTANCES, MODEL_VERSION, OPTIMIZATION_LEVEL, QUEUE_DELAY_US, THREADS, WORKSPACE_MIB
 
 from .option import NEEDED, PathLike, Record, option
 from .table import AUDIT, BUILD, ENGINE_OPTIONS
-from .values import DIRECTORY, FILE, PATH, TEXT, ListOf, OneOf, ParsedText, Repeated
+from .values import DIRECTORY, FILE, PLACE, TEXT, ListOf, OneOf, ParsedText, Repeated
 
 if TYPE_CHECKING:
     from export.triton.config import Serving
@@ -142,11 +143,14 @@ MOST_HELD_OUT = 256
 class ShipOptions(Record, heading="What is made"):
     """The images, labels, target and precisions of `ship`."""
 
-    images: Path = option(
-        PATH, NEEDED, help="Unlabelled images like those the model will meet: a folder, tar shards or arrays."
+    images: Place = option(
+        PLACE,
+        NEEDED,
+        help="Unlabelled images like those the model will meet: a folder, tar shards, parquet files, a directory of "
+        "datasets.save_to_disk, arrays, or a URL of any of these, as for calibrate.",
     )
-    held_out: Path | None = option(
-        PATH,
+    held_out: Place | None = option(
+        PLACE,
         help=f"Other images that prove the result; default: half of --images, at most {MOST_HELD_OUT}, which nothing "
         "is fitted to.",
     )

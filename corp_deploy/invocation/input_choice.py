@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from corp_deploy.spec.class_labels import LABELS_HELP
 from ground.errors import BadInput
+from ground.places import Place
 from ground.quantity import BAD_IMAGES, IMAGES, SEED, WORKERS
 
 from .option import Record, option
 from .option_support import spelled
 from .table import INPUTS
-from .values import FILE, PATH, TEXT
+from .values import FILE, PLACE, TEXT
 
 if TYPE_CHECKING:
     import numpy as np
@@ -92,11 +93,14 @@ class HoldOutOptions(Record, heading="Inputs"):
 class InputOptions(HoldOutOptions, Decoded, Drawn):
     """The path of images, texts, tokens or arrays (or none), and of labels. Raises BadInput for two kinds of inputs."""
 
-    images: Path | None = option(
-        PATH,
+    images: Place | None = option(
+        PLACE,
         help="A folder of images with its subfolders, in the formats that Pillow reads; tar shards, x.tar or "
-        "'x-{000..099}.tar'; or .npy / .npz / .safetensors (key images) with [N,C,H,W], float32 that is already "
-        "preprocessed, or uint8 pixels, resized and cropped.",
+        "'x-{000..099}.tar', also packed (.tar.gz, .tar.bz2, .tar.xz, .tar.zst); parquet files, x.parquet, "
+        "'x-{000..099}.parquet' or a folder of them, with a column of encoded images as bytes or as Hugging Face's "
+        "struct, found by itself or named as in x.parquet#NAME; a directory of datasets.save_to_disk; or .npy / .npz / "
+        ".safetensors (key images) with [N,C,H,W], float32 that is already preprocessed, or uint8 pixels, resized and "
+        "cropped. Each of them may be a URL that fsspec opens, such as s3://, gs:// or hf://.",
     )
     text: Path | None = option(
         FILE, help="For a text encoder: UTF-8 text, one document per line. For a decoder: one text, cut into sequences."
@@ -120,11 +124,11 @@ class InputOptions(HoldOutOptions, Decoded, Drawn):
             INPUTS.refuse([("", "text" if self.arrays is None else "arrays")], options)
 
     @property
-    def _chosen_paths(self) -> dict[str, Path]:
+    def _chosen_paths(self) -> dict[str, Place]:
         return {name: path for name in KINDS if (path := self.values[name]) is not None}
 
     @property
-    def path(self) -> Path | None:
+    def path(self) -> Place | None:
         return next(iter(self._chosen_paths.values()), None)
 
     @property

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, Self, TypeAlias, get_args, get_origin
 
 from ground.errors import BadInput
+from ground.places import Url
 
 from .option_support import spelled, words_of
 from .values import FILE_OR_VALUES, FLAG, InMemory, ListOf, OneOf, Repeated, Values
@@ -77,7 +78,7 @@ def _read(of: Values, value: Any) -> Any:
         return tuple(_read(of.each, one) for one in value)
     if of is FILE_OR_VALUES and not isinstance(value, str | os.PathLike):
         return InMemory(value)
-    if getattr(of, "kind", None) is Path and not isinstance(value, str | os.PathLike):
+    if getattr(of, "kind", None) in (Path, Path | Url) and not isinstance(value, str | os.PathLike):
         raise BadInput(f"got {type(value).__name__}, expected a path, or what a function returned that wrote the file")
     return of.from_text(os.fspath(value) if isinstance(value, os.PathLike) else str(value))
 
@@ -223,5 +224,7 @@ class Invocation:
 
 
 def path_from(directory: Path, path: PathLike | None) -> str | None:
-    """Return a path relative to `directory`, where a command is run, as a text with slashes; None for None."""
-    return None if path is None else Path(os.path.relpath(Path(path).absolute(), directory.resolve())).as_posix()
+    """Return a path relative to `directory`, where a command is run, with slashes; None and URLs as they are."""
+    if path is None or isinstance(path, Url):
+        return path
+    return Path(os.path.relpath(Path(path).absolute(), directory.resolve())).as_posix()

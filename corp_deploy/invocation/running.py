@@ -3,17 +3,17 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ground.errors import BadInput
+from ground.places import Place
 from ground.quantity import BATCH, MILLISECONDS, ROUNDS, SECONDS, SHARE_KEPT, STREAMS, THREADS, TOKENS
 
 from .input_choice import refuse_several
 from .option import PathLike, Record, option
 from .option_support import Axis, variant
 from .table import BENCH, BENCH_OF
-from .values import FILE, ListOf, ParsedText, Repeated
+from .values import FILE, PLACE, ListOf, ParsedText, Repeated
 
 if TYPE_CHECKING:
     from perf.timing.laps import Plan
@@ -153,8 +153,8 @@ class TextFed(Record, heading="Inputs"):
 class FedOptions(TextFed):
     """The inputs that both models are timed on. Raises BadInput for images together with texts."""
 
-    images: Path | None = option(
-        FILE,
+    images: Place | None = option(
+        PLACE,
         help="Inputs, repeated if there are too few: .npy, .npz or .safetensors as for verify; default: noise.",
     )
 

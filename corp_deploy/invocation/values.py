@@ -11,6 +11,7 @@ from types import UnionType
 from typing import Any, Protocol
 
 from ground.errors import BadInput
+from ground.places import Url, place_from_text
 from ground.quantity import quoted
 
 CHANNELS = "channels"
@@ -101,6 +102,7 @@ FILE, DIRECTORY, PATH = (
     ParsedText(span=span, expected="a text that is not empty", kind=Path, read=Path)
     for span in ("FILE", "DIRECTORY", "PATH")
 )
+PLACE = ParsedText(span="PATH|URL", expected=FILE.expected, kind=Path | Url, read=place_from_text)
 FILE_OR_VALUES = ParsedText(span="FILE", expected=FILE.expected, kind=Path | InMemory, read=Path)
 TABLE = ParsedText(span="json", expected="a table of arguments", kind=dict, read=str)
 SERVED_NAME = ParsedText(

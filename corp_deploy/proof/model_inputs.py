@@ -26,6 +26,7 @@ from corp_deploy.store.onnx_file import GraphInput, graph_ports
 from ground.errors import BadInput
 from ground.feeds import Feeds
 from ground.pixels import PIXEL, whole_pixels
+from ground.places import Place
 from ground.ports import Port
 
 from .proof_inputs import (
@@ -112,7 +113,7 @@ def _tokenized(text: Path, models: Sequence[Path], count: int) -> ProofInputs:
     return ProofInputs(feeds=feeds, kind=source.noun, fingerprints=Fingerprints(ids=batch.ids))
 
 
-def _repeated_images(path: Path, ports: Sequence[Port], models: Sequence[Path], count: int) -> ProofInputs:
+def _repeated_images(path: Place, ports: Sequence[Port], models: Sequence[Path], count: int) -> ProofInputs:
     """Read `count` images of a file, repeated if it has fewer.
 
     Pixels are normalised by the first model directory, unless the port takes pixels.
@@ -139,7 +140,7 @@ def _repeated_images(path: Path, ports: Sequence[Port], models: Sequence[Path], 
     )
 
 
-def _normalise_of(directory: Path, path: Path) -> Normalise:
+def _normalise_of(directory: Path, path: Place) -> Normalise:
     return normalising(image_spec(model_of_directory(directory).model), where=str(path))
 
 

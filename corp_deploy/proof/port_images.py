@@ -10,6 +10,7 @@ from calib.image_arrays import ARRAYS, DrawnImages, ImageArray, Normalise, Pixel
 from ground.errors import BadInput
 from ground.feeds import single_array
 from ground.pixels import PIXEL, whole_pixels
+from ground.places import Place
 from ground.ports import Port
 
 from .proof_inputs import ArrayFile, ProofInputs
@@ -18,14 +19,14 @@ _ROWS = 64  # images copied at once
 
 
 def images_of_port(
-    port: Port, preprocessing: str | None, path: Path, *, where: str, samples: int | None, seed: int
+    port: Port, preprocessing: str | None, path: Place, *, where: str, samples: int | None, seed: int
 ) -> ProofInputs:
     """Read images for an input: arrays, or folders and shards by the preprocessing that the graph notes.
 
     Arrays of pixels are normalised; an input of uint8 takes the pixels themselves. Raises BadInput if the input takes
     no images, or images need decoding and the graph notes no preprocessing.
     """
-    is_array = path.suffix in ARRAYS and not path.is_dir()
+    is_array = path.suffix in ARRAYS and not (isinstance(path, Path) and path.is_dir())
     if len(port.shape) != 3 or (preprocessing is None and not is_array):
         needs = "notes no preprocessing" if len(port.shape) == 3 else f"takes {port.name} instead of images"
         raise BadInput(
@@ -49,7 +50,7 @@ def images_of_port(
     return replace(read, feeds={port.name: whole_pixels(single_array(read.feeds), where=str(path))})
 
 
-def _pixels(port: Port, preprocessing: str | None, path: Path, *, where: str) -> Pixels | None:
+def _pixels(port: Port, preprocessing: str | None, path: Place, *, where: str) -> Pixels | None:
     """Return a maker of the function from pixels to inputs: the noted normalisation, or a cast for uint8; or None."""
     if port.dtype == PIXEL:
         return lambda: lambda pixels: pixels.astype(np.float32)

@@ -21,6 +21,7 @@ from ground.effort import Stopwatch
 from ground.errors import BadInput, Missing, os_error_from
 from ground.files import locked as locked_directory
 from ground.files import sha256_of_file, sha256_of_text
+from ground.places import Place
 from ground.transaction import install_files, roll_back_interrupted
 
 from .digests import IMAGE_LABELS, Digests, Stamp, files_of, read_stamp, stamp_path, write_stamp
@@ -59,13 +60,13 @@ class Stage:
     outputs: tuple[str, ...]
     run: Callable[[StageDirs], None]
     reads: tuple[str, ...] = ()
-    outside: Mapping[str, Path] = field(default_factory=dict)
+    outside: Mapping[str, Place] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     missing: Callable[[], str | None] = lambda: None
     """A function that returns the reason why this machine can't run the stage, None if it can."""
     machine: Callable[[], Mapping[str, Any]] | None = None
     """A function that returns facts of the machine, for a stage that measures."""
-    earlier: Callable[[], tuple[Mapping[str, Path], Mapping[str, Any]]] = lambda: ({}, {})
+    earlier: Callable[[], tuple[Mapping[str, Place], Mapping[str, Any]]] = lambda: ({}, {})
     """A function that returns additional `outside` and `settings`, known only when the earlier stages are done."""
     again: bool = False
     """True for a stage that runs although it is done."""

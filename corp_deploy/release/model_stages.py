@@ -1,5 +1,6 @@
 """The stages of a release that make its models, graphs and samples, and prove them. Imports no torch."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ from corp_deploy.invocation.option import Invocation, Pairs, path_from
 from corp_deploy.invocation.proof import ProofOptions
 from corp_deploy.spec.class_labels import labels_file
 from ground.gpu import missing_gpu
+from ground.places import Place
 
 from . import names
 from .incremental import Stage
@@ -18,7 +20,7 @@ SAVE_EVERY_IMAGES = 1024
 TORCH = ("torch", "timm", "numpy")
 
 
-def _calibration_paths(recipe: Recipe, *, grouped: bool = True) -> dict[str, Path | None]:
+def _calibration_paths(recipe: Recipe, *, grouped: bool = True) -> dict[str, Place | None]:
     table = recipe.calibration
     return {"calibration.images": table.images, "calibration.group_labels": table.group_labels if grouped else None}
 
@@ -35,7 +37,7 @@ def _held_out_moments(recipe: Recipe) -> tuple[str, ...]:
     return () if recipe.calibration.hold_out is None else (names.HELD_OUT_MOMENTS,)
 
 
-def _proof_paths(recipe: Recipe) -> dict[str, Path | None]:
+def _proof_paths(recipe: Recipe) -> dict[str, Place | None]:
     return _calibration_paths(recipe) if recipe.proves_on_calibration else {"held_out.images": recipe.held_out.images}
 
 
@@ -64,10 +66,11 @@ def parity_settings(recipe: Recipe) -> dict[str, Any]:
     return settings_of("parity", recipe.parity, without=("head", "metric_files"))
 
 
-def parity_paths(recipe: Recipe) -> dict[str, Path]:
+def parity_paths(recipe: Recipe) -> Mapping[str, Path]:
     heads, files = map(Path, recipe.parity.heads), recipe.parity.metric_files
-    return {f"parity.head.{place}": path for place, path in enumerate(heads)} | {
-        f"parity.metric_files.{place}": path for place, path in enumerate(files)
+    return {
+        **{f"parity.head.{place}": path for place, path in enumerate(heads)},
+        **{f"parity.metric_files.{place}": path for place, path in enumerate(files)},
     }
 
 
@@ -249,7 +252,7 @@ def parity_stage(recipe: Recipe, root: Path) -> Stage:
         command,
         outputs=(names.PARITY, names.outputs_name(names.PARITY)),
         reads=(*names.BOTH_MODELS, names.MOMENTS, *graphs),
-        outside=_proof_paths(recipe) | parity_paths(recipe) | {"held_out.labels": _labels_file(recipe)},
+        outside={**_proof_paths(recipe), **parity_paths(recipe), "held_out.labels": _labels_file(recipe)},
         settings=parity_settings(recipe) | _proof_keys(recipe) | _labels_word(recipe),
         tools=(*TORCH, "onnxruntime"),
     )

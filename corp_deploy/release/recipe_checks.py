@@ -13,6 +13,7 @@ from corp_deploy.spec.architecture import OF_TORCHVISION
 from corp_deploy.store.hub_snapshot import CONFIG, config_of_directory, is_ours, refuse_beside_directory
 from ground.errors import BadInput
 from ground.outputs import require_writable
+from ground.places import Url
 from perf.stats.trend import require_directory
 
 from . import incremental
@@ -76,6 +77,8 @@ def _absent(stages: Sequence[Stage]) -> Iterator[str]:
     outside = {label: path for stage in stages if stage.name != OF_OPTIONS for label, path in stage.outside.items()}
     for label, path in outside.items():
         key = KEYS.get(label, label)
+        if isinstance(path, Url):  # which is opened if a stage has to run
+            continue
         if not files_of(path) and not (label in IMAGE_LABELS and path.is_dir() and any(path.iterdir())):
             home = " (~ is not expanded in a recipe)" if "~" in path.parts else ""
             yield f"{key}: {path} is not there, or is empty{home}; correct the recipe"

@@ -17,6 +17,7 @@ from corp_deploy.spec.trusted_code import file_and_function, is_code
 from corp_deploy.store.hub_snapshot import PREFIX
 from ground.errors import BadInput
 from ground.files import refuse_utf16, regular_file
+from ground.places import Place, Url
 
 from .recipe import SECTIONS, Recipe
 from .recipe_keys import errors_at, keys_of, record_of
@@ -112,8 +113,8 @@ def _tables(path: Path, raw: Mapping[str, Any]) -> Tables:
     return tables
 
 
-def paths_in_tables(tables: Tables) -> Iterator[tuple[str, Path]]:
-    """Yield pairs of a key with its table, such as calibration.images, and a path among its values."""
+def paths_in_tables(tables: Tables) -> Iterator[tuple[str, Place]]:
+    """Yield pairs of a key with its table, such as calibration.images, and a path or URL among its values."""
     for name, table in tables.items():
         for word, value in table.items():
             if (name, word) == ("model", "model"):
@@ -121,12 +122,16 @@ def paths_in_tables(tables: Tables) -> Iterator[tuple[str, Path]]:
                 yield from [(f"{name}.{word}", path)] if path.is_absolute() else []
             else:
                 values = value if isinstance(value, tuple) else (value,)
-                yield from ((f"{name}.{word}", each) for each in values if isinstance(each, Path))
+                yield from ((f"{name}.{word}", each) for each in values if isinstance(each, Path | Url))
 
 
-def _refuse_outside(path: Path, name: str, place: Path, bound: Path | None) -> None:
+def is_inside(place: Place, directory: Path) -> bool:
+    return isinstance(place, Path) and place.is_relative_to(directory)
+
+
+def _refuse_outside(path: Path, name: str, place: Place, bound: Path | None) -> None:
     """Raise BadInput if `place`, the value of the key `name`, is not below the directory `bound` (None: anywhere)."""
-    if bound is not None and not place.is_relative_to(bound):
+    if bound is not None and not is_inside(place, bound):
         raise BadInput(
             f"{path}: {name} leads out of {bound}, the directory of the recipe, to {str(place)[:200]}: a recipe "
             "from somebody else could read, ship or overwrite your files this way; check it, and give "

@@ -17,6 +17,7 @@ from msgspec import Meta
 from corp_deploy.invocation.option import NEEDED, Option, Pairs, Record, options_of
 from corp_deploy.invocation.values import (
     CHANNELS,
+    PLACE,
     TABLE,
     TEXT,
     ByKind,
@@ -28,6 +29,7 @@ from corp_deploy.invocation.values import (
     literal,
 )
 from ground.errors import BadInput, respell_options
+from ground.places import place_below
 from ground.quantity import Count, Quantity, Real
 
 R = TypeVar("R", bound=Record)
@@ -134,9 +136,9 @@ class Key:
             refused = self.schema.get("uniqueItems", False) and len({*typed}) < len(typed)
         except msgspec.ValidationError:
             refused = True
-        if refused:
+        if refused or (self.of is PLACE and "\0" in typed):
             raise BadInput(f"{table}.{self.name} is {value!r:.200}, expected {self.schema['description']}")
-        return typed
+        return place_below(folder, typed).resolve() if self.of is PLACE else typed
 
     def value(self, record: Record) -> Any:
         value = record.values[self.option.name]

@@ -22,6 +22,7 @@ from corp_deploy.spec.trusted_code import file_and_function, is_code
 from corp_deploy.store.hub_snapshot import PREFIX
 from ground.errors import BadInput
 from ground.installed import normalised_licence
+from ground.places import Place
 from ground.quantity import IMAGES
 
 
@@ -114,7 +115,7 @@ def require_more(fitted: int, snapshots: Sequence[int]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationTable(Decoded, PassOptions, Drawn):
-    images: Path = declared(InputOptions, "images", NEEDED)
+    images: Place = declared(InputOptions, "images", NEEDED)
     groups: str | None = option(
         OneOf(("image", "folder", "file")),
         help="Which images belong together, such as crops of one photograph: image (each by itself), folder, or file "
@@ -150,7 +151,7 @@ class HeldOutTable(Drawn):
     Without `images` those of calibration.hold_out prove the result, and `labels` are those of all calibration images.
     """
 
-    images: Path | None = declared(InputOptions, "images", None)
+    images: Place | None = declared(InputOptions, "images", None)
     labels: Path | None = declared(InputOptions, "labels", None)
 
     def __post_init__(self) -> None:

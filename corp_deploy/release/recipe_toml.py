@@ -16,6 +16,8 @@ from corp_deploy.spec.architecture import Architecture
 from corp_deploy.store.hub_snapshot import config_of_directory, is_ours, model_of_snapshot, refuse_beside_directory
 from corp_deploy.store.model_config import load_model_config
 from ground.errors import BadInput
+from ground.pictures import pictures_below
+from ground.places import Place, Url
 from ground.templates import template_environment
 from ground.text import comment_line, printable
 
@@ -103,10 +105,10 @@ def _has_kinds(architecture: Architecture) -> tuple[bool, bool]:
     return CONVOLUTIONS in kinds, not kinds or bool(kinds & {MLPS, HEADS})
 
 
-def require_named(options: Mapping[str, Path | None]) -> None:
+def require_named(options: Mapping[str, Place | None]) -> None:
     """Raise BadInput for an option whose file or folder, for the new recipe, is absent or empty."""
     for option, path in options.items():
-        if path is not None and not files_of(path) and not (path.is_dir() and any(path.iterdir())):
+        if isinstance(path, Path) and not files_of(path) and not (path.is_dir() and any(path.iterdir())):
             raise BadInput(
                 f"{option} {path}: not there, or empty; give what is there, or leave it out and edit the recipe"
             )
@@ -117,8 +119,8 @@ def starter(
     path: Path,
     *,
     weights: Path | None = None,
-    images: Path | None,
-    held_out: Path | None,
+    images: Place | None,
+    held_out: Place | None,
     labels: Path | None,
 ) -> str:
     """Return the text of a commented recipe at `path` for a model directory, or for a timm name with its weights.
@@ -128,8 +130,8 @@ def starter(
     Raises BadInput for another model, and for weights beside a directory that has weights.
     """
 
-    def placed(place: Path) -> str:
-        return relative_text(place.resolve(), path.parent)
+    def placed(place: Place) -> str:
+        return place if isinstance(place, Url) else relative_text(place.resolve(), path.parent)
 
     folder = Path(model.removeprefix("local-dir:"))
     description: str = ""
@@ -144,7 +146,8 @@ def starter(
             raise BadInput(f"--init {model}: neither a model directory nor a timm name; {look_alikes(model)}")
     convolutions, linear = (False, True) if architecture is None else _has_kinds(architecture)
     # Half of a folder at most; the number of images in other files isn't known here.
-    count = HOLD_OUT if images is None or not images.is_dir() else max(len(files_of(images, pictures=True)) // 2, 1)
+    pictures = pictures_below(images)[0] if isinstance(images, Path) and images.is_dir() else ()
+    count = max(len(pictures) // 2, 1) if pictures else HOLD_OUT
 
     return rendered(
         "starter.toml",

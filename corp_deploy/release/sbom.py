@@ -17,6 +17,7 @@ from corp_deploy.machine import versions
 from corp_deploy.store.model_config import ModelConfig, load_model_config
 from ground.files import sha256_of_file, sha256_of_text, text_from_file
 from ground.installed import InstalledPackage, installed_packages, normalised_licence
+from ground.places import Place, Url
 from perf.gate.verdicts import load_gate
 from perf.parity.parity import Parity, load_parity
 from perf.record.runs import load_bench
@@ -188,11 +189,18 @@ def bill_of_release(root: Path, recipe: Recipe) -> dict[str, Any]:
 STATEMENT, PREDICATE = "https://in-toto.io/Statement/v1", "https://slsa.dev/provenance/v1"
 BUILD_TYPE = "urn:corp-deploy:release:1"
 _OF_FOLDER = "a folder or shards: sha256 over the lines 'sha256 name' of all its files, sorted"
+_OF_URL = "a URL: sha256 over the names, sizes, and ETags, checksums or times of all its files, sorted"
 
 
-def _read_outside(root: Path, stages: Sequence[Stage]) -> dict[str, tuple[Path, str]]:
+def _describe_digest(place: Place) -> dict[str, Any]:
+    if isinstance(place, Path) and place.is_file():
+        return {}
+    return {"annotations": {"digest": _OF_URL if isinstance(place, Url) else _OF_FOLDER}}
+
+
+def _read_outside(root: Path, stages: Sequence[Stage]) -> dict[str, tuple[Place, str]]:
     """Return the path, and the digest when a stage read it, of each input outside the release by label."""
-    read: dict[str, tuple[Path, str]] = {}
+    read: dict[str, tuple[Place, str]] = {}
     for stage in stages:
         stamp = read_stamp(root / STATE, stage.name)
         for label, path in stage.outside.items():
@@ -214,7 +222,7 @@ def _definition(root: Path, recipe: Recipe, stages: Sequence[Stage]) -> dict[str
         },
         "internalParameters": {"commands": [stage.command for stage in stages]},
         "resolvedDependencies": [
-            _named(label, digest) | ({} if path.is_file() else {"annotations": {"digest": _OF_FOLDER}})
+            _named(label, digest) | _describe_digest(path)
             for label, (path, digest) in sorted(_read_outside(root, stages).items())
         ],
     }

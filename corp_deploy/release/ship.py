@@ -19,7 +19,7 @@ from ground.errors import BadInput
 from .baseline import Baseline
 from .names import RECIPE
 from .recipe import SECTIONS, Recipe
-from .recipe_file import load_recipe, model_table, paths_in_tables
+from .recipe_file import is_inside, load_recipe, model_table, paths_in_tables
 from .recipe_keys import record_of, values_of
 from .recipe_tables import TargetTable
 from .run import Job
@@ -77,7 +77,7 @@ def recipe_to_ship(request: ShipRequest, root: Path) -> Recipe:
         )
     named = {place for _, place in paths_in_tables(request.tables)}
     for name, place in paths_in_tables({name: values_of(getattr(recipe, name)) for name in SECTIONS}):
-        if place not in named and not place.is_relative_to(here):
+        if place not in named and not is_inside(place, here):
             raise BadInput(
                 f"{path}: {name} leads out of {here}, to {str(place)[:200]}, which no option names; look at it, and "
                 f"run `{rerun_command(recipe, root)}` if it may"

@@ -11,6 +11,7 @@ from typing import Any
 from corp_deploy import __version__
 from corp_deploy.invocation.option import Invocation, Record, path_from
 from corp_deploy.machine import versions
+from ground.places import Place
 
 from . import names
 from .baseline import Baseline
@@ -51,12 +52,12 @@ def stage(
     *,
     outputs: Sequence[str],
     reads: Sequence[str] = (),
-    outside: Mapping[str, Path | None] = MappingProxyType({}),
+    outside: Mapping[str, Place | None] = MappingProxyType({}),
     settings: Mapping[str, Any] = MappingProxyType({}),
     tools: Sequence[str] = (),
     missing: Callable[[], str | None] = lambda: None,
     machine: Callable[[], Mapping[str, Any]] | None = None,
-    earlier: Callable[[], tuple[Mapping[str, Path], Mapping[str, Any]]] = lambda: ({}, {}),
+    earlier: Callable[[], tuple[Mapping[str, Place], Mapping[str, Any]]] = lambda: ({}, {}),
 ) -> Stage:
     """Return a stage that carries out a command: by `run`, or by default by the command's own function in steps.
 

@@ -47,6 +47,7 @@ from ground.errors import BadInput
 from ground.feeds import single_array
 from ground.files import write_json, write_text
 from ground.gpu import require_device
+from ground.places import place_below
 from perf.parity.parity import Parity
 from perf.record.runs import Bench
 from perf.report.render import html_from_record
@@ -62,7 +63,7 @@ from .serving import package_of_directory
 
 def _images(dense: Checkpoint, dirs: StageDirs, run: Invocation) -> Images:
     drawn, decoded = Drawn.from_options(run.options).drawn, Decoded.from_options(run.options).decoded
-    return images_for_model(dense.model, dirs.root / run["images"], **drawn, **decoded)
+    return images_for_model(dense.model, place_below(dirs.root, run["images"]), **drawn, **decoded)
 
 
 def _held_out(dirs: StageDirs, run: Invocation) -> HoldOutOptions:
@@ -150,7 +151,7 @@ def write_bench(dirs: StageDirs, run: Invocation) -> Bench:
     """Time dense against reduced; write and return the record; raise BadInput if no batch size could be timed."""
     dense, reduced = (dirs.root / path for path in run.arguments)
     options = BenchOptions.from_options(run.options)
-    fed, output = FedOptions(images=dirs.root / run["images"]), dirs.into / run["output"]
+    fed, output = FedOptions(images=place_below(dirs.root, run["images"])), dirs.into / run["output"]
     bench = bench_models(dense, reduced, options, fed=fed, output=output, command=run.argv)
     if not bench.is_timed:
         raise BadInput(f"no batch size could be timed: {'; '.join(bench.warnings)} (in a recipe bench.time_limit_s)")
