@@ -95,7 +95,7 @@ def tables(*, struct: bool, folder: bool = False) -> Callable[[Path], str]:
     return write
 
 
-def dataset() -> Any:
+def dataset(contents: Sequence[bytes] = PICTURES, labels: Sequence[int] = LABELS) -> Any:
     import datasets
 
     features = datasets.Features(
@@ -104,15 +104,15 @@ def dataset() -> Any:
             "label": datasets.ClassLabel(names=["cat", "dog", "owl"]),
         }
     )
-    columns = {"image": [{"bytes": each, "path": None} for each in PICTURES], "label": list(LABELS)}
+    columns = {"image": [{"bytes": each, "path": None} for each in contents], "label": list(labels)}
     return datasets.Dataset.from_dict(columns, features=features)
 
 
-def write_dataset(root: Path) -> str:
+def write_dataset(root: Path, contents: Sequence[bytes] = PICTURES, labels: Sequence[int] = LABELS) -> str:
     import datasets
 
     datasets.disable_progress_bars()
-    dataset().save_to_disk(str(root / "saved"), num_shards=2)
+    dataset(contents, labels).save_to_disk(str(root / "saved"), num_shards=2)
     return str(root / "saved")
 
 

@@ -23,6 +23,7 @@ from tests.decoders import text, write_decoder
 from tests.encoders import texts, write_encoder
 from tests.hf_towers import write_tower
 from tests.pages import DOCS, ROOT, blocks, follow, lacking, pages
+from tests.stored import encoded, table, write_dataset, write_tar
 
 ELSEWHERE = {
     "start.md"  # from the wheel, in a fresh environment: test_wheel.py
@@ -118,12 +119,16 @@ def of_tokens(home: Path) -> None:
     (home / "held-out.txt").write_text(text(start=4_000, letters=2_000), encoding="utf-8")
 
 
-def of_graphs(home: Path) -> None:
-    """A ViT of two blocks, dense and reduced, and images of its size."""
+def small_dense(home: Path) -> None:
     torch.manual_seed(0)
     small = {"img_size": 32, "patch_size": 8, "embed_dim": 96, "depth": 2, "num_classes": 5}
     architecture = Architecture(name="vit_tiny_patch16_224", kwargs=small)
     save(Checkpoint(model=dense_from_architecture(architecture), architecture=architecture, lineage={}), home / "dense")
+
+
+def of_graphs(home: Path) -> None:
+    """A ViT of two blocks, dense and reduced, and images of its size."""
+    small_dense(home)
     images = np.random.default_rng(0).normal(size=(8, 3, 32, 32)).astype(np.float32)
     np.save(home / "images.npy", images)
     moments = corp_deploy.calibrate(home / "dense", images, home / "moments.safetensors")
@@ -136,6 +141,22 @@ def of_loaders(home: Path) -> None:
     np.savez(home / "held-out.npz", images=test.images[:256], labels=test.labels[:256])
 
 
+def of_stored(home: Path) -> None:
+    """A ViT of two blocks, and the same pictures with labels as parquet, a data set and packed shards."""
+    from pyarrow import Table, parquet
+
+    small_dense(home)
+    contents, labels = [encoded(seed) for seed in range(24)], [seed % 3 for seed in range(24)]
+    write_dataset(home, contents, labels)
+    for part, rows in enumerate((range(12), range(12, 24))):
+        chosen = table([contents[row] for row in rows], [labels[row] for row in rows], struct=True)
+        parquet.write_table(chosen, home / f"train-{part}.parquet")
+        pictures = {f"{row:02}.png": contents[row] for row in rows}
+        write_tar(home / f"shards-{part}.tar.gz", pictures | {f"{row:02}.cls": b"%d" % labels[row] for row in rows})
+    parquet.write_table(Table.from_pydict({"left": contents, "right": contents[::-1]}), home / "pairs.parquet")
+    parquet.write_table(table([*contents[:17], None, *contents[18:]], labels, struct=False), home / "damaged.parquet")
+
+
 PREPARED: Mapping[str, Callable[[Path], None]] = {
     "how-to/dataloader.md": of_loaders,
     "how-to/timm-model.md": of_timm,
@@ -143,6 +164,7 @@ PREPARED: Mapping[str, Callable[[Path], None]] = {
     "how-to/text-encoder.md": of_texts,
     "how-to/decoders.md": of_tokens,
     "how-to/typed-graphs.md": of_graphs,
+    "how-to/stored-images.md": of_stored,
 }
 """By page."""
 

@@ -28,8 +28,8 @@ IN_MEMORY = "inputs.npy"  # a fixed name, as names are part of digests
 
 ACCEPTED = (
     "a path or URL (a folder of images, tar shards, parquet files, a directory of datasets.save_to_disk, .npy, .npz, "
-    ".safetensors), an array or tensor [N,...] of float32 (preprocessed) or uint8, a mapping from the names of inputs to "
-    "these, or an iterable of batches, such as a DataLoader"
+    ".safetensors), an array or tensor [N,...] of float32 (preprocessed) or uint8, a mapping from the names of inputs "
+    "to these, or an iterable of batches, such as a DataLoader"
 )
 
 

@@ -14,6 +14,7 @@ from export.graph.package_notes import PackageNotes, notes_of_package
 from ground.arrays import array_from_npy
 from ground.errors import BadInput
 from ground.files import sha256_of_file
+from ground.places import Place, require_path
 from ground.ports import Port
 from perf.bench.bench import BenchSubject
 from perf.runners.engine import EngineRunner
@@ -117,7 +118,7 @@ def contender_from_package(name: str, path: Path, notes: PackageNotes, running: 
     )
 
 
-def port_of_images(images: Path | None, package: Path) -> Port:
+def port_of_images(images: Place | None, package: Path) -> Port:
     """Return the input port of a package without notes by its images; raise BadInput unless `images` is a .npy file."""
     if images is None or images.suffix != ".npy":
         raise BadInput(
@@ -125,13 +126,13 @@ def port_of_images(images: Path | None, package: Path) -> Port:
             f"FILE.npy with preprocessed inputs [N, ...] of its size, got {images or 'none'}"
         )
     try:
-        shape = array_from_npy(images, mapped=True).shape
+        shape = array_from_npy(require_path(images), mapped=True).shape
     except OSError as error:
         raise BadInput(f"{images}: can't be read as an array ({error})") from None
     return Port(name="images", shape=tuple(shape[1:]))
 
 
-def contender_from_pt2(name: str, path: Path, images: Path | None, running: RunOptions) -> Contender:
+def contender_from_pt2(name: str, path: Path, images: Place | None, running: RunOptions) -> Contender:
     """Open a package of AOTInductor; raise BadInput unless it was compiled here or is trusted.
 
     The input of a package without notes, from another tool and for the CPU, is that of the images.
