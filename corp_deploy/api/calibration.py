@@ -53,8 +53,8 @@ def calibrate(call: CalibrateCall) -> Calibration:
     `inputs`: a folder of images, tar shards, parquet files, a directory of datasets.save_to_disk, .npy, .npz or
     .safetensors of [N,C,H,W] (float32, preprocessed, or uint8), a URL of any of these, an array or tensor in memory, a
     file of text, token ids [S,N], or an iterable of batches, such as a DataLoader or a generator, which is read once
-    unless images are held out, drawn or grouped. Sums are float64. The command `calibrate` also resumes, runs in several
-    processes, and calibrates decoders block by block.
+    unless images are held out, drawn or grouped. Sums are float64. The command `calibrate` also resumes, runs in
+    several processes, and calibrates decoders block by block.
 
     Raises BadInput for inputs that the model doesn't take, for damaged ones beyond `max_bad`, for activations that
     are not finite (naming the site), for too little memory, and where there is no site; Missing without the device.
