@@ -23,7 +23,7 @@ CALLS: Mapping[str, frozenset[str]] = {
     }),
     "Uses a network": frozenset({
         "build_opener", "init_process_group", "urlopen", "socket.socket", "create_connection", "detect_credential",
-        "use_sigstore_signer", "use_sigstore_verifier", "mlflow.start_run",
+        "use_sigstore_signer", "use_sigstore_verifier", "mlflow.start_run", "url_to_fs",
     }),
 }  # fmt: skip
 FORBIDDEN = {

@@ -130,7 +130,7 @@ class PassOptions(Record, heading="The pass"):
     groups: str | None = option(
         ParsedText(span="TEXT", expected="a text", kind=str, read=str),
         help="Which images belong together, such as crops of one photograph: image (each by itself), folder, file "
-        "(a tar shard is one), or a .json or .npy file with one label per image.",
+        "(a tar shard or parquet file is one), or a .json or .npy file with one label per image.",
     )
     batch_size: int = option(BATCH, 32, help="Images in one forward pass.")
     device: Literal["cpu", "cuda"] = option(default="cpu", help="Where the model runs.")

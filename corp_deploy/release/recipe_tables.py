@@ -119,7 +119,7 @@ class CalibrationTable(Decoded, PassOptions, Drawn):
     groups: str | None = option(
         OneOf(("image", "folder", "file")),
         help="Which images belong together, such as crops of one photograph: image (each by itself), folder, or file "
-        "(a tar shard is one).",
+        "(a tar shard or parquet file is one).",
     )
     group_labels: Path | None = option(
         FILE, help="A .json or .npy file with one label per image, in place of `groups`."
