@@ -181,7 +181,8 @@ def _run_outside(words: list[str], line: str, expected: int) -> str:
     program = [sys.executable, *words[1:]] if words[0] == "python" else words
     assert words[0] in {"python"} | SHELL, f"{line}: pages run this tool, Python, torchrun and {SHELL}"
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
-    own = os.environ | {"PYTHONPATH": str(ROOT), "PATH": path, "OMP_NUM_THREADS": "1"}
+    modules = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
+    own = os.environ | {"PYTHONPATH": modules, "PATH": path, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(program, capture_output=True, text=True, env=own, timeout=300, check=False)
     assert done.returncode == expected, f"{line}\n{done.stdout}{done.stderr}"
     return done.stdout + done.stderr

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 import corp_deploy
-from calib.moments import Moments
 from calib.store import load_moments
 from corp_deploy.store.checkpoint import save as save_model
 from tests import tiny
 from tests.command import run
 from tests.refusals import rejects
+from tests.sums import assert_equal
 
 IMAGES = torch.from_numpy(tiny.images(24))
 
@@ -32,17 +32,6 @@ def collected(model: Any, batches: Any, path: Path, **options: Any) -> corp_depl
     for batch in batches:
         collector.update(batch)
     return collector.moments(path)
-
-
-def near(one: Moments, other: Moments) -> bool:
-    """Return whether all sums agree but for the order in which batches were added."""
-    pairs = ((one.sites[name], other.sites[name]) for name in one.sites)
-    return all(
-        torch.allclose(getattr(a, name), getattr(b, name), rtol=1e-6, atol=1e-6 * float(getattr(a, name).abs().max()))
-        for a, b in pairs
-        for name in a.__slots__
-        if isinstance(getattr(a, name), torch.Tensor)
-    )
 
 
 def test_collector_writes_what_calibrate_writes_byte_for_byte(dense: Path, tmp_path: Path) -> None:
@@ -97,8 +86,7 @@ def test_merged_parts_are_the_moments_of_all_images(dense: Path, tmp_path: Path)
     merged = corp_deploy.merge_moments(parts, tmp_path / "merged.safetensors")
     whole = collected(dense, IMAGES.split(8), tmp_path / "whole.safetensors")
     assert merged.inputs == 24
-    assert torch.equal(merged.moments.image_ids, whole.moments.image_ids)
-    assert near(merged.moments, whole.moments)
+    assert_equal(merged.moments, whole.moments, 1e-6)
 
 
 def test_digest_names_the_content_however_it_is_batched(dense: Path, tmp_path: Path) -> None:
@@ -163,8 +151,7 @@ def test_shards_of_a_command_merge_to_all_images(dense: Path, tmp_path: Path) ->
     assert run("calibrate", "--merge", *parts, "-o", tmp_path / "merged.safetensors").exit_code == 0
     assert run(*words, "-o", tmp_path / "whole.safetensors").exit_code == 0
     merged, whole = (load_moments(tmp_path / f"{name}.safetensors") for name in ("merged", "whole"))
-    assert torch.equal(merged.image_ids, whole.image_ids)
-    assert near(merged, whole)
+    assert_equal(merged, whole, 1e-6)
 
 
 @pytest.mark.parametrize(

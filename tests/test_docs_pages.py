@@ -26,7 +26,8 @@ from tests.pages import DOCS, ROOT, blocks, follow, lacking, pages
 from tests.stored import encoded, table, write_dataset, write_tar
 
 ELSEWHERE = {
-    "start.md"  # from the wheel, in a fresh environment: test_wheel.py
+    "start.md",  # from the wheel, in a fresh environment: test_wheel.py
+    "how-to/ray.md",  # with variables for Ray: test_cluster.py
 }
 FOLLOWED = [
     page
@@ -213,6 +214,7 @@ def test_options_in_running_text_exist() -> None:
     others = {
         "--cpus", "--gpus", "--nproc-per-node", "--nnodes", "--max-restarts", "--help", "--help-all", "--version",
         "--check", "--output", "--home", "--only",
+        "--array", "--export", "--gpus-per-task", "--requeue",  # Slurm's
     }  # fmt: skip
     for page in pages():
         if page.name == "typed-graphs.md":  # names trtexec's, too; its own test looks at ours
