@@ -16,7 +16,7 @@ MUST_MATCH = ("model", "preprocessing", "dtype", "merging")
 NOT_SUMS = ("eps", "kept_HK", "taps", "channels_GR")
 
 
-def _merge_lineage(a: Mapping[str, str], b: Mapping[str, str]) -> dict[str, str]:
+def merge_lineage(a: Mapping[str, str], b: Mapping[str, str]) -> dict[str, str]:
     """Return the lineage of a sum: equal values, others joined as `x+y`. Raises BadInput where MUST_MATCH differs."""
     for key in MUST_MATCH:
         if a.get(key) != b.get(key):
@@ -88,7 +88,7 @@ def merge_moments(a: Moments, b: Moments) -> Moments:
     if set(a.sites) != set(b.sites):
         unmatched = sorted(set(a.sites) ^ set(b.sites))
         raise BadInput(f"moments to merge: these sites are in only one of them: {', '.join(unmatched)}")
-    lineage, fingerprints = _merge_lineage(a.lineage, b.lineage), _merge_images(a, b)
+    lineage, fingerprints = merge_lineage(a.lineage, b.lineage), _merge_images(a, b)
     groups, half = _merge_groups(a, b, fingerprints.ids)
     sites = {name: add_statistics(name, a.sites[name], b.sites[name]) for name in a.sites}
     images = a.images + b.images

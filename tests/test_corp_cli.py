@@ -226,7 +226,7 @@ def test_calibrate_accepts_merge_at_any_position(tmp_path: Path) -> None:
     for number, words in enumerate([["--merge", *parts], [*parts, "--merge"]]):
         invoked("calibrate", *words, "-o", tmp_path / f"{number}.safetensors")
     assert (tmp_path / "0.safetensors").read_bytes() == (tmp_path / "1.safetensors").read_bytes()
-    refuses("one file is nothing to merge", "calibrate", "--merge", parts[0], "-o", tmp_path / "no")
+    refuses("got 1 file, expected two or more", "calibrate", "--merge", parts[0], "-o", tmp_path / "no")
 
 
 def test_unknown_command_is_refused() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from calib import memory
 from calib.calibrate import ALONE, ResumeFile, Snapshots
-from calib.combination import merge_moments
+from calib.combination import merge_lineage, merge_moments
 from calib.distributed import Ranks
 from calib.groups import split_for_calibration
 from calib.inputs import InputSet
@@ -252,6 +252,7 @@ def merge_files(parts: Sequence[Path], output: Path) -> dict[str, Any]:
         raise BadInput(f"moments to merge: got {len(parts)} file{'s'[: len(parts) != 1]}, expected two or more")
     every = [load_moments(path) for path in parts]
     for later, moments in enumerate(every):
+        merge_lineage(every[0].lineage, moments.lineage)
         for earlier in range(later):
             if common := int(torch.isin(moments.image_ids, every[earlier].image_ids).sum()):
                 raise BadInput(
