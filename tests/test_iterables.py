@@ -99,9 +99,9 @@ def test_bench_and_ship_inputs_are_the_first_rows_of_a_loader(tmp_path: Path) ->
         assert np.array_equal(np.load(path), IMAGES[:6].numpy())
     with as_file(dicts(), folder=tmp_path) as path:
         assert np.array_equal(np.load(path), IMAGES.numpy())
-        first = path.stat().st_mtime_ns
+        first = Path(str(path)).stat().st_mtime_ns
     with as_file(IMAGES, folder=tmp_path) as path:
-        assert path.stat().st_mtime_ns == first
+        assert Path(str(path)).stat().st_mtime_ns == first
     pair = [{"ids": IMAGES[:, 0, 0, :4], "mask": IMAGES[:, 0, 1, :4]}] * 2
     with as_file(pair) as path:
         assert path.suffix == ".safetensors"
