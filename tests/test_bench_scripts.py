@@ -8,7 +8,8 @@ import torch
 from click.testing import CliRunner
 
 from benchmarks.pages import cost_page
-from benchmarks.speed import passes, proof_cost
+from benchmarks.speed import passes, proof_cost, workers
+from calib.store import load_moments
 from corp_deploy.invocation import budget_choice as told
 from tests import tiny
 
@@ -46,6 +47,21 @@ def test_pass_cost_is_relative_to_the_faster_bare_pass_of_its_round() -> None:
     whole, pieces = passes.BARE
     found = passes.in_passes({whole: cpu(3.0, 4.0, 3.0), pieces: cpu(2.0, 4.0, 2.0), "loop": cpu(12.0, 20.0, 8.0)})
     assert found == {whole: 1.5, pieces: 1.0, "loop": 5.0}
+
+
+def test_rate_of_workers_is_relative_to_one_process_in_the_same_round() -> None:
+    two = (workers.PROCESSES, 2)
+    samples = {(workers.ONE, 1): [4.0, 8.0, 4.0], two: [2.0, 5.0, 8.0]}
+    found = workers.figures(samples, two, 40)
+    assert found == {"images_per_s": 8.0, "ratio": 1.6, "samples_s": [2.0, 5.0, 8.0]}
+
+
+@pytest.mark.slow("process")
+def test_processes_and_one_of_them_take_the_same_images(tmp_path: Path) -> None:
+    job = workers.prepared("vit_tiny_patch16_224", TINY, 8, tmp_path)
+    with workers.processes(job, 2, 1) as both:
+        assert workers.taken_s(job, both) > 0
+    assert load_moments(tmp_path / "moments.safetensors").images == 8
 
 
 @pytest.mark.slow("graph")

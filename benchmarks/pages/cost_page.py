@@ -23,6 +23,22 @@ def passes(record: dict[str, Any]) -> str:
     return text + "\n\n" + table(["command", "passes"], rows)
 
 
+def workers(record: dict[str, Any]) -> str:
+    """Return the table of rates by the number of workers."""
+    before, after = record["load_average"]
+    text = (
+        f"Images per second of {record['model']} at {record['size']} pixels, {record['images']} images, from the first "
+        "batch to the written moments, the merge of all parts included; medians of "
+        f"{record['rounds']} interleaved rounds on {record['cpus']} CPUs, {record['cpu']}. One process has a thread "
+        "for each CPU, workers have one thread each. The load average by this and other programs was "
+        f"{before:.1f} before and {after:.1f} at the end:"
+    )
+    rows = [
+        [row["way"], str(row["workers"]), f"{row['images_per_s']:.1f}", f"{row['ratio']:.2f}"] for row in record["rows"]
+    ]
+    return text + "\n\n" + table(["way", "workers", "images per second", "of one process"], rows)
+
+
 def proof_cost(record: dict[str, Any]) -> str:
     """Return the cost of `verify` against that of the passes that it needs."""
     verify = record["verify"]

@@ -79,6 +79,7 @@ PAGES: Mapping[str, Mapping[str, tuple[str, Table]]] = {
     },
     "docs/measured/costs.md": {
         "passes.json": ("Each command in forward passes", cost_page.passes),
+        "workers.json": ("Calibration by several workers", cost_page.workers),
         "proof_cost.json": ("Cost of `verify`", cost_page.proof_cost),
     },
     "docs/measured/startup.md": {"startup.json": ("Each command", startup_page.startup)},
