@@ -100,6 +100,18 @@ def test_digest_names_the_content_however_it_is_batched(dense: Path, tmp_path: P
     assert one.digest != other.digest
 
 
+def test_model_and_memory_are_checked_once_in_a_process(dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked = list[object]()
+    monkeypatch.setattr("corp_deploy.api.collecting.require_steady_on", lambda *given: checked.append(given))
+    collector = corp_deploy.Collector(dense)
+    for images in IMAGES.split(8):
+        collector.clear()
+        collector.update(images)
+    assert len(checked) == 1
+    pickle.loads(pickle.dumps(collector)).update(IMAGES[:8])
+    assert len(checked) == 2
+
+
 def test_arrays_in_shared_memory_are_read_only_and_copied(dense: Path) -> None:
     images = IMAGES[:8].numpy().copy()
     images.flags.writeable = False

@@ -101,7 +101,7 @@ def processes(job: Job, count: int, threads: int) -> Iterator[list[Start]]:
         ]
         for ready in [pool.submit(os.getpid) for pool in pools]:
             ready.result()
-        yield [lambda *share, pool=pool: pool.submit(_collect_share, *share).result for pool in pools]  # type: ignore[misc]
+        yield [lambda *share, pool=pool: pool.submit(_collect_share, *share).result for pool in pools]
 
 
 @contextmanager
@@ -112,9 +112,8 @@ def actors(job: Job, count: int) -> Iterator[list[Start]]:
     fair = {"worker_niceness": 0}  # by default other programs go first
     ray.init(num_cpus=count, include_dashboard=False, log_to_driver=False, _system_config=fair)
     try:
-        every = [ray.remote(num_cpus=1)(Worker).remote(job, 1) for _ in range(count)]
-        ray.get([actor.__ray_ready__.remote() for actor in every])
-        yield [lambda *share, actor=actor: partial(ray.get, actor.collect.remote(*share)) for actor in every]  # type: ignore[misc]
+        every: list[Any] = [ray.remote(num_cpus=1)(Worker).remote(job, 1) for _ in range(count)]
+        yield [lambda *share, actor=actor: partial(ray.get, actor.collect.remote(*share)) for actor in every]
     finally:
         ray.shutdown()
 
@@ -144,8 +143,8 @@ def measured(job: Job, rounds: int) -> dict[Key, list[float]]:
         runs = {(ONE, 1): one}
         for count in WORKERS:
             runs |= {(PROCESSES, count): many[:count], (RAY, count): of_ray[:count]}
-        for first in (one, many, of_ray):
-            taken_s(job, first)
+        for part in [begin(0, 8) for begin in (*one, *many, *of_ray)]:
+            part()
         samples: dict[Key, list[float]] = {key: [] for key in runs}
         for number in range(rounds):
             for key in list(runs)[:: -1 if number % 2 else 1]:
@@ -165,7 +164,7 @@ def figures(samples: Mapping[Key, list[float]], key: Key, images: int) -> dict[s
 @measures("benchmarks/workers")
 @click.option("--model", default="deit_tiny_patch16_224", show_default=True)
 @click.option("--size", type=click.IntRange(16), default=224, show_default=True)
-@click.option("--images", type=click.IntRange(8), default=64, show_default=True)
+@click.option("--images", type=click.IntRange(8), default=128, show_default=True)
 @click.option("--rounds", type=click.IntRange(1), default=3, show_default=True)
 def main(bench: Bench, model: str, size: int, images: int, rounds: int) -> None:
     """Measure one process, and processes and actors of Ray."""

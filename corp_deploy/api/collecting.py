@@ -80,6 +80,7 @@ class Collector:
         self._contents = list[bytes]()
         self._bad = list[str]()
         self._shown: Any = None
+        self._is_checked = False
         if not isinstance(model, nn.Module):  # a module in memory shows its inputs with the first batch
             self._open(None)
 
@@ -114,9 +115,10 @@ class Collector:
             inputs = batches_for_model(dense.model, given, max_bad=self._call.max_bad)
             if self._shown is None:
                 self._shown = first_row(given.first.inputs)
-            if not self._contents:
+            if not self._is_checked:  # not for each part: this takes as long as many images
                 require_steady_on(model, inputs)
                 refuse_too_many_sums(collector, inputs.example())
+                self._is_checked = True
             for read in inputs.read(MOST_IN_ONE, bad=self._bad):
                 with collector:
                     collector.update(read)
@@ -155,6 +157,7 @@ class Collector:
     def __setstate__(self, state: dict[str, Any]) -> None:
         progress: _Progress | None = state["progress"]
         self._call, self._shown, self._opened = state["call"], state["shown"], None
+        self._is_checked = False
         self._contents = [] if progress is None else list(progress.contents)
         self._bad = [] if progress is None else list(progress.bad)
         if self._shown is not None or not isinstance(self._call.model, nn.Module):
