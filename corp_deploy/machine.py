@@ -26,7 +26,7 @@ FLOORS: Mapping[str, str] = MappingProxyType({
     "nvidia-ml-py": "12.535.77", "tokenizers": "0.23.1", "onnxruntime-genai": "0.18", "openvino": "2025.0",
     "cryptography": "45.0.1", "model-signing": "1.1.1", "polygraphy": "0.50.3", "pyopenssl": "25.1",
     "scikit-learn": "1.5", "tensorrt": "11.0.0.114", "tensorrt-rtx": "1.5.0.114", "transformers": "5.19",
-    "fsspec": "2024.6", "mlflow-skinny": "3.11.1", "pyarrow": "21", "ray": "2.55",
+    "fsspec": "2024.6", "mlflow-skinny": "3.11.1", "pyarrow": "26", "ray": "2.55",
 })  # fmt: skip
 _UNNAMED = (
     "click", "cryptography", "fsspec", "jinja2", "markupsafe", "mlflow-skinny", "model-signing", "msgspec",
