@@ -1,14 +1,16 @@
 """Merge schedules under a budget: error curves, costs, brute-force optima, and joint plans with narrower sites."""
 
 import itertools
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from calib.images import Images
+from calib.inputs import run_model
 from corp_deploy.families import traced_model
 from corp_deploy.families.counting import macs
 from corp_deploy.invocation.reduction import ReduceOptions
@@ -19,7 +21,7 @@ from corp_deploy.planning.first_plan import dense_cost
 from corp_deploy.planning.joint_planner import ABOUT, JointPlanner, _metrics_beside
 from corp_deploy.planning.merge_curves import MergeCurves, amounts_offered, compute_merge_curves
 from corp_deploy.planning.merge_prices import prices_in_macs
-from corp_deploy.planning.probe import Probe
+from corp_deploy.planning.probe import InputEffects, Probe
 from corp_deploy.planning.request import ReductionRequest, build_request
 from corp_deploy.planning.schedule import (
     MergeCosts,
@@ -197,6 +199,16 @@ def test_joint_budget_is_no_worse_than_merging_or_widths_alone(planned: JointPla
     assert planned.narrowest() < 0.5
 
 
+def effects_by_input(probe: Probe, model: nn.Module) -> tuple[float, float]:
+    """Return the squared relative difference of the outputs of all inputs together, and of the median input."""
+    with torch.inference_mode():
+        outputs = (run_model(each, probe.inputs).double().numpy() for each in (model, probe.model))
+    pairs = [(np.sum((one - other) ** 2), np.sum(other**2)) for one, other in zip(*outputs, strict=True)]
+    moved, energies = zip(*pairs, strict=True)
+    ratios = sorted(each / energy for each, energy in pairs)
+    return float(sum(moved) / sum(energies)), float(ratios[(len(ratios) - 1) // 2])
+
+
 @pytest.mark.slow("models")
 @pytest.mark.parametrize("about", [1.0, ABOUT, 100.0])
 def test_near_ties_prefer_late_plain_schedule(
@@ -210,15 +222,36 @@ def test_near_ties_prefer_late_plain_schedule(
         assert step == 4 or None not in plain, "few tokens have a shape for every saving but the largest"
         offered = [each for each in (*plain, find_best_schedule(planned.losses, costs, limit)) if each is not None]
         assert all(each.cost <= limit for each in offered)
-        lost = [probe.effect_of(probe.narrowed({}, merging=Merging(schedule=each.counts))) for each in offered]
+        merged = [probe.narrowed({}, merging=Merging(schedule=each.counts)) for each in offered]
+        effects = [effects_by_input(probe, each) for each in merged]
+        lost = [(mean * median) ** 0.5 for mean, median in effects]
         (first, *_) = [place for place, each in enumerate(lost) if each <= about**2 * min(lost)]
         stage = planned._priced_merging(step)
         assert stage is not None
         assert stage.merging == Merging(schedule=offered[first].counts)
-        assert stage.lost == pytest.approx(lost[first], rel=1e-6)
+        assert astuple(stage.lost) == pytest.approx(effects[first], rel=1e-6)
         assert stage.cost <= limit
         assert first == 0 or about < 100.0
     assert find_shaped_schedule(planned.losses, costs, 1.0, [1.0] * DEPTH) is None
+
+
+@pytest.mark.parametrize(
+    ("attended", "chosen"),
+    [
+        ({"mean": 0.05, "median": 0.01}, "attended"),
+        ({"mean": 0.05, "median": 0.02}, "ward"),
+        ({"mean": 0.03, "median": 0.04}, "ward"),
+    ],
+)
+def test_metrics_are_compared_by_mean_and_median(
+    planned: JointPlanner, attended: dict[str, float], chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = {"ward": InputEffects(mean=0.04, median=0.02), "attended": InputEffects(**attended)}
+    monkeypatch.setattr(JointPlanner, "_lost", lambda self, merging: lost[merging.metric])
+    stage = replace(planned, priced={}, metrics=("attended",))._priced_merging(2)
+    assert stage is not None
+    assert stage.merging is not None
+    assert (stage.merging.metric, stage.lost) == (chosen, lost[chosen])
 
 
 @pytest.mark.parametrize(
@@ -252,7 +285,8 @@ def test_auto_merging_needs_and_keeps_a_budget(probe: Probe, dense_and_images: t
         assert traced_model.merging_of(reduction.model) == planned.merging
         assert macs(reduction.model) <= 0.6 * macs(dense.model)
         assert any("tokens merged" in line for line in planned.decisions), planned.decisions
-        assert min(planned.ways, key=lambda way: way.measured_error).name in planned.decisions[0]
+        assert min(planned.ways, key=lambda way: way.measured_error * way.median_error).name in planned.decisions[0]
+        assert "; merging alone errs 0." in planned.decisions[0]
     for budget, message in (({}, "--merge-tokens auto needs a budget"), ({"params": 0.6}, "keeps every parameter")):
         rejects(message, reduce_as_asked, dense, probe.moments, request_of(probe, "auto", **budget), images=images)
 

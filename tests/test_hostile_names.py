@@ -113,7 +113,7 @@ def card(name: str) -> str:
         site=name, part="mlp", width_dense=16, width_asked=8.0, width=8, energy=2.0, error_uncompensated=1.0,
         error=0.5, r2=0.5, condition=1.0, ridge=0.0,
     )  # fmt: skip
-    way = BudgetLine(name=name, share=0.5, predicted_error=0.1, measured_error=0.2)
+    way = BudgetLine(name=name, share=0.5, predicted_error=0.1, measured_error=0.2, median_error=0.1)
     coverage = Covered(verdict=name, refused={name: name})
     record = ReductionRecord(sites=(site,), ways=(way,), decided=(name,), coverage=coverage)
     recipe: Any = SimpleNamespace(reduce=ReduceOptions(mlp=0.5))

@@ -65,15 +65,18 @@ def build_probe(
 
 def probe_allocations(probe: Probe, allocations: Sequence[Allocation]) -> tuple[ProbedAllocation, ...]:
     """Return each allocation with its relative output error as measured on the probe's images."""
-    return tuple(
-        ProbedAllocation(
+
+    def probed(each: Allocation) -> ProbedAllocation:
+        effects = probe.effects_over_inputs(probe.carried_out(each.widths, merging=each.merging))
+        return ProbedAllocation(
             name=each.name,
             share=each.share,
             predicted_error=each.predicted_error,
-            measured_error=probe.effect_of(probe.carried_out(each.widths, merging=each.merging)) ** 0.5,
+            measured_error=effects.mean**0.5,
+            median_error=effects.median**0.5,
         )
-        for each in allocations
-    )
+
+    return tuple(map(probed, allocations))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,11 +3,12 @@
 It first chooses merging schedules that leave 95, 90, 85, ... % of the cost (see schedule.py) and measures the error of
 each on images from the whole set, since merging is fitted to none. The widths then take the rest of the budget, with
 costs at the tokens that remain, and squared errors add up. The plans of least predicted error are measured on whole
-models.
+models. Measured errors are compared by the geometric mean of that of all images together, which a few images can
+decide, and that of the median image.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 
 import torch
@@ -27,7 +28,7 @@ from .budget_planner import Planner, build_probe, probe_allocations
 from .curves import CostCurve, compute_cost_curves, compute_site_curves, measure_output_errors
 from .merge_curves import MergeCurves, compute_merge_curves
 from .merge_prices import Prices, measure_merge_latencies, prices_by_latencies, prices_in_macs
-from .probe import Probe
+from .probe import InputEffects, Probe
 from .probe_split import IMAGES, draw_inputs
 from .request import ReductionRequest, WidthPlan, merging_of_schedule
 from .schedule import Schedule, find_best_schedule, find_shaped_schedule, plain_shapes
@@ -46,7 +47,7 @@ class PricedMerging:
     """
 
     merging: Merging | None
-    lost: float
+    lost: InputEffects
     curves: list[CostCurve]
     cost: int
 
@@ -79,10 +80,10 @@ class JointPlanner(Planner):
         """Measure the TRIED plans of least predicted error, allocate the best's widths again, and return the best."""
         ways = self.ranked(share)[:TRIED]
         trials = probe_allocations(self.probe, ways)
-        best = min(range(len(trials)), key=lambda at: trials[at].measured_error)
+        best = min(range(len(trials)), key=lambda at: trials[at].error)
         if again := self._reallocated(ways[best], share):
             ways, trials = [*ways, again], (*trials, *probe_allocations(self.probe, [again]))
-            best = min(range(len(trials)), key=lambda at: trials[at].measured_error)
+            best = min(range(len(trials)), key=lambda at: trials[at].error)
         return replace(self._named(ways[best], share), ways=trials)
 
     def narrowest(self) -> float:
@@ -109,20 +110,27 @@ class JointPlanner(Planner):
         return sorted((self._allocated(each, share) for each in within), key=lambda way: way.predicted_error)
 
     def _named(self, way: Allocation, share: float) -> WidthPlan:
-        return self._planned(way, f"{self._used(way, share)}, {way.name}")
+        words = f"{self._used(way, share)}, {way.name}"
+        if way.merging is not None:
+            mean, median = (each**0.5 for each in astuple(self._priced_of(way).lost))
+            words = f"{words}; merging alone errs {mean:.3f}, on the median image {median:.3f}"
+        return self._planned(way, words)
+
+    def _priced_of(self, way: Allocation) -> PricedMerging:
+        return next(each for each in self.priced.values() if each is not None and each.merging == way.merging)
 
     def _allocated(self, priced: PricedMerging, share: float) -> Allocation:
         widths = allocate_widths(priced.curves, priced.cost, share, full_cost=self.full_cost)
         return replace(
             widths,
             merging=priced.merging,
-            predicted_error=(priced.lost + widths.predicted_error**2) ** 0.5,
+            predicted_error=(priced.lost.mean + widths.predicted_error**2) ** 0.5,
             name="widths alone" if priced.merging is None else f"tokens {priced.merging.describe()}, and widths",
         )
 
     def _reallocated(self, way: Allocation, share: float) -> Allocation | None:
         """Allocate the widths again by errors measured with this merging; return None if that changes no width."""
-        (priced,) = (each for each in self.priced.values() if each is not None and each.merging == way.merging)
+        priced = self._priced_of(way)
         probe = self.probe.on_few_inputs
         if way.merging is not None:
             with torch.inference_mode(False), torch.no_grad():  # gradients go through it
@@ -150,22 +158,23 @@ class JointPlanner(Planner):
         model = self.probe.model
         if step == 0:
             curves, cost = self.prices.priced(model)
-            return PricedMerging(merging=None, lost=0.0, curves=curves, cost=cost)
+            return PricedMerging(merging=None, lost=InputEffects(mean=0.0, median=0.0), curves=curves, cost=cost)
         mergings = [self.merging(schedule.counts) for schedule in self._schedules(step)]
         if not mergings:
             return None
         # First-order losses underestimate large merges, so the measured error decides. Among schedules with about the
         # same error the plain one that merges latest wins: on other images early and uneven merges lose more.
         lost = [self._lost(merging) for merging in mergings]
-        best = next(place for place, each in enumerate(lost) if each <= ABOUT**2 * min(lost))
+        least = min(each.both for each in lost)
+        best = next(place for place, each in enumerate(lost) if each.both <= ABOUT**2 * least)
         others = (replace(mergings[best], metric=metric) for metric in self.metrics)
         ways = [(lost[best], mergings[best]), *((self._lost(other), other) for other in others)]
-        least, merging = min(ways, key=lambda way: way[0])
+        loses, merging = min(ways, key=lambda way: way[0].both)
         curves, cost = self.prices.priced(traced_model.with_merging(model, merging))
-        return PricedMerging(merging=merging, lost=least, curves=curves, cost=cost)
+        return PricedMerging(merging=merging, lost=loses, curves=curves, cost=cost)
 
-    def _lost(self, merging: Merging) -> float:
-        return self.unfitted.effect_of(traced_model.with_merging(self.probe.model, merging))
+    def _lost(self, merging: Merging) -> InputEffects:
+        return self.unfitted.effects_over_inputs(traced_model.with_merging(self.probe.model, merging))
 
 
 def _metrics_beside(model: nn.Module, choice: MergedStatistics) -> tuple[Metric, ...]:

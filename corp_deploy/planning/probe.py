@@ -7,6 +7,7 @@ trial runs half of the model on average.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -101,6 +102,25 @@ def effects_of_new_tensors(
 
 FEW = 8  # inputs on which effects are computed exactly
 SiteTrial = tuple[str, int]
+_LEAST = 1e-300
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputEffects:
+    """The squared relative difference of a reduced model's outputs, of all inputs together and of the median input."""
+
+    mean: float
+    median: float
+
+    @property
+    def both(self) -> float:
+        """The geometric mean of both, by which a few hard inputs don't decide alone."""
+        return (self.mean * self.median) ** 0.5
+
+
+def _square_sums(x: Tensor) -> Tensor:
+    """Return the sum of squares of each input's elements [B]."""
+    return x.square().reshape(len(x), -1).sum(1)
 
 
 @dataclass(frozen=True, kw_only=True)  # without slots, for the cached property
@@ -126,10 +146,17 @@ class Probe:
 
     def effect_of(self, reduced: nn.Module) -> float:
         """Return the squared relative difference of a reduced model's outputs from the dense model's."""
+        return self.effects_over_inputs(reduced).mean
+
+    def effects_over_inputs(self, reduced: nn.Module) -> "InputEffects":
+        """Return the squared relative difference of all inputs together and of the median input, mean over outputs."""
         with torch.inference_mode():
             pairs = zip(as_tuple(run_model(reduced, self.inputs)), map(Tensor.double, self.outputs), strict=True)
-            moved = [float((each.double() - exact).square().sum() / exact.square().sum()) for each, exact in pairs]
-            return sum(moved) / len(moved)
+            sums = [(_square_sums(each.double() - exact), _square_sums(exact)) for each, exact in pairs]
+        return InputEffects(
+            mean=fmean(float(moved_B.sum() / energy_B.sum()) for moved_B, energy_B in sums),
+            median=fmean(float((moved_B / energy_B.clamp_min(_LEAST)).median()) for moved_B, energy_B in sums),
+        )
 
     @cached_property
     def outputs(self) -> tuple[Tensor, ...]:

@@ -1,5 +1,6 @@
 """The request of a reduction, its plan, and the record of both that is saved beside the model."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -124,12 +125,21 @@ def apply_merging(checkpoint: Checkpoint, merging: Merging | None) -> Checkpoint
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbedAllocation:
-    """An allocation by name: the share of the cost that stays, and the relative error as predicted and as measured."""
+    """An allocation by name: the share of the cost that stays, and the relative error as predicted and as measured.
+
+    `measured_error` is that of all inputs together, `median_error` that of the median input.
+    """
 
     name: str
     share: float
     predicted_error: float
     measured_error: float
+    median_error: float
+
+    @property
+    def error(self) -> float:
+        """The error by which plans are compared: the geometric mean of both."""
+        return math.sqrt(self.measured_error * self.median_error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -67,10 +67,10 @@ def _removed(reduction: ReductionRecord, recipe: Recipe) -> Iterator[str]:
         yield markdown_line(" ".join(f"{each[:1].upper()}{each[1:]}." for each in reduction.decided))
         yield ""
     if reduction.ways:
-        yield "| widths | of the dense cost | logit error predicted | found on a few calibration images |"
-        yield "|---|---|---|---|"
+        yield "| widths | of the dense cost | logit error predicted | on a few calibration images | median image |"
+        yield "|---|---|---|---|---|"
         for way in reduction.ways:
-            errors = f"{way.predicted_error:.4f} | {way.measured_error:.4f}"
+            errors = f"{way.predicted_error:.4f} | {way.measured_error:.4f} | {way.median_error:.4f}"
             yield f"| {markdown_line(way.name)} | {way.share:.1%} | {errors} |"
         yield ""
     yield "| site | part | dense width | width | lost without repair | lost | lost, held out |"

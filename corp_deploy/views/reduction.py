@@ -58,9 +58,10 @@ def site_table(sites: Sequence[SiteReport]) -> Table:
 def reduction_shown(reduction: Reduction, plan: WidthPlan) -> list[RenderableType]:
     merging = merging_record(reduction.model)
     merged = merging.sentences() if merging is not None else ()
-    ways = Table("widths", "of the dense cost", "logit error predicted", "found on calibration images")
+    ways = Table("widths", "of the dense cost", "logit error predicted", "found on calibration images", "median image")
     for way in plan.ways:
-        ways.add_row(way.name, f"{way.share:.1%}", f"{way.predicted_error:.4f}", f"{way.measured_error:.4f}")
+        errors = (way.predicted_error, way.measured_error, way.median_error)
+        ways.add_row(way.name, f"{way.share:.1%}", *(f"{error:.4f}" for error in errors))
     weighed = [ways] if plan.ways else []
     return [site_table(reduction.sites), *weighed, *plan.decisions, *reduction.decisions, *merged]
 

@@ -60,12 +60,16 @@ class EffectLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetLine:
-    """One choice of widths for a budget: its share of the dense cost, and its predicted and measured logit error."""
+    """One choice of widths for a budget: its share of the dense cost, and its predicted and measured logit error.
+
+    `measured_error` is that of all images together, `median_error` that of the median image.
+    """
 
     name: str
     share: float
     predicted_error: Figure
     measured_error: Figure
+    median_error: Figure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

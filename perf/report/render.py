@@ -48,7 +48,7 @@ def _csv_rows(content: Content) -> Iterator[CsvRow]:
         for series in batch.series:
             for release, value in zip(content.history.releases if content.history else (), series.values, strict=True):
                 yield _row("history", release, series.name, value, batch=batch.batch)
-    yield from _fields("ways", content.ways, ("share", "predicted_error", "measured_error"))
+    yield from _fields("ways", content.ways, ("share", "predicted_error", "measured_error", "median_error"))
 
 
 def _fields(section: str, lines: Sequence[Any], names: Sequence[str]) -> Iterator[CsvRow]:

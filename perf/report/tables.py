@@ -159,9 +159,10 @@ def budgets_table(lines: Sequence[BudgetLine]) -> ReportTable:
     return ReportTable(
         key="ways",
         title="Ways to spend the budget",
-        columns=("Widths", "Share of the dense cost", "Logit error, predicted", "Logit error, measured"),
+        columns=("Widths", "Share of the dense cost", "Logit error, predicted", "Measured", "Median image"),
         rows=tuple(
-            (w.name, percent_text(w.share), error_text(w.predicted_error), error_text(w.measured_error)) for w in lines
+            (w.name, percent_text(w.share), *map(error_text, (w.predicted_error, w.measured_error, w.median_error)))
+            for w in lines
         ),
         note="Measured on a few calibration images, without labels and held-out images.",
     )
