@@ -4,6 +4,7 @@ A changed weight affects only the nodes behind it. The values of other nodes are
 trial runs half of the model on average.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -115,7 +116,7 @@ class InputEffects:
     @property
     def both(self) -> float:
         """The geometric mean of both, by which a few hard inputs don't decide alone."""
-        return (self.mean * self.median) ** 0.5
+        return math.sqrt(self.mean * self.median)
 
 
 def _square_sums(x: Tensor) -> Tensor:
