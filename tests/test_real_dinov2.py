@@ -1,5 +1,7 @@
 """Real weights and photographs out of packages: the assembled model is the graph's own, the crops are split rightly."""
 
+import hashlib
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,9 +16,10 @@ from PIL import Image
 from safetensors.torch import save_file
 from timm.data import ImageNetInfo
 
-from benchmarks.real import lite0, photographs, weights
+from benchmarks.real import lite0, photographs, resources, weights
 from benchmarks.real.head import load_head
 from benchmarks.real.place import ROOT, assembled, wheels
+from calib.fingerprints import are_alike, perceptual_hashes
 from corp_deploy.store.checkpoint import dense_from_architecture
 from ground.errors import Missing
 
@@ -58,9 +61,37 @@ def test_model_and_head_equal_the_graph(graph: Path, tmp_path: Path) -> None:
         assert np.linalg.norm(own - graphs) <= 1e-5 * np.linalg.norm(graphs)
 
 
+SETS = photographs.CALIBRATION, photographs.HELD_OUT, photographs.MORE_CALIBRATION, photographs.MORE_HELD_OUT
+
+
 def test_calibration_and_held_out_photographs_are_disjoint() -> None:
-    assert (len(photographs.CALIBRATION), len(photographs.HELD_OUT)) == (37, 16)
-    assert len({*photographs.CALIBRATION, *photographs.HELD_OUT}) == 53
+    assert tuple(map(len, SETS)) == (37, 16, 260, 30)
+    assert len({name for names in SETS for name in names}) == 343
+
+
+def test_photographs_have_no_near_duplicates() -> None:
+    hashes = []
+    for path in there(lambda: photographs.files([name for names in SETS for name in names])):
+        with Image.open(path) as picture:
+            pixels = torch.from_numpy(np.array(picture.convert("RGB")))
+        hashes.append(perceptual_hashes(pixels.permute(2, 0, 1).unsqueeze(0)))
+    for number in range(1, len(hashes)):
+        assert not bool(are_alike(hashes[number], torch.cat(hashes[:number]))), number
+
+
+def test_pictures_in_resource_files_are_found_whole(tmp_path: Path) -> None:
+    every = dict[str, bytes]()
+    for seed, suffix in enumerate(("jpg", "webp", "jpg")):
+        noise = np.random.default_rng(seed).integers(0, 255, (40, 50, 3), dtype=np.uint8)
+        file = io.BytesIO()
+        Image.fromarray(noise).save(file, "JPEG" if suffix == "jpg" else "WEBP")
+        every[f"{hashlib.sha256(file.getvalue()).hexdigest()[:8]}.{suffix}"] = file.getvalue()
+    parts = [len(each).to_bytes(4, "big") + each for each in every.values()]
+    stray = b"\xff\xd8\xff in a text, with no size in front"
+    (tmp_path / "some.rcc").write_bytes(b"qres" + parts[0] + stray + parts[1] + b"tail" + parts[2])
+    resources.unpack(tmp_path, tmp_path / "out")
+    found = {path.name: path.read_bytes() for path in (tmp_path / "out" / "some").iterdir()}
+    assert found == every
 
 
 def test_first_crops_cover_photographs_evenly() -> None:

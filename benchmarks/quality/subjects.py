@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from benchmarks.quality.reference_text import opened, pieces
-from benchmarks.real import lite0
+from benchmarks.real import lite0, photographs
 from benchmarks.real.place import ROOT, assembled
 from benchmarks.real.weights import ARCHITECTURE
 from calib.inputs import InputSet, as_tuple, run_model
@@ -52,12 +52,16 @@ def relative_errors(found: Tensor, dense: Tensor) -> tuple[float, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A dense model, inputs that it is fitted to, and held-out inputs that judge."""
+    """A dense model, inputs that it is fitted to, and held-out inputs that judge.
+
+    `more_held_out`: crops of 30 further photographs, smaller than the others, None for models of other inputs.
+    """
 
     name: str
     dense: Checkpoint
     inputs: InputSet
     held_out: InputSet
+    more_held_out: InputSet | None = None
     attention_system: bool = False
 
     @cached_property
@@ -82,21 +86,26 @@ class Subject:
         return float((outputs(model, self.held_out) - self.answers).norm() / spread.norm())
 
 
-def _of_images(
-    name: str, dense: Checkpoint, scratch: Path, fitted: NDArray[np.float32], judging: NDArray[np.float32]
-) -> Subject:
-    sets = []
-    for part, images in (("fitted", fitted), ("judging", judging)):
-        np.save(scratch / f"{part}.npy", images)
-        sets.append(images_for_model(dense.model, scratch / f"{part}.npy"))
-    return Subject(name=name, dense=dense, inputs=sets[0], held_out=sets[1])
+def _of_images(name: str, dense: Checkpoint, scratch: Path, *images: NDArray[np.float32]) -> Subject:
+    """Return a subject of images to fit to, to judge by, and to judge by as well, if there are further ones."""
+    paths = [scratch / f"{part}.npy" for part in ("fitted", "judging", "judging-too")[: len(images)]]
+    for path, own in zip(paths, images, strict=True):
+        np.save(path, own)
+    fitted, judging, *more = (images_for_model(dense.model, path) for path in paths)
+    return Subject(name=name, dense=dense, inputs=fitted, held_out=judging, more_held_out=more[0] if more else None)
 
 
-def _crops(name: str) -> Path:
-    path = assembled() / f"{name}.npy"
-    if not path.is_file():
-        raise Missing(f"{path}: not here; `make real` brings weights and photographs")
-    return path
+def crops_of(count: int, photographs_used: int = len(photographs.CALIBRATION)) -> photographs.Crops:
+    """Return crops of the first so many photographs to calibrate on: 37 large ones, then 260 others."""
+    return photographs.crops(photographs.EVERY_CALIBRATION[:photographs_used], count, 0)
+
+
+def _with_judges(fitted: NDArray[np.float32], judging: int) -> list[NDArray[np.float32]]:
+    """Return crops to fit to, `judging` held-out crops, and up to as many of further photographs."""
+    paths = [assembled() / f"{part}.npy" for part in ("held", "held_more")]
+    if absent := [path for path in paths if not path.is_file()]:
+        raise Missing(f"{absent[0]}: not here; `make real` brings weights and photographs")
+    return [fitted, *(np.load(path, mmap_mode="r")[:judging] for path in paths)]
 
 
 def digits(scratch: Path, fitted: int, judging: int) -> Subject:
@@ -105,23 +114,20 @@ def digits(scratch: Path, fitted: int, judging: int) -> Subject:
     return _of_images("digits", load_checkpoint(DIGITS), scratch, *images)
 
 
-def dinov2(scratch: Path, fitted: int, judging: int) -> Subject:
+def dinov2(scratch: Path, fitted: int, judging: int, crops: photographs.Crops | None = None) -> Subject:
     """Return DINOv2 ViT-S/14 on crops of photographs, judged by its class tokens."""
-    crops = [np.load(_crops(part), mmap_mode="r")[:count] for part, count in (("calib", fitted), ("held", judging))]
+    images = _with_judges((crops or crops_of(fitted)).images, judging)
     model = dense_from_architecture(ARCHITECTURE)
     model.load_state_dict(load_file(assembled() / "dinov2_s.safetensors"))
     dense = Checkpoint(model=model.eval().requires_grad_(False), architecture=ARCHITECTURE, lineage={})
-    return _of_images("DINOv2-S", dense, scratch, *crops)
+    return _of_images("DINOv2-S", dense, scratch, *images)
 
 
-def efficientnet(scratch: Path, fitted: int, judging: int) -> Subject:
+def efficientnet(scratch: Path, fitted: int, judging: int, crops: photographs.Crops | None = None) -> Subject:
     """Return EfficientNet-Lite0 on crops of photographs, judged by its logits."""
-    crops = [
-        lite0.renormalised(np.load(_crops(part), mmap_mode="r")[:count])
-        for part, count in (("calib", fitted), ("held", judging))
-    ]
+    images = map(lite0.renormalised, _with_judges((crops or crops_of(fitted)).images, judging))
     dense = load_dense(lite0.ARCHITECTURE.name, weights=lite0.weights(ROOT), kwargs={})
-    return _of_images("EfficientNet-Lite0", dense, scratch, *crops)
+    return _of_images("EfficientNet-Lite0", dense, scratch, *images)
 
 
 def minilm(scratch: Path, fitted: int, judging: int, *, seed: int = 0) -> Subject:

@@ -49,10 +49,15 @@ def row_of(subject: Callable[[], Subject], options: Mapping[str, Any]) -> dict[s
     reduction, planned = reduce_as_asked(own.dense, moments, asked, images=own.inputs)
     cpu_s = time.process_time() - started
     error, median = relative_errors(outputs(reduction.model, own.held_out), own.answers)
+    more = {}
+    if own.more_held_out is not None:
+        pair = (outputs(model, own.more_held_out) for model in (reduction.model, dense))
+        more = dict(zip(("more_error", "more_median_error"), relative_errors(*pair), strict=True))
     fitted, _ = relative_errors(outputs(reduction.model, own.inputs), outputs(dense, own.inputs))
     return {
         "error": error,
         "median_error": median,
+        **more,
         "fitted_error": fitted,
         "macs_share": macs(reduction.model) / macs(dense),
         "cpu_s": cpu_s,

@@ -17,14 +17,14 @@ import numpy as np
 import onnx
 from safetensors.torch import save_file
 
-from benchmarks.real import lite0, photographs, weights
+from benchmarks.real import lite0, photographs, resources, weights
 from benchmarks.real.place import DEBIAN, ROOT, WHEELS, assembled, debian, wheels
 from ground.errors import Missing
 
-CALIBRATION_CROPS, HELD_OUT_CROPS = 512, 128
 CHOICES = (
-    ("calib", photographs.CALIBRATION, CALIBRATION_CROPS, 0),
-    ("held", photographs.HELD_OUT, HELD_OUT_CROPS, 1),
+    ("calib", photographs.CALIBRATION, 512, 0),
+    ("held", photographs.HELD_OUT, 128, 1),
+    ("held_more", photographs.MORE_HELD_OUT, 120, 1),
 )
 
 
@@ -49,9 +49,9 @@ def bring_wheels(root: Path) -> None:
 
 
 def bring_debian(root: Path) -> None:
-    """Debian packages, unpacked and not installed."""
+    """Debian packages, unpacked and not installed, with the pictures in their resource files."""
     directory = debian(root)
-    if directory.is_dir():
+    if (directory / "gcompris").is_dir():
         return
     for tool in ("apt-get", "dpkg-deb"):
         if shutil.which(tool) is None:
@@ -63,6 +63,8 @@ def bring_debian(root: Path) -> None:
     for package in sorted(partial.glob("*.deb")):
         _run(["dpkg-deb", "-x", package.name, "."], f"{package.name} can't be unpacked", partial)
         package.unlink()
+    resources.unpack(partial / "usr/share/gcompris-qt/rcc", partial / "gcompris")
+    shutil.rmtree(directory, ignore_errors=True)
     partial.rename(directory)
 
 

@@ -1,10 +1,13 @@
-"""Fifty-three photographs that packages ship, and crops of them; split by photograph, never by crop.
+"""Photographs that packages ship, and crops of them; split by photograph, never by crop.
 
-Drawn and abstract pictures of the same packages are left out. Every crop is square, 0.3 to 1 of the short side,
-anywhere in the photograph, at 224 pixels, and half of them mirrored. Crops go round the photographs, in another order
-each time, so that any first part of them has every photograph about equally often.
+The first 53 are large. Of 290 more, named in more_photographs.json, many are small, so their crops have at least 128
+pixels. Drawn and abstract pictures of the same packages are left out, and all but one of the photographs that calib's
+perceptual hashes find alike. Every crop is square, 0.3 to 1 of the short side, anywhere in the photograph, at 224
+pixels, and half of them are mirrored. Crops go round the photographs, in another order each time, so that any first
+part of them has every photograph about equally often.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +21,7 @@ from ground.errors import Missing
 
 SIDE = 224
 MEAN, STD = np.array((0.485, 0.456, 0.406), np.float32), np.array((0.229, 0.224, 0.225), np.float32)
-SHARES = 0.3, 1.0
+SHARES, LEAST_OF_MORE = (0.3, 1.0), 128
 BACKGROUNDS, MATE = "debian/usr/share/backgrounds", "debian/usr/share/backgrounds/mate/nature"
 PLASMA, SKIMAGE, SKLEARN = "debian/usr/share/wallpapers", "wheels/skimage/data", "wheels/sklearn/datasets/images"
 
@@ -49,6 +52,11 @@ HELD_OUT = (
     *(f"{SKIMAGE}/{name}" for name in ("coins.png", "grass.png", "retina.jpg")),
     f"{SKLEARN}/flower.jpg",
 )
+_MORE = json.loads(Path(__file__).with_name("more_photographs.json").read_text(encoding="utf-8"))
+MORE_CALIBRATION, MORE_HELD_OUT = (
+    tuple(f"debian/{name}" for name in _MORE[part]) for part in ("calibration", "held_out")
+)
+EVERY_CALIBRATION = (*CALIBRATION, *MORE_CALIBRATION)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,9 +75,9 @@ def files(names: Sequence[str], root: Path = ROOT) -> tuple[Path, ...]:
     return paths
 
 
-def _crop(picture: Image.Image, random: np.random.Generator) -> NDArray[np.float32]:
-    """[3,224,224], normalised."""
-    edge = round(min(picture.size) * random.uniform(*SHARES))
+def _crop(picture: Image.Image, random: np.random.Generator, least: int) -> NDArray[np.float32]:
+    """Return a normalised crop [3,224,224] of at least so many pixels a side, if the photograph has them."""
+    edge = max(round(min(picture.size) * random.uniform(*SHARES)), min(least, *picture.size))
     left, top = (int(random.integers(size - edge + 1)) for size in picture.size)
     box = (left, top, left + edge, top + edge)
     small = picture.resize((SIDE, SIDE), Image.Resampling.BICUBIC, box=box)
@@ -89,11 +97,11 @@ def rounds(count: int, photographs: int, seed: int) -> NDArray[np.int64]:
 def crops(names: Sequence[str], count: int, seed: int, root: Path = ROOT) -> Crops:
     """`count` crops of these photographs, the same ones every time."""
     paths, order = files(names, root), rounds(count, len(names), seed)
-    images = np.empty((count, 3, SIDE, SIDE), np.float32)
+    images, more = np.empty((count, 3, SIDE, SIDE), np.float32), {*MORE_CALIBRATION, *MORE_HELD_OUT}
     for index, path in enumerate(paths):
         random = np.random.default_rng([seed, index])
         with Image.open(path) as opened:
             picture = opened.convert("RGB")
         for position in np.flatnonzero(order == index):
-            images[position] = _crop(picture, random)
+            images[position] = _crop(picture, random, LEAST_OF_MORE if names[index] in more else 0)
     return Crops(images=images, photographs=tuple(Path(names[index]).as_posix() for index in order))

@@ -1,0 +1,84 @@
+"""What more calibration images are worth: DINOv2-S at 0.8 of the MACs, by the numbers of photographs and of crops.
+
+    make real
+    python -m benchmarks.real.more_data --output benchmarks/results/more_data.json
+
+Errors are of the class token on crops that nothing was fitted to, of the 16 photographs that judge every record and of
+30 of another kind, and on the first 256 crops of the fit. Quick and standard effort narrow MLPs, queries and keys;
+merged tokens are chosen together with widths, at quick effort.
+"""
+
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+
+from benchmarks.harness import Bench, measures
+from benchmarks.quality.subjects import Subject, crops_of, dinov2, outputs, relative_errors
+from corp_deploy.families.counting import macs
+from corp_deploy.invocation.reduction import ReduceOptions
+from corp_deploy.planning.execution import reduce_as_asked
+from corp_deploy.planning.request import build_request
+from ground.errors import Missing
+
+HOW: Mapping[str, Mapping[str, Any]] = {
+    "quick": {"effort": "quick"},
+    "merged tokens": {"effort": "quick", "merge_tokens": "auto"},
+    "standard": {"effort": "standard"},
+}
+SHARE, OWN = 0.8, 256
+LARGE, EVERY = 37, 297
+SIZES = ((LARGE, 512), (EVERY, 512), (LARGE, 1536), (EVERY, 1536), (EVERY, 4096))
+MOST: Mapping[str, int] = {"quick": 4096, "merged tokens": 1536, "standard": 1536}
+"""The most crops by effort, for time: 4,096 crops at standard effort take two hours."""
+
+
+def row_of(subject: Callable[[], Subject], how: str) -> dict[str, Any]:
+    """Make one reduction and judge it on each set."""
+    own = subject()
+    started = time.process_time()
+    moments = own.moments
+    asked = build_request(ReduceOptions.from_options({"macs": SHARE, **HOW[how]}))
+    reduction, _ = reduce_as_asked(own.dense, moments, asked, images=own.inputs)
+    cpu_s = time.process_time() - started
+    assert own.more_held_out is not None
+    fitted = own.inputs.subset(range(min(own.inputs.count, OWN)))
+    sets = {"": own.held_out, "more_": own.more_held_out, "fitted_": fitted}
+    found = {
+        name: relative_errors(outputs(reduction.model, each), outputs(own.dense.model, each))
+        for name, each in sets.items()
+    }
+    errors = {f"{name}error": error for name, (error, _) in found.items()}
+    medians = {f"{name}median_error": median for name, (_, median) in found.items()}
+    return {**errors, **medians, "macs_share": macs(reduction.model) / macs(own.dense.model), "cpu_s": cpu_s}
+
+
+@measures("benchmarks/more-data")
+@click.option("--held-out", type=click.IntRange(1, 128), default=128, show_default=True, help="Crops to judge by.")
+@click.option("--most", type=click.IntRange(1), default=4096, show_default=True, help="Leave larger sets out.")
+@click.option("--threads", type=click.IntRange(1), default=1, show_default=True)
+def main(bench: Bench, held_out: int, most: int, threads: int) -> None:
+    """Reduce by each effort from each set of crops."""
+    torch.set_num_threads(threads)
+    bench.share(threads=threads, held_out=held_out, share=SHARE)
+    for photographs, count in SIZES:
+        with tempfile.TemporaryDirectory() as scratch:
+            make = partial(dinov2, Path(scratch), count, held_out)
+            subject = cache(lambda make=make, count=count, used=photographs: make(crops_of(count, used)))
+            for how in HOW:
+                if count > min(most, MOST[how]):
+                    continue
+                try:
+                    bench.row({"how": how, "photographs": photographs, "crops": count}, row_of, subject, how)
+                except Missing as reason:
+                    click.echo(f"skipped: {reason}")
+                    return
+
+
+if __name__ == "__main__":
+    main()
