@@ -406,7 +406,7 @@ def test_closed_loop_repairs_the_effect_of_merging(options: dict[str, Any], left
 
 
 class _Positioned(nn.Module):
-    """Two attentions, positions added behind the first."""
+    """Two attentions, positions behind the first combined by other means than a sum or product."""
 
     input_size = (3, 16, 16)
 
@@ -419,17 +419,16 @@ class _Positioned(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         x = self.embed(images).flatten(2).transpose(1, 2)
         for qkv in self.qkv:
-            q, k, v = qkv(x + self.places).reshape(-1, 16, 3, 2, 4).permute(2, 0, 3, 1, 4).unbind(0)
+            q, k, v = qkv(torch.maximum(x, self.places)).reshape(-1, 16, 3, 2, 4).permute(2, 0, 3, 1, 4).unbind(0)
             x = x + F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(-1, 16, 8)
         return self.head(x.mean(1))
 
 
 NEEDING: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "convnet": (lambda: timm.create_model("resnet10t"), "no attention of tokens is found"),
-    "positions behind the first block": (_Positioned, "add in the model takes a tensor with an entry for every token"),
-    "relative positions": (
-        lambda: timm.create_model("beit_base_patch16_224", depth=2, embed_dim=48, num_heads=3, img_size=32),
-        "blocks.1.attn adds a bias or mask by token positions to scores",
+    "positions behind the first block": (
+        _Positioned,
+        "maximum in the model takes a tensor with an entry for every token",
     ),
     "branches side by side": (lambda: timm_models.checkpoint("one layer for all").model, "other branches carry"),
 }

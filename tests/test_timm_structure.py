@@ -180,7 +180,6 @@ def test_weights_under_metas_names_load(form: str, tmp_path: Path) -> None:
 
 
 MERGED = {
-    "halves turned, biases": "slice in blocks.1.attn reads all tokens at once, or some by their positions",
     "windows of any size": "is added to no stream of its tokens, as in windows or on maps",
     "maxvit_pm": "is added to no stream of its tokens, as in windows or on maps",
 }

@@ -20,6 +20,7 @@ from calib.inputs import Inputs, input_count, run_model
 from corp_deploy.spec.merging import MergingRecord, tokens_after
 from corp_deploy.traced.models.module import parameters, tracing
 from corp_deploy.traced.models.offered import sites_by_name, sites_of
+from corp_deploy.traced.models.position_means import count_macs_of_means
 from corp_deploy.traced.models.sites import Currency
 from corp_deploy.traced.models.token_merging import TokenMerge, find_merges, token_similarity
 
@@ -153,12 +154,13 @@ def merging_record(model: nn.Module) -> MergingRecord | None:
         return None
     kinds, count = traced_model.token_kinds(model), count_macs(model)
     protected = len(kinds) - kinds.count("patch")
+    positions = count_macs_of_means(traced_model.tracing(model).running)
     return MergingRecord(
         **merging.as_json() | {"schedule": merging.schedule},
         protected=protected,
         tokens=(len(kinds), *tokens_after(merging, len(kinds), protected)),
         macs=count.macs,
-        macs_of_merging=sum(map(count.within, find_merges(model))),
+        macs_of_merging=sum(map(count.within, find_merges(model))) + positions,
         macs_with_all_tokens=count_macs(traced_model.with_merging(model, None)).macs,
     )
 

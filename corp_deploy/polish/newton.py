@@ -96,7 +96,7 @@ class _SublayerJudge:
     def error(self) -> float:
         sums, weights = list[Tensor](), list[Tensor]()
         for pair in self.pairs:
-            behind_BNC = self.step(*pair.reduced.tokens[:2])
+            behind_BNC = self.step(*pair.reduced.tokens)
             counts_BN = token_weights_behind(self.read, pair)
             square_BN = (pair.target - behind_BNC).square().sum(dim=-1)
             sums.append(torch.where(counts_BN > 0.0, square_BN * counts_BN, 0.0).double().sum())

@@ -25,6 +25,7 @@ from corp_deploy.traced.models.module import Tracing
 from corp_deploy.traced.models.segments import ProgramSegment, TokenRows
 from corp_deploy.traced.models.sites import Site, TracedStream
 from corp_deploy.traced.models.steps import SegmentStep
+from corp_deploy.traced.models.token_merging import Tokens
 from corp_deploy.traced.programs.attention_masks import unread_queries
 from corp_deploy.traced.programs.folding import is_mean_weight
 from corp_deploy.traced.programs.program import Program
@@ -106,12 +107,10 @@ class _SegmentPath:
     step: TokenRows
     called: tuple[CalledLayer, ...]
 
-    def values(self, x_BNC: Tensor, weights_BN: Tensor | None) -> Values:
+    def values(self, tokens: Tokens) -> Values:
         """Return the value of every node of the segment, by node, for a stream that enters it."""
         nodes = (self.segment.before, *self.segment.beside)
-        return run_on_batch(
-            self.program, self.nodes, dict(zip(nodes, self.step.tensors(x_BNC, weights_BN), strict=True))
-        )
+        return run_on_batch(self.program, self.nodes, dict(zip(nodes, self.step.tensors(tokens), strict=True)))
 
     def read(self, x_BNC: Tensor) -> Tensor:
         """Flatten a stream behind the segment to rows [X,C], of the read tokens only."""
@@ -148,8 +147,8 @@ def _unflatten_rows(rows_XR: Tensor, like: Tensor, node: fx.Node) -> Tensor:
 
 def _find_residuals(way: _SegmentPath, is_biasless: bool, pair: StreamPair) -> tuple[Residuals, int]:
     """Return a pair's residuals behind the segment with their tangent, and the bytes that they take."""
-    x_BNC, present_BN, _ = pair.reduced.tokens
-    values = way.values(x_BNC, present_BN)
+    present_BN = pair.reduced.tokens.sizes
+    values = way.values(pair.reduced.tokens)
     first = way.called[0].node
     entering_XD = output_rows(values[first.all_input_nodes[0]], first)
     given_XR = torch.cat([output_rows(values[each.node], each.node) for each in way.called], dim=-1)

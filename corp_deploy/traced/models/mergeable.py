@@ -3,13 +3,19 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import fx
+from torch import fx, nn
 
 from corp_deploy.spec.merging import Merging, cap_schedule, tokens_after
 from corp_deploy.traced.finding.attentions import Block, count_leading_tokens, find_attentions, find_blocks
 from corp_deploy.traced.finding.cuts import find_bottlenecks, find_output_branches
 from corp_deploy.traced.finding.product import count_node_macs
-from corp_deploy.traced.programs.program import Program, operation, sizes_at_one
+from corp_deploy.traced.programs.program import (
+    Program,
+    constant_names,
+    operation,
+    set_tensor_,
+    sizes_at_one,
+)
 from corp_deploy.traced.programs.readers import remove_biases_
 from corp_deploy.traced.programs.sizes import infer_sizes_
 from ground.errors import BadInput
@@ -17,6 +23,7 @@ from ground.errors import BadInput
 from .merged_nodes import MergedNodes, PositionDependent
 from .merged_program import MergedProgram
 from .merges import MergeBuilder, attentions_by_node, build_sized_program
+from .position_means import UntrackedSources, even_sources
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,11 +55,15 @@ class Mergeable:
             )
         tokens_after(merging, self.tokens, self.protected)
 
-        def rewritten(unmerging: fx.Node | None) -> MergedProgram:
+        def rewritten(unmerging: fx.Node | None, *, tracks: bool = False) -> MergedProgram:
             nodes = MergedNodes(program=program, protected=self.protected, as_before=merging.how == "drop")
-            return MergeBuilder(
-                nodes=nodes, blocks=self.blocks, merging=merging, unmerging=unmerging, follows=follows
-            ).build()
+            builder = MergeBuilder(
+                nodes=nodes, blocks=self.blocks, merging=merging, unmerging=unmerging, follows=follows, tracks=tracks
+            )
+            try:
+                return builder.build()
+            except UntrackedSources:
+                return rewritten(unmerging, tracks=True)
 
         try:
             merged, reader = rewritten(None), None
@@ -96,8 +107,18 @@ def build_merged_graph(program: Program, added: tuple[str, ...], merging: Mergin
     if isinstance(found, str):
         raise BadInput(f"token merging: {found}; leave --merge-tokens out")
     graph = found.merged(program, merging).program.graph
+    _add_unused_(graph, program)
     remove_biases_(graph, tuple(name for name in added if name in dict(graph.named_parameters())))
     return graph
+
+
+def _add_unused_(graph: fx.GraphModule, program: Program) -> None:
+    """Add the program's constants that a graph lacks: of several equal tables, only one is averaged."""
+    for name in [name for name in constant_names(program.nodes) if name not in graph.state_dict()]:
+        owner = name.rpartition(".")[0]
+        if owner not in dict(graph.named_modules()):
+            graph.add_submodule(owner, nn.Module())
+        set_tensor_(graph, name, program.tensor(name))
 
 
 def program_at_tokens(piece: Program, protected: int, tokens: int) -> Program:
@@ -114,6 +135,8 @@ def program_at_tokens(piece: Program, protected: int, tokens: int) -> Program:
                 nodes.behind_(node, attentions.get(node))
             if node is entering:
                 nodes.begin_(node, tokens)
+                sources = nodes.nodes[node], nodes.stream[0], tokens
+                nodes.means.sources = nodes.graph.call_function(even_sources, sources)
     except PositionDependent as reason:
         raise BadInput(f"{piece.model}: {reason}, so that it can't be timed with fewer") from None
     return build_sized_program(nodes, {}, [nodes.values[entering]], dead=False)

@@ -21,6 +21,7 @@ from corp_deploy.traced.programs.program import (
     Program,
     batch_axis_of,
     constant_names,
+    named_arguments,
     operation,
     remove_dead_nodes_,
     sizes_at_one,
@@ -39,7 +40,7 @@ class MergeBuilder:
 
     `sizes`, `sources`: those of the current stream, None for all tokens. `tokens_at`: by name of a node of fewer tokens
     the merge before it, its sizes and sources. `back`: the unmerged inputs of branches to early outputs, by name.
-    `tracks`: merges track source tokens.
+    `biases`: those of fused attentions without sizes. `tracks`: merges track source tokens.
     """
 
     nodes: MergedNodes
@@ -50,6 +51,7 @@ class MergeBuilder:
     merges: dict[str, TokenMerge] = field(default_factory=dict)
     tokens_at: dict[str, tuple[TokenMerge, fx.Node | None, fx.Node | None]] = field(default_factory=dict)
     back: dict[str, fx.Node] = field(default_factory=dict)
+    biases: dict[fx.Node, Any] = field(default_factory=dict)
     tracks: bool = False
     sizes: fx.Node | None = None
     sources: fx.Node | None = None
@@ -59,7 +61,8 @@ class MergeBuilder:
         by_sum = {block.added: number for number, block in enumerate(self.blocks)}
         attentions = attentions_by_node([each for block in self.blocks for each in block.attentions])
         out = find_output_branches(self.nodes.program)
-        self.tracks = self.follows or self.unmerging is not None or (bool(out) and self.merging.how == "merge")
+        self.tracks = self.tracks or self.follows or self.unmerging is not None
+        self.tracks = self.tracks or (bool(out) and self.merging.how == "merge")
         for node in self.nodes.program.nodes:
             self._copy(node, attentions.get(node), {each for each, user in out if user is node})
             if node in by_sum:
@@ -84,6 +87,8 @@ class MergeBuilder:
             nodes.copy_(node)
         else:
             nodes.behind_(node, attention)
+            if operation(node) == SDPA:
+                self.biases[node] = nodes.nodes[node].args[3]
             if attention is not None and self.sizes is not None:
                 self._count_sizes(node, nodes.nodes[node], attention)
             if node in nodes.units:
@@ -117,7 +122,9 @@ class MergeBuilder:
             if is_softmax:
                 new.args = (self._new(torch.ops.aten.add.Tensor, scored, bias, like=node), *new.args[1:])
         if not is_softmax:
-            new.args = (*new.args[:3], bias, *new.args[4:])
+            with self.nodes.graph.inserting_before(new):
+                both = bias if new.args[3] is None else self._new(operator.add, new.args[3], bias, like=node)
+            new.args = (*new.args[:3], both, *new.args[4:])
 
     def _merge(self, number: int) -> None:
         block, count = self.blocks[number], self.merging.schedule[number]
@@ -137,7 +144,8 @@ class MergeBuilder:
         parts = [self._new(operator.getitem, call, at, like=block.added) for at in range(3)]
         self.merges[name] = merge
         self.nodes.nodes[block.added], sizes, sources = parts
-        self.sizes, self.sources = sizes if how == "merge" else None, sources if self.tracks else None
+        self.sizes = sizes if how == "merge" else None
+        self.sources = self.nodes.means.sources = sources if self.tracks else None
         self.nodes.begin_(block.added, tokens - count)
         self._note_tokens(block.added)
 
@@ -168,8 +176,9 @@ class MergeBuilder:
         if attention.scores is not None:
             (softmax,) = attention.scores.users
             return self._new(_of_first, stands[softmax], like=like)
-        scale = attention_scale(attention.product)
-        return self._new(_attended, stands[attention.queries], stands[attention.keys], scale, like=like)
+        product, scale = attention.product, attention_scale(attention.product)
+        bias = self.biases.get(product, stands.get(named_arguments(product)["attn_mask"]))
+        return self._new(_attended, stands[attention.queries], stands[attention.keys], scale, bias, like=like)
 
     def _unmerge(self, node: fx.Node) -> None:
         if node in self.nodes.units:
@@ -205,8 +214,10 @@ def _of_first_scores(scores_BHNN: Tensor) -> Tensor:
     return scores_BHNN[:, :, 0].softmax(-1, dtype=torch.float32).mean(dim=1)
 
 
-def _attended(q_BHND: Tensor, k_BHND: Tensor, scale: float) -> Tensor:
+def _attended(q_BHND: Tensor, k_BHND: Tensor, scale: float, bias_BHNN: Tensor | None) -> Tensor:
     scores_BHN = ((q_BHND[:, :, :1] * scale) @ k_BHND.transpose(-2, -1)).squeeze(2)
+    if bias_BHNN is not None:
+        scores_BHN = scores_BHN + bias_BHNN[..., 0, :]
     return scores_BHN.softmax(-1, dtype=torch.float32).mean(dim=1)
 
 

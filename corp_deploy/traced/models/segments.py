@@ -59,7 +59,7 @@ class ProgramSegment:
 
     `name`: the path that all modules of its contractions share, unique. `start`, `end`: the streams at the cuts. `cut`:
     the node after it in the program with all tokens. `beside`: further inputs of the module, a mask or the sizes of
-    merged tokens. In front of a merge the module also gives what tokens are compared by.
+    merged tokens and their sources. In front of a merge the module also gives what tokens are compared by.
     """
 
     name: str
@@ -181,8 +181,6 @@ def _segments(analysis: FoundSites, at: list[fx.Node], merged: MergedProgram | N
     for start, end, cut in zip(crossings, crossings[1:], at[1:], strict=False):
         outputs = None if end.compared is None else [end.raw, end.compared]
         beside = _nodes_beside(running, start, outputs or [end.raw])
-        if start.sources in beside and start.sources is not None:
-            return ()
         before, after = start.node, None if end.raw is single_output(running) else end.raw
         module = extract_between(running, before if every else None, after, beside=beside, outputs=outputs)
         beside = (*masks, *beside)
@@ -205,27 +203,31 @@ def single_output(program: Program) -> fx.Node | None:
 
 
 class TokenRows(nn.Module):
-    """A segment that takes and gives rows [B,N,C], with weights [B,N] of tokens if it takes any: a mask, or sizes."""
+    """A segment that takes and gives rows [B,N,C].
+
+    Beside the stream it may take weights [B,N] of tokens, a mask or sizes, and the sources of merged tokens.
+    """
 
     def __init__(self, segment: ProgramSegment, image: tuple[int, ...]) -> None:
         super().__init__()
         self.module, self.compares = segment.module, segment.end.compared is not None
         self.entering, self.leaving = (layout_of(node, image) for node in (segment.before, segment.after))
-        self.types = tuple(each.meta["val"].dtype for each in segment.beside)
+        self.beside = tuple((each is segment.start.sources, each.meta["val"].dtype) for each in segment.beside)
 
-    def tensors(self, x_BNC: Tensor, weights_BN: Tensor | None = None) -> tuple[Tensor, ...]:
-        """Return the segment module's inputs: the stream in its own layout, and the weights, if it takes any."""
-        beside = (weights_BN.to(each).expand(len(x_BNC), -1) for each in self.types if weights_BN is not None)
-        return (self.entering.tensor(x_BNC), *beside)
+    def tensors(self, tokens: Tokens) -> tuple[Tensor, ...]:
+        """Return the segment module's inputs: the stream in its own layout, and the weights and sources it takes."""
+        every = ((tokens.sources if is_sources else tokens.sizes, dtype) for is_sources, dtype in self.beside)
+        beside = (each.to(dtype).expand(len(tokens.x), -1) for each, dtype in every if each is not None)
+        return (self.entering.tensor(tokens.x), *beside)
 
-    def compared(self, x_BNC: Tensor, weights_BN: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def compared(self, tokens: Tokens) -> tuple[Tensor, Tensor | None]:
         """Return the stream after the segment and what tokens are compared by, None for the stream itself."""
-        tensors = self.module(*self.tensors(x_BNC, weights_BN))
+        tensors = self.module(*self.tensors(tokens))
         x, compared_BNX = tensors if self.compares else (tensors, None)
         return self.leaving.rows(x), compared_BNX
 
-    def forward(self, x_BNC: Tensor, weights_BN: Tensor | None = None) -> Tensor:
-        return self.compared(x_BNC, weights_BN)[0]
+    def forward(self, x_BNC: Tensor, weights_BN: Tensor | None = None, sources_BM: Tensor | None = None) -> Tensor:
+        return self.compared(Tokens(x_BNC, weights_BN, sources_BM))[0]
 
 
 def cost_signature_of(graph: fx.Graph, tensors: fx.GraphModule) -> str:

@@ -20,8 +20,8 @@ class SegmentStep:
     name: str
     sites: tuple[str, ...]
 
-    def __call__(self, x_BNC: Tensor, weights_BN: Tensor | None = None) -> Tensor:
-        return self.module.compared(x_BNC, weights_BN)[0]
+    def __call__(self, x_BNC: Tensor, weights_BN: Tensor | None = None, sources_BM: Tensor | None = None) -> Tensor:
+        return self.module.compared(Tokens(x_BNC, weights_BN, sources_BM))[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,10 +84,9 @@ class StreamState:
 
     def behind(self, step: Step) -> "StreamState":
         """Return the state after one more step."""
-        x_BNC, weights_BN, sources_BM = self.tokens
         if isinstance(step, OutputStep):
             return replace(self, kept=(*self.kept, (step.name, self.tokens)))
         if isinstance(step, Merge | Unmerge):
             return StreamState(tokens=step(self.tokens, self.beside_BNX), kept=self.kept)
-        x_BNC, beside_BNX = step.module.compared(x_BNC, weights_BN)
-        return StreamState(tokens=Tokens(x_BNC, weights_BN, sources_BM), beside_BNX=beside_BNX, kept=self.kept)
+        x_BNC, beside_BNX = step.module.compared(self.tokens)
+        return StreamState(tokens=self.tokens._replace(x=x_BNC), beside_BNX=beside_BNX, kept=self.kept)
