@@ -260,7 +260,7 @@ def test_masks_of_neighbours_and_windows_are_refused() -> None:
     rejects("adds a mask by token positions", traced_model.with_merging, masked, Merging(schedule=(1, 1)))
     for form in ("windows", "cosines"):
         reason = traced_model.merging_refusal(timm_models.checkpoint(form).model)
-        assert "added to no stream of its tokens, as in windows or on maps" in reason
+        assert "layers.0.blocks.0.attn sees windows of" in reason
 
 
 @pytest.mark.slow("models")

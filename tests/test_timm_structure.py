@@ -180,8 +180,10 @@ def test_weights_under_metas_names_load(form: str, tmp_path: Path) -> None:
 
 
 MERGED = {
-    "windows of any size": "is added to no stream of its tokens, as in windows or on maps",
-    "maxvit_pm": "is added to no stream of its tokens, as in windows or on maps",
+    "windows of any size": "layers.0.blocks.0.attn sees windows of 49 tokens, cut from a map",
+    "maxvit_pm": "attn_block sees windows of 16 tokens, cut from a map",
+    "hiera": "blocks.0.attn sees windows of 64 tokens, cut from a map",
+    "coatnet": "stages.1.blocks.0.attn is added to no stream of its tokens, as on maps",
 }
 
 

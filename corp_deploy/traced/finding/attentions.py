@@ -3,10 +3,10 @@
 Legend: B inputs, H heads, N tokens, D dimensions of a head, C channels.
 """
 
-from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from itertools import takewhile
 
 import torch
 from torch import Tensor, fx
@@ -61,27 +61,53 @@ class Block:
 
 
 def find_blocks(program: Program) -> tuple[Block, ...] | str:
-    """Return the blocks in order of the program, or the reason why its tokens form no stream between attentions."""
+    """Return blocks in order of the program, or the reason why its tokens form no stream between attentions.
+
+    All blocks have streams of the same size. Of a program with several sizes, or with windows, these are consecutive
+    blocks, two or more: those that compute most.
+    """
     attentions = tuple(find_attentions(program))
     if not attentions:
         return "no attention of tokens is found in its program"
     constants = input_free_nodes(program)
     passed = {node for node, _ in find_bottlenecks(program, find_output_branches(program))}
-    by_sum: dict[fx.Node, list[Attention]] = defaultdict(list)
-    before: dict[fx.Node, fx.Node] = {}
+    runs, reasons = [list[Block]()], list[str]()
     for each in attentions:
-        path, found = module_of(each.product)[0] or "the model", _added(program, each, constants)
-        if found is None:
-            return f"the attention in {path} is added to no stream of its tokens, as in windows or on maps"
-        added, other = found
-        if added not in passed:
-            return f"beside the stream that the attention in {path} is added to, other branches carry its tokens on"
-        by_sum[added].append(each)
-        before[added] = other
-    return tuple(
-        Block(path=module_of(added)[0], attentions=tuple(each), before=before[added], added=added)
-        for added, each in by_sum.items()
-    )
+        block, last = _block_of(program, each, passed, constants), runs[-1][-1] if runs[-1] else None
+        if isinstance(block, str):
+            reasons.append(block)
+            runs.append([])
+        elif last is not None and last.added is block.added:
+            runs[-1][-1] = replace(block, attentions=(*last.attentions, each))
+        elif last is not None and sizes_at_one(last.added) != sizes_at_one(block.added):
+            runs.append([block])
+        else:
+            runs[-1].append(block)
+    most = max(runs, key=lambda run: sum(block.tokens * sizes_at_one(block.added)[2] ** 2 for block in run))
+    if len(most) < 2 and len(runs) > 1:
+        return reasons[0] if reasons else "its blocks have different numbers of tokens"
+    if attentions[0] not in most[0].attentions and _joins_constants(program, most[0].added, constants):
+        return "its blocks have different numbers of tokens, some of which are no patches, such as a class token"
+    return tuple(most)
+
+
+def _block_of(program: Program, attention: Attention, passed: set[fx.Node], constants: set[fx.Node]) -> Block | str:
+    path, found = module_of(attention.product)[0] or "the model", _added(program, attention, constants)
+    if found is None:
+        number, *heads, tokens, _ = sizes_at_one(attention.queries)
+        if len(heads) == 2 or (heads and number > 1):
+            return f"the attention in {path} sees windows of {tokens} tokens, cut from a map that a merge would break"
+        return f"the attention in {path} is added to no stream of its tokens, as on maps"
+    added, before = found
+    if added not in passed:
+        return f"beside the stream that the attention in {path} is added to, other branches carry its tokens on"
+    return Block(path=module_of(added)[0], attentions=(attention,), before=before, added=added)
+
+
+def _joins_constants(program: Program, before: fx.Node, constants: set[fx.Node]) -> bool:
+    """Check whether some tokens in front of a node are equal for all images."""
+    earlier = takewhile(lambda node: node is not before, program.nodes)
+    return any(operation(node) == "cat" and not constants.isdisjoint(node.all_input_nodes) for node in earlier)
 
 
 def find_attentions(program: Program) -> Iterator[Attention]:

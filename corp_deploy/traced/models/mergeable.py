@@ -87,8 +87,6 @@ def find_mergeable(program: Program) -> Mergeable | str:
     blocks = find_blocks(program)
     if isinstance(blocks, str):
         return blocks
-    if len({block.tokens for block in blocks}) > 1:
-        return "its blocks have different numbers of tokens"
     protected = count_leading_tokens(program, blocks[0].before)
     if protected is None:
         return "tokens that are no patches, such as a class token, stand elsewhere than in front"
