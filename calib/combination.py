@@ -41,10 +41,8 @@ def _merge_images(a: Moments, b: Moments) -> Fingerprints:
 
 
 def _merge_groups(a: Moments, b: Moments, ids: Tensor) -> tuple[Tensor, Moments | None]:
-    if a.half is None and b.half is None:
+    if a.half is None or b.half is None:  # groups may have been found in one part alone
         return no_ids(), None
-    if a.half is None or b.half is None:
-        raise BadInput("moments to merge: only one of them has groups; calibrate both with or without --groups")
     half = merge_moments(a.half, b.half)
     groups = torch.cat([a.group_ids, b.group_ids])[torch.cat([a.image_ids, b.image_ids]).argsort(stable=True)]
     inside = torch.isin(ids, half.image_ids)

@@ -41,6 +41,15 @@ def _signs(hashes_N2: Tensor) -> Tensor:
     return bits.flatten(1).float() * 2 - 1
 
 
+def alike_pairs(hashes_N2: Tensor) -> Tensor:
+    """Return the positions of hashes that count as one picture, int64 [P,2], the smaller first."""
+    signs_NK, pairs = _signs(hashes_N2), [torch.empty(0, 2, dtype=torch.int64)]
+    for start in range(0, len(hashes_N2), _ROWS):
+        alike = signs_NK[start : start + _ROWS] @ signs_NK[start:].T >= BITS - 2 * ALIKE
+        pairs.append(alike.triu(1).nonzero() + start)
+    return torch.cat(pairs)
+
+
 def are_alike(hashes_N2: Tensor, others_M2: Tensor) -> Tensor:
     others_MK = _signs(others_M2)
     nearest = [(_signs(rows_R2) @ others_MK.T).amax(1) for rows_R2 in hashes_N2.split(_ROWS) if len(others_M2)]

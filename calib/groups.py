@@ -3,9 +3,7 @@
 import hashlib
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic
 
 import numpy as np
 import torch
@@ -16,11 +14,13 @@ from ground.arrays import array_from_npy
 from ground.errors import BadInput
 from ground.records import record_from_file
 
-from .inputs import InputSet, SomeSet, held_out_split, split_by_mask
+from .inputs import InputSet, SomeSet, split_by_mask
 
 _FILE = re.compile(r".+(?= row [0-9]+\Z)|.+?\.(tar(\.[a-z0-9]+)?|tgz|tbz2|txz)/")
 """The file in the name of a row of a table, or of a member of a tar shard."""
 BY_NAME = ("image", "folder", "file")
+UNGROUPED = "none"
+"""The value of `groups` for which no groups are looked for (see calib.splits)."""
 LABELS = (".json", ".npy")
 NAMES_OF_LABELS = " or ".join(LABELS)
 
@@ -132,28 +132,3 @@ def held_out_groups(inputs: SomeSet, groups_B: Tensor, count: int, *, seed: int)
             "at least one group that is not held out"
         )
     return (*split_by_mask(inputs, is_held_out), groups_B[~is_held_out])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Split(Generic[SomeSet]):
-    """Inputs for the fit with their groups, if any, and the held-out inputs."""
-
-    fitted: SomeSet
-    groups_B: Tensor | None = None
-    held_out: SomeSet | None = None
-
-
-def split_for_calibration(inputs: SomeSet, *, hold_out: int | None, groups: str | None, seed: int) -> Split[SomeSet]:
-    """Return a Split that holds out `hold_out` inputs drawn by `seed`, in whole `groups` if given, or none for None.
-
-    Raises BadInput where one part would be empty.
-    """
-    inputs = inputs if hold_out is None and groups is None else inputs.identified()
-    groups_B = None if groups is None else group_ids(inputs, groups)
-    if hold_out is None:
-        return Split(fitted=inputs, groups_B=groups_B)
-    if groups_B is None:
-        fitted, held_out = held_out_split(inputs, hold_out, seed=seed)
-    else:
-        fitted, held_out, groups_B = held_out_groups(inputs, groups_B, hold_out, seed=seed)
-    return Split(fitted=fitted, groups_B=groups_B, held_out=held_out)

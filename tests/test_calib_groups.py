@@ -17,7 +17,6 @@ from calib.groups import group_ids, held_out_groups, merged_labels, second_half_
 from calib.images import Images, open_images
 from calib.moments import ChannelMoments, Moments, SiteMoments
 from calib.store import load_moments, save_moments
-from ground.errors import BadInput
 from tests.doubles import some
 from tests.refusals import rejects
 from tests.sums import assert_equal
@@ -170,8 +169,14 @@ def test_groups_held_out_in_only_one_part_are_refused() -> None:
     one, other = halved(0), halved(10)
     crossed = replace(other, group_ids=torch.tensor([2, 2, 12, 12]))
     rejects("1 groups of the same name are in both", merge_moments, one, crossed)
-    with pytest.raises(BadInput, match="only one of them has groups"):
-        merge_moments(one, replace(other, half=None, group_ids=torch.empty(0, dtype=torch.int64)))
+
+
+def test_moments_with_and_without_groups_merge_without_them() -> None:
+    one, other = halved(0), halved(10)
+    both = merge_moments(one, replace(other, half=None, group_ids=torch.empty(0, dtype=torch.int64)))
+    assert both.half is None
+    assert len(both.group_ids) == 0
+    require_same(both.sites["mlp"], merge_of(0, 1, 2, 3, 10, 11, 12, 13))
 
 
 def test_half_that_splits_a_group_is_refused() -> None:

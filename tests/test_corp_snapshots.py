@@ -184,7 +184,7 @@ def test_lost_or_different_snapshots_end_a_resumed_run(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = tmp_path / "m.safetensors"
-    words = ("--checkpoint-every", 6, "--batch-size", 4, "--snapshots")
+    words = ("--checkpoint-every", 6, "--batch-size", 4, "--groups", "none", "--snapshots")
     interrupt_after(20, monkeypatch)
     run_calibrate(home, "images.npy", output, *words, "5,21", code=130)
     monkeypatch.undo()

@@ -45,9 +45,9 @@ def calibrate_command(
     With --hold-out, the second file is for reduce --held-out, which judges every site on images that it was not fitted
     to.
 
-    With --groups the file, then twice as large, has statistics of two halves of the images that split no group: reduce
-    then chooses the ridge of every site by the loss of each half's fit on the other half, and calibrate estimates how
-    many more groups would help.
+    With --groups, or where names or near-duplicates show which images belong together, the file has statistics of two
+    halves of the images that split no group, and is twice as large: reduce then chooses the ridge of every site by the
+    loss of each half's fit on the other half, and calibrate estimates how many more groups would help.
 
     The per-image system of all dimensions is large: 40 GiB for DeiT-H. With --attention-system --attn S a second pass
     collects it, without approximation, for the dimensions kept at sparsity S or a larger one; calibrations with the
@@ -122,7 +122,7 @@ def _print_calibration(
     """Print the moments files and warnings of a calibration; write a JSON summary to the path `summary`, if any."""
     from corp_deploy.reduction.moments import reference_of_summary
     from corp_deploy.views.inspection import preprocessing_line, preprocessing_record
-    from corp_deploy.views.reduction import line_of_moments, lines_of_overfitting
+    from corp_deploy.views.reduction import line_of_moments, lines_of_groups, lines_of_overfitting
     from ground.files import write_json
 
     record, *held_out = summaries
@@ -131,7 +131,13 @@ def _print_calibration(
     if summary is not None:
         write_json(summary, reference_of_summary(record, str(record["moments"])))
     lines = [line_of_moments(each, noun) for each in (*record.get("snapshots", []), *summaries)]
-    lines += [*lines_of_overfitting(record), *more, preprocessing_line(checkpoint), *watch.lines]
+    lines += [
+        *lines_of_groups(record),
+        *lines_of_overfitting(record),
+        *more,
+        preprocessing_line(checkpoint),
+        *watch.lines,
+    ]
     record |= preprocessing_record(checkpoint) | ({"held_out": held_out[0]} if held_out else {})
     out.result(record | {"effort": watch.as_json()}, *lines)
 
@@ -185,6 +191,8 @@ def merge_command(parts: tuple[Path, ...], output: Path, out: Output) -> None:
     from corp_deploy.reduction.moments_files import merge_files
 
     summary = merge_files(parts, output)
+    for warning in summary.get("warnings", ()):
+        out.warn(warning)
     out.result(summary, f"{output}: {summary['images']} images of {len(parts)} calibrations")
 
 

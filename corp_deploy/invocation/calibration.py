@@ -130,7 +130,9 @@ class PassOptions(Record, heading="The pass"):
     groups: str | None = option(
         ParsedText(span="TEXT", expected="a text", kind=str, read=str),
         help="Which images belong together, such as crops of one photograph: image (each by itself), folder, file "
-        "(a tar shard or parquet file is one), or a .json or .npy file with one label per image.",
+        "(a tar shard or parquet file is one), or a .json or .npy file with one label per image. Default: by names "
+        "such as a_crop2.png or clip/frame_01.png, or by near-duplicates, if a tenth of the images show it; none looks "
+        "for neither.",
     )
     batch_size: int = option(BATCH, 32, help="Images in one forward pass.")
     device: Literal["cpu", "cuda"] = option(default="cpu", help="Where the model runs.")

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import nn
 
-    from calib.groups import Split
     from calib.images import Images
     from calib.inputs import InputSet
+    from calib.splits import Split
     from corp_deploy.store.checkpoint import Checkpoint
 
 Inputs = TypeVar("Inputs", bound="InputSet")
@@ -79,7 +79,7 @@ class HoldOutOptions(Record, heading="Inputs"):
 
     def split(self, inputs: Inputs, seed: int) -> "Split[Inputs]":
         """Return the inputs that `calibrate` fits to, and those that it holds out (None without `hold_out`)."""
-        from calib.groups import split_for_calibration
+        from calib.splits import split_for_calibration
 
         return split_for_calibration(inputs, hold_out=self.hold_out, groups=self.groups, seed=seed)
 

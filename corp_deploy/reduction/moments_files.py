@@ -16,10 +16,10 @@ from calib import memory
 from calib.calibrate import ALONE, ResumeFile, Snapshots
 from calib.combination import merge_lineage, merge_moments
 from calib.distributed import Ranks
-from calib.groups import split_for_calibration
 from calib.inputs import InputSet
 from calib.moments import Moments
 from calib.sites import PatchTaps
+from calib.splits import split_for_calibration
 from calib.store import load_moments, save_moments
 from corp_deploy.store.checkpoint import Checkpoint
 from ground.errors import BadInput, is_out_of_memory
@@ -68,7 +68,8 @@ class CalibrationRequest:
     """The statistics to take, and the division of the images.
 
     The moments of `hold_out` images, drawn by `seed`, are kept apart. `groups` says which images belong together (see
-    calib.groups): moments are then kept of two halves that split no group, and held-out images are whole groups.
+    calib.splits): moments are then kept of two halves that split no group, and held-out images are whole groups.
+    Groups that nobody gave are used by one process without snapshots, if memory suffices.
     """
 
     statistics: Statistics
@@ -124,10 +125,10 @@ class CalibrationRun:
     def files(self, output: Path) -> SnapshotFiles:
         return SnapshotFiles(output=output, counts=self.snapshots)
 
-    def copies(self, request: CalibrationRequest, images: InputSet) -> int:
+    def copies(self, request: CalibrationRequest, images: InputSet, *, in_halves: bool) -> int:
         """Return the number of copies of one pass's sums that are in memory at once."""
         inside = any(count % request.batch_size and count < images.count for count in self.snapshots)
-        return (SUMS_HELD if request.groups is not None and request.device == "cpu" else 1) + inside
+        return (SUMS_HELD if in_halves and request.device == "cpu" else 1) + inside
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,18 +138,21 @@ class _Passes:
     run: CalibrationRun
     output: Path
 
-    def refuse_too_large(self, images: InputSet, widths: Mapping[str, int]) -> None:
+    def refuse_too_large(self, images: InputSet, widths: Mapping[str, int], *, in_halves: bool) -> None:
         """Raise BadInput if memory is too small for the sums, Missing if the disk is.
 
         The message names a restriction whose sums fit, if there is one.
         """
         checkpoint, request, run, statistics = self.checkpoint, self.request, self.run, self.request.statistics
         sites, available = choose_sites(checkpoint, statistics), memory.bytes_available(request.device)
-        copies, needed = run.copies(request, images), memory_needed(checkpoint, sites, statistics, widths)
+        copies, needed = (
+            run.copies(request, images, in_halves=in_halves),
+            memory_needed(checkpoint, sites, statistics, widths),
+        )
         bytes_needed = {name: copies * size for name, size in needed.items()}
         run.on_bytes_needed(sum(bytes_needed.values()))
         files = 1 + len(run.snapshots) + (request.hold_out is not None)
-        stored = sum(needed.values()) / 2 * (2 if request.groups else 1)  # one half of symmetric sums is stored
+        stored = sum(needed.values()) / 2 * (2 if in_halves else 1)  # one half of symmetric sums is stored
         require_space(self.output, stored * files, what="the moments take")
         try:
             memory.refuse_too_large(bytes_needed, available)
@@ -265,7 +269,14 @@ def merge_files(parts: Sequence[Path], output: Path) -> dict[str, Any]:
             merged = merge_moments(merged, moments)
         except BadInput as error:
             raise BadInput(f"{path}: {error}") from None
-    return _written(merged, output, ALONE)[0]
+    (summary,) = _written(merged, output, ALONE)
+    without = [path for path, moments in zip(parts, every, strict=True) if moments.half is None]
+    if 0 < len(without) < len(parts):
+        summary["warnings"] = [
+            f"{without[0]} has no groups of images, so {output} has none: reduce chooses no ridges by halves of the "
+            "images; calibrate every part with the same --groups"
+        ]
+    return summary
 
 
 def write_moments(
@@ -290,10 +301,19 @@ def write_moments(
     if restriction is not None:
         sites = choose_sites(checkpoint, statistics)
         widths = kept_widths(checkpoint.model, sites, restriction.sparsities, restriction.align_head)
-    passes.refuse_too_large(parts.fitted, widths)
+    groups_B = parts.groups_B
+    if parts.found_by and (run.snapshots or run.ranks.size > 1):
+        groups_B = None
+    try:
+        passes.refuse_too_large(parts.fitted, widths, in_halves=groups_B is not None)
+    except BadInput:
+        if groups_B is None or not parts.found_by:
+            raise
+        groups_B = None
+        passes.refuse_too_large(parts.fitted, widths, in_halves=False)
     if restriction is not None:
         statistics = passes.restricted(parts.fitted, restriction, widths)
-    moments = passes.fitted(parts.fitted, parts.groups_B, statistics)
+    moments = passes.fitted(parts.fitted, groups_B, statistics)
     # An older file of held-out moments is removed: its images may be among those fitted to now.
     gone = () if parts.held_out is None else (held_out_path(output).name,)
     summaries = _written(moments, output, run.ranks, gone=gone)
@@ -302,6 +322,8 @@ def write_moments(
     if summaries:
         warnings = warnings_of_moments(checkpoint.model, moments, images.noun)
         summaries[0] |= {"warnings": warnings} if warnings else {}
+    if summaries and groups_B is not None and parts.found_by:
+        summaries[0]["groups"] = {"count": len(groups_B.unique()), "found_by": parts.found_by}
     if summaries and (gap := estimate_overfitting(checkpoint.model, moments)) is not None:
         summaries[0]["overfitting"] = gap.as_json()
     if parts.held_out is not None:

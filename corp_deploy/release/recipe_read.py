@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from calib.fingerprints import no_ids
-from calib.groups import Split, split_for_calibration
 from calib.images import Images
+from calib.splits import Split, split_for_calibration
 from calib.store import load_moments
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import output_ports

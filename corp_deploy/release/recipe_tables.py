@@ -117,9 +117,10 @@ def require_more(fitted: int, snapshots: Sequence[int]) -> None:
 class CalibrationTable(Decoded, PassOptions, Drawn):
     images: Place = declared(InputOptions, "images", NEEDED)
     groups: str | None = option(
-        OneOf(("image", "folder", "file")),
+        OneOf(("image", "folder", "file", "none")),
         help="Which images belong together, such as crops of one photograph: image (each by itself), folder, or file "
-        "(a tar shard or parquet file is one).",
+        "(a tar shard or parquet file is one). Default: by names such as a_crop2.png, or by near-duplicates, if a "
+        "tenth of the images show it; none looks for neither.",
     )
     group_labels: Path | None = option(
         FILE, help="A .json or .npy file with one label per image, in place of `groups`."

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import torch
 
-from calib.groups import BY_NAME
+from calib.groups import BY_NAME, UNGROUPED
 from calib.images import Images
 from calib.inputs import shuffle_inputs, split_by_mask
 from calib.store import load_moments
@@ -73,7 +73,7 @@ def _held_out(dirs: StageDirs, run: Invocation) -> HoldOutOptions:
 def _groups(dirs: StageDirs, run: Invocation) -> str | None:
     """Return the option `groups`; the path of a file with labels is joined to `dirs.root`."""
     groups: str | None = run["groups"]
-    return groups if groups is None or groups in BY_NAME else str(dirs.root / groups)
+    return groups if groups in (None, UNGROUPED, *BY_NAME) else str(dirs.root / groups)
 
 
 def write_calibration(dirs: StageDirs, run: Invocation) -> None:

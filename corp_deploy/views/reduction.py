@@ -123,6 +123,16 @@ def line_of_moments(summary: Mapping[str, Any], noun: str = "images") -> str:
     return f"{summary['moments']}: {size}{covered}{chosen}"
 
 
+def lines_of_groups(summary: Mapping[str, Any]) -> list[str]:
+    found = summary.get("groups")
+    if found is None:
+        return []
+    return [
+        f"{found['count']} groups of images belong together by {found['found_by']}: the statistics are of two halves "
+        "that split no group (--groups none: of all images at once)"
+    ]
+
+
 def lines_of_overfitting(summary: Mapping[str, Any]) -> list[str]:
     gap = summary.get("overfitting")
     return [] if gap is None else [Overfitting(**gap).sentence("cut to half, MLPs lose")]

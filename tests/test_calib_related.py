@@ -1,0 +1,171 @@
+"""calib.related: images that belong together are found by names or looks, and otherwise not."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from calib.fingerprints import are_alike, perceptual_hashes
+from calib.images import Images, open_images
+from calib.inputs import InputSet
+from calib.related import LEAST_GROUPS, RUN, RUNS, find_related, shows_groups, whole_of_name
+from calib.splits import split_for_calibration
+from ground.errors import BadInput
+from tests.doubles import some
+
+SIDE = 16
+
+
+@pytest.mark.parametrize(
+    ("name", "whole"),
+    [
+        ("harbour_crop3.png", "harbour"),
+        ("harbour-crop-3.png", "harbour"),
+        ("harbour.Crop 12.jpg", "harbour"),
+        ("clip2/frame_0001.jpg", "clip2/"),
+        ("clip2/frames_0001.jpg", "clip2/"),
+        ("slide_tile_3_14.png", "slide"),
+        ("slide tile 3x14.png", "slide"),
+        ("scan (2).png", "scan"),
+        ("scan copy.png", "scan"),
+        ("a.tar/boat_view2.jpg", "a.tar/boat"),
+        ("n01440764_10026.JPEG", "n01440764_10026"),
+        ("ILSVRC2012_val_00000001.JPEG", "ILSVRC2012_val_00000001"),
+        ("overview.png", "overview"),
+        ("airscrew.png", "airscrew"),
+        ("cat/0001.png", "cat/0001"),
+        ("IMG_2031.jpg", "IMG_2031"),
+    ],
+)
+def test_whole_of_a_name_lacks_the_part(name: str, whole: str) -> None:
+    assert whole_of_name(name) == whole
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shown"),
+    [
+        ([2] * 8, True),
+        ([1] * 18 + [2], True),
+        ([1] * 19 + [2], False),
+        ([2] * (LEAST_GROUPS - 1), False),
+        ([8, *[1] * 8], True),
+        ([9, *[1] * 8], False),
+        ([1] * 40, False),
+    ],
+)
+def test_groups_show_if_a_tenth_is_related_and_none_is_half(sizes: list[int], shown: bool) -> None:
+    assert shows_groups([group for group, size in enumerate(sizes) for _ in range(size)]) is shown
+
+
+def pictures(count: int, seed: int = 0) -> np.ndarray:
+    """Return smooth pictures [count,3,SIDE,SIDE], as perceptual hashes see those of photographs."""
+    coarse = torch.from_numpy(np.random.default_rng(seed).standard_normal((count, 3, SIDE, SIDE))).float()
+    return coarse.numpy()
+
+
+def array_of(path: Path, images: np.ndarray) -> Images:
+    np.save(path, images.astype(np.float32))
+    return open_images(path, image_shape=(3, SIDE, SIDE), transform=lambda _: torch.zeros(3, SIDE, SIDE))
+
+
+def folder_of(root: Path, names: list[str], images: np.ndarray) -> Images:
+    for name, image in zip(names, images, strict=True):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        pixels = np.clip(128 + 40 * image.transpose(1, 2, 0), 0, 255).astype(np.uint8)
+        Image.fromarray(pixels).save(root / name)
+
+    def transform(picture: Image.Image) -> torch.Tensor:
+        return torch.from_numpy(np.asarray(picture, np.float32) / 255.0).permute(2, 0, 1)
+
+    return open_images(root, image_shape=(3, SIDE, SIDE), transform=transform)
+
+
+def partition(groups_B: torch.Tensor) -> set[frozenset[int]]:
+    every = groups_B.tolist()
+    return {frozenset(place for place, group in enumerate(every) if group == each) for each in every}
+
+
+def test_crops_in_a_folder_are_grouped_by_name(tmp_path: Path) -> None:
+    names = [f"photo{number}_crop{crop}.png" for number in range(9) for crop in range(2)]
+    images = folder_of(tmp_path, names, pictures(18))
+    groups_B, by = some(find_related(images))
+    assert by == "names"
+    expected = {frozenset(each for each in range(18) if images.name(each).startswith(f"photo{n}_")) for n in range(9)}
+    assert partition(groups_B) == expected
+    assert all(int(groups_B[min(group)]) in images.ids[list(group)].tolist() for group in expected)
+
+
+@pytest.mark.parametrize("count", [24, 300])
+def test_near_duplicates_in_an_array_are_grouped(count: int, tmp_path: Path) -> None:
+    """Of 300 images only neighbours are looked at before all are."""
+    images = pictures(count)
+    images[1::4] = images[::4] * 1.02 + 0.001 * pictures(len(images[1::4]), seed=1)
+    groups_B, by = some(find_related(array_of(tmp_path / "images.npy", images)))
+    assert by == "near-duplicates"
+    assert partition(groups_B) == {
+        group
+        for first in range(0, count, 4)
+        for group in (frozenset({first, first + 1}), frozenset({first + 2}), frozenset({first + 3}))
+    }
+
+
+def test_a_film_is_one_group(tmp_path: Path) -> None:
+    """Each frame is like its neighbours, and the first is not like the last."""
+    images = pictures(80)
+    steps = np.linspace(0.0, 0.5, 40)[:, None, None, None]
+    images[:40] = (1.0 - steps) * images[0] + steps * images[79]
+    hashes = perceptual_hashes(torch.from_numpy(images[[0, 39]]))
+    assert not bool(are_alike(hashes[:1], hashes[1:]))
+    groups_B, _ = some(find_related(array_of(tmp_path / "images.npy", images)))
+    assert frozenset(range(40)) in partition(groups_B)
+
+
+@pytest.mark.parametrize("count", [12, 40, RUNS * RUN + 30])
+def test_different_images_have_no_groups(count: int, tmp_path: Path) -> None:
+    assert find_related(array_of(tmp_path / "images.npy", pictures(count))) is None
+    names = [f"cat/{number:04}.png" for number in range(count)]
+    assert find_related(folder_of(tmp_path / "folder", names, pictures(count))) is None
+
+
+def test_unreadable_images_stand_alone(tmp_path: Path) -> None:
+    names = [f"{number:02}.png" for number in range(20)]
+    images = pictures(20)
+    images[1::2] = images[::2]
+    opened = folder_of(tmp_path, names, images)
+    (tmp_path / "03.png").write_bytes(b"no picture")
+    damaged: InputSet = open_images(
+        tmp_path,
+        image_shape=(3, SIDE, SIDE),
+        transform=opened.source.transform,
+        max_bad=1,  # type: ignore[attr-defined]
+    )
+    groups_B, _ = some(find_related(damaged))
+    assert frozenset({2, 3}) not in partition(groups_B)
+    assert frozenset({4, 5}) in partition(groups_B)
+
+
+def test_split_finds_groups_unless_told_otherwise(tmp_path: Path) -> None:
+    images = pictures(32)
+    images[1::2] = images[::2] * 1.01
+    opened = array_of(tmp_path / "images.npy", images)
+    found = split_for_calibration(opened, hold_out=None, groups=None, seed=0)
+    assert found.found_by == "near-duplicates"
+    plain = split_for_calibration(opened, hold_out=None, groups="none", seed=0)
+    assert (plain.groups_B, plain.found_by) == (None, "")
+    apart = split_for_calibration(opened, hold_out=5, groups=None, seed=0)
+    held_out = {place // 2 for place in some(apart.held_out).places}
+    assert len(held_out) == 3, "whole groups, so one image more"
+    assert held_out.isdisjoint(place // 2 for place in apart.fitted.places)
+    single = split_for_calibration(opened, hold_out=5, groups="none", seed=0)
+    assert some(single.held_out).count == 5
+    nearly_all = split_for_calibration(opened, hold_out=31, groups=None, seed=0)
+    assert (some(nearly_all.held_out).count, nearly_all.groups_B) == (31, None)
+    labels = tmp_path / "labels.json"
+    labels.write_text(json.dumps([number // 8 for number in range(32)]))
+    given = split_for_calibration(opened, hold_out=None, groups=str(labels), seed=0)
+    assert (len(partition(some(given.groups_B))), given.found_by) == (4, "")
+    with pytest.raises(BadInput, match="hold out: got 32 of 32"):
+        split_for_calibration(opened, hold_out=32, groups=None, seed=0)
