@@ -41,10 +41,12 @@ def _merge_images(a: Moments, b: Moments) -> Fingerprints:
 
 
 def _merge_groups(a: Moments, b: Moments, ids: Tensor) -> tuple[Tensor, Moments | None]:
-    if a.half is None or b.half is None:  # groups may have been found in one part alone
+    if not len(a.group_ids) or not len(b.group_ids):  # they may have been found in one part alone
         return no_ids(), None
-    half = merge_moments(a.half, b.half)
     groups = torch.cat([a.group_ids, b.group_ids])[torch.cat([a.image_ids, b.image_ids]).argsort(stable=True)]
+    if a.half is None or b.half is None:
+        return groups, None
+    half = merge_moments(a.half, b.half)
     inside = torch.isin(ids, half.image_ids)
     both = int(torch.isin(groups[inside].unique(), groups[~inside]).sum())
     if both:

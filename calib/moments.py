@@ -178,6 +178,8 @@ class Moments:
             raise BadInput(f"Moments.image_ids: got {len(self.image_ids)} for {self.images} images")
         if len(hashes := self.fingerprints.hashes_M2) not in (0, len(self.image_ids)):
             raise BadInput(f"Moments.image_hashes: got {len(hashes)} for {self.images} images")
+        if self.half is not None or len(self.group_ids):
+            self._refuse_groups()
         if self.half is not None:
             self._refuse_half(self.half)
 
@@ -185,9 +187,11 @@ class Moments:
     def image_ids(self) -> Tensor:
         return self.fingerprints.ids
 
-    def _refuse_half(self, half: "Moments") -> None:
+    def _refuse_groups(self) -> None:
         if len(self.group_ids) != self.images or len(self.image_ids) != self.images:
-            raise BadInput(f"Moments.group_ids: got {len(self.group_ids)} for {self.images} images with a half")
+            raise BadInput(f"Moments.group_ids: got {len(self.group_ids)} for {self.images} images with groups")
+
+    def _refuse_half(self, half: "Moments") -> None:
         inside = torch.isin(self.image_ids, half.image_ids)
         if set(half.sites) != set(self.sites) or int(inside.sum()) != half.images or half.images >= self.images:
             raise BadInput("Moments.half: expected the same sites over some of the same images")

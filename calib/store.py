@@ -72,9 +72,11 @@ def _entry(name: str, value: Tensor) -> tuple[TensorEntry, str]:
 
 def save_moments(moments: Moments, path: Path) -> None:
     tensors, header = _flatten(moments)
+    if len(moments.group_ids):
+        tensors[GROUP_IDS] = moments.group_ids
     if moments.half is not None:
         of_half, header["half"] = _flatten(moments.half, HALF)
-        tensors |= {GROUP_IDS: moments.group_ids, **of_half}
+        tensors |= of_half
     entries = {name: _entry(name, tensor) for name, tensor in tensors.items()}
     header |= {
         "kind": KIND,
@@ -242,10 +244,10 @@ def load_moments(path: Path, *, remedy: str = _REMEDY) -> Moments:
     """
     header = _read_header(path, remedy)
     moments = _moments_of_part(path, header, header)
-    if header.half is None:
+    if header.half is None and GROUP_IDS not in header.sha256:
         return moments
-    groups = _int64_tensor(path, GROUP_IDS, header.sha256)
-    return replace(moments, group_ids=groups, half=_moments_of_part(path, header, header.half, prefix=HALF))
+    half = None if header.half is None else _moments_of_part(path, header, header.half, prefix=HALF)
+    return replace(moments, group_ids=_int64_tensor(path, GROUP_IDS, header.sha256), half=half)
 
 
 def _joined_header(parts: Sequence[Path]) -> dict[str, Any]:

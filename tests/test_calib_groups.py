@@ -176,6 +176,9 @@ def test_moments_with_and_without_groups_merge_without_them() -> None:
     both = merge_moments(one, replace(other, half=None, group_ids=torch.empty(0, dtype=torch.int64)))
     assert both.half is None
     assert len(both.group_ids) == 0
+    named = merge_moments(one, replace(other, half=None))
+    assert (named.half, named.group_ids.tolist()) == (None, [0, 0, 2, 2, 10, 10, 12, 12])
+    require_same(named.sites["mlp"], merge_of(0, 1, 2, 3, 10, 11, 12, 13))
     require_same(both.sites["mlp"], merge_of(0, 1, 2, 3, 10, 11, 12, 13))
 
 

@@ -1,6 +1,7 @@
 """calib.related: images that belong together are found by names or looks, and otherwise not."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,6 @@ from PIL import Image
 
 from calib.fingerprints import are_alike, perceptual_hashes
 from calib.images import Images, open_images
-from calib.inputs import InputSet
 from calib.related import LEAST_GROUPS, RUN, RUNS, find_related, shows_groups, whole_of_name
 from calib.splits import split_for_calibration
 from ground.errors import BadInput
@@ -136,12 +136,7 @@ def test_unreadable_images_stand_alone(tmp_path: Path) -> None:
     images[1::2] = images[::2]
     opened = folder_of(tmp_path, names, images)
     (tmp_path / "03.png").write_bytes(b"no picture")
-    damaged: InputSet = open_images(
-        tmp_path,
-        image_shape=(3, SIDE, SIDE),
-        transform=opened.source.transform,
-        max_bad=1,  # type: ignore[attr-defined]
-    )
+    damaged = replace(opened, max_bad=1)
     groups_B, _ = some(find_related(damaged))
     assert frozenset({2, 3}) not in partition(groups_B)
     assert frozenset({4, 5}) in partition(groups_B)

@@ -164,6 +164,19 @@ def test_known_groups_are_left_out_whole(dense: Checkpoint, images: Images) -> N
     _assert_same(half_left, moments_of(dense, images, left_half))
 
 
+def test_groups_without_halves_are_left_out_whole_and_evenly(dense: Checkpoint, images: Images) -> None:
+    whole = moments_of(dense, images)
+    place_of = {image: place for place, image in enumerate(images.ids.tolist())}
+    groups = torch.tensor([place_of[image] // 4 for image in whole.image_ids.tolist()])
+    apart = set_apart(dense, replace(whole, group_ids=groups), images)
+    left = places_in(images, apart.moments)
+    gone = sorted({*range(40)} - {*left})
+    # A quarter of 40 images is at most 10: three groups of four, from the middle of each third.
+    assert gone == [place for group in (1, 5, 8) for place in range(4 * group, 4 * group + 4)]
+    assert apart.moments.half is None
+    _assert_same(apart.moments, moments_of(dense, images, left))
+
+
 def test_ungrouped_images_are_left_out_one_by_one(dense: Checkpoint, images: Images, tmp_path: Path) -> None:
     half, other = moments_of(dense, images, range(20)), moments_of(dense, images, range(20, 40))
     whole = merge_moments(half, other)

@@ -211,6 +211,23 @@ def test_reduce_and_sweep_report_the_loss_on_the_other_half(words: list[object],
     assert lost in " ".join(swept.split())
 
 
+def test_calibrate_finds_groups_and_reduce_sets_them_apart(words: list[object], tmp_path: Path) -> None:
+    """Copies of a picture with other values are near-duplicates."""
+    once = tiny.images(24, seed=5)
+    np.save(tmp_path / "images.npy", np.concatenate([once, 1.01 * once])[np.argsort([*range(24)] * 2, kind="stable")])
+    ungrouped = words[: words.index("--groups")]
+    said = " ".join(invoked(*ungrouped).output.split())
+    assert "24 groups of images belong together by near-duplicates: reduce measures" in said
+    moments = load_moments(tmp_path / "m.safetensors")
+    assert moments.half is None
+    assert moments.group_ids.unique(return_counts=True)[1].tolist() == [2] * 24
+    summary = json.loads(invoked(*ungrouped, "--hold-out", 3, "--json").stdout)
+    assert summary["groups"] == {"count": 22, "found_by": "near-duplicates"}
+    assert load_moments(tmp_path / "m.held-out.safetensors").images == 4
+    invoked(*ungrouped, "--groups", "none")
+    assert len(load_moments(tmp_path / "m.safetensors").group_ids) == 0
+
+
 def test_command_accepts_groups(words: list[object], tmp_path: Path) -> None:
     gap = json.loads(invoked(*words, "--hold-out", 3, "--json").stdout)["overfitting"]
     assert gap["groups"] == COUNT // CROPS - 1

@@ -8,7 +8,7 @@
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,6 +26,7 @@ from benchmarks.real.weights import ARCHITECTURE
 from calib.inputs import InputSet, as_tuple, run_model
 from calib.moments import Moments
 from corp_deploy.reduction.calibrate import Statistics, calibrate
+from corp_deploy.reduction.snapshots import groups_of_moments
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, load_checkpoint
 from corp_deploy.store.dense_model import load_dense
 from corp_deploy.store.input_sets import images_for_model
@@ -55,6 +56,8 @@ class Subject:
     """A dense model, inputs that it is fitted to, and held-out inputs that judge.
 
     `more_held_out`: crops of 30 further photographs, smaller than the others, None for models of other inputs.
+    `photographs`: the photograph of each input that is fitted to, as `calibrate` finds it by names such as
+    a_crop2.png; empty where each input is its own.
     """
 
     name: str
@@ -63,11 +66,16 @@ class Subject:
     held_out: InputSet
     more_held_out: InputSet | None = None
     attention_system: bool = False
+    photographs: tuple[str, ...] = ()
 
     @cached_property
     def moments(self) -> Moments:
         statistics = Statistics(attention_system=self.attention_system)
-        return calibrate(self.dense, self.inputs, batch_size=BATCH, statistics=statistics)
+        moments = calibrate(self.dense, self.inputs, batch_size=BATCH, statistics=statistics)
+        if not self.photographs:
+            return moments
+        groups_B = torch.from_numpy(np.unique(self.photographs, return_inverse=True)[1])
+        return replace(moments, group_ids=groups_of_moments(moments, self.inputs, groups_B))
 
     @cached_property
     def answers(self) -> Tensor:
@@ -86,13 +94,22 @@ class Subject:
         return float((outputs(model, self.held_out) - self.answers).norm() / spread.norm())
 
 
-def _of_images(name: str, dense: Checkpoint, scratch: Path, *images: NDArray[np.float32]) -> Subject:
+def _of_images(
+    name: str, dense: Checkpoint, scratch: Path, *images: NDArray[np.float32], photographs: tuple[str, ...] = ()
+) -> Subject:
     """Return a subject of images to fit to, to judge by, and to judge by as well, if there are further ones."""
     paths = [scratch / f"{part}.npy" for part in ("fitted", "judging", "judging-too")[: len(images)]]
     for path, own in zip(paths, images, strict=True):
         np.save(path, own)
     fitted, judging, *more = (images_for_model(dense.model, path) for path in paths)
-    return Subject(name=name, dense=dense, inputs=fitted, held_out=judging, more_held_out=more[0] if more else None)
+    return Subject(
+        name=name,
+        dense=dense,
+        inputs=fitted,
+        held_out=judging,
+        more_held_out=more[0] if more else None,
+        photographs=photographs,
+    )
 
 
 def crops_of(count: int, photographs_used: int = len(photographs.CALIBRATION)) -> photographs.Crops:
@@ -116,18 +133,20 @@ def digits(scratch: Path, fitted: int, judging: int) -> Subject:
 
 def dinov2(scratch: Path, fitted: int, judging: int, crops: photographs.Crops | None = None) -> Subject:
     """Return DINOv2 ViT-S/14 on crops of photographs, judged by its class tokens."""
-    images = _with_judges((crops or crops_of(fitted)).images, judging)
+    crops = crops or crops_of(fitted)
+    images = _with_judges(crops.images, judging)
     model = dense_from_architecture(ARCHITECTURE)
     model.load_state_dict(load_file(assembled() / "dinov2_s.safetensors"))
     dense = Checkpoint(model=model.eval().requires_grad_(False), architecture=ARCHITECTURE, lineage={})
-    return _of_images("DINOv2-S", dense, scratch, *images)
+    return _of_images("DINOv2-S", dense, scratch, *images, photographs=crops.photographs)
 
 
 def efficientnet(scratch: Path, fitted: int, judging: int, crops: photographs.Crops | None = None) -> Subject:
     """Return EfficientNet-Lite0 on crops of photographs, judged by its logits."""
-    images = map(lite0.renormalised, _with_judges((crops or crops_of(fitted)).images, judging))
+    crops = crops or crops_of(fitted)
+    images = map(lite0.renormalised, _with_judges(crops.images, judging))
     dense = load_dense(lite0.ARCHITECTURE.name, weights=lite0.weights(ROOT), kwargs={})
-    return _of_images("EfficientNet-Lite0", dense, scratch, *images)
+    return _of_images("EfficientNet-Lite0", dense, scratch, *images, photographs=crops.photographs)
 
 
 def minilm(scratch: Path, fitted: int, judging: int, *, seed: int = 0) -> Subject:

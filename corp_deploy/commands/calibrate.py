@@ -45,9 +45,10 @@ def calibrate_command(
     With --hold-out, the second file is for reduce --held-out, which judges every site on images that it was not fitted
     to.
 
-    With --groups, or where names or near-duplicates show which images belong together, the file has statistics of two
-    halves of the images that split no group, and is twice as large: reduce then chooses the ridge of every site by the
-    loss of each half's fit on the other half, and calibrate estimates how many more groups would help.
+    Where names or near-duplicates show which images belong together, reduce measures what widths lose on whole groups
+    that it sets apart. With --groups the file, then twice as large, also has statistics of two halves of the images
+    that split no group: reduce then chooses the ridge of every site by the loss of each half's fit on the other half,
+    and calibrate estimates how many more groups would help.
 
     The per-image system of all dimensions is large: 40 GiB for DeiT-H. With --attention-system --attn S a second pass
     collects it, without approximation, for the dimensions kept at sparsity S or a larger one; calibrations with the

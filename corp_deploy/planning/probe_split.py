@@ -49,17 +49,15 @@ def _positions(count: int) -> list[int]:
 
 
 def _group_positions(images: InputSet, moments: Moments) -> list[int]:
-    """Return the positions of the images of every fourth group, from the front, up to about IMAGES of them."""
+    """Return the positions of the images of as few evenly spaced groups as have IMAGES images, or a quarter of all."""
     group_of = dict(zip(moments.image_ids.tolist(), moments.group_ids.tolist(), strict=True))
     groups = [group_of.get(image) for image in images.ids.tolist()]
     names = list(dict.fromkeys(group for group in groups if group is not None))
-    target_count = min(IMAGES, images.count // 4)
-    chosen: set[int] = set()
-    # Every fourth group first, then the groups next to those.
-    for name in sorted(names, key=lambda each: (names.index(each) % RUNS, names.index(each))):
-        if sum(group in chosen for group in groups) >= target_count or len(chosen) + 1 >= len(names):
+    chosen = set[int]()
+    for count in range(1, len(names)):
+        chosen = {names[(2 * place + 1) * len(names) // (2 * count)] for place in range(count)}
+        if sum(group in chosen for group in groups) >= min(IMAGES, images.count // 4):
             break
-        chosen.add(name)
     return [place for place, group in enumerate(groups) if group in chosen]
 
 
@@ -93,7 +91,7 @@ def set_apart(dense: Checkpoint, moments: Moments, images: InputSet) -> ProbeSpl
     gets all of them and nothing is subtracted. Nothing is subtracted either if no image of the moments would be left.
     """
     few = images.count < ALL_BELOW
-    by_group = moments.half is not None and not few
+    by_group = len(moments.group_ids) > 0 and not few
     places = _group_positions(images, moments) if by_group else []
     # Images that the moments are not made of have no group.
     chosen = images if few else images.subset(places or _positions(images.count))

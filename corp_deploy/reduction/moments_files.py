@@ -16,6 +16,7 @@ from calib import memory
 from calib.calibrate import ALONE, ResumeFile, Snapshots
 from calib.combination import merge_lineage, merge_moments
 from calib.distributed import Ranks
+from calib.groups import UNGROUPED
 from calib.inputs import InputSet
 from calib.moments import Moments
 from calib.sites import PatchTaps
@@ -39,7 +40,7 @@ from .calibration_warnings import warnings_of_moments
 from .method import PRESETS
 from .moments import summary_of_moments
 from .overfitting import estimate_overfitting
-from .snapshots import SUMS_HELD, SnapshotFiles, moments_in_splits, refuse_snapshots
+from .snapshots import SUMS_HELD, SnapshotFiles, groups_of_moments, moments_in_splits, refuse_snapshots
 
 FIRST, HALVES = ".first", (".half1", ".half2")
 STATES = (FIRST, *HALVES, "")
@@ -68,8 +69,8 @@ class CalibrationRequest:
     """The statistics to take, and the division of the images.
 
     The moments of `hold_out` images, drawn by `seed`, are kept apart. `groups` says which images belong together (see
-    calib.splits): moments are then kept of two halves that split no group, and held-out images are whole groups.
-    Groups that nobody gave are used by one process without snapshots, if memory suffices.
+    calib.splits): moments are then kept of two halves that split no group, and held-out images are whole groups. For
+    groups that nobody gave there are no halves.
     """
 
     statistics: Statistics
@@ -79,6 +80,11 @@ class CalibrationRequest:
     seed: int
     hold_out: int | None = None
     groups: str | None = None
+
+    @property
+    def halves(self) -> bool:
+        """True if moments of two halves are asked for."""
+        return self.groups not in (None, UNGROUPED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,10 +131,10 @@ class CalibrationRun:
     def files(self, output: Path) -> SnapshotFiles:
         return SnapshotFiles(output=output, counts=self.snapshots)
 
-    def copies(self, request: CalibrationRequest, images: InputSet, *, in_halves: bool) -> int:
+    def copies(self, request: CalibrationRequest, images: InputSet) -> int:
         """Return the number of copies of one pass's sums that are in memory at once."""
         inside = any(count % request.batch_size and count < images.count for count in self.snapshots)
-        return (SUMS_HELD if in_halves and request.device == "cpu" else 1) + inside
+        return (SUMS_HELD if request.halves and request.device == "cpu" else 1) + inside
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +144,7 @@ class _Passes:
     run: CalibrationRun
     output: Path
 
-    def refuse_too_large(self, images: InputSet, widths: Mapping[str, int], *, in_halves: bool) -> None:
+    def refuse_too_large(self, images: InputSet, widths: Mapping[str, int]) -> None:
         """Raise BadInput if memory is too small for the sums, Missing if the disk is.
 
         The message names a restriction whose sums fit, if there is one.
@@ -146,13 +152,13 @@ class _Passes:
         checkpoint, request, run, statistics = self.checkpoint, self.request, self.run, self.request.statistics
         sites, available = choose_sites(checkpoint, statistics), memory.bytes_available(request.device)
         copies, needed = (
-            run.copies(request, images, in_halves=in_halves),
+            run.copies(request, images),
             memory_needed(checkpoint, sites, statistics, widths),
         )
         bytes_needed = {name: copies * size for name, size in needed.items()}
         run.on_bytes_needed(sum(bytes_needed.values()))
         files = 1 + len(run.snapshots) + (request.hold_out is not None)
-        stored = sum(needed.values()) / 2 * (2 if in_halves else 1)  # one half of symmetric sums is stored
+        stored = sum(needed.values()) / 2 * (2 if request.halves else 1)  # one half of symmetric sums is stored
         require_space(self.output, stored * files, what="the moments take")
         try:
             memory.refuse_too_large(bytes_needed, available)
@@ -273,8 +279,8 @@ def merge_files(parts: Sequence[Path], output: Path) -> dict[str, Any]:
     without = [path for path, moments in zip(parts, every, strict=True) if moments.half is None]
     if 0 < len(without) < len(parts):
         summary["warnings"] = [
-            f"{without[0]} has no groups of images, so {output} has none: reduce chooses no ridges by halves of the "
-            "images; calibrate every part with the same --groups"
+            f"{without[0]} has no halves of groups of images, so {output} has none, and reduce chooses no ridges by "
+            "them; calibrate every part with the same --groups"
         ]
     return summary
 
@@ -301,19 +307,12 @@ def write_moments(
     if restriction is not None:
         sites = choose_sites(checkpoint, statistics)
         widths = kept_widths(checkpoint.model, sites, restriction.sparsities, restriction.align_head)
-    groups_B = parts.groups_B
-    if parts.found_by and (run.snapshots or run.ranks.size > 1):
-        groups_B = None
-    try:
-        passes.refuse_too_large(parts.fitted, widths, in_halves=groups_B is not None)
-    except BadInput:
-        if groups_B is None or not parts.found_by:
-            raise
-        groups_B = None
-        passes.refuse_too_large(parts.fitted, widths, in_halves=False)
+    passes.refuse_too_large(parts.fitted, widths)
     if restriction is not None:
         statistics = passes.restricted(parts.fitted, restriction, widths)
-    moments = passes.fitted(parts.fitted, groups_B, statistics)
+    moments = passes.fitted(parts.fitted, None if parts.found_by else parts.groups_B, statistics)
+    if parts.found_by and parts.groups_B is not None:
+        moments = replace(moments, group_ids=groups_of_moments(moments, parts.fitted, parts.groups_B))
     # An older file of held-out moments is removed: its images may be among those fitted to now.
     gone = () if parts.held_out is None else (held_out_path(output).name,)
     summaries = _written(moments, output, run.ranks, gone=gone)
@@ -322,8 +321,8 @@ def write_moments(
     if summaries:
         warnings = warnings_of_moments(checkpoint.model, moments, images.noun)
         summaries[0] |= {"warnings": warnings} if warnings else {}
-    if summaries and groups_B is not None and parts.found_by:
-        summaries[0]["groups"] = {"count": len(groups_B.unique()), "found_by": parts.found_by}
+    if summaries and parts.found_by:
+        summaries[0]["groups"] = {"count": len(moments.group_ids.unique()), "found_by": parts.found_by}
     if summaries and (gap := estimate_overfitting(checkpoint.model, moments)) is not None:
         summaries[0]["overfitting"] = gap.as_json()
     if parts.held_out is not None:

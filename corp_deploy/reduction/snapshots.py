@@ -30,9 +30,14 @@ SUMS_HELD = 3  # times what one pass takes: both halves, and their sum
 def join_splits(images: InputSet, groups_B: Tensor, first: Moments, second: Moments) -> Moments:
     """Return the moments of all images, given those of both halves."""
     merged = merge_moments(first, second)
-    group_of = dict(zip(images.ids.tolist(), groups_B.tolist(), strict=True))
-    groups = torch.tensor([group_of[each] for each in merged.image_ids.tolist()], dtype=torch.int64)
+    groups = groups_of_moments(merged, images, groups_B)
     return replace(merged, lineage={**merged.lineage, "images": images.digest}, group_ids=groups, half=second)
+
+
+def groups_of_moments(moments: Moments, images: InputSet, groups_B: Tensor) -> Tensor:
+    """Return the groups of the moments' images, in their order, given those of `images`."""
+    group_of = dict(zip(images.ids.tolist(), groups_B.tolist(), strict=True))
+    return torch.tensor([group_of[each] for each in moments.image_ids.tolist()], dtype=torch.int64)
 
 
 def moments_in_splits(

@@ -128,8 +128,8 @@ def lines_of_groups(summary: Mapping[str, Any]) -> list[str]:
     if found is None:
         return []
     return [
-        f"{found['count']} groups of images belong together by {found['found_by']}: the statistics are of two halves "
-        "that split no group (--groups none: of all images at once)"
+        f"{found['count']} groups of images belong together by {found['found_by']}: reduce measures what widths lose "
+        "on whole groups that it sets apart (--groups none: on any images)"
     ]
 
 
