@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .fingerprints import alike_pairs, no_hashes, no_ids, perceptual_hashes
+from .fingerprints import Fingerprints, alike_pairs, no_hashes, no_ids, perceptual_hashes
 from .groups import merged_labels
 from .images import Images
 from .inputs import InputSet
@@ -58,12 +58,21 @@ def _labels_by_look(images: Images) -> list[int]:
         if len(batch.ids):
             ids.append(batch.ids)
             hashes.append(perceptual_hashes(batch.inputs))
-    ids_N = torch.cat(ids)
-    pairs_P2 = ids_N[alike_pairs(torch.cat(hashes))]
-    numbers = [number for number in range(len(pairs_P2)) for _ in range(2)]
-    ends = pairs_P2.flatten().tolist()
-    joined = dict(zip(ends, merged_labels(ends, numbers), strict=True))
+    joined = _joined(Fingerprints(ids=torch.cat(ids), hashes_M2=torch.cat(hashes)))
     return [joined.get(each, each) for each in images.ids.tolist()]
+
+
+def _joined(images: Fingerprints) -> dict[int, int]:
+    """Return, by content id of an image that looks like another, the smallest id of those that look alike."""
+    ends = images.ids[alike_pairs(images.hashes_M2)].flatten().tolist()
+    numbers = [number for number in range(len(ends) // 2) for _ in range(2)]
+    return dict(zip(ends, merged_labels(ends, numbers), strict=True))
+
+
+def count_pictures(images: Fingerprints) -> int:
+    """Count different pictures: images that look alike count as one, up to MOST images, and copies in any case."""
+    joined = _joined(images) if len(images.hashes_M2) == len(images) <= MOST else {}
+    return len({joined.get(each, each) for each in images.ids.tolist()})
 
 
 def _neighbours(count: int) -> list[int]:

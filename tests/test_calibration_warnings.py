@@ -1,5 +1,7 @@
 """Warnings of calibrations on too few different images or on values that no preprocessing gives."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,12 @@ from calib.fingerprints import Fingerprints
 from calib.moments import ChannelMoments, Moments
 from calib.store import load_moments, rows_and_widths, save_moments
 from corp_deploy.families.family import image_spec
-from corp_deploy.reduction.calibration_warnings import far_range_warning, few_inputs_warning
+from corp_deploy.reduction.calibration_warnings import (
+    ENOUGH,
+    far_range_warning,
+    few_inputs_warning,
+    few_pictures_advice,
+)
 from corp_deploy.store.checkpoint import save as save_model
 from tests import tiny
 
@@ -45,6 +52,35 @@ def test_image_tokens_count_for_few_rows_and_text_tokens_for_all() -> None:
     many = moments_of(list(range(20)), width=1024, rows=10_000)
     assert "1024 wide, needs at least 32" in few_inputs_warning(many, "images")
     assert few_inputs_warning(many, "sequences") == ""
+
+
+@pytest.mark.parametrize(
+    ("ids", "hashes", "said"),
+    [
+        (range(ENOUGH), None, ""),
+        (range(ENOUGH - 1), None, "the images show 255 different pictures; a few hundred"),
+        ([*range(ENOUGH - 1), 0, 0], None, "the images show 255 different pictures"),
+        ([7], None, "the images show 1 different picture; a few hundred"),
+        (range(ENOUGH), 2, "the images show 255 different pictures"),
+        (range(ENOUGH + 1), 2, ""),
+    ],
+)
+def test_few_pictures_are_advised_against(ids: Sequence[int], hashes: int | None, said: str) -> None:
+    """`hashes`: the number of first images that look alike."""
+    own = moments_of([*ids])
+    if hashes is not None:
+        random = torch.randint(-(2**62), 2**62, (len(ids), 2), generator=torch.Generator().manual_seed(0))
+        random[:hashes] = random[0]
+        own = replace(own, fingerprints=Fingerprints(ids=own.image_ids, hashes_M2=random))
+    assert few_pictures_advice(own).startswith(said)
+    assert bool(few_pictures_advice(own)) is bool(said)
+
+
+def test_groups_count_as_pictures() -> None:
+    own = moments_of([*range(600)])
+    assert few_pictures_advice(own) == ""
+    crops = replace(own, group_ids=torch.arange(600) // 10)
+    assert few_pictures_advice(crops).startswith("the images show 60 different pictures; ")
 
 
 def test_rows_and_widths_of_a_file_are_those_in_memory(tmp_path: Path) -> None:

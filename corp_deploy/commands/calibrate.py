@@ -123,7 +123,7 @@ def _print_calibration(
     """Print the moments files and warnings of a calibration; write a JSON summary to the path `summary`, if any."""
     from corp_deploy.reduction.moments import reference_of_summary
     from corp_deploy.views.inspection import preprocessing_line, preprocessing_record
-    from corp_deploy.views.reduction import line_of_moments, lines_of_groups, lines_of_overfitting
+    from corp_deploy.views.reduction import line_of_moments, lines_of_overfitting, lines_of_pictures
     from ground.files import write_json
 
     record, *held_out = summaries
@@ -133,7 +133,7 @@ def _print_calibration(
         write_json(summary, reference_of_summary(record, str(record["moments"])))
     lines = [line_of_moments(each, noun) for each in (*record.get("snapshots", []), *summaries)]
     lines += [
-        *lines_of_groups(record),
+        *lines_of_pictures(record),
         *lines_of_overfitting(record),
         *more,
         preprocessing_line(checkpoint),

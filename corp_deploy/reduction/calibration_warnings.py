@@ -15,6 +15,7 @@ from torch import nn
 from calib.collect import PIXEL_RANGE
 from calib.images import Images
 from calib.moments import Moments
+from calib.related import count_pictures
 from calib.store import rows_and_widths
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import image_spec
@@ -22,6 +23,8 @@ from corp_deploy.families.timm_images import ImageSpec
 
 ROWS_OF_IMAGE = 32
 LEAST_INPUTS = 8
+ENOUGH = 256
+"""Different pictures from which on a further one gains little (docs/measured/real-models.md)."""
 FAR = 8.0
 """The limit of values, as a multiple of the largest one that the preprocessing gives."""
 
@@ -45,6 +48,17 @@ def few_inputs_warning(moments: Moments, noun: str) -> str:
     return (
         f"the moments are of {distinct} different {own}{copies}; {name}, {width} wide, needs at least {least}: with "
         f"fewer, far more can be lost on other {noun} than is reported; calibrate on more, and judge on held-out ones"
+    )
+
+
+def few_pictures_advice(moments: Moments) -> str:
+    """Return advice to calibrate on more pictures, an empty text if there are ENOUGH of them."""
+    count = len(moments.group_ids.unique()) or count_pictures(moments.fingerprints)
+    if not 0 < count < ENOUGH:
+        return ""
+    return (
+        f"the images show {count} different picture{'s'[: count > 1]}; a few hundred, of every kind that the model "
+        "will see, make a reduction lose less on others; further crops of the same pictures hardly do"
     )
 
 

@@ -17,6 +17,7 @@ from calib.calibrate import ALONE, ResumeFile, Snapshots
 from calib.combination import merge_lineage, merge_moments
 from calib.distributed import Ranks
 from calib.groups import UNGROUPED
+from calib.images import Images
 from calib.inputs import InputSet
 from calib.moments import Moments
 from calib.sites import PatchTaps
@@ -36,7 +37,7 @@ from .calibrate import (
     memory_needed,
     sparsity_that_fits,
 )
-from .calibration_warnings import warnings_of_moments
+from .calibration_warnings import few_pictures_advice, warnings_of_moments
 from .method import PRESETS
 from .moments import summary_of_moments
 from .overfitting import estimate_overfitting
@@ -321,6 +322,8 @@ def write_moments(
     if summaries:
         warnings = warnings_of_moments(checkpoint.model, moments, images.noun)
         summaries[0] |= {"warnings": warnings} if warnings else {}
+    if summaries and images.noun == Images.noun and (advice := few_pictures_advice(moments)):
+        summaries[0]["advice"] = advice
     if summaries and parts.found_by:
         summaries[0]["groups"] = {"count": len(moments.group_ids.unique()), "found_by": parts.found_by}
     if summaries and (gap := estimate_overfitting(checkpoint.model, moments)) is not None:

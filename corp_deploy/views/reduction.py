@@ -123,14 +123,15 @@ def line_of_moments(summary: Mapping[str, Any], noun: str = "images") -> str:
     return f"{summary['moments']}: {size}{covered}{chosen}"
 
 
-def lines_of_groups(summary: Mapping[str, Any]) -> list[str]:
-    found = summary.get("groups")
-    if found is None:
-        return []
-    return [
-        f"{found['count']} groups of images belong together by {found['found_by']}: reduce measures what widths lose "
-        "on whole groups that it sets apart (--groups none: on any images)"
-    ]
+def lines_of_pictures(summary: Mapping[str, Any]) -> list[str]:
+    found, advice = summary.get("groups"), summary.get("advice")
+    lines = [] if advice is None else [advice]
+    if found is not None:
+        lines.append(
+            f"{found['count']} groups of images belong together by {found['found_by']}: reduce measures what widths "
+            "lose on whole groups that it sets apart (--groups none: on any images)"
+        )
+    return lines
 
 
 def lines_of_overfitting(summary: Mapping[str, Any]) -> list[str]:
