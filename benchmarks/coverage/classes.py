@@ -139,8 +139,9 @@ def main(output: Path, pattern: str, again: str) -> None:
         name = f"{small.source}/{small.kind}"
         is_there = record.has("rows", {"source": small.source, "class": small.kind})
         if fnmatch.fnmatchcase(name, pattern) and (not is_there or fnmatch.fnmatchcase(name, again)):
-            record.put("rows", row_of(small), KEY)
-            click.echo(" ".join(f"{key}={value}" for key, value in record["rows"][-1].items()))
+            row = row_of(small)
+            record.put("rows", row, KEY)
+            click.echo(" ".join(f"{key}={value}" for key, value in row.items()))
 
 
 if __name__ == "__main__":
