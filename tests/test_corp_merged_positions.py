@@ -25,7 +25,7 @@ from corp_deploy.spec.architecture import Architecture
 from corp_deploy.spec.merging import Merging
 from corp_deploy.store.checkpoint import save
 from corp_deploy.store.dense_model import load_dense
-from corp_deploy.traced.models.position_means import mean_positions, source_shares
+from corp_deploy.traced.models.position_means import mean_positions, scaled_turn, source_shares
 from corp_deploy.traced.models.steps import StreamState
 from export.graph.to_onnx import save_onnx
 from tests import hf_towers, timm_models, tiny
@@ -85,8 +85,8 @@ def test_means_of_positions_equal_loops(tokens: int, count: int, protected: int)
                 torch.testing.assert_close(biased[image, :, one, other], expected_H, rtol=1e-6, atol=1e-6)
 
 
-def test_scores_of_tokens_of_equal_content_are_means_of_their_sources_scores() -> None:
-    """With rotations scaled to length one they are not."""
+def test_means_of_turns_give_means_of_scores_and_are_scaled_to_the_root_of_their_length() -> None:
+    """For tokens of equal content."""
     angles_MD = random(8, 2, seed=3) * 2.0
     table_MX = torch.cat([angles_MD.sin(), angles_MD.cos()], dim=-1).repeat_interleave(2, dim=-1)
     sources_BM, q_4, k_4 = spread(8, 3, 0, batch=1), random(4, seed=4), random(4, seed=5)
@@ -99,8 +99,11 @@ def test_scores_of_tokens_of_equal_content_are_means_of_their_sources_scores() -
     means_NX = mean_positions(table_MX[None, None], shares_NM[None], 2)[0, 0]
     expected_NN = shares_NM @ scores(table_MX) @ shares_NM.T
     torch.testing.assert_close(scores(means_NX), expected_NN)
-    lengths_N4 = (means_NX[:, :4].square() + means_NX[:, 4:].square()).sqrt()
-    assert float((scores(means_NX / lengths_N4.repeat(1, 2)) - expected_NN).abs().max()) > 0.1
+    sin_N4, cos_N4 = means_NX.chunk(2, dim=1)
+    lengths_N4 = (sin_N4.square() + cos_N4.square()).sqrt()
+    torch.testing.assert_close(scaled_turn(sin_N4, cos_N4), sin_N4 / lengths_N4.sqrt(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(scaled_turn(cos_N4, sin_N4), cos_N4 / lengths_N4.sqrt(), rtol=1e-6, atol=1e-6)
+    assert float(scaled_turn(torch.zeros(1), torch.zeros(1))) == 0.0
 
 
 def heads_of(vit: Any, index: int, x_NC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -115,7 +118,7 @@ def heads_of(vit: Any, index: int, x_NC: Tensor) -> tuple[Tensor, Tensor, Tensor
 
 
 def turned_by_loops(vit: Any, index: int, x_HND: Tensor, sources_M: Tensor) -> Tensor:
-    """Turn each token by the angles of each of its sources, and take the mean; protected tokens are not turned."""
+    """Turn each token by the angles of each of its sources, and scale the mean; protected tokens are not turned."""
     prefix, result = vit.num_prefix_tokens, x_HND.clone()
     table = vit.rope.get_embed(vit.patch_embed.grid_size).double()
     table = table[index] if table.dim() == 4 else table
@@ -128,7 +131,10 @@ def turned_by_loops(vit: Any, index: int, x_HND: Tensor, sources_M: Tensor) -> T
             )
             for each in members(sources_M, token)
         ]
-        result[:, token] = torch.stack(turned).mean(dim=0)
+        sin_XD, cos_XD = torch.stack([table[..., each - prefix, :] for each in members(sources_M, token)]).chunk(
+            2, dim=-1
+        )
+        result[:, token] = torch.stack(turned).mean(dim=0) / torch.complex(cos_XD, sin_XD).mean(dim=0).abs().sqrt()
     return result
 
 

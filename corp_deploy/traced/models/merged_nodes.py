@@ -90,8 +90,9 @@ class MergedNodes:
         self.attended = find_reachable(each.product for each in find_attentions(self.program))
 
     def copy_(self, node: fx.Node, **instead: fx.Node) -> None:
-        """Copy a node as it is; `instead`: other inputs in place of those of these names."""
-        self.nodes[node] = self.graph.node_copy(node, lambda each: instead.get(each.name, self.nodes.get(each)))
+        """Copy a node as it is, a constant once; `instead`: other inputs in place of those of these names."""
+        if node.op != "get_attr" or node not in self.nodes:
+            self.nodes[node] = self.graph.node_copy(node, lambda each: instead.get(each.name, self.nodes.get(each)))
 
     def begin_(self, node: fx.Node, tokens: int) -> None:
         """Set the number of tokens that a stream [B,N,C] has from here on."""
@@ -177,7 +178,26 @@ class MergedNodes:
             mean = self._mean(node, table, axes, rank, unit) if table in self.free else table
             if mean is not table:
                 means[table] = mean
+                other = self._other_of_rotation(node, table)
+                if other is not None:
+                    means[table] = self.means.turn(mean, self._mean(node, other, axes, rank, unit), node)
+                    self.values[means[table]] = self.values[mean]
         return means
+
+    def _other_of_rotation(self, node: fx.Node, table: fx.Node) -> fx.Node | None:
+        """Return the sines beside cosines, or the cosines beside sines, if the node's sum with another turns tokens."""
+        sums = [user for user in node.users if operation(user) in ("add", "add_")]
+        beside = [each for user in sums for each in user.all_input_nodes if each is not node]
+        products = [each for each in (node, *beside) if operation(each) in ("mul", "mul_")]
+        if node not in products or table.op != "get_attr":
+            return None
+        own = self.program.tensor(str(table.target))
+        for other in (each for product in products[1:] for each in product.all_input_nodes if each.op == "get_attr"):
+            both = own, self.program.tensor(str(other.target))
+            if both[0].shape == both[1].shape and _are_sines_and_cosines(*both):
+                self.copy_(other)
+                return other
+        return None
 
     def _mean_bias(self, node: fx.Node, unit: tuple[int, int]) -> fx.Node | None:
         """Return the node of the mean of the bias that a fused attention adds to its scores; None if it adds none."""
@@ -312,6 +332,11 @@ class MergedNodes:
         is_of_image = operation(product) == SDPA and added is None and named_arguments(product)["attn_mask"] is not None
         if is_of_image or (added is not None and not added.is_meta and not bool(visible_keys(added).all())):
             raise PositionDependent(node, f"adds a mask by token positions to scores: {_ANY}")
+
+
+def _are_sines_and_cosines(one: Tensor, other: Tensor) -> bool:
+    length = one.float().square() + other.float().square()
+    return length.is_meta or torch.allclose(length, torch.ones_like(length), atol=1e-2)
 
 
 def _masks_nothing(program: Program, node: fx.Node) -> bool:

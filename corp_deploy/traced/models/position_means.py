@@ -1,9 +1,10 @@
 """Positions of merged tokens: means of tables of positions over the source tokens, in a graph that merges tokens.
 
 A merged token gets the mean of its source tokens' rows of a table that is added to or multiplied with tokens, and the
-mean over rows and columns of a bias of pairs. A rotation of queries and keys is linear in its sines and cosines, so
-that source tokens of equal content get the mean of their scores: with sines and cosines scaled to a rotation again,
-they would get other scores.
+mean over rows and columns of a bias of pairs. Scores are linear in the sines and cosines that turn a query or a key, so
+that their means give the mean of the source tokens' scores. But a softmax follows: n keys weigh more than n keys of
+their mean score. Therefore mean sines and cosines, which are shorter than one, are scaled up to the root of their
+length, which errs less than the mean, and in most cases than a whole rotation (benchmarks/quality/positions.py).
 
 Legend: B inputs, M source tokens, N tokens.
 """
@@ -36,6 +37,12 @@ def mean_positions(table: Tensor, shares_BNM: Tensor, dim: int) -> Tensor:
     for _ in range(table.dim() - 3):
         shares = shares.unsqueeze(1)
     return (shares @ table.movedim(dim, -2)).movedim(-2, dim)
+
+
+def scaled_turn(mean: Tensor, other: Tensor) -> Tensor:
+    """Scale mean sines, beside the mean cosines, or the other way round, to the root of the length of both."""
+    square = mean.float().square() + other.float().square()
+    return mean * square.clamp_min(1e-6).pow(-0.25).to(mean.dtype)
 
 
 def even_sources(x: Tensor, tokens: int, count: int) -> Tensor:
@@ -80,6 +87,10 @@ class PositionMeans:
         for dim in dims:
             mean = self._once(like, mean_positions, mean, shares, dim)
         return mean
+
+    def turn(self, mean: fx.Node, other: fx.Node, like: fx.Node) -> fx.Node:
+        """Return a node of mean sines or cosines, beside the other, that are scaled; see scaled_turn."""
+        return self._once(like, scaled_turn, mean, other)
 
     def _once(self, like: fx.Node, function: Any, *args: Any) -> fx.Node:
         key = function, *args
