@@ -49,6 +49,7 @@ PAGES: Mapping[str, Mapping[str, tuple[str, Table]]] = {
     "docs/measured/real-models.md": {
         "real_vit.json": ("DINOv2 on photographs", real_page.real_vit),
         "efforts.json": ("`--effort` on three models", real_page.efforts),
+        "more_data.json": ("What more images are worth", real_page.more_data),
         "real_vit_engines.json": ("Speed and engines of DINOv2", real_page.real_vit_engines),
         "real_convnet.json": ("EfficientNet-Lite0 on photographs", real_page.real_convnet),
     },

@@ -13,7 +13,7 @@ from markupsafe import Markup
 
 from perf.report.svg import WIDTH, Drawing, bar, dot, grid_x, group, legend, linear_scale, path, text
 
-from .error_picture import real_encoder
+from .error_picture import more_data, real_encoder
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS, PICTURES = ROOT / "benchmarks" / "results", ROOT / "docs" / "pictures"
@@ -88,6 +88,7 @@ DRAWINGS: Mapping[str, Callable[[], Drawing]] = {
     "cpu-latency.svg": cpu_latency,
     "fused-attention.svg": fused_attention,
     "real-encoder.svg": lambda: real_encoder(_record("real_vit")),
+    "more-data.svg": lambda: more_data(_record("more_data")),
 }
 
 

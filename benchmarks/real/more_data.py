@@ -17,6 +17,7 @@ from typing import Any
 
 import click
 import torch
+from torch import Tensor
 
 from benchmarks.harness import Bench, measures
 from benchmarks.quality.subjects import Subject, crops_of, dinov2, outputs, relative_errors
@@ -43,8 +44,8 @@ SIZES: Mapping[tuple[int, int], tuple[str, ...]] = {
 """Numbers of photographs and crops, with what is tried on them: 4,096 crops at standard effort would take two hours."""
 
 
-def row_of(subject: Callable[[], Subject], how: str) -> dict[str, Any]:
-    """Make one reduction and judge it on each set."""
+def row_of(subject: Callable[[], Subject], known: dict[str, Tensor], how: str) -> dict[str, Any]:
+    """Make one reduction and judge it on each set; `known` keeps the dense outputs by set."""
     own = subject()
     moments, started = own.moments, time.process_time()
     asked = build_request(ReduceOptions.from_options({"macs": SHARE, **HOW[how]}))
@@ -53,10 +54,9 @@ def row_of(subject: Callable[[], Subject], how: str) -> dict[str, Any]:
     assert own.more_held_out is not None
     fitted = own.inputs.subset(range(min(own.inputs.count, OWN)))
     sets = {"": own.held_out, "more_": own.more_held_out, "fitted_": fitted}
-    found = {
-        name: relative_errors(outputs(reduction.model, each), outputs(own.dense.model, each))
-        for name, each in sets.items()
-    }
+    if not known:
+        known |= {name: outputs(own.dense.model, each) for name, each in sets.items()}
+    found = {name: relative_errors(outputs(reduction.model, each), known[name]) for name, each in sets.items()}
     errors = {f"{name}error": error for name, (error, _) in found.items()}
     medians = {f"{name}median_error": median for name, (_, median) in found.items()}
     return {**errors, **medians, "macs_share": macs(reduction.model) / macs(own.dense.model), "cpu_s": cpu_s}
@@ -73,9 +73,10 @@ def main(bench: Bench, held_out: int, threads: int) -> None:
         with tempfile.TemporaryDirectory() as scratch:
             make = partial(dinov2, Path(scratch), count, held_out)
             subject = cache(lambda make=make, count=count, used=photographs: make(crops_of(count, used)))
+            known = dict[str, Tensor]()
             for how in every:
                 try:
-                    bench.row({"how": how, "photographs": photographs, "crops": count}, row_of, subject, how)
+                    bench.row({"how": how, "photographs": photographs, "crops": count}, row_of, subject, known, how)
                 except Missing as reason:
                     click.echo(f"skipped: {reason}")
                     return
