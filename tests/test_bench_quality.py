@@ -14,9 +14,9 @@ import torch
 from click.testing import CliRunner
 
 from benchmarks.harness import Bench, Record
-from benchmarks.pages import accuracy_page, convnets_page, sparsity_page
+from benchmarks.pages import accuracy_page, convnets_page, positions_page, sparsity_page
 from benchmarks.pages.levers_page import levers
-from benchmarks.quality import convnets, hard_vit, methods, sparsity, subjects, text_encoder
+from benchmarks.quality import convnets, hard_vit, methods, positions, sparsity, subjects, text_encoder
 from benchmarks.quality import levers as of_levers
 from benchmarks.quality.procedural_images import CLASSES, made
 from benchmarks.quality.reference_text import opened
@@ -28,7 +28,7 @@ from benchmarks.real.page import real_convnet as convnet_table
 from corp_deploy.families.hf_encoders import Arguments, architecture_of_encoder
 from corp_deploy.families.tokenizer import Tokenization
 from corp_deploy.reduction.model import uniform_widths
-from corp_deploy.spec.architecture import Preprocessing
+from corp_deploy.spec.architecture import Architecture, Preprocessing
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
 from corp_deploy.store.dense_model import model_of_directory
 from corp_deploy.store.input_sets import images_for_model
@@ -210,6 +210,25 @@ def test_benchmark_has_its_rows_and_table(
     assert all(0.0 < row["error"] < 3.0 for row in record["rows"])
     assert line in table(record)
     assert run(command, tmp_path / "r.json", *words) == record
+
+
+@pytest.mark.slow("models")
+def test_ways_to_turn_merged_tokens_have_their_rows_and_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def untrained(architecture: Architecture, cache: Path) -> Checkpoint:
+        torch.manual_seed(0)
+        model = dense_from_architecture(architecture)
+        tiny.enliven(model, 0)
+        return Checkpoint(model=model.requires_grad_(False), architecture=architecture, lineage={})
+
+    monkeypatch.setattr(positions, "SHAPES", ())
+    monkeypatch.setattr(positions, "SCHEDULES", (8,))
+    monkeypatch.setattr(positions, "trained", untrained)
+    record = run(positions.main, tmp_path / "r.json")
+    errors = {(row["model"], row["way"]): row["error"] for row in record["rows"]}
+    for architecture in positions.MODELS:
+        assert len({errors[architecture.name, turn] for turn in positions.TURNS}) == len(positions.TURNS)
+        assert errors[architecture.name, "closed loop"] < errors[architecture.name, positions.TURNS[0]]
+    assert "| EVA-02 | mean angle |" in positions_page.positions(record)
 
 
 @pytest.mark.slow("models")

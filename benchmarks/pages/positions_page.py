@@ -1,0 +1,45 @@
+"""Tables of merged tokens with rotary positions and position biases."""
+
+from typing import Any
+
+from benchmarks.pages.markdown import table, table_of
+
+_MODELS = {"vit_small_patch16_rope_224": "rotary ViT", "eva02_tiny_patch14_224": "EVA-02"}
+
+
+def positions(record: dict[str, Any]) -> str:
+    """Return errors by model, way and number of merged tokens, then graphs of models of real size."""
+    rows = {(row["model"], row["way"], row["merged"]): row for row in record["rows"]}
+    counts = [count for count in dict.fromkeys(count for *_, count in rows) if count]
+    ways = [pair for pair in dict.fromkeys((model, way) for model, way, _ in rows) if pair[1] != "dense"]
+    lines = [
+        [_MODELS[model], way, *(f"{rows[model, way, count]['error']:.3g}" for count in counts)] for model, way in ways
+    ]
+    shares = {count: next(row["macs_share"] for row in rows.values() if row["merged"] == count) for count in counts}
+    heads = [f"{count} ({share:.2f} of the MACs)" for count, share in shares.items()]
+    dense = ", ".join(f"{_MODELS[model]} {rows[model, 'dense', 0]['accuracy']:.1%}" for model in _MODELS)
+    quality = (
+        "Two small models trained on the digits (64 patches, 6 blocks), one with rotary positions alone, one with "
+        f"learned ones too (accuracy: {dense}). Relative error of the logits on 500 held-out digits, by the number of "
+        "tokens that each block merges. A merged token is turned by the mean sine and cosine of its source tokens, "
+        "scaled to the root of their length (as `--merge-tokens` does), as they are, or scaled to length one, or by "
+        "the sources' mean angle. `closed loop` repairs the first at full widths with "
+        f"{record['calibration_images']} calibration images. `widths` has the same multiply-adds with all tokens "
+        "(`best`, by site, closed loop): on these redundant models narrower layers lose next to nothing, other than on "
+        "photographs ([Real models](real-models.md))."
+    )
+    columns = {
+        "model": "`{shape}`",
+        "tokens": "{tokens} to {tokens_left}",
+        "MACs": "{macs_share:.3f}",
+        "of them for positions": "{positions_share:.1%}",
+        "error of the ONNX graph": "{graph_error:.1e}",
+        "images with other merges": "{images_apart} of 8",
+        "fused attentions": "{fused_attention} of {attentions}",
+    }
+    real = (
+        "Models of real size with **random weights**, four tokens in a hundred merged per block: they show costs, "
+        "graphs and TensorRT-RTX plans, and nothing of quality. Errors are of the FP32 graph against torch on noise:"
+    )
+    shapes = table_of(record.get("shapes", ()), columns)
+    return "\n\n".join([quality, table(["model", "way", *heads], lines), real, shapes])
