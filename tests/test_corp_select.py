@@ -125,6 +125,27 @@ def test_swap_ends_at_a_local_optimum_with_its_exact_loss(seed: int, width: int)
         assert ridge_loss(cov, weight, exchanged, ridge) >= result.error * (1.0 - 2e-6)
 
 
+def test_swap_depends_on_no_scale_and_ends_on_redundant_channels() -> None:
+    """Activations of 1e-8 give covariances of 1e-16; of 96 channels only 24 are independent but for rounding."""
+    generator = torch.Generator().manual_seed(0)
+    mixed = torch.randn(500, 24, generator=generator) @ torch.randn(24, 96, generator=generator)
+    samples = (mixed + 1e-7 * torch.randn(500, 96, generator=generator)).double()
+    weight = torch.randn(16, 96, generator=generator).double()
+    start = torch.randperm(96, generator=generator)[:48].sort().values
+    plain = swap(covariance_of(samples), weight, start, ridge_rel=1e-4)
+    assert plain.swaps > 5
+    assert 0.0 < plain.error < plain.error_before
+    for scale in (1e-8, 1e-4, 1e8):
+        scaled = swap(covariance_of(scale * samples), weight / scale, start, ridge_rel=1e-4)
+        assert scaled.kept_K.tolist() == plain.kept_K.tolist()
+        assert scaled.error == pytest.approx(plain.error, rel=1e-5)
+        ridge = 1e-4 * float(covariance_of(scale * samples).diagonal().mean())
+        exact = ridge_loss(covariance_of(scale * samples), weight / scale, scaled.kept_K.tolist(), ridge)
+        assert scaled.error == pytest.approx(exact, rel=1e-5)
+    nearly_singular = swap(covariance_of(samples), weight, start, ridge_rel=1e-12)
+    assert nearly_singular.error <= nearly_singular.error_before
+
+
 def test_swap_corrects_a_bad_choice_and_excludes_dead_channels() -> None:
     samples, weight = layer(60, 8, 800)
     samples[:, :3] = 1.0

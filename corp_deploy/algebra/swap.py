@@ -7,12 +7,14 @@ H = A_SS^-1 and V = [best weights on S | residual of the pruned columns]:
         [ A_PS H    A_PP - A_PS H A_SP     ]
 
 Moving a channel p in or out of S is one pivot: T - T_pp t t' and V - V_p t' with t = T_p / T_pp but t_p = 1 - 1/|T_pp|,
-after which only T_pp needs a constant subtracted. Pivots stay vectors for a block and are applied in one product.
+after which only T_pp needs a constant subtracted. Pivots stay vectors for a block and are applied in one product. As
+that constant is 2, covariances are first scaled to a mean diagonal of about 1, by a power of two.
 
 Legend: F channels, O outputs, K kept, P pruned, B pivots in a block.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,6 +24,7 @@ from .scores import complement
 
 _BLOCK = 64
 _ROWS = 64
+_FALL, _ROUNDS = 0.1, 8  # the loss is computed anew after a round that lowers it so much, and after so many rounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +62,11 @@ class _Swept:
         a_FF[kept, kept], a_FF[kept, pruned], a_FF[pruned, kept] = -inverse_KK, map_KP, map_KP.T
         self.t_FF = a_FF
         self._clear()
+
+    def loss(self) -> float:
+        """Compute the loss tr(W_P (A_PP - A_PS H A_SP) W_P') of the present kept set."""
+        left_OP = self.weight_OF[:, self.kept :]
+        return float(((left_OP @ self.t_FF[self.kept :, self.kept :]) * left_OP).sum())
 
     def _clear(self) -> None:
         width = self.channel_F.numel()
@@ -164,28 +172,37 @@ def swap(
     """Exchange kept for pruned channels until no exchange of one pair lowers the ridge objective by gain_rel of it.
 
     Each round looks at every pair once (O(F^2)), makes the best disjoint exchanges that still help after those before
-    them, and updates the matrices.
+    them, and updates the matrices. On nearly singular covariances the foreseen changes are no more than rounding
+    errors, so the loss is computed anew now and then, and the exchanges end where it has not fallen.
     """
     allowed_F = ~dead_channels(covariance_FF, weight_OF)
     if not bool(allowed_F.any()):
         return ExchangedSet(kept_K=kept_K.sort().values, swaps=0, error_before=0.0, error=0.0)
-    swept = _Swept(shifted_covariance(covariance_FF, ridge_rel).matrix_FF, weight_OF, kept_K)
-    left_OP, t_PP = swept.weight_OF[:, swept.kept :], swept.t_FF[swept.kept :, swept.kept :]
-    before = error = float(((left_OP @ t_PP) * left_OP).sum())  # tr(W_P (A_PP - A_PS H A_SP) W_P')
-    swaps, improved = 0, True
+    _, exponent = math.frexp(float(covariance_FF.diagonal().mean()))
+    unit = math.ldexp(1.0, exponent)
+    swept = _Swept(shifted_covariance(covariance_FF / unit, ridge_rel).matrix_FF, weight_OF, kept_K)
+    before = error = swept.loss()
+    best = ExchangedSet(kept_K=kept_K.sort().values, swaps=0, error_before=before, error=before)
+    swaps, rounds, improved = 0, 0, True
     while improved:
-        improved = False
+        improved, last = False, error
         for i, j, foreseen in _candidates(swept, allowed_F):
             if foreseen > -gain_rel * error:
                 break
             (ti_F, ni_F), (tj_F, nj_F) = swept.rows(i), swept.rows(j)
             change = float(_change(ti_F[i], tj_F[j], ti_F[j], ni_F[i], nj_F[j], ni_F[j]))
-            if change <= -gain_rel * error:
+            if -error <= change <= -gain_rel * error:
                 swept.exchange(i, j)
                 error += change
                 swaps, improved = swaps + 1, True
         if improved:
             swept.apply()
-    return ExchangedSet(
-        kept_K=swept.channel_F[: swept.kept].sort().values, swaps=swaps, error_before=before, error=error
-    )
+            rounds += 1
+        if not improved or rounds % _ROUNDS == 0 or error < (1.0 - _FALL) * last:
+            exact = swept.loss()
+            if not 0.0 <= exact < best.error:
+                break
+            kept_K = swept.channel_F[: swept.kept].sort().values
+            best = ExchangedSet(kept_K=kept_K, swaps=swaps, error_before=before, error=exact)
+            improved, error = improved and exact < (1.0 - gain_rel) * last, exact
+    return replace(best, error_before=unit * best.error_before, error=unit * best.error)
