@@ -7,6 +7,7 @@ from copy import deepcopy
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from corp_deploy.planning.curvature import compute_output_metrics
 from corp_deploy.planning.curves import ErrorCurve, _in_outputs, _probed_positions, compute_eliminations
 from corp_deploy.planning.execution import reduce_as_asked
 from corp_deploy.planning.probe import Probe, SiteTrial
-from corp_deploy.planning.probe_split import IN_LOOP, set_apart
+from corp_deploy.planning.probe_split import IN_LOOP, _group_positions, set_apart
 from corp_deploy.planning.request import build_request
 from corp_deploy.reduction import pool as site_pool
 from corp_deploy.reduction.calibrate import Statistics, calibrate
@@ -175,6 +176,18 @@ def test_groups_without_halves_are_left_out_whole_and_evenly(dense: Checkpoint, 
     assert gone == [place for group in (1, 5, 8) for place in range(4 * group, 4 * group + 4)]
     assert apart.moments.half is None
     _assert_same(apart.moments, moments_of(dense, images, left))
+
+
+@pytest.mark.parametrize(("count", "apart"), [(37, 8), (297, 20), (12, 3)])
+def test_widths_are_judged_by_several_groups(count: int, apart: int) -> None:
+    """Of 512 images in 37 groups, three groups would have 32 images; 12 groups leave no more than a quarter out."""
+    group_of = torch.arange(512) * count // 512
+    images: Any = SimpleNamespace(ids=torch.arange(512), count=512)
+    moments: Any = SimpleNamespace(image_ids=torch.arange(512), group_ids=group_of)
+    places = _group_positions(images, moments)
+    chosen = group_of[places].unique()
+    assert len(chosen) == apart
+    assert places == torch.isin(group_of, chosen).nonzero().squeeze(1).tolist()
 
 
 def test_ungrouped_images_are_left_out_one_by_one(dense: Checkpoint, images: Images, tmp_path: Path) -> None:

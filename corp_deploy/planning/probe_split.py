@@ -21,6 +21,7 @@ from corp_deploy.traced.models.module import device_of
 IMAGES = 32  # largest number of images in a probe
 IN_LOOP = 96  # largest number of images that a closed loop is tried on
 ALL_BELOW = 16  # fewer images than these are not split
+GROUPS = 8  # groups that widths are judged by: three of 37 photographs were too few
 FEW = 16  # images that are enough for a mean over all of their tokens
 RUNS = 4  # runs of neighbouring images that a probe's images form
 
@@ -49,14 +50,18 @@ def _positions(count: int) -> list[int]:
 
 
 def _group_positions(images: InputSet, moments: Moments) -> list[int]:
-    """Return the positions of the images of as few evenly spaced groups as have IMAGES images, or a quarter of all."""
+    """Return the positions of the images of evenly spaced groups: as few as have IMAGES images and are GROUPS.
+
+    They have no more than about a quarter of all images.
+    """
     group_of = dict(zip(moments.image_ids.tolist(), moments.group_ids.tolist(), strict=True))
     groups = [group_of.get(image) for image in images.ids.tolist()]
     names = list(dict.fromkeys(group for group in groups if group is not None))
-    chosen = set[int]()
+    chosen, most = set[int](), images.count // 4
     for count in range(1, len(names)):
         chosen = {names[(2 * place + 1) * len(names) // (2 * count)] for place in range(count)}
-        if sum(group in chosen for group in groups) >= min(IMAGES, images.count // 4):
+        apart = sum(group in chosen for group in groups)
+        if apart >= most or (apart >= IMAGES and count >= GROUPS):
             break
     return [place for place, group in enumerate(groups) if group in chosen]
 
