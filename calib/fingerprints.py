@@ -41,13 +41,22 @@ def _signs(hashes_N2: Tensor) -> Tensor:
     return bits.flatten(1).float() * 2 - 1
 
 
-def alike_pairs(hashes_N2: Tensor) -> Tensor:
-    """Return the positions of hashes that count as one picture, int64 [P,2], the smaller first."""
-    signs_NK, pairs = _signs(hashes_N2), [torch.empty(0, 2, dtype=torch.int64)]
-    for start in range(0, len(hashes_N2), _ROWS):
-        alike = signs_NK[start : start + _ROWS] @ signs_NK[start:].T >= BITS - 2 * ALIKE
-        pairs.append(alike.triu(1).nonzero() + start)
-    return torch.cat(pairs)
+def first_alike(hashes_N2: Tensor) -> Tensor:
+    """Return for each hash the first position of those that count as one picture, also transitively, int64 [N].
+
+    Memory grows with N alone: frames of a still film all look like each other.
+    """
+    distinct_M2, place_N = hashes_N2.unique(dim=0, return_inverse=True)
+    signs_MK, group_M = _signs(distinct_M2), torch.arange(len(distinct_M2))
+    for start in range(0, len(distinct_M2), _ROWS):
+        alike_RM = signs_MK[start : start + _ROWS] @ signs_MK.T >= BITS - 2 * ALIKE
+        for alike_M in alike_RM[alike_RM.sum(1) > 1]:
+            groups = group_M[alike_M].unique()
+            if len(groups) > 1:
+                group_M[torch.isin(group_M, groups)] = groups[0]
+    group_N = group_M[place_N]
+    first_M = torch.full_like(group_M, len(group_N)).scatter_reduce_(0, group_N, torch.arange(len(group_N)), "amin")
+    return first_M[group_N]
 
 
 def are_alike(hashes_N2: Tensor, others_M2: Tensor) -> Tensor:

@@ -14,14 +14,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .fingerprints import Fingerprints, alike_pairs, no_hashes, no_ids, perceptual_hashes
+from .fingerprints import Fingerprints, first_alike, no_hashes, no_ids, perceptual_hashes
 from .groups import merged_labels
 from .images import Images
 from .inputs import InputSet
 from .sources import Array, Folder
 
 SHOWN = 0.1
-"""The least share of images with a relative at which groups are worth two passes over halves."""
+"""The least share of images with a relative at which groups are kept."""
 LEAST_GROUPS = 8
 RUNS, RUN = 8, 16  # runs of neighbours that are compared first, and the images in one
 MOST = 20_000  # images that are compared with one another
@@ -63,10 +63,10 @@ def _labels_by_look(images: Images) -> list[int]:
 
 
 def _joined(images: Fingerprints) -> dict[int, int]:
-    """Return, by content id of an image that looks like another, the smallest id of those that look alike."""
-    ends = images.ids[alike_pairs(images.hashes_M2)].flatten().tolist()
-    numbers = [number for number in range(len(ends) // 2) for _ in range(2)]
-    return dict(zip(ends, merged_labels(ends, numbers), strict=True))
+    """Return, by content id, the smallest id of the images that look alike."""
+    first_N = first_alike(images.hashes_M2)
+    least_N = images.ids.scatter_reduce(0, first_N, images.ids, "amin")
+    return dict(zip(images.ids.tolist(), least_N[first_N].tolist(), strict=True))
 
 
 def count_pictures(images: Fingerprints) -> int:

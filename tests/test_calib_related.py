@@ -9,9 +9,9 @@ import pytest
 import torch
 from PIL import Image
 
-from calib.fingerprints import are_alike, perceptual_hashes
+from calib.fingerprints import ALIKE, Fingerprints, are_alike, first_alike, perceptual_hashes
 from calib.images import Images, open_images
-from calib.related import LEAST_GROUPS, RUN, RUNS, find_related, shows_groups, whole_of_name
+from calib.related import LEAST_GROUPS, RUN, RUNS, count_pictures, find_related, shows_groups, whole_of_name
 from calib.splits import split_for_calibration
 from ground.errors import BadInput
 from tests.doubles import some
@@ -100,7 +100,7 @@ def test_crops_in_a_folder_are_grouped_by_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("count", [24, 300])
 def test_near_duplicates_in_an_array_are_grouped(count: int, tmp_path: Path) -> None:
-    """Of 300 images only neighbours are looked at before all are."""
+    """Compare neighbours alone first where there are more than 128 images."""
     images = pictures(count)
     images[1::4] = images[::4] * 1.02 + 0.001 * pictures(len(images[1::4]), seed=1)
     groups_B, by = some(find_related(array_of(tmp_path / "images.npy", images)))
@@ -110,6 +110,36 @@ def test_near_duplicates_in_an_array_are_grouped(count: int, tmp_path: Path) -> 
         for first in range(0, count, 4)
         for group in (frozenset({first, first + 1}), frozenset({first + 2}), frozenset({first + 3}))
     }
+
+
+def test_a_still_film_takes_little_memory_and_time() -> None:
+    """Count 4,000 frames that all look alike as one picture: they have eight million pairs."""
+    frames = torch.zeros(4000, 2, dtype=torch.int64)
+    frames[:, 0] = torch.arange(4000) % 4
+    hashes = torch.cat([frames, torch.full((1, 2), -1)])
+    assert first_alike(hashes).tolist() == [0] * 4000 + [4000]
+    assert count_pictures(Fingerprints(ids=torch.arange(4001), hashes_M2=hashes)) == 2
+
+
+@pytest.mark.parametrize("count", [0, 1, 60])
+def test_first_alike_equals_explicit_search(count: int) -> None:
+    random = torch.Generator().manual_seed(0)
+    hashes = torch.randint(-(2**62), 2**62, (count, 2), generator=random)
+    for place in range(1, count, 3):  # a chain: each third hash differs from an earlier one by three bits
+        hashes[place] = hashes[max(place - 3, 0)]
+        hashes[place, 1] ^= 0b111 << (place % 60)
+    bits = [format(one % 2**64, "064b") + format(other % 2**64, "064b") for one, other in hashes.tolist()]
+    expected = list(range(count))
+    changed = True
+    while changed:
+        changed = False
+        for one in range(count):
+            for other in range(count):
+                near = sum(a != b for a, b in zip(bits[one], bits[other], strict=True)) <= ALIKE
+                if near and expected[other] < expected[one]:
+                    expected[one], changed = expected[other], True
+    assert first_alike(hashes).tolist() == expected
+    assert count < 2 or len(set(expected)) < count
 
 
 def test_a_film_is_one_group(tmp_path: Path) -> None:

@@ -180,7 +180,7 @@ def test_groups_without_halves_are_left_out_whole_and_evenly(dense: Checkpoint, 
 
 @pytest.mark.parametrize(("count", "apart"), [(37, 8), (297, 20), (12, 3)])
 def test_widths_are_judged_by_several_groups(count: int, apart: int) -> None:
-    """Of 512 images in 37 groups, three groups would have 32 images; 12 groups leave no more than a quarter out."""
+    """Set eight groups apart, or as many as have a quarter of the images."""
     group_of = torch.arange(512) * count // 512
     images: Any = SimpleNamespace(ids=torch.arange(512), count=512)
     moments: Any = SimpleNamespace(image_ids=torch.arange(512), group_ids=group_of)

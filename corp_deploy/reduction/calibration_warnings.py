@@ -24,7 +24,7 @@ from corp_deploy.families.timm_images import ImageSpec
 ROWS_OF_IMAGE = 32
 LEAST_INPUTS = 8
 ENOUGH = 256
-"""Different pictures from which on a further one gains little (docs/measured/real-models.md)."""
+"""Different pictures below which more are advised: between the 37 and 297 of docs/measured/real-models.md."""
 FAR = 8.0
 """The limit of values, as a multiple of the largest one that the preprocessing gives."""
 

@@ -152,10 +152,7 @@ class _Passes:
         """
         checkpoint, request, run, statistics = self.checkpoint, self.request, self.run, self.request.statistics
         sites, available = choose_sites(checkpoint, statistics), memory.bytes_available(request.device)
-        copies, needed = (
-            run.copies(request, images),
-            memory_needed(checkpoint, sites, statistics, widths),
-        )
+        copies, needed = run.copies(request, images), memory_needed(checkpoint, sites, statistics, widths)
         bytes_needed = {name: copies * size for name, size in needed.items()}
         run.on_bytes_needed(sum(bytes_needed.values()))
         files = 1 + len(run.snapshots) + (request.hold_out is not None)

@@ -124,6 +124,7 @@ def line_of_moments(summary: Mapping[str, Any], noun: str = "images") -> str:
 
 
 def lines_of_pictures(summary: Mapping[str, Any]) -> list[str]:
+    """Return the advice on the number of pictures and the line on groups that were found, as far as there are any."""
     found, advice = summary.get("groups"), summary.get("advice")
     lines = [] if advice is None else [advice]
     if found is not None:
