@@ -155,7 +155,13 @@ class _Making(TorchFunctionMode):
 class _Module:
     """What torch asks the module of a device."""
 
-    is_available = staticmethod(lambda: True)
+    used = False
+
+    @classmethod
+    def is_available(cls) -> bool:
+        """Return whether a test uses the device: torch tells other tests of its process that it is absent."""
+        return cls.used
+
     is_initialized = staticmethod(lambda: True)
     is_autocast_enabled = staticmethod(lambda: False)
     current_device = staticmethod(lambda: 0)
@@ -177,7 +183,8 @@ def _register() -> None:
 def pretended() -> Iterator[str]:
     """The device's name, to be used within this context."""
     _register()
-    with _Making(), _Running():  # type: ignore[no-untyped-call]
+    with pytest.MonkeyPatch.context() as patch, _Making(), _Running():  # type: ignore[no-untyped-call]
+        patch.setattr(_Module, "used", True)
         yield NAME
 
 
