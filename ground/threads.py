@@ -7,7 +7,7 @@ runs, which a spin of microseconds before the sleep avoids.
 
 import os
 import sys
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from math import ceil
 from pathlib import Path
 
@@ -20,9 +20,13 @@ THREADS = "OMP_NUM_THREADS"
 """The variable that OpenMP, MKL and OpenBLAS read."""
 
 
+def affinity_ids() -> list[int]:
+    """Return the numbers of the CPUs that the scheduler may run this process on."""
+    return sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else [*range(os.cpu_count() or 1)]
+
+
 def affinity_cpus() -> int:
-    """Return the number of CPUs that the scheduler may run this process on."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return len(affinity_ids())
 
 
 def cpu_quota(proc: Path = PROC, cgroups: Path = CGROUPS) -> float | None:
@@ -30,10 +34,15 @@ def cpu_quota(proc: Path = PROC, cgroups: Path = CGROUPS) -> float | None:
 
     It is the lowest limit of the group and its parents, of version 2 (`cpu.max`) or 1 (`cpu.cfs_quota_us`).
     """
-    return min(_read_limits(proc, cgroups), default=None)
+    return least_limit(cpu_groups(proc, cgroups))
 
 
-def _read_limits(proc: Path, cgroups: Path) -> Iterator[float]:
+def least_limit(groups: Iterable[Path]) -> float | None:
+    return min((limit for group in groups for limit in _read_limit(group)), default=None)
+
+
+def cpu_groups(proc: Path = PROC, cgroups: Path = CGROUPS) -> Iterator[Path]:
+    """Yield the directories of this process's control group for CPUs and of its parents."""
     for line in _read_text(proc / "cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
@@ -42,7 +51,7 @@ def _read_limits(proc: Path, cgroups: Path) -> Iterator[float]:
         group = root / path.lstrip("/")
         for place in (group, *group.parents):
             if place.is_relative_to(root):
-                yield from _read_limit(place)
+                yield place
 
 
 def _read_limit(group: Path) -> Iterator[float]:

@@ -18,8 +18,9 @@ from perf.bench.bench import BenchSubject, bench_subjects
 from perf.record.runs import Bench, Flat, differing_keys, load_bench, save_bench
 from perf.runners.protocol import Ledger, MemoryGauge, resident_gauge
 from perf.stats.summary import find_knee, summarise
+from perf.timing.gpu import Gpu
 from perf.timing.laps import Bound, Clock, Laps, Plan
-from perf.timing.watch import Gpu, environment, fingerprint, watching
+from perf.timing.watch import environment, fingerprint, watching
 from tests.doubles import DoubleOfRunner, FakeClock, some
 from tests.nvml import FakeNvml
 from tests.refusals import rejects, reports_missing
@@ -384,6 +385,7 @@ def test_gpu_state_names_throttling_and_counts_foreign_processes() -> None:
     state = gpu.state()
     assert state.throttle == ("sw_power_cap", "hw_thermal_slowdown")
     assert (state.sm_clock_mhz, state.temperature_c, state.power_w, state.foreign_processes) == (1410, 61, None, 1)
+    assert state.power_limit_w == 300.0
     told = environment(gpu.describe())
     assert (told["gpu"], told["sm"], told["cuda"], told["power_limit_w"]) == ("A Card", "8.6", "13.2", 300.0)
     assert told["clocks"] is None
@@ -399,7 +401,7 @@ def test_gpu_that_cuda_runs_on_is_watched(monkeypatch: pytest.MonkeyPatch, uuid:
             asked.append(handle)
             return "A Card"
 
-    monkeypatch.setattr("perf.timing.watch._nvml", lambda: TwoCards(uuids=("GPU-a", "GPU-b")))
+    monkeypatch.setattr("perf.timing.gpu.open_nvml", lambda: TwoCards(uuids=("GPU-a", "GPU-b")))
     with watching(uuid) as (_, described):
         assert described is not None
     assert asked == [handle]

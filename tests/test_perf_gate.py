@@ -24,6 +24,7 @@ from perf.parity.parity import ImageSet, Parity
 from perf.parity.tolerance import judge_measures as judge_link
 from perf.parity.tolerance import user_tolerance
 from perf.record.runs import OUT_OF_TIME, Bench, BenchTrial, Row, SubjectRecord, TimedBlock
+from perf.record.states import CpuState
 from perf.stats.compare import compare_records, markdown_from_comparison, ratio_of_independent
 from perf.stats.stats import Interval
 from tests.doubles import some
@@ -241,6 +242,20 @@ def test_busy_machine_is_inconclusive() -> None:
     judged = one("speedup@b8 < 1.2", bench_of(row_of(8, times, lost_rel=0.4)))
     assert judged.verdict == "INCONCLUSIVE"
     assert "other programs had the CPU" in judged.message
+
+
+@pytest.mark.parametrize(
+    ("rule", "reason"),
+    [("speedup@b8 < 1.2", "hw_slowdown"), ("p50@b8 > dense * 0.9", "hw_slowdown"), ("p50@b8 > 9", "cgroup_quota")],
+)
+def test_throttled_row_is_inconclusive_like_one_of_a_busy_machine(rule: str, reason: str) -> None:
+    measured = plain().rows[0]
+    cpu = CpuState(governor=None, clock_mhz=800, temperature_c=None, quota_cpus=None, paused_ms=0.0, throttle=(reason,))
+    slow = tuple(replace(each, cpu=cpu) if each.round > 3 else each for each in measured.blocks)
+    assert one(rule, plain()).verdict == "PASS"
+    judged = one(rule, bench_of(replace(measured, blocks=slow)))
+    assert judged.verdict == "INCONCLUSIVE"
+    assert f"throttled during almost all rounds ({reason})" in judged.message
 
 
 def with_trial(bench: Bench, name: str, trial: BenchTrial) -> Bench:

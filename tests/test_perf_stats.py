@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from perf.parity.labels import mcnemar
-from perf.record.runs import BenchTrial, GpuState, Row
+from perf.record.runs import BenchTrial, Row
+from perf.record.states import CpuState, GpuState
 from perf.runners.protocol import HostBound, ParallelStreams
 from perf.stats.decision import fewest_for_share, find_fewest, most_confidence, share_interval, wilson
 from perf.stats.stability import find_warnings
@@ -246,6 +247,8 @@ STATE = GpuState(
     sm_clock_mhz=1400, memory_clock_mhz=1500, temperature_c=60, power_w=200.0, throttle=(), foreign_processes=0
 )
 
+CPU = CpuState(governor=None, clock_mhz=2400, temperature_c=None, quota_cpus=1.5, paused_ms=0.0, throttle=())
+
 
 def timed(call_ms: Callable[[int, int], float], *, rounds: int = 20, **every_block: Any) -> Row:
     """Make the row of ABBA rounds with blocks of ten calls, each of which takes `call_ms(round, call)`."""
@@ -282,11 +285,27 @@ def test_device_times_have_a_tighter_variation_limit() -> None:
     assert any("above 2.5 % is unstable" in text for text in find_warnings([on_device]))
 
 
-def test_dropped_rounds_are_counted_by_reason() -> None:
+def test_left_out_rounds_are_counted_by_reason() -> None:
     steady = timed(lambda index, call: 5.0)
-    hot = replace(steady.blocks[5], dropped="throttled: hw_slowdown")
-    spoilt = replace(steady, blocks=(*steady.blocks[:5], hot, *steady.blocks[6:]))
-    assert find_warnings([spoilt]) == ["batch 8, 1 of 20 rounds left out: throttled: hw_slowdown"]
+    late = replace(steady.blocks[5], dropped="the time limit came within the round")
+    hot = replace(steady.blocks[9], gpu=replace(STATE, throttle=("hw_slowdown", "sw_power_cap")))
+    spoilt = replace(steady, blocks=(*steady.blocks[:5], late, *steady.blocks[6:9], hot, *steady.blocks[10:]))
+    (told, _) = find_warnings([spoilt])
+    assert told == ("batch 8, 2 of 20 rounds left out: the time limit came within the round; throttled: hw_slowdown")
+
+
+@pytest.mark.parametrize(
+    ("throttled", "remedy"),
+    [
+        ({"gpu": replace(STATE, throttle=("hw_thermal_slowdown",))}, "(hw_thermal_slowdown); cool it"),
+        ({"cpu": replace(CPU, throttle=("cgroup_quota",))}, "(cgroup_quota); grant more or whole CPUs"),
+    ],
+)
+def test_throttled_row_is_reported_with_its_remedy(throttled: dict[str, Any], remedy: str) -> None:
+    told = [text for text in find_warnings([timed(lambda index, call: 5.0, **throttled)]) if "throttled" in text]
+    assert len(told) == 1
+    assert told[0].startswith("batch 8, throttled: the machine was throttled during almost all rounds")
+    assert remedy in told[0]
 
 
 def test_short_warm_up_and_failed_subject_are_reported() -> None:

@@ -8,8 +8,16 @@ from typing import Any
 
 import pytest
 
-from perf.record.runs import GpuState, TimedBlock
-from perf.stats.quiet import interrupted_share, is_disturbed, quiet_spans, samples, whole_rounds
+from perf.record.runs import TimedBlock
+from perf.record.states import CpuState, GpuState, MachineState
+from perf.stats.quiet import (
+    interrupted_share,
+    is_disturbed,
+    quiet_spans,
+    samples,
+    throttle_reasons,
+    whole_rounds,
+)
 from perf.stats.stability import drift
 from perf.stats.summary import speedup
 from perf.timing.laps import Clock, Laps, Plan, warm_up
@@ -164,21 +172,56 @@ def test_steady_slowdown_does_not_bias_the_ratio() -> None:
     assert drift(blocks, "dense") == pytest.approx(0.36, abs=0.05)
 
 
-def test_throttled_block_drops_its_round() -> None:
-    clock, asked = FakeClock(), count()
+GPU = GpuState(
+    sm_clock_mhz=1000, memory_clock_mhz=1000, temperature_c=90, power_w=300.0, throttle=("sw_power_cap",),
+    foreign_processes=0,
+)  # fmt: skip
+CPU = CpuState(governor="powersave", clock_mhz=800, temperature_c=97, quota_cpus=1.5, paused_ms=9.0, throttle=())
 
-    def watch() -> GpuState:
-        hot = next(asked) == 5  # the second block of the second round
-        return GpuState(
-            sm_clock_mhz=1000, memory_clock_mhz=1000, temperature_c=90, power_w=300.0,
-            throttle=("hw_thermal_slowdown",) if hot else ("sw_power_cap",), foreign_processes=0,
-        )  # fmt: skip
 
+def hot_at(*readings: int, on_cpu: bool = False) -> Callable[[], MachineState]:
+    """Make a watch that tells of throttling at these readings, of which each block has two."""
+    asked = count()
+
+    def watch() -> MachineState:
+        hot = next(asked) in readings
+        if on_cpu:
+            return MachineState(cpu=replace(CPU, throttle=("cgroup_quota",)) if hot else CPU)
+        return MachineState(gpu=replace(GPU, throttle=("hw_thermal_slowdown",)) if hot else GPU)
+
+    return watch
+
+
+@pytest.mark.parametrize(("reading", "on_cpu"), [(10, False), (11, False), (11, True)])
+def test_round_with_a_block_throttled_at_its_start_or_end_does_not_count(reading: int, on_cpu: bool) -> None:
+    clock = FakeClock()
     bounds = {"a": steady(clock, 10.0), "b": steady(clock, 10.0)}
+    watch = hot_at(reading, on_cpu=on_cpu)  # around the second block of the second round
     blocks = measure_rounds(bounds, 7, calls=5, clock=clock, watch=watch)
-    assert [block.dropped for block in blocks if block.dropped] == ["throttled: hw_thermal_slowdown"]
+    assert [bool(block.throttled) for block in blocks].index(True) == 5
+    assert sum(bool(block.throttled) for block in blocks) == 1
     assert whole_rounds(blocks) == [0, 2, 3, 4, 5, 6]
+    assert throttle_reasons(blocks) == ()
     assert [len(times) for times in samples(blocks, "a")] == [10] * 6
+
+
+@pytest.mark.parametrize("on_cpu", [False, True])
+def test_row_throttled_in_almost_all_rounds_is_kept_and_marked(on_cpu: bool) -> None:
+    """Two rounds of seven are without throttling, too few for an interval."""
+    clock = FakeClock()
+    bounds = {"a": steady(clock, 10.0), "b": steady(clock, 10.0)}
+    blocks = measure_rounds(bounds, 7, calls=5, clock=clock, watch=hot_at(*range(16, 99), on_cpu=on_cpu))
+    assert throttle_reasons(blocks) == ("cgroup_quota" if on_cpu else "hw_thermal_slowdown",)
+    assert whole_rounds(blocks) == [*range(7)]
+    assert len(samples(blocks, "a")) == 7
+
+
+def test_throttled_machine_is_measured_to_the_limit() -> None:
+    clock = FakeClock()
+    bounds = {"a": steady(clock, 10.0), "b": steady(clock, 10.0)}
+    blocks, stop = measure_pair(bounds, Plan(time_limit_s=3.0), calls=5, clock=clock, watch=hot_at(*range(9999)))
+    assert stop == "time limit"
+    assert throttle_reasons(blocks) == ("hw_thermal_slowdown",)
 
 
 def interrupted(clock: FakeClock, busy: Callable[[float], bool]) -> Calls:

@@ -38,7 +38,7 @@ def state_of(watch: Watch) -> Callable[[], dict[str, Any] | None]:
     """A function that reads clocks, temperature, power and throttling; None where NVML is not there."""
 
     def read() -> dict[str, Any] | None:
-        found = watch()
+        found = watch().gpu
         return None if found is None else asdict(found)
 
     return read

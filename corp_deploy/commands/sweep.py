@@ -150,7 +150,7 @@ def _report(
     if refused := max(point.sites_refused for point in points):
         out.warn(f"{refused} sites can't be reduced as asked and stay as they are; inspect says why")
     if disturbed := sum(any(each.disturbed for each in point.speeds) for point in points):
-        out.warn(f"{disturbed} trials were timed while other programs had the machine; see sweep.json")
+        out.warn(f"{disturbed} trials were timed on a busy or throttled machine; see sweep.json")
     dense = swept.scored.of_dense(swept.dense.model)
     agrees = least is not None and any((point.agreement or 0.0) >= least for point in points)
     fitted = swept.fitted

@@ -45,12 +45,12 @@ DENSE, ALL_TOKENS = "the dense model", "the dense model with all tokens"
 
 
 def refuse_disturbed(tables: Mapping[str, LatencyTable]) -> None:
-    """Raise BadInput if other programs had the CPU for too much of a measurement; name its table."""
+    """Raise BadInput if other programs or throttling slowed down too much of a measurement; name its table."""
     disturbed = [name for name, table in tables.items() if any(cell.disturbed for cell in table.cells)]
     if disturbed:
         raise BadInput(
-            f"latency tables of {', '.join(disturbed)}: other programs had the machine while they were measured; "
-            "delete the tables' directory and measure again when it is quiet"
+            f"latency tables of {', '.join(disturbed)}: other programs had the machine, or it was throttled, while "
+            "they were measured; delete the tables' directory and measure again when it is quiet and cool"
         )
 
 

@@ -29,7 +29,7 @@ class SpeedAtBatch:
     """A reduced model's speed against the dense one's at one batch size, interleaved in one process.
 
     `speedup` is dense over reduced latency; `noise` is the same ratio for the dense model against itself. `disturbed`
-    is true if other programs used the machine.
+    is true if other programs used the machine or it was throttled.
     """
 
     batch: int
@@ -147,7 +147,7 @@ def speed_from_row(row: SummaryRow, dense: str, reduced: str) -> SpeedAtBatch:
         dense_images_per_s=one.throughput,
         speedup=row.speedup,
         noise=row.noise,
-        disturbed=row.disturbed,
+        disturbed=row.doubt is not None,
         message=other.message or one.message or "",
     )
 

@@ -40,7 +40,8 @@ def speed_table(bench: Bench) -> Table:
             "-" if side.p90_ms is None or side.p90_ms.value is None else f"{side.p90_ms.value:.2f}" for side in sides
         )
         rates = ("-" if side.throughput is None else f"{side.throughput.value:.0f}" for side in sides)
-        table.add_row(str(row.batch), *map(median_cell, sides), *tails, *rates, *ratio_cells(row))
+        batch = f"{row.batch}\nthrottled" if row.throttled else str(row.batch)
+        table.add_row(batch, *map(median_cell, sides), *tails, *rates, *ratio_cells(row))
     return table
 
 
@@ -60,6 +61,7 @@ def row_figures(row: SummaryRow) -> dict[str, Any]:
         "messages": {name: side.message for name, side in row.sides.items() if side.message},
         "speedup": interval_figures(row.speedup),
         "noise": interval_figures(row.noise),
+        "throttled": list(row.throttled),
     }
 
 

@@ -18,7 +18,7 @@ from ground.ports import Port
 from ground.records import record_from_file
 from perf.record.runs import Flat
 from perf.runners.protocol import Runner
-from perf.stats.quiet import is_disturbed, samples
+from perf.stats.quiet import is_disturbed, samples, throttle_reasons
 from perf.stats.stats import median
 from perf.timing.laps import Clock, Plan, warm_up
 from perf.timing.rounds import calls_per_block, measure_rounds
@@ -31,7 +31,7 @@ SUFFIX = ".latency-table.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """Times at one width and batch size in the quiet rounds, and whether there were too few such rounds."""
+    """Times at one width and batch size in the quiet, unthrottled rounds, and whether there were too few of them."""
 
     width: int
     batch: int
@@ -161,7 +161,7 @@ def _batch_cells(runners: Mapping[int, Runner], feeds: Feeds, plan: Plan, clock:
     call_ms = min(warm_up(bound, plan, clock).call_ms() for bound in bounds.values())
     calls = calls_per_block(call_ms, plan.block_ms)
     blocks = measure_rounds(bounds, plan.min_rounds, calls=calls, clock=clock, watch=watch)
-    disturbed = is_disturbed(blocks)
+    disturbed = is_disturbed(blocks) or bool(throttle_reasons(blocks))
     return [
         Cell(
             width=width,

@@ -98,9 +98,7 @@ def _read_time(bench: Bench, rule: Rule, name: str | None, where: str, confidenc
     reading = _read_timed_interval(bench, rule, row, subject, confidence)
     measured = next(each for each in bench.rows if each.batch == row.batch)
     doubt = next((f"{name} is {why}" for name, why in cached_subjects(measured)), None)
-    if row.disturbed:
-        doubt = "other programs had the CPU during almost all calls; measure again when the machine is quiet"
-    return replace(reading, count=row.rounds, unit="rounds", doubt=reading.doubt or doubt)
+    return replace(reading, count=row.rounds, unit="rounds", doubt=reading.doubt or row.doubt or doubt)
 
 
 def _read_timed_interval(bench: Bench, rule: Rule, row: SummaryRow, subject: str, confidence: float) -> Reading:

@@ -15,6 +15,8 @@ from ground.files import write_json
 from ground.quantity import quoted
 from ground.records import record_from_file
 
+from .states import Block
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FittedInputs:
@@ -69,27 +71,13 @@ DESCRIBE_MAY_DIFFER = ("model",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GpuState:
-    """State of the GPU between two blocks."""
-
-    sm_clock_mhz: int | None
-    memory_clock_mhz: int | None
-    temperature_c: int | None
-    power_w: float | None
-    throttle: tuple[str, ...]
-    foreign_processes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TimedBlock:
+class TimedBlock(Block):
     """Consecutive timed calls of one subject.
 
     `at_s` counts from the row's start. `end_to_end_ms` is None if it equals `compute_ms`. `lost_ms` is the time per
-    call that threads waited for a CPU. `dropped` is the reason why the block doesn't count.
+    call that threads waited for a CPU.
     """
 
-    round: int
-    subject: str
     at_s: float
     calls: int
     wall_ms: float
@@ -97,8 +85,6 @@ class TimedBlock:
     end_to_end_ms: tuple[float, ...] | None = None
     enqueue_ms: float | None = None
     lost_ms: tuple[float, ...] | None = None
-    dropped: str | None = None
-    gpu: GpuState | None = None
 
     def __post_init__(self) -> None:
         times = (self.wall_ms, *self.compute_ms, *(self.end_to_end_ms or ()))

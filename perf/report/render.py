@@ -66,6 +66,8 @@ def _latency_rows(row: SummaryRow) -> Iterator[CsvRow]:
         for name, value in values.items():
             yield _row("latency", side.name, name, value, batch=row.batch, measure=row.measure)
         yield ("latency", side.name, str(row.batch), row.measure, "status", side.status, "", "")
+    if row.mark:
+        yield ("latency", "both", str(row.batch), row.measure, row.mark, ", ".join(row.throttled), "", "")
     for subject, gain in row.repeats.items():
         yield _row("latency", subject, "gain_on_repeats", gain, batch=row.batch, measure=row.measure)
     for name, value in (("speedup", row.speedup), ("noise", row.noise), ("realised_share", row.realised_share)):

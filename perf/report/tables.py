@@ -126,7 +126,7 @@ def _repeats_note(rows: Sequence[SummaryRow]) -> str:
 def _latency_cells(row: SummaryRow) -> tuple[str, ...]:
     sides = tuple(row.sides.values())
     failed = ", ".join(dict.fromkeys(side.message for side in sides if side.status != "ok" and side.message))
-    quality = "disturbed" if row.disturbed else failed
+    quality = row.mark or failed
     return (
         f"{row.batch}\n{quality}" if quality else str(row.batch),
         _join_sides(sides, lambda side: value_text(side.p50_ms) if side.status == "ok" else side.status),

@@ -2,10 +2,12 @@
 
 from collections import Counter
 from collections.abc import Iterable
+from itertools import chain
 
 import numpy as np
 
 from perf.record.runs import TimedBlock
+from perf.record.states import Block
 
 from .stats import MIN_ROUNDS, Floats
 
@@ -21,17 +23,12 @@ class QuietSpans:
     """
 
     def __init__(self, subjects: Iterable[str]) -> None:
-        self.rounds = 0
         self.spans: list[tuple[int, ...]] = []
         self._subjects = frozenset(subjects)
         self._span: list[int] = []
         self._kept_cpu: Counter[str] = Counter()
 
     def add(self, index: int, blocks: Iterable[TimedBlock]) -> None:
-        """Add the next round with its blocks; a round with a dropped block is left out."""
-        blocks, self.rounds = tuple(blocks), self.rounds + 1
-        if any(block.dropped is not None for block in blocks):
-            return
         self._span.append(index)
         for block in blocks:
             self._kept_cpu[block.subject] += sum(_kept_cpu(block))
@@ -46,7 +43,7 @@ def quiet_spans(blocks: Iterable[TimedBlock]) -> list[tuple[int, ...]]:
     for block in blocks:
         rounds.setdefault(block.round, []).append(block)
     quiet = QuietSpans(block.subject for own in rounds.values() for block in own)
-    for index in sorted(rounds):
+    for index in whole_rounds(chain(*rounds.values())):
         quiet.add(index, rounds[index])
     return quiet.spans
 
@@ -56,9 +53,20 @@ def interrupted_share(blocks: Iterable[TimedBlock]) -> float:
     return calls.count(False) / len(calls) if calls else 0.0
 
 
-def whole_rounds(blocks: Iterable[TimedBlock]) -> list[int]:
+def whole_rounds(blocks: Iterable[Block]) -> list[int]:
+    """Return the rounds without a dropped block, and without a throttled one unless almost all are throttled."""
     blocks = tuple(blocks)
-    return sorted({block.round for block in blocks} - {block.round for block in blocks if block.dropped is not None})
+    whole = sorted({block.round for block in blocks} - {block.round for block in blocks if block.dropped is not None})
+    throttled = {block.round for block in blocks if block.throttled}
+    unthrottled = [index for index in whole if index not in throttled]
+    return unthrottled if len(unthrottled) >= min(MIN_ROUNDS, len(whole)) else whole
+
+
+def throttle_reasons(blocks: Iterable[Block]) -> tuple[str, ...]:
+    """Return what slowed the machine down in the rounds that count; empty if enough rounds are without throttling."""
+    blocks = tuple(blocks)
+    whole = set(whole_rounds(blocks))
+    return tuple(dict.fromkeys(reason for block in blocks if block.round in whole for reason in block.throttled))
 
 
 def is_disturbed(blocks: Iterable[TimedBlock]) -> bool:

@@ -6,9 +6,9 @@ import numpy as np
 
 from perf.record.runs import OUT_OF_TIME, Row, TimedBlock
 
-from .quiet import comparison_measure, interrupted_share, is_disturbed, samples, whole_rounds
+from .quiet import comparison_measure, interrupted_share, is_disturbed, samples, throttle_reasons, whole_rounds
 from .stats import MIN_ROUNDS, coefficient_of_variation, trend, trend_score
-from .summary import cached_subjects
+from .summary import cached_subjects, throttled_line
 
 CV_LIMIT = {"cuda events": 0.025, "host": 0.10}  # trtexec's limit for device time; a host clock includes all other work
 DRIFT_LIMIT_REL = 0.03
@@ -50,9 +50,14 @@ def _warnings_of_all(blocks: Sequence[TimedBlock]) -> Iterator[str]:
     interrupted = interrupted_share(blocks)
     if 0 < complete < MIN_ROUNDS:
         yield f"{complete} rounds are too few for an interval, {MIN_ROUNDS} make one; give a longer --time-limit"
+    throttled = throttle_reasons(blocks)
     if complete < total:
-        reasons = sorted({block.dropped for block in blocks if block.dropped})
-        yield f"{total - complete} of {total} rounds left out: {'; '.join(reasons)}"
+        reasons = {block.dropped for block in blocks if block.dropped}
+        hot = {} if throttled else dict.fromkeys(reason for block in blocks for reason in block.throttled)
+        reasons |= {f"throttled: {', '.join(hot)}"} if hot else set()
+        yield f"{total - complete} of {total} rounds left out: {'; '.join(sorted(reasons))}"
+    if throttled:
+        yield f"throttled: {throttled_line(throttled)}; don't rely on these times"
     if is_disturbed(blocks):
         yield (
             f"disturbed: other programs took the CPU from {100 * interrupted:.0f} % of the calls, or there are more "

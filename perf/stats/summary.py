@@ -8,7 +8,7 @@ import numpy as np
 
 from perf.record.runs import Bench, Row, Status, TimedBlock
 
-from .quiet import comparison_measure, is_disturbed, quiet_spans, samples, whole_rounds
+from .quiet import comparison_measure, is_disturbed, quiet_spans, samples, throttle_reasons, whole_rounds
 from .stats import (
     DEFAULT_CONFIDENCE,
     Floats,
@@ -20,6 +20,17 @@ from .stats import (
     ratio_of_medians,
     tail,
 )
+
+BUSY = "other programs had the CPU during almost all calls; measure again when the machine is quiet"
+QUOTA_REMEDY = "grant more or whole CPUs, or fewer --threads"
+HEAT_REMEDY = "cool it, or lower its clocks or power limit"
+
+
+def throttled_line(reasons: Sequence[str]) -> str:
+    """Return a sentence about a row in whose rounds the machine was slowed down, with the remedy."""
+    remedies = dict.fromkeys(QUOTA_REMEDY if reason == "cgroup_quota" else HEAT_REMEDY for reason in reasons)
+    return f"the machine was throttled during almost all rounds ({', '.join(reasons)}); {'; '.join(remedies)}"
+
 
 ONE, VARIED = "one batch", "varied batches"
 MOST_GAIN = 1.1  # the limit of MLPerf Inference's compliance test 04, as inputs stay in the processor's caches too
@@ -69,7 +80,8 @@ class SummaryRow:
     """Statistics of a record at one batch size.
 
     `speedup`, and `noise` of the A/A run (ideally 1), are reference over candidate, over `rounds` spans. `disturbed`
-    means that other programs had the CPU in almost all calls. `repeats` is the speed on one batch over that on varied
+    means that other programs had the CPU in almost all calls, and `throttled` has what slowed the machine down in
+    almost all rounds. `repeats` is the speed on one batch over that on varied
     ones. `realised_share` is the share of time saved over the share of MACs saved: (1 - 1/speedup) / (1 - MACs ratio).
     """
 
@@ -82,6 +94,17 @@ class SummaryRow:
     rounds: int
     disturbed: bool
     repeats: Mapping[str, Interval] = field(default_factory=dict)
+    throttled: tuple[str, ...] = ()
+
+    @property
+    def mark(self) -> str:
+        """A word for a row whose times are unreliable, or an empty text."""
+        return "throttled" if self.throttled else "disturbed" if self.disturbed else ""
+
+    @property
+    def doubt(self) -> str | None:
+        """The reason why the row's times can't decide anything, with the remedy."""
+        return throttled_line(self.throttled) if self.throttled else BUSY if self.disturbed else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,6 +192,7 @@ def _summarise_row(bench: Bench, row: Row, measure: str, confidence: float) -> S
         rounds=len(whole_rounds(row.blocks) if disturbed else quiet_spans(row.blocks)),
         disturbed=disturbed,
         repeats={name: gain for name in row.repeat_blocks if (gain := gain_on_repeats(row, name)) is not None},
+        throttled=throttle_reasons(row.blocks),
     )
 
 

@@ -18,9 +18,9 @@ from ground.text import printable
 from perf.record.runs import FARED, Bench, differing_keys, load_bench
 
 from .changes import ALPHA, LEAST_NOISE, ChangePoint, change_points, critical_score
-from .quiet import comparison_measure, is_disturbed, samples
+from .quiet import comparison_measure, is_disturbed, samples, throttle_reasons
 from .stats import Interval, median, median_interval
-from .summary import speedup
+from .summary import BUSY, speedup, throttled_line
 
 DIGEST_LETTERS = 12
 
@@ -229,8 +229,10 @@ def _read_figures(bench: Bench, batch: int) -> tuple[_Figures, str | None]:
     for name, trial in row.trials.items():
         if trial.status != "ok":
             return _NO_FIGURES, f"{name} {FARED[trial.status]}: {trial.message}"
+    if throttled := throttle_reasons(row.blocks):
+        return _NO_FIGURES, throttled_line(throttled)
     if is_disturbed(row.blocks):
-        return _NO_FIGURES, "other programs had the CPU during almost all calls; measure again when it is quiet"
+        return _NO_FIGURES, BUSY
     faster = speedup(row.blocks, bench.reference.name, bench.candidate.name)
     if faster is None or not faster.is_bounded:
         return _NO_FIGURES, "too few rounds for an interval; measure longer"

@@ -18,8 +18,6 @@ from .watch import Watch, unwatched
 # The interval is tested each time the rounds have grown by an eighth, because frequent tests would bias it.
 LOOKS = 8
 LATE = "the time limit came within the round"
-# States in which the hardware slows down. A power cap is normal for a busy card and only causes a warning.
-THROTTLED = ("hw_slowdown", "hw_thermal_slowdown", "hw_power_brake", "sw_thermal_slowdown")
 
 
 def calls_per_block(call_ms: float, block_ms: float) -> int:
@@ -50,10 +48,11 @@ def measure_pair(
     reference, candidate = bounds
     blocks, quiet = list[TimedBlock](), QuietSpans(bounds)
     limit_s = plan.time_limit_s if limit_s is None else limit_s
-    for latest in _rounds(bounds, limit_s, **how):
+    for done, latest in enumerate(_rounds(bounds, limit_s, **how), 1):
         blocks += latest
-        quiet.add(latest[0].round, latest)
-        stop = _stop_reason(blocks, quiet, (reference, candidate), plan)
+        if not any(block.dropped or block.throttled for block in latest):
+            quiet.add(latest[0].round, latest)
+        stop = _stop_reason(blocks, done, len(quiet.spans), (reference, candidate), plan)
         if stop is not None:
             return tuple(blocks), stop
     return tuple(blocks), "time limit"
@@ -130,18 +129,21 @@ def _measure_block(
     if settle:
         bound.laps(settle, clock)
     at_s = (clock() - started) / 1e9
+    before = watch()
     laps = bound.laps(calls, clock)
-    state = watch()
-    throttle = [reason for reason in (state.throttle if state else ()) if reason in THROTTLED]
-    dropped = f"throttled: {', '.join(throttle)}" if throttle else None
+    state = watch().since(before)
     times: dict[str, Any] = {each.name: getattr(laps, each.name) for each in fields(laps)}
-    return TimedBlock(round=index, subject=name, at_s=at_s, dropped=dropped, gpu=state, **times)
+    return TimedBlock(round=index, subject=name, at_s=at_s, gpu=state.gpu, cpu=state.cpu, **times)
 
 
-def _stop_reason(blocks: Sequence[TimedBlock], quiet: QuietSpans, subjects: tuple[str, str], plan: Plan) -> str | None:
-    """Return the reason to stop, or None; only the interval's width decides, as stopping on a verdict favours it."""
-    kept = len(quiet.spans)
-    if quiet.rounds >= plan.max_rounds:
+def _stop_reason(
+    blocks: Sequence[TimedBlock], done: int, kept: int, subjects: tuple[str, str], plan: Plan
+) -> str | None:
+    """Return the reason to stop, or None; only the interval's width decides, as stopping on a verdict favours it.
+
+    `done` rounds have ended, `kept` quiet spans count.
+    """
+    if done >= plan.max_rounds:
         return "round limit"
     if kept < plan.min_rounds or kept % max(kept // LOOKS, 1):
         return None

@@ -1,4 +1,4 @@
-"""A flat description of the machine, and observation of CPU contention and GPU state during a measurement."""
+"""A flat description of the machine, and observation of its state and of CPU contention during a measurement."""
 
 import hashlib
 import json
@@ -7,13 +7,15 @@ import platform
 import resource
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from ground.threads import THREADS, affinity_cpus, cpu_quota, wait_policy
-from perf.record.runs import ENVIRONMENT_MUST_MATCH, Flat, GpuState, Scalar
+from perf.record.runs import ENVIRONMENT_MUST_MATCH, Flat, Scalar
+from perf.record.states import MachineState
+
+from .cpu import open_cpus
+from .gpu import open_gpu
 
 GPU_KEYS = ("gpu", "gpu_count", "sm", "driver", "cuda", "power_limit_w", "clocks")
 PACKAGES = ("numpy", "torch", "onnx", "onnxruntime", "onnxruntime-gpu", "tensorrt", "tensorrt-rtx")
@@ -82,22 +84,12 @@ def _read(path: Path) -> str | None:
         return None
 
 
-# NVML's bits (nvmlClocksEventReasons*), named as nvidia-smi names them.
-THROTTLE_REASONS = {
-    0x04: "sw_power_cap",
-    0x08: "hw_slowdown",
-    0x10: "sync_boost",
-    0x20: "sw_thermal_slowdown",
-    0x40: "hw_thermal_slowdown",
-    0x80: "hw_power_brake",
-}
+Watch = Callable[[], MachineState]
 
 
-Watch = Callable[[], GpuState | None]
-
-
-def unwatched() -> None:
-    """Return None, as the watch of a machine without a GPU."""
+def unwatched() -> MachineState:
+    """Return a state without figures."""
+    return MachineState()
 
 
 LostTime = Callable[[], int]
@@ -148,81 +140,10 @@ def _waited_ns(accounts: list[int]) -> int:
 
 @contextmanager
 def watching(uuid: str | None = None) -> Iterator[tuple[Watch, Flat | None]]:
-    """Yield a function that reads the state of a GPU, and its description, if NVML (nvidia-ml-py) finds a GPU.
+    """Yield a function that reads the state of CPUs and GPU, and the GPU's description if NVML finds one.
 
     `uuid` is that of the GPU that CUDA uses (see `read_gpu_uuid`), None for NVML's first one.
     """
-    nvml = _nvml()
-    if nvml is None:
-        yield unwatched, None
-        return
-    try:
-        handle = nvml.nvmlDeviceGetHandleByIndex(0)
-        if uuid is not None:
-            with suppress(nvml.NVMLError):  # NVML doesn't find a MIG slice by its UUID
-                handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
-        gpu = Gpu(nvml, handle, os.getpid())
-        yield gpu.state, gpu.describe()
-    finally:
-        nvml.nvmlShutdown()
-
-
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    """One GPU through NVML; a reading that the card or driver refuses is None."""
-
-    nvml: Any
-    handle: Any
-    pid: int
-
-    def state(self) -> GpuState:
-        nvml = self.nvml
-        power_mw = self._ask(nvml.nvmlDeviceGetPowerUsage)
-        reasons = self._ask(nvml.nvmlDeviceGetCurrentClocksThrottleReasons) or 0
-        return GpuState(
-            sm_clock_mhz=self._ask(nvml.nvmlDeviceGetClockInfo, nvml.NVML_CLOCK_SM),
-            memory_clock_mhz=self._ask(nvml.nvmlDeviceGetClockInfo, nvml.NVML_CLOCK_MEM),
-            temperature_c=self._ask(nvml.nvmlDeviceGetTemperature, nvml.NVML_TEMPERATURE_GPU),
-            power_w=None if power_mw is None else power_mw / 1e3,
-            throttle=tuple(name for bit, name in THROTTLE_REASONS.items() if reasons & bit),
-            foreign_processes=sum(
-                process.pid != self.pid for process in self._ask(nvml.nvmlDeviceGetComputeRunningProcesses) or ()
-            ),
-        )
-
-    def describe(self) -> dict[str, Scalar]:
-        """Return the GPU's part of `environment`; `clocks` is the limit set for applications, if any."""
-        nvml = self.nvml
-        limit_mw = self._ask(nvml.nvmlDeviceGetPowerManagementLimit)
-        capability = self._ask(nvml.nvmlDeviceGetCudaComputeCapability)
-        cuda = nvml.nvmlSystemGetCudaDriverVersion()
-        return {
-            "gpu": nvml.nvmlDeviceGetName(self.handle),
-            "gpu_count": nvml.nvmlDeviceGetCount(),
-            "sm": None if capability is None else f"{capability[0]}.{capability[1]}",
-            "driver": nvml.nvmlSystemGetDriverVersion(),
-            "cuda": f"{cuda // 1000}.{cuda % 1000 // 10}",
-            "power_limit_w": None if limit_mw is None else limit_mw / 1e3,
-            "clocks": self._ask(nvml.nvmlDeviceGetApplicationsClock, nvml.NVML_CLOCK_SM),
-        }
-
-    def _ask(self, question: Callable[..., Any], *arguments: Any) -> Any:
-        try:
-            return question(self.handle, *arguments)
-        except self.nvml.NVMLError:
-            return None
-
-
-def _nvml() -> Any:
-    try:
-        import pynvml
-    except ImportError:
-        return None
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return None
-    if pynvml.nvmlDeviceGetCount() == 0:
-        pynvml.nvmlShutdown()
-        return None
-    return pynvml
+    with open_cpus() as cpus, open_gpu(uuid) as gpu:
+        state = (lambda: None) if gpu is None else gpu.state
+        yield lambda: MachineState(gpu=state(), cpu=cpus.state()), None if gpu is None else gpu.describe()
