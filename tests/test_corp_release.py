@@ -267,7 +267,9 @@ def test_history_stores_the_record_after_its_gate(home: Path, monkeypatch: pytes
     release(home)
     rows = json.loads((home / "out/gate.json").read_text())["rules"]
     assert {row["verdict"] for row in rows if row["metric"] == "history"} == {"UNJUDGED"}
-    (kept,) = history.iterdir()
+    kept, manifest, parity, recipe = sorted(history.iterdir())
+    for path, name in ((manifest, "manifest.json"), (parity, "parity.json"), (recipe, "recipe.toml")):
+        assert (path.name, path.read_bytes()) == (f"{kept.stem}.{name}", (home / "out" / name).read_bytes())
     assert kept.read_bytes() == (home / "out/bench.json").read_bytes()
     assert json.loads((home / "out/history.json").read_text())["releases"] == [kept.stem]
     assert "Latency over releases" in (home / "out/report.html").read_text()

@@ -24,8 +24,9 @@ from perf.stats.changes import (
     critical_score,
     normal_from_t,
 )
+from perf.stats.releases import BESIDE, History, Release, add_release, load_history, release_of_file
 from perf.stats.stats import Interval
-from perf.stats.trend import History, Release, Series, Trend, add_release, build_trend, load_history, release_of_file
+from perf.stats.trend import Series, Trend, build_trend
 from tests.histories import SAME, bench_of_release
 from tests.refusals import rejects
 
@@ -69,6 +70,34 @@ def test_record_is_stored_once_under_its_time_and_digest(tmp_path: Path) -> None
     loaded = load_history(history)
     assert [each.bench.created[:10] for each in loaded.releases] == ["2026-03-01", "2026-03-02"]
     assert loaded.left_out == ()
+
+
+def test_files_of_the_same_release_are_kept_beside_its_record(tmp_path: Path, record: Path) -> None:
+    history, parity = tmp_path / "history", tmp_path / "parity.engine.json"
+    assert add_release(history, record)
+    parity.write_text("engine")
+    for name in ("parity.json", "recipe.toml", "manifest.json", "gate.json"):
+        (tmp_path / name).write_text(name)
+    assert not add_release(history, record, parity), "files that are missing join a record that was kept without them"
+    assert len(list(history.iterdir())) == 4
+    loaded = load_history(history)
+    (kept,) = loaded.releases
+    assert loaded.left_out == ()
+    texts = [path.read_text() for kind in BESIDE if (path := kept.beside(kind))]
+    assert texts == ["engine", "recipe.toml", "manifest.json"]
+
+
+def test_folder_with_a_record_is_a_release(tmp_path: Path, record: Path) -> None:
+    history = tmp_path / "releases"
+    for name in ("1.0", "notes"):
+        (history / name).mkdir(parents=True)
+    (history / "1.0" / "bench.json").write_bytes(record.read_bytes())
+    (history / "1.0" / "parity.json").write_text("{}")
+    loaded = load_history(history)
+    (found,) = loaded.releases
+    assert found.beside("parity.json") == history / "1.0" / "parity.json"
+    assert found.beside("recipe.toml") is None
+    assert [each.name for each in loaded.left_out] == ["notes"]
 
 
 def test_stored_record_is_never_overwritten(tmp_path: Path, record: Path) -> None:

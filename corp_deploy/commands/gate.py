@@ -66,7 +66,7 @@ def gate_command(
     from perf.gate.history import judge_history
     from perf.gate.rule import rule_from_text
     from perf.gate.verdicts import markdown_from_gate
-    from perf.stats.trend import add_release
+    from perf.stats.releases import add_release
 
     for path in output:
         if path.suffix not in (".json", ".md", ".xml"):
@@ -109,7 +109,7 @@ def gate_command(
             judging.write_trend(trend, folder)
         for left_out in trend.left_out:
             out.note(f"{history}: left out {left_out.name}: {left_out.reason}")
-    if bench is not None and history is not None and add_release(history, bench):
+    if bench is not None and history is not None and add_release(history, bench, parity):
         out.note(f"{history}: {bench} is kept as release {len(trend.releases) if trend else 1}")
     for path, record in baseline.start(files, exit_code=judged.exit_code).items():
         out.note(f"{path}: {record} is the baseline now")

@@ -18,8 +18,9 @@ from perf.parity.parity import HOW_TO_JUDGE, load_parity
 from perf.record.runs import load_bench
 from perf.report.curves import draw_history
 from perf.stats.compare import Comparison
+from perf.stats.releases import load_history, release_of_file
 from perf.stats.stats import DEFAULT_CONFIDENCE
-from perf.stats.trend import Trend, build_trend, load_history, release_of_file
+from perf.stats.trend import Trend, build_trend
 
 TREND, PLOT = "history.json", "history.svg"
 

@@ -14,7 +14,7 @@ from corp_deploy.store.hub_snapshot import CONFIG, config_of_directory, is_ours,
 from ground.errors import BadInput
 from ground.outputs import require_writable
 from ground.places import Url
-from perf.stats.trend import require_directory
+from perf.stats.releases import require_directory
 
 from . import incremental
 from .baseline import Baseline

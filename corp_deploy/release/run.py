@@ -12,7 +12,7 @@ from ground.outputs import require_writable
 from perf.gate.gate import Gate
 from perf.gate.verdicts import load_gate
 from perf.parity.parity import load_parity
-from perf.stats.trend import add_release
+from perf.stats.releases import add_release
 
 from . import incremental
 from .baseline import Baseline
@@ -125,7 +125,7 @@ class Job:
             return Released(outcome=outcome, warnings=tuple(f"{name}: {why}" for name, why in outcome.blocked.items()))
         gate, own = load_gate(self.root / GATE), own_records(self.recipe, self.root)
         if self.recipe.gate.history is not None:
-            add_release(self.recipe.gate.history, own["bench"])
+            add_release(self.recipe.gate.history, own["bench"], own["parity"])
         self.baseline.start(own, exit_code=gate.exit_code)
         signature = self._signature(passed=gate.exit_code == 0, changed=bool(outcome.finished))
         warnings = (*self.baseline.unwritten(own, gate), *self._doubts())

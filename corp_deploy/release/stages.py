@@ -8,7 +8,7 @@ from corp_deploy.invocation.option import Invocation, path_from
 from corp_deploy.invocation.running import PlanOptions
 from corp_deploy.machine import versions
 from ground.files import write_text
-from perf.stats.trend import release_of_file
+from perf.stats.releases import release_of_file
 
 from . import names
 from .baseline import Baseline

@@ -4,22 +4,19 @@ A row fails if time rose by LEAST_RISE at one of the RECENT releases and the new
 than to the old one. Older rises are only shown.
 """
 
-import math
 from functools import partial
 from pathlib import Path
 
 from ground.files import write_json
 from ground.records import json_from_record, record_from_file
 from perf.stats.changes import LEAST_VALUES, ChangePoint
-from perf.stats.trend import BatchTrend, Series, Trend, latency_values
+from perf.stats.trend import LEAST_RISE, BatchTrend, Series, Trend, standing_change
 
 from .gate import JudgedRule
 
 KIND, VERSION = "history", 1
 AGAIN = "make the record again with `corp-deploy gate --history`"
 METRIC = "history"
-RECENT = 5
-LEAST_RISE = 0.01  # smaller rises are shown but fail nothing
 
 
 def save_trend(trend: Trend, path: Path) -> None:
@@ -45,17 +42,8 @@ def change_text(trend: Trend, change: ChangePoint) -> str:
 
 
 def standing_rise(series: Series) -> ChangePoint | None:
-    if not series.changes or series.values[-1] is None:
-        return None
-    change = series.changes[-1]
-    recent = change.first >= len(series.values) - RECENT
-    if not change.is_rise or not recent or change.ratio.value < 1 + LEAST_RISE:
-        return None
-    places, values = latency_values(series)
-    start = series.changes[-2].first if len(series.changes) > 1 else 0
-    level = [math.log(v) for place, v in zip(places, values, strict=True) if start <= place < change.first]
-    above = math.log(values[-1]) - sum(level) / len(level)
-    return change if above > math.log(change.ratio.value) / 2 else None
+    change = standing_change(series)
+    return change if change is not None and change.is_rise else None
 
 
 def _row(trend: Trend, batch: BatchTrend) -> JudgedRule:
