@@ -27,6 +27,7 @@ from perf.record.runs import OUT_OF_TIME, Bench, BenchTrial, Row, SubjectRecord,
 from perf.record.states import CpuState
 from perf.stats.compare import compare_records, markdown_from_comparison, ratio_of_independent
 from perf.stats.stats import Interval
+from perf.stats.summary import summarise
 from tests.doubles import some
 from tests.histories import block, row
 from tests.links import link_between
@@ -66,6 +67,20 @@ def plain(
 ) -> Bench:
     times = {"dense": noisy(dense_ms, spread, rounds, seed=1), "reduced": noisy(reduced_ms, spread, rounds, seed=2)}
     return bench_of(row_of(8, times), **more)
+
+
+def test_time_fails_only_at_a_fifth_of_the_doubt() -> None:
+    """The interval at 95 % breaks the rule, that at 99 % does not."""
+    bench = plain(10.0, 9.97, 0.015, rounds=60)
+    usual, surer = (summarise(bench, each).rows[0].speedup for each in (0.95, 0.99))
+    assert usual is not None
+    assert surer is not None
+    limit = (usual.high + surer.high) / 2
+    (row,) = judge([rule_from_text(f"speedup@b8 < {limit}")], Evidence(bench=bench)).rules
+    assert row.verdict == "INCONCLUSIVE"
+    assert "at 99 % confidence" in row.message
+    (row,) = judge([rule_from_text(f"speedup@b8 < {1.001 * surer.high}")], Evidence(bench=bench)).rules
+    assert (row.verdict, row.high) == ("FAIL", surer.high)
 
 
 def parity_link(name: str, kind: LinkKind, **errors: Any) -> Link:

@@ -9,9 +9,16 @@ from ground.errors import BadInput
 from perf.parity.measures import FIGURES
 from perf.parity.parity import Parity
 from perf.record.runs import FARED, OUT_OF_TIME, Bench, SubjectRecord, differing_keys
-from perf.stats.decision import paired_interval, z_of
+from perf.stats.decision import paired_interval
 from perf.stats.quiet import samples
-from perf.stats.stats import DEFAULT_CONFIDENCE, Interval, exact_interval, needed_samples, percentile_interval
+from perf.stats.stats import (
+    DEFAULT_CONFIDENCE,
+    Interval,
+    exact_interval,
+    needed_samples,
+    percentile_interval,
+    z_of,
+)
 from perf.stats.summary import SummaryRow, cached_subjects, summarise
 
 from .parity_figures import DENSE, Reading, find_link, find_own_metric, own_reading, parity_reading, require_measure

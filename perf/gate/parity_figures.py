@@ -9,8 +9,8 @@ from perf.parity.labels import OwnMetric
 from perf.parity.link import Link
 from perf.parity.measures import SHARES
 from perf.parity.parity import Parity
-from perf.stats.decision import share_interval, z_of
-from perf.stats.stats import Interval, exact_interval
+from perf.stats.decision import share_interval
+from perf.stats.stats import Interval, exact_interval, z_of
 
 from .rule import ACCURACY, COUNTED, FITTED, PLACED, TIMED, Rule
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from statistics import NormalDist
 from typing import Literal
 
-from .stats import DEFAULT_CONFIDENCE, Interval, exact_interval
+from .stats import DEFAULT_CONFIDENCE, Interval, exact_interval, z_of
 
 MOST = 10**9  # inputs; no larger set is considered
 
@@ -30,11 +30,6 @@ def share_interval(share: float, count: int, confidence: float = DEFAULT_CONFIDE
         return exact_interval(share)
     low, high = wilson(min(share * count, count), count, confidence)
     return Interval(value=share, low=min(low, share), high=max(high, share))
-
-
-def z_of(confidence: float) -> float:
-    """Return the normal quantile at the end of a two-sided interval of this confidence, 0 at confidence 0."""
-    return NormalDist().inv_cdf((1 + confidence) / 2)
 
 
 def paired_interval(gained: int, lost: int, count: int, confidence: float = DEFAULT_CONFIDENCE) -> tuple[float, float]:

@@ -1,5 +1,9 @@
 """Statistics of raw samples: pure functions of float64 arrays with fixed seeds.
 
+An interval is the larger of two: the percentile bootstrap over rounds, and the spread between BLOCKS blocks of
+consecutive rounds, which holds if a load starts or stops. The latter takes the normal quantile, not Student's, because
+the larger of two intervals is wide enough; launches, which may be only two, take Student's.
+
 Legend: R rounds, each an array of its calls, D bootstrap draws.
 """
 
@@ -7,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +23,8 @@ UNBOUNDED = "no interval"
 DEFAULT_CONFIDENCE = 0.95
 MIN_ROUNDS = 6  # the fewest rounds whose range covers the median with DEFAULT_CONFIDENCE: 1 - 2 / 2**6 = 0.969
 DRAWS = 1000
+BLOCKS = MIN_ROUNDS  # so many that every interval has them
+MOST_REACH = 100.0  # of a logarithm, so that the bounds of very different launches stay finite
 TAIL_DRAWS = 10  # the fewest draws beyond each end of an interval
 Floats = NDArray[np.float64]
 Rounds = Sequence[Floats]
@@ -110,39 +117,78 @@ def tail(samples: Sequence[float] | Floats, percent: float, *, always: bool = Fa
     return Percentile(value=percentile(samples, percent), upper=upper, needed=needed)
 
 
+def z_of(confidence: float) -> float:
+    """Return the normal quantile at the end of a two-sided interval of this confidence, 0 at confidence 0."""
+    return NormalDist().inv_cdf((1 + confidence) / 2)
+
+
+def t_of(confidence: float, freedom: int) -> float:
+    """Return Student's quantile at the end of a two-sided interval of this confidence.
+
+    It inverts the finite sums for whole degrees of freedom (Abramowitz and Stegun, 26.7.3 and 26.7.4) by bisection.
+    """
+    low, high = 0.0, math.pi / 2
+    for _ in range(60):
+        angle = (low + high) / 2
+        low, high = (angle, high) if _t_confidence(angle, freedom) < confidence else (low, angle)
+    return math.sqrt(freedom) * math.tan(low)
+
+
+def _t_confidence(angle: float, freedom: int) -> float:
+    """Return P(|T| < sqrt(freedom) * tan(angle))."""
+    odd, cosine = freedom % 2, math.cos(angle)
+    term, total = cosine**odd, 0.0
+    for power in range(odd, freedom - 1, 2):
+        total += term
+        term *= cosine**2 * (power + 1) / (power + 2)
+    return 2 / math.pi * (angle + math.sin(angle) * total) if odd else math.sin(angle) * total
+
+
 def ratio_of_medians(
-    numerator: Rounds, denominator: Rounds, *, confidence: float = DEFAULT_CONFIDENCE, draws: int = DRAWS, seed: int = 0
+    numerator: Rounds,
+    denominator: Rounds,
+    *,
+    launches: Sequence[int] = (),
+    confidence: float = DEFAULT_CONFIDENCE,
+    draws: int = DRAWS,
+    seed: int = 0,
 ) -> Interval:
     """Return the median over rounds of each round's ratio of medians, in which a varying load cancels.
 
-    The interval is the percentile bootstrap over whole rounds. It is unbounded below `least_rounds` and only the value
-    at confidence 0.
+    `launches` is the launch of each round, empty for one launch. The interval is unbounded below `least_rounds` and
+    only the value at confidence 0.
     """
     pairs = zip(numerator, denominator, strict=True)
     ratio_R = np.asarray([np.median(above) / np.median(below) for above, below in pairs])
     value = float(np.median(ratio_R))
-    return _bootstrap_interval(
-        value, len(ratio_R), lambda drawn_DR: np.median(ratio_R[drawn_DR], axis=1), confidence, seed, draws
+    return _interval(
+        value, len(ratio_R), lambda drawn_DR: np.median(ratio_R[drawn_DR], axis=1), launches, confidence, seed, draws
     )
 
 
-def median_interval(rounds: Rounds, *, confidence: float = DEFAULT_CONFIDENCE, seed: int = 0) -> Interval:
+def median_interval(
+    rounds: Rounds, *, launches: Sequence[int] = (), confidence: float = DEFAULT_CONFIDENCE, seed: int = 0
+) -> Interval:
     percentiles = partial(_drawn_percentiles, rounds, 50.0)
-    return _bootstrap_interval(median(np.concatenate(rounds)), len(rounds), percentiles, confidence, seed)
+    return _interval(median(np.concatenate(rounds)), len(rounds), percentiles, launches, confidence, seed)
 
 
-def percentile_interval(rounds: Rounds, percent: float, *, confidence: float = DEFAULT_CONFIDENCE) -> Interval:
+def percentile_interval(
+    rounds: Rounds, percent: float, *, launches: Sequence[int] = (), confidence: float = DEFAULT_CONFIDENCE
+) -> Interval:
     percentiles = partial(_drawn_percentiles, rounds, percent)
-    return _bootstrap_interval(percentile(np.concatenate(rounds), percent), len(rounds), percentiles, confidence)
+    return _interval(percentile(np.concatenate(rounds), percent), len(rounds), percentiles, launches, confidence)
 
 
-def rate_interval(work_R: Floats, seconds_R: Floats, *, confidence: float = DEFAULT_CONFIDENCE) -> Interval:
-    """Return the total work over the total seconds of wall time, with its bootstrap interval over rounds."""
+def rate_interval(
+    work_R: Floats, seconds_R: Floats, *, launches: Sequence[int] = (), confidence: float = DEFAULT_CONFIDENCE
+) -> Interval:
+    """Return the total work over the total seconds of wall time, with its interval."""
 
     def rates(drawn_DR: NDArray[np.int64]) -> Floats:
         return np.asarray(work_R[drawn_DR].sum(axis=1) / seconds_R[drawn_DR].sum(axis=1))
 
-    return _bootstrap_interval(float(work_R.sum() / seconds_R.sum()), len(work_R), rates, confidence)
+    return _interval(float(work_R.sum() / seconds_R.sum()), len(work_R), rates, launches, confidence)
 
 
 def coefficient_of_variation(samples: Sequence[float] | Floats) -> float:
@@ -177,24 +223,44 @@ def least_rounds(confidence: float) -> int:
     return max(MIN_ROUNDS, math.ceil(1 - math.log2(1 - confidence) - 1e-9))
 
 
-def _bootstrap_interval(
+def _interval(
     value: float,
     rounds: int,
     statistic: Callable[[NDArray[np.int64]], Floats],
+    launches: Sequence[int],
     confidence: float,
     seed: int = 0,
     draws: int = DRAWS,
 ) -> Interval:
-    """Return the bootstrap interval of a statistic over rounds, with enough draws for TAIL_DRAWS beyond each end."""
+    """Return the interval of a positive statistic: the largest of rounds, of blocks of them and of launches."""
     if confidence == 0:
         return exact_interval(value)
     if rounds < least_rounds(confidence):
         return Interval(value=value, low=0.0, high=math.inf)
+    reach = z_of(confidence) * standard_error(statistic, np.array_split(np.arange(rounds), BLOCKS))
+    if (names := sorted({*launches}))[1:]:
+        groups = [np.flatnonzero(np.asarray(launches) == name) for name in names]
+        reach = max(reach, t_of(confidence, len(names) - 1) * standard_error(statistic, groups))
+    factor = math.exp(min(reach, MOST_REACH))
+    low, high = bootstrap_ends(statistic, rounds, confidence, seed, draws)
+    return Interval(value=value, low=min(low, value / factor), high=max(high, value * factor))
+
+
+def standard_error(statistic: Callable[[NDArray[np.int64]], Floats], groups: Sequence[NDArray[np.int64]]) -> float:
+    """Return the standard error of the mean logarithm of a statistic over groups of rounds."""
+    logs = [math.log(float(statistic(group[None])[0])) for group in groups]
+    return float(np.std(logs, ddof=1)) / math.sqrt(len(logs))
+
+
+def bootstrap_ends(
+    statistic: Callable[[NDArray[np.int64]], Floats], rounds: int, confidence: float, seed: int = 0, draws: int = DRAWS
+) -> tuple[float, float]:
+    """Return the ends of the percentile bootstrap over rounds, with enough draws for TAIL_DRAWS beyond each end."""
     draws = max(draws, math.ceil(2 * TAIL_DRAWS / (1 - confidence) - 1e-9))
     drawn_D = statistic(np.random.default_rng(seed).integers(0, rounds, size=(draws, rounds)))
     tail_share = (1 - confidence) / 2
     low, high = np.quantile(drawn_D, [tail_share, 1 - tail_share])
-    return Interval(value=value, low=min(float(low), value), high=max(float(high), value))
+    return float(low), float(high)
 
 
 def _drawn_percentiles(rounds: Rounds, percent: float, drawn_DR: NDArray[np.int64]) -> Floats:

@@ -15,8 +15,7 @@ from perf.stats.stats import ratio_of_medians
 from .laps import Bound, Clock, Plan
 from .watch import Watch, unwatched
 
-# The interval is tested each time the rounds have grown by an eighth, because frequent tests would bias it.
-LOOKS = 8
+GROWTH = 1.25  # of rounds between two tests of the interval; frequent tests would end at intervals that chance narrowed
 LATE = "the time limit came within the round"
 
 
@@ -136,6 +135,14 @@ def _measure_block(
     return TimedBlock(round=index, subject=name, at_s=at_s, gpu=state.gpu, cpu=state.cpu, **times)
 
 
+def is_test_due(rounds: int, least: int) -> bool:
+    """Return whether the interval is tested at this number of rounds: at `least`, and at each GROWTH of it."""
+    due = least
+    while due < rounds:
+        due = math.ceil(due * GROWTH)
+    return due == rounds
+
+
 def _stop_reason(
     blocks: Sequence[TimedBlock], done: int, kept: int, subjects: tuple[str, str], plan: Plan
 ) -> str | None:
@@ -145,7 +152,7 @@ def _stop_reason(
     """
     if done >= plan.max_rounds:
         return "round limit"
-    if kept < plan.min_rounds or kept % max(kept // LOOKS, 1):
+    if not is_test_due(kept, plan.min_rounds):
         return None
     measure = comparison_measure(blocks)
     ratio = ratio_of_medians(
