@@ -14,6 +14,8 @@ from typing import Any
 
 from ground.threads import affinity_cpus, cpu_quota, wait_policy
 from ground.vulnerabilities import describe_vulnerabilities, find_vulnerabilities, version_numbers
+from perf.timing.energy import NoSensor, find_rapl, open_nvml_sensor
+from perf.timing.gpu import open_gpu
 from perf.timing.watch import has_vnni
 
 from . import __version__
@@ -138,6 +140,16 @@ def _driver() -> Capability:
     return Capability(what=what, found=f"{result.stdout.strip()} (driver, SM clock, highest, power limit)")
 
 
+def _energy() -> Iterator[Capability]:
+    """Yield whether the energy of CPUs, and of the GPU if NVML finds one, can be measured."""
+    with open_nvml_sensor() as of_gpu, open_gpu() as gpu:
+        for what, sensor in (("energy of CPUs", find_rapl()), ("energy of the GPU", of_gpu))[: 1 if gpu is None else 2]:
+            if isinstance(sensor, NoSensor):
+                yield _lacks(what, f"joules per image in bench: {sensor.reason}", sensor.remedy)
+            else:
+                yield Capability(what=what, found=f"{sensor.name}, updated every {1000 * sensor.period_s:g} ms")
+
+
 def _memory() -> Capability:
     size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     return Capability(what="memory", found=f"{size:.1f} GiB")
@@ -169,6 +181,7 @@ def find_capabilities() -> list[Capability]:
         _driver(),
         _memory(),
         _cpus(),
+        *_energy(),
         Capability(what="free disk", found=f"{shutil.disk_usage(Path.cwd()).free / 2**30:.1f} GiB"),
     ]
 

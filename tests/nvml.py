@@ -1,5 +1,6 @@
 """A stand-in for NVML, for machines without a GPU."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ class FakeNvml:
     throttle: int = 0x04 | 0x40
     shut: bool = False
     uuids: tuple[str, ...] = ()
+    energy_mj: Callable[[], int] | None = None
     NVMLError: type[Exception] = NvmlError
     NVML_CLOCK_SM: int = 1
     NVML_CLOCK_MEM: int = 2
@@ -24,6 +26,11 @@ class FakeNvml:
 
     def nvmlDeviceGetPowerUsage(self, handle: object) -> int:
         raise NvmlError("not supported")
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: object) -> int:
+        if self.energy_mj is None:
+            raise NvmlError("not supported")
+        return self.energy_mj()
 
     def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: object) -> int:
         return self.throttle

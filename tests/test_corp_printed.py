@@ -265,7 +265,17 @@ CHANGES: Changes = (
     | changes("parity", exclude_output=["aux"])
     | changes("parity", {"parity.min_agreement": 0.5}, confidence=0.8)
     | changes("parity", HEAD, map_threshold=0.0, max_map_error=0.4, min_iou=0.6, min_pixels=0.7)
-    | changes("bench", batches=[3], time_limit_s=2.5, half_width=0.8, block_ms=2.0, min_rounds=8, threads=2, audit=True)
+    | changes(
+        "bench",
+        batches=[3],
+        time_limit_s=2.5,
+        half_width=0.8,
+        block_ms=2.0,
+        min_rounds=8,
+        threads=2,
+        audit=True,
+        energy_time_s=9.0,
+    )
     | changes("gate", fail_if=["params > dense"], confidence=0.8)
     | changes("package", name="other", allow_failed=True)
 )

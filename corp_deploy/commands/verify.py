@@ -144,7 +144,7 @@ def bench_command(
     Example: corp-deploy bench dense/model.onnx reduced/model.onnx --batch 1,8,32 -o bench.json
     """
     from corp_deploy.proof.speed import bench_models
-    from corp_deploy.views.speed import best_batch, repeat_lines, speed_record, speed_table
+    from corp_deploy.views.speed import best_batch, energy_lines, repeat_lines, speed_record, speed_table
 
     output = None if files.output is None else Path(files.output)
     of_graphs = _are_of_decoders(dense, reduced)
@@ -170,7 +170,8 @@ def bench_command(
         bar(100)
     for warning in measured.warnings:
         out.warn(warning)
-    out.result(speed_record(measured), speed_table(measured), *repeat_lines(measured), *best_batch(measured))
+    lines = (*energy_lines(measured), *repeat_lines(measured), *best_batch(measured))
+    out.result(speed_record(measured), speed_table(measured), *lines)
     return 0 if measured.is_timed else EXIT_INCONCLUSIVE
 
 

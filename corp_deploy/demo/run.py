@@ -126,7 +126,13 @@ def invocations(example: Example, scale: DemoScale) -> dict[tuple[str, ...], Inv
         "max_error": example.max_error,
         "output": "parity.json",
     }
-    timing = {"batch": scale.batches, "images": held_out, "time_limit": scale.time_limit, "output": "bench.json"}
+    timing = {
+        "batch": scale.batches,
+        "images": held_out,
+        "time_limit": scale.time_limit,
+        "energy_time": 0.0,
+        "output": "bench.json",
+    }
     report = {"title": example.title, "output": "report.html"}
     names = ("model.onnx", *(f"model.{each}.onnx" for each in scale.types))
     dense, reduced = (tuple(f"{model}/{name}" for name in names) for model in ("dense", "reduced"))

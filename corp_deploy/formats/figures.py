@@ -11,8 +11,11 @@ from perf.record.runs import Bench
 from perf.stats.stats import Interval
 from perf.stats.summary import summarise
 
-Measure = Literal["p50", "p90", "peak memory", "throughput", "speed-up", "size", "agreement", "accuracy"]
+Measure = Literal[
+    "p50", "p90", "peak memory", "throughput", "speed-up", "joules per image", "size", "agreement", "accuracy"
+]
 UNITS: dict[Measure, str] = {
+    "joules per image": "J",
     **{"p50": "ms", "p90": "ms", "peak memory": "bytes", "size": "bytes"},
     **{"throughput": "images/s", "speed-up": "times", "agreement": "share", "accuracy": "share"},
 }
@@ -52,6 +55,7 @@ def _measured(bench: Bench) -> Iterator[Figure]:
             yield from _figure(side.name, "p90", None if side.p90_ms is None else side.p90_ms.value, row.batch)
             yield from _figure(side.name, "peak memory", side.peak_memory_bytes, row.batch)
             yield from _figure(side.name, "throughput", side.throughput, row.batch)
+            yield from _figure(side.name, "joules per image", row.joules(side.name), row.batch)
         yield from _figure(bench.candidate.name, "speed-up", row.speedup, row.batch)
     for subject in bench.subjects:
         yield from _figure(subject.name, "size", subject.size_bytes)

@@ -12,6 +12,7 @@ from ground.errors import BadInput
 from perf.gate.evidence import Evidence
 from perf.gate.gate import Gate, Verdict
 from perf.record.runs import Bench
+from perf.stats.summary import summarise
 
 from .figures import Measure, figures_of
 
@@ -19,9 +20,11 @@ from .figures import Measure, figures_of
 FAMILIES: dict[Measure, tuple[str, str, float, str]] = {
     "p50": ("promised_p50", "seconds", 1e-3, "Median time of a batch as bench measured it."),
     "throughput": ("promised_throughput", "images_per_second", 1.0, "Images per second as bench measured them."),
+    "joules per image": ("promised_energy_per_image", "joules", 1.0, "Energy of an image beyond the idle machine's."),
     "size": ("size", "bytes", 1.0, "Bytes of the model's file."),
     "agreement": ("agreement", "ratio", 1.0, "Share of inputs on which the model agrees with the dense model."),
 }
+IDLE = ("corp_deploy_idle_power_watts", "Power of the idle machine, which the energy of an image leaves out.", "watts")
 VERDICT = "corp_deploy_gate_verdict"
 ESCAPED = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 
@@ -45,6 +48,9 @@ def openmetrics_from_records(
         for each in rows:
             own = {"batch": each.batch, "output": each.output}
             lines.append(_sample(family, {**labels, **own}, each.value * factor))
+    idle_w = {row.batch: row.energy.idle_w for row in summarise(now.bench).rows if row.energy is not None}
+    lines += _head(*IDLE) if idle_w else []
+    lines += [_sample(IDLE[0], {**labels, "batch": batch}, watts) for batch, watts in idle_w.items()]
     lines += _head(VERDICT, "The gate's verdict: 1 at the verdict that holds, 0 at the others.")
     lines += [_sample(VERDICT, {**labels, "verdict": each}, float(each == gate.verdict)) for each in get_args(Verdict)]
     return "\n".join((*lines, "# EOF\n"))

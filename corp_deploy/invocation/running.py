@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ground.errors import BadInput
 from ground.places import Place
-from ground.quantity import BATCH, MILLISECONDS, ROUNDS, SECONDS, SHARE_KEPT, STREAMS, THREADS, TOKENS
+from ground.quantity import BATCH, MILLISECONDS, ROUNDS, SECONDS, SECONDS_OR_NONE, SHARE_KEPT, STREAMS, THREADS, TOKENS
 
 from .input_choice import refuse_several
 from .option import PathLike, Record, option
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from perf.timing.laps import Plan
 
 
+ENERGY_S, ENERGY_PER_LIMIT = 60.0, 3  # 60 s has eight rounds, which a rule needs to fail
 Backend = Literal["onnxruntime", "openvino", "torch", "aotinductor"]
 Device = Literal["cpu", "cuda"]
 
@@ -83,6 +84,13 @@ class PlanOptions(Record, heading="Measurement"):
         help="Seconds per batch size, at most, with loading, warm-up and the dense model's run against itself; a "
         "running call is not interrupted. A batch size that takes longer is reported as not measured.",
     )
+    energy_time: float | None = option(
+        SECONDS_OR_NONE,
+        unset="60, but at most 3 times --time-limit",
+        in_recipe="energy_time_s",
+        help="Seconds per batch size, beyond --time-limit, to measure joules per image if this machine has a sensor "
+        "(see doctor); 0 measures none.",
+    )
     half_width: float = option(
         SHARE_KEPT,
         0.01,
@@ -95,6 +103,11 @@ class PlanOptions(Record, heading="Measurement"):
         help="Also time each model on one repeated batch against varied ones: a model that answers from a cache is "
         "reported, and no gate passes with it.",
     )
+
+    @property
+    def energy_limit_s(self) -> float:
+        most_s = min(ENERGY_S, ENERGY_PER_LIMIT * self.time_limit)
+        return most_s if self.energy_time is None else self.energy_time
 
     @property
     def plan(self) -> "Plan":

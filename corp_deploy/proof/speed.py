@@ -1,7 +1,8 @@
 """Timing of a dense against a reduced model on this machine; two graphs or engines are timed without torch."""
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -17,11 +18,13 @@ from ground.feeds import random_feeds
 from ground.files import replacing
 from ground.ports import Port
 from perf.bench.bench import bench_subjects
+from perf.bench.energy import EnergyMeter
 from perf.record.runs import Bench, save_bench
 from perf.runners.cuda import read_gpu_uuid
 from perf.stats.summary import summarise
+from perf.timing.energy import UNMEASURED, NoSensor, open_sensor
 from perf.timing.laps import Plan
-from perf.timing.watch import environment, watching
+from perf.timing.watch import Watch, environment, watching
 
 from .contender import Contender, contender_from_engine, contender_from_graph, contender_from_pt2
 from .proof_inputs import ProofInputs, ports_line
@@ -109,6 +112,19 @@ def _refuse_unequal(dense: Contender, reduced: Contender, batches: Sequence[int]
             )
 
 
+@contextmanager
+def _open_meter(
+    device: Device, uuid: str | None, limit_s: float, watch: Watch, running: RunOptions
+) -> Iterator[EnergyMeter | NoSensor]:
+    if not limit_s:
+        yield UNMEASURED
+    elif running.flush_l2:
+        yield NoSensor("a flush of the L2 cache takes energy itself", "measure energy without --flush-l2")
+    else:
+        with open_sensor(device, uuid) as found:
+            yield found if isinstance(found, NoSensor) else EnergyMeter(sensor=found, limit_s=limit_s, watch=watch)
+
+
 def time_models(
     dense: Path,
     reduced: Path,
@@ -117,6 +133,7 @@ def time_models(
     plan: Plan,
     running: RunOptions | None = None,
     fed: FedOptions | None = None,
+    energy_s: float = 0.0,
     names: tuple[str, str] = ("dense", "reduced"),
     command: Sequence[str] = (),
     progress: Callable[[float, str], None] | None = None,
@@ -124,8 +141,8 @@ def time_models(
     """Time a dense and a reduced model, interleaved in one process.
 
     `fed` selects real inputs; None feeds noise, which takes the same time. `names` are those of the record. The plan's
-    time limit includes exporting and compiling. Raises BadInput if the models take different inputs or devices, or a
-    batch size doesn't fit.
+    time limit includes exporting and compiling; `energy_s` is the time limit of energy. Raises BadInput if the models
+    take different inputs or devices, or a batch size doesn't fit.
     """
     began_s = perf_counter()
     if names[0] == names[1]:
@@ -137,7 +154,8 @@ def time_models(
         one, other = (_contender(name, path, running, Path(scratch), fed, batches) for name, path in both)
         _refuse_unequal(one, other, batches)
         timed = _timed_inputs(fed, one.inputs, (dense, reduced), max(batches))
-        with watching(read_gpu_uuid() if device == "cuda" else None) as (watch, gpu):
+        uuid = read_gpu_uuid() if device == "cuda" else None
+        with watching(uuid) as (watch, gpu), _open_meter(device, uuid, energy_s, watch, running) as meter:
             measured = bench_subjects(
                 (one, other),
                 timed.feeds,
@@ -148,6 +166,7 @@ def time_models(
                 described=environment(gpu),
                 command=command,
                 watch=watch,
+                meter=meter,
                 progress=progress,
                 made_s=perf_counter() - began_s,
             )
@@ -174,6 +193,7 @@ def bench_models(
         plan=options.plan,
         running=options.running,
         fed=fed,
+        energy_s=options.energy_limit_s,
         names=options.names,
         command=command,
         progress=progress,

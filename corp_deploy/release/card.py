@@ -145,7 +145,7 @@ def _maps(parity: Parity) -> Iterator[str]:
         yield f"| {markdown_line(link.name)} | {errors.relative_error:.2e}, {worst} |"
 
 
-def _speed(path: Path) -> Iterator[str]:
+def speed_lines(path: Path) -> Iterator[str]:
     bench = load_bench(path)
     names = [subject.name for subject in bench.subjects]
     costs = []
@@ -156,13 +156,20 @@ def _speed(path: Path) -> Iterator[str]:
     yield f"{markdown_line(', '.join(costs))}."
     yield ""
     one, other = map(markdown_line, names)
-    yield f"| batch | {one} p50 (ms) | {other} p50 (ms) | speed-up (95 % interval) |"
-    yield "|---|---|---|---|"
-    for row in summarise(bench).rows:
+    rows = summarise(bench).rows
+    energies = {row.batch: row.energy for row in rows if row.energy is not None}
+    joules = f" {one} J/image | {other} J/image |" * bool(energies)
+    yield f"| batch | {one} p50 (ms) | {other} p50 (ms) | speed-up (95 % interval) |{joules}"
+    yield f"|---|---|---|---|{'---|---|' * bool(energies)}"
+    for row in rows:
         sides = [row.sides[name].p50_ms for name in names]
         cells = " | ".join("-" if side is None else f"{side.value:.3f}" for side in sides)
         times = "-" if row.speedup is None else row.speedup.describe()
-        yield f"| {row.batch} | {cells} | {times} |"
+        spent = map(row.joules, names) if energies else ()
+        joules = "".join(f" {'-' if value is None else value.describe('.3g')} |" for value in spent)
+        yield f"| {row.batch} | {cells} | {times} |{joules}"
+    for batch, energy in energies.items():
+        yield f"\nEnergy at batch {batch}: {markdown_line(energy.line)}."
     for warning in bench.warnings:
         yield f"\nNote: {markdown_line(warning)}"
 
@@ -225,10 +232,15 @@ def render_card(root: Path, recipe: Recipe, commands: Sequence[str], efforts: Ef
     lines += ["## Calibrated on", "", *_calibrated(root, config), ""]
     lines += ["## Agreement with the dense model", "", *_agreement(parity), ""]
     for target in recipe.targets:
-        lines += [f"## Speed on {target.name}, {target.precision}", "", *_speed(root / bench_name(recipe, target)), ""]
+        lines += [
+            f"## Speed on {target.name}, {target.precision}",
+            "",
+            *speed_lines(root / bench_name(recipe, target)),
+            "",
+        ]
         if target.rest is not None:
             against = f"{target.precision} against {target.rest}, both reduced:"
-            lines += [against, "", *_speed(root / gain_name(target)), ""]
+            lines += [against, "", *speed_lines(root / gain_name(target)), ""]
     lines += [*markdown_from_table(effort_table([EffortLine(**row) for row in rows_of_efforts(efforts)])), ""]
     lines += ["## Limits", "", *_limits(recipe, parity), ""]
     lines += ["## Made by", "", "In this directory, one after the other:", "", "```", *commands, "```", ""]

@@ -13,9 +13,11 @@ from types import MappingProxyType
 from corp_deploy.store.manifest import Efforts, Step, load_effort, timed_on, write_effort
 from ground.effort import Stopwatch
 from perf.runners.protocol import build_stopwatch
+from perf.timing.energy import NoSensor, open_sensor
 
 from .incremental import NOT_DONE, STATE, Stage, StageDirs, StageStatus
 from .recipe import Recipe
+from .targets import ON_CPU, ReleaseTarget
 
 SHARES = {"moments": 20, "reduce": 25, "size": 25, "export": 4, "parity": 12, "engine": 60, "bench": 30, "gain": 15}
 """Estimated durations of stages relative to one another, by the first word of their names; other stages have 1."""
@@ -78,8 +80,14 @@ class Pace:
 
 def limited_seconds(recipe: Recipe) -> dict[str, float]:
     """Return the time limit, in seconds over all batch sizes, of each stage that times models, by its name."""
-    seconds = recipe.bench.time_limit * len(recipe.bench.batches)
-    return {f"{kind}.{target.name}": seconds for target in recipe.targets for kind in ("bench", "gain")}
+    limits_s = {target.name: recipe.bench.time_limit + _energy_limit_s(recipe, target) for target in recipe.targets}
+    count = len(recipe.bench.batches)
+    return {f"{kind}.{name}": limit_s * count for name, limit_s in limits_s.items() for kind in ("bench", "gain")}
+
+
+def _energy_limit_s(recipe: Recipe, target: ReleaseTarget) -> float:
+    with open_sensor("cpu" if target.name in ON_CPU else "cuda") as sensor:
+        return 0.0 if isinstance(sensor, NoSensor) else recipe.bench.energy_limit_s
 
 
 SUFFIX = ".effort"  # only stamps end in .json there

@@ -5,6 +5,7 @@ from typing import Any
 from rich.table import Table
 
 from perf.record.runs import Bench
+from perf.stats.energy import EnergySummary
 from perf.stats.stats import Interval
 from perf.stats.summary import SubjectSummary, SummaryRow, summarise
 
@@ -33,15 +34,22 @@ def speed_table(bench: Bench) -> Table:
     summary = summarise(bench)
     one, other = summary.reference, summary.candidate
     names = (f"{name} {figure}" for figure in ("p50 ms", "p90", "img/s") for name in (one, other))
-    table = Table("batch", *names, "speed-up", "A/A noise", **noise_caption(one))
+    energies = [row.energy for row in summary.rows if row.energy is not None]
+    joules = [f"{name} J/img" for name in (one, other)] if energies else []
+    table = Table("batch", *names, *joules, "speed-up", "A/A noise", **noise_caption(one))
     for row in summary.rows:
         sides = row.sides[one], row.sides[other]
         tails = (
             "-" if side.p90_ms is None or side.p90_ms.value is None else f"{side.p90_ms.value:.2f}" for side in sides
         )
         rates = ("-" if side.throughput is None else f"{side.throughput.value:.0f}" for side in sides)
+        spent = (
+            ["-" if each is None else f"{each.value:.3g}" for each in (row.joules(side.name) for side in sides)]
+            if energies
+            else []
+        )
         batch = f"{row.batch}\nthrottled" if row.throttled else str(row.batch)
-        table.add_row(batch, *map(median_cell, sides), *tails, *rates, *ratio_cells(row))
+        table.add_row(batch, *map(median_cell, sides), *tails, *rates, *spent, *ratio_cells(row))
     return table
 
 
@@ -76,12 +84,27 @@ def speed_record(bench: Bench) -> dict[str, Any]:
                 "images_per_s": throughputs(row),
                 "repeats": {name: interval_figures(gain) for name, gain in row.repeats.items()},
                 "realised_share": row.realised_share,
+                "energy": None if row.energy is None else energy_figures(row.energy),
             }
             for row in summary.rows
         ],
         "preferred_batch_size": summary.preferred_batch_size,
         "warnings": list(bench.warnings),
     }
+
+
+def energy_figures(energy: EnergySummary) -> dict[str, Any]:
+    return {
+        "sensor": energy.sensor,
+        "joules_per_image": {name: interval_figures(joules) for name, joules in energy.joules.items()},
+        "ratio": interval_figures(energy.ratio),
+        "noise": interval_figures(energy.noise),
+        "idle_w": energy.idle_w,
+    }
+
+
+def energy_lines(bench: Bench) -> list[str]:
+    return [f"batch {row.batch}, energy: {row.energy.line}" for row in summarise(bench).rows if row.energy is not None]
 
 
 def repeat_lines(bench: Bench) -> list[str]:

@@ -12,13 +12,15 @@ from ground.errors import is_out_of_memory
 from ground.feeds import Feeds
 from ground.quantity import format_number
 from perf.parity.structure import StructuralTest
-from perf.record.runs import OUT_OF_TIME, BenchTrial, Row, TimedBlock
+from perf.record.energy import EnergyRun
+from perf.record.runs import OUT_OF_TIME, BenchTrial, Row, TimedBlock, name_of_rerun
 from perf.stats.quiet import whole_rounds
 from perf.timing.laps import WARM_UP_SHARE, Plan, TimeLimit
 from perf.timing.rounds import measure_pair, measure_rounds, settle_calls
 from perf.timing.watch import Watch
 
 from .budget import TimeAllocation, allocate_time, least_s
+from .energy import EnergyMeter
 from .opened_subject import CALLS_AROUND, OpenedSubject, repeat_blocks
 
 AMPLE = 1.5  # the advised time limit over the least, for the warm-up
@@ -40,6 +42,7 @@ class BatchSize:
     before_s: float
     watch: Watch
     report: Callable[[str], None]
+    meter: EnergyMeter | None = None
 
     def timed(self) -> tuple[Row, list[StructuralTest]]:
         """Measure, and return the row and the structural tests of timed calls; the caller releases the subjects."""
@@ -66,7 +69,9 @@ class BatchSize:
         repeats = self._repeat_blocks(allocation)
         untried = [subject.name for subject in running if self.plan.audit_rounds and subject.name not in repeats]
         left_out = (*left_out, *(f"{name}: no time to try it on varied batches" for name in untried))
-        row = self._row(stop=stop, repeat_blocks=repeats, left_out=left_out, **measured)
+        energy = self._energy()
+        left_out, energy = ((*left_out, energy), None) if isinstance(energy, str) else (left_out, energy)
+        row = self._row(stop=stop, repeat_blocks=repeats, left_out=left_out, energy=energy, **measured)
         return row, [test for subject in self.subjects for test in subject.tests()]
 
     @property
@@ -159,6 +164,17 @@ class BatchSize:
             if whole_rounds(blocks):
                 repeats[subject.name] = blocks
         return repeats
+
+    def _energy(self) -> EnergyRun | str | None:
+        """Measure the energy of both subjects and of the reference again, in time of its own."""
+        if self.meter is None:
+            return None
+        bounds = {each.name: (each.bound, each.call_s) for each in self._compared if each.bound is not None}
+        reference = self.subjects[0].name
+        if reference in bounds:
+            bounds = {reference: bounds[reference], name_of_rerun(reference): bounds[reference]} | bounds
+        with self.limit.paused():
+            return self.meter.measure(bounds, self.batch, self.report)
 
     def _row(self, *, stop: str, calls: int = 1, **measured: Any) -> Row:
         return Row(

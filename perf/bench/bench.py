@@ -11,18 +11,19 @@ from ground.errors import BadInput, Missing
 from ground.feeds import Feeds
 from ground.quantity import format_number
 from perf.parity.structure import StructuralTest
-from perf.record.runs import OUT_OF_TIME, Bench, Flat, Row, Scalar, SubjectRecord
+from perf.record.runs import ENERGY, OUT_OF_TIME, Bench, Flat, Row, Scalar, SubjectRecord, name_of_rerun
 from perf.runners.protocol import Ledger, Runner
 from perf.stats.stability import find_warnings
+from perf.timing.energy import UNMEASURED, NoSensor
 from perf.timing.laps import Clock, Plan, TimeLimit
 from perf.timing.rounds import quick_garbage_collection
 from perf.timing.watch import Watch, environment, unwatched
 
 from .batch_size import BatchSize, least_of
+from .energy import EnergyMeter
 from .opened_subject import OpenedSubject
 
 Progress = Callable[[float, str], None]
-AGAIN = " again"
 OPENING_SHARE = 1 / 2  # of the time limit at most counts for opening; a warning is given if it takes longer
 
 
@@ -50,6 +51,7 @@ def bench_subjects(
     command: Sequence[str] = (),
     clock: Clock = perf_counter_ns,
     watch: Watch = unwatched,
+    meter: EnergyMeter | NoSensor = UNMEASURED,
     progress: Progress | None = None,
     made_s: float = 0.0,
 ) -> Bench:
@@ -60,14 +62,15 @@ def bench_subjects(
     is measured. The time to open the subjects, and `made_s` spent to make them, counts in equal shares for the batch
     sizes to come; no batch size takes time from another. A batch size that couldn't be measured in its time stays as a
     row with the reason. `flush_l2`, `command` and `described` (the machine, None for this one) are only recorded.
-    `watch` is called between blocks, `progress` with the share done and the stage.
+    `watch` is called around blocks, `progress` with the share done and the stage. `meter` measures energy, in time of
+    its own.
 
     Raises BadInput for subjects, feeds, batch sizes or streams that are not valid, and Missing if a runner lacks its
     device, provider or package, or if nothing could be measured at any batch size.
     """
     _require_sweep(subjects, batches, streams)
     reference, candidate = subjects
-    names = [reference.name, candidate.name, *([reference.name + AGAIN] if plan.noise_rounds else [])]
+    names = [reference.name, candidate.name, *([name_of_rerun(reference.name)] if plan.noise_rounds else [])]
     rows, tests = list[Row](), list[StructuralTest]()
     with ExitStack() as stack:
         began = clock()
@@ -88,6 +91,7 @@ def bench_subjects(
                 limit=limit,
                 before_s=before_s,
                 watch=watch,
+                meter=meter if isinstance(meter, EnergyMeter) else None,
                 report=_stage_progress(progress, index, len(batches), f"batch {batch}", limit),
             )
             late = [row for row in rows if row.batch < batch and row.stop == OUT_OF_TIME]
@@ -114,6 +118,8 @@ def bench_subjects(
         "order": "ABBA BAAB",
         "streams": streams,
         "flush_l2": flush_l2,
+        ENERGY: meter.sensor.name if isinstance(meter, EnergyMeter) else str(meter),
+        "energy_s": meter.limit_s if isinstance(meter, EnergyMeter) else 0.0,
     }
     return Bench(
         created=datetime.now(UTC).isoformat(timespec="seconds"),

@@ -8,9 +8,10 @@ from typing import Any
 from ground.errors import BadInput
 from perf.parity.measures import FIGURES
 from perf.parity.parity import Parity
-from perf.record.runs import FARED, OUT_OF_TIME, Bench, SubjectRecord, differing_keys
+from perf.record.runs import ENERGY, FARED, OUT_OF_TIME, Bench, SubjectRecord, differing_keys
 from perf.stats.decision import paired_interval
-from perf.stats.quiet import samples
+from perf.stats.energy import summarise_energy
+from perf.stats.quiet import samples, throttled_line
 from perf.stats.stats import (
     DEFAULT_CONFIDENCE,
     Interval,
@@ -22,7 +23,7 @@ from perf.stats.stats import (
 from perf.stats.summary import SummaryRow, cached_subjects, summarise
 
 from .parity_figures import DENSE, Reading, find_link, find_own_metric, own_reading, parity_reading, require_measure
-from .rule import ACCURACY, FITTED, TIMED, Rule
+from .rule import ACCURACY, FITTED, JOULES, TIMED, Rule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,9 +104,10 @@ def _read_time(bench: Bench, rule: Rule, name: str | None, where: str, confidenc
         late = side.status == OUT_OF_TIME
         return Reading(interval=None, doubt=why if late else None, broken=None if late else why)
     reading = _read_timed_interval(bench, rule, row, subject, confidence)
+    rounds = row.energy.rounds if rule.metric == JOULES and row.energy else row.rounds
     measured = next(each for each in bench.rows if each.batch == row.batch)
     doubt = next((f"{name} is {why}" for name, why in cached_subjects(measured)), None)
-    return replace(reading, count=row.rounds, unit="rounds", doubt=reading.doubt or row.doubt or doubt)
+    return replace(reading, count=rounds, unit="rounds", doubt=reading.doubt or row.doubt or doubt)
 
 
 def _read_timed_interval(bench: Bench, rule: Rule, row: SummaryRow, subject: str, confidence: float) -> Reading:
@@ -118,6 +120,8 @@ def _read_timed_interval(bench: Bench, rule: Rule, row: SummaryRow, subject: str
         case "peak_memory_bytes":
             peak = side.peak_memory_bytes
             return _or_doubt(None if peak is None else exact_interval(peak), "this system does not report peak memory")
+        case "joules":
+            return _read_joules(bench, row, subject)
     percent = float(rule.metric.removeprefix("p"))
     if side.p50_ms is None:
         return Reading(interval=None, doubt="with several streams only throughput is measured, not latency")
@@ -129,6 +133,31 @@ def _read_timed_interval(bench: Bench, rule: Rule, row: SummaryRow, subject: str
     blocks = next(each.blocks for each in bench.rows if each.batch == row.batch)
     times = samples(blocks, subject, rule.measure)
     return Reading(interval=percentile_interval(times, percent, confidence=confidence))
+
+
+def _read_joules(bench: Bench, row: SummaryRow, subject: str) -> Reading:
+    energy = row.energy
+    if energy is None:
+        why = bench.settings.get(ENERGY) or "the record is older than its measurement"
+        late = next(
+            (text for each in bench.rows if each.batch == row.batch for text in each.left_out if "energy" in text), why
+        )
+        return Reading(interval=None, doubt=f"energy was not measured: {late}")
+    reading = _or_doubt(energy.joules.get(subject), f"{subject} takes no more power than the idle machine")
+    return replace(reading, doubt=throttled_line(energy.throttled) if energy.throttled else reading.doubt)
+
+
+def paired_ratio(rule: Rule, now: Evidence) -> Interval | None:
+    """Return the reference's p50 or joules over the candidate's, as both ran side by side; None for other figures."""
+    if now.bench is None or rule.is_own:
+        return None
+    if rule.metric == "p50":
+        return now.reading(replace(rule, metric="speedup"), None).interval
+    row = next((each for each in now.bench.rows if each.batch == rule.batch), None)
+    if rule.metric != JOULES or row is None or row.energy is None:
+        return None
+    names = now.bench.reference.name, now.bench.candidate.name
+    return summarise_energy(row.energy, names, now.confidence).ratio
 
 
 def _or_doubt(interval: Interval | None, doubt: str) -> Reading:
@@ -157,7 +186,7 @@ def paired_change(rule: Rule, now: Evidence) -> tuple[Reading, Interval] | None:
     return Reading(interval=change, count=mine.count, unit="images"), dense_reading.known
 
 
-MACHINE_METRICS = ("p50", "p90", "p95", "p99", "throughput")
+MACHINE_METRICS = ("p50", "p90", "p95", "p99", "throughput", JOULES)
 SHOWN = 16  # characters of a digest
 
 
@@ -178,6 +207,9 @@ def find_incomparable_keys(rule: Rule, now: Evidence, baseline: Evidence) -> tup
         assert now.bench is not None, rule
         assert baseline.bench is not None, rule
         keys = differing_keys(baseline.bench, now.bench)
+        sensors = baseline.bench.settings.get(ENERGY), now.bench.settings.get(ENERGY)
+        if rule.metric == JOULES and sensors[0] != sensors[1]:
+            keys[ENERGY] = sensors
     return tuple(f"{key}: {old!r} then, {new!r} now" for key, (old, new) in keys.items())
 
 

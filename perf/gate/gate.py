@@ -27,9 +27,16 @@ from perf.stats.decision import (
 )
 from perf.stats.stats import UNBOUNDED, Interval, exact_interval
 
-from .evidence import Evidence, divided_by_machine_change, find_incomparable_keys, machine_change, paired_change
+from .evidence import (
+    Evidence,
+    divided_by_machine_change,
+    find_incomparable_keys,
+    machine_change,
+    paired_change,
+    paired_ratio,
+)
 from .parity_figures import Reading, rules_by_output
-from .rule import ACCURACY, BASELINE, TIMED, Rule
+from .rule import ACCURACY, BASELINE, JOULES, TIMED, Rule
 
 Verdict = Literal["PASS", "FAIL", "INCONCLUSIVE", "NOT-COMPARABLE", "UNJUDGED"]
 EXIT_CODES: dict[Verdict, int] = {
@@ -40,7 +47,7 @@ EXIT_CODES: dict[Verdict, int] = {
     "NOT-COMPARABLE": EXIT_NOT_COMPARABLE,
 }
 GRAVITY: tuple[Verdict, ...] = ("FAIL", "NOT-COMPARABLE", "INCONCLUSIVE", "PASS", "UNJUDGED")
-BLOCKS_IN_ROUND = 4
+BLOCKS_IN_ROUND = {JOULES: 3}  # 4 of latency
 FAIL_DOUBT = 1 / 5  # of the doubt, 1 - confidence, at which a time may fail: equal models fail in fewer than 1 of 100
 PARITY = "parity"  # the metric of the row with the proof's own verdict
 
@@ -136,7 +143,7 @@ def _judge_at_confidence(rule: Rule, now: Evidence, baseline: Evidence | None) -
     elif baseline is not None:
         paired = paired_change(rule, now)
         if paired is None:
-            value = replace(value, interval=_narrow_p50(rule, now, mine))
+            value = replace(value, interval=_narrow_by_pair(rule, now, mine))
             verdict, message = _judge_bound(rule, now, baseline, value, bound)
         else:
             verdict, message = _judge_paired_change(rule, *paired, now.confidence)
@@ -207,18 +214,18 @@ def _scale(rule: Rule, reference: Interval) -> Interval:
     return Interval(value=rule.scale * reference.value + rule.offset, low=low, high=high)
 
 
-def _narrow_p50(rule: Rule, now: Evidence, figure: Interval) -> Interval:
-    """Return a p50 with the narrower interval of the speed-up, as both subjects of a record ran side by side."""
+def _narrow_by_pair(rule: Rule, now: Evidence, figure: Interval) -> Interval:
+    """Return a p50 or joules with the narrower interval of the ratio, as both subjects of a record ran side by side."""
     bench = now.bench
-    if rule.is_own or rule.metric != "p50" or rule.name in (None, BASELINE) or bench is None:
+    if rule.name in (None, BASELINE) or bench is None:
         return figure
     pair = (rule.subject or bench.candidate.name, rule.name)
     if pair != (bench.candidate.name, bench.reference.name):
         return figure
-    speedup = now.reading(replace(rule, metric="speedup"), None).interval
-    if speedup is None or speedup.low == 0:
+    ratio = paired_ratio(rule, now)
+    if ratio is None or ratio.low == 0:
         return figure
-    low, high = (figure.value * speedup.value / end for end in (speedup.high, speedup.low))
+    low, high = (figure.value * ratio.value / end for end in (ratio.high, ratio.low))
     return Interval(value=figure.value, low=low, high=high)
 
 
@@ -252,7 +259,7 @@ def _data_needed(rule: Rule, value: Reading, bound: Reading, confidence: float) 
     times = data_factor(gap, gap - low if gap > 0 else high - gap)
     if not math.isfinite(times):
         return f"the figure lies on the limit; {value.count} {value.unit} were measured and many more would not decide"
-    blocks = BLOCKS_IN_ROUND * math.ceil(max(value.count * (times - 1), 1))
+    blocks = BLOCKS_IN_ROUND.get(rule.metric, 4) * math.ceil(max(value.count * (times - 1), 1))
     return f"{STRADDLES}; about {blocks} more blocks would decide"
 
 

@@ -1,7 +1,8 @@
 """The grammar of gate rules. A rule states what must not be true.
 
     rule    = [subject "."] ["end_to_end." | "metric."] metric ["@" place] compare bound
-    metric  = p50 p90 p95 p99 (ms) | throughput (images/s) | speedup | peak_memory_bytes  each at a batch: @b8
+    metric  = p50 p90 p95 p99 (ms) | throughput (images/s) | speedup | peak_memory_bytes
+            | joules (an image, beyond the idle machine's)                each at a batch: @b8
             | device_memory (bytes: weights and activations)              of the profile of a batch: @b8
             | size_bytes | plan_bytes | params | macs | fused_attention | sparse_layers
             | a measure of the parity record: relative_error, top1_agreement, ...          at a link or output: @half,
@@ -32,7 +33,8 @@ COMPARE: dict[str, Callable[[float, float], bool]] = {
     ">": operator.gt,
     ">=": operator.ge,
 }
-TIMED = ("p50", "p90", "p95", "p99", "throughput", "speedup", "peak_memory_bytes")
+JOULES = "joules"
+TIMED = ("p50", "p90", "p95", "p99", "throughput", "speedup", "peak_memory_bytes", JOULES)
 COUNTED = ("size_bytes", "plan_bytes", "params", "macs", "fused_attention", "sparse_layers")
 # Exact figures that depend on the batch.
 PLACED = ("device_memory",)

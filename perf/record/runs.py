@@ -15,6 +15,7 @@ from ground.files import write_json
 from ground.quantity import quoted
 from ground.records import record_from_file
 
+from .energy import EnergyRun
 from .states import Block
 
 
@@ -62,6 +63,8 @@ Scalar = str | int | float | bool | None
 Flat = Mapping[str, Scalar]
 
 # Latencies are comparable only on the same machine with the same settings.
+ENERGY = "energy"
+"""The key of `Bench.settings` with the name of the energy sensor, or the reason why energy was not measured."""
 ENVIRONMENT_MUST_MATCH = (
     "system", "machine", "cpu", "cpu_count", "cpu_quota", "cpu_governor",
     "gpu", "gpu_count", "sm", "driver", "cuda", "power_limit_w", "clocks",
@@ -115,7 +118,7 @@ class Row:
 
     `stop` is why it ended: narrow, time limit, round limit, one subject only, nothing to measure, or out of time.
     `noise_blocks` time the reference against itself, `repeat_blocks` one batch against varied ones. `left_out` lists
-    parts for which time or memory ran out.
+    parts for which time or memory ran out. `energy` is None without a sensor.
     """
 
     batch: int
@@ -127,6 +130,7 @@ class Row:
     noise_blocks: tuple[TimedBlock, ...]
     repeat_blocks: Mapping[str, tuple[TimedBlock, ...]] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
+    energy: EnergyRun | None = None
 
     def __post_init__(self) -> None:
         if self.batch < 1:
@@ -200,6 +204,11 @@ class Bench:
 
     def row(self, batch: int) -> Row | None:
         return next((row for row in self.rows if row.batch == batch), None)
+
+
+def name_of_rerun(reference: str) -> str:
+    """Return the name of the reference where it is measured against itself."""
+    return f"{reference} again"
 
 
 def save_bench(bench: Bench, path: Path) -> None:

@@ -73,7 +73,11 @@ TONES = {"PASS": "pass", "FAIL": "fail"} | dict.fromkeys(
     ("INCONCLUSIVE", "NOT-COMPARABLE", "NOTED", "UNJUDGED"), "note"
 )
 # Keys of the tables that are side by side under the headline, and of those under the plots of the same numbers.
-BESIDE, SPEED, FIDELITY = (("models", "effects"), ("latency", "end_to_end", "gate"), ("parity", "located", "structure"))
+BESIDE, SPEED, FIDELITY = (
+    ("models", "effects"),
+    ("latency", "end_to_end", "energy", "gate"),
+    ("parity", "located", "structure"),
+)
 WARNINGS_SHOWN = 3
 
 

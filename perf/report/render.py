@@ -72,6 +72,12 @@ def _latency_rows(row: SummaryRow) -> Iterator[CsvRow]:
         yield _row("latency", subject, "gain_on_repeats", gain, batch=row.batch, measure=row.measure)
     for name, value in (("speedup", row.speedup), ("noise", row.noise), ("realised_share", row.realised_share)):
         yield _row("latency", "both", name, value, batch=row.batch, measure=row.measure)
+    if row.energy is not None:
+        for subject, joules in row.energy.joules.items():
+            yield _row("energy", subject, "joules_per_image", joules, batch=row.batch)
+        for name, of_both in (("ratio", row.energy.ratio), ("noise", row.energy.noise)):
+            yield _row("energy", "both", name, of_both, batch=row.batch)
+        yield _row("energy", "machine", "idle_w", row.energy.idle_w, batch=row.batch)
 
 
 def _row(

@@ -25,6 +25,7 @@ from .numbers import (
 )
 from .parity_tables import PARITY_TABLES
 
+JOULES = "Joules/image"
 MOST_WHY = 100
 """Characters of a reason that fit in the gate's table in a window of 1,280 pixels."""
 
@@ -40,6 +41,7 @@ def build_tables(content: Content) -> dict[str, ReportTable]:
             partial(latency_rows_table, "end_to_end", "With copies to and from the device"),
             summary and summary.end_to_end_rows,
         ),
+        (energy_table, summary and [row for row in summary.rows if row.energy is not None]),
         (gate_table, content.gate.rules),
         (history_table, content.history),
         (partial(images_table, sentence=size.sentence if size else ""), size and size.points),
@@ -103,13 +105,44 @@ def latency_rows_table(key: str, title: str, rows: Sequence[SummaryRow]) -> Repo
     note += "multiply-adds saved."
     note += f" A p99 needs {needed} samples." if needed else ""
     note += _repeats_note(rows)
-    return ReportTable(
-        key=key,
-        title=title,
-        columns=("Batch", "p50 ms", "p90 ms", "p99 ms", "Images/s", "Peak memory", "Speed-up", "A/A noise", "Realised"),
-        rows=tuple(_latency_cells(row) for row in rows),
-        note=note,
+    spent = [_joules_cell(row) for row in rows] if any(row.energy for row in rows) else None
+    columns: tuple[str, ...] = (
+        "Batch",
+        "p50 ms",
+        "p90 ms",
+        "p99 ms",
+        "Images/s",
+        "Peak memory",
+        "Speed-up",
+        "A/A noise",
+        "Realised",
     )
+    cells: list[tuple[str, ...]] = [_latency_cells(row) for row in rows]
+    if spent is not None:
+        columns = (*columns[:5], JOULES, *columns[5:])
+        cells = [(*row[:5], joules, *row[5:]) for row, joules in zip(cells, spent, strict=True)]
+    return ReportTable(key=key, title=title, columns=columns, rows=tuple(cells), note=note)
+
+
+def energy_table(rows: Sequence[SummaryRow]) -> ReportTable:
+    found = [(row, row.energy) for row in rows if row.energy is not None]
+    cells = [
+        (f"{row.batch}\nthrottled" if energy.throttled else str(row.batch), _joules_cell(row), ratio_text(energy.ratio),
+         ratio_text(energy.noise), number_text(energy.idle_w), str(energy.rounds))
+        for row, energy in found
+    ]  # fmt: skip
+    return ReportTable(
+        key="energy",
+        title="Energy",
+        columns=("Batch", JOULES, "Dense over reduced", "A/A noise", "Idle W", "Rounds"),
+        rows=tuple(cells),
+        note=f"By {found[0][1].sensor}. The power of the idle machine, measured before and after, is subtracted. A/A "
+        "noise is the dense model against itself in the same rounds.",
+    )
+
+
+def _joules_cell(row: SummaryRow) -> str:
+    return _join_sides(tuple(row.sides.values()), lambda side: value_text(row.joules(side.name)))
 
 
 def _repeats_note(rows: Sequence[SummaryRow]) -> str:

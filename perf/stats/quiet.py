@@ -1,7 +1,7 @@
 """Choice of the recorded times for statistics: uninterrupted calls of rounds without throttling."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import chain
 
 import numpy as np
@@ -14,6 +14,8 @@ from .stats import MIN_ROUNDS, Floats
 # A call counts as interrupted if its threads waited for a CPU for more than this share of its time.
 LOST_REL = 0.02
 CLEAN_CALLS = 2  # that each subject needs in a span
+QUOTA_REMEDY = "grant more or whole CPUs, or fewer --threads"
+HEAT_REMEDY = "cool it, or lower its clocks or power limit"
 
 
 class QuietSpans:
@@ -67,6 +69,12 @@ def throttle_reasons(blocks: Iterable[Block]) -> tuple[str, ...]:
     blocks = tuple(blocks)
     whole = set(whole_rounds(blocks))
     return tuple(dict.fromkeys(reason for block in blocks if block.round in whole for reason in block.throttled))
+
+
+def throttled_line(reasons: Sequence[str]) -> str:
+    """Return a sentence about a row in whose rounds the machine was slowed down, with the remedy."""
+    remedies = dict.fromkeys(QUOTA_REMEDY if reason == "cgroup_quota" else HEAT_REMEDY for reason in reasons)
+    return f"the machine was throttled during almost all rounds ({', '.join(reasons)}); {'; '.join(remedies)}"
 
 
 def is_disturbed(blocks: Iterable[TimedBlock]) -> bool:

@@ -6,9 +6,18 @@ import numpy as np
 
 from perf.record.runs import OUT_OF_TIME, Row, TimedBlock
 
-from .quiet import comparison_measure, interrupted_share, is_disturbed, samples, throttle_reasons, whole_rounds
+from .energy import energy_warnings, summarise_energy
+from .quiet import (
+    comparison_measure,
+    interrupted_share,
+    is_disturbed,
+    samples,
+    throttle_reasons,
+    throttled_line,
+    whole_rounds,
+)
 from .stats import MIN_ROUNDS, coefficient_of_variation, trend, trend_score
-from .summary import cached_subjects, throttled_line
+from .summary import cached_subjects
 
 CV_LIMIT = {"cuda events": 0.025, "host": 0.10}  # trtexec's limit for device time; a host clock includes all other work
 DRIFT_LIMIT_REL = 0.03
@@ -43,6 +52,9 @@ def _row_warnings(row: Row) -> Iterator[str]:
     yield from (f"{name}: no memory to try it on varied batches" for name, own in row.repeat_blocks.items() if not own)
     yield from row.left_out
     yield from _warnings_of_all(row.blocks)
+    if row.energy is not None:
+        measured = [name for name in row.trials if any(block.subject == name for block in row.energy.blocks)]
+        yield from energy_warnings(summarise_energy(row.energy, [*row.trials], confidence=0.0), measured)
 
 
 def _warnings_of_all(blocks: Sequence[TimedBlock]) -> Iterator[str]:

@@ -6,9 +6,18 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from perf.record.runs import Bench, Row, Status, TimedBlock
+from perf.record.runs import Bench, Row, Status, TimedBlock, name_of_rerun
 
-from .quiet import comparison_measure, is_disturbed, quiet_spans, samples, throttle_reasons, whole_rounds
+from .energy import EnergySummary, summarise_energy
+from .quiet import (
+    comparison_measure,
+    is_disturbed,
+    quiet_spans,
+    samples,
+    throttle_reasons,
+    throttled_line,
+    whole_rounds,
+)
 from .stats import (
     DEFAULT_CONFIDENCE,
     Floats,
@@ -22,16 +31,6 @@ from .stats import (
 )
 
 BUSY = "other programs had the CPU during almost all calls; measure again when the machine is quiet"
-QUOTA_REMEDY = "grant more or whole CPUs, or fewer --threads"
-HEAT_REMEDY = "cool it, or lower its clocks or power limit"
-
-
-def throttled_line(reasons: Sequence[str]) -> str:
-    """Return a sentence about a row in whose rounds the machine was slowed down, with the remedy."""
-    remedies = dict.fromkeys(QUOTA_REMEDY if reason == "cgroup_quota" else HEAT_REMEDY for reason in reasons)
-    return f"the machine was throttled during almost all rounds ({', '.join(reasons)}); {'; '.join(remedies)}"
-
-
 ONE, VARIED = "one batch", "varied batches"
 MOST_GAIN = 1.1  # the limit of MLPerf Inference's compliance test 04, as inputs stay in the processor's caches too
 
@@ -81,8 +80,9 @@ class SummaryRow:
 
     `speedup`, and `noise` of the A/A run (ideally 1), are reference over candidate, over `rounds` spans. `disturbed`
     means that other programs had the CPU in almost all calls, and `throttled` has what slowed the machine down in
-    almost all rounds. `repeats` is the speed on one batch over that on varied
-    ones. `realised_share` is the share of time saved over the share of MACs saved: (1 - 1/speedup) / (1 - MACs ratio).
+    almost all rounds. `repeats` is the speed on one batch over that on varied ones. `realised_share` is the share of
+    time saved over the share of MACs saved: (1 - 1/speedup) / (1 - MACs ratio). `energy` is None without a sensor, and
+    beside end-to-end times.
     """
 
     batch: int
@@ -95,6 +95,11 @@ class SummaryRow:
     disturbed: bool
     repeats: Mapping[str, Interval] = field(default_factory=dict)
     throttled: tuple[str, ...] = ()
+    energy: EnergySummary | None = None
+
+    def joules(self, name: str) -> Interval | None:
+        """Return a subject's joules per image, None if they were not measured."""
+        return None if self.energy is None else self.energy.joules.get(name)
 
     @property
     def mark(self) -> str:
@@ -178,9 +183,9 @@ def speedup(
 
 
 def _summarise_row(bench: Bench, row: Row, measure: str, confidence: float) -> SummaryRow:
-    reference, candidate = bench.reference.name, bench.candidate.name
+    names = reference, candidate = bench.reference.name, bench.candidate.name
     faster = speedup(row.blocks, reference, candidate, measure, confidence)
-    again = f"{reference} again"
+    again = name_of_rerun(reference)
     disturbed = is_disturbed(row.blocks)
     return SummaryRow(
         batch=row.batch,
@@ -193,6 +198,7 @@ def _summarise_row(bench: Bench, row: Row, measure: str, confidence: float) -> S
         disturbed=disturbed,
         repeats={name: gain for name in row.repeat_blocks if (gain := gain_on_repeats(row, name)) is not None},
         throttled=throttle_reasons(row.blocks),
+        energy=None if row.energy is None or measure != "compute" else summarise_energy(row.energy, names, confidence),
     )
 
 

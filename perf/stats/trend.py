@@ -12,10 +12,10 @@ from ground.errors import BadInput
 from perf.record.runs import FARED, Bench, differing_keys
 
 from .changes import ALPHA, LEAST_NOISE, ChangePoint, change_points, critical_score
-from .quiet import comparison_measure, is_disturbed, samples, throttle_reasons
+from .quiet import comparison_measure, is_disturbed, samples, throttle_reasons, throttled_line
 from .releases import History, LeftOut, Release, comparable_releases
 from .stats import Interval, median, median_interval
-from .summary import BUSY, speedup, throttled_line
+from .summary import BUSY, speedup
 
 CONFIDENCE_95 = 1.96
 SHOWN_KEYS = 4

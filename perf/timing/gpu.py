@@ -44,13 +44,22 @@ class Gpu:
             power_limit_w=self._power_limit_w(),
         )
 
+    @property
+    def name(self) -> str:
+        return str(self.nvml.nvmlDeviceGetName(self.handle))
+
+    def energy_mj(self) -> int | None:
+        """Return the energy since the driver was loaded, None on GPUs older than Volta."""
+        energy_mj: int | None = self._ask(self.nvml.nvmlDeviceGetTotalEnergyConsumption)
+        return energy_mj
+
     def describe(self) -> dict[str, Scalar]:
         """Return the GPU's part of `environment`; `clocks` is the limit set for applications, if any."""
         nvml = self.nvml
         capability = self._ask(nvml.nvmlDeviceGetCudaComputeCapability)
         cuda = nvml.nvmlSystemGetCudaDriverVersion()
         return {
-            "gpu": nvml.nvmlDeviceGetName(self.handle),
+            "gpu": self.name,
             "gpu_count": nvml.nvmlDeviceGetCount(),
             "sm": None if capability is None else f"{capability[0]}.{capability[1]}",
             "driver": nvml.nvmlSystemGetDriverVersion(),

@@ -1,7 +1,8 @@
 """Times of consecutive calls, the rules of a measurement, and the warm-up. The clock is an argument."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Protocol
@@ -41,8 +42,9 @@ class Plan:
     """The rules of a measurement, stored in its record.
 
     Rounds are added until the speed-up's interval is within `half_width_rel` on either side (a third of a gate's margin
-    is a good choice) or the time is up. `time_limit_s` covers all work for a batch size. Blocks are short, so that both
-    subjects of a round run under the same load. `audit_rounds` compare one repeated batch with varied ones.
+    is a good choice) or the time is up. `time_limit_s` covers all work for a batch size but its energy. Blocks are
+    short, so that both subjects of a round run under the same load. `audit_rounds` compare one repeated batch with
+    varied ones.
     """
 
     block_ms: float = 25.0
@@ -115,6 +117,13 @@ class TimeLimit:
 
     def __init__(self, clock: Clock, limit_s: float) -> None:
         self.clock, self.limit_s, self._started_ns = clock, limit_s, clock()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out the time that the body takes."""
+        began_ns = self.clock()
+        yield
+        self._started_ns += self.clock() - began_ns
 
     @property
     def spent_s(self) -> float:
