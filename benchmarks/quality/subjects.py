@@ -125,10 +125,10 @@ def _with_judges(fitted: NDArray[np.float32], judging: int) -> list[NDArray[np.f
     return [fitted, *(np.load(path, mmap_mode="r")[:judging] for path in paths)]
 
 
-def digits(scratch: Path, fitted: int, judging: int) -> Subject:
-    """Return the digits example, judged by its logits."""
+def digits(scratch: Path, fitted: int, judging: int, dense: Checkpoint | None = None) -> Subject:
+    """Return the digits example, or another model of these images, judged by its logits."""
     images = load_part("train").images[:fitted], load_part("held-out").images[:judging]
-    return _of_images("digits", load_checkpoint(DIGITS), scratch, *images)
+    return _of_images("digits", dense or load_checkpoint(DIGITS), scratch, *images)
 
 
 def dinov2(scratch: Path, fitted: int, judging: int, crops: photographs.Crops | None = None) -> Subject:

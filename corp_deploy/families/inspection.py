@@ -152,13 +152,19 @@ def merging_record(model: nn.Module) -> MergingRecord | None:
     merging = traced_model.merging_of(model)
     if merging is None:
         return None
-    kinds, count = traced_model.token_kinds(model), count_macs(model)
-    protected = len(kinds) - kinds.count("patch")
+    count = count_macs(model)
+    if merging.in_stream:
+        kinds = traced_model.token_kinds(model)
+        protected = len(kinds) - kinds.count("patch")
+        tokens = (len(kinds), *tokens_after(merging, len(kinds), protected))
+    else:
+        mlps = traced_model.token_mlps(model)
+        protected, tokens = mlps[0].protected, tuple(mlp.tokens for mlp in mlps)
     positions = count_macs_of_means(traced_model.tracing(model).running)
     return MergingRecord(
         **merging.as_json() | {"schedule": merging.schedule},
         protected=protected,
-        tokens=(len(kinds), *tokens_after(merging, len(kinds), protected)),
+        tokens=tokens,
         macs=count.macs,
         macs_of_merging=sum(map(count.within, find_merges(model))) + positions,
         macs_with_all_tokens=count_macs(traced_model.with_merging(model, None)).macs,
@@ -239,6 +245,6 @@ def merge_margins(model: nn.Module, inputs: Inputs) -> Tensor | None:
         for merge in find_merges(model).values():
             stack.callback(merge.register_forward_pre_hook(look).remove)
         run_model(model, inputs)
-        if not every:
-            return torch.full((input_count(inputs),), torch.inf)
-    return torch.stack(every).amin(dim=0)
+    least = [torch.full((input_count(inputs),), torch.inf), *every]
+    # Each window of an image has choices of its own.
+    return torch.stack([each.reshape(input_count(inputs), -1).amin(dim=1).to("cpu") for each in least]).amin(dim=0)

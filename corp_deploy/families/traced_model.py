@@ -14,21 +14,23 @@ from torch import Tensor, fx, nn
 
 from calib.inputs import Inputs, tensors_by_name
 from corp_deploy.spec.architecture import Architecture
-from corp_deploy.spec.merging import Merging
+from corp_deploy.spec.merging import How, Merging
 from corp_deploy.spec.widths import HeadGeometry
 from corp_deploy.traced.finding.attentions import find_blocks
 from corp_deploy.traced.models.array_inputs import is_mask
 from corp_deploy.traced.models.mergeable import Mergeable
-from corp_deploy.traced.models.module import classes as classes
-from corp_deploy.traced.models.module import facts_of as facts_of
-from corp_deploy.traced.models.module import input_spec as input_spec
+from corp_deploy.traced.models.mlp_merging import TokenMlp
 from corp_deploy.traced.models.module import (
+    TracedModule,
     is_librarys,
     merging_module,
     replace_submodules,
     traced_module,
     traced_state,
 )
+from corp_deploy.traced.models.module import classes as classes
+from corp_deploy.traced.models.module import facts_of as facts_of
+from corp_deploy.traced.models.module import input_spec as input_spec
 from corp_deploy.traced.models.module import output_ports as output_ports
 from corp_deploy.traced.models.module import tracing as tracing
 from corp_deploy.traced.models.narrowed_model import narrow_model
@@ -175,25 +177,39 @@ def merging_of(model: nn.Module) -> Merging | None:
     return traced_state(model).merging
 
 
-def merging_refusal(model: nn.Module) -> str:
-    """Return why a model's tokens can't be merged, or an empty string."""
+def token_mlps(model: nn.Module) -> tuple[TokenMlp, ...]:
+    """Return the MLPs for which a model's tokens can be merged."""
+    return tracing(model).token_mlps
+
+
+def origin_of(model: nn.Module) -> nn.Module | None:
+    """Return the model without merging of one that merges tokens for MLPs alone; None for any other model."""
+    return traced_state(model).origin if isinstance(model, TracedModule) else None
+
+
+def merging_refusal(model: nn.Module, how: How = "merge") -> str:
+    """Return why a model's tokens can't be merged in this way, or an empty string."""
     spec = input_spec(model)
     if isinstance(spec, TextSpec):
         return "a text encoder's tokens are not merged, since its texts are of different lengths"
     if isinstance(spec, SequenceSpec):
         return "a decoder's tokens are not merged, since each has logits of its own"
+    if how == "mlp":
+        return "" if token_mlps(model) else "no MLP of linear layers over tokens is added to a residual stream"
     found = tracing(model).mergeable
-    return "" if isinstance(found, Mergeable) else found
+    if isinstance(found, Mergeable):
+        return ""
+    return f"{found}; --merge-how mlp merges tokens for MLPs alone" if token_mlps(model) else found
 
 
 def with_merging(model: nn.Module, merging: Merging | None) -> nn.Module:
     """Return a copy in eval mode that merges tokens like this, or merges none. Raises BadInput where that can't be."""
     if merging is None and merging_of(model) is None:
         return replace_submodules(model, {}).eval()
-    if merging is not None and (reason := merging_refusal(model)):
+    if merging is not None and (reason := merging_refusal(model, merging.how)):
         raise BadInput(f"token merging: {reason}; leave --merge-tokens out")
     named = facts_of(model).named
-    if merging is not None and named is not None:
+    if merging is not None and merging.in_stream and named is not None:
         if merging.how == "drop" and named.has_patches:  # merged tokens are copied back to each source, dropped are not
             raise BadInput(
                 f"merging: {named.describe()} have a vector for each patch, and those that were dropped have none; "
@@ -201,7 +217,10 @@ def with_merging(model: nn.Module, merging: Merging | None) -> nn.Module:
             )
         merging = replace(merging, unmerged=merging.unmerged or (named.has_patches and merging.how == "merge"))
     program = replace_submodules(model if traced_state(model).cut is not None else narrow_model(model, {}, {}), {})
-    return merging_module(program, merging).eval().requires_grad_(False)
+    merged = merging_module(program, merging).eval().requires_grad_(False)
+    if traced_state(merged).origin is not None:
+        traced_state(merged).origin = model
+    return merged
 
 
 def counted_form(model: nn.Module) -> nn.Module:

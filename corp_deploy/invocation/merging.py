@@ -13,8 +13,8 @@ from .values import ParsedText
 
 AUTO = "auto"
 SCHEDULE = ParsedText(
-    span="R|SCHEDULE|auto",
-    expected="how many tokens each block merges away: 12, 'grow:36', '0,4,8,...' or 'auto'",
+    span="R|SCHEDULE|SHARE|auto",
+    expected="how many tokens each block merges away: 12, 'grow:36', '0,4,8,...', 'auto', or '30%' of each MLP's",
     kind=str,
     read=str,
     or_whole=True,
@@ -29,7 +29,7 @@ class MergedStatistics(Record, heading="Merged tokens"):
         SCHEDULE,
         help="Tokens that each block merges away between attention and MLP (ToMe): 12 in each, grow:36 for 0 in "
         "the first to 36 in the last, a number for every block (0,4,8,...), or auto with --macs or --latency: "
-        "chosen by the error of the outputs.",
+        "chosen by the error of the outputs. With --merge-how mlp the share of each MLP's tokens: 30%.",
     )
     merge_metric: Metric = option(
         default="ward",
@@ -40,13 +40,20 @@ class MergedStatistics(Record, heading="Merged tokens"):
     )
     merge_how: How = option(
         default="merge",
-        help="Merge similar tokens, or drop those that the class token attends to least.",
+        help="Merge similar tokens; drop those that the class token attends to least; or merge for each MLP alone, "
+        "within windows, and give every token its result (mlp), which any block of a vision model allows.",
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.merge_how == "drop" and self.auto_merging:
             raise BadInput("--merge-tokens auto weighs what merging loses; with --merge-how drop give a schedule")
+        if self.merge_how == "mlp" and self.auto_merging:
+            raise BadInput("--merge-tokens auto chooses tokens of the stream; with --merge-how mlp give a share: 30%")
+        if self.merges == "mlp" and not self.reduces:
+            raise BadInput(
+                "--merge-how mlp changes no statistics; calibrate without --merge-tokens, and give it to reduce"
+            )
 
     @property
     def auto_merging(self) -> bool:
@@ -62,6 +69,11 @@ class MergedStatistics(Record, heading="Merged tokens"):
         return False
 
     @property
+    def reduces(self) -> bool:
+        """True for options of a reduced model, which may merge tokens for MLPs alone."""
+        return False
+
+    @property
     def merges(self) -> str:
         return "none" if self.merge_tokens is None else self.merge_how
 
@@ -74,8 +86,9 @@ class MergedStatistics(Record, heading="Merged tokens"):
 
     @property
     def of_statistics(self) -> "MergedStatistics":
-        """The merging under which moments are collected: no merging if `auto` will choose the schedule afterwards."""
-        return MergedStatistics() if self.auto_merging else MergedStatistics.from_options(self.values)
+        """The merging under which moments are collected: none if `auto` chooses it afterwards, or for MLPs alone."""
+        chosen_later = self.auto_merging or self.merges == "mlp"
+        return MergedStatistics() if chosen_later else MergedStatistics.from_options(self.values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,3 +104,7 @@ class MergingChoice(MergedStatistics):
     @property
     def unmerged(self) -> bool:
         return self.merge_outputs == "unmerged"
+
+    @property
+    def reduces(self) -> bool:
+        return True

@@ -118,6 +118,10 @@ class ReduceOptions(SparseChoice, MergingChoice, RepairChoice, BudgetChoice, Met
             )
 
     def _refuse_beside_budgets(self) -> None:
+        if self.merges == "mlp" and self.latency_tables is not None:
+            raise BadInput(
+                "--latency-tables has times of layers with all tokens, without what --merge-how mlp saves; give --macs"
+            )
         if self.allocates and any(self.sparsities):
             raise BadInput(f"--{self.widths} chooses the widths itself; give it without --mlp, --attn and --conv")
         if self.within is None:
@@ -188,7 +192,7 @@ class ReduceOptions(SparseChoice, MergingChoice, RepairChoice, BudgetChoice, Met
     def method_asked(self) -> Method:
         """The method, with MLPs and attention repaired at full width if a closed loop follows token merging alone."""
         looped = self.loop is not None or self.composes
-        repairs = self.merge_tokens is not None and looped and not self.allocates
+        repairs = self.merges in ("merge", "drop") and looped and not self.allocates
         if not repairs or any(each is not None for each in self.sparsities):
             return self.method
         return replace(self.method, mlp_sparsity=0.0, attention_sparsity=0.0)

@@ -112,5 +112,11 @@ MERGING = Axis(
             "merge_how",
             {"merge_outputs": "dropped tokens have no value to restore; merge them"},
         ),
+        "mlp": variant(
+            "tokens merged for MLPs alone",
+            "--merge-tokens 30% --merge-how mlp",
+            "merge_how",
+            {"merge_outputs": "every token keeps a value of its own"},
+        ),
     },
 )

@@ -136,7 +136,7 @@ def _layer_gradients(
     model: nn.Module, inputs: Inputs, weights: Collection[str]
 ) -> Iterator[OutputGradients[CalledLayer]]:
     """Yield, for a few inputs at a time, the input of each layer with these weights and the gradients by its output."""
-    program, drawn = tracing(model).running, torch.Generator().manual_seed(0)
+    program, drawn = tracing(model).followed, torch.Generator().manual_seed(0)
     layers = {layer.node: layer for layer in every_layer(program) if layer.weight in weights}
     with torch.inference_mode(False), torch.no_grad():
         for piece in chunks(inputs, _PIECE) if layers else ():
@@ -192,7 +192,7 @@ def compute_output_metrics(model: nn.Module, inputs: Inputs, weights: Collection
     addition helps where many channels are removed, as the first order is inexact there (docs/measured/tried.md). Layers
     that no output depends on, and those of more than MOST_OUTPUTS outputs, have no metric.
     """
-    sums, program = dict[str, Tensor](), tracing(model).running
+    sums, program = dict[str, Tensor](), tracing(model).followed
     few = {name for name in weights if len(program.tensor(name)) <= MOST_OUTPUTS}
     for gradients in _layer_gradients(model, inputs, few):
         for layer, gradient in gradients.gradients.items():

@@ -215,7 +215,11 @@ class Probe:
 
     def _exact_effects(self, new: Mapping[SiteTrial, TracedReduced]) -> dict[SiteTrial, float]:
         """Measure trials by new weights in the dense program, or in a narrowed model if they only select groups."""
-        running, changes, effects = tracing(self.model).running, dict[SiteTrial, NewTensors](), dict[SiteTrial, float]()
+        running, changes, effects = (
+            tracing(self.model).followed,
+            dict[SiteTrial, NewTensors](),
+            dict[SiteTrial, float](),
+        )
         for trial, each in new.items():
             if not each.selected:
                 tensors = changed_tensors({trial[0]: each})

@@ -23,13 +23,14 @@ from corp_deploy.polish.options import PolishOptions
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import Method
 from corp_deploy.reduction.model import Reduction
-from corp_deploy.spec.merging import Merging, cap_schedule, schedule_from_text
+from corp_deploy.spec.merging import Merging, cap_schedule, schedule_from_text, shares_from_text
 from corp_deploy.spec.widths import Widths
 from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.class_names import CLASS_NAMES
 from corp_deploy.store.fitted import fitted_of_lineage
 from corp_deploy.store.input_sets import model_digest
 from corp_deploy.store.model_config import FITTED
+from corp_deploy.traced.models.mlp_merging import TokenMlp
 from corp_deploy.traced.models.values import TracedValues
 from ground.errors import BadInput
 from ground.files import sha256_of_file
@@ -89,8 +90,9 @@ def build_request(options: ReduceOptions) -> ReductionRequest:
 def merging_from_choice(choice: MergedStatistics, model: nn.Module) -> Merging | None:
     """Return the token merging that the options ask for, or None if they ask for none.
 
-    A single number stands for all blocks and is capped to the tokens that each block can merge. Raises BadInput if the
-    text is not a schedule of the model's blocks, or leaves the schedule to a budget.
+    A single number stands for all blocks and is capped to the tokens that each block can merge; a share stands for as
+    many tokens of every window of an MLP. Raises BadInput if the text is not a schedule of the model's blocks, or
+    leaves the schedule to a budget.
     """
     text = choice.schedule
     if text is None:
@@ -100,6 +102,10 @@ def merging_from_choice(choice: MergedStatistics, model: nn.Module) -> Merging |
             "--merge-tokens auto needs a budget, for which it chooses the tokens that each block merges; give reduce "
             "--macs, or numbers of tokens: 12 in each block, grow:36"
         )
+    if choice.merges == "mlp":
+        mlps = traced_model.token_mlps(model)
+        shares = shares_from_text(text, max(len(mlps), 1))
+        return merging_of_schedule(choice, tuple(map(TokenMlp.count, mlps, shares)) or (0,))
     kinds = traced_model.token_kinds(model)
     schedule = schedule_from_text(text, traced_model.depth(model))
     if "," not in text:

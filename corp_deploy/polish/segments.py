@@ -50,7 +50,7 @@ def segment_sublayer(model: nn.Module, step: SegmentStep) -> Sublayer:
     Layers with the same input form one group. Layers that the program calls several times are left out.
     """
     own, by_name = tracing(model), sites_of(model).by_name
-    program, segment = own.running, next(each for each in own.segments if each.name == step.name)
+    program, segment = own.followed, next(each for each in own.segments if each.name == step.name)
     inside = [by_name[name] for name in step.sites if name in by_name]
     touched = {name for site in inside if not isinstance(site, TracedStream) for name in _site_weights(site)}
     nodes = required_nodes(program, segment.before, [segment.after], beside=segment.beside)

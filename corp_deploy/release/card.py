@@ -86,7 +86,7 @@ def _tokens(merging: MergingRecord) -> Iterator[str]:
     yield ""
     yield markdown_line(" ".join(f"{words[:1].upper()}{words[1:]}." for words in merging.sentences()))
     yield ""
-    yield f"| block | tokens that enter | {merging.verb} | tokens behind |"
+    yield f"| {merging.unit} | tokens that enter | {merging.verb} | tokens behind |"
     yield "|---|---|---|---|"
     for row in merging.rows:
         yield f"| {' | '.join(map(str, row))} |"

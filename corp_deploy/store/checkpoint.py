@@ -19,7 +19,7 @@ from torch import nn
 from corp_deploy.families import traced_model
 from corp_deploy.families.family import dense_model, named_outputs_of, share_program_, with_outputs
 from corp_deploy.spec.architecture import Architecture, Preprocessing
-from corp_deploy.traced.models.module import TracedModule, device_of, replace_submodules
+from corp_deploy.traced.models.module import TracedModule, device_of, replace_submodules, traced_state
 from corp_deploy.traced.models.narrowed_model import program_record, rebuild_narrowed, sites_record
 from corp_deploy.traced.programs.threads import one_thread
 from ground.errors import BadInput
@@ -191,6 +191,7 @@ def load_checkpoint(directory: Path) -> Checkpoint:
     if config.merging is not None:
         with _recorded_at(f"{where}: merging"):
             model = traced_model.with_merging(model, config.merging.merging)
+            traced_state(model).origin = None  # its weights are read later, and the merged model's alone
     load_weights(model, state_as_named(weights), where=weights)
     _fill_tables_(model, architecture)
     traced_model.load_extra_files_(model, directory)

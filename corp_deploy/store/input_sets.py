@@ -215,8 +215,11 @@ def preprocessing_text(model: nn.Module) -> str:
 
 
 def model_digest(model: nn.Module) -> str:
-    """Return one SHA-256 of all weights' names, types, shapes and values, however the model was loaded."""
-    return digest_of_tensors(sorted(model.state_dict().items()))
+    """Return one SHA-256 of all weights' names, types, shapes and values, however the model was loaded.
+
+    A model that merges tokens for MLPs alone has the digest of the model without.
+    """
+    return digest_of_tensors(sorted((traced_model.origin_of(model) or model).state_dict().items()))
 
 
 def digest_of_tensors(named: Iterable[tuple[str, Tensor]]) -> str:
@@ -229,9 +232,11 @@ def digest_of_tensors(named: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def merging_text(model: nn.Module) -> str:
-    """Return the model's token merging, except `unmerged`, as JSON text; empty without merging."""
+    """Return the merging of the model's residual stream, except `unmerged`, as JSON text; empty without merging."""
     merging = traced_model.merging_of(model)
-    return "" if merging is None else json.dumps(replace(merging, unmerged=False).as_json(), sort_keys=True)
+    if merging is None or not merging.in_stream:
+        return ""
+    return json.dumps(replace(merging, unmerged=False).as_json(), sort_keys=True)
 
 
 def merging_of_moments(lineage: Mapping[str, str]) -> Merging | None:

@@ -87,6 +87,11 @@ def merging_lines(record: Mapping[str, Any]) -> list[str]:
     merging = record.get("merging")
     if merging is None:
         return []
+    if merging["how"] == "mlp":
+        counts = (
+            f"{all_tokens - merged}" for all_tokens, merged in zip(merging["tokens"], merging["schedule"], strict=True)
+        )
+        return [*merging["sentences"], f"tokens in each MLP: {' '.join(counts)}"]
     return [*merging["sentences"], f"tokens behind each block: {' '.join(map(str, merging['tokens'][1:]))}"]
 
 

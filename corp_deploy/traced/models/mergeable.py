@@ -23,6 +23,7 @@ from ground.errors import BadInput
 from .merged_nodes import MergedNodes, PositionDependent
 from .merged_program import MergedProgram
 from .merges import MergeBuilder, attentions_by_node, build_sized_program
+from .mlp_merging import build_mlp_merged_program
 from .position_means import UntrackedSources, even_sources
 
 
@@ -101,10 +102,13 @@ def find_mergeable(program: Program) -> Mergeable | str:
 
 def build_merged_graph(program: Program, added: tuple[str, ...], merging: Merging) -> fx.GraphModule:
     """Build the graph of a model that merges tokens, without the biases `added` that the model itself lacks."""
-    found = find_mergeable(program)
-    if isinstance(found, str):
-        raise BadInput(f"token merging: {found}; leave --merge-tokens out")
-    graph = found.merged(program, merging).program.graph
+    if merging.in_stream:
+        found = find_mergeable(program)
+        if isinstance(found, str):
+            raise BadInput(f"token merging: {found}; leave --merge-tokens out")
+        graph = found.merged(program, merging).program.graph
+    else:
+        graph = build_mlp_merged_program(program, merging).graph
     _add_unused_(graph, program)
     remove_biases_(graph, tuple(name for name in added if name in dict(graph.named_parameters())))
     return graph

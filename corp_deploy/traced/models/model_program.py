@@ -18,6 +18,7 @@ from corp_deploy.traced.programs.readers import CONV2D, LINEAR, Layer, build_lis
 
 from .mergeable import Mergeable, find_mergeable
 from .merged_program import MergedProgram
+from .mlp_merging import TokenMlp, build_mlp_merged_program, find_token_mlps
 from .segments import CutOutputs, ProgramSegment, find_cut_outputs, find_segments
 from .sites import Sites
 
@@ -27,8 +28,9 @@ class Tracing:
     """A model's program with all that is found in it.
 
     `added`: the biases of zeros that the model itself lacks; those in `biasless` stay zeros. `multiple`: see Facts.
-    `offered`: the Sites, once searched. `proved`: the last narrowed program, if any. `folded_to_constant`: the tracings
-    without sites that are folded to constants.
+    `merging`: that of the residual stream; `mlp_merging`: that for MLPs alone, which sites, segments and statistics
+    don't see. `offered`: the Sites, once searched. `proved`: the last narrowed program, if any. `folded_to_constant`:
+    the tracings without sites that are folded to constants.
     """
 
     program: Program
@@ -36,6 +38,7 @@ class Tracing:
     biasless: frozenset[str] = frozenset()
     multiple: int = 1
     merging: Merging | None = None
+    mlp_merging: Merging | None = None
     offered: list[Sites] = field(default_factory=list, init=False)
     proved: list[NarrowedProgram] = field(default_factory=list, init=False)
     folded_to_constant: dict[tuple[WholeRemoval, ...], "Tracing"] = field(default_factory=dict, init=False)
@@ -58,6 +61,10 @@ class Tracing:
         return find_mergeable(self.program)
 
     @cached_property
+    def token_mlps(self) -> tuple[TokenMlp, ...]:
+        return find_token_mlps(self.program)
+
+    @cached_property
     def merged(self) -> MergedProgram | None:
         """The program that merges tokens; None if the model merges none."""
         if self.merging is None:
@@ -66,9 +73,15 @@ class Tracing:
         return self.mergeable.merged(self.program, self.merging)
 
     @property
+    def followed(self) -> Program:
+        """The program with the residual stream that runs, and with MLPs of all its tokens."""
+        return self.program if self.merged is None else self.merged.program
+
+    @cached_property
     def running(self) -> Program:
         """The program that runs, with tokens merged if the model merges any."""
-        return self.program if self.merged is None else self.merged.program
+        own = self.mlp_merging
+        return self.followed if own is None else build_mlp_merged_program(self.program, own)
 
     def merge_before(self, name: str) -> nn.Module | None:
         """Return the last merge before a node of this name; None if the node has all tokens."""
@@ -88,9 +101,9 @@ class Tracing:
 
     @cached_property
     def shares(self) -> Shares:
-        if self.merged is None:
+        if self.running is self.program:
             return compute_shares(self.analysis, aside=self.added)
-        now = {node.name: node for node in self.merged.program.nodes}
+        now = {node.name: node for node in self.running.nodes}
         costs = {node: count_node_macs(now[node.name]) if cost else 0 for node, cost in self.analysis.costs.items()}
         return compute_shares(replace(self.analysis, costs=costs), aside=self.added)
 
@@ -106,7 +119,7 @@ class Tracing:
                         readers.add(span.reader)
                 elif site.kind == "queries and keys":
                     projections.add(span.name)
-        return build_listening_graph(self.running, readers, projections, dict(self._read(readers)))
+        return build_listening_graph(self.followed, readers, projections, dict(self._read(readers)))
 
     def _read(self, readers: set[str]) -> Iterator[tuple[str, Tensor]]:
         """Yield linear layers after attentions, by name, and the mask of rows that later nodes read, if not all."""

@@ -98,7 +98,8 @@ class TracedState:
 
     `plain`: its own class. `facts`: a function for a dense model that runs, and is exported, as its library has it.
     `cut`: None for a dense model. `tracing`: None until it is needed; copies don't share it. `merging`: how tokens are
-    merged, with the graph for all tokens in `unmerged`; None if no tokens are.
+    merged, with the graph for all tokens in `unmerged`; None if no tokens are. `origin`: the model that tokens are
+    merged in for MLPs alone, with which moments are taken.
     """
 
     plain: type[nn.Module]
@@ -107,6 +108,7 @@ class TracedState:
     tracing: Tracing | None = None
     merging: Merging | None = None
     unmerged: fx.Graph | None = None
+    origin: nn.Module | None = None
     notes: tuple[str, ...] = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TracedState":
@@ -209,6 +211,7 @@ def merging_module(model: nn.Module, merging: Merging | None) -> TracedModule:
     new = narrowed_module(graph, state.plain.__name__, facts_of(model), state.cut)
     if merging is not None:
         traced_state(new).merging, traced_state(new).unmerged = merging, all_tokens.graph
+        traced_state(new).origin = None if merging.in_stream else model
     return new
 
 
@@ -226,7 +229,7 @@ def tracing(model: nn.Module) -> Tracing:
                 added=added,
                 biasless=frozenset(added if facts.biasless else ()),
                 multiple=facts.multiple,
-                merging=state.merging,
+                **{"merging" if state.merging is None or state.merging.in_stream else "mlp_merging": state.merging},
             )
     return state.tracing
 
