@@ -272,6 +272,7 @@ CHANGES: Changes = (
         half_width=0.8,
         block_ms=2.0,
         min_rounds=8,
+        launches=2,
         threads=2,
         audit=True,
         energy_time_s=9.0,

@@ -381,7 +381,7 @@ def test_running_out_of_memory_is_recognised(error: Exception, expected: bool) -
 
 
 def test_gpu_state_names_throttling_and_counts_foreign_processes() -> None:
-    gpu = Gpu(FakeNvml(), object(), 7)
+    gpu = Gpu(FakeNvml(), object(), (7,))
     state = gpu.state()
     assert state.throttle == ("sw_power_cap", "hw_thermal_slowdown")
     assert (state.sm_clock_mhz, state.temperature_c, state.power_w, state.foreign_processes) == (1410, 61, None, 1)

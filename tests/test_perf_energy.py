@@ -437,5 +437,5 @@ def test_summary_of_energy_names_its_sensor_and_idle_power() -> None:
 
 
 def test_gpu_energy_is_read_in_millijoules_or_absent() -> None:
-    assert Gpu(FakeNvml(energy_mj=lambda: 5), 0, 1).energy_mj() == 5
-    assert Gpu(FakeNvml(), 0, 1).energy_mj() is None
+    assert Gpu(FakeNvml(energy_mj=lambda: 5), 0, (1,)).energy_mj() == 5
+    assert Gpu(FakeNvml(), 0, (1,)).energy_mj() is None

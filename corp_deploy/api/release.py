@@ -76,6 +76,7 @@ class ShipCall(Drawn, ShipFiles, OnInputs):
     device: Literal["cpu", "cuda"] = declared(PassOptions, "device", "cpu")
     batches: Sequence[int] = declared(BenchOptions, "batches", (1, 8, 32))
     time_limit: float = declared(BenchOptions, "time_limit", 20.0)
+    launches: int = declared(BenchOptions, "launches", 1)
     trust_engine: bool = False
 
     def __post_init__(self) -> None:
@@ -132,7 +133,7 @@ def _request(call: ShipCall, folder: Path) -> Iterator[ShipRequest]:
             options=options,
             drawn=Drawn.from_options(call.values),
             budget=call.budget,
-            timed=BenchOptions(batches=call.batches, time_limit=call.time_limit),
+            timed=BenchOptions(batches=call.batches, time_limit=call.time_limit, launches=call.launches),
             run=PassOptions(device=call.device),
         )
 

@@ -16,7 +16,7 @@ from perf.stats.stats import Interval
 from perf.stats.summary import Summary, summarise
 
 from .in_python import function_from_record
-from .models import PathLike, module_beside
+from .models import Directory, PathLike, module_beside
 from .values import InputsLike, as_file
 
 
@@ -55,7 +55,7 @@ class BenchCall(BenchOptions, TextFed, BenchFiles):
 
 @function_from_record(BenchCall)
 def bench(call: BenchCall) -> Speed:
-    """Time two models in one process, interleaved, and the first against itself, which shows the noise.
+    """Time two models, interleaved, in one process or several, and the first against itself, which shows the noise.
 
     Both are ONNX files, engines, model directories or AOTInductor packages. `batches` are measured one after the other;
     one that takes longer than `time_limit` has no speed-up, and a warning says how long it takes. The models run on
@@ -67,6 +67,11 @@ def bench(call: BenchCall) -> Speed:
     """
     if odd := [each for each in (call.dense, call.reduced) if not isinstance(each, str | os.PathLike)]:
         raise BadInput(f"a {type(odd[0]).__name__} in memory can't be timed; export both, and give the two .onnx files")
+    if call.launches > 1 and any(isinstance(each, Directory) and each.module for each in (call.dense, call.reduced)):
+        raise BadInput(
+            f"launches={call.launches}: a module in memory can't be given to fresh processes; export both models, and "
+            "give the two .onnx files"
+        )
     with ExitStack() as stack:
         stack.enter_context(module_beside([call.dense, call.reduced]))
         stack.enter_context(trusting_code(call.trust_code))

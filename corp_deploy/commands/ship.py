@@ -26,7 +26,7 @@ def ship(
     budget: Annotated[BudgetChoice, some("macs", "params", "latency", "within", "latency_tables")],
     drawn: Drawn,
     run: Annotated[PassOptions, some("device", device="Where the calibration runs.")],
-    timed: Annotated[BenchOptions, some("batches", "time_limit")],
+    timed: Annotated[BenchOptions, some("batches", "time_limit", "launches")],
     files: ShipFiles,
     out: Output,
 ) -> int:

@@ -138,13 +138,22 @@ def bench_command(
     --trust-code, and --images FILE.npy as inputs). DENSE may also be a .toml with [model], as calibrate writes it. Exit
     code 3 if no batch size could be measured in time.
 
+    Memory layout, an engine's tactics and thread placement differ between processes: --launches 5 measures in five.
+
     Directories of export-decoder, or plain ones of transformers, which are exported to FP32 first, are timed by prefill
     and decoding; the time limit applies to each length and each batch size.
 
     Example: corp-deploy bench dense/model.onnx reduced/model.onnx --batch 1,8,32 -o bench.json
     """
     from corp_deploy.proof.speed import bench_models
-    from corp_deploy.views.speed import best_batch, energy_lines, repeat_lines, speed_record, speed_table
+    from corp_deploy.views.speed import (
+        best_batch,
+        energy_lines,
+        launch_lines,
+        repeat_lines,
+        speed_record,
+        speed_table,
+    )
 
     output = None if files.output is None else Path(files.output)
     of_graphs = _are_of_decoders(dense, reduced)
@@ -170,7 +179,7 @@ def bench_command(
         bar(100)
     for warning in measured.warnings:
         out.warn(warning)
-    lines = (*energy_lines(measured), *repeat_lines(measured), *best_batch(measured))
+    lines = (*launch_lines(measured), *energy_lines(measured), *repeat_lines(measured), *best_batch(measured))
     out.result(speed_record(measured), speed_table(measured), *lines)
     return 0 if measured.is_timed else EXIT_INCONCLUSIVE
 

@@ -7,7 +7,18 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ground.errors import BadInput
 from ground.places import Place
-from ground.quantity import BATCH, MILLISECONDS, ROUNDS, SECONDS, SECONDS_OR_NONE, SHARE_KEPT, STREAMS, THREADS, TOKENS
+from ground.quantity import (
+    BATCH,
+    LAUNCHES,
+    MILLISECONDS,
+    ROUNDS,
+    SECONDS,
+    SECONDS_OR_NONE,
+    SHARE_KEPT,
+    STREAMS,
+    THREADS,
+    TOKENS,
+)
 
 from .input_choice import refuse_several
 from .option import PathLike, Record, option
@@ -98,6 +109,12 @@ class PlanOptions(Record, heading="Measurement"):
     )
     block_ms: float = option(MILLISECONDS, 25.0, help="How long a block lasts.")
     min_rounds: int = option(ROUNDS, 16, help="Rounds at least, of 4 blocks.")
+    launches: int = option(
+        LAUNCHES,
+        1,
+        help="Fresh processes in which both models are loaded and timed, one after the other, each with the whole time "
+        "limit; the intervals then cover the variation between launches.",
+    )
     audit: bool = option(
         default=False,
         help="Also time each model on one repeated batch against varied ones: a model that answers from a cache is "

@@ -82,7 +82,7 @@ BENCH_OF = Axis(
         "models": variant(
             "models",
             "graphs, engines and directories of corp-deploy",
-            "backend device provider mode dtype streams flush_l2 names images text energy_time",
+            "backend device provider mode dtype streams flush_l2 names launches images text energy_time",
         ),
         "decoders": variant(
             "graphs of decoders",

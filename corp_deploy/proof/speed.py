@@ -27,6 +27,7 @@ from perf.timing.laps import Plan
 from perf.timing.watch import Watch, environment, watching
 
 from .contender import Contender, contender_from_engine, contender_from_graph, contender_from_pt2
+from .launches import time_launches
 from .proof_inputs import ProofInputs, ports_line
 
 if TYPE_CHECKING:
@@ -186,18 +187,21 @@ def bench_models(
     progress: Callable[[float, str], None] | None = None,
 ) -> Bench:
     """Time a dense and a reduced model as the options of `bench` say, and write the record to `output`."""
-    bench = time_models(
-        dense,
-        reduced,
-        batches=options.batches,
-        plan=options.plan,
-        running=options.running,
-        fed=fed,
-        energy_s=options.energy_limit_s,
-        names=options.names,
-        command=command,
-        progress=progress,
-    )
+    if options.launches > 1:
+        bench = time_launches(dense, reduced, options, fed=fed, command=command, progress=progress)
+    else:
+        bench = time_models(
+            dense,
+            reduced,
+            batches=options.batches,
+            plan=options.plan,
+            running=options.running,
+            fed=fed,
+            energy_s=options.energy_limit_s,
+            names=options.names,
+            command=command,
+            progress=progress,
+        )
     if output is not None:
         with replacing(output) as temporary:
             save_bench(bench, temporary)

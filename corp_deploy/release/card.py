@@ -168,6 +168,9 @@ def speed_lines(path: Path) -> Iterator[str]:
         spent = map(row.joules, names) if energies else ()
         joules = "".join(f" {'-' if value is None else value.describe('.3g')} |" for value in spent)
         yield f"| {row.batch} | {cells} | {times} |{joules}"
+    for row in rows:
+        if row.launches is not None:
+            yield f"\nBatch {row.batch}, {row.launches.sentence}."
     for batch, energy in energies.items():
         yield f"\nEnergy at batch {batch}: {markdown_line(energy.line)}."
     for warning in bench.warnings:

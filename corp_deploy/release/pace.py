@@ -81,7 +81,7 @@ class Pace:
 def limited_seconds(recipe: Recipe) -> dict[str, float]:
     """Return the time limit, in seconds over all batch sizes, of each stage that times models, by its name."""
     limits_s = {target.name: recipe.bench.time_limit + _energy_limit_s(recipe, target) for target in recipe.targets}
-    count = len(recipe.bench.batches)
+    count = len(recipe.bench.batches) * recipe.bench.launches
     return {f"{kind}.{name}": limit_s * count for name, limit_s in limits_s.items() for kind in ("bench", "gain")}
 
 

@@ -56,7 +56,11 @@ class ShipRequest:
                 "latency_tables": tables and Path(tables).resolve(),
             },
             "export": {"precisions": self.options.precision},
-            "bench": {"batches": self.timed.batches, "time_limit_s": self.timed.time_limit},
+            "bench": {
+                "batches": self.timed.batches,
+                "time_limit_s": self.timed.time_limit,
+                "launches": self.timed.launches,
+            },
         }
 
 

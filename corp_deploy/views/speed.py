@@ -1,5 +1,6 @@
 """A benchmark on the terminal and as JSON: medians with intervals, the speed-up, and the A/A noise beside it."""
 
+from dataclasses import asdict
 from typing import Any
 
 from rich.table import Table
@@ -85,6 +86,7 @@ def speed_record(bench: Bench) -> dict[str, Any]:
                 "repeats": {name: interval_figures(gain) for name, gain in row.repeats.items()},
                 "realised_share": row.realised_share,
                 "energy": None if row.energy is None else energy_figures(row.energy),
+                "launches": None if row.launches is None else asdict(row.launches),
             }
             for row in summary.rows
         ],
@@ -114,6 +116,10 @@ def repeat_lines(bench: Bench) -> list[str]:
         for row in summarise(bench).rows
         for name, gain in row.repeats.items()
     ]
+
+
+def launch_lines(bench: Bench) -> list[str]:
+    return [f"batch {row.batch}, {row.launches.sentence}" for row in summarise(bench).rows if row.launches]
 
 
 def best_batch(bench: Bench) -> list[str]:

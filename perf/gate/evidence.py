@@ -11,7 +11,7 @@ from perf.parity.parity import Parity
 from perf.record.runs import ENERGY, FARED, OUT_OF_TIME, Bench, SubjectRecord, differing_keys
 from perf.stats.decision import paired_interval
 from perf.stats.energy import summarise_energy
-from perf.stats.quiet import samples, throttled_line
+from perf.stats.quiet import launches_of_spans, samples, throttled_line
 from perf.stats.stats import (
     DEFAULT_CONFIDENCE,
     Interval,
@@ -107,7 +107,8 @@ def _read_time(bench: Bench, rule: Rule, name: str | None, where: str, confidenc
     rounds = row.energy.rounds if rule.metric == JOULES and row.energy else row.rounds
     measured = next(each for each in bench.rows if each.batch == row.batch)
     doubt = next((f"{name} is {why}" for name, why in cached_subjects(measured)), None)
-    return replace(reading, count=rounds, unit="rounds", doubt=reading.doubt or row.doubt or doubt)
+    launches = len(row.launches.speedups) if row.launches else 1
+    return replace(reading, count=rounds, unit="rounds", launches=launches, doubt=reading.doubt or row.doubt or doubt)
 
 
 def _read_timed_interval(bench: Bench, rule: Rule, row: SummaryRow, subject: str, confidence: float) -> Reading:
@@ -131,8 +132,8 @@ def _read_timed_interval(bench: Bench, rule: Rule, row: SummaryRow, subject: str
     if side.samples < needed:
         return Reading(interval=None, doubt=f"{rule.metric} needs {needed} samples, there are {side.samples}")
     blocks = next(each.blocks for each in bench.rows if each.batch == row.batch)
-    times = samples(blocks, subject, rule.measure)
-    return Reading(interval=percentile_interval(times, percent, confidence=confidence))
+    times, launches = samples(blocks, subject, rule.measure), launches_of_spans(blocks)
+    return Reading(interval=percentile_interval(times, percent, launches=launches, confidence=confidence))
 
 
 def _read_joules(bench: Bench, row: SummaryRow, subject: str) -> Reading:

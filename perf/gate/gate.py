@@ -259,6 +259,8 @@ def _data_needed(rule: Rule, value: Reading, bound: Reading, confidence: float) 
     times = data_factor(gap, gap - low if gap > 0 else high - gap)
     if not math.isfinite(times):
         return f"the figure lies on the limit; {value.count} {value.unit} were measured and many more would not decide"
+    if value.launches > 1:
+        return f"{STRADDLES}; about {math.ceil(max(value.launches * (times - 1), 1))} more launches would decide"
     blocks = BLOCKS_IN_ROUND.get(rule.metric, 4) * math.ceil(max(value.count * (times - 1), 1))
     return f"{STRADDLES}; about {blocks} more blocks would decide"
 

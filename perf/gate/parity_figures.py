@@ -21,6 +21,7 @@ DENSE = "dense"
 class Reading:
     """A figure with its interval over `count` units (rounds or images), and the `share` of images if it is a share.
 
+    `launches` is the number of processes that measured it.
     `doubt` is why the figure can't decide the rule, `broken` why it is missing or not finite, which fails the rule.
     """
 
@@ -28,6 +29,7 @@ class Reading:
     count: int = 0
     unit: str | None = None
     share: float | None = None
+    launches: int = 1
     doubt: str | None = None
     broken: str | None = None
 

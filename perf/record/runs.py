@@ -116,7 +116,8 @@ class BenchTrial:
 class Row:
     """Measurements at one batch size.
 
-    `stop` is why it ended: narrow, time limit, round limit, one subject only, nothing to measure, or out of time.
+    `stop` is why it ended: narrow, time limit, round limit, one subject only, nothing to measure, or out of time; with
+    several launches, all reasons, joined with commas.
     `noise_blocks` time the reference against itself, `repeat_blocks` one batch against varied ones. `left_out` lists
     parts for which time or memory ran out. `energy` is None without a sensor.
     """

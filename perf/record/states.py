@@ -52,11 +52,15 @@ class MachineState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """One block of a round; `dropped` is the reason why it doesn't count."""
+    """One block of a round; `dropped` is the reason why it doesn't count.
+
+    `launch` is the process that measured it, from 0 on; rounds are counted over all launches.
+    """
 
     round: int
     subject: str
     dropped: str | None = None
+    launch: int = 0
     gpu: GpuState | None = None
     cpu: CpuState | None = None
 

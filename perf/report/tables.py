@@ -105,6 +105,7 @@ def latency_rows_table(key: str, title: str, rows: Sequence[SummaryRow]) -> Repo
     note += "multiply-adds saved."
     note += f" A p99 needs {needed} samples." if needed else ""
     note += _repeats_note(rows)
+    note += "".join(f" Batch {row.batch}, {row.launches.sentence}." for row in rows if row.launches)
     spent = [_joules_cell(row) for row in rows] if any(row.energy for row in rows) else None
     columns: tuple[str, ...] = (
         "Batch",

@@ -83,7 +83,9 @@ def _beyond_idle(block: EnergyBlock, idle_w: float) -> float:
 def _per_image(blocks: Sequence[EnergyBlock], idle_w: float, confidence: float) -> Interval | None:
     joules_R = np.asarray([_beyond_idle(block, idle_w) for block in blocks], dtype=np.float64)
     images_R = np.asarray([block.images for block in blocks], dtype=np.float64)
-    return rate_interval(joules_R, images_R, confidence=confidence) if len(blocks) and joules_R.sum() > 0 else None
+    if not len(blocks) or joules_R.sum() <= 0:
+        return None
+    return rate_interval(joules_R, images_R, launches=[block.launch for block in blocks], confidence=confidence)
 
 
 def _ratio(
@@ -92,4 +94,4 @@ def _ratio(
     sides = [[np.asarray([_beyond_idle(each, idle_w) / each.images]) for each in own] for own in (above, below)]
     if not sides[0] or len(sides[0]) != len(sides[1]) or min(float(each[0]) for own in sides for each in own) <= 0:
         return None
-    return ratio_of_medians(*sides, confidence=confidence)
+    return ratio_of_medians(*sides, launches=[block.launch for block in above], confidence=confidence)

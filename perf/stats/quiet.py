@@ -21,7 +21,7 @@ HEAT_REMEDY = "cool it, or lower its clocks or power limit"
 class QuietSpans:
     """Spans of a comparison: consecutive rounds, joined until each subject has CLEAN_CALLS uninterrupted calls.
 
-    Rounds left over at the end form no span.
+    Rounds left over at the end, and at the end of a launch, form no span.
     """
 
     def __init__(self, subjects: Iterable[str]) -> None:
@@ -29,8 +29,13 @@ class QuietSpans:
         self._subjects = frozenset(subjects)
         self._span: list[int] = []
         self._kept_cpu: Counter[str] = Counter()
+        self._launch = 0
 
-    def add(self, index: int, blocks: Iterable[TimedBlock]) -> None:
+    def add(self, index: int, blocks: Sequence[TimedBlock]) -> None:
+        if blocks[0].launch != self._launch:
+            self._launch = blocks[0].launch
+            self._span.clear()
+            self._kept_cpu.clear()
         self._span.append(index)
         for block in blocks:
             self._kept_cpu[block.subject] += sum(_kept_cpu(block))
@@ -78,14 +83,29 @@ def throttled_line(reasons: Sequence[str]) -> str:
 
 
 def is_disturbed(blocks: Iterable[TimedBlock]) -> bool:
-    """Return whether there are too few quiet spans, so that interrupted calls are used too and times are biased."""
+    """Return whether a launch has too few quiet spans, so that interrupted calls are used too and times are biased."""
     blocks = tuple(blocks)
-    return len(quiet_spans(blocks)) < min(MIN_ROUNDS, len(whole_rounds(blocks)))
+    launch = {block.round: block.launch for block in blocks}
+    whole = Counter(launch[index] for index in whole_rounds(blocks))
+    quiet = Counter(launch[span[0]] for span in quiet_spans(blocks))
+    return any(quiet[each] < min(MIN_ROUNDS, count) for each, count in whole.items())
 
 
 def comparison_measure(blocks: Iterable[TimedBlock]) -> str:
     """Return the measure that a speed-up is computed from: "compute", or "wall" if calls overlap."""
     return "compute" if all(block.compute_ms for block in blocks) else "wall"
+
+
+def counted_spans(blocks: Iterable[TimedBlock]) -> list[tuple[int, ...]]:
+    """Return the rounds of each span that statistics use: quiet spans, or single rounds if `is_disturbed`."""
+    blocks = tuple(blocks)
+    return [(index,) for index in whole_rounds(blocks)] if is_disturbed(blocks) else quiet_spans(blocks)
+
+
+def launches_of_spans(blocks: Iterable[TimedBlock]) -> list[int]:
+    blocks = tuple(blocks)
+    launch = {block.round: block.launch for block in blocks}
+    return [launch[span[0]] for span in counted_spans(blocks)]
 
 
 def samples(blocks: Iterable[TimedBlock], subject: str, measure: str = "compute") -> list[Floats]:
@@ -94,8 +114,7 @@ def samples(blocks: Iterable[TimedBlock], subject: str, measure: str = "compute"
     `measure` is compute or end_to_end, a time for each call, or wall, the mean time of a block's calls.
     """
     blocks = tuple(blocks)
-    disturbed = is_disturbed(blocks)
-    spans = [(index,) for index in whole_rounds(blocks)] if disturbed else quiet_spans(blocks)
+    disturbed, spans = is_disturbed(blocks), counted_spans(blocks)
     own: dict[int, list[float]] = {index: [] for span in spans for index in span}
     for block in blocks:
         if block.subject == subject and block.round in own:

@@ -31,11 +31,14 @@ def find_warnings(rows: Sequence[Row]) -> list[str]:
 
 
 def drift(blocks: Sequence[TimedBlock], subject: str) -> float | None:
-    """Return the relative change of a subject's round medians from first to last, None if it is within noise."""
-    medians = [float(np.median(times)) for times in samples(blocks, subject, comparison_measure(blocks))]
-    change = trend(medians)
-    significant = abs(trend_score(medians)) > DRIFT_SCORE and abs(change) > DRIFT_LIMIT_REL
-    return change if significant else None
+    """Return the largest relative change of a subject's round medians over a launch, None if it is within noise."""
+    changes = list[float]()
+    for launch in {block.launch: None for block in blocks}:
+        own = [block for block in blocks if block.launch == launch]
+        medians = [float(np.median(times)) for times in samples(own, subject, comparison_measure(own))]
+        if abs(trend_score(medians)) > DRIFT_SCORE and abs(trend(medians)) > DRIFT_LIMIT_REL:
+            changes.append(trend(medians))
+    return max(changes, key=abs, default=None)
 
 
 def _row_warnings(row: Row) -> Iterator[str]:

@@ -9,20 +9,22 @@ import numpy as np
 from perf.record.runs import Bench, Row, Status, TimedBlock, name_of_rerun
 
 from .energy import EnergySummary, summarise_energy
+from .launches import LaunchSpread, spread_of_launches
 from .quiet import (
     comparison_measure,
+    counted_spans,
     is_disturbed,
-    quiet_spans,
+    launches_of_spans,
     samples,
     throttle_reasons,
     throttled_line,
-    whole_rounds,
 )
 from .stats import (
     DEFAULT_CONFIDENCE,
     Floats,
     Interval,
     Percentile,
+    Rounds,
     coefficient_of_variation,
     median_interval,
     rate_interval,
@@ -82,7 +84,7 @@ class SummaryRow:
     means that other programs had the CPU in almost all calls, and `throttled` has what slowed the machine down in
     almost all rounds. `repeats` is the speed on one batch over that on varied ones. `realised_share` is the share of
     time saved over the share of MACs saved: (1 - 1/speedup) / (1 - MACs ratio). `energy` is None without a sensor, and
-    beside end-to-end times.
+    beside end-to-end times. `launches` is None for one launch.
     """
 
     batch: int
@@ -96,6 +98,7 @@ class SummaryRow:
     repeats: Mapping[str, Interval] = field(default_factory=dict)
     throttled: tuple[str, ...] = ()
     energy: EnergySummary | None = None
+    launches: LaunchSpread | None = None
 
     def joules(self, name: str) -> Interval | None:
         """Return a subject's joules per image, None if they were not measured."""
@@ -177,16 +180,23 @@ def speedup(
     confidence: float = DEFAULT_CONFIDENCE,
 ) -> Interval | None:
     """Return the reference's time divided by the candidate's, None unless both were measured."""
+    slow, fast, launches = _compared_times(blocks, reference, candidate, measure)
+    return ratio_of_medians(slow, fast, launches=launches, confidence=confidence) if slow else None
+
+
+def _compared_times(
+    blocks: Sequence[TimedBlock], reference: str, candidate: str, measure: str
+) -> tuple[Rounds, Rounds, list[int]]:
+    """Return the times of both subjects and the launch, span by span; nothing unless both were measured."""
     measure = measure if comparison_measure(blocks) == "compute" else "wall"
     slow, fast = samples(blocks, reference, measure), samples(blocks, candidate, measure)
-    return ratio_of_medians(slow, fast, confidence=confidence) if len(slow) and len(slow) == len(fast) else None
+    return (slow, fast, launches_of_spans(blocks)) if len(slow) == len(fast) else ([], [], [])
 
 
 def _summarise_row(bench: Bench, row: Row, measure: str, confidence: float) -> SummaryRow:
     names = reference, candidate = bench.reference.name, bench.candidate.name
     faster = speedup(row.blocks, reference, candidate, measure, confidence)
     again = name_of_rerun(reference)
-    disturbed = is_disturbed(row.blocks)
     return SummaryRow(
         batch=row.batch,
         measure=measure,
@@ -194,11 +204,12 @@ def _summarise_row(bench: Bench, row: Row, measure: str, confidence: float) -> S
         speedup=faster,
         noise=speedup(row.noise_blocks, reference, again, measure, confidence) if row.noise_blocks else None,
         realised_share=realised_share(faster, bench.reference.macs, bench.candidate.macs),
-        rounds=len(whole_rounds(row.blocks) if disturbed else quiet_spans(row.blocks)),
-        disturbed=disturbed,
+        rounds=len(counted_spans(row.blocks)),
+        disturbed=is_disturbed(row.blocks),
         repeats={name: gain for name in row.repeat_blocks if (gain := gain_on_repeats(row, name)) is not None},
         throttled=throttle_reasons(row.blocks),
         energy=None if row.energy is None or measure != "compute" else summarise_energy(row.energy, names, confidence),
+        launches=spread_of_launches(*_compared_times(row.blocks, reference, candidate, measure)),
     )
 
 
@@ -213,13 +224,14 @@ def _summarise_side(bench: Bench, row: Row, name: str, measure: str, confidence:
     trial, size = row.trials[name], next(subject.size_bytes for subject in bench.subjects if subject.name == name)
     peak = trial.peak_memory_bytes
     times = samples(row.blocks, name, measure) if comparison_measure(row.blocks) == "compute" else []
+    launches = launches_of_spans(row.blocks)
     some, flat = bool(times), np.concatenate([np.empty(0), *times])
     return SubjectSummary(
         name=name,
         status=trial.status,
         message=trial.message,
         samples=len(flat),
-        p50_ms=median_interval(times, confidence=confidence) if some else None,
+        p50_ms=median_interval(times, launches=launches, confidence=confidence) if some else None,
         p90_ms=tail(flat, 90, always=True) if some else None,
         p95_ms=tail(flat, 95) if some else None,
         p99_ms=tail(flat, 99) if some else None,
@@ -238,4 +250,5 @@ def _throughput(row: Row, name: str, confidence: float) -> Interval | None:
     if not per_call:
         return None
     images: Floats = np.asarray([row.batch * len(times) for times in per_call], dtype=np.float64)
-    return rate_interval(images, np.asarray([times.sum() / 1e3 for times in per_call]), confidence=confidence)
+    seconds: Floats = np.asarray([times.sum() / 1e3 for times in per_call])
+    return rate_interval(images, seconds, launches=launches_of_spans(row.blocks), confidence=confidence)

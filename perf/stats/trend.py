@@ -12,7 +12,7 @@ from ground.errors import BadInput
 from perf.record.runs import FARED, Bench, differing_keys
 
 from .changes import ALPHA, LEAST_NOISE, ChangePoint, change_points, critical_score
-from .quiet import comparison_measure, is_disturbed, samples, throttle_reasons, throttled_line
+from .quiet import comparison_measure, is_disturbed, launches_of_spans, samples, throttle_reasons, throttled_line
 from .releases import History, LeftOut, Release, comparable_releases
 from .stats import Interval, median, median_interval
 from .summary import BUSY, speedup
@@ -166,6 +166,7 @@ def read_figures(bench: Bench, batch: int) -> tuple[_Figures, str | None]:
         return _NO_FIGURES, "too few rounds for an interval; measure longer"
     if comparison_measure(row.blocks) != "compute":  # calls overlap, so their own times don't count
         return (None, None, faster), None
-    medians = [median_interval(samples(row.blocks, subject.name)) for subject in bench.subjects]
+    launches = launches_of_spans(row.blocks)
+    medians = [median_interval(samples(row.blocks, subject.name), launches=launches) for subject in bench.subjects]
     reference, candidate = (each if each.is_bounded else None for each in medians)
     return (reference, candidate, faster), None

@@ -26,7 +26,8 @@ class Gpu:
 
     nvml: Any
     handle: Any
-    pid: int
+    pids: tuple[int, ...]
+    """This process, and its parent, which holds memory if it measures in several launches."""
 
     def state(self) -> GpuState:
         nvml = self.nvml
@@ -39,7 +40,7 @@ class Gpu:
             power_w=None if power_mw is None else power_mw / 1e3,
             throttle=tuple(name for bit, name in THROTTLE_REASONS.items() if reasons & bit),
             foreign_processes=sum(
-                process.pid != self.pid for process in self._ask(nvml.nvmlDeviceGetComputeRunningProcesses) or ()
+                process.pid not in self.pids for process in self._ask(nvml.nvmlDeviceGetComputeRunningProcesses) or ()
             ),
             power_limit_w=self._power_limit_w(),
         )
@@ -107,6 +108,6 @@ def open_gpu(uuid: str | None = None, *, exact: bool = False) -> Iterator[Gpu | 
         if uuid is not None:
             with suppress(nvml.NVMLError):  # NVML doesn't find a MIG slice by its UUID
                 handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
-        yield None if handle is None else Gpu(nvml, handle, os.getpid())
+        yield None if handle is None else Gpu(nvml, handle, (os.getpid(), os.getppid()))
     finally:
         nvml.nvmlShutdown()
