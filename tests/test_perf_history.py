@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -12,7 +13,8 @@ import pytest
 
 from perf.gate.history import change_text, judge_history, load_trend, save_trend, standing_rise
 from perf.record.runs import Bench, save_bench
-from perf.report.curves import draw_history, history_table
+from perf.report.curves import draw_history, draw_trend, history_table
+from perf.report.plots import PlotSeries
 from perf.stats.changes import (
     ALPHA,
     LEAST_NOISE,
@@ -25,7 +27,7 @@ from perf.stats.changes import (
     normal_from_t,
 )
 from perf.stats.releases import BESIDE, History, Release, add_release, load_history, release_of_file
-from perf.stats.stats import Interval
+from perf.stats.stats import Interval, exact_interval
 from perf.stats.trend import Series, Trend, build_trend
 from tests.histories import SAME, bench_of_release
 from tests.refusals import rejects
@@ -364,3 +366,15 @@ def test_concurrent_processes_lose_no_record(tmp_path: Path) -> None:
     assert [process.exitcode for process in processes] == [0, 0]
     assert len(load_history(history).releases) == 12
     assert len(list(history.iterdir())) == 12
+
+
+def test_axis_shows_noise_small() -> None:
+    drawing = draw_trend(
+        [PlotSeries(name="s", tone="dense", points=[("1", exact_interval(1.0)), ("2", exact_interval(1.001))])],
+        [],
+        ["v1", "v2"],
+        title="t",
+        unit="ms",
+    )
+    _, low, high = (float(y) for y in re.findall(r'cy="([^"]*)"', "".join(drawing.marks)))
+    assert 0 < low - high < 10

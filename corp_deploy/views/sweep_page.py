@@ -171,4 +171,4 @@ def sweep_page(
         f"{len(points)} models beside the dense one ({dense.macs:,} MACs, {dense.parameters:,} parameters{right}), "
         f"judged on {dense.inputs:,} inputs."
     )
-    return html_from_sections(title, lead, sections)
+    return html_from_sections(title, sections, lead=lead)

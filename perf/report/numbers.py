@@ -75,18 +75,23 @@ PAIR = ("Key", "Value")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportTable:
-    """A table of a report; `key` is its anchor, and the first column names the row."""
+    """A table of a report; `key` is its anchor, the first column names the row.
+
+    `is_text` aligns no column right. `is_folded` hides the rows until the title is clicked.
+    """
 
     key: str
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     note: str = ""
+    is_text: bool = False
+    is_folded: bool = False
 
     @property
     def numeric(self) -> tuple[bool, ...]:
         columns = zip(*self.rows, strict=True) if self.rows else ((),) * len(self.columns)
-        return tuple(place > 0 and all(map(is_number, cells)) for place, cells in enumerate(columns))
+        return tuple(place > 0 and not self.is_text and all(map(is_number, each)) for place, each in enumerate(columns))
 
     @property
     def is_pairs(self) -> bool:

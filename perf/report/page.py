@@ -12,7 +12,7 @@ from perf.stats.stats import Interval
 from perf.stats.summary import SubjectSummary, SummaryRow
 
 from . import plots
-from .content import Content, build_lead, build_tiles, describe_setup, list_verdicts
+from .content import Content, VerdictLine, build_lead, build_tiles, describe_setup, list_verdicts
 from .curves import history_figures, images_figure
 from .numbers import ReportTable
 from .plots import PlotSeries
@@ -89,12 +89,13 @@ class Remark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """A heading with remarks, plots in two columns, and tables."""
+    """A heading with remarks, plots in two columns, and tables, also in two columns if they are pairs."""
 
     title: str
     remarks: tuple[Remark, ...] = ()
     figures: tuple[Figure, ...] = ()
     tables: tuple[ReportTable, ...] = ()
+    is_paired: bool = False
 
 
 def html_from_content(content: Content) -> str:
@@ -112,8 +113,12 @@ def html_from_content(content: Content) -> str:
     )
 
 
-def html_from_sections(title: str, lead: str, sections: Sequence[Section]) -> str:
-    return _environment().get_template("sections.html").render(title=title, lead=lead, sections=sections)
+def html_from_sections(
+    title: str, sections: Sequence[Section], *, lead: str = "", verdicts: Sequence[VerdictLine] = ()
+) -> str:
+    """Return a page with a lead or verdicts above the sections."""
+    page = _environment().get_template("sections.html")
+    return page.render(title=title, lead=lead, sections=sections, verdicts=verdicts)
 
 
 def shown(value: object) -> object:
