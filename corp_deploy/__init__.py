@@ -2,7 +2,7 @@
 
 Its functions are those behind the commands: `load` a model, `calibrate` it, `reduce` it, `export` the result, `verify`
 that its outputs agree, `bench` it against the dense one, or `ship` it, which does all of this; `sites` names the places
-of a module that can be reduced, and `log_to_mlflow` logs a release.
+of a module that can be reduced, `report` writes reports, and `log_to_mlflow` logs a release.
 These names stay stable; everything else is internal and may change.
 """
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .api.proof import verify
     from .api.reduction import Reduced, ReduceOptions, reduce
     from .api.release import Release, ship
+    from .api.reports import report
     from .api.speed import Speed, bench
     from .api.tracking import log_to_mlflow
 
@@ -43,6 +44,7 @@ __all__ = [
     "log_to_mlflow",
     "merge_moments",
     "reduce",
+    "report",
     "ship",
     "sites",
     "verify",
@@ -56,6 +58,7 @@ _HOMES = {
     "proof": ("verify",),
     "reduction": ("ReduceOptions", "Reduced", "reduce"),
     "release": ("Release", "ship"),
+    "reports": ("report",),
     "speed": ("Speed", "bench"),
     "tracking": ("log_to_mlflow",),
 }

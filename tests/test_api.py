@@ -35,7 +35,7 @@ from tests.command import invoked
 from tests.pages import ROOT
 from tests.refusals import rejects
 
-FUNCTIONS = ("bench", "calibrate", "export", "load", "reduce", "ship", "sites", "verify")
+FUNCTIONS = ("bench", "calibrate", "export", "load", "reduce", "report", "ship", "sites", "verify")
 # What commands have for terminals, processes and whole machines.
 OF_COMMANDS = {
     "calibrate": {"shard", "checkpoint_every", "sequential", "summary"},

@@ -123,38 +123,38 @@ def gate_command(
 
 
 @command()
-@click.argument("directory", type=DIRECTORY)
+@click.argument("directory", type=DIRECTORY, required=False)
+@click.option(
+    "--history",
+    "kept",
+    type=DIRECTORY,
+    default=None,
+    help="In place of DIRECTORY: the directory of releases that `gate --history` keeps; its releases are compared.",
+)
 @click.option(
     "--output",
     "-o",
     type=FILE,
     required=True,
-    help="Report to write; its suffix chooses the format: .html, .md, .csv or .xml (JUnit).",
+    help="Report to write; its suffix chooses the format: .html, .md, .csv or .xml (JUnit); "
+    "with --history .html or .md.",
 )
 @click.option("--title", default=None, help="Heading of the report; default: the directory's name.")
-def report_command(directory: Path, output: Path, title: str | None, out: Output) -> None:
-    """Write the report of a directory's records.
+def report_command(directory: Path | None, kept: Path | None, output: Path, title: str | None, out: Output) -> None:
+    """Write the report of a directory's records, or of releases over time.
 
-    These are bench.json, parity.json, the records of the reduced model, and the effort records beside files.
+    The records are bench.json, parity.json, the records of the reduced model, and the effort records beside files.
+
+    With --history the report has time, throughput, size and agreement of every release. At each change of a figure it
+    names what differs from the release before: the driver, versions, settings, models and keys of the recipe. Each
+    model, machine and precision has its own line of releases. The exit code is 0 whatever it shows: `gate --history`
+    judges.
 
     Example: corp-deploy report release -o release/report.html
-    """
-    from corp_deploy.proof.report_input import gather_report
-    from corp_deploy.release.pace import efforts_in
-    from corp_deploy.store.manifest import rows_of_efforts
-    from ground.files import write_text
-    from perf.report.render import csv_from_record, html_from_record, junit_from_record, markdown_from_record
 
-    writers = {
-        ".html": html_from_record,
-        ".md": markdown_from_record,
-        ".csv": csv_from_record,
-        ".xml": junit_from_record,
-    }
-    if output.suffix not in writers:
-        raise click.BadParameter(f"{output}: expected one of {', '.join(writers)}", param_hint="--output")
-    record = gather_report(directory, title)
-    if of_release := rows_of_efforts(efforts_in(directory)):
-        record |= {"effort": of_release}
-    write_text(output, writers[output.suffix](record))
+    Example: corp-deploy report --history history -o history.html
+    """
+    from corp_deploy.views.report_files import write_report
+
+    write_report(directory, kept, output, title)
     out.result({"report": str(output)}, f"{output}: written")

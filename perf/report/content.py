@@ -164,8 +164,8 @@ def content_from_record(record: Mapping[str, Any]) -> Content:
         | {
             "title": record["title"],
             "summary": None if bench is None else summarise(bench),
-            "environment": _flat(parts.get("environment") or (bench.environment if bench else {})),
-            "lineage": _flat(parts.get("lineage", {})),
+            "environment": flat_texts(parts.get("environment") or (bench.environment if bench else {})),
+            "lineage": flat_texts(parts.get("lineage", {})),
         }
     )
 
@@ -178,11 +178,12 @@ def _printable(value: Any) -> Any:
     return [_printable(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+def flat_texts(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Return nested values as texts by dotted keys, without those that are None."""
     flat: dict[str, str] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{key}.")
+            flat |= flat_texts(value, f"{prefix}{key}.")
         elif value is not None:
             flat[f"{prefix}{key}"] = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
     return flat

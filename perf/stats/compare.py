@@ -68,7 +68,7 @@ def compare_records(before: Bench, after: Bench) -> Comparison:
         p50s = [None if side is None else side.p50_ms for side in (then, now)]
         ratio = None if p50s[0] is None or p50s[1] is None else ratio_of_independent(p50s[1], p50s[0])
         rows.append(ComparedRow(batch=batch, subject=name, before=then, after=now, ratio=ratio))
-    return Comparison(differences=tuple(_differences(before, after)), rows=tuple(rows))
+    return Comparison(differences=tuple(list_differences(before, after)), rows=tuple(rows))
 
 
 def ratio_of_independent(after: Interval, before: Interval) -> Interval:
@@ -101,7 +101,8 @@ def markdown_from_comparison(comparison: Comparison) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _differences(before: Bench, after: Bench) -> Iterator[Difference]:
+def list_differences(before: Bench, after: Bench) -> Iterator[Difference]:
+    """Yield the differing keys of two records, the decisive ones first."""
     decisive = differing_keys(before, after)
     for key, (old, new) in decisive.items():
         yield Difference(key=key, before=old, after=new, decisive=True)

@@ -236,14 +236,14 @@ def _summarise_side(bench: Bench, row: Row, name: str, measure: str, confidence:
         p95_ms=tail(flat, 95) if some else None,
         p99_ms=tail(flat, 99) if some else None,
         cv=coefficient_of_variation(flat) if some else None,
-        throughput=None if bench.settings.get("flush_l2") else _throughput(row, name, confidence),
+        throughput=None if bench.settings.get("flush_l2") else throughput(row, name, confidence),
         # A peak below the artefact's size is wrong: the runner reused memory that had been freed before.
         peak_memory_bytes=None if peak is None or (size is not None and peak < size) else peak,
         times_ms=tuple(float(ms) for ms in flat),
     )
 
 
-def _throughput(row: Row, name: str, confidence: float) -> Interval | None:
+def throughput(row: Row, name: str, confidence: float = DEFAULT_CONFIDENCE) -> Interval | None:
     """Return images/s from the times of calls if they run one by one on the CPU, else from wall time."""
     one_by_one = all(block.lost_ms is not None for block in row.blocks)
     per_call = samples(row.blocks, name, "compute" if one_by_one else "wall")

@@ -21,6 +21,7 @@ CONFIDENCE_95 = 1.96
 SHOWN_KEYS = 4
 RECENT = 5
 LEAST_RISE = 0.01  # smaller rises are shown but fail nothing
+TOO_FEW_ROUNDS = "too few rounds for an interval; measure longer"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +164,7 @@ def read_figures(bench: Bench, batch: int) -> tuple[_Figures, str | None]:
         return _NO_FIGURES, BUSY
     faster = speedup(row.blocks, bench.reference.name, bench.candidate.name)
     if faster is None or not faster.is_bounded:
-        return _NO_FIGURES, "too few rounds for an interval; measure longer"
+        return _NO_FIGURES, TOO_FEW_ROUNDS
     if comparison_measure(row.blocks) != "compute":  # calls overlap, so their own times don't count
         return (None, None, faster), None
     launches = launches_of_spans(row.blocks)
