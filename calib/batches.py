@@ -58,15 +58,22 @@ def are_pictures(values: Any) -> bool:
 
 
 class DatasetBatches:
-    """The rows of a datasets.Dataset in batches; columns of images are read by their bytes instead."""
+    """The rows of a datasets.Dataset in batches; with images, single rows that decode, for a look at one."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
         self.has_images = any(type(each).__name__ == "Image" for each in dataset.features.values())
 
     def __iter__(self) -> Iterator[Any]:
-        plain = self.dataset if self.has_images else self.dataset.with_format("numpy")
-        return iter(plain.iter(batch_size=32))
+        return self._decoded() if self.has_images else iter(self.dataset.with_format("numpy").iter(batch_size=32))
+
+    def _decoded(self) -> Iterator[Any]:
+        for row in range(len(self.dataset)):
+            try:
+                decoded = self.dataset[row : row + 1]
+            except (OSError, SyntaxError, ValueError):  # counted as a bad row where its bytes are read
+                continue
+            yield decoded
 
 
 def is_dataset(values: object) -> bool:

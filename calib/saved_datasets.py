@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -32,6 +33,7 @@ from .tables import (
 
 R = TypeVar("R")
 
+ROWS_OF_A_GROUP = 64
 STATE, INFO, SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
 KIND = "file of datasets.save_to_disk"
 
@@ -163,12 +165,7 @@ class DatasetRows(Pictures):
         return f"data set row {position}"
 
     def content(self, position: int) -> bytes:
-        value = self.dataset[position].column(0)[0].as_py()
-        content, path = (value.get("bytes"), value.get("path")) if isinstance(value, dict) else (value, None)
-        if content is None and path:
-            with open_file(place_from_text(path)) as file:
-                content = file.read(MOST_PICTURE_BYTES + 1)
-        return present(content, self.where(position))
+        return present(_stored(self.dataset, position), self.where(position))
 
     @property
     def label_columns(self) -> Sequence[str]:
@@ -176,6 +173,42 @@ class DatasetRows(Pictures):
 
     def labels(self, column: str) -> NDArray[np.int64]:
         return class_indices(self.whole.select_columns([column])[:].column(0), column, "data set")
+
+
+def _stored(column: Any, position: int) -> bytes | None:
+    """Return the bytes of a row of a data set's only column, or of the file that it names; None for neither."""
+    value = column[position].column(0)[0].as_py()
+    content, path = (value.get("bytes"), value.get("path")) if isinstance(value, dict) else (value, None)
+    if content is None and path:
+        with open_file(place_from_text(path)) as file:
+            content = file.read(MOST_PICTURE_BYTES + 1)
+    return content
+
+
+def write_parquet(dataset: Any, path: Path, most: int, *, column: str | None = None) -> None:
+    """Write the images of the first `most` rows of a datasets.Dataset by their stored bytes, with columns of labels.
+
+    An image whose file can't be read becomes a null, which counts as a bad row of the file. Raises BadInput as
+    `dataset_source` does.
+    """
+    whole, schema = dataset.with_format("arrow"), dataset.features.arrow_schema
+    column = image_column(schema, column, where="data set")
+    images, labels = whole.select_columns([column]), list(label_columns(schema))
+    pyarrow = arrow("images")
+    from pyarrow.parquet import ParquetWriter
+
+    kept = pyarrow.schema([(column, pyarrow.binary()), *(schema.field(name) for name in labels)])
+    with ParquetWriter(path, kept) as file:
+        for start in range(0, min(len(images), most), ROWS_OF_A_GROUP):
+            rows = range(start, min(start + ROWS_OF_A_GROUP, len(images), most))
+            contents = list[bytes | None]()
+            for position in rows:
+                try:
+                    contents.append(_stored(images, position))
+                except (OSError, BadInput):
+                    contents.append(None)
+            numbers = whole.select_columns(labels)[start : rows.stop].columns if labels else []
+            file.write_table(pyarrow.table([pyarrow.array(contents, pyarrow.binary()), *numbers], schema=kept))
 
 
 def dataset_source(dataset: Any, *, column: str | None = None, shape: ImageShape, transform: Transform) -> DatasetRows:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+from PIL import Image
 from torch.utils.data import DataLoader, TensorDataset
 
 import corp_deploy
@@ -91,6 +92,18 @@ def recipe_of(monkeypatch: pytest.MonkeyPatch, model: Any, inputs: Any, output: 
         with pytest.raises(KeyboardInterrupt):
             shipped(model, inputs, output, **options)
     return load_recipe(output / "recipe.toml", trust_paths=True)
+
+
+def test_recipe_names_stored_images_and_labels_of_a_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    pixels = np.random.default_rng(0).integers(0, 256, (20, 40, 40, 3)).astype(np.uint8)
+    rows = {"image": [Image.fromarray(each) for each in pixels], "label": [place % 7 for place in range(20)]}
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
+    module = timm.create_model("vit_tiny_patch16_224", depth=1, img_size=32, num_classes=7).eval()
+    stored = datasets.Dataset.from_dict(rows, features=features)
+    recipe = recipe_of(monkeypatch, module, stored, tmp_path / "out", labels="label")
+    assert recipe.calibration.images == tmp_path / "out" / IN_MEMORY / "inputs.parquet"
+    assert recipe.held_out.labels.name == "label"
 
 
 def test_recipe_names_what_was_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

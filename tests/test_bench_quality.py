@@ -14,7 +14,7 @@ import torch
 from click.testing import CliRunner
 
 from benchmarks.harness import Bench, Record
-from benchmarks.pages import accuracy_page, convnets_page, positions_page, sparsity_page
+from benchmarks.pages import accuracy_page, convnets_page, merging_page, sparsity_page
 from benchmarks.pages.levers_page import levers
 from benchmarks.quality import convnets, hard_vit, methods, positions, sparsity, subjects, text_encoder
 from benchmarks.quality import levers as of_levers
@@ -228,7 +228,7 @@ def test_ways_to_turn_merged_tokens_have_their_rows_and_table(tmp_path: Path, mo
     for architecture in positions.MODELS:
         assert len({errors[architecture.name, turn] for turn in positions.TURNS}) == len(positions.TURNS)
         assert errors[architecture.name, "closed loop"] < errors[architecture.name, positions.TURNS[0]]
-    assert "| EVA-02 | mean angle |" in positions_page.positions(record)
+    assert "| EVA-02 | mean angle |" in merging_page.positions(record)
 
 
 @pytest.mark.slow("models")

@@ -127,9 +127,11 @@ def test_merge_refuses_an_image_twice_and_names_the_parts(dense: Path, tmp_path:
     collected(dense, [IMAGES[14:24]], c)
     said = f"{b} and {c} both have 2 of the same images"
     rejects(said, corp_deploy.merge_moments, [a, b, c], tmp_path / "m.safetensors")
-    rejects("got 1 file, expected two or more", corp_deploy.merge_moments, [a], tmp_path / "m.safetensors")
+    rejects("moments to merge: got no file", corp_deploy.merge_moments, [], tmp_path / "m.safetensors")
     assert said in run("calibrate", "--merge", a, b, c, "-o", tmp_path / "m.safetensors").output.replace("\n", " ")
     assert not (tmp_path / "m.safetensors").exists()
+    assert corp_deploy.merge_moments([a], tmp_path / "m.safetensors").inputs == 8, "a cluster may have a single part"
+    assert (tmp_path / "m.safetensors").read_bytes() == a.read_bytes()
 
 
 def test_collector_refuses_without_losing_what_it_has(dense: Path, tmp_path: Path) -> None:

@@ -132,6 +132,34 @@ def test_datasets_are_read_by_their_stored_bytes_and_columns_of_numbers_as_batch
     assert torch.equal(torch.cat(list(found.batches(2))), torch.cat(list(folder.batches(2))))  # type: ignore[arg-type]
 
 
+def test_dataset_becomes_a_file_of_its_stored_bytes_and_labels(tmp_path: Path) -> None:
+    datasets, pq = pytest.importorskip("datasets"), pytest.importorskip("pyarrow.parquet")
+    from corp_deploy.api.values import as_file, given_inputs
+    from corp_deploy.store.input_sets import inputs_for_model
+    from corp_deploy.store.labels import labels_for
+
+    model = tiny.checkpoint().model
+    pixels = np.random.default_rng(0).integers(0, 256, (130, 40, 40, 3)).astype(np.uint8)
+    paths = [tmp_path / f"{number}.png" for number in range(130)]
+    for path, each in zip(paths, pixels, strict=True):
+        Image.fromarray(each).save(path)
+    stored = datasets.Dataset.from_dict({"image": [*map(str, paths)], "label": [n % 7 for n in range(130)]})
+    stored = stored.cast_column("image", datasets.Image())
+    paths[0].unlink()
+    for most in (130, 70):
+        with as_file(stored, folder=tmp_path, most=most) as file:
+            assert isinstance(file, Path)
+            images = pq.read_table(file).column("image").to_pylist()
+            assert (file.name, len(images), images[0]) == ("inputs.parquet", most, None)
+            assert images[most - 1] == paths[most - 1].read_bytes()
+            opened_file, kept = inputs_for_model(model, file, max_bad=1), range(1, most)
+            assert labels_for(Path("label"), opened_file, model, print).tolist() == [n % 7 for n in range(most)]
+            assert torch.equal(opened_file.ids[1:], inputs_for_model(model, given_inputs(stored.select(kept))).ids)
+        written = file.stat().st_mtime_ns
+        with as_file(stored, folder=tmp_path, most=most):
+            assert file.stat().st_mtime_ns == written
+
+
 def test_shuffled_loader_repeats_its_order_and_is_held_out_like_the_plain_one(dense: Path, tmp_path: Path) -> None:
     batches = opened(shuffled())
     torch.manual_seed(5)

@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 
 from calib.batch_inputs import MOST_INPUTS
 from calib.batches import Batches, DatasetBatches, are_pictures, array_of_entry, has_images, image_entry, is_dataset
+from calib.saved_datasets import write_parquet
 from corp_deploy.invocation.option import Labels
 from ground.errors import BadInput
 from ground.files import sha256_of_file, write_json
@@ -97,9 +98,11 @@ def entry_of_labels(labels: Labels | None, inputs: InputsLike) -> str | None:
 
 
 def _write_inputs(values: Batches, path: Path, most: int) -> Path:
-    """Write the first `most` inputs of batches: .npy, batch by batch, or .safetensors for several arrays."""
+    """Write the first `most` inputs of batches: .npy, .safetensors for several arrays, .parquet for stored images."""
     if values.dataset is not None:
-        raise BadInput(f"{path.stem}: save the data set (save_to_disk), and give its directory")
+        path = path.with_suffix(".parquet")
+        write_parquet(values.dataset, path, most)
+        return path
     first = values.first.inputs
     if isinstance(first, Mapping) and len(first) > 1 and not has_images(first):
         path = path.with_suffix(".safetensors")

@@ -250,14 +250,14 @@ def save_with_warnings(checkpoint: Checkpoint, moments: Moments, output: Path, n
 
 
 def merge_files(parts: Sequence[Path], output: Path) -> dict[str, Any]:
-    """Add the moments in files, write the sum to `output`, and return its summary.
+    """Add the moments in files, of which there may be one, write the sum to `output`, and return its summary.
 
     Raises:
-        BadInput: there are fewer than two files, they are of different models, preprocessing or statistics, or an image
+        BadInput: there is no file, they are of different models, preprocessing or statistics, or an image
             is in two of them.
     """
-    if len(parts) < 2:
-        raise BadInput(f"moments to merge: got {len(parts)} file{'s'[: len(parts) != 1]}, expected two or more")
+    if not parts:
+        raise BadInput("moments to merge: got no file, expected one for each part of the calibration")
     every = [load_moments(path) for path in parts]
     for later, moments in enumerate(every):
         merge_lineage(every[0].lineage, moments.lineage)
