@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from functools import cache
@@ -125,6 +126,14 @@ def test_headline_comes_from_the_records() -> None:
     assert '<span class="chip full note">Gate INCONCLUSIVE</span>' in page
     assert '<span class="chip full pass">Parity PASS (1 link judged)</span>' in page
     assert "about 12 more blocks are needed" in page
+
+
+def test_long_words_wrap_where_a_narrow_page_would_overflow() -> None:
+    style = html_from_record(record()).split("@media (max-width")[0]
+    rules = {name.strip(): body for name, body in re.findall(r"([^{}]+){([^{}]*)}", style)}
+    assert "overflow-wrap: anywhere" in rules["main"]
+    assert "white-space: normal" in rules[".chip.full"]
+    assert "overflow-x: auto" in rules[".scroll"]
 
 
 def test_link_without_a_limit_is_measured_but_not_passed() -> None:

@@ -86,6 +86,7 @@ def _log_ticks(low: float, high: float) -> list[float]:
 
 WIDTH = 460
 LETTER = 7.2  # mean width of a letter in the widest font of plot.css
+NARROW_REL = 13 / 12  # how much larger letters are on narrow pages, by page.css
 
 
 def width_of(label: str) -> float:
@@ -157,7 +158,7 @@ def path(css: str, path_data: str) -> Markup:
 
 def legend(entries: Sequence[tuple[str, str]], *, right: str = "") -> Markup:
     """Return names beside dots of their CSS class; long names are cut to the room that the text `right` leaves."""
-    parts, x, room = [], 2.0, WIDTH - width_of(right) - 12
+    parts, x, room = [], 2.0, (WIDTH - 12) / NARROW_REL - width_of(right)
     is_long = sum(30 + width_of(name) for name, _ in entries) > room
     for name, css in entries:
         shown = cut_in_middle(name, room / len(entries) - 30) if is_long else name
