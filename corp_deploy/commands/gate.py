@@ -141,7 +141,7 @@ def gate_command(
 )
 @click.option("--title", default=None, help="Heading of the report; default: the directory's name.")
 def report_command(directory: Path | None, kept: Path | None, output: Path, title: str | None, out: Output) -> None:
-    """Write the report of a directory's records, or of releases over time.
+    """Write the report of a release, or of releases over time.
 
     The records are bench.json, parity.json, the records of the reduced model, and the effort records beside files.
 
