@@ -24,8 +24,8 @@ from benchmarks.pages import (
     latency_page,
     levers_page,
     measurement_page,
+    merging_page,
     openvino_page,
-    positions_page,
     quantised_page,
     sparsity_page,
     startup_page,
@@ -58,7 +58,7 @@ PAGES: Mapping[str, Mapping[str, tuple[str, Table]]] = {
         "methods.json": ("Two redundant ViTs", accuracy_page.methods),
         "hard_vit.json": ("A ViT without redundancy", accuracy_page.hard_vit),
         "text_encoder.json": ("A text encoder", accuracy_page.text_encoder),
-        "positions.json": ("Positions of merged tokens", positions_page.positions),
+        "positions.json": ("Positions of merged tokens", merging_page.positions),
     },
     "docs/measured/convnets.md": {"convnets.json": ("Loss by method", convnets_page.convnets)},
     "docs/measured/sparsity.md": {

@@ -1,4 +1,4 @@
-"""Tables of merged tokens with rotary positions and position biases."""
+"""Tables of merged tokens."""
 
 from typing import Any
 
