@@ -73,12 +73,18 @@ def of_corp(method: str) -> str:
 
 
 def of_measurement() -> Iterator[str]:
-    alarms = record("gate_alarms")["all"]
-    verdicts = ", ".join(f"{alarms[verdict]} {verdict}" for verdict in ("PASS", "INCONCLUSIVE", "FAIL"))
-    yield f"{alarms['comparisons']} | {verdicts}"
-    yield f"{alarms['naive_alarms']} false alarms"
-    yield f"mean a rate below {math.ceil(1e4 * alarms['false_alarms_below']) / 100:.2f} %"  # a bound: rounded up
-    yield f"{alarms['intervals_that_hold_one']} of {alarms['intervals']}"
+    tallies = record("gate_alarms")["tallies"]
+    for row in tallies.values():
+        held = (f"{row[key]} of {row['intervals']}" for key in ("hold_one", "bootstrap_hold_one"))
+        fails = (row["verdicts"][key].get("FAIL", 0) for key in ("equal", "slower by 5 %"))
+        yield f"| {row['comparisons']} | {' | '.join((*held, *map(str, fails)))} | {row['naive_apart']} |"
+    every = record("gate_alarms")["all"]
+    bound = math.ceil(1e4 * every["false_alarms_below"]) / 100  # a bound is rounded up
+    yield f"{every['false_alarms']} in {every['comparisons']:,} comparisons mean a rate below {bound:.2f} %"
+    for key, words in (("hold_one", "{} to {} % of the comparisons"), ("bootstrap_hold_one", "does in {} to {} %")):
+        shares = sorted(round(100 * row[key] / row["intervals"]) for row in tallies.values())
+        yield words.format(shares[0], shares[-1])
+    yield f"the interval is {tallies['quiet']['width_to_bootstrap']:.2f} times as wide"
     overhead = record("harness_overhead")
     yield f"{overhead['inside_us']:.2f} µs inside what it times and {overhead['around_us']:.1f} µs around it"
 
