@@ -102,10 +102,11 @@ def test_recipe_states_the_requested_options(home: Path, tmp_path: Path, monkeyp
     assert (recipe.name, recipe.package.name) == ("a-b", "a-b")
     assert recipe.model.opened().lineage["source"]["weights"] == "weights.safetensors"
     others = ("--held-out", home / "few.npy", "--params", 0.6, "--target", "openvino", "--precision", "fp32")
-    recipe = recipe_of(home, tmp_path / "b", monkeypatch, *others, "--samples", 12, "--seed", 3)
+    recipe = recipe_of(home, tmp_path / "b", monkeypatch, *others, "--samples", 12, "--seed", 3, "--launches", 4)
     assert (recipe.calibration.hold_out, recipe.held_out.images) == (None, (home / "few.npy").resolve())
     assert (recipe.reduce.macs, recipe.reduce.params, recipe.export.precisions) == (None, 0.6, ("fp32",))
     assert ([each.name for each in recipe.targets], recipe.calibration.samples) == (["openvino"], 12)
+    assert recipe.bench.launches == 4
 
 
 def test_limit_is_judged_on_images_that_do_not_prove_the_result(
