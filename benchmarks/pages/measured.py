@@ -59,6 +59,7 @@ PAGES: Mapping[str, Mapping[str, tuple[str, Table]]] = {
         "hard_vit.json": ("A ViT without redundancy", accuracy_page.hard_vit),
         "text_encoder.json": ("A text encoder", accuracy_page.text_encoder),
         "positions.json": ("Positions of merged tokens", merging_page.positions),
+        "mlp_merging.json": ("Tokens merged for MLPs alone", merging_page.mlp_merging),
     },
     "docs/measured/convnets.md": {"convnets.json": ("Loss by method", convnets_page.convnets)},
     "docs/measured/sparsity.md": {

@@ -1,8 +1,8 @@
-"""Tables of merged tokens."""
+"""Tables of merged tokens: their positions, and merging for MLPs alone."""
 
 from typing import Any
 
-from benchmarks.pages.markdown import table, table_of
+from benchmarks.pages.markdown import Column, interval, table, table_of
 
 _MODELS = {"vit_small_patch16_rope_224": "rotary ViT", "eva02_tiny_patch14_224": "EVA-02"}
 
@@ -43,3 +43,42 @@ def positions(record: dict[str, Any]) -> str:
     )
     shapes = table_of(record.get("shapes", ()), columns)
     return "\n\n".join([quality, table(["model", "way", *heads], lines), real, shapes])
+
+
+def mlp_merging(record: dict[str, Any]) -> str:
+    """Return errors by model and share of the tokens, beside widths of the same cost, then times of graphs."""
+    rows = [{**row, "way": _way(row)} for row in record["rows"]]
+    columns: dict[str, Column] = {
+        "model": "{model}",
+        "reduced by": "{way}",
+        "MACs": "{macs_share:.2f}",
+        "error": "{error:.3g}",
+        "median input": "{median_error:.3g}",
+    }
+    quality = (
+        "`--merge-how mlp` on DINOv2-S (error of the class token on held-out photographs) and on a small Swin trained "
+        "on the digits (error of the logits on 500 held-out digits). Merged models have full widths and no repair; "
+        "widths are reduced at quick effort:"
+    )
+    times = [
+        {"model": row["timed"], "share": row["share"], "macs_share": row["macs_share"], **each}
+        for row in record.get("times", ())
+        for each in row["rows"]
+    ]
+    timed: dict[str, Column] = {
+        "model": "`{model}`",
+        "batch": "{batch}",
+        "MACs": "{macs_share:.2f}",
+        "speed-up": lambda row: interval(row["speedup"]),
+    }
+    speed = (
+        "Time of FP32 graphs in ONNX Runtime on two CPU threads, 30 % of the tokens merged for each MLP, against dense "
+        "(random weights):"
+    )
+    return "\n\n".join([quality, table_of(rows, columns), speed, table_of(times, timed)])
+
+
+def _way(row: dict[str, Any]) -> str:
+    if row["way"] == "merged":
+        return f"{row['share']:.0%} of each MLP's tokens merged"
+    return str(row["way"]) if row["share"] == 0 else f"widths like {row['share']:.0%} merged"

@@ -50,7 +50,7 @@ SWIN = Architecture(
 )
 SHARES, BUDGET, BESIDE = (0.1, 0.2, 0.3, 0.4, 0.5), 0.8, "15%"
 TIMED: Mapping[str, tuple[int, ...]] = {"deit_small_patch16_224": (1, 8), "swin_tiny_patch4_window7_224": (1, 8)}
-PLAN = Plan(time_limit_s=60.0, min_rounds=8)
+PLAN = Plan(time_limit_s=40.0, min_rounds=8)
 
 
 def merged_at(model: nn.Module, share: float) -> nn.Module:
@@ -87,7 +87,7 @@ def time_row(name: str, share: float, batches: tuple[int, ...], scratch: Path) -
     for model, path in zip((dense, merged_at(dense, share)), graphs, strict=True):
         export_checkpoint(Checkpoint(model=model, architecture=architecture, lineage={}), path, precision="fp32")
     bench = time_models(*graphs, batches=batches, plan=PLAN, running=RunOptions(threads=2))
-    rows = [{each: row[each] for each in ("batch", "speedup", "disturbed")} for row in speed_record(bench)["rows"]]
+    rows = [{each: row[each] for each in ("batch", "speedup", "noise")} for row in speed_record(bench)["rows"]]
     return {"macs_share": macs(merged_at(dense, share)) / macs(dense), "rows": rows}
 
 
