@@ -68,12 +68,17 @@ class DatasetBatches:
         return self._decoded() if self.has_images else iter(self.dataset.with_format("numpy").iter(batch_size=32))
 
     def _decoded(self) -> Iterator[Any]:
+        decoded = None
         for row in range(len(self.dataset)):
             try:
                 decoded = self.dataset[row : row + 1]
             except (OSError, SyntaxError, ValueError):  # counted as a bad row where its bytes are read
                 continue
             yield decoded
+        if decoded is None and len(self.dataset):
+            raise BadInput(
+                f"{WHERE}: none of the data set's {len(self.dataset)} images can be decoded; check its files"
+            )
 
 
 def is_dataset(values: object) -> bool:

@@ -158,6 +158,9 @@ def test_dataset_becomes_a_file_of_its_stored_bytes_and_labels(tmp_path: Path) -
         written = file.stat().st_mtime_ns
         with as_file(stored, folder=tmp_path, most=most):
             assert file.stat().st_mtime_ns == written
+    for path in paths[1:]:
+        path.unlink()
+    rejects("inputs: none of the data set's 130 images can be decoded; check its files", given_inputs, stored)
 
 
 def test_shuffled_loader_repeats_its_order_and_is_held_out_like_the_plain_one(dense: Path, tmp_path: Path) -> None:

@@ -126,14 +126,20 @@ def _timed_cells(bench: Bench, batch: int) -> tuple[Cell, ...]:
     row = bench.row(batch)
     if why is not None or row is None or faster is None:
         return (why or TOO_FEW_ROUNDS,) * 5
-    rate = None if bench.settings.get("flush_l2") else throughput(row, bench.candidate.name)
     return (
         dense or "calls overlap",
         reduced or "calls overlap",
         faster,
-        rate if rate is not None and rate.is_bounded else "the L2 cache was flushed",
+        _rate(bench, row),
         _joules(bench, row),
     )
+
+
+def _rate(bench: Bench, row: Row) -> Cell:
+    if bench.settings.get("flush_l2"):
+        return "the L2 cache was flushed"
+    rate = throughput(row, bench.candidate.name)
+    return rate if rate is not None and rate.is_bounded else TOO_FEW_ROUNDS
 
 
 def _joules(bench: Bench, row: Row) -> Cell:
