@@ -81,8 +81,8 @@ class Mergeable:
             raise BadInput(f"token merging: {still}; leave --merge-tokens out") from None
 
 
-def find_mergeable(program: Program) -> Mergeable | str:
-    """Return the blocks after which a program's tokens can be merged, or the reason why they can't."""
+def _find_mergeable_blocks(program: Program) -> Mergeable | str:
+    """Return the blocks after which tokens may merge, without a look at what is behind them, or why there are none."""
     if not program.any_batch:
         return "its program is for one batch size alone"
     blocks = find_blocks(program)
@@ -91,8 +91,15 @@ def find_mergeable(program: Program) -> Mergeable | str:
     protected = count_leading_tokens(program, blocks[0].before)
     if protected is None:
         return "tokens that are no patches, such as a class token, stand elsewhere than in front"
-    found = Mergeable(blocks=blocks, protected=protected)
-    one_each = cap_schedule((1,) * len(blocks), "merge", found.tokens, protected)
+    return Mergeable(blocks=blocks, protected=protected)
+
+
+def find_mergeable(program: Program) -> Mergeable | str:
+    """Return the blocks after which a program's tokens can be merged, or the reason why they can't."""
+    found = _find_mergeable_blocks(program)
+    if isinstance(found, str):
+        return found
+    one_each = cap_schedule((1,) * len(found.blocks), "merge", found.tokens, found.protected)
     try:
         found.merged(program, Merging(schedule=one_each))
     except BadInput as error:
@@ -103,7 +110,7 @@ def find_mergeable(program: Program) -> Mergeable | str:
 def build_merged_graph(program: Program, added: tuple[str, ...], merging: Merging) -> fx.GraphModule:
     """Build the graph of a model that merges tokens, without the biases `added` that the model itself lacks."""
     if merging.in_stream:
-        found = find_mergeable(program)
+        found = _find_mergeable_blocks(program)
         if isinstance(found, str):
             raise BadInput(f"token merging: {found}; leave --merge-tokens out")
         graph = found.merged(program, merging).program.graph
@@ -116,7 +123,8 @@ def build_merged_graph(program: Program, added: tuple[str, ...], merging: Mergin
 
 def _add_unused_(graph: fx.GraphModule, program: Program) -> None:
     """Add the program's constants that a graph lacks: of several equal tables, only one is averaged."""
-    for name in [name for name in constant_names(program.nodes) if name not in graph.state_dict()]:
+    known = graph.state_dict()
+    for name in [name for name in constant_names(program.nodes) if name not in known]:
         owner = name.rpartition(".")[0]
         if owner not in dict(graph.named_modules()):
             graph.add_submodule(owner, nn.Module())
