@@ -21,8 +21,9 @@ from corp_deploy.store.input_sets import images_for_model
 from corp_deploy.store.labels import labels_for
 from perf.parity.labels import ClassAccuracy, accuracy_by_class, accuracy_on_labels, mcnemar
 from perf.parity.parity import Parity, parity_from_value
+from perf.report.page import html_from_content
 from perf.report.parity_tables import MOST_CLASSES, accuracy_table, classes_table
-from perf.report.render import csv_from_record, html_from_record, markdown_from_record
+from perf.report.render import csv_from_content, markdown_from_content
 from perf.stats.decision import paired_interval
 from tests import tiny
 from tests.refusals import rejects
@@ -100,16 +101,16 @@ def test_table_lists_the_worst_classes_and_the_others_together() -> None:
 
 def test_every_report_shows_classes() -> None:
     unnamed = ClassAccuracy(index=4, images=50, correct=40, lost=4, gained=0)
-    made = record(parity=replace(parity(), classes=(counts(0), unnamed, counts(7, lost=10, gained=1))).to_json())
-    page, text = html_from_record(made), markdown_from_record(made)
+    made = record(parity=replace(parity(), classes=(counts(0), unnamed, counts(7, lost=10, gained=1))))
+    page, text = html_from_content(made), markdown_from_content(made)
     assert page.index("Accuracy by class") < page.index("kind 7<small>class 7</small>") < page.index("<td>class 4</td>")
     assert "| kind 7 · class 7 | 80.0 % → 62.0 % · of 50 images | −18.0 · " in text
-    rows = [row for row in csv.DictReader(io.StringIO(csv_from_record(made))) if row["section"] == "classes"]
+    rows = [row for row in csv.DictReader(io.StringIO(csv_from_content(made))) if row["section"] == "classes"]
     of_seven = {row["name"]: row for row in rows if row["subject"] == "kind 7"}
     assert {name: row["value"] for name, row in of_seven.items()} == {
         "index": "7", "images": "50", "accuracy_dense": "0.8", "accuracy": "0.62", "change": "-0.18"}  # fmt: skip
     assert float(of_seven["change"]["low"]) < -0.18 < float(of_seven["change"]["high"]) < 0
-    assert "Accuracy by class" not in html_from_record(record())
+    assert "Accuracy by class" not in html_from_content(record())
 
 
 def test_difference_of_two_models_has_a_paired_interval() -> None:

@@ -1,7 +1,7 @@
 """`gate --history`, `gate --init-baseline` and `bench compare`: their output, files, exit codes and refusals."""
 
-import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +52,19 @@ def test_directory_report_shows_the_history(tmp_path: Path) -> None:
     assert len(figures) == 2 * 3 * len(RISEN)
 
 
-def test_report_names_a_broken_history_file(tmp_path: Path) -> None:
-    gate_releases(tmp_path, RISEN[:2])
-    (tmp_path / "history.json").write_text('{"kind": "history", "version": 1, "releases": 3}')
-    refuses("history.json", "report", tmp_path, "-o", tmp_path / "report.html")
+@pytest.mark.parametrize(
+    ("kind", "entry", "message"),
+    [
+        ("history", '"releases": 3', "history.json: releases: got 3"),
+        ("gate", '"rules": ["x"]', "gate.json: rules[0]: got 'x', expected a JSON object"),
+        ("corp-deploy/effects", '"rows": {"preset": "none"}', "effects.json: rows: got an object, expected a list"),
+    ],
+)
+def test_report_names_a_broken_file(kind: str, entry: str, message: str, tmp_path: Path) -> None:
+    gate_releases(tmp_path, [2.5])
+    broken = tmp_path / f"{kind.removeprefix('corp-deploy/')}.json"
+    broken.write_text(f'{{"kind": "{kind}", "version": 1, {entry}}}')
+    refuses(message, "report", tmp_path, "-o", tmp_path / "report.html")
 
 
 def test_foreign_files_are_named_and_do_not_stop_the_gate(tmp_path: Path) -> None:
@@ -128,12 +137,11 @@ def test_nothing_is_reported_without_the_option(baseline_gate: tuple[object, ...
 
 def compare(folder: Path, path: tuple[str, str], value: object, *words: str) -> Result:
     """Compare a record with a copy of itself in which the entry at `path` is another value."""
-    before: dict[str, Any] = bench()
-    after, (table, key) = copy.deepcopy(before), path
-    after[table][key] = value
+    before, (table, key) = bench(), path
+    changes: dict[str, Any] = {table: {**getattr(before, table), key: value}}
     files = [folder / f"{name}.json" for name in ("before", "after")]
-    for file, record in zip(files, (before, after), strict=True):
-        file.write_text(json.dumps(record))
+    for file, record in zip(files, (before, replace(before, **changes)), strict=True):
+        save_bench(record, file)
     return run("bench", "compare", *files, *words)
 
 

@@ -18,7 +18,9 @@ from corp_deploy.spec.merging import Merging
 from corp_deploy.store.checkpoint import load_checkpoint
 from corp_deploy.traced.models.parts import tokens_that_enter
 from corp_deploy.views.inspection import merging_lines
-from perf.report.render import csv_from_record, html_from_record, markdown_from_record
+from perf.report.content import Content, MergingLines
+from perf.report.page import html_from_content
+from perf.report.render import csv_from_content, markdown_from_content
 from tests.command import invoked
 from tests.recipes import RELEASE
 from tests.refusals import rejects
@@ -69,18 +71,18 @@ def test_every_merge_method_has_a_description(merging: Merging, words: str) -> N
 
 
 def test_report_shows_tokens_per_block() -> None:
-    blocks = [[0, 17, 3, 14], [1, 14, 4, 10]]
-    sentences = ["each block merges <them>: 17 tokens become 10", "this takes 70%"]
-    record = {"title": "a", "merging": {"verb": "merged", "sentences": sentences, "blocks": blocks}}
-    text = markdown_from_record(record)
+    sentences = ("each block merges <them>: 17 tokens become 10", "this takes 70%")
+    merging = MergingLines(verb="merged", sentences=sentences, blocks=((0, 17, 3, 14), (1, 14, 4, 10)))
+    content = Content(title="a", merging=merging)
+    text = markdown_from_content(content)
     assert "Each block merges" in text
     assert "| block 1 | 14 | 4 | 10 |" in text
     assert "This takes 70%." in text
-    page = html_from_record(record)
+    page = html_from_content(content)
     assert "&lt;them&gt;" in page
     assert "<th" in page
-    assert "merging,block 1,,,tokens_behind,10" in csv_from_record(record).replace(".0", "")
-    assert "Tokens by block" not in markdown_from_record({"title": "a"})
+    assert "merging,block 1,,,tokens_behind,10" in csv_from_content(content).replace(".0", "")
+    assert "Tokens by block" not in markdown_from_content(Content(title="a"))
 
 
 @pytest.mark.slow("graph")

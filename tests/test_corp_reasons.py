@@ -12,7 +12,7 @@ from corp_deploy.views.parity import gate_shown
 from corp_deploy.views.speed import noise_caption
 from perf.gate.gate import Gate, JudgedRule
 from perf.report import tables
-from perf.report.content import content_from_record, list_verdicts
+from perf.report.content import Content, GateLine, GateLines, list_verdicts
 
 LONG = "100 % (80.64 % to 100 % at 95 % confidence), limit 98 %: the interval straddles the limit; about 189 decide"
 RULES = (
@@ -39,11 +39,9 @@ def test_long_gate_reasons_follow_the_table() -> None:
 
 
 def test_long_report_reasons_are_shortened_and_repeated_in_full() -> None:
-    rules: list[dict[str, Any]] = [
-        {"rule": each.rule, "verdict": each.verdict, "message": each.message} for each in RULES
-    ]
-    content = content_from_record({"title": "t", "gate": {"verdict": "INCONCLUSIVE", "rules": rules}})
-    table, (verdict,) = tables.gate_table(content.gate.rules), list_verdicts(content)
+    rules = tuple(GateLine(rule=each.rule, verdict=each.verdict, message=each.message) for each in RULES)
+    content = Content(title="t", gate=GateLines(verdict="INCONCLUSIVE", rules=rules))
+    table, (verdict,) = tables.gate_table(rules), list_verdicts(content)
     assert [row[-1] for row in table.rows] == [LONG.partition("189")[0] + "…", "17, limit 18"]
     assert verdict.why == LONG
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from corp_deploy.machine import versions
+from corp_deploy.proof.report_input import effort_lines
 from corp_deploy.release import targets
 from corp_deploy.release.digests import files_of
 from corp_deploy.release.incremental import (
@@ -28,7 +29,7 @@ from corp_deploy.release.incremental import (
 from corp_deploy.release.pace import efforts_in, efforts_of, timed
 from corp_deploy.release.recipe_tables import ExportTable, TargetTable
 from corp_deploy.release.targets import machine_facts, release_target
-from corp_deploy.store.manifest import EffortRecord, Efforts, Step, rows_of_efforts
+from corp_deploy.store.manifest import EffortRecord, Efforts, Step
 from ground.effort import Effort, Stopwatch, measure_effort
 from ground.errors import BadInput
 from ground.files import sha256_of_file, write_text
@@ -341,8 +342,8 @@ def test_resumed_stage_reports_that_earlier_time_is_not_counted(tmp_path: Path) 
     with pytest.raises(KeyboardInterrupt):
         finish_stages([timed(replace(whole, run=interrupted), watch_of=watch_of(0.0))], tmp_path / "out")
     finish_stages([timed(whole, watch_of=watch_of(0.0, 0.0, 5.0, 6.0))], tmp_path / "out")
-    (row, _) = rows_of_efforts(efforts_in(tmp_path / "out"))
-    assert (row["step"], row["seconds"]) == ("polish, continued", 5.0)
+    (line, _) = effort_lines(efforts_in(tmp_path / "out"))
+    assert (line.step, line.seconds) == ("polish, continued", 5.0)
 
 
 def test_timing_rows_name_repeated_steps() -> None:
@@ -353,9 +354,9 @@ def test_timing_rows_name_repeated_steps() -> None:
         ("export", "dense"): known("export", export=1.0, rest=0.25),
         ("build", "tensorrt"): EffortRecord(step="build", machine="a|b", versions={}, gpu="H200", parts=built),
     }
-    assert [(row["step"], row.get("seconds"), row.get("machine")) for row in rows_of_efforts(efforts)] == [
-        ("calibrate", 2.5, cpu_name()), ("select", None, None), ("recover", None, None),
-        ("export dense", 1.0, cpu_name()), ("build tensorrt", 60.0, "a|b"), ("read and write", 0.75, None),
+    assert [(line.step, line.seconds, line.machine) for line in effort_lines(efforts)] == [
+        ("calibrate", 2.5, cpu_name()), ("select", None, ""), ("recover", None, ""),
+        ("export dense", 1.0, cpu_name()), ("build tensorrt", 60.0, "a|b"), ("read and write", 0.75, ""),
     ]  # fmt: skip
 
 

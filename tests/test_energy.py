@@ -20,13 +20,14 @@ from corp_deploy.proof import speed
 from corp_deploy.release.card import speed_lines
 from corp_deploy.views.speed import energy_lines, speed_record, speed_table
 from ground.errors import BadInput
-from ground.records import json_from_record
 from perf.bench.energy import EnergyMeter
 from perf.gate.evidence import Evidence
 from perf.gate.gate import Gate, JudgedRule
 from perf.record.runs import Bench, save_bench
 from perf.record.states import CpuState
-from perf.report.render import csv_from_record, html_from_record, markdown_from_record
+from perf.report.content import Content
+from perf.report.page import html_from_content
+from perf.report.render import csv_from_content, markdown_from_content
 from perf.stats.summary import summarise
 from perf.timing.energy import NoSensor, Rapl
 from perf.timing.watch import unwatched
@@ -37,8 +38,8 @@ from tests.powered import energy_of
 from tests.test_no_infinity import shown
 
 
-def record_of(bench: Bench) -> dict[str, object]:
-    return {"title": "digits", "bench": {"kind": "bench", "version": 1, **json_from_record(bench)}}
+def content_of(bench: Bench) -> Content:
+    return Content(title="digits", bench=bench)
 
 
 def test_throttled_row_is_marked_in_table_report_and_record() -> None:
@@ -50,8 +51,8 @@ def test_throttled_row_is_marked_in_table_report_and_record() -> None:
     hot = replace(steady, rows=(replace(row, blocks=tuple(replace(each, cpu=cpu) for each in row.blocks)),))
     for bench, marked in ((steady, False), (hot, True)):
         assert ("throttled" in shown(speed_table(bench))) == marked
-        assert ("throttled" in markdown_from_record(record_of(bench))) == marked
-        assert ("throttled,cpu_thermal" in csv_from_record(record_of(bench))) == marked
+        assert ("throttled" in markdown_from_content(content_of(bench))) == marked
+        assert ("throttled,cpu_thermal" in csv_from_content(content_of(bench))) == marked
         assert speed_record(bench)["rows"][0]["throttled"] == ["cpu_thermal"] * marked
 
 
@@ -67,8 +68,8 @@ def test_energy_is_shown_where_it_was_measured_and_no_column_elsewhere() -> None
     measured = with_energy(without)
     table, report, csv = (
         shown(speed_table(measured)),
-        markdown_from_record(record_of(measured)),
-        csv_from_record(record_of(measured)),
+        markdown_from_content(content_of(measured)),
+        csv_from_content(content_of(measured)),
     )
     for column in ("dense J/img", "reduced J/img", "│ 2           │ 1.5"):
         assert column in table
@@ -78,7 +79,7 @@ def test_energy_is_shown_where_it_was_measured_and_no_column_elsewhere() -> None
     assert "| 1 | 2.00 → 1.50 | 1.33 · 1.33 to 1.33 | 1.00 · 1.00 to 1.00 | 50.0 | 8 |" in report
     for line in ("energy,reduced,1,,joules_per_image,1.5,1.5,1.5", "energy,machine,1,,idle_w,50.0,,"):
         assert line in csv.splitlines()
-    assert "Joules/image" in html_from_record(record_of(measured))
+    assert "Joules/image" in html_from_content(content_of(measured))
     assert energy_lines(measured) == [f"batch 1, energy: {some(summarise(measured).rows[0].energy).line}"]
     assert speed_record(measured)["rows"][0]["energy"] == {
         "sensor": "RAPL of package-0",
@@ -89,8 +90,8 @@ def test_energy_is_shown_where_it_was_measured_and_no_column_elsewhere() -> None
     }
     for text in (
         shown(speed_table(without)),
-        markdown_from_record(record_of(without)),
-        csv_from_record(record_of(without)),
+        markdown_from_content(content_of(without)),
+        csv_from_content(content_of(without)),
     ):
         assert not re.search(r"joules|J/img|idle", text, re.IGNORECASE)
     assert energy_lines(without) == []

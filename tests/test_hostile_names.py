@@ -41,7 +41,8 @@ from ground.text import comment_line, csv_cell, markdown_line, printable
 from perf.gate.gate import Gate, JudgedRule
 from perf.gate.verdicts import junit_from_gate, markdown_from_gate
 from perf.report import render
-from perf.report.content import BudgetLine
+from perf.report.content import BudgetLine, Content
+from perf.report.page import html_from_content
 from perf.stats.compare import compare_records, markdown_from_comparison
 from tests.export_served import write_onnx
 from tests.refusals import rejects
@@ -57,7 +58,7 @@ DANGEROUS = {"\x1b", "\x9b", "\x07", "\r", "\x00", "\u202e", "\u2066", "\u2028"}
 Write = Callable[[str], str]
 
 
-def of_report(write: Callable[[Any], str]) -> Write:
+def of_report(write: Callable[[Content], str]) -> Write:
     return lambda name: write(whole_record() if name == PLAIN else hostile_record(name))
 
 
@@ -140,18 +141,18 @@ def as_json(name: str) -> str:
 
 
 HTML: dict[str, Write] = {
-    "report": of_report(render.html_from_record),
+    "report": of_report(html_from_content),
     "sweep": lambda name: sweep_page(swept(name), DensePoint(macs=20, parameters=2, inputs=4), title=name),
 }
-XML: dict[str, Write] = {"report": of_report(render.junit_from_record), "gate": of_gate(junit_from_gate)}
+XML: dict[str, Write] = {"report": of_report(render.junit_from_content), "gate": of_gate(junit_from_gate)}
 XML |= {"drawing": lambda name: sweep_plot(swept(name))}
 MARKDOWN: dict[str, Write] = {
-    "report": of_report(render.markdown_from_record),
+    "report": of_report(render.markdown_from_content),
     "gate": of_gate(markdown_from_gate),
     "comparison": compared,
     "card": card,
 }
-CSV: dict[str, Write] = {"report": of_report(render.csv_from_record), "sweep": lambda name: csv_of_sweep(swept(name))}
+CSV: dict[str, Write] = {"report": of_report(render.csv_from_content), "sweep": lambda name: csv_of_sweep(swept(name))}
 SHELL: dict[str, Write] = {"build_plan.sh": plan_script, "remaining.sh": remaining}
 
 

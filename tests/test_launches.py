@@ -26,13 +26,13 @@ from corp_deploy.release.stages import stages_of
 from corp_deploy.spec.trusted_code import trusting_code
 from corp_deploy.views.speed import launch_lines, speed_record
 from ground.errors import BadInput, Missing
-from ground.records import json_from_record
 from perf.bench.launches import join_launches
 from perf.gate.evidence import Evidence
 from perf.gate.gate import judge
 from perf.gate.rule import rule_from_text
 from perf.record.runs import OUT_OF_TIME, Bench, load_bench, save_bench
-from perf.report.render import markdown_from_record
+from perf.report.content import Content
+from perf.report.render import markdown_from_content
 from perf.stats.quiet import quiet_spans
 from perf.stats.summary import SummaryRow, summarise
 from perf.stats.trend import read_figures
@@ -197,8 +197,7 @@ def test_table_record_report_and_card_show_the_variation(tmp_path: Path) -> None
     sentence = line.removeprefix("batch 1, ")
     for measured, count in ((bench, 1), (one, 0)):
         save_bench(measured, tmp_path / "bench.json")
-        record = {"title": "digits", "bench": {"kind": "bench", "version": 1, **json_from_record(measured)}}
-        assert markdown_from_record(record).count(sentence) == count
+        assert markdown_from_content(Content(title="digits", bench=measured)).count(sentence) == count
         assert "\n".join(speed_lines(tmp_path / "bench.json")).count(sentence) == count
     assert launch_lines(one) == []
     assert speed_record(one)["rows"][0]["launches"] is None

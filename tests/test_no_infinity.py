@@ -31,6 +31,8 @@ from perf.gate.verdicts import junit_from_gate, markdown_from_gate
 from perf.record.decoders import DecoderBench, KvCache, Prefill
 from perf.record.runs import OUT_OF_TIME, Bench, BenchTrial, Row
 from perf.report import render
+from perf.report.content import Content, GateLine, GateLines
+from perf.report.page import html_from_content
 from perf.stats.compare import compare_records, markdown_from_comparison
 from perf.stats.summary import ONE, VARIED, summarise
 from tests.test_corp_sweep_trials import point
@@ -78,10 +80,9 @@ def judged() -> Gate:
     return judge([rule_from_text(rule) for rule in rules], now, now)
 
 
-def reported() -> dict[str, Any]:
-    gate = judged()
-    bench = {"kind": "bench", "version": 1, **asdict(record())}
-    return {"title": "t", "bench": bench, "gate": {"verdict": gate.verdict, "rules": [asdict(r) for r in gate.rules]}}
+def reported() -> Content:
+    rules = (GateLine(rule=each.rule, verdict=each.verdict, message=each.message) for each in judged().rules)
+    return Content(title="t", bench=record(), gate=GateLines(verdict=judged().verdict, rules=tuple(rules)))
 
 
 def shown(*items: Any) -> str:
@@ -102,10 +103,10 @@ EVERY: dict[str, Callable[[], str]] = {
     "gate.md": lambda: markdown_from_gate(judged()), "gate.xml": lambda: junit_from_gate(judged()),
     "compare": lambda: markdown_from_comparison(compare_records(record(), record())),
     "compare --json": lambda: json.dumps(comparison_as_json(compare_records(record(), record())), allow_nan=False),
-    "report.html": lambda: render.html_from_record(reported()),
-    "report.md": lambda: render.markdown_from_record(reported()),
-    "report.csv": lambda: render.csv_from_record(reported()),
-    "report.xml": lambda: render.junit_from_record(reported()),
+    "report.html": lambda: html_from_content(reported()),
+    "report.md": lambda: render.markdown_from_content(reported()),
+    "report.csv": lambda: render.csv_from_content(reported()),
+    "report.xml": lambda: render.junit_from_content(reported()),
     "tracking": lambda: tracked_from_figures(figures_of(Evidence(bench=record()))),
     "bencher.json": lambda: bmf_from_figures(figures_of(Evidence(bench=record()))),
     "metrics": lambda: openmetrics_from_records(Evidence(bench=record()), judged(), Path()),

@@ -16,7 +16,7 @@ from perf.parity.link import Link
 from perf.parity.maps import MapMeasures, SeparateHead
 from perf.parity.measures import figures_by_input, measure_outputs, measure_relative_errors
 from perf.parity.parity import ImageSet, Parity, load_parity
-from perf.report.content import content_from_record
+from perf.report.content import Content
 from perf.report.tables import build_tables
 from tests.doubles import some
 from tests.links import link_between
@@ -149,7 +149,7 @@ def test_map_record_round_trips_and_is_shown(tmp_path: Path) -> None:
     write_json(tmp_path / "parity.json", record)
     assert load_parity(tmp_path / "parity.json") == parity
     assert "heads" not in replace(parity, heads=()).to_json()
-    shown = build_tables(content_from_record({"parity": record, "title": "t"}))["maps"]
+    shown = build_tables(Content(title="t", parity=parity))["maps"]
     errors = measured(reference, candidate)
     assert shown.rows[0][0] == "reduced saliency"
     assert shown.rows[0][5:7] == (f"{errors.iou:.4f}", f"{errors.iou_worst:.4f}")

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,13 @@ import numpy as np
 import pytest
 
 from corp_deploy.proof.report_input import gather_report
+from ground.records import json_from_record
 from ground.text import printable
 from perf.parity.labels import accuracy_by_class, accuracy_on_labels, mcnemar
 from perf.parity.shift import Shift, SiteShift
-from perf.report.render import html_from_record, markdown_from_record
+from perf.report.content import Content, ModelLine
+from perf.report.page import html_from_content
+from perf.report.render import markdown_from_content
 from tests.test_perf_report import broken_parity, record
 
 HOSTILE = (
@@ -23,24 +26,25 @@ HOSTILE = (
 )
 # The start of a tag that is not escaped: an even number of backslashes before it.
 TAG = r"(?<!\\)(\\\\)*<[A-Za-z/!?]"
-# Keys whose values come from fixed lists, which readers check before showing them.
-CHOSEN = ("kind", "status", "verdict", "stop", "measure", "test")
+# Fields whose values come from fixed lists, which readers check before showing them, and fields whose keys are names.
+CHOSEN = ("kind", "status", "verdict", "stop", "measure", "test", "role")
+NAMED = ("environment", "lineage", "trials")
 
 
 def planted(value: Any, word: str = HOSTILE) -> Any:
-    """Prefix every text in a value with `word`."""
+    """Prefix every text in a value, and keys that are names, with `word`."""
     if isinstance(value, str):
         return word + value
+    if is_dataclass(value) and not isinstance(value, type):
+        parts = {field.name: getattr(value, field.name) for field in fields(value) if field.name not in CHOSEN}
+        named = {name: {word + key: item for key, item in parts[name].items()} for name in NAMED if name in parts}
+        return replace(value, **{name: planted(part, word) for name, part in (parts | named).items()})
     if isinstance(value, Mapping):
-        return {key: item if key in CHOSEN else planted(item, word) for key, item in value.items()}
-    return [planted(item, word) for item in value] if isinstance(value, list | tuple) else value
+        return {key: planted(item, word) for key, item in value.items()}
+    return tuple(planted(item, word) for item in value) if isinstance(value, list | tuple) else value
 
 
-def names_planted(value: Mapping[str, Any], word: str) -> dict[str, Any]:
-    return {word + key: item for key, item in value.items()}
-
-
-def whole_record() -> dict[str, Any]:
+def whole_record() -> Content:
     """Make a record with every part."""
     logits, labels = np.eye(4)[[0, 1, 2, 3, 0]], np.array([0, 1, 2, 3, 1])
     sites = (SiteShift(site="blocks.0.mlp", mean_distance=1.0, mean_noise=0.1, covariance_distance=2.0,
@@ -52,18 +56,13 @@ def whole_record() -> dict[str, Any]:
         comparisons=(mcnemar("dense", logits, "reduced", logits[::-1], labels),),
         classes=accuracy_by_class(logits, logits[::-1], labels, {1: "cat"}),
     )
-    environment = {"cpu": "a cpu", "nested": {"libraries": ["one", "two"]}}
-    return record(parity=parity.to_json(), coverage="8 of 12 sites", environment=environment)
+    lineage = {"weights": "a.safetensors", "nested": {"libraries": ["one", "two"]}}
+    return record(parity=parity, coverage="8 of 12 sites", lineage=lineage)
 
 
-def hostile_record(word: str = HOSTILE) -> dict[str, Any]:
+def hostile_record(word: str = HOSTILE) -> Content:
     """Make a record whose texts, and keys that are names, all begin with `word`."""
-    hostile: dict[str, Any] = planted(whole_record(), word)
-    hostile |= {part: names_planted(hostile[part], word) for part in ("environment", "lineage")}
-    bench = hostile["bench"]
-    bench["environment"] = names_planted(bench["environment"], word)
-    for row in bench["rows"]:
-        row["trials"] = names_planted(row["trials"], word)
+    hostile: Content = planted(whole_record(), word)
     return hostile
 
 
@@ -103,8 +102,8 @@ def elements(page: str) -> Elements:
 
 
 def test_record_text_adds_no_html_element() -> None:
-    page = html_from_record(hostile_record())
-    plain, hostile = elements(html_from_record(whole_record())), elements(page)
+    page = html_from_content(hostile_record())
+    plain, hostile = elements(html_from_content(whole_record())), elements(page)
     assert hostile.seen == plain.seen
     assert "".join(hostile.text).count(printable(HOSTILE)) > 60, "hostile text is shown, not dropped"
     assert not set(page) & {"\x1b", "\x00", "\ud800"}
@@ -112,12 +111,12 @@ def test_record_text_adds_no_html_element() -> None:
 
 
 def test_command_text_cannot_end_its_code_block() -> None:
-    _, fence, commands = re.split(r"^(`{3,})$", markdown_from_record(hostile_record()), maxsplit=1, flags=re.MULTILINE)
+    _, fence, commands = re.split(r"^(`{3,})$", markdown_from_content(hostile_record()), maxsplit=1, flags=re.MULTILINE)
     assert fence not in commands[: commands.rindex(fence)]
 
 
 def test_report_loads_no_external_resource() -> None:
-    page = html_from_record(record())
+    page = html_from_content(record())
     loading = {"src", "href", "xlink:href", "data", "action"}
     assert not [tag for tag, attributes in elements(page).seen if tag == "script" or attributes & loading]
     assert "@import" not in page
@@ -133,13 +132,14 @@ def cells(line: str) -> int:
 
 @pytest.mark.parametrize("words", ["a\nb", "a\r\nb"])
 def test_line_break_in_a_name_does_not_break_markdown(words: str) -> None:
-    models = [{"name": words, "params": 1}, {"name": "other", "params": 2}]
-    plain = [{"name": "a", "params": 1}, {"name": "other", "params": 2}]
-    text = markdown_from_record({"title": words, "models": models})
-    assert len(text.splitlines()) == len(markdown_from_record({"title": "a", "models": plain}).splitlines())
+    def lines_with(name: str) -> int:
+        models = (ModelLine(name=name, params=1), ModelLine(name="other", params=2))
+        return len(markdown_from_content(Content(title=name, models=models)).splitlines())
+
+    assert lines_with(words) == lines_with("a")
 
 
-def directory_of(whole: Mapping[str, Any], word: str, folder: Path) -> Path:
+def directory_of(whole: Content, word: str, folder: Path) -> Path:
     """Write the files that a report is made from, every text in them beginning with `word`."""
     site = {"site": f"{word}blocks.0", "part": "mlp", "width": 4, "width_asked": 4.0, "width_dense": 8,
             "energy": 1.0, "error": 0.1, "error_uncompensated": 0.2, "r2": 0.5, "condition": 1.0,
@@ -154,8 +154,10 @@ def directory_of(whole: Mapping[str, Any], word: str, folder: Path) -> Path:
     manifest |= {"files": {f"{word}bench.json": made}}
     effects = {"kind": "corp-deploy/effects", "version": 1, "rows": [{"preset": f"{word}none"}]}
     files = {"reduced/config.json": config, "manifest.json": manifest, "effects.json": effects}
-    gate = {"kind": "gate", "version": 1, **whole["gate"]}
-    files |= {"bench.json": whole["bench"], "parity.json": whole["parity"], "gate.json": gate}
+    for kind in ("bench", "gate"):
+        files[f"{kind}.json"] = {"kind": kind, "version": 1, **json_from_record(getattr(whole, kind))}
+    assert whole.parity is not None
+    files["parity.json"] = whole.parity.to_json()
     (folder / "reduced").mkdir(parents=True)
     for name, value in files.items():
         # A lone surrogate is invalid in JSON files, so each becomes a question mark.
@@ -164,9 +166,9 @@ def directory_of(whole: Mapping[str, Any], word: str, folder: Path) -> Path:
 
 
 def test_directory_reports_escape_hostile_text(tmp_path: Path) -> None:
-    plain = html_from_record(gather_report(directory_of(whole_record(), "", tmp_path / "plain"), title="A title"))
+    plain = html_from_content(gather_report(directory_of(whole_record(), "", tmp_path / "plain"), title="A title"))
     folder = directory_of(hostile_record(), HOSTILE, tmp_path / "hostile")
-    hostile = html_from_record(gather_report(folder, title=HOSTILE))
+    hostile = html_from_content(gather_report(folder, title=HOSTILE))
     assert elements(hostile).seen == elements(plain).seen
     for word in ("blocks.0", "1 of 2 sites", "torch", "w.safetensors", "bench.json", "none"):
         assert printable(HOSTILE.replace("\ud800", "?")) + word in "".join(elements(hostile).text), word

@@ -1,7 +1,7 @@
 """Audits of timed runs: varied batches expose runners that cache results, and timed outputs must equal untimed ones."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter_ns
 from typing import Any
@@ -19,7 +19,8 @@ from perf.gate.evidence import Evidence
 from perf.gate.gate import judge
 from perf.gate.rule import rule_from_text
 from perf.record.runs import Bench, load_bench, save_bench
-from perf.report.render import csv_from_record, markdown_from_record
+from perf.report.content import Content
+from perf.report.render import csv_from_content, markdown_from_content
 from perf.runners.module import ModuleRunner
 from perf.runners.protocol import Ledger
 from perf.stats.summary import summarise
@@ -100,9 +101,7 @@ def test_honest_model_takes_equal_time_on_varied_inputs(tmp_path: Path) -> None:
     assert {name: gain.value for name, gain in row.repeats.items()} == {"dense": 1.0, "reduced": 1.0}
     assert not any("cache" in warning for warning in record.warnings)
     assert judge([rule_from_text("speedup@b2 < 0.9")], Evidence(bench=record)).verdict == "PASS"
-    assert "at most 1.00" in markdown_from_record(
-        {"title": "t", "bench": {"kind": "bench", "version": 1, **asdict(record)}}
-    )
+    assert "at most 1.00" in markdown_from_content(Content(title="t", bench=record))
 
 
 def test_caching_model_is_found_by_varied_inputs() -> None:
@@ -115,9 +114,7 @@ def test_caching_model_is_found_by_varied_inputs() -> None:
     assert told.startswith("batch 2, reduced: 4.00 times as fast on one repeated batch")
     gate = judge([rule_from_text("speedup@b2 < 0.9")], Evidence(bench=record))
     assert (gate.verdict, "reduced is 4.00 times as fast" in gate.rules[0].message) == ("INCONCLUSIVE", True)
-    assert "latency,reduced,2,compute,gain_on_repeats,4" in csv_from_record(
-        {"title": "t", "bench": {"kind": "bench", "version": 1, **asdict(record)}}
-    )
+    assert "latency,reduced,2,compute,gain_on_repeats,4" in csv_from_content(Content(title="t", bench=record))
 
 
 def test_few_percent_from_warm_caches_pass() -> None:

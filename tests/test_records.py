@@ -26,7 +26,10 @@ from ground.records import (
     record_from_text,
     record_from_value,
 )
-from perf.report.render import html_from_record
+from perf.parity.parity import parity_from_value
+from perf.record.runs import Bench
+from perf.report.content import Content
+from perf.report.page import html_from_content
 from tests.refusals import rejects
 
 
@@ -188,4 +191,6 @@ def test_single_value_of_wrong_type_is_reported(kind: str, data: st.DataObject) 
     path = data.draw(st.sampled_from(list(paths_of(document))))
     changed = replaced(document, path, data.draw(VALUES | st.sampled_from([1e308, 1e-308, []])))
     with suppress(BadInput):
-        assert html_from_record({"title": "changed", kind: changed})
+        bench = record_from_value(changed, Bench, where="r", kind="bench") if kind == "bench" else None
+        parity = parity_from_value(changed, where="r") if kind == "parity" else None
+        assert html_from_content(Content(title="changed", bench=bench, parity=parity))

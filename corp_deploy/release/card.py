@@ -4,10 +4,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from corp_deploy.invocation.reduction import ReduceOptions
-from corp_deploy.proof.report_input import ReductionRecord, read_reduction
+from corp_deploy.proof.report_input import ReductionRecord, effort_lines, read_reduction
 from corp_deploy.reduction.report import SiteReport
 from corp_deploy.spec.merging import MergingRecord
-from corp_deploy.store.manifest import Efforts, input_of_graphs, rows_of_efforts
+from corp_deploy.store.manifest import Efforts, input_of_graphs
 from corp_deploy.store.model_config import ModelConfig, load_model_config
 from ground.quantity import format_number
 from ground.text import markdown_line
@@ -15,7 +15,6 @@ from perf.gate.verdicts import load_gate
 from perf.parity.maps import MapMeasures
 from perf.parity.parity import Parity, load_parity
 from perf.record.runs import load_bench
-from perf.report.content import EffortLine
 from perf.report.render import markdown_from_table
 from perf.report.tables import effort_table
 from perf.stats.decision import confidence_text
@@ -244,7 +243,7 @@ def render_card(root: Path, recipe: Recipe, commands: Sequence[str], efforts: Ef
         if target.rest is not None:
             against = f"{target.precision} against {target.rest}, both reduced:"
             lines += [against, "", *speed_lines(root / gain_name(target)), ""]
-    lines += [*markdown_from_table(effort_table([EffortLine(**row) for row in rows_of_efforts(efforts)])), ""]
+    lines += [*markdown_from_table(effort_table(effort_lines(efforts))), ""]
     lines += ["## Limits", "", *_limits(recipe, parity), ""]
     lines += ["## Made by", "", "In this directory, one after the other:", "", "```", *commands, "```", ""]
     return "\n".join(lines)

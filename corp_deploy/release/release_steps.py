@@ -17,10 +17,10 @@ from corp_deploy.proof.gate import judge_rows, parity_row, read_evidence, read_t
 from corp_deploy.proof.limits import ParityLimits
 from corp_deploy.proof.model_inputs import inputs_from_set
 from corp_deploy.proof.prove import run_proof
-from corp_deploy.proof.report_input import gather_report, read_record_json, shown_lineage
+from corp_deploy.proof.report_input import effort_lines, gather_report, shown_lineage
 from corp_deploy.store.checkpoint import load_checkpoint, save
 from corp_deploy.store.input_sets import images_for_model
-from corp_deploy.store.manifest import MANIFEST_KIND, entries_of_model, entry_of, input_of_graphs, rows_of_efforts
+from corp_deploy.store.manifest import MANIFEST_KIND, entries_of_model, entry_of, input_of_graphs
 from corp_deploy.store.model_config import load_model_config
 from export.engine.build import build_engine, write_engine
 from export.engine.options import BuildOptions
@@ -31,7 +31,9 @@ from perf.gate.history import judge_history
 from perf.gate.rule import rule_from_text
 from perf.gate.verdicts import save_gate
 from perf.parity.parity import load_parity
-from perf.report.render import html_from_record, junit_from_record, markdown_from_record
+from perf.record.runs import load_bench
+from perf.report.page import html_from_content
+from perf.report.render import junit_from_content, markdown_from_content
 
 from . import names
 from .baseline import Baseline
@@ -154,21 +156,24 @@ def _lineage(root: Path) -> dict[str, Any]:
 def write_release_report(dirs: StageDirs, recipe: Recipe, commands: Sequence[str], stages: Sequence[str]) -> None:
     """Write the report of the first target in three formats, a page for each other target, and the model card."""
     efforts = efforts_of(dirs.root, stages)
-    record = gather_report(dirs.root) | {  # the manifest, which has lineage and commands, is written later
-        "title": f"{recipe.name}: dense against reduced",
-        "lineage": _lineage(dirs.root) | {"recipe": sha256_of_file(dirs.root / names.RECIPE)},
-        "commands": list(commands),
-        "effort": rows_of_efforts(efforts),
-    }
-    for name, writer in zip(names.REPORTS, (html_from_record, markdown_from_record, junit_from_record), strict=True):
-        write_text(dirs.into / name, writer(record))
+    content = replace(
+        gather_report(dirs.root),  # the manifest, which has lineage and commands, is written later
+        title=f"{recipe.name}: dense against reduced",
+        lineage=_lineage(dirs.root) | {"recipe": sha256_of_file(dirs.root / names.RECIPE)},
+        commands=tuple(commands),
+        effort=effort_lines(efforts),
+    )
+    writers = (html_from_content, markdown_from_content, junit_from_content)
+    for name, writer in zip(names.REPORTS, writers, strict=True):
+        write_text(dirs.into / name, writer(content))
     for target in recipe.targets[1:]:
-        own = record | {
-            "title": f"{recipe.name} on {target.name}: dense against reduced",
-            "bench": read_record_json(dirs.root / names.bench_name(recipe, target), "bench"),
-            "parity": read_record_json(dirs.root / names.parity_name(target), "parity"),
-        }
-        write_text(dirs.into / names.page_name(target), html_from_record(own))
+        own = replace(
+            content,
+            title=f"{recipe.name} on {target.name}: dense against reduced",
+            bench=load_bench(dirs.root / names.bench_name(recipe, target)),
+            parity=load_parity(dirs.root / names.parity_name(target)),
+        )
+        write_text(dirs.into / names.page_name(target), html_from_content(own))
     write_text(dirs.into / names.CARD, render_card(dirs.root, recipe, commands, efforts))
 
 

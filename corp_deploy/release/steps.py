@@ -50,7 +50,7 @@ from ground.gpu import require_device
 from ground.places import place_below
 from perf.parity.parity import Parity
 from perf.record.runs import Bench
-from perf.report.render import html_from_record
+from perf.report.page import html_from_content
 
 from . import names
 from .check import REPLAY_ERROR, GraphAnswers, SamplesRecord, load_samples, opened_graph, path_in_release, run_on_images
@@ -170,7 +170,7 @@ def write_package(dirs: StageDirs, run: Invocation) -> None:
 
 def write_page(dirs: StageDirs, run: Invocation) -> None:
     (directory,) = run.arguments
-    write_text(dirs.into / run["output"], html_from_record(gather_report(dirs.root / directory, run["title"])))
+    write_text(dirs.into / run["output"], html_from_content(gather_report(dirs.root / directory, run["title"])))
 
 
 def write_samples(dirs: StageDirs, recipe: Recipe) -> None:

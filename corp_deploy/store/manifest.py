@@ -5,10 +5,8 @@ in X.effort.json beside its file X; it is never digested, since a step that runs
 time. Imports no torch.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -176,28 +174,3 @@ def efforts_below(directory: Path) -> Efforts:
 def _artefact(path: Path, directory: Path) -> str:
     beside = path.parent if path.name == NAME else path.with_name(path.name.removesuffix(f".{NAME}"))
     return beside.relative_to(directory).as_posix()
-
-
-def rows_of_efforts(efforts: Efforts) -> list[dict[str, Any]]:
-    """Return a row of a report for each part of each step, and a last row for the reading and writing of all."""
-    rows, of_files = list[dict[str, Any]](), list[Effort]()
-    counts = Counter(step for step, _ in efforts)
-    for (step, about), record in efforts.items():
-        of_what = f" {about}" if counts[step] > 1 or step in ("export", "build") else ""
-        if record is None:
-            rows += ({"step": f"{part}{of_what}"} for part in (("select", "recover") if step == "reduce" else (step,)))
-            continue
-        name = f"{of_what}{', continued' if record.resumed else ''}"
-        for part, effort in record.parts.items():
-            if part == FILES:
-                of_files.append(effort)
-            else:
-                where = {"machine": record.machine, "gpu": record.gpu}
-                rows.append({"step": f"{part}{name}", **asdict(effort), **where})
-    if of_files:  # the sum over all machines, like the steps' own seconds
-        peaks = {
-            key: max((peak for each in of_files if (peak := getattr(each, key)) is not None), default=None)
-            for key in ("peak_bytes", "device_peak_bytes")
-        }
-        rows.append({"step": FILES, "seconds": sum(each.seconds for each in of_files), **peaks})
-    return rows

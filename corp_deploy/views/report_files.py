@@ -1,25 +1,26 @@
 """Reports as files: that of a directory's records, and that of releases over time."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 from corp_deploy.proof.past_releases import read_past_releases
-from corp_deploy.proof.report_input import gather_report
+from corp_deploy.proof.report_input import effort_lines, gather_report
 from corp_deploy.release.pace import efforts_in
-from corp_deploy.store.manifest import rows_of_efforts
 from ground.errors import BadInput
 from ground.files import write_text
+from perf.report.page import html_from_content
 from perf.report.past_markdown import markdown_from_past
 from perf.report.past_page import html_from_past
-from perf.report.render import csv_from_record, html_from_record, junit_from_record, markdown_from_record
+from perf.report.render import csv_from_content, junit_from_content, markdown_from_content
 
 W = TypeVar("W", bound=Callable[..., str])
 OF_RECORDS = {
-    ".html": html_from_record,
-    ".md": markdown_from_record,
-    ".csv": csv_from_record,
-    ".xml": junit_from_record,
+    ".html": html_from_content,
+    ".md": markdown_from_content,
+    ".csv": csv_from_content,
+    ".xml": junit_from_content,
 }
 OF_HISTORIES = {".html": html_from_past, ".md": markdown_from_past}
 
@@ -37,10 +38,9 @@ def write_report(directory: Path | None, history: Path | None, output: Path, tit
 
 def _write_record_report(directory: Path, output: Path, title: str | None) -> None:
     write = _writer(OF_RECORDS, output)
-    record = gather_report(directory, title)
-    if of_release := rows_of_efforts(efforts_in(directory)):
-        record |= {"effort": of_release}
-    write_text(output, write(record))
+    content = gather_report(directory, title)
+    of_release = effort_lines(efforts_in(directory))
+    write_text(output, write(replace(content, effort=of_release or content.effort)))
 
 
 def _write_history_report(history: Path, output: Path, title: str | None) -> None:

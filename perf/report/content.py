@@ -1,15 +1,14 @@
-"""Content of a report: the checked records of one release, with verdicts, lead sentence, tiles and setup."""
+"""Content of a report: the records of one release, with verdicts, lead sentence, tiles and setup."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, get_type_hints
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
-from ground.errors import BadInput
 from ground.ports import Role
-from ground.records import Figure, record_from_value
-from ground.text import printable
+from ground.records import Figure
 from perf.parity.link import Link
-from perf.parity.parity import Parity, parity_from_value
+from perf.parity.parity import Parity
 from perf.record.runs import Bench
 from perf.stats.summary import Summary, SummaryRow, summarise
 from perf.stats.trend import Trend
@@ -117,13 +116,12 @@ class EffortLine:
     gpu: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Content:
     """All parts that a report may show; missing parts are None or empty."""
 
     title: str
     bench: Bench | None = None
-    summary: Summary | None = None
     parity: Parity | None = None
     gate: GateLines = GateLines()
     sites: tuple[SiteLine, ...] = ()
@@ -135,47 +133,12 @@ class Content:
     history: Trend | None = None
     calibration_size: ImagesLines | None = None
     effort: tuple[EffortLine, ...] = ()
-    environment: dict[str, Any]
-    lineage: dict[str, Any]
+    lineage: Mapping[str, Any] = field(default_factory=dict)
     commands: tuple[str, ...] = ()
 
-
-def content_from_record(record: Mapping[str, Any]) -> Content:
-    """Build the content from a record with the keys of Content, of which only `title` is required.
-
-    Raises BadInput, naming the part, for an invalid one.
-    """
-    if not isinstance(record.get("title"), str):
-        raise BadInput("report: the title is missing; give the record a 'title'")
-    record = _printable(record)
-    parts: dict[str, Any] = {
-        key: record_from_value(part, kind, where=f"report: {key}")
-        for key, kind in get_type_hints(Content).items()
-        if key not in ("title", "bench", "summary", "parity", "history") and (part := record.get(key))
-    }
-    for key, kind in (("bench", Bench), ("history", Trend)):
-        if part := record.get(key):
-            parts[key] = record_from_value(part, kind, where=f"{key}.json", kind=key)
-    if part := record.get("parity"):
-        parts["parity"] = parity_from_value(part, where="parity.json")
-    bench: Bench | None = parts.get("bench")
-    return Content(
-        **parts
-        | {
-            "title": record["title"],
-            "summary": None if bench is None else summarise(bench),
-            "environment": flat_texts(parts.get("environment") or (bench.environment if bench else {})),
-            "lineage": flat_texts(parts.get("lineage", {})),
-        }
-    )
-
-
-def _printable(value: Any) -> Any:
-    if isinstance(value, str):
-        return printable(value)
-    if isinstance(value, Mapping):
-        return {_printable(key): _printable(item) for key, item in value.items()}
-    return [_printable(item) for item in value] if isinstance(value, list | tuple) else value
+    @cached_property
+    def summary(self) -> Summary | None:
+        return None if self.bench is None else summarise(self.bench)
 
 
 def flat_texts(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

@@ -1,19 +1,18 @@
-"""Reports as HTML, Markdown, JUnit XML or CSV, from records (see `content_from_record`)."""
+"""Reports as Markdown, JUnit XML or CSV."""
 
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 from xml.etree import ElementTree
 
-from ground.text import csv_text, markdown_line
+from ground.text import csv_text, markdown_line, printable
 from perf.stats.stats import Interval, Percentile
 from perf.stats.summary import SummaryRow
 
-from .content import Content, build_lead, content_from_record, list_verdicts
+from .content import Content, build_lead, list_verdicts
 from .numbers import ReportTable
-from .page import html_from_content
 from .tables import MEASURES, build_tables
 
 HEADER = ("section", "subject", "batch", "measure", "name", "value", "low", "high")
@@ -21,9 +20,9 @@ SITE_ERRORS = ("error_uncompensated", "error", "error_held_out", "stream_error",
 CsvRow = tuple[str, str, str, str, str, float | str, float | str, float | str]
 
 
-def csv_from_record(record: Mapping[str, Any]) -> str:
+def csv_from_content(content: Content) -> str:
     """Return all numbers, unrounded, with their intervals as CSV with HEADER; unknown ones are empty."""
-    return csv_text((HEADER, *_csv_rows(content_from_record(record))))
+    return csv_text((HEADER, *_csv_rows(content)))
 
 
 def _csv_rows(content: Content) -> Iterator[CsvRow]:
@@ -102,9 +101,8 @@ def _finite(value: float | None) -> float | str:
     return "" if value is None or not math.isfinite(value) else value
 
 
-def markdown_from_record(record: Mapping[str, Any]) -> str:
+def markdown_from_content(content: Content) -> str:
     """Return the report's tables without plots, for a pull request or a terminal."""
-    content = content_from_record(record)
     lines = [f"# {markdown_line(content.title)}", ""]
     lines += [
         f"**{markdown_line(stated.headline)}** {markdown_line(stated.why)}  " for stated in list_verdicts(content)
@@ -116,7 +114,7 @@ def markdown_from_record(record: Mapping[str, Any]) -> str:
     if content.commands:
         longest = max(map(len, re.findall("`+", "\n".join(content.commands))), default=0)
         fence = "`" * max(3, longest + 1)  # longer than any run of backticks inside
-        lines += ["## Commands", "", fence, *content.commands, fence, ""]
+        lines += ["## Commands", "", fence, *map(printable, content.commands), fence, ""]
     return "\n".join(lines)
 
 
@@ -135,10 +133,9 @@ TAGS = {
 }
 
 
-def junit_from_record(record: Mapping[str, Any]) -> str:
+def junit_from_content(content: Content) -> str:
     """Return links, structural tests and gate rules as test cases; FAIL is a failure, an undecided one an error."""
-    content = content_from_record(record)
-    suites = ElementTree.Element("testsuites", name=content.title)
+    suites = ElementTree.Element("testsuites", name=printable(content.title))
     links, structure = (content.parity.links, content.parity.structure) if content.parity else ((), ())
     lines = {"parity": content.parity.line} if content.parity else {}
     cases: dict[str, list[tuple[str, str, str]]] = {
@@ -160,14 +157,11 @@ def _suite(parent: ElementTree.Element, name: str, rows: Sequence[tuple[str, str
     suite = ElementTree.SubElement(parent, "testsuite", {"name": name, **counts})
     if line is not None:
         properties = ElementTree.SubElement(suite, "properties")
-        ElementTree.SubElement(properties, "property", {"name": "verdict", "value": line})
+        ElementTree.SubElement(properties, "property", {"name": "verdict", "value": printable(line)})
     for (case, status, why), tag in zip(rows, tags, strict=True):
-        element = ElementTree.SubElement(suite, "testcase", {"classname": name, "name": case})
+        element = ElementTree.SubElement(suite, "testcase", {"classname": name, "name": printable(case)})
+        reason = printable(why)
         if tag == "system-out":
-            ElementTree.SubElement(element, tag).text = why
+            ElementTree.SubElement(element, tag).text = reason
         else:
-            ElementTree.SubElement(element, tag, {"message": why if status == "FAIL" else f"{status}: {why}"})
-
-
-def html_from_record(record: Mapping[str, Any]) -> str:
-    return html_from_content(content_from_record(record))
+            ElementTree.SubElement(element, tag, {"message": reason if status == "FAIL" else f"{status}: {reason}"})

@@ -7,7 +7,17 @@ from typing import Any
 
 from perf.stats.summary import MOST_GAIN, SubjectSummary, SummaryRow
 
-from .content import BudgetLine, Content, EffectLine, EffortLine, GateLine, MergingLines, ModelLine, SiteLine
+from .content import (
+    BudgetLine,
+    Content,
+    EffectLine,
+    EffortLine,
+    GateLine,
+    MergingLines,
+    ModelLine,
+    SiteLine,
+    flat_texts,
+)
 from .curves import history_table, images_table
 from .numbers import (
     NOTHING,
@@ -50,7 +60,7 @@ def build_tables(content: Content) -> dict[str, ReportTable]:
         (merging_table, content.merging),
         (sites_table, content.sites),
         (effort_table, content.effort),
-        (partial(pairs_table, "environment", "Environment"), content.environment),
+        (partial(pairs_table, "environment", "Environment"), content.bench and content.bench.environment),
         (partial(pairs_table, "lineage", "Lineage"), content.lineage),
     ]
     every = [table_of(part) for table_of, part in parts if part]
@@ -238,8 +248,8 @@ def sites_table(lines: Sequence[SiteLine]) -> ReportTable:
     )  # fmt: skip
 
 
-def pairs_table(key: str, title: str, values: Mapping[str, str]) -> ReportTable:
-    return ReportTable(key=key, title=title, columns=PAIR, rows=tuple(values.items()))
+def pairs_table(key: str, title: str, values: Mapping[str, Any]) -> ReportTable:
+    return ReportTable(key=key, title=title, columns=PAIR, rows=tuple(flat_texts(values).items()))
 
 
 MEASURES = ("seconds", "peak_bytes", "device_peak_bytes")

@@ -166,12 +166,13 @@ def _answered(path: Path) -> dict[str, Any]:
 
 def _report(path: Path) -> dict[str, Any]:
     """What a report shows of a whole directory of records."""
-    record = gather_report(path.parent)
+    content = gather_report(path.parent)
     shown = ("bench", "parity", "gate", "history", "calibration_size")
-    return {key: record[key] is not None for key in shown} | {
-        "effects": len(record["effects"]),
-        "effort": len(record["effort"]),
-        "commands": len(record["commands"]),
+    parts = {key: getattr(content, key) for key in shown} | {"gate": content.gate.verdict}
+    return {key: part is not None for key, part in parts.items()} | {
+        "effects": len(content.effects),
+        "effort": len(content.effort),
+        "commands": len(content.commands),
     }
 
 
