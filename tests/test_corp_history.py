@@ -46,7 +46,7 @@ def test_directory_report_shows_the_history(tmp_path: Path) -> None:
         invoked("report", tmp_path, "-o", tmp_path / f"report{suffix}")
     page = (tmp_path / "report.html").read_text()
     assert "Latency over releases" in page
-    assert "Median time by release, batch 4" in page
+    assert "Reduced p50 at batch 4" in page
     assert "+4." in (tmp_path / "report.md").read_text() or "+3.9" in (tmp_path / "report.md").read_text()
     figures = [line for line in (tmp_path / "report.csv").read_text().splitlines() if line.startswith("history,")]
     assert len(figures) == 2 * 3 * len(RISEN)

@@ -13,8 +13,8 @@ import pytest
 
 from perf.gate.history import change_text, judge_history, load_trend, save_trend, standing_rise
 from perf.record.runs import Bench, save_bench
-from perf.report.curves import draw_history, draw_trend, history_table
-from perf.report.plots import PlotSeries
+from perf.report.history import draw_history, history_table
+from perf.report.past_plots import draw_over_releases
 from perf.stats.changes import (
     ALPHA,
     LEAST_NOISE,
@@ -27,7 +27,7 @@ from perf.stats.changes import (
     normal_from_t,
 )
 from perf.stats.releases import BESIDE, History, Release, add_release, load_history, release_of_file
-from perf.stats.stats import Interval, exact_interval
+from perf.stats.stats import Interval
 from perf.stats.trend import Series, Trend, build_trend
 from tests.histories import SAME, bench_of_release
 from tests.refusals import rejects
@@ -250,7 +250,7 @@ def test_trend_round_trips_and_is_drawn(tmp_path: Path) -> None:
     save_trend(found, tmp_path / "history.json")
     assert load_trend(tmp_path / "history.json") == found
     drawing = draw_history(found)
-    assert "Speed-up by release" in drawing.title
+    assert drawing.title == "Speed-up at batch 1"
     assert drawing.standalone.count("<circle") == 8 + 1
     table = history_table(found)
     assert len(table.rows) == 8
@@ -369,12 +369,15 @@ def test_concurrent_processes_lose_no_record(tmp_path: Path) -> None:
 
 
 def test_axis_shows_noise_small() -> None:
-    drawing = draw_trend(
-        [PlotSeries(name="s", tone="dense", points=[("1", exact_interval(1.0)), ("2", exact_interval(1.001))])],
-        [],
-        ["v1", "v2"],
-        title="t",
-        unit="ms",
-    )
+    series = Series(name="s", unit="ms", values=exactly(1.0, 1.001))
+    drawing = draw_over_releases(series, [], ["v1", "v2"], batch=1, tone="dense")
     _, low, high = (float(y) for y in re.findall(r'cy="([^"]*)"', "".join(drawing.marks)))
     assert 0 < low - high < 10
+
+
+def test_change_without_figures_around_it_is_refused() -> None:
+    point = ChangePoint(first=1, found=1, ratio=exactly(1.1)[0], score=9.0)
+    for values in ((*exactly(1.0), None), (None, *exactly(1.0)), exactly(1.0)):
+        rejects(
+            "s: a change at release 1, expected figures", Series, name="s", unit="ms", values=values, changes=(point,)
+        )

@@ -16,7 +16,7 @@ from perf.gate.rule import FITTED, Rule, rule_from_text
 from perf.gate.verdicts import junit_from_gate, markdown_from_gate, save_gate
 from perf.parity.parity import HOW_TO_JUDGE, load_parity
 from perf.record.runs import load_bench
-from perf.report.curves import draw_history
+from perf.report.history import draw_history
 from perf.stats.compare import Comparison
 from perf.stats.releases import load_history, release_of_file
 from perf.stats.stats import DEFAULT_CONFIDENCE

@@ -13,7 +13,8 @@ from perf.stats.summary import SubjectSummary, SummaryRow
 
 from . import plots
 from .content import Content, VerdictLine, build_lead, build_tiles, describe_setup, list_verdicts
-from .curves import history_figures, images_figure
+from .curves import images_figure
+from .history import history_figures
 from .numbers import ReportTable
 from .plots import PlotSeries
 from .svg import Figure

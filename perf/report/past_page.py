@@ -3,29 +3,25 @@
 from collections.abc import Iterator, Sequence
 
 from perf.stats.releases import LeftOut
-from perf.stats.stats import Interval
+from perf.stats.trend import Series
 
-from .curves import Onset, draw_trend, points_by_release
 from .numbers import NOTHING, ReportTable
 from .page import Remark, Section, html_from_sections
-from .past_figures import BYTES, LEAST_STEP, SHARE, SPEEDUP, Panel, name_at
+from .past_figures import LEAST_STEP, Panel, name_at
+from .past_plots import HOW_TO_READ, draw_over_releases
 from .past_releases import Change, Line, Move, PastReleases
 from .past_texts import (
     MEASURED,
     change_text,
     heading_text,
     in_line,
-    move_text,
     release_text,
     releases_text,
     scalar_text,
     value_with_interval,
     verdict_of_newest,
 )
-from .plots import PlotSeries
 from .svg import Figure
-
-HOW_TO_READ = "Figures with 95 % intervals over releases. A dashed line is where a level began, × a missing figure."
 
 
 def html_from_past(past: PastReleases, title: str) -> str:
@@ -96,34 +92,15 @@ def _panel_section(past: PastReleases, line: Line, panel: Panel, key: str) -> Se
         rows=tuple(rows),
         is_folded=True,
     )
-    figures = tuple(_figure(line, panel, place) for place, series in enumerate(panel.series) if any(series.values))
+    figures = tuple(_figure(line, panel, series) for series in panel.series if any(series.values))
     remarks = (Remark(text=HOW_TO_READ),) if figures and panel is line.panels[0] else ()
     return Section(title=in_line(past, line, title), remarks=remarks, figures=figures, tables=(table,))
 
 
-def _figure(line: Line, panel: Panel, place: int) -> Figure:
-    series, name = panel.series[place], name_at(panel.series[place].name, panel.batch)
-    scale = {SHARE: 100.0, BYTES: 1e-6}.get(series.unit, 1.0)
-    unit = {SHARE: "%", BYTES: "MB", SPEEDUP: "times"}.get(series.unit, series.unit)
-    points = [(at, _scaled(value, scale)) for at, value in points_by_release(series.values)]
-    onsets = [
-        Onset(
-            first=change.first,
-            label=change_text(move, bounds=False),
-            tip=f"{release_text(line, change.first)}: {move_text(move)}",
-            tone="fail" if move.is_worse else "pass",
-        )
-        for change in line.changes
-        for move in change.moves
-        if move.name == name
-    ]
-    drawn = PlotSeries(name=series.name, tone="reduced" if series.judged else "dense", points=points)
-    labels = [release.label for release in line.releases]
-    return Figure("", draw_trend([drawn], onsets, labels, title=f"{name[:1].upper()}{name[1:]}", unit=unit))
-
-
-def _scaled(value: Interval, scale: float) -> Interval:
-    return Interval(value=scale * value.value, low=scale * value.low, high=scale * value.high)
+def _figure(line: Line, panel: Panel, series: Series) -> Figure:
+    moves = [move for change in line.changes for move in change.moves if move.name == name_at(series.name, panel.batch)]
+    releases, tone = [release.label for release in line.releases], "reduced" if series.judged else "dense"
+    return Figure("", draw_over_releases(series, moves, releases, batch=panel.batch, tone=tone))
 
 
 def _left_out_table(left_out: Sequence[LeftOut]) -> ReportTable:

@@ -140,7 +140,10 @@ def _line(releases: Sequence[PastRelease], others: Sequence[Line]) -> Line:
     critical = critical_score(ALPHA / max(len(batches), 1))
     panels = (*(timed_panel(releases, batch, critical) for batch in batches), model_panel(releases))
     moves = [
-        (series, _move(panel, series, point)) for panel in panels for series in panel.series for point in series.changes
+        (series, move_at(panel.batch, series, point))
+        for panel in panels
+        for series in panel.series
+        for point in series.changes
     ]
     return Line(
         name=_name_of_line(newest, others),
@@ -183,11 +186,11 @@ def _other_line(release: PastRelease, newest: PastRelease) -> list[str]:
     return [key for key in own if key not in free and own[key] != others[key]]
 
 
-def _move(panel: Panel, series: Series, point: ChangePoint) -> Move:
+def move_at(batch: int | None, series: Series, point: ChangePoint) -> Move:
     before = next(value for value in reversed(series.values[: point.first]) if value is not None)
     after = series.values[point.first]
     assert after is not None, (series.name, point)
-    return Move(batch=panel.batch, series=series, point=point, before=before, after=after)
+    return Move(batch=batch, series=series, point=point, before=before, after=after)
 
 
 def _changes(releases: Sequence[PastRelease], moves: Sequence[Move]) -> Iterator[Change]:

@@ -76,7 +76,7 @@ def value_with_interval(value: Interval | None, unit: str, *, bounds: bool = Tru
         return size_text(value.value)
     ends = (value.value, value.low, value.high)
     mid, low, high = (percent_text(end) if unit == SHARE else format_number(end, 4) for end in ends)
-    return mid if low == high or not bounds else f"{mid}\n{low} to {high}"
+    return mid if low == high or not bounds or not value.is_bounded else f"{mid}\n{low} to {high}"
 
 
 def verdict_of_newest(past: PastReleases, line: Line) -> VerdictLine:

@@ -36,6 +36,7 @@ from .svg import (
 )
 
 HEAD, ROW_PX = 36, 38  # of figures with one row per batch, so that two of them line up
+BOTTOM, CURVE_HEIGHT = 236, 280  # of figures with a horizontal axis of labels
 LEAST_ERROR = 1e-9
 LEAST_BOUNDED = 1e-8
 HUES = 7  # in templates/plot.css
@@ -59,20 +60,25 @@ def shown_interval(value: Interval) -> Interval:
 def draw_curve(series: Sequence[PlotSeries], *, title: str, unit: str, x_label: str, log: bool) -> Drawing:
     """Draw lines with intervals over evenly spaced labels, such as batch sizes, with a legend above."""
     labels = list(dict.fromkeys(label for s in series for label, _ in s.points))
-    right, top, bottom = WIDTH - 14, 34, 236
-    y = (logarithmic_scale if log else linear_scale)(ends_of(series), start=bottom, end=top)
-    left = axis_left(y.ticks)
+    y = (logarithmic_scale if log else linear_scale)(ends_of(series), start=BOTTOM, end=34)
+    places, marks = draw_axes(series, labels, y, unit=unit, x_label=x_label)
+    marks += [mark for s in series for mark in line_with_whiskers(s, places, y, unit)]
+    return Drawing(title=title, height=CURVE_HEIGHT, marks=tuple(marks))
+
+
+def draw_axes(
+    series: Sequence[PlotSeries], labels: Sequence[str], y: Scale, *, unit: str, x_label: str
+) -> tuple[dict[str, float], list[Markup]]:
+    """Return the x of each label, and the marks of both axes and of the legend above them."""
+    left, right = axis_left(y.ticks), WIDTH - 14
     step = (right - left - 36) / max(len(labels) - 1, 1)
     places = {label: left + 18 + i * step for i, label in enumerate(labels)}
     if len(labels) == 1:
         places = {labels[0]: (left + right) / 2}
     marks = [grid_y(y, left, right, unit), legend([(s.name, s.tone) for s in series], right=unit)]
     every = math.ceil((max(map(width_of, labels), default=0) + 6) / step) if len(labels) > 1 else 1
-    shown = [*places.items()][::every]
-    marks += [text(x, bottom + 18, label, anchor="middle") for label, x in shown]
-    marks += [text((left + right) / 2, bottom + 36, x_label, anchor="middle")]
-    marks += [mark for s in series for mark in line_with_whiskers(s, places, y, unit)]
-    return Drawing(title=title, height=280, marks=tuple(marks))
+    marks += [text(x, BOTTOM + 18, label, anchor="middle") for label, x in [*places.items()][::every]]
+    return places, [*marks, text((left + right) / 2, BOTTOM + 36, x_label, anchor="middle")]
 
 
 def ends_of(series: Sequence[PlotSeries]) -> list[float]:

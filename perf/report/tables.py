@@ -18,7 +18,8 @@ from .content import (
     SiteLine,
     flat_texts,
 )
-from .curves import history_table, images_table
+from .curves import images_table
+from .history import history_table
 from .numbers import (
     NOTHING,
     PAIR,

@@ -37,6 +37,11 @@ class Series:
     judged: bool = False
     changes: tuple[ChangePoint, ...] = ()
 
+    def __post_init__(self) -> None:
+        for first in (change.first for change in self.changes):
+            if not 0 < first < len(self.values) or self.values[first] is None or not any(self.values[:first]):
+                raise BadInput(f"{self.name}: a change at release {first}, expected figures there and before it")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchTrend:
@@ -65,6 +70,8 @@ class Trend:
     test: str
 
     def __post_init__(self) -> None:
+        if not self.batches:
+            raise BadInput("a trend needs at least one batch size")
         if any(len(series.values) != len(self.releases) for batch in self.batches for series in batch.series):
             raise BadInput(
                 "a trend needs a figure or None for each of its releases, this one has another number of them"
