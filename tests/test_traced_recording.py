@@ -81,7 +81,7 @@ TOLD: dict[str, Forward] = {
 @pytest.mark.parametrize("name", TOLD)
 def test_recorded_program_equals_the_model_at_any_batch(name: str) -> None:
     model = Does(TOLD[name]).eval()
-    graph = record_graph(model, (torch.randn(2, 4),), {})
+    graph = record_graph(model, (torch.randn(2, 4),))
     for batch in (1, 3, 7):
         x = torch.randn(batch, 4)
         with torch.no_grad():
@@ -95,7 +95,7 @@ def test_module_may_have_the_name_of_a_graph_attribute(name: str) -> None:
     model.add_module(name, nn.Linear(4, 4))
     x = torch.randn(3, 4)
     with torch.no_grad():
-        torch.testing.assert_close(record_graph(model, (torch.randn(2, 4),), {})(x), model(x))
+        torch.testing.assert_close(record_graph(model, (torch.randn(2, 4),))(x), model(x))
 
 
 def test_distinct_modules_are_never_joined() -> None:
@@ -103,7 +103,7 @@ def test_distinct_modules_are_never_joined() -> None:
     model.add_module("meta", nn.Linear(4, 4))
     model.add_module("meta_", nn.Linear(4, 4))
     with pytest.raises(BatchDependentProgram, match=r"two tensors that a graph would both name meta_.weight"):
-        record_graph(model, (torch.randn(2, 4),), {})
+        record_graph(model, (torch.randn(2, 4),))
 
 
 def used(model: nn.Module, graph: fx.GraphModule) -> list[tuple[str, Tensor]]:
@@ -144,12 +144,12 @@ NOT_TOLD: dict[str, tuple[Forward, str]] = {
 def test_batch_dependent_program_is_refused(name: str) -> None:
     forward, reason = NOT_TOLD[name]
     with pytest.raises(BatchDependentProgram, match=reason):
-        record_graph(Does(forward).eval(), (torch.randn(2, 4),), {})
+        record_graph(Does(forward).eval(), (torch.randn(2, 4),))
 
 
 def test_data_dependent_model_is_reported() -> None:
     with pytest.raises(RuntimeError, match="meta"):
-        record_graph(Does(lambda m, x: x if bool(x.sum() > 0) else -x).eval(), (torch.randn(2, 4),), {})
+        record_graph(Does(lambda m, x: x if bool(x.sum() > 0) else -x).eval(), (torch.randn(2, 4),))
 
 
 def test_models_that_recording_refuses_are_exported_by_torch() -> None:
@@ -161,7 +161,7 @@ def test_models_that_recording_refuses_are_exported_by_torch() -> None:
 
 
 def test_sizes_record_the_batch_dimension() -> None:
-    graph = record_graph(Does(in_windows).eval(), (torch.randn(2, 4),), {})
+    graph = record_graph(Does(in_windows).eval(), (torch.randn(2, 4),))
     sizes = {node.name: node.meta["sizes"] for node in graph.graph.nodes if node.op != "output"}
     assert (sizes["x"], sizes["reshape"], sizes["cat"]) == (
         (BatchAffineSize(1), 4),
@@ -182,7 +182,7 @@ def test_calls_record_their_module() -> None:
 
 def test_shared_weight_is_recorded_once() -> None:
     model = own.Nano().eval()
-    graph = record_graph(model, (torch.randint(0, 20, (2, own.TOKENS)),), {})
+    graph = record_graph(model, (torch.randint(0, 20, (2, own.TOKENS)),))
     names = [str(node.target) for node in graph.graph.nodes if node.op == "get_attr"]
     assert names.count("lm_head.weight") == 1
     assert "wte.weight" not in names

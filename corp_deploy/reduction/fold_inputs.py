@@ -91,11 +91,11 @@ def _stretches(own: Tracing, every: Iterable[TracedFold]) -> Iterator[_Stretch]:
 @torch.inference_mode()
 def _sum_images(model: nn.Module, shown: ShownInputs, own: Tracing, every: Collection[TracedFold]) -> None:
     """Run each image through the dense program, and from its values add to the sums of every folded site's readers."""
-    stretches, inputs = tuple(_stretches(own, every)), [node for node in own.program.nodes if node.op == "placeholder"]
+    stretches = tuple(_stretches(own, every))
     for batch, is_held in shown.batches():
         here = to_device(batch, device_of(model))
         weights_BN = token_weights(model, here)
-        entering = dict(zip(inputs, tensors_by_name(here).values(), strict=True))
+        entering = dict(zip(own.program.inputs, tensors_by_name(here).values(), strict=True))
         beside = {node: entering[node] for node in side_inputs(own.program)}
         for nodes, after, folds in stretches:
             values = run_on_batch(own.program, nodes, entering)

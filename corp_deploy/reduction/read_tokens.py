@@ -54,9 +54,8 @@ def find_read_places(dense: Tracing, where: torch.device) -> dict[fx.Node, Tenso
     program, read = dense.program, dict[fx.Node, Tensor]()
     nodes = [each.node for each in layers(program)]
     linear = [node for node in nodes if node.target is LINEAR and batch_axis_of(node) == IN_FRONT]
-    (entering, *_) = [node for node in program.nodes if node.op == "placeholder"]
     for cut in reversed(find_cuts(dense.analysis, beside_outputs=True)):
-        layout = layout_of(cut.node, sizes_at_one(entering)[1:])
+        layout = layout_of(cut.node, sizes_at_one(program.inputs[0])[1:])
         like_1NC = layout.rows(torch.empty(1, *layout.sizes, device=where))
         with torch.inference_mode(False), torch.enable_grad():
             stream_BNC = random_stream(like_1NC)

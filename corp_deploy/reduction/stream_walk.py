@@ -19,7 +19,7 @@ from corp_deploy.traced.models.mergeable import Mergeable
 from corp_deploy.traced.models.merged_program import MergedProgram
 from corp_deploy.traced.models.module import Tracing
 from corp_deploy.traced.narrowing.proof import Mask, removal_masks, zero_removed
-from corp_deploy.traced.programs.program import Program, number_at_one, operation
+from corp_deploy.traced.programs.program import Program, find_reachable, number_at_one, operation
 from corp_deploy.traced.programs.readers import every_layer, replace_tensors
 from corp_deploy.traced.programs.sizes import changes_in_place
 from ground.errors import BadInput
@@ -79,12 +79,11 @@ def _nodes_between(program: Program, entering: Collection[fx.Node], ends: Sequen
 
     A size is known without the node that it is of.
     """
-    found, front = set(ends), list(ends)
-    while front:
-        node = front.pop()
-        others = [] if node in entering or operation(node) == "sym_size" else node.all_input_nodes
-        front += [each for each in others if each not in found]
-        found.update(others)
+
+    def inputs_of(node: fx.Node) -> list[fx.Node]:
+        return [] if node in entering or operation(node) == "sym_size" else node.all_input_nodes
+
+    found = find_reachable(ends, inputs_of)
     return [node for node in program.nodes if node in found]
 
 
@@ -213,8 +212,7 @@ class Segment:
         return required_nodes(self.dense.program, self.before, ends)
 
     def _entering(self, tensors: tuple[Tensor, ...]) -> dict[fx.Node, Tensor]:
-        inputs = [node for node in self.dense.program.nodes if node.op == "placeholder"]
-        nodes = inputs if self.before is None else [self.before, *self.beside]
+        nodes = self.dense.program.inputs if self.before is None else (self.before, *self.beside)
         return dict(zip(nodes, tensors, strict=True))
 
     def run_dense(self, piece: Piece, nodes: Sequence[fx.Node]) -> Values:

@@ -94,7 +94,7 @@ def find_output_branches(program: Program) -> frozenset[tuple[fx.Node, fx.Node]]
 
 def side_inputs(program: Program) -> tuple[fx.Node, ...]:
     """Return the inputs after the first, such as masks, if none is floating or contracted alone; else no input."""
-    _, *others = (node for node in program.nodes if node.op == "placeholder")
+    _, *others = program.inputs
     if not others or any(node.meta["val"].is_floating_point() for node in others):
         return ()
     return () if any(count_node_macs(node) for node in input_free_nodes(program, others)) else tuple(others)
@@ -162,20 +162,16 @@ def required_nodes(
 
     The ends are included, and sizes of tensors in front of the cut, though not those tensors.
     """
-    found, inputs = _needed(program, before, ends, beside), _inputs(program)
-    assert before is None or not found & inputs, (before, ends)
-    found |= inputs if before is None else set()
+    found = _needed(program, before, ends, beside)
+    assert before is None or found.isdisjoint(program.inputs), (before, ends)
+    found.update(program.inputs if before is None else ())
     return [node for node in program.nodes if node in found]
 
 
 def outputs_after(program: Program, cut: fx.Node) -> list[fx.Node]:
     """Return the outputs that are computed from the tensor at a cut and side inputs alone."""
-    inputs = _inputs(program)
-    return [node for node in program.output.all_input_nodes if inputs.isdisjoint(_needed(program, cut, [node]))]
-
-
-def _inputs(program: Program) -> set[fx.Node]:
-    return {node for node in program.nodes if node.op == "placeholder"}
+    nodes = program.output.all_input_nodes
+    return [node for node in nodes if _needed(program, cut, [node]).isdisjoint(program.inputs)]
 
 
 def _needed(

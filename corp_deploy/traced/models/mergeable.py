@@ -133,7 +133,7 @@ def _add_unused_(graph: fx.GraphModule, program: Program) -> None:
 
 def program_at_tokens(piece: Program, protected: int, tokens: int) -> Program:
     """Rebuild a part of a program that one stream [B,N,C] enters for fewer tokens; raise BadInput if it needs all."""
-    (entering,) = (node for node in piece.nodes if node.op == "placeholder")
+    (entering,) = piece.inputs
     infer_sizes_(piece.graph, [entering.meta["val"]], any_batch=True)
     nodes = MergedNodes(program=piece, protected=protected, as_before=True)
     attentions = attentions_by_node(find_attentions(piece))

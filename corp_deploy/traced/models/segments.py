@@ -146,7 +146,7 @@ def find_segments(analysis: FoundSites, merged: MergedProgram | None = None) -> 
     have sites after it, or if the program `merged` merges tokens at no cut.
     """
     program = analysis.program
-    inputs, output = [node for node in program.nodes if node.op == "placeholder"], single_output(program)
+    inputs, output = program.inputs, single_output(program)
     masks = side_inputs(program)
     if len(inputs) > 1 + len(masks) or len(masks) > 1 or not all(map(_is_mask, masks)):
         return ()

@@ -1,6 +1,6 @@
 """A program narrowed to the kept groups of its sites, and a comparison with the dense one, removed elements zeroed."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,6 @@ from corp_deploy.traced.finding.sites import FoundSites
 from corp_deploy.traced.programs.program import set_tensor_
 from corp_deploy.traced.programs.steady import require_steady
 from corp_deploy.traced.programs.threads import one_thread
-from corp_deploy.traced.programs.tracing import Inputs
 
 from .rewriter import NarrowingRefused, Parts, kept_part, remove_elements
 
@@ -55,13 +54,12 @@ def zero_removed(tensor: Tensor, axes: tuple[int, ...], keep: Tensor) -> Tensor:
     return tensor * mask.repeat(times).to(tensor)
 
 
-def relative_difference(analysis: FoundSites, gone: Tensor, narrowed: nn.Module, inputs: Inputs) -> float:
+def relative_difference(analysis: FoundSites, gone: Tensor, narrowed: nn.Module, inputs: Sequence[Tensor]) -> float:
     """Return the largest difference from masked dense outputs, relative to each's maximum; inf if `narrowed` fails."""
-    args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
     with torch.no_grad():
-        dense = tree_leaves(MaskedProgram(analysis, gone).run(*args, *kwargs.values()))
+        dense = tree_leaves(MaskedProgram(analysis, gone).run(*inputs))
         try:
-            new = tree_leaves(narrowed(*args, **kwargs))
+            new = tree_leaves(narrowed(*inputs))
         except (IndexError, RuntimeError):
             return float("inf")
     pairs = zip(dense, new, strict=True)
@@ -135,7 +133,7 @@ def _sites_at(analysis: FoundSites, node: fx.Node, chosen: Kept) -> list[str]:
     return met or list(chosen)
 
 
-def prove(analysis: FoundSites, kept: Kept, inputs: Inputs) -> NarrowedProgram:
+def prove(analysis: FoundSites, kept: Kept, inputs: Sequence[Tensor]) -> NarrowedProgram:
     """Narrow a program and compare it on a batch with the masked dense one; sites that make it differ stay whole.
 
     Raises BadInput for a program that isn't deterministic, NotFinite if it gives NaN on this batch.
@@ -143,7 +141,7 @@ def prove(analysis: FoundSites, kept: Kept, inputs: Inputs) -> NarrowedProgram:
     result = _compared(analysis, kept, inputs)
     if result.difference is not None and result.difference <= ROUNDING:
         return result
-    require_steady(analysis.program, list(inputs.values()) if isinstance(inputs, Mapping) else list(inputs))
+    require_steady(analysis.program, inputs)
     narrowed = result.kept
     assert narrowed, f"the unchanged program differs from itself by {result.difference}"
     wrong = _wrong(analysis, narrowed, inputs)
@@ -152,13 +150,13 @@ def prove(analysis: FoundSites, kept: Kept, inputs: Inputs) -> NarrowedProgram:
     return replace(again, unreduced=result.unreduced | differs | again.unreduced)
 
 
-def _compared(analysis: FoundSites, kept: Kept, inputs: Inputs) -> NarrowedProgram:
+def _compared(analysis: FoundSites, kept: Kept, inputs: Sequence[Tensor]) -> NarrowedProgram:
     result = narrow(analysis, kept)
     apart = relative_difference(analysis, removed_labels(analysis, result.kept), result.module, inputs)
     return replace(result, difference=apart)
 
 
-def _wrong(analysis: FoundSites, kept: Kept, inputs: Inputs) -> list[str]:
+def _wrong(analysis: FoundSites, kept: Kept, inputs: Sequence[Tensor]) -> list[str]:
     """Search by halving for sites that make a program differ; return all sites if only several together do."""
     wrong: list[str] = []
     every = jointly_narrowed(analysis, kept)

@@ -47,6 +47,10 @@ class Program:
         return iter(self.graph.graph.nodes)
 
     @property
+    def inputs(self) -> tuple[fx.Node, ...]:
+        return tuple(node for node in self.nodes if node.op == "placeholder")
+
+    @property
     def output(self) -> fx.Node:
         (output,) = (node for node in self.nodes if node.op == "output")
         return output

@@ -38,41 +38,39 @@ class _Recorded:
     gives: Any
 
 
-def record_graph(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> fx.GraphModule:
+def record_graph(model: nn.Module, args: tuple[Any, ...]) -> fx.GraphModule:
     """Record a model's graph for any batch size, with the model's own parameters.
 
     Each node's `meta` has its result on the meta device (`val`), the result's sizes (`sizes`) and the modules around
     the call (`nn_module_stack`). Raises BatchDependentProgram, or any error of model code that looks at values.
     """
-    names, inputs = _names(model, args, kwargs), (tuple(args), dict(kwargs))
-    running, (one, two) = copy_to_meta(model), BATCHES
-    first = _run(model, running, inputs_at_batch(inputs, one), names)
+    names, running, (one, two) = _names(model, args), copy_to_meta(model), BATCHES
+    first = _run(model, running, inputs_at_batch(args, one), names)
 
     def build_graph(running: nn.Module) -> fx.GraphModule:
-        other = _run(model, running, inputs_at_batch(inputs, two), names)
-        return _GraphBuilder(model, first, other).build(inputs, names)
+        other = _run(model, running, inputs_at_batch(args, two), names)
+        return _GraphBuilder(model, first, other).build(args, names)
 
     with suppress(Exception):  # some models keep tables from their first call; a fresh copy follows
         return build_graph(running)
     return build_graph(copy_to_meta(model))
 
 
-def _names(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
+def _names(model: nn.Module, args: tuple[Any, ...]) -> list[str]:
     try:
         bound = inspect.signature(model.forward).bind_partial(*args)
     except (TypeError, ValueError):
-        return [*(f"arg_{place}" for place in range(len(args))), *kwargs]
+        return [f"arg_{place}" for place in range(len(args))]
     names = list[str]()
     for name, value in bound.arguments.items():
         several = bound.signature.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL
         names += [f"{name}_{place}" for place in range(len(value))] if several else [name]
-    return [*names, *kwargs]
+    return names
 
 
-def _run(model: nn.Module, running: nn.Module, inputs: Any, names: Sequence[str]) -> _Recorded:
-    args, kwargs = inputs
+def _run(model: nn.Module, running: nn.Module, args: tuple[Any, ...], names: Sequence[str]) -> _Recorded:
     named_leaves: dict[str, Any] = {}
-    for name, value in zip(names, (*args, *kwargs.values()), strict=True):
+    for name, value in zip(names, args, strict=True):
         leaves = tree_leaves(value)
         named_leaves |= {name if len(leaves) == 1 else f"{name}_{place}": leaf for place, leaf in enumerate(leaves)}
     tensors = {name: each for name, each in named_leaves.items() if isinstance(each, Tensor)}
@@ -82,7 +80,7 @@ def _run(model: nn.Module, running: nn.Module, inputs: Any, names: Sequence[str]
         recorder = Recorder({**own, **tensors}, stack, on_meta=on_meta)
         # While torch says that it exports, models leave out checks of values.
         with torch.no_grad(), exporting(), KeepNumbersOffMeta(), enable_python_dispatcher(), recorder:
-            gives = running(*args, **kwargs)
+            gives = running(*args)
     return _Recorded(
         calls=recorder.calls,
         constants=recorder.constants,
@@ -146,7 +144,7 @@ class _GraphBuilder:
         self.nodes: dict[Ref, fx.Node] = {}
         self.numbers: dict[BatchAffineSize, fx.Node] = {}
 
-    def build(self, inputs: Any, names: list[str]) -> fx.GraphModule:
+    def build(self, args: tuple[Any, ...], names: list[str]) -> fx.GraphModule:
         for name, value in self.first.inputs.items():
             node = self.nodes[Ref(name)] = self.graph.placeholder(name)
             set_sizes(node, value, self.other.inputs[name])
@@ -162,7 +160,7 @@ class _GraphBuilder:
         gives = self._both(self.first.gives, self.other.gives)
         leaves, spec = tree_flatten(gives)
         self.graph.output(tuple(leaves))
-        self.graph.set_codegen(_PyTreeCodeGen(_PyTreeInfo(names, tree_structure(inputs), spec)))
+        self.graph.set_codegen(_PyTreeCodeGen(_PyTreeInfo(names, tree_structure((args, {})), spec)))
         return fx.GraphModule(self.root, self.graph).eval()
 
     def _call(self, number: int, one: RecordedCall, other: RecordedCall) -> None:

@@ -2,7 +2,7 @@
 
 import operator
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -18,13 +18,10 @@ from .program import Program, copy_module, operation
 from .recording import record_graph
 from .sizes import BatchAffineSize, changes_in_place
 
-Inputs = Sequence[Any] | Mapping[str, Any]
 
-
-def trace(model: nn.Module, inputs: Inputs) -> Program:
+def trace(model: nn.Module, inputs: Sequence[Any]) -> Program:
     """Trace a model, set to eval mode, with example inputs of a batch of 2 or more; raise BadInput if that fails."""
-    args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
-    graph, any_batch = _graph(model.eval(), args, kwargs)
+    graph, any_batch = _graph(model.eval(), tuple(inputs))
     graph.requires_grad_(False)
     _replace_in_place_ops_(graph.graph)
     _remove_checks_(graph.graph)
@@ -33,18 +30,18 @@ def trace(model: nn.Module, inputs: Inputs) -> Program:
     return Program(graph=graph, model=type(model).__name__, any_batch=any_batch, folded=fold_constants_(graph))
 
 
-def _graph(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[fx.GraphModule, bool]:
+def _graph(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[fx.GraphModule, bool]:
     with ExitStack() as stack, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         # The fast paths of nn.MultiheadAttention and nn.TransformerEncoder are single ops, which no rule covers.
         stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)
         with suppress(Exception):  # if the model's own code fails, torch.export tells the reason
-            return record_graph(model, args, kwargs), True
+            return record_graph(model, inputs), True
         with suppress(Exception):
-            return _exported(model, args, kwargs, any_batch=True), True
+            return _exported(model, inputs, any_batch=True), True
         try:
-            return _exported(model, args, kwargs, any_batch=False), False
+            return _exported(model, inputs, any_batch=False), False
         except Exception as error:
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
             raise BadInput(
@@ -54,14 +51,12 @@ def _graph(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
             ) from error
 
 
-def _exported(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, any_batch: bool) -> fx.GraphModule:
+def _exported(model: nn.Module, inputs: tuple[Any, ...], *, any_batch: bool) -> fx.GraphModule:
     shapes = None
     if any_batch:
-        shapes = tree_map(
-            lambda each: {0: Dim.AUTO} if isinstance(each, Tensor) and each.dim() else None, kwargs or args
-        )
+        shapes = tree_map(lambda each: {0: Dim.AUTO} if isinstance(each, Tensor) and each.dim() else None, inputs)
     with torch.no_grad():
-        program = export(copy_module(model), args, kwargs, dynamic_shapes=shapes, strict=False)
+        program = export(copy_module(model), inputs, dynamic_shapes=shapes, strict=False)
         changed = [each for _, each in _changes(program.graph)]
         if any(map(_is_view, (*changed, *(user for each in changed for user in each.users)))):
             program = program.run_decompositions({})  # a change is visible through a view
