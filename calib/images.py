@@ -97,11 +97,6 @@ class Images(OpenedInputs[Tensor]):
             yield ReadBatch(inputs=images, ids=self.ids[positions], bad=tuple(bad), end=end)
 
 
-SHARDS = "x.tar or 'x-{000..099}.tar', also packed (.tar.gz, .tar.bz2, .tar.xz, .tar.zst)"
-TABLES = "x.parquet or 'x-{000..099}.parquet', a folder of such files, or a directory of datasets.save_to_disk"
-URLS = "or a URL of any of these that fsspec opens, such as s3://, gs:// or hf://"
-
-
 def holds_pictures(place: Place) -> bool:
     """Return whether a place, by its name, has pictures, which need a transform; only files of arrays have none."""
     return place.suffix not in ARRAYS or (isinstance(place, Path) and place.is_dir())
@@ -160,9 +155,10 @@ def open_images(
 ) -> Images:
     """Open images of a folder (recursive, sorted), tar shards, tables or an array [N,3,H,W], in files or behind a URL.
 
-    Shards are SHARDS, tables TABLES, whose column of images may follow the path (`x.parquet#NAME`), and arrays .npy,
-    .npz or .safetensors. `transform` turns a PIL image into [3,H,W] float32, `pixels()` normalises uint8 arrays.
-    `samples` images are drawn by `seed`. Up to `max_bad` unreadable images are skipped. Every image's bytes are read
+    Shards are x.tar or x-{000..099}.tar, also packed. Tables are x.parquet or x-{000..099}.parquet, a folder of such
+    files, or a directory of datasets.save_to_disk; their column of images may follow the path (`x.parquet#NAME`).
+    Arrays are .npy, .npz or .safetensors. `transform` turns a PIL image into [3,H,W] float32, `pixels()` normalises
+    uint8 arrays. `samples` images are drawn by `seed`. Up to `max_bad` unreadable images are skipped. Every image's bytes are read
     once to identify it. Raises BadInput for damaged files, other shapes, and too few images; Missing without pyarrow
     for tables, and without fsspec or a protocol's package for URLs.
     """

@@ -10,7 +10,7 @@ from ground.places import Place, Url, places_from_pattern
 
 from .image_arrays import ImageShape
 from .sources import Transform
-from .tables import Part, TableRows, arrow, image_column, label_columns, opened_by_arrow, table_errors
+from .tables import Part, TableRows, arrow, image_column, label_columns, opened_by_arrow, parts_of_files, table_errors
 
 SUFFIX = ".parquet"
 ROWS_AT_ONCE = 16
@@ -54,26 +54,22 @@ def open_parquet(
     `column` is the one of the images, None to find it. Raises BadInput for a damaged file and for one without such a
     column, Missing without pyarrow.
     """
-    parts, starts, footers, labels, count = list[Part](), list[int](), list[Any](), list[str](), 0
-    for number, place in enumerate(files):
+    footers, labels = list[Any](), list[str]()
+    for place in files:
         with _opened(place) as file:
             footer, schema = file.metadata, file.schema_arrow
         column = image_column(schema, column, where=place)
-        labels = [name for name in label_columns(schema) if number == 0 or name in labels]
-        first = 0
-        for group in range(footer.num_row_groups):
-            rows = footer.row_group(group).num_rows
-            parts.append(Part(number, group, first, rows))
-            starts.append(count)
-            first, count = first + rows, count + rows
+        labels = [name for name in label_columns(schema) if not footers or name in labels]
         footers.append(footer)
-    if not count:
+    parts = parts_of_files(
+        [(group, footer.row_group(group).num_rows) for group in range(footer.num_row_groups)] for footer in footers
+    )
+    if not any(part.rows for part in parts):
         raise BadInput(f"{files[0] if files else 'parquet'}: holds no rows, expected at least one image")
     return ParquetRows(
         files=tuple(files),
         names=tuple(names),
-        parts=tuple(parts),
-        starts=tuple(starts),
+        parts=parts,
         column=column or "",
         integers=tuple(labels),
         footers=tuple(footers),

@@ -27,6 +27,7 @@ from .tables import (
     image_column,
     label_columns,
     opened_by_arrow,
+    parts_of_files,
     present,
     table_errors,
 )
@@ -119,15 +120,13 @@ def saved_dataset(place: Place, *, column: str | None, shape: ImageShape, transf
         raise BadInput(f"{place}: holds no rows, expected at least one image")
     schema = _schema_of(place / files[0])
     column = image_column(schema, column, where=place)
-    parts, starts, digests, count = list[Part](), list[int](), list[bytes](), 0
-    for number, name in enumerate(files):
-        first = 0
+    batches, digests = list[list[tuple[int, int]]](), list[bytes]()
+    for name in files:
+        batches.append([])
         for at, batch in _record_batches(place / name):
             if not batch.schema.equals(schema):
                 raise BadInput(f"{place / name}: has other columns than {files[0]}; save the data set again")
-            parts.append(Part(number, at, first, batch.num_rows))
-            starts.append(count)
-            first, count = first + batch.num_rows, count + batch.num_rows
+            batches[-1].append((at, batch.num_rows))
             if isinstance(place, Url):
                 with table_errors(place / name, KIND):
                     values = bytes_of_column(_checked(batch.column(schema.get_field_index(column))))
@@ -135,8 +134,7 @@ def saved_dataset(place: Place, *, column: str | None, shape: ImageShape, transf
     return SavedRows(
         files=tuple(place / name for name in files),
         names=tuple(files),
-        parts=tuple(parts),
-        starts=tuple(starts),
+        parts=parts_of_files(batches),
         column=column,
         integers=label_columns(schema),
         schema=schema,
@@ -185,14 +183,14 @@ def _stored(column: Any, position: int) -> bytes | None:
     return content
 
 
-def write_parquet(dataset: Any, path: Path, most: int, *, column: str | None = None) -> None:
+def write_parquet(dataset: Any, path: Path, most: int) -> None:
     """Write the images of the first `most` rows of a datasets.Dataset by their stored bytes, with columns of labels.
 
     An image whose file can't be read becomes a null, which counts as a bad row of the file. Raises BadInput as
     `dataset_source` does.
     """
     whole, schema = dataset.with_format("arrow"), dataset.features.arrow_schema
-    column = image_column(schema, column, where="data set")
+    column = image_column(schema, None, where="data set")
     images, labels = whole.select_columns([column]), list(label_columns(schema))
     pyarrow = arrow("images")
     from pyarrow.parquet import ParquetWriter
@@ -211,16 +209,16 @@ def write_parquet(dataset: Any, path: Path, most: int, *, column: str | None = N
             file.write_table(pyarrow.table([pyarrow.array(contents, pyarrow.binary()), *numbers], schema=kept))
 
 
-def dataset_source(dataset: Any, *, column: str | None = None, shape: ImageShape, transform: Transform) -> DatasetRows:
+def dataset_source(dataset: Any, *, shape: ImageShape, transform: Transform) -> DatasetRows:
     """Return the images in a column of a datasets.Dataset, by their stored bytes, without decoding by `datasets`.
 
-    `column` is the one of the images, None to find it. Raises BadInput for other objects and without such a column.
+    Raises BadInput for other objects and without a column of images.
     """
     if isinstance(dataset, Mapping):
         raise BadInput(f"holds the splits of a data set; give one of them: {', '.join(map(str, dataset))[:200]}")
     whole = dataset.with_format("arrow")
     schema = dataset.features.arrow_schema
-    column = image_column(schema, column, where="data set")
+    column = image_column(schema, None, where="data set")
     return DatasetRows(
         dataset=whole.select_columns([column]),
         whole=whole,

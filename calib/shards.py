@@ -109,13 +109,26 @@ def class_index(content: bytes | None, where: str) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shards(Pictures):
+class TarPictures(Pictures):
+    """Base of pictures that are members of tar shards."""
+
     members: tuple[Member, ...]
-    classes: Mapping[str, Member]
-    """Members with class indices, by the shard and the name that they share with their picture."""
 
     def __len__(self) -> int:
         return len(self.members)
+
+    def name(self, position: int) -> str:
+        member = self.members[position]
+        return f"{member.shard.name}/{member.name}"
+
+    def where(self, position: int) -> str:
+        return self.members[position].where
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shards(TarPictures):
+    classes: Mapping[str, Member]
+    """Members with class indices, by the shard and the name that they share with their picture."""
 
     @property
     def label_columns(self) -> Sequence[str]:
@@ -126,13 +139,6 @@ class Shards(Pictures):
         texts = (each and _content(each._replace(size=min(each.size, LONGEST_LABEL))) for each in found)
         values = [class_index(text, each.where) for text, each in zip(texts, self.members, strict=True)]
         return np.array(values, dtype=np.int64)
-
-    def name(self, position: int) -> str:
-        member = self.members[position]
-        return f"{member.shard.name}/{member.name}"
-
-    def where(self, position: int) -> str:
-        return self.members[position].where
 
     def content(self, position: int) -> bytes:
         member = self.members[position]

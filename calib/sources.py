@@ -19,7 +19,7 @@ from ground.errors import BadInput
 from ground.file_kinds import refuse_stand_in
 from ground.files import regular_file
 from ground.pictures import Skips, formats_for, select_pictures
-from ground.places import Place, Url, read_range
+from ground.places import Place, Url, read_at_once
 
 from .image_arrays import ImageArray, ImageShape
 
@@ -148,8 +148,10 @@ class Pictures(Unlabelled):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Folder(Pictures):
-    root: Path
+class _Below(Pictures):
+    """Base of pictures below a place, by their names there."""
+
+    root: Place
     names: tuple[str, ...]
 
     def __len__(self) -> int:
@@ -157,6 +159,14 @@ class Folder(Pictures):
 
     def name(self, position: int) -> str:
         return self.names[position]
+
+    def where(self, position: int) -> str:
+        return str(self.root / self.names[position])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Folder(_Below):
+    root: Path
 
     def content(self, position: int) -> bytes:
         path = self.root / self.names[position]
@@ -166,31 +176,18 @@ class Folder(Pictures):
         except OSError as error:
             raise BadInput(f"{path}: can't be read ({error.strerror})") from error
 
-    def where(self, position: int) -> str:
-        return str(self.root / self.names[position])
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RemoteFolder(Pictures):
+class RemoteFolder(_Below):
     """The pictures below a URL, each of which is one request."""
 
     root: Url
-    names: tuple[str, ...]
     sizes: tuple[int, ...]
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def name(self, position: int) -> str:
-        return self.names[position]
 
     def content(self, position: int) -> bytes:
         where = self.root / self.names[position]
         refuse_large(self.sizes[position], str(where))
-        return read_range(where)
-
-    def where(self, position: int) -> str:
-        return self.root / self.names[position]
+        return read_at_once(where)
 
 
 def folder_of(

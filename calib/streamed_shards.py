@@ -20,8 +20,17 @@ from ground.places import Place, open_file, places_from_pattern, reading
 
 from .held import Held, held_row
 from .image_arrays import ImageShape
-from .shards import LABELS, LONGEST_LABEL, Member, bad_tar, class_index, members_of_stream, refuse_long_header
-from .sources import EXPECTED, MOST_BYTES, Pictures, Transform, refuse_large
+from .shards import (
+    LABELS,
+    LONGEST_LABEL,
+    Member,
+    TarPictures,
+    bad_tar,
+    class_index,
+    members_of_stream,
+    refuse_long_header,
+)
+from .sources import EXPECTED, MOST_BYTES, Transform, refuse_large
 from .tables import arrow
 
 _PACKED: Mapping[str, str] = {
@@ -141,7 +150,7 @@ def _listed(shard: Place) -> list[_Listed]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StreamedShards(Pictures):
+class StreamedShards(TarPictures):
     """Pictures in shards, their content hashes [N] and labels, if any.
 
     Uncompressed shards are read at any position; compressed ones forward, and again from the beginning to go back.
@@ -150,20 +159,9 @@ class StreamedShards(Pictures):
     shards: tuple[Place, ...]
     firsts: tuple[int, ...]
     """The position of each shard's first picture."""
-    members: tuple[Member, ...]
     digests: tuple[bytes, ...]
     classes: tuple[bytes | None, ...]
     held: Held[Any] = field(default_factory=Held, compare=False, repr=False)
-
-    def __len__(self) -> int:
-        return len(self.members)
-
-    def name(self, position: int) -> str:
-        member = self.members[position]
-        return f"{member.shard.name}/{member.name}"
-
-    def where(self, position: int) -> str:
-        return self.members[position].where
 
     def hashes(self, positions: Sequence[int]) -> Sequence[bytes]:
         return [self.digests[position] for position in positions]

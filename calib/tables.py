@@ -3,7 +3,7 @@
 import hashlib
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -122,12 +122,27 @@ def class_indices(array: Any, column: str, where: object) -> NDArray[np.int64]:
 
 
 class Part(NamedTuple):
-    """Consecutive rows of a file that are read together: a row group, or a record batch at an offset."""
+    """Consecutive rows of a file that are read together: a row group, or a record batch at an offset.
+
+    `first` is the number of the first row in its file, `start` its position among all rows.
+    """
 
     file: int
     at: int
     first: int
+    start: int
     rows: int
+
+
+def parts_of_files(files: Iterable[Iterable[tuple[int, int]]]) -> tuple[Part, ...]:
+    """Return the parts of files, each given by `at` and its number of rows."""
+    parts, start = list[Part](), 0
+    for number, own in enumerate(files):
+        first = start
+        for at, rows in own:
+            parts.append(Part(number, at, start - first, start, rows))
+            start += rows
+    return tuple(parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,8 +152,6 @@ class TableRows(Pictures):
     files: tuple[Place, ...]
     names: tuple[str, ...]
     parts: tuple[Part, ...]
-    starts: tuple[int, ...]
-    """The position of each part's first row."""
     column: str
     integers: tuple[str, ...]
     held: Held[ForwardRows[bytes | None]] = field(default_factory=Held, compare=False, repr=False)
@@ -151,8 +164,8 @@ class TableRows(Pictures):
         return sum(part.rows for part in self.parts)
 
     def _row(self, position: int) -> tuple[int, int]:
-        part = bisect_right(self.starts, position) - 1
-        return part, position - self.starts[part]
+        part = bisect_right(self.parts, position, key=lambda each: each.start) - 1
+        return part, position - self.parts[part].start
 
     def name(self, position: int) -> str:
         part, row = self._row(position)

@@ -130,11 +130,11 @@ def open_file(place: Place) -> IO[bytes]:
         return cast(IO[bytes], system.open(path, "rb"))
 
 
-def read_range(place: Url, start: int | None = None, stop: int | None = None) -> bytes:
-    """Return the bytes of a URL, all or from `start` to `stop`, in one request."""
-    system, path = file_system(place)
-    with reading(place):
-        return bytes(system.cat_file(path, start, stop))
+def read_at_once(url: Url) -> bytes:
+    """Return the bytes of a URL, in one request."""
+    system, path = file_system(url)
+    with reading(url):
+        return bytes(system.cat_file(path))
 
 
 def is_folder(place: Place) -> bool:

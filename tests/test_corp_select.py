@@ -93,10 +93,8 @@ def test_constant_inputs_and_full_width_are_handled() -> None:
     result = obs(nothing, ones, ridge_rel=1e-4)
     assert result.order_F.tolist() == [0, 1, 2, 3, 4]
     assert result.error_at(1) == 0.0
-    unmoved = swap(nothing, ones, result.kept(2), ridge_rel=1e-4)
-    assert (unmoved.kept_K.tolist(), unmoved.swaps) == ([3, 4], 0)
-    whole = swap(torch.eye(5, dtype=torch.float64), ones, torch.arange(5), ridge_rel=1e-4)
-    assert (whole.kept_K.tolist(), whole.swaps, whole.error) == ([0, 1, 2, 3, 4], 0, 0.0)
+    assert swap(nothing, ones, result.kept(2), ridge_rel=1e-4).tolist() == [3, 4]
+    assert swap(torch.eye(5, dtype=torch.float64), ones, torch.arange(5), ridge_rel=1e-4).tolist() == [0, 1, 2, 3, 4]
 
 
 def test_elimination_refuses_impossible_widths() -> None:
@@ -110,19 +108,18 @@ def test_elimination_refuses_impossible_widths() -> None:
 
 @given(seed=st.integers(0, 10_000), width=st.integers(2, 10))
 @settings(max_examples=25, deadline=None)
-def test_swap_ends_at_a_local_optimum_with_its_exact_loss(seed: int, width: int) -> None:
+def test_swap_ends_at_a_local_optimum(seed: int, width: int) -> None:
     samples, weight = layer(12, 3, 60, seed=seed)
     cov = covariance_of(samples)
     ridge = 1e-3 * float(cov.diagonal().mean())
     start = torch.randperm(12, generator=torch.Generator().manual_seed(seed))[:width].sort().values
-    result = swap(cov, weight, start, ridge_rel=1e-3, gain_rel=1e-6)
-    kept = result.kept_K.tolist()
+    kept = swap(cov, weight, start, ridge_rel=1e-3).tolist()
     assert (kept, len(kept)) == (sorted(set(kept)), width)
-    assert result.error_before == pytest.approx(ridge_loss(cov, weight, start.tolist(), ridge), rel=1e-7)
-    assert result.error == pytest.approx(ridge_loss(cov, weight, kept, ridge), rel=1e-7)
+    loss = ridge_loss(cov, weight, kept, ridge)
+    assert loss <= ridge_loss(cov, weight, start.tolist(), ridge)
     for out, new in itertools.product(kept, set(range(12)) - set(kept)):
         exchanged = [j for j in kept if j != out] + [new]
-        assert ridge_loss(cov, weight, exchanged, ridge) >= result.error * (1.0 - 2e-6)
+        assert ridge_loss(cov, weight, exchanged, ridge) >= loss * (1.0 - 2e-5)
 
 
 def test_swap_depends_on_no_scale_and_ends_on_redundant_channels() -> None:
@@ -132,18 +129,15 @@ def test_swap_depends_on_no_scale_and_ends_on_redundant_channels() -> None:
     samples = (mixed + 1e-7 * torch.randn(500, 96, generator=generator)).double()
     weight = torch.randn(16, 96, generator=generator).double()
     start = torch.randperm(96, generator=generator)[:48].sort().values
-    plain = swap(covariance_of(samples), weight, start, ridge_rel=1e-4)
-    assert plain.swaps > 5
-    assert 0.0 < plain.error < plain.error_before
+    cov = covariance_of(samples)
+    ridge = 1e-4 * float(cov.diagonal().mean())
+    plain = swap(cov, weight, start, ridge_rel=1e-4).tolist()
+    assert len(set(plain) - set(start.tolist())) > 5
+    assert ridge_loss(cov, weight, plain, ridge) < ridge_loss(cov, weight, start.tolist(), ridge)
     for scale in (1e-8, 1e-4, 1e8):
-        scaled = swap(covariance_of(scale * samples), weight / scale, start, ridge_rel=1e-4)
-        assert scaled.kept_K.tolist() == plain.kept_K.tolist()
-        assert scaled.error == pytest.approx(plain.error, rel=1e-5)
-        ridge = 1e-4 * float(covariance_of(scale * samples).diagonal().mean())
-        exact = ridge_loss(covariance_of(scale * samples), weight / scale, scaled.kept_K.tolist(), ridge)
-        assert scaled.error == pytest.approx(exact, rel=1e-5)
-    nearly_singular = swap(covariance_of(samples), weight, start, ridge_rel=1e-12)
-    assert nearly_singular.error <= nearly_singular.error_before
+        assert swap(covariance_of(scale * samples), weight / scale, start, ridge_rel=1e-4).tolist() == plain
+    nearly_singular = swap(cov, weight, start, ridge_rel=1e-12)
+    assert len(nearly_singular.unique()) == len(start)
 
 
 def test_swap_corrects_a_bad_choice_and_excludes_dead_channels() -> None:
@@ -152,12 +146,11 @@ def test_swap_corrects_a_bad_choice_and_excludes_dead_channels() -> None:
     cov = covariance_of(samples)
     best = obs(cov, weight, ridge_rel=1e-4).kept(20)
     worst = obs(cov, weight, ridge_rel=1e-4).order_F[3:23].sort().values
-    result = swap(cov, weight, worst, ridge_rel=1e-4)
+    kept = swap(cov, weight, worst, ridge_rel=1e-4).tolist()
     ridge = 1e-4 * float(cov.diagonal().mean())
-    assert result.swaps > 5
-    assert result.error < 1.1 * ridge_loss(cov, weight, best.tolist(), ridge)
-    assert not set(result.kept_K.tolist()) & {0, 1, 2}
-    assert result.error == pytest.approx(ridge_loss(cov, weight, result.kept_K.tolist(), ridge), rel=1e-7)
+    assert len(set(kept) - set(worst.tolist())) > 5
+    assert ridge_loss(cov, weight, kept, ridge) < 1.1 * ridge_loss(cov, weight, best.tolist(), ridge)
+    assert not set(kept) & {0, 1, 2}
 
 
 # Elimination of channels that several layers read

@@ -117,12 +117,10 @@ class Sparse:
 
     weight_OK: Tensor
     bias_O: Tensor
-    mask_OK: Tensor
     energy: float
     error_dense: float
     error_masked: float
     error: float
-    ridge: float
 
 
 def best_dense(objective: Objective) -> Tensor:
@@ -179,10 +177,8 @@ def refit_mask(objective: Objective, dense_bias_O: Tensor, mask_OK: Tensor, *, r
     return Sparse(
         weight_OK=weight_OK,
         bias_O=bias_O,
-        mask_OK=mask_OK,
         energy=objective.regression.spread if objective.fits_bias else objective.regression.target_square,
         error_dense=error(objective.dense_OK, dense_bias_O),
         error_masked=error(masked_OK, dense_bias_O),
         error=error(weight_OK, bias_O),
-        ridge=objective.ridge,
     )

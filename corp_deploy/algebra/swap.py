@@ -14,7 +14,6 @@ Legend: F channels, O outputs, K kept, P pruned, B pivots in a block.
 """
 
 import math
-from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,20 +23,8 @@ from .scores import complement
 
 _BLOCK = 64
 _ROWS = 64
+_GAIN_REL = 1e-5  # the least share of the loss that an exchange has to gain
 _FALL, _ROUNDS = 0.1, 8  # the loss is computed anew after a round that lowers it so much, and after so many rounds
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExchangedSet:
-    """A kept set after exchanges, with the ridge objective (see Elimination) before and after."""
-
-    kept_K: Tensor
-    swaps: int
-    error_before: float
-    error: float
-
-    def __post_init__(self) -> None:
-        assert self.error <= self.error_before, (self.error, self.error_before)
 
 
 class _Swept:
@@ -166,43 +153,39 @@ def _candidates(swept: _Swept, allowed_F: Tensor) -> list[tuple[int, int, float]
     return pairs
 
 
-def swap(
-    covariance_FF: Tensor, weight_OF: Tensor, kept_K: Tensor, *, ridge_rel: float, gain_rel: float = 1e-5
-) -> ExchangedSet:
-    """Exchange kept for pruned channels until no exchange of one pair lowers the ridge objective by gain_rel of it.
+def swap(covariance_FF: Tensor, weight_OF: Tensor, kept_K: Tensor, *, ridge_rel: float) -> Tensor:
+    """Exchange kept for pruned channels until no exchange of one pair lowers the ridge objective; return those kept.
 
     Each round looks at every pair once (O(F^2)), makes the best disjoint exchanges that still help after those before
     them, and updates the matrices. On nearly singular covariances the foreseen changes are no more than rounding
     errors, so the loss is computed anew now and then, and the exchanges end where it has not fallen.
     """
-    allowed_F = ~dead_channels(covariance_FF, weight_OF)
+    allowed_F, best_K = ~dead_channels(covariance_FF, weight_OF), kept_K.sort().values
     if not bool(allowed_F.any()):
-        return ExchangedSet(kept_K=kept_K.sort().values, swaps=0, error_before=0.0, error=0.0)
+        return best_K
     _, exponent = math.frexp(float(covariance_FF.diagonal().mean()))
-    unit = math.ldexp(1.0, exponent)
-    swept = _Swept(shifted_covariance(covariance_FF / unit, ridge_rel).matrix_FF, weight_OF, kept_K)
-    before = error = swept.loss()
-    best = ExchangedSet(kept_K=kept_K.sort().values, swaps=0, error_before=before, error=before)
-    swaps, rounds, improved = 0, 0, True
+    scaled_FF = covariance_FF / math.ldexp(1.0, exponent)
+    swept = _Swept(shifted_covariance(scaled_FF, ridge_rel).matrix_FF, weight_OF, kept_K)
+    least = error = swept.loss()
+    rounds, improved = 0, True
     while improved:
         improved, last = False, error
         for i, j, foreseen in _candidates(swept, allowed_F):
-            if foreseen > -gain_rel * error:
+            if foreseen > -_GAIN_REL * error:
                 break
             (ti_F, ni_F), (tj_F, nj_F) = swept.rows(i), swept.rows(j)
             change = float(_change(ti_F[i], tj_F[j], ti_F[j], ni_F[i], nj_F[j], ni_F[j]))
-            if -error <= change <= -gain_rel * error:
+            if -error <= change <= -_GAIN_REL * error:
                 swept.exchange(i, j)
                 error += change
-                swaps, improved = swaps + 1, True
+                improved = True
         if improved:
             swept.apply()
             rounds += 1
         if not improved or rounds % _ROUNDS == 0 or error < (1.0 - _FALL) * last:
             exact = swept.loss()
-            if not 0.0 <= exact < best.error:
+            if not 0.0 <= exact < least:
                 break
-            kept_K = swept.channel_F[: swept.kept].sort().values
-            best = ExchangedSet(kept_K=kept_K, swaps=swaps, error_before=before, error=exact)
-            improved, error = improved and exact < (1.0 - gain_rel) * last, exact
-    return replace(best, error_before=unit * best.error_before, error=unit * best.error)
+            best_K, least = swept.channel_F[: swept.kept].sort().values, exact
+            improved, error = improved and exact < (1.0 - _GAIN_REL) * last, exact
+    return best_K

@@ -121,7 +121,7 @@ def swap_groups(reads: Sequence[ReaderStats], kept_K: Tensor, *, ridge_rel: floa
     stacked = _stack_layers(reads)
     if len(stacked) > 1 or stacked[0].columns > 1:
         return kept_K
-    return swap(stacked[0].stats.covariance_UU, stacked[0].weight_OU, kept_K, ridge_rel=ridge_rel).kept_K
+    return swap(stacked[0].stats.covariance_UU, stacked[0].weight_OU, kept_K, ridge_rel=ridge_rel)
 
 
 def rank_groups(
