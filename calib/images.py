@@ -158,9 +158,9 @@ def open_images(
     Shards are x.tar or x-{000..099}.tar, also packed. Tables are x.parquet or x-{000..099}.parquet, a folder of such
     files, or a directory of datasets.save_to_disk; their column of images may follow the path (`x.parquet#NAME`).
     Arrays are .npy, .npz or .safetensors. `transform` turns a PIL image into [3,H,W] float32, `pixels()` normalises
-    uint8 arrays. `samples` images are drawn by `seed`. Up to `max_bad` unreadable images are skipped. Every image's bytes are read
-    once to identify it. Raises BadInput for damaged files, other shapes, and too few images; Missing without pyarrow
-    for tables, and without fsspec or a protocol's package for URLs.
+    uint8 arrays. `samples` images are drawn by `seed`. Up to `max_bad` unreadable images are skipped. Every image's
+    bytes are read once to identify it. Raises BadInput for damaged files, other shapes, and too few images; Missing
+    without pyarrow for tables, and without fsspec or a protocol's package for URLs.
     """
     place = place_from_text(path)
     source = _open_source(place, image_shape, transform, pixels)

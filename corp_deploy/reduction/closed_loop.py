@@ -55,7 +55,6 @@ def reduce_traced(
     method: Method,
     *,
     widths: Widths | None = None,
-    batch_size: int = 16,
     loop: Loop | None = None,
     metrics: Mapping[str, Tensor] | None = None,
     on_progress: Done = None,
@@ -81,7 +80,7 @@ def reduce_traced(
     student = Student.of(dense)
     where, weights, half_ids = device_of(model), partial(token_weights, model), _half_ids(images, loop)
     every = None if loop is None else loop.held_out_every
-    pieces = read_pieces(images, where, batch_size, weights=weights, half_ids=half_ids, held_out_every=every)
+    pieces = read_pieces(images, where, weights=weights, half_ids=half_ids, held_out_every=every)
     read = {} if loop is None or counts_all(model, loop.reads) else find_read_places(dense, where)
     state = _ClosedLoop(
         student=student,
@@ -97,7 +96,7 @@ def reduce_traced(
         for segment in split_segments(dense, student):
             state.run_(segment, on_progress)
     if method.rescales:
-        rescale_(dense, student, images, batch_size=batch_size)
+        rescale_(dense, student, images)
     way = "each to its dense weights" if loop is None else "fitted to the dense model's streams and layers"
     partly_read = [layer.name for layer in layers(dense.program) if layer.node in read]
     kept_notes = tuple(f"{name} kept as it is: {reason}" for name, reason in irreducible.items())

@@ -242,10 +242,10 @@ def _written(moments: Moments, path: Path, ranks: Ranks, *, gone: Sequence[str] 
     return [summary_of_moments(moments, path)]
 
 
-def save_with_warnings(checkpoint: Checkpoint, moments: Moments, output: Path, noun: str = "inputs") -> dict[str, Any]:
+def save_with_warnings(checkpoint: Checkpoint, moments: Moments, output: Path) -> dict[str, Any]:
     """Write the moments of one pass, and return the summary of the file with warnings about the inputs."""
     (summary,) = _written(moments, output, ALONE)
-    warnings = warnings_of_moments(checkpoint.model, moments, noun)
+    warnings = warnings_of_moments(checkpoint.model, moments)
     return summary | ({"warnings": warnings} if warnings else {})
 
 

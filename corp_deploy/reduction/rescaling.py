@@ -84,13 +84,13 @@ def rescaled_tensors(
 
 
 @torch.no_grad()
-def rescale_(dense: Tracing, student: Student, images: InputSet, *, batch_size: int = 16) -> None:
+def rescale_(dense: Tracing, student: Student, images: InputSet) -> None:
     """Rescale a student's convolutions to the dense model's means and variances on these images.
 
     The student runs once for each convolution, from the cut in front of it; the dense model runs once in all. Removed
     rows get values too, which have no effect.
     """
-    pieces = list(read_pieces(images, device_of(dense.program.graph), batch_size))
+    pieces = list(read_pieces(images, device_of(dense.program.graph)))
     left = list(rescalable_convolutions(dense.program))
     for segment in split_segments(dense, student):
         inside = set(segment.up_to([segment.after or dense.program.output]))

@@ -27,6 +27,7 @@ from ground.errors import BadInput
 from .streams import mean_of_sources
 
 Values = dict[fx.Node, Any]
+_BATCH_SIZE = 16
 
 
 def run_on_batch(
@@ -107,7 +108,6 @@ class Piece:
 def read_pieces(
     inputs: InputSet,
     where: torch.device,
-    batch_size: int,
     *,
     weights: Callable[[Inputs], Tensor | None] = lambda _: None,
     half_ids: Tensor | None = None,
@@ -119,7 +119,7 @@ def read_pieces(
         BadInput: there are too few inputs.
     """
     start, every = 0, held_out_every or inputs.count + 1
-    for batch in inputs.read(batch_size):
+    for batch in inputs.read(_BATCH_SIZE):
         if not len(batch.ids):
             continue
         here = to_device(batch.inputs, where)
