@@ -4,7 +4,6 @@ import io
 import shutil
 import tarfile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,17 +17,7 @@ from calib.images import Images, open_images
 from ground.errors import BadInput
 from ground.places import places_from_pattern
 from tests.refusals import rejects
-
-SHAPE = (3, 4, 6)
-
-
-def transform(picture: Image.Image) -> Tensor:
-    pixels = np.asarray(picture.resize((6, 4)), dtype=np.float32) / 255
-    return torch.from_numpy(pixels.transpose(2, 0, 1).copy())
-
-
-def opened(path: Path, **options: Any) -> Images:
-    return open_images(path, image_shape=SHAPE, transform=transform, **options)
+from tests.stored import SHAPE, opened, transform
 
 
 def array(count: int = 5) -> np.ndarray:

@@ -5,10 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from timm.layers import apply_rot_embed_cat
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -30,10 +28,10 @@ from corp_deploy.traced.models.steps import StreamState
 from export.graph.to_onnx import save_onnx
 from tests import hf_towers, timm_models, tiny
 from tests.doubles import some
-from tests.graphs import built, needs_rtx, require_as_torch
+from tests.graphs import built, needs_rtx
 from tests.refusals import rejects
 from tests.test_corp_token_merging import BY, merged_by_loops
-from tests.test_export_merged import graph_of
+from tests.test_export_merged import graph_of, require_merged_graph
 
 TURNED = ("neighbours turned, packed gate", "halves turned, registers", "learned angles")
 MERGED = (
@@ -300,14 +298,7 @@ def test_closed_loop_and_polish_repair_models_with_merged_positions(form: str) -
 )
 def test_graph_with_merged_positions_equals_torch(form: str, options: dict[str, Any], bound: float) -> None:
     model = traced_model.with_merging(timm_models.checkpoint(form).model, Merging(schedule=SCHEDULE, **options))
-    proto = graph_of(model)
-    assert not {node.op_type for node in proto.graph.node} & {"ScatterElements", "ScatterND", "NonZero", "If", "Loop"}
-
-    def asked(count: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        pixels = tiny.images(count, seed=count)
-        return pixels, tiny.ran(model, pixels).numpy()
-
-    require_as_torch(proto, asked, bound)
+    require_merged_graph(graph_of(model), model, bound)
 
 
 @pytest.mark.slow("graph", "engine")

@@ -4,10 +4,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from corp_deploy.families import traced_model
@@ -18,11 +16,10 @@ from corp_deploy.reduction.closed_loop import reduce_traced
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.spec.merging import Merging
 from corp_deploy.traced.models.steps import StreamState, Unmerge
-from export.graph.to_onnx import save_onnx
 from tests import timm_models, tiny
-from tests.graphs import built, needs_rtx, require_as_torch
+from tests.graphs import needs_rtx
 from tests.test_corp_token_merging import BY, merged_by_loops
-from tests.test_export_merged import graph_of
+from tests.test_export_merged import fused_sites, graph_of, require_merged_graph
 
 STAGES: dict[str, list[int]] = {"hiera": [1, 1, 4, 1], "hiera_abswin": [1, 1, 3, 1]}
 BLOCKS = ("blocks.3", "blocks.4", "blocks.5")
@@ -111,22 +108,12 @@ def test_closed_loop_and_polish_repair_a_merged_stage() -> None:
 @pytest.mark.slow("graph")
 def test_graph_of_a_merged_stage_equals_torch() -> None:
     model = merged("hiera")
-    proto = graph_of(model)
-    assert not {node.op_type for node in proto.graph.node} & {"ScatterElements", "ScatterND", "NonZero", "If", "Loop"}
-
-    def asked(count: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        pixels = timm_models.pixels(model, count, count)
-        return pixels.numpy(), tiny.ran(model, pixels).numpy()
-
-    require_as_torch(proto, asked, 1e-5)
+    require_merged_graph(graph_of(model), model, 1e-5)
 
 
 @pytest.mark.slow("graph", "engine")
 @needs_rtx
 def test_engine_of_a_merged_stage_keeps_the_fused_attention_of_the_dense_model(tmp_path: Path) -> None:
-    records = []
-    for name, model in (("dense", dense("hiera")), ("merged", merged("hiera"))):
-        save_onnx(graph_of(model, "fp16"), tmp_path / f"{name}.onnx")
-        records.append(built(tmp_path / f"{name}.onnx", "1:8:16"))
-    assert records[1].fused_attention_sites == records[0].fused_attention_sites
-    assert {f"{name}.attn" for name in BLOCKS} <= set(records[1].fused_attention_sites or ())
+    of_dense, of_merged = (fused_sites(tmp_path / "m.onnx", each) for each in (dense("hiera"), merged("hiera")))
+    assert of_merged == of_dense
+    assert {f"{name}.attn" for name in BLOCKS} <= set(of_merged or ())

@@ -21,6 +21,7 @@ from export.triton.repository import write_repository
 from export.triton.variants import Package
 from tests.doubles import some
 from tests.graphs import built, needs_rtx, require_as_torch, session_of
+from tests.timm_models import pixels
 from tests.tiny import checkpoint, images, ran
 from tests.triton_server import Server, lack
 
@@ -48,28 +49,38 @@ def graph_of(model: nn.Module, precision: str = "fp32") -> onnx.ModelProto:
     return onnx_from_model(traced_model.exportable(model), *ports, precision=precision, metadata={})
 
 
+def require_merged_graph(proto: onnx.ModelProto, model: nn.Module, bound: float) -> None:
+    """Require operations that engines have, and outputs as in torch at any batch."""
+    assert not {node.op_type for node in proto.graph.node} & {"ScatterElements", "ScatterND", "NonZero", "If", "Loop"}
+
+    def asked(count: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        shown = pixels(model, count, count)
+        return shown.numpy(), ran(model, shown).numpy()
+
+    require_as_torch(proto, asked, bound)
+
+
+def fused_sites(path: Path, model: nn.Module) -> tuple[str, ...] | None:
+    """Return the attentions that a model's engine fuses."""
+    save_onnx(graph_of(model, "fp16"), path)
+    return built(path, "1:8:16").fused_attention_sites
+
+
 @pytest.mark.slow("graph")
 @pytest.mark.parametrize(
     ("way", "precision", "bound"), [*((way, "fp32", 1e-5) for way in WAYS), ("merged", "fp16", 5e-3)]
 )
 def test_merged_graph_equals_torch_at_any_batch(way: str, precision: str, bound: float) -> None:
-    proto = graph(way, precision)
-    assert not {node.op_type for node in proto.graph.node} & {"ScatterElements", "ScatterND", "NonZero", "If", "Loop"}
-
-    def asked(count: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        pixels = images(count, seed=count)
-        return pixels, ran(model_of(way), pixels).numpy()
-
-    require_as_torch(proto, asked, bound)
+    require_merged_graph(graph(way, precision), model_of(way), bound)
 
 
 @pytest.mark.slow("graph")
 def test_graph_and_torch_break_ties_of_equal_tokens_alike() -> None:
     """Patches of images of one colour are equal, so that most similarities tie or nearly tie."""
     model = traced_model.with_merging(checkpoint(pos_embed="none").model, Merging(schedule=(3, 4)))
-    pixels = np.full((2, 3, 32, 32), 0.3, np.float32)
-    (logits,) = session_of(graph_of(model)).run(None, {"images": pixels})
-    np.testing.assert_allclose(logits, ran(model, pixels).numpy(), rtol=1e-4, atol=1e-5)
+    plain = np.full((2, 3, 32, 32), 0.3, np.float32)
+    (logits,) = session_of(graph_of(model)).run(None, {"images": plain})
+    np.testing.assert_allclose(logits, ran(model, plain).numpy(), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow("graph", "engine")

@@ -6,10 +6,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from corp_deploy.families import traced_model
@@ -26,12 +24,11 @@ from corp_deploy.spec.merging import Merging
 from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, load_checkpoint, save
 from corp_deploy.traced.models.mlp_merging import TokenMlp, WindowMerge, give_back
 from corp_deploy.views.inspection import merging_lines
-from export.graph.to_onnx import save_onnx
 from tests import timm_models, tiny
-from tests.graphs import built, needs_rtx, require_as_torch
+from tests.graphs import needs_rtx
 from tests.refusals import rejects
 from tests.test_corp_token_merging import BY, merged_by_loops
-from tests.test_export_merged import graph_of
+from tests.test_export_merged import fused_sites, graph_of, require_merged_graph
 
 _SIZE = {"pretrained_cfg_overlay": {"input_size": [3, 64, 64]}, "num_classes": 7}
 OTHERS = {
@@ -215,24 +212,14 @@ def test_budget_counts_what_merging_saves(options: dict[str, Any], tmp_path: Pat
 @pytest.mark.parametrize("form", FORMS)
 def test_graph_of_merged_mlps_equals_torch(form: str) -> None:
     model = merged(form)
-    proto = graph_of(model)
-    assert not {node.op_type for node in proto.graph.node} & {"ScatterElements", "ScatterND", "NonZero", "If", "Loop"}
-
-    def asked(count: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        pixels = timm_models.pixels(model, count, count)
-        return pixels.numpy(), tiny.ran(model, pixels).numpy()
-
-    require_as_torch(proto, asked, 1e-5)
+    require_merged_graph(graph_of(model), model, 1e-5)
 
 
 @pytest.mark.slow("graph", "engine")
 @needs_rtx
 def test_engine_of_merged_mlps_keeps_the_fused_attention_of_the_dense_model(tmp_path: Path) -> None:
-    records = []
-    for name, model in (("dense", dense("class token")), ("merged", merged("class token"))):
-        save_onnx(graph_of(model, "fp16"), tmp_path / f"{name}.onnx")
-        records.append(built(tmp_path / f"{name}.onnx", "1:8:16"))
-    assert records[1].fused_attention_sites == records[0].fused_attention_sites
+    of_dense, of_merged = (fused_sites(tmp_path / "m.onnx", each("class token")) for each in (dense, merged))
+    assert of_merged == of_dense
 
 
 @pytest.mark.parametrize(

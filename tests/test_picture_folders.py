@@ -7,24 +7,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch import Tensor
 
-from calib.images import Images, open_images
 from corp_deploy.release.digests import Digests
 from ground.errors import BadInput
 from ground.pictures import Skips, pictures_below, select_pictures
 from tests.command import run
-
-SHAPE = (3, 4, 6)
-
-
-def opened(path: Path) -> Images:
-    return open_images(path, image_shape=SHAPE, transform=transform)
-
-
-def transform(picture: Image.Image) -> Tensor:
-    pixels = np.asarray(picture.resize((6, 4)), dtype=np.float32) / 255
-    return torch.from_numpy(pixels.transpose(2, 0, 1).copy())
+from tests.stored import SHAPE, opened
 
 
 def saved(path: Path, *, level: int = 200, mode: str = "RGB", form: str | None = None) -> Path:
