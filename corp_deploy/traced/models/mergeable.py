@@ -20,11 +20,12 @@ from corp_deploy.traced.programs.readers import remove_biases_
 from corp_deploy.traced.programs.sizes import infer_sizes_
 from ground.errors import BadInput
 
-from .merged_nodes import MergedNodes, PositionDependent
+from .merged_nodes import MergedNodes
 from .merged_program import MergedProgram
 from .merges import MergeBuilder, attentions_by_node, build_sized_program
 from .mlp_merging import build_mlp_merged_program
 from .position_means import UntrackedSources, even_sources
+from .token_units import PositionDependent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

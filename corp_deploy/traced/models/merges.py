@@ -29,9 +29,10 @@ from corp_deploy.traced.programs.program import (
 from corp_deploy.traced.programs.sizes import infer_sizes_
 from ground.errors import BadInput
 
-from .merged_nodes import MergedNodes, PositionDependent
+from .merged_nodes import MergedNodes
 from .merged_program import MergedProgram
 from .token_merging import TokenMerge, key_bias, unmerge_tokens
+from .token_units import PositionDependent
 
 
 @dataclass(slots=True, kw_only=True)
