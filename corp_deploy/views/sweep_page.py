@@ -7,7 +7,7 @@ from corp_deploy.planning.sweep_points import DensePoint, SweepPoint, batches_of
 from ground.quantity import format_number
 from perf.record.runs import FittedInputs
 from perf.report.curves import images_figure, images_table
-from perf.report.numbers import ReportTable
+from perf.report.numbers import NOTHING, ReportTable, percent_text
 from perf.report.page import Remark, Section, html_from_sections
 from perf.report.plots import Spot, draw_scatter
 from perf.report.svg import Figure
@@ -59,11 +59,7 @@ def _against_latency(points: Sequence[SweepPoint], batch: int) -> list[Figure]:
 
 
 def _range(figure: Interval | None, digits: int) -> str:
-    return "-" if figure is None else figure.describe(f".{digits}f", bounds="\n{} to {}")
-
-
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.2f} %"
+    return NOTHING if figure is None else figure.describe(f".{digits}f", bounds="\n{} to {}")
 
 
 def trials_table(points: Sequence[SweepPoint]) -> ReportTable:
@@ -72,12 +68,12 @@ def trials_table(points: Sequence[SweepPoint]) -> ReportTable:
     rows = tuple(
         (
             point.describe,
-            "-" if point.images is None else str(point.images),
+            NOTHING if point.images is None else str(point.images),
             f"{100 * point.macs_share:.1f} %",
             f"{point.parameters:,}",
             f"{point.relative_error:.4f}",
-            _share(point.agreement),
-            *((_share(point.accuracy), _share(point.top5)) if labelled else ()),
+            percent_text(point.agreement),
+            *((percent_text(point.accuracy), percent_text(point.top5)) if labelled else ()),
         )
         for point in points
     )
@@ -93,7 +89,7 @@ def trial_speeds(points: Sequence[SweepPoint], batch: int) -> ReportTable:
             (
                 point.describe,
                 _range(speed.p50_ms, 3),
-                "-" if speed.p90_ms is None else f"{speed.p90_ms:.3f}",
+                NOTHING if speed.p90_ms is None else f"{speed.p90_ms:.3f}",
                 _range(speed.images_per_s, 1),
                 _range(speed.dense_p50_ms, 3),
                 _range(speed.speedup, 3),
@@ -113,7 +109,7 @@ def engines_table(points: Sequence[SweepPoint]) -> ReportTable | None:
             engine.backend,
             ", ".join(engine.targets) or "portable",
             f"{engine.plan_bytes / 1e6:.2f}",
-            "-" if engine.kernels is None else str(engine.kernels),
+            NOTHING if engine.kernels is None else str(engine.kernels),
             fused_of(engine),
         )
         for point, engine in built
@@ -166,7 +162,7 @@ def sweep_page(
                 tables=(images_table(size.points, sentence=""),),
             )
         )
-    right = "" if dense.accuracy is None else f", Top-1 {_share(dense.accuracy)}"
+    right = "" if dense.accuracy is None else f", Top-1 {percent_text(dense.accuracy)}"
     lead = (
         f"{len(points)} models beside the dense one ({dense.macs:,} MACs, {dense.parameters:,} parameters{right}), "
         f"judged on {dense.inputs:,} inputs."

@@ -22,7 +22,7 @@ from perf.stats.quiet import is_disturbed, samples, throttle_reasons
 from perf.stats.stats import median
 from perf.timing.laps import Clock, Plan, warm_up
 from perf.timing.rounds import calls_per_block, measure_rounds
-from perf.timing.watch import Watch, environment, fingerprint, unwatched
+from perf.timing.watch import Watch, fingerprint, unwatched
 
 KIND, VERSION = "latency-table", 2  # version 1 had the shape of a single input
 AGAIN = "remove it, so that it is measured again"
@@ -100,10 +100,9 @@ class Grid:
 
 
 def measure_table(
-    grid: Grid, plan: Plan, *, described: Flat | None = None, clock: Clock = perf_counter_ns, watch: Watch = unwatched
+    grid: Grid, plan: Plan, *, described: Flat, clock: Clock = perf_counter_ns, watch: Watch = unwatched
 ) -> LatencyTable:
-    """Return the table of all cells, measured now. Raises Missing if a batch size can't be measured."""
-    machine = environment() if described is None else described
+    """Return the table of all cells on the described machine. Raises Missing if a batch size can't be measured."""
     cells: list[Cell] = []
     with ExitStack() as stack:
         runners = {width: stack.enter_context(grid.open_width(width)) for width in grid.widths}
@@ -120,19 +119,16 @@ def measure_table(
                     "was kept; ask for smaller batches"
                 ) from error
     return LatencyTable(
-        name=grid.name, fingerprint=fingerprint(machine), describe=describe, inputs=grid.inputs, cells=tuple(cells)
+        name=grid.name, fingerprint=fingerprint(described), describe=describe, inputs=grid.inputs, cells=tuple(cells)
     )
 
 
-def cached_table(
-    grid: Grid, plan: Plan, directory: Path, *, described: Flat | None = None, **how: Any
-) -> tuple[LatencyTable, bool]:
-    """Return the table for this machine, grid and runner, measured and written if missing, and whether it was there."""
-    machine = environment() if described is None else described
+def cached_table(grid: Grid, plan: Plan, directory: Path, *, described: Flat, **how: Any) -> tuple[LatencyTable, bool]:
+    """Return the table for a machine, grid and runner, measured and written if missing, and whether it was there."""
     with grid.open_width(grid.widths[0]) as runner:
         describe = runner.describe()
     key = {
-        "machine": fingerprint(machine),
+        "machine": fingerprint(described),
         "name": grid.name,
         "identity": grid.identity,
         "describe": json.dumps(dict(describe), sort_keys=True),
@@ -143,7 +139,7 @@ def cached_table(
     path = directory / f"{fingerprint(key, key)}{SUFFIX}"
     if path.exists():
         return load_table(path), True
-    table = measure_table(grid, plan, described=machine, **how)
+    table = measure_table(grid, plan, described=described, **how)
     save_table(table, path)
     return table, False
 

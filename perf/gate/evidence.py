@@ -1,6 +1,5 @@
 """Figures that gate rules ask for, read from records with intervals and doubts, and the machine's own changes."""
 
-import math
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -9,6 +8,7 @@ from ground.errors import BadInput
 from perf.parity.measures import FIGURES
 from perf.parity.parity import Parity
 from perf.record.runs import ENERGY, FARED, OUT_OF_TIME, Bench, SubjectRecord, differing_keys
+from perf.stats.compare import ratio_of_independent
 from perf.stats.decision import paired_interval
 from perf.stats.energy import summarise_energy
 from perf.stats.quiet import launches_of_spans, samples, throttled_line
@@ -214,15 +214,6 @@ def find_incomparable_keys(rule: Rule, now: Evidence, baseline: Evidence) -> tup
     return tuple(f"{key}: {old!r} then, {new!r} now" for key, (old, new) in keys.items())
 
 
-def divided_by_machine_change(figure: Interval, machine_change: Interval) -> Interval:
-    """Return a figure divided by the machine's own change; relative errors add in quadrature."""
-    value = figure.value / machine_change.value
-    below, above = (
-        math.hypot(end / figure.value - 1, machine_change.half_width_rel) for end in (figure.low, figure.high)
-    )
-    return Interval(value=value, low=value * (1 - below), high=value * (1 + above))
-
-
 def machine_change(rule: Rule, now: Evidence, baseline: Evidence) -> Interval | None:
     """Return the reference model's figure divided by its figure in the baseline; None if they can't be compared."""
     if not rule.wants_baseline or rule.is_own or rule.metric not in MACHINE_METRICS:
@@ -234,8 +225,4 @@ def machine_change(rule: Rule, now: Evidence, baseline: Evidence) -> Interval | 
         return None
     new = now.reading(rule, reference.name).interval
     old = baseline.reading(rule, before.name).interval
-    if new is None or old is None:
-        return None
-    value = new.value / old.value
-    width = value * math.hypot(new.half_width_rel, old.half_width_rel)
-    return Interval(value=value, low=value - width, high=value + width)
+    return None if new is None or old is None else ratio_of_independent(new, old)

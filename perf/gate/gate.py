@@ -11,6 +11,7 @@ from typing import Literal
 
 from ground.errors import EXIT_FAILED, EXIT_INCONCLUSIVE, EXIT_NOT_COMPARABLE, BadInput
 from ground.quantity import format_number
+from perf.stats.compare import ratio_of_independent
 from perf.stats.decision import (
     STRADDLES,
     Decision,
@@ -29,7 +30,6 @@ from perf.stats.stats import UNBOUNDED, Interval, exact_interval
 
 from .evidence import (
     Evidence,
-    divided_by_machine_change,
     find_incomparable_keys,
     machine_change,
     paired_change,
@@ -177,7 +177,7 @@ def _judge_bound(
     if verdict == "INCONCLUSIVE":
         return verdict, _data_needed(rule, value, bound, now.confidence)
     machine = machine_change(rule, now, baseline)
-    if machine is not None and _compare(rule, divided_by_machine_change(figure, machine), limit) != verdict:
+    if machine is not None and _compare(rule, ratio_of_independent(figure, machine), limit) != verdict:
         change = f"{100 * (machine.value - 1):+.1f} %"
         return "INCONCLUSIVE", f"the machine itself moved: the reference model's own figure changed by {change}"
     return verdict, None

@@ -3,7 +3,6 @@
 Shapes: S sequences, T tokens of one, V words; computed in float64.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,7 +11,7 @@ from numpy.typing import NDArray
 
 from ground.errors import BadInput
 from ground.records import Figure
-from perf.stats.stats import DEFAULT_CONFIDENCE, TAIL_DRAWS
+from perf.stats.stats import DEFAULT_CONFIDENCE, bootstrap_ends
 
 from .logits import log_softmax
 from .rows import Floats
@@ -68,11 +67,12 @@ def _bootstrap_range(value_S: Floats, confidence: float, change: Callable[[Float
         return Range(value=value, low=value, high=value)
     if len(value_S) < LEAST_SEQUENCES or not np.isfinite(value_S).all():
         return Range(value=value, low=None, high=None)
-    draws = max(DRAWS, math.ceil(2 * TAIL_DRAWS / (1 - confidence)))
-    resampled = np.random.default_rng(0).integers(0, len(value_S), (draws, len(value_S)))
-    means = np.sort(change(value_S[resampled].mean(axis=1)))
-    low, high = np.quantile(means, ((1 - confidence) / 2, (1 + confidence) / 2))
-    return Range(value=value, low=min(float(low), value), high=max(float(high), value))
+
+    def means(drawn_DS: NDArray[np.int64]) -> Floats:
+        return change(value_S[drawn_DS].mean(axis=1))
+
+    low, high = bootstrap_ends(means, len(value_S), confidence, draws=DRAWS)
+    return Range(value=value, low=min(low, value), high=max(high, value))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

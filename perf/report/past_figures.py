@@ -18,7 +18,7 @@ from perf.stats.quiet import throttled_line
 from perf.stats.releases import PARITY, Release
 from perf.stats.stats import Interval, exact_interval
 from perf.stats.summary import throughput
-from perf.stats.trend import TOO_FEW_ROUNDS, Series, find_changes, read_figures
+from perf.stats.trend import TOO_FEW_ROUNDS, Series, find_changes, has_same_reference, read_figures
 
 from .content import shipped_link
 
@@ -64,8 +64,7 @@ def timed_panel(releases: Sequence[PastRelease], batch: int, critical: float) ->
     if any(row is not None and row.energy for row in (bench.row(batch) for bench in benches)):
         heads.append((f"{reduced} energy", JOULES))
     cells = [_timed_cells(bench, batch)[: len(heads)] for bench in benches]
-    digests = {bench.reference.sha256 for bench in benches}
-    paired = len(digests) == 1 and None not in digests
+    paired = has_same_reference(benches)
 
     def find(series: Series) -> tuple[ChangePoint, ...]:
         return find_changes(series, critical) if paired or series.unit != SPEEDUP else ()

@@ -13,7 +13,7 @@ from perf.stats.changes import ALPHA, LEAST_VALUES, ChangePoint, critical_score
 from perf.stats.compare import list_differences
 from perf.stats.releases import MANIFEST, RECIPE, History, LeftOut, Release, comparable_releases
 from perf.stats.stats import Interval
-from perf.stats.trend import Series, describe_test, standing_change
+from perf.stats.trend import Series, describe_test, has_same_reference, standing_change
 
 from .past_figures import RATE, SHARE, SPEEDUP, Panel, PastRelease, model_panel, name_at, timed_panel
 
@@ -99,13 +99,12 @@ class Line:
     def notes(self) -> tuple[str, ...]:
         """Sentences on what is not compared."""
         benches = [release.bench for release in self.releases]
-        digests = {bench.reference.sha256 for bench in benches}
         shown = {panel.batch for panel in self.panels}
         others = sorted({row.batch for bench in benches for row in bench.rows} - shown)
         unlike = "The dense model's file is not known to be the same in all releases: changes of the speed-up are not "
         unlike += "looked for."
         older = f"Not shown, as the newest release was not measured there: batch {', '.join(map(str, others))}."
-        return (*([unlike] if len(digests) > 1 or None in digests else []), *([older] if others else []))
+        return (*([] if has_same_reference(benches) else [unlike]), *([older] if others else []))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

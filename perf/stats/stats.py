@@ -167,10 +167,10 @@ def ratio_of_medians(
 
 
 def median_interval(
-    rounds: Rounds, *, launches: Sequence[int] = (), confidence: float = DEFAULT_CONFIDENCE, seed: int = 0
+    rounds: Rounds, *, launches: Sequence[int] = (), confidence: float = DEFAULT_CONFIDENCE
 ) -> Interval:
     percentiles = partial(_drawn_percentiles, rounds, 50.0)
-    return _interval(median(np.concatenate(rounds)), len(rounds), percentiles, launches, confidence, seed)
+    return _interval(median(np.concatenate(rounds)), len(rounds), percentiles, launches, confidence)
 
 
 def percentile_interval(

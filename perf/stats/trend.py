@@ -131,8 +131,7 @@ def _find_mismatch(bench: Bench, newest: Bench) -> str | None:
 def _batch_trend(benches: Sequence[Bench], batch: int, critical: float) -> BatchTrend:
     figures = [read_figures(bench, batch) for bench in benches]
     reference, candidate, ratio = zip(*(figure for figure, _ in figures), strict=True)
-    digests = {bench.reference.sha256 for bench in benches}
-    paired = len(digests) == 1 and None not in digests
+    paired = has_same_reference(benches)
     newest = benches[-1]
     series = (
         Series(name=f"{newest.reference.name} p50", unit="ms", values=reference),
@@ -143,6 +142,12 @@ def _batch_trend(benches: Sequence[Bench], batch: int, critical: float) -> Batch
         replace(each, changes=find_changes(each, critical)) if each.judged else each for each in series
     )
     return BatchTrend(batch=batch, series=(first, second, third), missing=figures[-1][1])
+
+
+def has_same_reference(benches: Sequence[Bench]) -> bool:
+    """Return whether all benches are known to have the same reference, so that their speed-ups can be compared."""
+    digests = {bench.reference.sha256 for bench in benches}
+    return len(digests) == 1 and None not in digests
 
 
 def find_changes(series: Series, critical: float) -> tuple[ChangePoint, ...]:
