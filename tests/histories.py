@@ -13,7 +13,7 @@ SAME = "a" * 64
 def block(
     index: int, subject: str, times: Iterable[float], *, lost_rel: float | None = None, **more: Any
 ) -> TimedBlock:
-    """Calls of one subject in one round; `lost_rel` of each is waited."""
+    """Make a block of one subject in one round, whose calls wait for a CPU for this share of their time."""
     compute_ms = tuple(map(float, times))
     lost_ms = None if lost_rel is None else tuple(lost_rel * ms for ms in compute_ms)
     measured: dict[str, Any] = {"calls": len(compute_ms), "wall_ms": sum(compute_ms), "compute_ms": compute_ms}
@@ -21,7 +21,7 @@ def block(
 
 
 def row(batch: int, blocks: Iterable[TimedBlock], **more: Any) -> Row:
-    """Of a dense and a reduced model that both ran."""
+    """Make the row of a dense and a reduced model that both ran."""
     trials = dict.fromkeys(("dense", "reduced"), BenchTrial(status="ok", warm_up_flat=True))
     given: dict[str, Any] = {"trials": trials, "calls_per_block": 5, "settle_calls": 1, "stop": "narrow"}
     return Row(batch=batch, blocks=tuple(blocks), **given | {"noise_blocks": ()} | more)
@@ -40,7 +40,10 @@ def bench_of_release(
     spread: float = 0.01,
     seed: int | None = None,
 ) -> Bench:
-    """Sixteen rounds ABBA of five calls, which vary by 1 %; `machine` slows both subjects, `lost` is waited in each."""
+    """Make a record of sixteen ABBA rounds of five calls, which vary by `spread`.
+
+    `machine` multiplies the times of both subjects, and `lost` is the share of a call that waits for a CPU.
+    """
     rng = np.random.default_rng(day if seed is None else seed)
     base_ms = {"dense": dense_ms, "reduced": reduced_ms}
     rows = tuple(row(batch, _blocks(rng, machine * batch, base_ms, lost, spread)) for batch in batches)

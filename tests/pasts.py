@@ -13,7 +13,7 @@ GOLDEN = ROOT / "tests" / "golden" / "files" / "release"
 
 
 def bench_of(day: int, ms: float, *, size: int | None = 1000, driver: str = DRIVERS[0], **how: Any) -> Bench:
-    """A release with a candidate of this size, measured with this driver at a random load."""
+    """Make the record of a release with a candidate of this size, measured with this driver."""
     environment = {"cpu": how.pop("cpu", "one"), "driver": driver, "load_average": float(day)}
     bench = bench_of_release(day, ms, environment=environment, **how)
     return replace(bench, subjects=(bench.reference, replace(bench.candidate, size_bytes=size, sha256=f"{day:064x}")))

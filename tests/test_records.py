@@ -175,7 +175,7 @@ def test_only_regular_files_of_bounded_size_are_read(tmp_path: Path, monkeypatch
     rejects("r: 24 bytes, a record has 20 at most", record_from_bytes, b" " * 24, Whole, where="r")
 
 
-# What a report is made of, and files that hold no JSON at all; what was written before still loads.
+# Reports from records with a wrong value
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -36,11 +36,11 @@ from perf.record.runs import load_bench
 from perf.stats.summary import summarise
 
 MOST = 24
-"""Numbers of an output that are written down, spread over all of it."""
+"""The most numbers that are written down of an output, evenly spaced."""
 
 
 def inputs_of(model: nn.Module) -> list[Tensor]:
-    """Two inputs that depend on nothing but their shape, padded ones among them where there is a mask."""
+    """Return two inputs that depend on their shape alone; with a mask, the second one is padded."""
     batch = []
     for port in input_ports(model):
         shape = tuple(size if size > 0 else 6 for size in port.shape)
@@ -56,7 +56,7 @@ def inputs_of(model: nn.Module) -> list[Tensor]:
 
 
 def answers_of(model: nn.Module) -> dict[str, list[float]]:
-    """Of every output, in order: its norm, and some of its numbers."""
+    """Return the norm and some numbers of every output, by name."""
     with torch.inference_mode():
         outputs = model(*inputs_of(model))
     ports = output_ports(model)
@@ -80,7 +80,7 @@ def figures_of_model(directory: Path) -> dict[str, Any]:
 
 
 def _of_sites(moments: Moments) -> dict[str, Any]:
-    """Of every site its counts, and the sums of its sums."""
+    """Return the counts of every site, and the totals of its sums."""
     told: dict[str, Any] = {}
     for name, site in moments.sites.items():
         values = {field.name: getattr(site, field.name) for field in fields(site)}
@@ -165,7 +165,7 @@ def _answered(path: Path) -> dict[str, Any]:
 
 
 def _report(path: Path) -> dict[str, Any]:
-    """What a report shows of a whole directory of records."""
+    """Return which parts the report of a directory of records has."""
     content = gather_report(path.parent)
     shown = ("bench", "parity", "gate", "history", "calibration_size")
     parts = {key: getattr(content, key) for key in shown} | {"gate": content.gate.verdict}
@@ -184,7 +184,7 @@ def _trial(path: Path) -> dict[str, Any]:
 
 
 def _written(path: Path) -> dict[str, Any]:
-    """Of a record that this tool writes for others: what it says of itself, and its keys."""
+    """Return kind, version and keys of a record that only other programs read."""
     record = json.loads(path.read_text(encoding="utf-8"))
     return {"kind": record["kind"], "version": record["version"], "keys": sorted(record)}
 
@@ -220,4 +220,4 @@ FIGURES: Mapping[str, Callable[[Path], dict[str, Any]]] = {
     "release/repository/expected.json": lambda path: {"models": sorted(read_expected(path))},
     "release/recipe.toml": lambda path: {"name": load_recipe(path, trust_paths=True).name},
 }  # fmt: skip
-"""What every golden file is read by, as whoever uses the tool reads it, and what of it is written down."""
+"""The function that reads each golden file, as the tool does, and returns the figures to write down."""
