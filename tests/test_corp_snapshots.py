@@ -316,24 +316,21 @@ def test_recommended_number_needs_all_larger_ones_to_agree(highs: tuple[float, .
     assert find_sufficient(points, 0.05) == sufficient
 
 
-def test_held_out_moments_or_inputs_judge_alone(
-    moments_and_inputs: tuple[list[Moments], Moments, ScoredInputs],
+def test_line_is_fitted_to_errors_of_inputs_without_held_out_moments(
+    moments_and_inputs: tuple[list[Moments], Moments, ScoredInputs], size: CalibrationSize
 ) -> None:
-    every, held_out, scored = moments_and_inputs
-    dense = tiny.checkpoint().model
-    by_moments = measure_calibration_size(dense, every, METHOD, held_out=held_out)
-    assert (by_moments.judged_by, by_moments.fit_of) == ("held_out", "held_out")
-    losses = [point.held_out for point in by_moments.points if point.held_out is not None]
-    assert [point.high for point in by_moments.points] == pytest.approx([loss / losses[-1] for loss in losses])
-    by_inputs = measure_calibration_size(dense, every[:2], METHOD, scored=scored)
+    every, _, scored = moments_and_inputs
+    assert (size.judged_by, size.fit_of) == ("relative_error", "held_out")
+    by_inputs = measure_calibration_size(tiny.checkpoint().model, every[:2], METHOD, held_out=None, scored=scored)
     assert (by_inputs.judged_by, by_inputs.fit_of) == ("relative_error", "relative_error")
     assert by_inputs.points[0].held_out is None
 
 
 def test_unjudgeable_requests_are_refused(moments_and_inputs: tuple[list[Moments], Moments, ScoredInputs]) -> None:
-    every, held_out, _ = moments_and_inputs
-    dense = tiny.checkpoint().model
-    message = "moments of 40, 12, 4 images: expected two files or more with ascending"
-    rejects(message, measure_calibration_size, dense, every[::-1], METHOD, held_out=held_out)
-    rejects("no inputs to judge on", measure_calibration_size, dense, every, METHOD)
-    rejects("calibration images too", measure_calibration_size, dense, every, METHOD, held_out=every[0])
+    every, held_out, scored = moments_and_inputs
+
+    def measure(moments: list[Moments], held_out: Moments) -> CalibrationSize:
+        return measure_calibration_size(tiny.checkpoint().model, moments, METHOD, held_out=held_out, scored=scored)
+
+    rejects("moments of 40, 12, 4 images: expected two files or more with ascending", measure, every[::-1], held_out)
+    rejects("calibration images too", measure, every, every[0])

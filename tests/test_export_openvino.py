@@ -10,7 +10,6 @@ from export.triton.pbtxt import Message
 from export.triton.repository import CHOOSES_BF16, write_repository
 from export.triton.variants import Package
 from tests.export_served import CLASSES, config_of, replaced, write_onnx
-from tests.refusals import rejects
 
 
 def packaged(tmp_path: Path, *, batch: int | str = "batch", **told: object) -> tuple[Path, tuple[str, ...]]:
@@ -48,7 +47,6 @@ def test_config_requests_bf16_by_its_key(tmp_path: Path) -> None:
     assert parameters(config_of(repository / "vit_cpu"))["HINT_BF16"] == "YES"
     assert warnings == ()
     assert lint_repository(repository) == ()
-    rejects("BF16 on the CPU needs the CPU backend openvino, got python", Serving, cpu_bf16=True)
 
 
 def test_fixed_batch_is_served_without_batching(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 The error of a fit on images that it has not seen falls as J_inf + c / N with the number N of its images.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -29,7 +30,7 @@ WITHIN = 0.05
 DRAWS, CONFIDENCE, SEED = 2000, 0.95, 0
 Floats = NDArray[np.float64]
 _Judged = tuple[list[Floats], float | None]
-"""Relative errors of each output of one reduced model [N], and the smallest agreement of its outputs."""
+"""The relative errors of each output of one reduced model [N], and the smallest agreement of its outputs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,14 +54,14 @@ class CalibrationSize:
 
     `sufficient` is the smallest number from which on the upper bound of every error is at most 1 + `within` times the
     error of the largest number. It is None if no smaller number is enough: then more images may help. At
-    `images_by_fit` images the fitted line is within that share of its limit. `judged_by` and `fit_of` name the loss
-    that decides and the loss that the line is fitted to: relative_error or held_out.
+    `images_by_fit` images the fitted line is within that share of its limit. `judged_by` names the error that decides,
+    and `fit_of` the one that the line is fitted to: relative_error or held_out.
     """
 
     points: tuple[ImagesPoint, ...]
     within: float
     sufficient: int | None
-    judged_by: str
+    judged_by: str = "relative_error"
     fit_of: str
     fit: SizeFit
     images_by_fit: int | None
@@ -94,22 +95,17 @@ def fit_losses(images: Sequence[int], losses: Sequence[float]) -> SizeFit:
     return SizeFit(limit=float(limit), slope=float(slope), residual=float(away.max()))
 
 
-def _divide_losses(loss: float, largest: float) -> float:
-    if largest > 0.0:
-        return loss / largest
-    return float("inf") if loss > 0.0 else 1.0
-
-
 def compare_errors(errors_N: Floats, largest_N: Floats) -> tuple[float, float, float]:
     """Return the ratio of the means of both errors, and the low and high end of its paired 95 % bootstrap interval."""
-    ratio = _divide_losses(float(errors_N.mean()), float(largest_N.mean()))
-    if not largest_N.mean() > 0.0:
+    mean, largest = float(errors_N.mean()), float(largest_N.mean())
+    if not largest > 0.0:
+        ratio = math.inf if mean > 0.0 else 1.0
         return ratio, ratio, ratio
     picks = np.random.default_rng(SEED).integers(len(errors_N), size=(DRAWS, len(errors_N)))
     below = largest_N[picks].mean(1)
     drawn = errors_N[picks].mean(1)[below > 0.0] / below[below > 0.0]
     low, high = np.quantile(drawn, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
-    return ratio, float(low), float(high)
+    return mean / largest, float(low), float(high)
 
 
 def find_sufficient(points: Sequence[ImagesPoint], within: float) -> int | None:
@@ -128,17 +124,17 @@ def measure_calibration_size(
     method: Method,
     *,
     widths: Widths | None = None,
-    held_out: Moments | None = None,
-    scored: ScoredInputs | None = None,
+    held_out: Moments | None,
+    scored: ScoredInputs,
     calibration: InputSet | None = None,
     on_progress: Callable[[int], None] = lambda judged: None,
 ) -> CalibrationSize:
     """Compute the curve of error against the number of calibration images, by a reduction from each of the moments.
 
     The moments are those of one model on ascending numbers of images. Widths are uniform unless `widths` gives them by
-    site. `held_out` moments, inputs with the dense outputs (`scored`), or both judge; no calibration image may be among
-    these. Methods that merge channels need the `calibration` images. `on_progress` receives the number of judged
-    reductions. Raises BadInput if the numbers of images don't ascend, nothing judges, or `reduce` refuses.
+    site. Inputs with the dense outputs (`scored`) judge, and `held_out` moments judge every site; no calibration image
+    may be among either. Methods that merge channels need the `calibration` images. `on_progress` receives the number of
+    judged reductions. Raises BadInput if the numbers of images don't ascend, or `reduce` refuses.
     """
     counts = [each.images for each in every]
     if len(counts) < 2 or any(one >= other for one, other in pairwise(counts)):
@@ -146,20 +142,14 @@ def measure_calibration_size(
             f"moments of {', '.join(map(str, counts)) or 'no'} images: expected two files or more with ascending "
             "numbers of images, such as calibrate --snapshots 100,500 writes"
         )
-    if held_out is None and scored is None:
-        raise BadInput(
-            "calibration size: there are no inputs to judge on; give held-out moments (calibrate "
-            "--hold-out N) or inputs"
-        )
     losses, judged = [], list[_Judged]()
     for number, moments in enumerate(every, start=1):
         reduction = reduce(model, moments, method, widths=widths, held_out=held_out, images=calibration)
         losses.append(sum_losses(reduction.sites))
-        if scored is not None:
-            answers = scored.answers(reduction.model)
-            of_ports = zip(scored.ports, scored.dense, answers, strict=True)
-            errors = [measure_relative_errors(dense, answer, role=port.role) for port, dense, answer in of_ports]
-            judged.append((errors, worst_agreement(scored.scores(answers))))
+        answers = scored.answers(reduction.model)
+        of_ports = zip(scored.ports, scored.dense, answers, strict=True)
+        errors = [measure_relative_errors(dense, answer, role=port.role) for port, dense, answer in of_ports]
+        judged.append((errors, worst_agreement(scored.scores(answers))))
         on_progress(number)
     return _concluded(counts, losses, judged)
 
@@ -167,21 +157,18 @@ def measure_calibration_size(
 def _concluded(
     images: Sequence[int], losses: Sequence[tuple[float, float | None]], judged: Sequence[_Judged]
 ) -> CalibrationSize:
-    worst = int(np.argmax([errors.mean() for errors in judged[-1][0]])) if judged else 0
+    worst = int(np.argmax([errors.mean() for errors in judged[-1][0]]))
     errors = [of_outputs[worst] for of_outputs, _ in judged]
     points = []
-    for place, (count, (fitted, held_out)) in enumerate(zip(images, losses, strict=True)):
-        if errors:
-            ratio, low, high = compare_errors(errors[place], errors[-1])
-        else:
-            ratio = low = high = _divide_losses(held_out or 0.0, losses[-1][1] or 0.0)
+    for count, (fitted, held_out), own, (_, agreement) in zip(images, losses, errors, judged, strict=True):
+        ratio, low, high = compare_errors(own, errors[-1])
         points.append(
             ImagesPoint(
                 images=count,
                 fitted=fitted,
                 held_out=held_out,
-                relative_error=float(errors[place].mean()) if errors else None,
-                agreement=judged[place][1] if judged else None,
+                relative_error=float(own.mean()),
+                agreement=agreement,
                 over_largest=ratio,
                 low=low,
                 high=high,
@@ -194,7 +181,6 @@ def _concluded(
         points=tuple(points),
         within=WITHIN,
         sufficient=find_sufficient(points, WITHIN),
-        judged_by="relative_error" if errors else "held_out",
         fit_of="held_out" if by_sites else "relative_error",
         fit=fit,
         images_by_fit=fit.images_within(WITHIN),

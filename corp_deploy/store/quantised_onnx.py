@@ -8,10 +8,8 @@ from corp_deploy.families.family import output_ports
 from corp_deploy.families.timm_library import NORMS
 from corp_deploy.spec.widths import HeadGeometry
 from export.graph.fusion_breaks import with_fusion_breaks
-from export.graph.number_format import WEIGHT_BITS
 from export.graph.quantiser import Feeds, Quantiser, ScaleChoice, build_quantiser
 from export.graph.to_onnx import save_onnx
-from ground.errors import BadInput
 from ground.feeds import batch_size, select_rows
 from ground.files import replacing
 
@@ -30,11 +28,6 @@ class Quantisation:
     balance: bool = True  # whether factors of outlying channels move from norms into the layers after them
     keep_rest: tuple[str, ...] = ()  # patterns of modules that are not quantised
     weight_bits: int = 8  # the number of bits of INT8 weights
-
-    def __post_init__(self) -> None:
-        if self.weight_bits not in WEIGHT_BITS:
-            expected = " or ".join(map(str, sorted(WEIGHT_BITS)))
-            raise BadInput(f"weight_bits is {self.weight_bits!r:.50}, expected {expected}")
 
 
 def quantiser_of(

@@ -208,8 +208,6 @@ def build_ort_artifact(
     """
     from export.graph.to_onnx import onnx_bytes  # torch comes with it
 
-    if device not in _PROVIDERS:
-        raise BadInput(f"ONNX Runtime device {device!r} is unknown; choose one of {', '.join(_PROVIDERS)}")
     proto = require_onnx(onnx_path, precision=precision, backend="onnxruntime")
     shares = weight_shares(proto)
     if device == "cpu" and half_share(shares):

@@ -72,12 +72,7 @@ class BuildOptions:
     command: str = ""
 
     def __post_init__(self) -> None:
-        if self.backend not in BACKENDS:
-            raise BadInput(f"backend {self.backend!r} is unknown; choose {' or '.join(BACKENDS)}")
-        if self.workspace_bytes is not None and self.workspace_bytes < 1:
-            raise BadInput(f"the workspace limit must be at least 1 byte, got {self.workspace_bytes}")
-        if self.optimization_level is not None and not 0 <= self.optimization_level <= 5:
-            raise BadInput(f"the optimization level lies between 0 and 5, got {self.optimization_level}")
+        assert self.backend in BACKENDS, self.backend
         for name, reason in REFUSALS[self.backend].items():
             if getattr(self, name) not in (None, False, ()):
                 other = BACKENDS[1 - BACKENDS.index(self.backend)]
@@ -87,11 +82,6 @@ class BuildOptions:
             raise BadInput(f"--sm {unknown[0]!r} is no target of TensorRT-RTX; choose from {', '.join(RTX_TARGETS)}")
         if len(set(self.sms)) < len(self.sms) or ("portable" in self.sms and len(self.sms) > 1):
             raise BadInput(f"--sm takes each target once, and portable alone, got {' '.join(self.sms)}")
-        levels = COMPATIBILITIES[self.backend]
-        if self.compatibility not in (None, *levels):
-            raise BadInput(
-                f"compatibility {self.compatibility!r} is unknown to {self.backend}; choose {' or '.join(levels)}"
-            )
         if self.compatibility == "portable" and self.sms:
             raise BadInput(
                 f"compatibility portable runs on every target from SM80 on, and --sm asks for {', '.join(self.sms)}; "

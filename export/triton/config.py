@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 
 from export.graph.ports import GraphPort
-from ground.errors import BadInput
 from ground.files import write_json
 from ground.records import record_from_file
 
@@ -17,14 +16,12 @@ from .signature import FLOATING, SERVED_TYPES, Signature
 
 LABELS_NAME = "labels.txt"
 DEFAULT_MAX_BATCH = 8
-POLICIES = ("latest", "all", "specific")
 # Parameters that set the number of threads; the last two are the server's own.
 THREAD_KEYS = {
     "python": "intra_op_threads",
     "onnxruntime": "intra_op_thread_count",
     "openvino": "INFERENCE_NUM_THREADS",
 }
-CPU_BACKENDS = tuple(THREAD_KEYS)
 PLATFORMS = {"tensorrt": "tensorrt_plan", "onnxruntime": "onnxruntime_onnx", "pytorch": "torch_aoti"}
 
 
@@ -47,22 +44,6 @@ class Serving:
     cpu_backend: str = "python"
     cpu_threads: int | None = None
     cpu_bf16: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("preferred_batches", "graph_batches"):
-            sizes = getattr(self, name)
-            if any(size < 1 for size in sizes) or len(set(sizes)) < len(sizes):
-                raise BadInput(f"{name.replace('_', ' ')}: each must be at least 1 and unique, got {sizes}")
-        for name, least in (("queue_delay_us", 0), ("instances", 1), ("max_batch", 1), ("cpu_threads", 1)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise BadInput(f"{name.replace('_', ' ')} must be at least {least}, got {value}")
-        if self.policy not in POLICIES:
-            raise BadInput(f"version policy {self.policy!r} is unknown; choose one of {', '.join(POLICIES)}")
-        if self.cpu_backend not in CPU_BACKENDS:
-            raise BadInput(f"CPU backend {self.cpu_backend!r} is unknown; choose {' or '.join(CPU_BACKENDS)}")
-        if self.cpu_bf16 and self.cpu_backend != "openvino":
-            raise BadInput(f"BF16 on the CPU needs the CPU backend openvino, got {self.cpu_backend}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,12 +147,6 @@ class Latency:
     low_ms: float
     high_ms: float
 
-    def __post_init__(self) -> None:
-        if self.batch < 1 or self.measure not in ("compute", "end_to_end"):
-            raise BadInput(f"expected latency: batch at least 1 and compute or end_to_end, got {self}")
-        if not 0.0 <= self.low_ms <= self.p50_ms <= self.high_ms:
-            raise BadInput(f"expected latency: 0 <= low <= p50 <= high does not hold in {self}")
-
     def as_json(self) -> dict[str, Any]:
         interval = [self.low_ms, self.high_ms]
         return {"batch": self.batch, "measure": self.measure, "p50_ms": self.p50_ms, "interval_ms": interval}
@@ -181,16 +156,11 @@ class Latency:
 class Agreement:
     share: float
     images: int
-    low: float | None = None
-    high: float | None = None
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.share <= 1.0 or self.images < 1:
-            raise BadInput(f"expected agreement: a share in [0, 1] over at least one image, got {self}")
+    low: float
+    high: float
 
     def as_json(self) -> dict[str, Any]:
-        interval = None if self.low is None or self.high is None else [self.low, self.high]
-        return {"share": self.share, "interval": interval, "images": self.images}
+        return {"share": self.share, "interval": [self.low, self.high], "images": self.images}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

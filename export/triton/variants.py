@@ -49,20 +49,11 @@ class Package:
 
     def __post_init__(self) -> None:
         require_name(self.name)
-        if self.version < 1:
-            raise BadInput(f"the model version must be at least 1, got {self.version}")
-        if not self.plans and self.onnx is self.cpu_onnx is self.aoti is None:
-            raise BadInput(
-                f"{self.name}: there is nothing to serve; give a plan, an ONNX file, one for the CPU or a package"
-            )
         if self.profiles and (self.plans or self.onnx is None):
             raise BadInput(
                 f"{self.name}: profiles are for the script that builds a plan from an ONNX file; "
                 f"{'leave them out, the plan has its own' if self.plans else 'give that file, or leave them out'}"
             )
-        unknown = set(self.expected) - {"plan", "onnx", "cpu", "aoti"}
-        if unknown:
-            raise BadInput(f"expected figures go by plan, onnx, cpu and aoti, got {', '.join(sorted(unknown))}")
         require_labels(self.labels, where=self.name)
 
 
