@@ -22,6 +22,12 @@ def select_rows(arrays: Feeds | Outputs, rows: slice | NDArray[np.integer]) -> d
     return {name: array[rows] for name, array in arrays.items()}
 
 
+def iter_batches(arrays: Feeds | Outputs, size: int) -> Iterator[dict[str, NDArray[Any]]]:
+    """Yield the rows in batches of `size`; the last may be smaller."""
+    for start in range(0, batch_size(arrays), size):
+        yield select_rows(arrays, slice(start, start + size))
+
+
 def fill_batch(feeds: Feeds, batch: int) -> dict[str, NDArray[Any]]:
     """Return the first `batch` inputs, starting again from the first if there are fewer."""
     if batch < 1:

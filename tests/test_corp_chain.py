@@ -85,7 +85,7 @@ def test_proof_runs_at_most_twice_the_judged_images(
         monkeypatch.setattr(runner, "__call__", counted)
     export_checkpoint(load_checkpoint(home / "reduced"), home / "fp16.onnx", precision="fp16")
     candidates = [candidate_from_path(home / name) for name in ("reduced", "fp32.onnx", "fp16.onnx")]
-    proof = prove_chain(dense, candidates, inputs, batches=(1, 7, 32), limits=ParityLimits(max_error=1.0))
+    proof = prove_chain(dense, candidates, inputs, limits=ParityLimits(batches=(1, 7, 32), max_error=1.0))
     assert proof.parity.verdict == "PASS"
     assert IMAGES * 4 < sum(runs) <= 2 * IMAGES * 4
     for each in proof.parity.links:
@@ -110,7 +110,7 @@ def test_only_one_candidate_is_open_at_a_time(
 
     monkeypatch.setattr(ModuleRunner, "__enter__", entered)
     monkeypatch.setattr(ModuleRunner, "__exit__", left)
-    prove_chain(dense, [candidate_from_path(home / "reduced")], inputs, batches=(8,), limits=ParityLimits())
+    prove_chain(dense, [candidate_from_path(home / "reduced")], inputs, limits=ParityLimits(batches=(8,)))
     assert events == ["open", "close"] * 2
 
 
@@ -127,9 +127,9 @@ def test_blocks_are_compared_only_if_a_link_fails(
     monkeypatch.setattr(chain, "locate_fault_of_link", lambda name, *_: compared.append(name))
     few = inputs_from_set(images_for_model(dense.model, home / "images.npy", samples=8))
     steps = [candidate_from_path(home / name) for name in ("reduced", "fp32.onnx")]
-    prove_chain(dense, steps, few, batches=(8,), limits=ParityLimits())
+    prove_chain(dense, steps, few, limits=ParityLimits(batches=(8,)))
     assert compared == []
-    prove_chain(dense, steps, few, batches=(8,), limits=ParityLimits(max_error=1e-9))
+    prove_chain(dense, steps, few, limits=ParityLimits(batches=(8,), max_error=1e-9))
     assert compared == ["reduced"]
 
 
@@ -228,7 +228,7 @@ def graph(model: nn.Module, path: Path, precision: str) -> Candidate:
 
 
 def prove_on_texts(dense: nn.Module, *steps: Candidate, **limits: Any) -> Proof:
-    return prove_chain(checkpoint_of(dense), steps, texts(), batches=(1, 8), limits=ParityLimits(**limits))
+    return prove_chain(checkpoint_of(dense), steps, texts(), limits=ParityLimits(batches=(1, 8), **limits))
 
 
 @pytest.mark.slow("graph")
@@ -274,7 +274,7 @@ def test_candidate_with_other_outputs_is_refused(encoder: nn.Module, tmp_path: P
 def test_missing_and_unknown_inputs_are_refused(encoder: nn.Module) -> None:
     missing = ProofInputs(feeds={"input_ids": texts().feeds["input_ids"]}, digest="")
     with pytest.raises(BadInput, match=r"takes attention_mask \[B, 6\] as int64, which is missing"):
-        prove_chain(checkpoint_of(encoder), [torch_step(encoder)], missing, batches=(4,), limits=ParityLimits())
+        prove_chain(checkpoint_of(encoder), [torch_step(encoder)], missing, limits=ParityLimits(batches=(4,)))
     with pytest.raises(BadInput, match=r"takes input_ids \(int64\), attention_mask \(int64\); give real ones"):
         draw_random_inputs(checkpoint_of(encoder), 4, 0)
 
@@ -285,7 +285,7 @@ def test_model_without_a_classifier_is_compared_by_cosine(tmp_path: Path) -> Non
     export_checkpoint(dense, tmp_path / "m.onnx", precision="fp32")
     images = ProofInputs(feeds={"images": tiny.images(8)}, digest="")
     steps = [torch_step(dense.model), candidate_from_path(tmp_path / "m.onnx")]
-    parity = prove_chain(dense, steps, images, batches=(4,), limits=ParityLimits(min_agreement=0.67)).parity
+    parity = prove_chain(dense, steps, images, limits=ParityLimits(batches=(4,), min_agreement=0.67)).parity
     assert parity.verdict == "PASS", parity.line
     assert {each.role for each in parity.links} == {"embedding"}
     assert parity.links[0].name == "reduced"
@@ -306,9 +306,9 @@ def test_limits_that_do_not_apply_to_embeddings_are_refused(
 ) -> None:
     dense = tiny.checkpoint(num_classes=0)
     images = ProofInputs(feeds={"images": tiny.images(count)}, digest="", labels=labels)
-    limits = ParityLimits(min_agreement=min_agreement)
+    limits = ParityLimits(min_agreement=min_agreement, batches=(count,))
     with pytest.raises(BadInput, match=message):
-        prove_chain(dense, [torch_step(dense.model)], images, batches=(count,), limits=limits)
+        prove_chain(dense, [torch_step(dense.model)], images, limits=limits)
 
 
 BOUND = exact_tolerance(products=12, largest_logit=1.0)
@@ -483,7 +483,7 @@ def merged_directory(folder: Path, pixels: Any) -> tuple[Checkpoint, nn.Module]:
 def prove_merged(folder: Path, dense: Checkpoint, *others: Candidate) -> Parity:
     images = inputs_from_set(images_for_model(dense.model, folder / "images.npy"))
     steps = [candidate_from_path(folder / "merged"), *others]
-    return prove_chain(dense, steps, images, batches=(1, 8), limits=ParityLimits(max_error=1.0)).parity
+    return prove_chain(dense, steps, images, limits=ParityLimits(batches=(1, 8), max_error=1.0)).parity
 
 
 def test_merged_model_is_proved_to_its_graph_and_engine(tmp_path: Path) -> None:

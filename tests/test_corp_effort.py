@@ -127,7 +127,7 @@ def test_thorough_budget_is_polished_and_tries_widths_in_loops(home: Path, monke
     assert record["polish"]["error"] <= record["polish"]["error_before"]
     assert any("the closed loop is kept, its widths tried in loops" in line for line in record["decided"])
     request = build_request(ReduceOptions.from_options({"macs": 0.7, "effort": "thorough", "polish_steps": 2}))
-    assert request.polish == PolishOptions(steps=2)
+    assert request.options.polish_options == PolishOptions(steps=2)
 
 
 def test_few_images_are_reduced_in_one_pass_and_reported(home: Path) -> None:

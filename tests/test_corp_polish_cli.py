@@ -104,7 +104,7 @@ def test_thorough_preset_is_best_with_closed_loop_and_polish() -> None:
     assert (thorough.loop, thorough.polishing) == ("asymmetric", "layer")
     assert (plain.loop, plain.polishing) == (None, "none")
     assert thorough.needs_images
-    assert build_request(thorough).polish == PolishOptions()
+    assert thorough.polish_options == PolishOptions()
     other = choice_of(preset="thorough", macs=0.66, closed_loop="symmetric", polish_steps=9)
     assert (other.loop, other.polishing, other.polish_steps) == ("symmetric", "layer", 9)
     neither = choice_of(preset="thorough", macs=0.66, closed_loop="none", polish="none")

@@ -389,7 +389,7 @@ def test_moments_of_another_model_are_refused_before_the_proof(home: Path) -> No
         raise AssertionError("it was run")
 
     given: dict[str, Any] = {"moments": load_moments(home / "m.safetensors"), "answered": never}
-    rejects("taken on another model", prove_chain, dense, [], inputs, batches=[1], limits=ParityLimits(), **given)
+    rejects("taken on another model", prove_chain, dense, [], inputs, limits=ParityLimits(), **given)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ LABELS = tuple(f"class {index}" for index in range(CLASSES))
 SERVING = Serving(preferred_batches=(4,), queue_delay_us=700, graph_batches=(1, 4))
 FIGURES = Expected(
     measured_on="a GPU",
-    latencies=(Latency(batch=4, measure="end_to_end", p50_ms=1.5, low_ms=1.4, high_ms=1.7),),
+    latencies=(Latency(batch=4, p50_ms=1.5, low_ms=1.4, high_ms=1.7),),
     top1_agreement=Agreement(share=0.99, images=1000, low=0.98, high=0.995),
 )
 PROFILES = (BatchProfile(smallest=1, tuned=2, largest=4), BatchProfile(smallest=1, tuned=16, largest=64))
@@ -115,7 +115,7 @@ def test_expected_json_contains_figures_and_client_commands(tmp_path: Path) -> N
     write_repository(full(tmp_path), tmp_path / "repo")
     models = json.loads((tmp_path / "repo/expected.json").read_text())["models"]
     entry = models["vit"]["1"]
-    assert entry["latencies"] == [{"batch": 4, "measure": "end_to_end", "p50_ms": 1.5, "interval_ms": [1.4, 1.7]}]
+    assert entry["latencies"] == [{"batch": 4, "measure": "compute", "p50_ms": 1.5, "interval_ms": [1.4, 1.7]}]
     assert entry["top1_agreement"] == {"share": 0.99, "interval": [0.98, 0.995], "images": 1000}
     assert "-m vit -x 1" in entry["client"][0]
     assert "-b 4 --shape images:3,4,4" in entry["client"][0]

@@ -222,7 +222,7 @@ def test_other_directories_are_refused(tmp_path: Path) -> None:
 
 
 def test_finding_is_printed_like_a_compiler_message() -> None:
-    finding = LintFinding(severity="error", path=Path("a/config.pbtxt"), line=3, what="it is wrong", remedy="mend it")
+    finding = LintFinding(Path("a/config.pbtxt"), "error", "it is wrong", "mend it", 3)
     assert str(finding) == "a/config.pbtxt:3: error: it is wrong; mend it"
 
 

@@ -25,7 +25,7 @@ from corp_deploy.formats.figures import Figure, figures_of
 from corp_deploy.formats.openmetrics import openmetrics_from_records
 from corp_deploy.formats.sarif import sarif_from_findings
 from corp_deploy.formats.tracking import tracked_from_figures, write_tracking
-from export.triton.lint_artifact import RULES, lint_finding
+from export.triton.lint_artifact import RULES, LintFinding
 from ground.errors import BadInput, Missing
 from perf.gate.evidence import Evidence
 from perf.gate.gate import Gate, JudgedRule, Verdict
@@ -241,7 +241,7 @@ def test_sarif_names_rules_levels_and_places(tmp_path: Path, monkeypatch: pytest
 
 def test_sarif_escapes_names_and_braces(tmp_path: Path) -> None:
     inside, outside = tmp_path / "a#b" / "\udcff.so", Path("/elsewhere/c d")
-    findings = [lint_finding(path, "warning", "has {0}", HOSTILE, rule="port") for path in (inside, outside)]
+    findings = [LintFinding(path, "warning", "has {0}", HOSTILE, rule="port") for path in (inside, outside)]
     results = sarif_results(sarif_from_findings(findings, tmp_path))
     assert results[0]["message"]["text"].startswith("has {{0}}; a%b:c")
     places = [each["locations"][0]["physicalLocation"]["artifactLocation"] for each in results]

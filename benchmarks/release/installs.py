@@ -38,7 +38,7 @@ from pathlib import Path
 from corp_deploy.store.manifest import load_manifest
 from ground.files import sha256_of_file
 root = Path(sys.argv[1])
-files = load_manifest(root).files
+files = load_manifest(root / "manifest.json").files
 other = [name for name, entry in files.items() if sha256_of_file(root / name) != entry.sha256]
 raise SystemExit(f"{root}: not what the manifest says: {other or 'no file'}" if other or not files else 0)
 """

@@ -256,7 +256,7 @@ RECORDS: dict[str, Read] = {
     "records/decoder-bench.json": load_decoder_bench,
     "records/model.plan.json": lambda path: record_of_plan(path.with_suffix("")),
     "records/effort.json": load_effort,
-    "records/manifest.json": lambda path: load_manifest(path.parent),
+    "records/manifest.json": load_manifest,
     "release/repository/expected.json": read_expected,
     "states/stamp.json": lambda path: record_from_file(path, Stamp),
 }

@@ -113,16 +113,11 @@ class VerifyRun(ProofFiles, MetricOptions, ProofOptions, DecoderProof, heading="
         for sentence in limits.unreachable(golden.images):
             out.warn(sentence)
         inputs_of_golden = ProofInputs(feeds=golden.feeds, digest=golden.images.digest, names=golden.names)
-        meter, sizes = Meter(self.metrics, inputs_of_golden, time_limit_s=self.metric_time_limit), self._sizes(steps)
+        meter = Meter(self.metrics, inputs_of_golden, time_limit_s=self.metric_time_limit)
+        self._sizes(steps)
         with out.progress("verifying", len(steps), unit="engines") as bar:
             proof = compare_engines(
-                golden,
-                steps,
-                batches=sizes,
-                limits=limits,
-                elsewhere=elsewhere,
-                on_progress=bar,
-                answered=meter.measure,
+                golden, steps, limits=limits, elsewhere=elsewhere, on_progress=bar, answered=meter.measure
             )
         proof = meter.beside(proof)
         save_proof(proof, output)

@@ -57,7 +57,7 @@ def openmetrics_from_records(
 
 
 def _labels(bench: Bench, directory: Path) -> dict[str, object]:
-    release = load_manifest(directory).release if (directory / MANIFEST).is_file() else None
+    release = load_manifest(directory / MANIFEST).release if (directory / MANIFEST).is_file() else None
     described, here = bench.candidate.describe, bench.environment
     device = here.get("cpu") if described.get("device") == "cpu" else here.get("gpu")
     return {

@@ -126,7 +126,7 @@ def carry_out_better(
     """
     effort, options = request.options.effort, request.options
     # The same request in the closed loop, with nothing left to choose.
-    polish = None if request.polish is None else options.polishing
+    polish = None if options.polish_options is None else options.polishing
     looped = replace(request, options=replace(options, effort="quick", closed_loop="asymmetric", polish=polish))
     reduced = partial(carry_out, on_progress=on_progress, watch=watch)
     dense, planned = planning(request)
@@ -208,7 +208,7 @@ def inputs_to_polish(
     errs too little and would seem better. If the request has a limit (--within), the left-out inputs judge only the
     limit, and the polish holds out some of its own.
     """
-    if request.polish is None or images is None:
+    if request.options.polish_options is None or images is None:
         return None
     if judges is not None:
         fitted, _ = judges.apart(images, moments)

@@ -173,12 +173,12 @@ def reduce_checkpoint(
         on_progress=on_progress,
         watch=watch,
     )
-    if polish_inputs is not None and request.polish is not None:
+    if polish_inputs is not None and options.polish_options is not None:
         with measure_effort(watch, "polish"):
             polished = with_polish(
                 dense.model,
                 reduction,
-                request.polish,
+                options.polish_options,
                 polish_inputs,
                 how,
                 reads=options.reads,
@@ -197,7 +197,7 @@ def reduce_checkpoint(
     reduction = replace(reduction, model=reduction.model.cpu(), notes=notes)
     # Inputs that judge a limit or stop a polish choose the model, so they can't prove it too.
     chosen_by = [images, None if judges is None else judges.inputs]
-    only_reported = options.within is None and request.polish is None
+    only_reported = options.within is None and options.polish_options is None
     looked_at = [without_held_out(images, held_out)] if only_reported else chosen_by
     written = build_reduced_checkpoint(
         dense, reduction, planned, options.preset, moments, moments_file, held_out, looked_at

@@ -19,7 +19,6 @@ from corp_deploy.families.inspection import merging_record
 from corp_deploy.invocation.budget_choice import Currency
 from corp_deploy.invocation.merging import MergedStatistics
 from corp_deploy.invocation.reduction import ReduceOptions
-from corp_deploy.polish.options import PolishOptions
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import Method
 from corp_deploy.reduction.model import Reduction
@@ -56,13 +55,12 @@ class ReductionRequest:
     """The options of a reduction with the values that follow from them.
 
     `method` differs from that of the options if the model merges tokens. `where` has the conditions of latency, None if
-    another cost counts. `polish` has the options of a polish, None without one.
+    another cost counts.
     """
 
     options: ReduceOptions
     method: Method
     where: LatencyTarget | None = None
-    polish: PolishOptions | None = None
 
     @property
     def priced_in(self) -> Currency:
@@ -83,7 +81,6 @@ def build_request(options: ReduceOptions) -> ReductionRequest:
         where=None
         if tables is None
         else LatencyTarget(backend="onnxruntime", batches=(options.batch or 1,), cache=Path(tables)),
-        polish=options.polish_options,
     )
 
 

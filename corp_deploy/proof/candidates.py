@@ -16,7 +16,16 @@ from corp_deploy.store.graph_facts import GraphFacts, facts_of_onnx, facts_of_pa
 from export.graph.package_notes import LARGEST_BATCH, SUFFIX, PackageNotes, notes_of_package
 from export.graph.ports import GraphPort
 from ground.errors import BadInput
-from ground.feeds import Feeds, Outputs, batch_size, checked_outputs, feeds_of_ports, fill_batch, select_rows
+from ground.feeds import (
+    Feeds,
+    Outputs,
+    batch_size,
+    checked_outputs,
+    feeds_of_ports,
+    fill_batch,
+    iter_batches,
+    select_rows,
+)
 from ground.ports import OutputPort, Port
 from ground.precision import FLOAT16, FLOAT32, INT8, QUANTISED, FloatType, precision_by_name, type_by_name
 from perf.parity.rounding import round_file
@@ -153,8 +162,7 @@ class Candidate:
 def run_in_batches(run: Run, feeds: Feeds, batch: int) -> Outputs:
     """Run all inputs at one batch size and concatenate the outputs; the last batch is filled up with repeats."""
     pieces = []
-    for start in range(0, batch_size(feeds), batch):
-        part = select_rows(feeds, slice(start, start + batch))
+    for part in iter_batches(feeds, batch):
         count = batch_size(part)
         answers = run(part if count == batch else fill_batch(part, batch))
         pieces.append(select_rows(answers, slice(count)))

@@ -180,7 +180,6 @@ def prove_chain(
     candidates: Sequence[Candidate],
     proof_inputs: ProofInputs,
     *,
-    batches: Sequence[int],
     limits: ParityLimits,
     moments: Moments | None = None,
     on_progress: Callable[[int], None] = lambda finished: None,
@@ -205,7 +204,7 @@ def prove_chain(
     candidates = with_preprocessing(candidates, dense)
     for candidate in candidates:
         require_pixels(feeds, candidate.inputs, candidate.images, where=candidate.label)
-    halves = tuple(dict.fromkeys(each.float_type for each in candidates if each.rounds))
+    halves, batches = tuple(dict.fromkeys(each.float_type for each in candidates if each.rounds)), limits.batches
 
     def finished(steps: Sequence[ChainStep]) -> None:
         answered(steps[-1].candidate.label, steps[-1].answers)

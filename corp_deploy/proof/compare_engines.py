@@ -157,7 +157,6 @@ def compare_engines(
     golden: Golden,
     candidates: Sequence[Artefact],
     *,
-    batches: Sequence[int],
     limits: ParityLimits,
     elsewhere: str,
     on_progress: Callable[[int], None] = lambda finished: None,
@@ -176,7 +175,7 @@ def compare_engines(
         kind: LinkKind = "quantised" if each.candidate.quantised else "exact" if exact else "half"
         feeds = checked_feeds(golden.feeds, each.inputs, where=f"inputs for {each.path}")
         with each.opened(elsewhere) as run:
-            by_batch = {size: run_in_batches(run, feeds, size) for size in each.sizes(batches)}
+            by_batch = {size: run_in_batches(run, feeds, size) for size in each.sizes(limits.batches)}
         answers = by_batch[max(by_batch)]
         answered(each.source.label, answers)
         findings += structure.check_output_values(each.source.label, answers, noun=golden.images.kind)

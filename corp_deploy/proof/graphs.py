@@ -62,11 +62,14 @@ class Graphs:
     def _fed(self) -> Feeds:
         return feeds_for_graph(self._checkpoint, self._feeds, self._options.graph_input)
 
+    @property
+    def _shape(self) -> dict[str, Any]:
+        options = self._options
+        return {"batch": options.batch, "geometry": options.heads, "graph_input": options.graph_input}
+
     @cached_property
     def _made_of(self) -> Quantiser:
-        options = self._options
-        shape: dict[str, Any] = {"opset": options.opset, "batch": options.batch, "geometry": options.heads}
-        return quantiser_of(self._checkpoint, self._fed, self._chosen, graph_input=options.graph_input, **shape)
+        return quantiser_of(self._checkpoint, self._fed, self._chosen, opset=self._options.opset, **self._shape)
 
     def _judged_by(self, feeds: Feeds) -> dict[str, Any]:
         options = self._options
@@ -112,15 +115,7 @@ class Graphs:
         """Write the graph of precision `name`; return the modules, or their patterns, that it keeps in more bits."""
         options = self._options
         if options.format == "aoti":
-            export_package(
-                self._checkpoint,
-                path,
-                precision=name,
-                batch=options.batch,
-                device=options.device,
-                geometry=options.heads,
-                graph_input=options.graph_input,
-            )
+            export_package(self._checkpoint, path, precision=name, device=options.device, **self._shape)
             return ()
         if name in QUANTISED:
             found = RepairResult()
@@ -139,10 +134,8 @@ class Graphs:
             path,
             precision=name,
             opset=options.opset,
-            batch=options.batch,
             keep_fp32=found.kept,
-            geometry=options.heads,
             breaks=(*options.breaks, *found.breaks),
-            graph_input=options.graph_input,
+            **self._shape,
         )
         return found.kept

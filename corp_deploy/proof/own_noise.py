@@ -19,7 +19,7 @@ from corp_deploy.families.timm_library import NORMS
 from corp_deploy.store.checkpoint import Checkpoint
 from export.graph.precision import typed_copy
 from export.graph.quantised import simulate_quantisation
-from ground.feeds import Feeds, Outputs, batch_size, select_rows
+from ground.feeds import Feeds, Outputs, iter_batches
 from ground.precision import QUANTISED, FloatType, mixed_with_float32
 from perf.parity.measures import Measures, measure_outputs
 from perf.runners.module import tensors_of_ports
@@ -67,13 +67,11 @@ def measure_merge_noise(
     if traced_model.merging_of(checkpoint.model) is None:
         return None
     margins = []
-    for start in range(0, batch_size(feeds), batch):
-        tensors = {
-            name: torch.from_numpy(array) for name, array in select_rows(feeds, slice(start, start + batch)).items()
-        }
+    for part in iter_batches(feeds, batch):
+        tensors = {name: torch.from_numpy(array) for name, array in part.items()}
         inputs = next(iter(tensors.values())) if len(tensors) == 1 else tensors
         least_B = merge_margins(checkpoint.model, inputs)
-        assert least_B is not None, start
+        assert least_B is not None, checkpoint.architecture
         margins.append(least_B.double().numpy())
     noise = {
         float_type: measure_own_noise(checkpoint, float_type, feeds, answers, batch, heads) for float_type in halves
@@ -113,7 +111,7 @@ def _rounding(exportable: nn.Module, float_type: FloatType, feeds: Feeds, batch:
         return typed_copy(exportable, mixed_with_float32(float_type).pure, norms=NORMS)
 
     def run(model: nn.Module) -> None:
-        for start in range(0, batch_size(feeds), batch):
-            model(*(torch.from_numpy(array) for array in select_rows(feeds, slice(start, start + batch)).values()))
+        for part in iter_batches(feeds, batch):
+            model(*map(torch.from_numpy, part.values()))
 
     return simulate_quantisation(exportable, word, run)

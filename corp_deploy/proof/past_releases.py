@@ -5,10 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from corp_deploy.store.manifest import AGAIN, MANIFEST_KIND, Manifest
+from corp_deploy.store.manifest import load_manifest
 from ground.errors import BadInput
 from ground.files import text_from_file
-from ground.records import record_from_file
 from perf.parity.parity import load_parity
 from perf.report.content import flat_texts
 from perf.report.past_figures import PastRelease
@@ -39,7 +38,7 @@ def _read_release(release: Release) -> PastRelease:
             missing[kind] = str(error).replace(str(path), path.name)
             return None
 
-    parity, recipe, manifest = read(PARITY, load_parity), read(RECIPE, _load_recipe), read(MANIFEST, _load_manifest)
+    parity, recipe, manifest = read(PARITY, load_parity), read(RECIPE, _load_recipe), read(MANIFEST, load_manifest)
     named, recipe = manifest.release if manifest else None, recipe or {}
     version = recipe.pop("release.version", named.version if named else None)
     folder = release.path.parent.name if release.path is not None and release.path.name == BENCH else None
@@ -59,7 +58,3 @@ def _load_recipe(path: Path) -> dict[str, Any]:
         return flat_texts(tomllib.loads(text_from_file(path)))
     except tomllib.TOMLDecodeError as error:
         raise BadInput(f"{path}: no TOML: {error}") from None
-
-
-def _load_manifest(path: Path) -> Manifest:
-    return record_from_file(path, Manifest, kind=MANIFEST_KIND, remedy=AGAIN)

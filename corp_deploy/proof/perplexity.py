@@ -116,8 +116,8 @@ def measure_perplexities(
 ) -> LanguageProof:
     """Measure the dense decoder and every candidate on the same sequences.
 
-    `on_progress` receives the number of finished sequences. Raises BadInput if the model is not a decoder, or a
-    candidate is named twice or has other outputs.
+    Candidates have distinct labels. `on_progress` receives the number of finished sequences. Raises BadInput if the
+    model is not a decoder, or a candidate has other outputs.
     """
     spec = sequence_spec(dense.model)
     if spec is None:
@@ -126,10 +126,7 @@ def measure_perplexities(
     with ExitStack() as stack:
         runner = ModuleRunner(dense.model, inputs=input_ports(dense.model), outputs=ports, label=DENSE)
         runs: dict[str, Run] = {DENSE: stack.enter_context(runner)}
-        for each in candidates:
-            if each.label in runs:
-                raise BadInput(f"{each.label} is named twice; name each candidate once")
-            runs[each.label] = stack.enter_context(each.opened(ports))
+        runs |= {each.label: stack.enter_context(each.opened(ports)) for each in candidates}
         found = _measure_sequences(runs, sequences, batch, ports[0].name, on_progress)
     (tokens,) = spec.shape
     rows = tuple(

@@ -107,7 +107,6 @@ def run_proof(
         dense,
         candidates,
         inputs,
-        batches=limits.batches,
         limits=limits,
         moments=None if moments_file is None else load_moments(moments_file),
         on_progress=on_progress,

@@ -12,7 +12,7 @@ from corp_deploy.reduction.report import SiteReport
 from corp_deploy.spec.merging import MergingRecord
 from corp_deploy.store.class_names import CLASS_NAMES
 from corp_deploy.store.hub_snapshot import ORIGIN
-from corp_deploy.store.manifest import FILES, Efforts, efforts_below, load_manifest
+from corp_deploy.store.manifest import FILES, MANIFEST, Efforts, efforts_below, load_manifest
 from corp_deploy.store.model_config import CONFIG, FITTED, ModelConfig, load_model_config
 from ground.effort import Effort
 from ground.errors import BadInput
@@ -164,7 +164,7 @@ def gather_report(directory: Path, title: str | None = None) -> Content:
     folder = directory / "reduced"
     reduced = load_model_config(folder) if (folder / CONFIG).is_file() else None
     reduction = read_reduction(reduced, folder) if reduced else ReductionRecord()
-    manifest = load_manifest(directory) if (directory / "manifest.json").is_file() else None
+    manifest = _optional(directory / MANIFEST, load_manifest)
     # A report can't contain its own digest.
     every = {} if manifest is None else manifest.files
     files = {name: entry for name, entry in every.items() if not entry.made_by.startswith(REPORTS)}

@@ -13,7 +13,7 @@ from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.input_sets import merging_of_moments
 from corp_deploy.traced.models.sites import calibration_taps
 from ground.errors import BadInput
-from ground.feeds import Feeds, Outputs, batch_size, input_noun, select_rows, single_array
+from ground.feeds import Feeds, Outputs, batch_size, input_noun, iter_batches, select_rows, single_array
 from perf.parity import structure
 from perf.parity.shift import Scatter, Shift, Stats, shift_of_sites, site_shift
 from perf.parity.structure import StructuralTest
@@ -82,9 +82,8 @@ def measure_shift(dense: Checkpoint, moments: Moments, feeds: Feeds) -> Shift | 
     each = count // PARTS
     scatter = {site.name: Scatter(_stats(moments, site.name).mean_F) for site in sites}
     options = Options(token_weights=token_weigher(model))
-    for start in range(0, PARTS * each, each):
-        own = select_rows(feeds, slice(start, start + each))
-        pieces = (select_rows(own, slice(first, first + BATCH)) for first in range(0, each, BATCH))
+    for own in iter_batches(select_rows(feeds, slice(PARTS * each)), each):
+        pieces = iter_batches(own, BATCH)
         batches = ({name: torch.from_numpy(array) for name, array in piece.items()} for piece in pieces)
         part = collect(hooked_model(model), sites, batches, device="cpu", options=options)
         for name, parts in scatter.items():

@@ -146,7 +146,7 @@ class Checked:
 
 
 def _called(folder: Path) -> dict[str, Any]:
-    release = load_manifest(folder).release
+    release = load_manifest(folder / MANIFEST).release
     return {} if release is None else msgspec.structs.asdict(release)
 
 
@@ -210,7 +210,7 @@ def check_release(folder: Path, expected: ExpectedRelease | None = None) -> Chec
     differs = [*changed.values(), *(f"{name}: in no list of this release" for name in unlisted_files(folder, sums))]
     if MANIFEST in sums and MANIFEST not in changed:
         # The two lists have to agree, so that neither can be edited alone.
-        entries = {name: entry.sha256 for name, entry in load_manifest(folder).files.items()}
+        entries = {name: entry.sha256 for name, entry in load_manifest(folder / MANIFEST).files.items()}
         listed = {name: digest for name, digest in sums.items() if name not in (MANIFEST, PROVENANCE)}
         unequal = (name for name in sorted({*entries, *listed}) if entries.get(name) != listed.get(name))
         differs += [f"{name}: {MANIFEST} and {SUMS} differ" for name in unequal]

@@ -89,7 +89,7 @@ def _latencies(bench: Bench) -> tuple[Latency, ...]:
     summary = summarise(bench)
     medians = [(row.batch, row.sides[summary.candidate].p50_ms) for row in summary.rows]
     return tuple(
-        Latency(batch=batch, measure="compute", p50_ms=p50.value, low_ms=max(p50.low, 0.0), high_ms=p50.high)
+        Latency(batch=batch, p50_ms=p50.value, low_ms=max(p50.low, 0.0), high_ms=p50.high)
         for batch, p50 in medians
         if p50 is not None and p50.is_bounded
     )

@@ -48,9 +48,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     release: ReleaseName | None = None
 
 
-def load_manifest(directory: Path) -> Manifest:
-    """Return the manifest of a directory. Raises BadInput, naming the entry, for an invalid one."""
-    return record_from_file(directory / MANIFEST, Manifest, kind=MANIFEST_KIND, remedy=AGAIN)
+def load_manifest(path: Path) -> Manifest:
+    """Read a manifest. Raises BadInput, naming the entry, for an invalid one."""
+    return record_from_file(path, Manifest, kind=MANIFEST_KIND, remedy=AGAIN)
 
 
 def entry_of(path: Path, made_by: str = "") -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """INT8 and FP8 graphs of our models, with ranges measured on inputs like those in use."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from corp_deploy.spec.widths import HeadGeometry
 from export.graph.fusion_breaks import with_fusion_breaks
 from export.graph.quantiser import Feeds, Quantiser, ScaleChoice, build_quantiser
 from export.graph.to_onnx import save_onnx
-from ground.feeds import batch_size, select_rows
+from ground.feeds import iter_batches
 from ground.files import replacing
 
 from .checkpoint import Checkpoint
@@ -42,16 +42,11 @@ def quantiser_of(
 ) -> Quantiser:
     """Return the quantiser of a model's graphs; `feeds` are inputs of the graph on which ranges are measured."""
     form = export_form(checkpoint, precision=chosen.rest, geometry=geometry, graph_input=graph_input, quantised=True)
-
-    def batches() -> Iterator[Feeds]:
-        for start in range(0, batch_size(feeds), BATCH):
-            yield select_rows(feeds, slice(start, start + BATCH))
-
     return build_quantiser(
         form.model,
         form.inputs,
         output_ports(checkpoint.model),
-        batches,
+        lambda: iter_batches(feeds, BATCH),
         rest_precision=chosen.rest,
         balance=chosen.balance,
         opset=opset,

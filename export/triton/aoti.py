@@ -10,7 +10,7 @@ from pathlib import Path
 from export.graph.package_notes import PackageNotes, notes_of_package
 from ground.errors import BadInput
 
-from .lint_artifact import ERROR, WARNING, LintFinding, artifact_faults, at_path, config_error, finds, lint_finding
+from .lint_artifact import ERROR, WARNING, LintFinding, artifact_faults, at_path, config_error, finds
 from .pbtxt import Message
 from .server_releases import ServerRelease
 from .signature import signature_from_package
@@ -69,18 +69,18 @@ def lint_package(package: Path, config: Message, path: Path, release: ServerRele
         notes = notes_of_package(package)
         signature = signature_from_package(notes, where=package)
     except BadInput as error:
-        yield lint_finding(package, ERROR, str(error), "compile and package it again")
+        yield LintFinding(package, ERROR, str(error), "compile and package it again")
         return
     if all(_ORDINAL.fullmatch(tensor.text("name")) for side in ("input", "output") for tensor in config.messages(side)):
         yield from at_path(path, artifact_faults(config, signature, package.name))
     elif release is not None and release.month < NAMES_RELEASE:
         fault = f"{release.image} names tensors by their places only, as INPUT__0; other names begin with 26.05"
-        yield lint_finding(path, ERROR, fault, "name them so", config.line_of("input"))
+        yield LintFinding(path, ERROR, fault, "name them so", config.line_of("input"))
     kinds = [(group.text("kind"), group.line_of("kind")) for group in config.messages("instance_group")]
     for kind, line in kinds or [("", config.line_of("instance_group"))]:
         if kind != kind_of(notes):
             fault = f"{package.name} was compiled for {notes.device}, got kind {kind or 'none'}"
-            yield lint_finding(path, ERROR, fault, f"write kind: {kind_of(notes)}", line)
+            yield LintFinding(path, ERROR, fault, f"write kind: {kind_of(notes)}", line)
     for fault in [] if release is None else release_warnings(release, notes):
         severity = ERROR if release is not None and release.month < FIRST_RELEASE else WARNING
-        yield lint_finding(package, severity, fault, "serve the ONNX graph otherwise", rule="server")
+        yield LintFinding(package, severity, fault, "serve the ONNX graph otherwise", rule="server")

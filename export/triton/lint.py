@@ -19,7 +19,6 @@ from .lint_artifact import (
     batching_faults,
     config_error,
     finds,
-    lint_finding,
     openvino_faults,
 )
 from .lint_files import DEFAULT_FILES, foreign_config, foreign_files, lint_version
@@ -133,10 +132,10 @@ def lint_repository(
     findings = [each for model in models for each in _lint_model(model, release, trust_packages)]
     if (repository / FORMER).is_dir():
         remedy = "package or serve a version again, which restores them first"
-        findings.append(lint_finding(repository, ERROR, HALF_DONE, remedy, rule="artefact"))
+        findings.append(LintFinding(repository, ERROR, HALF_DONE, remedy, rule="artefact"))
     if release is not None:
         findings += [
-            lint_finding(repository, WARNING, warning, "take a newer release", rule="server")
+            LintFinding(repository, WARNING, warning, "take a newer release", rule="server")
             for warning in vulnerability_warnings(release)
         ]
     return tuple(
@@ -149,26 +148,26 @@ def _lint_model(model: Path, release: ServerRelease | None, trust_packages: bool
     yield from foreign_files(model, trust_packages)
     path = model / "config.pbtxt"
     if not path.is_file():
-        yield lint_finding(model, ERROR, "config.pbtxt is missing", "package it again, or remove the directory")
+        yield LintFinding(model, ERROR, "config.pbtxt is missing", "package it again, or remove the directory")
         return
     try:
         if (size := path.stat().st_size) > MOST_BYTES:
             raise ParseError(f"it has {size} bytes, {MOST_BYTES} at most are read", 1)
         config = parse(path.read_text(encoding="utf-8-sig"))
     except ParseError as fault:
-        yield lint_finding(path, ERROR, fault.what, "correct the text", fault.line)
+        yield LintFinding(path, ERROR, fault.what, "correct the text", fault.line)
         return
     except UnicodeDecodeError:
-        yield lint_finding(path, ERROR, "it is not text in UTF-8", "write it again")
+        yield LintFinding(path, ERROR, "it is not text in UTF-8", "write it again")
         return
     yield from at_path(path, _config_faults(model, config))
     have, backend = versions_of(model), _backend(config)
     for entry in sorted(model.iterdir()):
         if entry.is_dir() and re.fullmatch(r"0\d*", entry.name):
             what = "versions count from 1, without leading zeros"
-            yield lint_finding(entry, ERROR, what, "rename the directory", rule="version")
+            yield LintFinding(entry, ERROR, what, "rename the directory", rule="version")
     if not have:
-        yield lint_finding(model, ERROR, "there is no version directory", "put the artefact into 1/", rule="version")
+        yield LintFinding(model, ERROR, "there is no version directory", "put the artefact into 1/", rule="version")
     for version in _served_versions(have, config) if backend in DEFAULT_FILES else ():
         yield from lint_version(model / str(version), config, path, backend, release)
 

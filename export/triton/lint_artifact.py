@@ -14,6 +14,7 @@ from .signature import SERVED_TYPES, Signature
 
 ERROR = "error"
 WARNING = "warning"
+CONFIG = Path("config.pbtxt")
 RULES = {
     "aotinductor": "The config of a package of AOTInductor is one that the platform torch_aoti serves.",
     "artefact": "Every file that a config needs is in the version's directory, and can be read.",
@@ -37,18 +38,18 @@ RULES = {
 P = ParamSpec("P")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class LintFinding:
     """A fault: its severity (an error keeps a model from loading or serving), file and line, and what to do.
 
     `rule` is an id of RULES, empty until the check that found the fault names it.
     """
 
+    path: Path
     severity: str
-    path: Path = Path("config.pbtxt")
-    line: int | None
     what: str
     remedy: str
+    line: int | None = None
     rule: str = ""
 
     def __str__(self) -> str:
@@ -56,18 +57,12 @@ class LintFinding:
         return f"{where}: {self.severity}: {self.what}; {self.remedy}"
 
 
-def lint_finding(
-    path: Path, severity: str, what: str, remedy: str, line: int | None = None, *, rule: str = ""
-) -> LintFinding:
-    return LintFinding(severity=severity, path=path, line=line, what=what, remedy=remedy, rule=rule)
-
-
 def config_error(line: int, what: str, remedy: str, *, rule: str = "") -> LintFinding:
-    return LintFinding(severity=ERROR, line=line, what=what, remedy=remedy, rule=rule)
+    return LintFinding(CONFIG, ERROR, what, remedy, line, rule)
 
 
 def config_warning(line: int, what: str, remedy: str) -> LintFinding:
-    return LintFinding(severity=WARNING, line=line, what=what, remedy=remedy)
+    return LintFinding(CONFIG, WARNING, what, remedy, line)
 
 
 def at_path(path: Path, faults: Iterable[LintFinding]) -> Iterator[LintFinding]:

@@ -16,7 +16,7 @@ from ground.errors import BadInput
 from ground.files import escapes_directory, sha256_of_file
 
 from .aoti import FILE, PLATFORM, lint_package
-from .lint_artifact import ERROR, WARNING, LintFinding, artifact_faults, at_path, config_error, finds, lint_finding
+from .lint_artifact import ERROR, WARNING, LintFinding, artifact_faults, at_path, config_error, finds
 from .pbtxt import Field, Message
 from .server_releases import ServerRelease, onnx_warnings, plan_warnings
 from .signature import signature_from_onnx, signature_from_record
@@ -35,12 +35,12 @@ _CODE = re.compile(r"\.(py[a-z]?|pth|pt2?|pkl|pickle|jar|egg)$", re.IGNORECASE)
 @finds("foreign-file")
 def foreign_files(model: Path, trust_packages: bool = False) -> Iterator[LintFinding]:
     if model.is_symlink():
-        yield lint_finding(model, ERROR, f"a link, to {model.readlink()}", "put the model itself there")
+        yield LintFinding(model, ERROR, f"a link, to {model.readlink()}", "put the model itself there")
     own = BACKEND_MODEL.read_bytes()
     for folder, folders, files in os.walk(model):
         for path in sorted(Path(folder) / name for name in (*folders, *files)):
             if what := _fault_message(path, own, trust_packages):
-                yield lint_finding(path, ERROR, what, "remove it; package the model again from a release of yours")
+                yield LintFinding(path, ERROR, what, "remove it; package the model again from a release of yours")
 
 
 def _fault_message(path: Path, own: bytes, trust_packages: bool) -> str:
@@ -121,7 +121,7 @@ def lint_version(
             continue  # foreign_config reports it
         if not (folder / name).is_file():
             fault = f"{name} is missing in {folder.name}/" + (", config.pbtxt names it" if line else "")
-            yield lint_finding(path if line else folder, ERROR, fault, "build or package it again", line)
+            yield LintFinding(path if line else folder, ERROR, fault, "build or package it again", line)
             continue
         if backend == "tensorrt":
             yield from _lint_plan(folder / name, config, path, release)
@@ -129,7 +129,7 @@ def lint_version(
             yield from lint_package(folder / name, config, path, release)
         if name.endswith(".xml") and not (folder / name).with_suffix(".bin").is_file():
             fault = f"{Path(name).with_suffix('.bin')} with the weights of {name} is missing in {folder.name}/"
-            yield lint_finding(folder, ERROR, fault, "save the model again, or serve model.onnx")
+            yield LintFinding(folder, ERROR, fault, "save the model again, or serve model.onnx")
     default = "model.onnx" if backend == "python" else DEFAULT_FILES[backend]
     graph = folder / (default if backend == "python" else config.text("default_model_filename", default))
     if backend != "tensorrt" and graph.suffix == ".onnx" and graph.is_file():
@@ -150,19 +150,19 @@ def _lint_plan(plan: Path, config: Message, path: Path, release: ServerRelease |
     beside = record_path(plan)
     if not beside.is_file():
         fault = f"there is no record {beside.name}, so the plan can't be compared with its config here"
-        yield lint_finding(plan, WARNING, fault, "keep the record beside the plan")
+        yield LintFinding(plan, WARNING, fault, "keep the record beside the plan")
         return
     try:
         record = record_of_plan(plan, where=beside.name)
         signature = signature_from_record(record)
     except BadInput as error:
-        yield lint_finding(beside, ERROR, str(error), "build the plan again")
+        yield LintFinding(beside, ERROR, str(error), "build the plan again")
         return
     if record.plan_sha256 != sha256_of(plan.read_bytes()):
-        yield lint_finding(plan, ERROR, f"its bytes are not those that {beside.name} describes", "package it again")
+        yield LintFinding(plan, ERROR, f"its bytes are not those that {beside.name} describes", "package it again")
     if record.backend != "tensorrt":
         fault = f"it was built for {record.backend}, which Triton does not load"
-        yield lint_finding(plan, ERROR, fault, "build it with TensorRT, by the build script")
+        yield LintFinding(plan, ERROR, fault, "build it with TensorRT, by the build script")
     yield from _capability(plan, record, config, path)
     written = replace(signature, outputs=(*signature.outputs, *signature.fusion_breaks))
     yield from at_path(path, artifact_faults(config, written, plan.name))
@@ -170,17 +170,17 @@ def _lint_plan(plan: Path, config: Message, path: Path, release: ServerRelease |
         compatible = record.options.get("version_compatible") is True
         for fault in plan_warnings(release, record.library_version, version_compatible=compatible):
             remedy = "see the build script beside the ONNX model"
-            yield lint_finding(plan, WARNING, fault, remedy, rule="server")
+            yield LintFinding(plan, WARNING, fault, remedy, rule="server")
 
 
 def _capability(plan: Path, record: EngineRecord, config: Message, path: Path) -> Iterator[LintFinding]:
     for entry in config.messages("cc_model_filenames"):
         key = entry.text("key")
         if not re.fullmatch(r"\d{1,2}\.\d", key):
-            yield lint_finding(path, ERROR, f'compute capability {key!r} is not like "8.6"', "write it so", entry.line)
+            yield LintFinding(path, ERROR, f'compute capability {key!r} is not like "8.6"', "write it so", entry.line)
         elif entry.text("value") == plan.name and record.targets != (key.replace(".", ""),):
             fault = f"{plan.name} stands for compute capability {key}, it was built for SM {', '.join(record.targets)}"
-            yield lint_finding(path, ERROR, fault, "name the plan of that GPU", entry.line)
+            yield LintFinding(path, ERROR, fault, "name the plan of that GPU", entry.line)
 
 
 @finds("artefact")
@@ -188,12 +188,12 @@ def _lint_graph(graph: Path, config: Message, path: Path, release: ServerRelease
     try:
         signature = signature_from_onnx(graph)
     except BadInput as error:
-        yield lint_finding(graph, ERROR, str(error), "package it again")
+        yield LintFinding(graph, ERROR, str(error), "package it again")
         return
     yield from at_path(path, artifact_faults(config, signature, graph.name))
     if release is not None:
         for fault in onnx_warnings(release, opset=signature.opset, ir=signature.ir):
-            yield lint_finding(graph, WARNING, fault, "or take a newer server", rule="server")
+            yield LintFinding(graph, WARNING, fault, "or take a newer server", rule="server")
 
 
 @finds("labels")
@@ -204,13 +204,13 @@ def _labels(folder: Path, config: Message, path: Path) -> Iterator[LintFinding]:
             continue
         file = folder.parent / name
         if not file.is_file():
-            yield lint_finding(path, ERROR, f"the label file {name} is missing", "package the labels again", line)
+            yield LintFinding(path, ERROR, f"the label file {name} is missing", "package the labels again", line)
             continue
         if file.stat().st_size > MOST_LABELS_BYTES:
-            yield lint_finding(file, ERROR, f"it is larger than {MOST_LABELS_BYTES} bytes", "write one line per class")
+            yield LintFinding(file, ERROR, f"it is larger than {MOST_LABELS_BYTES} bytes", "write one line per class")
             continue
         labels = [text for text in file.read_text(errors="replace").splitlines() if text.strip()]
         (*_, classes) = output.numbers("dims") or (0,)
         if classes > 0 and len(labels) != classes:
             fault = f"{len(labels)} labels for {classes} outputs of {output.text('name')}"
-            yield lint_finding(file, ERROR, fault, "write one line per class")
+            yield LintFinding(file, ERROR, fault, "write one line per class")

@@ -203,7 +203,7 @@ FIGURES: Mapping[str, Callable[[Path], dict[str, Any]]] = {
     "records/gate.json": _gate,
     "records/history.json": lambda path: {"releases": len(load_trend(path).releases)},
     "records/effort.json": lambda path: {"step": load_effort(path).step, "parts": list(load_effort(path).parts)},
-    "records/manifest.json": lambda path: {"files": sorted(load_manifest(path.parent).files)},
+    "records/manifest.json": lambda path: {"files": sorted(load_manifest(path).files)},
     "records/effects.json": _report,
     "records/calibration-size.json": _report,
     "records/golden/golden.json": _answered,
