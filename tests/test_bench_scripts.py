@@ -75,4 +75,4 @@ def test_proof_cost_is_reported_in_passes_and_memory(tmp_path: Path) -> None:
     assert list(record["pass_cpu_s"]) == ["dense in FP16", *proof_cost.ARTEFACTS]
     assert record["ratio"] == pytest.approx(record["verify"]["cpu_s"] / sum(record["pass_cpu_s"].values()))
     assert record["verify"]["peak_mb"] > 100
-    assert "times the passes that it needs in any case" in cost_page.proof_cost(record)
+    assert "times the cost of the necessary passes" in cost_page.proof_cost(record)

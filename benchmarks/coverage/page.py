@@ -1,21 +1,10 @@
 """Tables of the models that were reduced, exported and built."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from statistics import median
+from collections.abc import Iterable, Sequence
+from statistics import fmean, median
 from typing import Any
 
-from benchmarks.pages.markdown import table
-
-Row = Mapping[str, Any]
-HEAD = (
-    "family",
-    "models",
-    "sites of one",
-    "keeps its width, reason",
-    "error of half: none, corp, best",
-    "FP32 graph against torch",
-    "fused attention: dense, reduced",
-)
+from benchmarks.pages.markdown import Column, Row, paragraphs, table_of
 
 
 def _sites(row: Row) -> str:
@@ -37,26 +26,32 @@ def _fused(rows: Sequence[Row], which: str) -> str:
 
 def _errors(rows: Sequence[Row]) -> str:
     """Return the mean error of each preset over the models."""
-    return ", ".join(f"{sum(row['errors'][preset] for row in rows) / len(rows):.3f}" for preset in rows[0]["errors"])
+    return ", ".join(f"{fmean(row['errors'][preset] for row in rows):.3f}" for preset in rows[0]["errors"])
 
 
-def _line(family: str, rows: Sequence[Row]) -> list[str]:
-    names = ", ".join(f"`{row['name']}`" for row in rows)
-    reasons = sorted({reason for row in rows for reason in row["reasons"]})
-    sites = " or ".join(dict.fromkeys(_sites(row) for row in rows))
-    worst = max(row["graphs"]["fp32"] for row in rows)
-    fused = f"{_fused(rows, 'dense')}; {_fused(rows, 'reduced')}"
-    return [family, names, sites, "; ".join(reasons) or "-", _errors(rows), f"{worst:.0e}", fused]
+FAMILIES: dict[str, Column] = {
+    "family": lambda own: own["family"] if own["source"] == "timm" else f"{own['family']} ({own['source']})",
+    "models": lambda own: ", ".join(f"`{row['name']}`" for row in own["rows"]),
+    "sites of one": lambda own: " or ".join(dict.fromkeys(map(_sites, own["rows"]))),
+    "keeps its width, reason": lambda own: (
+        "; ".join(sorted({each for row in own["rows"] for each in row["reasons"]})) or "-"
+    ),
+    "error of half: none, corp, best": lambda own: _errors(own["rows"]),
+    "FP32 graph against torch": lambda own: f"{max(row['graphs']['fp32'] for row in own['rows']):.0e}",
+    "fused attention: dense, reduced": lambda own: f"{_fused(own['rows'], 'dense')}; {_fused(own['rows'], 'reduced')}",
+}
+"""Columns of a family: `rows` are those of its models."""
 
 
-def _by_family(rows: Iterable[Row]) -> dict[tuple[str, str], list[Row]]:
-    families: dict[tuple[str, str], list[Row]] = {}
+def _grouped(rows: Iterable[Row], *by: str) -> list[dict[str, Any]]:
+    """Return a row for each value of the fields `by`, with the list of its `rows`."""
+    groups: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
-        families.setdefault((row["source"], row["family"]), []).append(row)
-    return families
+        groups.setdefault(tuple(row[name] for name in by), []).append(row)
+    return [{**dict(zip(by, key, strict=True)), "rows": own} for key, own in groups.items()]
 
 
-def coverage(record: Mapping[str, Any]) -> str:
+def coverage(record: Row) -> str:
     """Return the table of families: models, sites, errors and engines."""
     built = [row for row in record["rows"] if "refused" not in row]
     count = {source: sum(row["source"] == source for row in built) for source in ("timm", "transformers")}
@@ -66,41 +61,23 @@ def coverage(record: Mapping[str, Any]) -> str:
         "errors of the outputs on other inputs, means over the models of a row. The FP32 graph in ONNX Runtime is "
         "compared with torch (largest error, batch sizes 1 and 8). Fused attention is that of TensorRT-RTX in FP16:"
     )
-    lines = [
-        _line(family if source == "timm" else f"{family} ({source})", rows)
-        for (source, family), rows in _by_family(built).items()
-    ]
-    refused = [f"`{row['name']}`: {row['refused']}" for row in record["rows"] if "refused" in row]
-    parts = [text, table(HEAD, lines)]
-    reasons = ["Refused, with the reason: " + "; ".join(refused) + "."] if refused else []
-    return "\n\n".join([*parts, *reasons, *record.get("remarks", [])])
+    refused = "; ".join(f"`{row['name']}`: {row['refused']}" for row in record["rows"] if "refused" in row)
+    reasons = refused and f"Refused, with the reason: {refused}."
+    return paragraphs(text, table_of(_grouped(built, "source", "family"), FAMILIES), reasons)
 
 
-CLASS_HEAD = (
-    "class",
-    "sites",
-    "share of MACs",
-    "keeps its width, reason",
-    "error of half: none, corp, best",
-    "FP32 graph",
-    "s",
-)
+CLASSES: dict[str, Column] = {
+    "class": "{class} ({source})",
+    "sites": lambda row: ", ".join(f"{count} {kind}" for kind, count in row["sites"].items()) or "none",
+    "share of MACs": "{share:.2f}",
+    "keeps its width, reason": lambda row: "; ".join(f"{n}: {reason}" for reason, n in row["refused"].items()) or "-",
+    "error of half: none, corp, best": lambda row: _errors([row]),
+    "FP32 graph": "{graphs[fp32]:.0e}",
+    "s": lambda row: f"{row['trace_s'] + row['find_s']:.1f}",
+}
 
 
-def _reasons(refused: Mapping[str, int]) -> str:
-    """Return each reason once, with the number of its layers."""
-    return "; ".join(f"{count}: {reason}" for reason, count in refused.items()) or "-"
-
-
-def _class_line(row: Row) -> list[str]:
-    sites = ", ".join(f"{count} {kind}" for kind, count in row["sites"].items()) or "none"
-    errors = ", ".join(f"{row['errors'][preset]:.3f}" for preset in row["errors"])
-    name, share = f"{row['class']} ({row['source']})", f"{row['share']:.2f}"
-    graph, seconds = f"{row['graphs']['fp32']:.0e}", f"{row['trace_s'] + row['find_s']:.1f}"
-    return [name, sites, share, _reasons(row["refused"]), errors, graph, seconds]
-
-
-def classes(record: Mapping[str, Any]) -> str:
+def classes(record: Row) -> str:
     """Return the table of classes without a family: sites, errors and seconds of one small model of each."""
     found = [row for row in record["rows"] if "said" not in row]
     is_better = sum(row["errors"]["best"] < min(row["errors"]["none"], row["errors"]["corp"]) for row in found)
@@ -112,25 +89,28 @@ def classes(record: Mapping[str, Any]) -> str:
         "presets: random convolutional networks amplify the loss. The share is that of the multiply-adds within sites. "
         "Seconds are those of one core to trace the model and to find its sites:"
     )
-    failed = [f"{row['class']} ({row['source']}): {row['said']}" for row in record["rows"] if "said" in row]
-    errors = ["Failed, with the error: " + "; ".join(failed) + "."] if failed else []
-    lines = [_class_line(row) for row in found]
-    return "\n\n".join([text, table(CLASS_HEAD, lines), *errors, *record.get("remarks", [])])
+    failed = "; ".join(f"{row['class']} ({row['source']}): {row['said']}" for row in record["rows"] if "said" in row)
+    return paragraphs(text, table_of(found, CLASSES), failed and f"Failed, with the error: {failed}.")
 
 
-NAME_HEAD = ("class", "names", "share of MACs", "kinds of sites", "s to trace, to find")
+def _extent(own: Row) -> str:
+    """Return the range of the shares of a class's names."""
+    shares = sorted(row["share"] for row in own["rows"])
+    return f"{shares[0]:.2f}" if len(shares) == 1 else f"{shares[0]:.2f} to {shares[-1]:.2f}"
 
 
-def _name_line(kind: str, rows: Sequence[Row]) -> list[str]:
-    """Return the row of a class: range of the shares of its names, and median seconds."""
-    shares = sorted(row["share"] for row in rows)
-    kinds = sorted({each for row in rows for each in row["sites"]})
-    seconds = [median(row[part] for row in rows) for part in ("trace_s", "find_s")]
-    extent = f"{shares[0]:.2f}" if len(rows) == 1 else f"{shares[0]:.2f} to {shares[-1]:.2f}"
-    return [kind, str(len(rows)), extent, ", ".join(kinds), ", ".join(f"{each:.1f}" for each in seconds)]
+NAMES: dict[str, Column] = {
+    "class": "{class}",
+    "names": lambda own: str(len(own["rows"])),
+    "share of MACs": _extent,
+    "kinds of sites": lambda own: ", ".join(sorted({each for row in own["rows"] for each in row["sites"]})),
+    "s to trace, to find": lambda own: ", ".join(
+        f"{median(row[part] for row in own['rows']):.1f}" for part in ("trace_s", "find_s")
+    ),
+}
 
 
-def names(record: Mapping[str, Any]) -> str:
+def names(record: Row) -> str:
     """Return the table of timm's names: the share of their multiply-adds within sites, by class."""
     every = [dict(zip(record["columns"], line, strict=False)) for line in record["rows"]]
     found = [row for row in every if row.get("sites")]
@@ -143,10 +123,6 @@ def names(record: Mapping[str, Any]) -> str:
         f"at most 5 s for {at_most_5:.0%} of the names, and at most {seconds[-1]:.0f} s; memory grows by at most "
         f"{grown:,} MiB:"
     )
-    by_class: dict[str, list[Row]] = {}
-    for row in sorted(found, key=lambda each: str(each["class"]).lower()):
-        by_class.setdefault(row["class"], []).append(row)
-    none = [f"`{row['name']}` ({row.get('said') or 'no site'})" for row in every if not row.get("sites")]
-    without = ["Without sites: " + "; ".join(none) + "."] if none else []
-    lines = [_name_line(kind, rows) for kind, rows in by_class.items()]
-    return "\n\n".join([text, table(NAME_HEAD, lines), *without, *record.get("remarks", [])])
+    none = "; ".join(f"`{row['name']}` ({row.get('said') or 'no site'})" for row in every if not row.get("sites"))
+    by_class = _grouped(sorted(found, key=lambda each: str(each["class"]).lower()), "class")
+    return paragraphs(text, table_of(by_class, NAMES), none and f"Without sites: {none}.")

@@ -2,16 +2,16 @@
 
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from benchmarks.gpu.goals import GEOMETRIES, done, judged
 from benchmarks.gpu.page_variants import real, variants
 from benchmarks.gpu.tables import machine
-from benchmarks.pages.markdown import interval, table
+from benchmarks.pages.markdown import Column, Row, interval, interval_of, paragraphs, table, table_of
 
-Record = Mapping[str, Any]
-Row = Mapping[str, Any]
+Record = Row
+ALL = ("dense", *GEOMETRIES)
 PARTS = ("latency", "variants", "engines", "real")
 
 
@@ -23,75 +23,59 @@ def latency(record: Record, sparsity: float | None = None) -> str:
     chosen = {} if sparsity is None else {"sparsity": sparsity, "mode": "graph"}
     measured = done(record["rows"], row="latency", **chosen)
     measured.sort(key=lambda row: (row["model"], row["mode"], row["sparsity"], row["batch"]))
-    rows = []
-    for row in measured:
-        subjects = row["subjects"]
-        cells = [_speed(subjects.get(geometry), row["refused"].get(geometry)) for geometry in GEOMETRIES]
-        dense = subjects["dense"]
-        head = [row["model"], row["mode"], f"{row['sparsity']:.0%}", str(row["batch"])]
-        told = [f"{dense['p50_ms'][0]:.3f}", f"{dense['images_per_s_compute']:.0f}"]
-        rows.append([*head, *told, *cells, interval(subjects["dense again"]["speedup"])])
-    head = ["model", "called by", "sparsity", "batch", "dense p50 ms", "images/s", *GEOMETRIES, "A/A noise"]
-    precision = record["settings"]["precision"]
-    text = (
-        f"torch {precision}, dense against reduced {machine(record)}: speed-up with its 95 % interval and the share of "
-    )
-    text += "the MAC reduction realised, by head geometry:\n\n" + table(head, rows)
-    kernels = [
-        [row["model"], str(row["batch"]), *(_kernel(row["kernels"][name]) for name in ("dense", *GEOMETRIES))]
-        for row in done(record["rows"], row="attention")
+    speeds: dict[str, Column] = {
+        "model": "{model}",
+        "called by": "{mode}",
+        "sparsity": "{sparsity:.0%}",
+        "batch": "{batch}",
+        "dense p50 ms": "{subjects[dense][p50_ms][0]:.3f}",
+        "images/s": "{subjects[dense][images_per_s_compute]:.0f}",
+        **{geometry: partial(_speed, geometry) for geometry in GEOMETRIES},
+        "A/A noise": lambda row: interval(row["subjects"]["dense again"]["speedup"]),
+    }
+    parts = [
+        f"torch {record['settings']['precision']}, dense against reduced {machine(record)}: speed-up with its 95 % "
+        "interval and the share of the MAC reduction realised, by head geometry:",
+        table_of(measured, speeds),
     ]
-    if kernels:
-        text += "\n\nAttention kernel that ran (widths of q/k and v):\n\n"
-        text += table(["model", "batch", "dense", *GEOMETRIES], kernels)
-    memory = [
-        [row["model"], str(row["batch"]), *(_memory(row["memory"].get(name)) for name in ("dense", *GEOMETRIES))]
-        for row in measured
-        if any(row.get("memory", {}).values())
-    ]
-    if memory:
-        text += "\n\nMemory of the weights, and peak memory of one call in addition, in MB:\n\n"
-        text += table(["model", "batch", "dense", *GEOMETRIES], memory)
-    return text
+    own: dict[str, Column] = {"model": "{model}", "batch": "{batch}"}
+    if kernels := done(record["rows"], row="attention"):
+        shown = {name: f"{{kernels[{name}][kind]}} ({{kernels[{name}][qk]}}/{{kernels[{name}][v]}})" for name in ALL}
+        parts += ["Attention kernel that ran (widths of q/k and v):", table_of(kernels, own | shown)]
+    if memory := [row for row in measured if any(row.get("memory", {}).values())]:
+        parts.append("Memory of the weights, and peak memory of one call in addition, in MB:")
+        parts.append(table_of(memory, own | {name: partial(_memory, name) for name in ALL}))
+    return paragraphs(*parts)
 
 
-def _memory(found: Row | None) -> str:
+def _memory(name: str, row: Row) -> str:
+    found = row["memory"].get(name)
     return "-" if found is None else f"{found['weights_bytes'] / 1e6:.0f} + {found['call_bytes'] / 1e6:.0f}"
 
 
-def _speed(subject: Row | None, refused: str | None) -> str:
-    if subject is None:
-        return "refused" if refused else "-"
+def _speed(geometry: str, row: Row) -> str:
+    if (subject := row["subjects"].get(geometry)) is None:
+        return "refused" if geometry in row["refused"] else "-"
     share = subject["realised_share"]
     return interval(subject["speedup"]) + ("" if share is None else f", {share:.0%}")
 
 
-def _kernel(found: Row) -> str:
-    return f"{found['kind']} ({found['qk']}/{found['v']})"
-
-
 def engines(record: Record) -> str:
     """Return the table of engines against the dense engine, with the fused attention of each build."""
-    rows = []
-    for row in done(record["rows"], row="engine"):
-        for each in row["rows"]:
-            p50 = [interval(each["p50_ms"][side], 3) for side in ("dense", "reduced")]
-            fused = [f"{own['fused_attention']} of {own['attention_sites']}" for own in (row["dense"], row)]
-            head = [row["model"], row["variant"], f"{row['macs'] / row['dense']['macs']:.0%}", *fused]
-            rows.append([*head, str(each["batch"]), *p50, interval(each["speedup"])])
-    names = [
-        "model",
-        "variant",
-        "of the MACs",
-        "fused when dense",
-        "fused",
-        "batch",
-        "dense p50 ms",
-        "p50 ms",
-        "speed-up",
-    ]
+    rows = [{"built": row, **each} for row in done(record["rows"], row="engine") for each in row["rows"]]
+    columns: dict[str, Column] = {
+        "model": "{built[model]}",
+        "variant": "{built[variant]}",
+        "of the MACs": lambda row: f"{row['built']['macs'] / row['built']['dense']['macs']:.0%}",
+        "fused when dense": "{built[dense][fused_attention]} of {built[dense][attention_sites]}",
+        "fused": "{built[fused_attention]} of {built[attention_sites]}",
+        "batch": "{batch}",
+        "dense p50 ms": interval_of("p50_ms.dense", 3),
+        "p50 ms": interval_of("p50_ms.reduced", 3),
+        "speed-up": interval_of("speedup"),
+    }
     text = f"TensorRT-RTX engines in FP16, built on another machine and copied, {machine(record)}:"
-    return f"{text}\n\n{table(names, rows)}"
+    return paragraphs(text, table_of(rows, columns))
 
 
 TABLES: dict[str, Callable[[Record], str]] = {
@@ -123,21 +107,19 @@ def gpu_records(results: Path) -> dict[str, Record]:
 def goals(records: Mapping[str, Record]) -> str:
     """Return the table of goals with their verdicts."""
     rows = {part: each["rows"] if counts(each) else [] for part, each in records.items()}
-    found = judged(rows.get("latency", []))
-    cells = [[goal.wanted, goal.found, goal.verdict] for goal in found]
+    cells = [[goal.wanted, goal.found, goal.verdict] for goal in judged(rows.get("latency", []))]
     return table(["goal", "found (95 % interval)", "verdict"], cells)
 
 
 def page(records: Mapping[str, Record]) -> str:
     """Return a page with the goals, then the tables and the failed rows of each part."""
-    lines = ["# Measurements on a GPU", "", "Written by `python -m benchmarks.gpu.run`; the records stand beside it."]
-    lines += ["", "## Goals", "", goals(records)]
+    written = "Written by `python -m benchmarks.gpu.run`; the records stand beside it."
+    parts = ["# Measurements on a GPU", written, "## Goals", goals(records)]
     for part in PARTS:
+        parts.append(f"## {part.capitalize()}")
         if part not in records:
-            lines += ["", f"## {part.capitalize()}", "", "Not run."]
+            parts.append("Not run.")
             continue
-        lines += ["", f"## {part.capitalize()}", "", TABLES[part](records[part])]
-        left = unmeasured(records[part])
-        if left:
-            lines += ["", "Not measured:", "", *left]
-    return "\n".join(lines) + "\n"
+        left = "\n".join(unmeasured(records[part]))
+        parts += [TABLES[part](records[part]), left and "Not measured:", left]
+    return paragraphs(*parts) + "\n"

@@ -1,14 +1,13 @@
-"""The tables of the parts `variants` and `real`. Read the records alone."""
+"""The tables of the parts `variants` and `real` of a GPU run."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.gpu.goals import done
 from benchmarks.gpu.tables import machine
-from benchmarks.pages.markdown import interval, table
+from benchmarks.pages.markdown import Column, Row, interval_of, paragraphs, table_of
 
-Record = Mapping[str, Any]
-Row = Mapping[str, Any]
+Record = Row
 DENSE, AGAIN = "dense", "dense again"
 ABOUT = {
     "bf16": "BF16",
@@ -19,36 +18,41 @@ ABOUT = {
 
 
 def variants(record: Record) -> str:
-    """A line a subject, each against the dense model of its own row."""
-    rows = []
-    for row in sorted(done(record["rows"], row="variant"), key=lambda row: (row["about"], row["model"], row["batch"])):
-        head = [ABOUT[row["about"]], row["model"], row["precision"], row["mode"], str(row["batch"])]
-        rows += [[*head, *_line(row, name)] for name in (*row["macs"], AGAIN) if name in row["subjects"]]
-        rows += [[*head, name, "-", "-", "-", "refused"] for name in row["refused"]]
-    names = [
-        "what",
-        "model",
-        "rest in",
-        "called by",
-        "batch",
-        "subject",
-        "of the MACs",
-        "p50 ms",
-        "images/s",
-        "speed-up",
+    """Return a table with a line for each subject, against the dense model of the same measurement."""
+    columns: dict[str, Column] = {
+        "what": lambda row: ABOUT[row["about"]],
+        "model": "{model}",
+        "rest in": "{precision}",
+        "called by": "{mode}",
+        "batch": "{batch}",
+        "subject": "{subject}",
+        "of the MACs": "{share:.0%}",
+        "p50 ms": "{p50:.3f}",
+        "images/s": "{images_per_s_compute:.0f}",
+        "speed-up": lambda row: "refused" if row["share"] is None else interval_of("speedup")(row),
+    }
+    rows = [
+        {**row, **each}
+        for row in sorted(
+            done(record["rows"], row="variant"), key=lambda row: (row["about"], row["model"], row["batch"])
+        )
+        for each in _subjects(row)
     ]
     text = (
         f"BF16, merged tokens, 8-bit matrix products and convolutional networks, {machine(record)}. 8-bit products are "
         "torch's own on the tensor cores, with one scale per tensor and compiled blocks, without an engine:"
     )
-    return f"{text}\n\n{table(names, rows)}"
+    return paragraphs(text, table_of(rows, columns))
 
 
-def _line(row: Row, name: str) -> list[str]:
-    found = row["subjects"][name]
-    share = row["macs"].get(name, row["macs"][DENSE]) / row["macs"][DENSE]
-    p50 = f"{found['p50_ms'][0]:.3f}"
-    return [name, f"{share:.0%}", p50, f"{found['images_per_s_compute']:.0f}", interval(found["speedup"])]
+def _subjects(row: Row) -> Iterator[dict[str, Any]]:
+    """Yield the figures of each subject, then the refused subjects without figures."""
+    for name in (each for each in (*row["macs"], AGAIN) if each in row["subjects"]):
+        found = row["subjects"][name]
+        share = row["macs"].get(name, row["macs"][DENSE]) / row["macs"][DENSE]
+        yield {**found, "subject": name, "share": share, "p50": found["p50_ms"][0]}
+    for name in row["refused"]:
+        yield {"subject": name, **dict.fromkeys(("share", "p50", "images_per_s_compute"))}
 
 
 def real(record: Record) -> str:
@@ -59,18 +63,18 @@ def real(record: Record) -> str:
             f"Fitted to {row['images']} crops of {row['photographs']} photographs, judged on {row['held_out_images']} "
             f"of {row['held_out_photographs']} others; one calibration takes {row['seconds']:.1f} s."
         )
-    reductions = sorted(
-        done(record["rows"], row="reduction"), key=lambda row: (-row["share"], row["widths"], row["loop"])
-    )
-    if reductions:
-        cells = [
-            [f"{row['share']:.0%}", row["widths"], f"{row['loop']} loop", *_errors(row), f"{row['seconds']:.1f}"]
-            for row in reductions
-        ]
-        head = ["of the MACs", "widths", "loop", "class error", "patch error", "saliency IoU", "s"]
-        lines += ["", "Relative errors on the photographs held out, preset best:", "", table(head, cells)]
-    return "\n".join(lines)
-
-
-def _errors(row: Row) -> list[str]:
-    return [f"{row['class_error']:.4f}", f"{row['patch_error']:.4f}", f"{row['saliency_iou']:.3f}"]
+    reductions = done(record["rows"], row="reduction")
+    if not reductions:
+        return "\n".join(lines)
+    columns: dict[str, Column] = {
+        "of the MACs": "{share:.0%}",
+        "widths": "{widths}",
+        "loop": "{loop} loop",
+        "class error": "{class_error:.4f}",
+        "patch error": "{patch_error:.4f}",
+        "saliency IoU": "{saliency_iou:.3f}",
+        "s": "{seconds:.1f}",
+    }
+    reductions.sort(key=lambda row: (-row["share"], row["widths"], row["loop"]))
+    shown = table_of(reductions, columns)
+    return paragraphs("\n".join(lines), "Relative errors on the photographs held out, preset best:", shown)

@@ -1,58 +1,40 @@
 """Tables of the errors of methods on the digits, a ViT that is hard to prune, and a text encoder."""
 
 from collections.abc import Sequence
-from statistics import mean
-from typing import Any
 
-from benchmarks.pages.markdown import table
+from benchmarks.pages.markdown import Column, Row, cross_table, mean_rows, paragraphs, table
 
 METHODS = ("best, closed loop", "best", "corp", "corp-v1", "none")
-MLP_METHODS = (
-    "best",
-    "corp",
-    "corp-v1",
-    "grail",
-    "grail, symmetric closed loop",
-    "grail-fold",
-    "fold",
-    "vbp",
-    "none",
-)
+GRAIL_METHODS = ("grail", "grail, symmetric closed loop", "grail-fold", "fold", "vbp")
+MLP_METHODS = ("best", "corp", "corp-v1", *GRAIL_METHODS, "none")
 SPARSITIES = (0.3, 0.5, 0.7, 0.875)
 
 
-def _errors(record: dict[str, Any], kind: str, methods: Sequence[str]) -> str:
-    """Return a table with a row for each model and method: mean error and accuracy over the calibration seeds."""
-    rows = []
-    for model in record["models"]:
-        for method in methods:
-            key = model["name"], kind, method
-            every = [row for row in record["rows"] if (row["model"], row["kind"], row["method"]) == key]
-            if not every:
-                continue
-            cells = []
-            for sparsity in SPARSITIES:
-                found = [row for row in every if row["sparsity"] == sparsity]
-                error, accuracy = (mean(row[key] for row in found) for key in ("relative_error", "accuracy"))
-                cells.append(f"{error:.4f} ({accuracy:.1%})")
-            rows.append([f"{model['name']} (dense {model['accuracy']:.1%})", method, *cells])
-    return table(["model", "method", *(f"{sparsity:.1%}" for sparsity in SPARSITIES)], rows)
+def _errors(record: Row, kind: str, methods: Sequence[str]) -> str:
+    """Return a table with a line for each model and method: mean error and accuracy over the calibration seeds."""
+    dense = {model["name"]: model["accuracy"] for model in record["models"]}
+    chosen = [row for row in record["rows"] if row["kind"] == kind and row["method"] in methods]
+    rows = [row for row in chosen if row["sparsity"] in SPARSITIES]
+    rows.sort(key=lambda row: ([*dense].index(row["model"]), methods.index(row["method"])))
+    first: dict[str, Column] = {
+        "model": lambda row: f"{row['model']} (dense {dense[row['model']]:.1%})",
+        "method": "{method}",
+    }
+    figures = mean_rows(rows, ("model", "method", "sparsity"), ("relative_error", "accuracy"))
+    return cross_table(figures, first, "{sparsity:.1%}", "{relative_error:.4f} ({accuracy:.1%})")
 
 
-def methods(record: dict[str, Any]) -> str:
+def methods(record: Row) -> str:
     """Return the logit errors of joint reductions, and of reductions of MLPs alone."""
-    text = "Relative logit error (and accuracy) on held-out images at equal widths, joint MLP and Q/K sparsity, "
-    text += f"{record['calibration_images']} calibration images, mean of the calibration seeds:"
-    parts = [
-        text,
-        _errors(record, "joint", METHODS),
-        "The same for MLPs alone, including presets that reduce only MLPs:",
-    ]
-    parts.append(_errors(record, "mlp", MLP_METHODS))
-    return "\n\n".join([*parts, *record.get("remarks", [])])
+    text = (
+        "Relative logit error (and accuracy) on held-out images at equal widths, joint MLP and Q/K sparsity, "
+        f"{record['calibration_images']} calibration images, mean of the calibration seeds:"
+    )
+    alone = "The same for MLPs alone, including presets that reduce only MLPs:"
+    return paragraphs(text, _errors(record, "joint", METHODS), alone, _errors(record, "mlp", MLP_METHODS))
 
 
-def hard_vit(record: dict[str, Any]) -> str:
+def hard_vit(record: Row) -> str:
     """Return the table of a model trained without redundancy: error, accuracy and its change by each method."""
     sparsities = sorted({row["sparsity"] for row in record["rows"]})
     cells: dict[str, dict[float, list[str]]] = {}
@@ -73,27 +55,24 @@ def hard_vit(record: dict[str, Any]) -> str:
         f"{record['calibration_images']} images; labels serve only to judge; `by site` has the MACs of uniform widths. "
         "Relative logit error, accuracy and its change in points with a paired interval:"
     )
-    return "\n\n".join([text, table(["method", *head], lines), *record.get("remarks", [])])
+    return paragraphs(text, table(["method", *head], lines))
 
 
-def text_encoder(record: dict[str, Any]) -> str:
+def text_encoder(record: Row) -> str:
     """Return the table of a model with little redundancy: mean errors as shares of preset corp's error."""
-    found: dict[tuple[str, float, int], dict[str, list[dict[str, Any]]]] = {}
-    for row in record["rows"]:
-        case = row["kind"], row["sparsity"], row["calibration_tokens"]
-        found.setdefault(case, {}).setdefault(row["method"], []).append(row)
-    names = list(dict.fromkeys(row["method"] for row in record["rows"] if row["method"] != "corp"))
-    lines = []
-    for (kind, sparsity, tokens), by_method in found.items():
-        cells = [
-            f"{mean(row['of_corp'] for row in by_method[name]):.3f}" if name in by_method else "-" for name in names
-        ]
-        corp = f"{mean(row['error'] for row in by_method['corp']):.3f}"
-        lines.append([kind, f"{sparsity:.0%}", f"{tokens:,}", corp, *cells])
+    case = ("kind", "sparsity", "calibration_tokens")
+    rows = mean_rows(record["rows"], (*case, "method"), ("error", "of_corp"))
+    corp = {tuple(row[name] for name in case): row["error"] for row in rows if row["method"] == "corp"}
+    first: dict[str, Column] = {
+        "removed from": "{kind}",
+        "share": "{sparsity:.0%}",
+        "calibration tokens": "{calibration_tokens:,}",
+        "corp": lambda row: f"{corp[tuple(row[name] for name in case)]:.3f}",
+    }
     text = (
         "A pretrained 6-layer text encoder with little redundancy: relative error of the pooled output on held-out "
         "text with preset corp, and the errors of the other methods as shares of it (uniform widths unless `by site`; "
         "means over the seeds):"
     )
-    whole = table(["removed from", "share", "calibration tokens", "corp", *names], lines)
-    return "\n\n".join([text, whole, *record.get("remarks", [])])
+    others = [row for row in rows if row["method"] != "corp"]
+    return paragraphs(text, cross_table(others, first, "{method}", "{of_corp:.3f}"))

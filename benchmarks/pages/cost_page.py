@@ -1,29 +1,28 @@
 """Tables of the cost of calibration, reduction and verification."""
 
-from typing import Any
-
-from benchmarks.pages.markdown import table
+from benchmarks.pages.markdown import Column, Row, paragraphs, table, table_of
 
 
-def passes(record: dict[str, Any]) -> str:
+def passes(record: Row) -> str:
     """Return the table of the commands' costs in bare forward passes; the faster of two passes counts."""
     kwargs = "".join(f", {name} {value}" for name, value in record["model_kwargs"].items())
     text = (
         f"CPU time in bare forward passes over the same images: {record['model']}{kwargs}, {record['images']} images, "
+        f"batch {record['batch_size']}, {record['threads']} threads, {record['cpu']}:"
     )
-    text += f"batch {record['batch_size']}, {record['threads']} threads, {record['cpu']}:"
+    uniform = f"`reduce --mlp {record['sparsity']:g} --attn {record['sparsity']:g}"
     commands = {
         "calibrate": "`calibrate`",
-        "uniform": f"`reduce --mlp {record['sparsity']:g} --attn {record['sparsity']:g}`",
+        "uniform": f"{uniform}`",
         "macs": f"`reduce --macs {record['share_of_macs']:g}`",
-        "loop": f"`reduce --mlp {record['sparsity']:g} --attn {record['sparsity']:g} --closed-loop`",
+        "loop": f"{uniform} --closed-loop`",
         "macs and loop": f"`reduce --macs {record['share_of_macs']:g} --closed-loop`",
     }
     rows = [[words, f"{record['passes'][row]:.1f}"] for row, words in commands.items() if row in record["passes"]]
-    return text + "\n\n" + table(["command", "passes"], rows)
+    return paragraphs(text, table(["command", "passes"], rows))
 
 
-def workers(record: dict[str, Any]) -> str:
+def workers(record: Row) -> str:
     """Return the table of rates by the number of workers."""
     before, after = record["load_average"]
     text = (
@@ -33,13 +32,16 @@ def workers(record: dict[str, Any]) -> str:
         "for each CPU, workers have one thread each. The load average by this and other programs was "
         f"{before:.1f} before and {after:.1f} at the end:"
     )
-    rows = [
-        [row["way"], str(row["workers"]), f"{row['images_per_s']:.1f}", f"{row['ratio']:.2f}"] for row in record["rows"]
-    ]
-    return text + "\n\n" + table(["way", "workers", "images per second", "of one process"], rows)
+    columns: dict[str, Column] = {
+        "way": "{way}",
+        "workers": "{workers}",
+        "images per second": "{images_per_s:.1f}",
+        "of one process": "{ratio:.2f}",
+    }
+    return paragraphs(text, table_of(record["rows"], columns))
 
 
-def proof_cost(record: dict[str, Any]) -> str:
+def proof_cost(record: Row) -> str:
     """Return the cost of `verify` against that of the passes that it needs."""
     verify = record["verify"]
     return (

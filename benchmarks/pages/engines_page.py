@@ -1,13 +1,14 @@
 """Tables of engines: head geometries, fusion breaks and plans for several GPUs."""
 
+from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.pages.markdown import table
+from benchmarks.pages.markdown import Column, Row, paragraphs, table_of
 
 
-def break_fusion(record: dict[str, Any]) -> str:
+def break_fusion(record: Row) -> str:
     """Return the table of plans with and without fusion breaks, and the cost of several targets."""
-    by_site: dict[str, list[dict[str, Any]]] = {}
+    by_site: dict[str, list[Row]] = {}
     for row in record["rows"]:
         by_site.setdefault(row["break"], []).append(row)
     targets = ", ".join(dict.fromkeys(row["target"] for row in record["rows"]))
@@ -17,24 +18,26 @@ def break_fusion(record: dict[str, Any]) -> str:
         "without a GPU. Memory is that of weights and activations as the builder reports it. A break at a module's "
         "output keeps the module out of the next kernel; a break at a softmax splits the fused attention kernel:"
     )
-    head = ["fusion broken at", "kernels", "fused attention", "plan MB", "device memory MB"]
-    return f"{text}\n\n{table(head, [_row(site, rows) for site, rows in by_site.items()])}\n\n{_price(record)}"
+    columns: dict[str, Column] = {
+        "fusion broken at": lambda row: f"`{row['break']}`" if row["break"] else "nothing",
+        "kernels": lambda row: _extent([each["kernels"] for each in by_site[row["break"]]]),
+        "fused attention": lambda row: _extent([len(each["fused_attention"]) for each in by_site[row["break"]]]),
+        "plan MB": lambda row: f"{row['plan_bytes'] / 1e6:.2f}",
+        "device memory MB": lambda row: _extent([_memory(each) for each in by_site[row["break"]]], ".1f"),
+    }
+    return paragraphs(text, table_of((rows[0] for rows in by_site.values()), columns), _several_targets(record))
 
 
-def _row(site: str, rows: list[dict[str, Any]]) -> list[str]:
-    kernels = sorted({row["kernels"] for row in rows})
-    fused = sorted({len(row["fused_attention"]) for row in rows})
-    memory = sorted({max(row["device_memory_bytes"].values()) for row in rows})
-    name = f"`{site}`" if site else "nothing"
-    plan = f"{rows[0]['plan_bytes'] / 1e6:.2f}"
-    return [name, _each(kernels), _each(fused), plan, _each([f"{size / 1e6:.1f}" for size in memory])]
+def _memory(row: Row) -> float:
+    return float(max(row["device_memory_bytes"].values()) / 1e6)
 
 
-def _each(values: list[Any]) -> str:
-    return " to ".join(map(str, dict.fromkeys((values[0], values[-1]))))
+def _extent(values: Sequence[Any], form: str = "") -> str:
+    """Return the smallest and the largest value, or one where both look alike."""
+    return " to ".join(dict.fromkeys(format(each, form) for each in (min(values), max(values))))
 
 
-def _price(record: dict[str, Any]) -> str:
+def _several_targets(record: Row) -> str:
     price = record["compatibility"]["targets"]
     own, alone = price["own"], next(plan for plan in price["plans"] if plan["target"] == "sm86")
     portable = record["compatibility"]["portable"]
@@ -49,18 +52,15 @@ def _price(record: dict[str, Any]) -> str:
     )
 
 
-def engines(record: dict[str, Any]) -> str:
+def engines(record: Row) -> str:
     """Return the table of fused attention, kernels and plan sizes."""
-    rows = [
-        [
-            row["model"],
-            row["variant"],
-            f"{row['macs'] / 1e9:.2f}",
-            f"{row['fused_attention']} of {row['blocks']}",
-            str(row["kernels"]),
-            f"{row['plan_bytes'] / 1e6:.1f}",
-        ]
-        for row in record["rows"]
-    ]
+    columns: dict[str, Column] = {
+        "model": "{model}",
+        "heads": "{variant}",
+        "GMAC": lambda row: f"{row['macs'] / 1e9:.2f}",
+        "fused attention": "{fused_attention} of {blocks}",
+        "kernels": "{kernels}",
+        "plan MB": lambda row: f"{row['plan_bytes'] / 1e6:.1f}",
+    }
     text = "TensorRT-RTX engines built without a GPU, FP16, SM86, 50 % joint sparsity; two builds give equal bytes:"
-    return text + "\n\n" + table(["model", "heads", "GMAC", "fused attention", "kernels", "plan MB"], rows)
+    return paragraphs(text, table_of(record["rows"], columns))

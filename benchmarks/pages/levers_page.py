@@ -1,23 +1,20 @@
 """The table of options by kind of site."""
 
 import re
-from typing import Any
+from collections.abc import Sequence
 
-from benchmarks.pages.markdown import table
+from benchmarks.pages.markdown import Row, cross_table, paragraphs
 
 _PARAMETER = re.compile(r"`(\w+)=([^`]*)`")
 _REMEDY = re.compile(r"; (leave it (?:away|out)|it affects .*|give .*|reduce without .*)$")
 
 
-def levers(record: dict[str, Any]) -> str:
+def levers(record: Row) -> str:
     """Return a table with a row for each option and a column for each kind of site.
 
     An option that does nothing has the number of its reason.
     """
-    cells = {(row["lever"], row["kind"]): row for row in record["rows"]}
-    kinds, every = (list(dict.fromkeys(row[of] for row in record["rows"])) for of in ("kind", "lever"))
     reasons = list(dict.fromkeys(_reason(row) for row in record["rows"] if "reason" in row))
-    lines = [[lever, *(_cell(cells[lever, kind], reasons) for kind in kinds)] for lever in every]
     text = (
         "Each option on each kind of site, on a small model with structured random weights. Half of the sites of that "
         "kind are removed; budgets remove a fifth of the whole model, `--latency` a tenth. The table shows the error "
@@ -25,10 +22,11 @@ def levers(record: dict[str, Any]) -> str:
         "in brackets refers to the message that refuses the option, listed below the table:"
     )
     listed = "\n".join(f"{number}. {reason}" for number, reason in enumerate(reasons, 1))
-    return "\n\n".join([text, table(["option", *kinds], lines), listed])
+    first = {"option": "{lever}"}
+    return paragraphs(text, cross_table(record["rows"], first, "{kind}", lambda row: _cell(row, reasons)), listed)
 
 
-def _reason(row: dict[str, Any]) -> str:
+def _reason(row: Row) -> str:
     """Return the reason on one line, with options as commands spell them and without the remedy."""
     return _PARAMETER.sub(_option, _REMEDY.sub("", " ".join(row["reason"].split())))
 
@@ -38,5 +36,5 @@ def _option(parameter: re.Match[str]) -> str:
     return f"--{name}" if value == "True" else f"--{name} {value}"
 
 
-def _cell(row: dict[str, Any], reasons: list[str]) -> str:
+def _cell(row: Row, reasons: Sequence[str]) -> str:
     return f"{row['error']:.2g}" if "error" in row else f"[{reasons.index(_reason(row)) + 1}]"

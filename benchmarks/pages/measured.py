@@ -15,29 +15,26 @@ from benchmarks.coverage.page import classes, coverage, names
 from benchmarks.gpu import page as gpu_page
 from benchmarks.pages import (
     accuracy_page,
-    bf16_page,
     convnets_page,
     cost_page,
-    decoder_onnx_page,
     decoder_page,
     engines_page,
     latency_page,
     levers_page,
     measurement_page,
     merging_page,
-    openvino_page,
-    quantised_page,
+    precision_page,
     sparsity_page,
     startup_page,
 )
+from benchmarks.pages.installed import installed
+from benchmarks.pages.markdown import Row, paragraphs
 from benchmarks.real import page as real_page
-
-from .installed import installed
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- records: begin -->", "<!-- records: end -->"
-Table = Callable[[dict[str, Any]], str]
+Table = Callable[[Row], str]
 ON_GPUS, SUPPORT = "docs/measured/gpu.md", "docs/support.md"
 
 PAGES: Mapping[str, Mapping[str, tuple[str, Table]]] = {
@@ -70,16 +67,16 @@ PAGES: Mapping[str, Mapping[str, tuple[str, Table]]] = {
         "break_fusion.json": ("Fusion breaks, and several targets", engines_page.break_fusion),
     },
     "docs/measured/precision.md": {
-        "bf16.json": ("FP16 and BF16", bf16_page.bf16),
-        "quantised.json": ("INT8 and FP8", quantised_page.quantised),
+        "bf16.json": ("FP16 and BF16", precision_page.bf16),
+        "quantised.json": ("INT8 and FP8", precision_page.quantised),
     },
     "docs/measured/latency.md": {
         "cpu_latency.json": ("ONNX Runtime", latency_page.cpu_latency),
-        "openvino.json": ("OpenVINO", openvino_page.openvino),
+        "openvino.json": ("OpenVINO", latency_page.openvino),
     },
     "docs/measured/decoders.md": {
         "trained_decoder.json": ("Perplexity", decoder_page.trained_decoder),
-        "decoder_onnx.json": ("Prefill and decoding", decoder_onnx_page.decoder_onnx),
+        "decoder_onnx.json": ("Prefill and decoding", decoder_page.decoder_onnx),
     },
     "docs/measured/costs.md": {
         "passes.json": ("Each command in forward passes", cost_page.passes),
@@ -101,13 +98,13 @@ def _record(path: Path) -> dict[str, Any]:
 
 
 def tables(of: Mapping[str, tuple[str, Table]], results: Path = RESULTS) -> str:
-    """Return the tables of the records that exist, each under its heading."""
+    """Return the tables of the records that exist, each under its heading and with its remarks."""
     parts = []
     for name, (heading, table) in of.items():
-        path = results / name
-        if path.is_file() and (made := table(_record(path))):
-            parts += [f"## {heading}", made] if heading else [made]
-    return "\n\n".join(parts)
+        if (results / name).is_file():
+            record = _record(results / name)
+            parts += [f"## {heading}", table(record), *record.get("remarks", [])]
+    return paragraphs(*parts)
 
 
 def on_gpus(results: Path = RESULTS) -> list[str]:
@@ -129,7 +126,7 @@ NO_GPU = (
 
 def of_gpus(results: Path = RESULTS) -> str:
     """Return the tables of GPU records, or a note that there are none."""
-    return "\n\n".join(on_gpus(results)) or NO_GPU
+    return paragraphs(*on_gpus(results)) or NO_GPU
 
 
 def contents() -> dict[str, str]:

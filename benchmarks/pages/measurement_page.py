@@ -1,13 +1,8 @@
 """Error rates of the gate, and the overhead of the timing code."""
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
-from benchmarks.pages.markdown import table
-
-Record = Mapping[str, Any]
-
+from benchmarks.pages.markdown import Column, Row, paragraphs, table_of
 
 LOADS = {
     "quiet": "none",
@@ -16,7 +11,7 @@ LOADS = {
 }
 
 
-def gate_alarms(record: Record) -> str:
+def gate_alarms(record: Row) -> str:
     """Return the table of comparisons of a workload with itself, by design."""
     tallies, plan = record["tallies"], record["plan"]
     most = math.ceil(max(plan["limits_s"].values()))
@@ -27,30 +22,33 @@ def gate_alarms(record: Record) -> str:
         "copies swapped, the same measurements are judged once more. Comparisons with fewer than six rounds have no "
         "interval. The older interval is the bootstrap over rounds alone, with its own end of the measurement:"
     )
-    head = [
-        *("other processes", "load average", "comparisons", "with interval"),
-        *("interval contains 1", "older interval contains 1", "width over the older's"),
-        *("false alarms", "false alarms, swapped", "FAIL if 5 % slower", "naive mean off by more than 3 %"),
-    ]
-    lines = [
-        [
-            LOADS[name],
-            f"{row['median_load_average']:.1f}",
-            str(row["comparisons"]),
-            str(row["intervals"]),
-            f"{row['hold_one']} ({100 * row['hold_one'] / row['intervals']:.1f} %)",
-            f"{row['bootstrap_hold_one']} ({100 * row['bootstrap_hold_one'] / row['intervals']:.1f} %)",
-            f"{row['width_to_bootstrap']:.2f}",
-            *(str(row["verdicts"][key].get("FAIL", 0)) for key in ("equal", "swapped", "slower by 5 %")),
-            str(row["naive_apart"]),
-        ]
-        for name, row in tallies.items()
-    ]
+    columns: dict[str, Column] = {
+        "other processes": "{load}",
+        "load average": "{median_load_average:.1f}",
+        "comparisons": "{comparisons}",
+        "with interval": "{intervals}",
+        "interval contains 1": lambda row: _share(row, "hold_one"),
+        "older interval contains 1": lambda row: _share(row, "bootstrap_hold_one"),
+        "width over the older's": "{width_to_bootstrap:.2f}",
+        "false alarms": lambda row: _failed(row, "equal"),
+        "false alarms, swapped": lambda row: _failed(row, "swapped"),
+        "FAIL if 5 % slower": lambda row: _failed(row, "slower by 5 %"),
+        "naive mean off by more than 3 %": "{naive_apart}",
+    }
+    rows = [{"load": LOADS[name], **row} for name, row in tallies.items()]
     after = "The widths are compared over all rounds of a comparison. The naive mean is that of 20 calls of each copy."
-    return "\n\n".join([text, table(head, lines), after])
+    return paragraphs(text, table_of(rows, columns), after)
 
 
-def harness_overhead(record: Record) -> str:
+def _share(row: Row, count: str) -> str:
+    return f"{row[count]} ({100 * row[count] / row['intervals']:.1f} %)"
+
+
+def _failed(row: Row, change: str) -> str:
+    return str(row["verdicts"][change].get("FAIL", 0))
+
+
+def harness_overhead(record: Row) -> str:
     """Return the overhead of the timing code in words."""
     share = (record["inside_us"] + record["around_us"]) / (1e3 * record["call_ms"])
     return (

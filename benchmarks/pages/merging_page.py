@@ -1,28 +1,23 @@
 """Tables of merged tokens: their positions, and merging for MLPs alone."""
 
-from typing import Any
-
-from benchmarks.pages.markdown import Column, interval, table, table_of
+from benchmarks.pages.markdown import Column, Row, cross_table, interval_of, paragraphs, table_of
 
 _MODELS = {"vit_small_patch16_rope_224": "rotary ViT", "eva02_tiny_patch14_224": "EVA-02"}
 
 
-def positions(record: dict[str, Any]) -> str:
+def positions(record: Row) -> str:
     """Return errors by model, way and number of merged tokens, then graphs of models of real size."""
-    rows = {(row["model"], row["way"], row["merged"]): row for row in record["rows"]}
-    counts = [count for count in dict.fromkeys(count for *_, count in rows) if count]
-    ways = [pair for pair in dict.fromkeys((model, way) for model, way, _ in rows) if pair[1] != "dense"]
-    lines = [
-        [_MODELS[model], way, *(f"{rows[model, way, count]['error']:.3g}" for count in counts)] for model, way in ways
-    ]
-    shares = {count: next(row["macs_share"] for row in rows.values() if row["merged"] == count) for count in counts}
-    heads = [f"{count} ({share:.2f} of the MACs)" for count, share in shares.items()]
-    dense = ", ".join(f"{_MODELS[model]} {rows[model, 'dense', 0]['accuracy']:.1%}" for model in _MODELS)
+    merged = [row for row in record["rows"] if row["way"] != "dense"]
+    shares: dict[int, float] = {}
+    for row in merged:
+        shares.setdefault(row["merged"], row["macs_share"])
+    dense = {row["model"]: row["accuracy"] for row in record["rows"] if row["way"] == "dense"}
+    accuracies = ", ".join(f"{_MODELS[model]} {dense[model]:.1%}" for model in _MODELS)
     quality = (
         "Two small models trained on the digits (64 patches, 6 blocks), one with rotary positions alone, one with "
-        f"learned ones too (accuracy: {dense}). Relative error of the logits on 500 held-out digits, by the number of "
-        "tokens that each block merges. A merged token is turned by the mean sine and cosine of its source tokens, "
-        "scaled to the root of their length (as `--merge-tokens` does), as they are, or scaled to length one, or by "
+        f"learned ones too (accuracy: {accuracies}). Relative error of the logits on 500 held-out digits, by the "
+        "number of tokens that each block merges. A merged token is turned by the mean sine and cosine of its source "
+        "tokens, scaled to the root of their length (as `--merge-tokens` does), as they are, or scaled to length one, or by "
         "the sources' mean angle. `closed loop` repairs the first at full widths with "
         f"{record['calibration_images']} calibration images. `widths` has the same multiply-adds with all tokens "
         "(`best`, by site, closed loop): on these redundant models narrower layers lose next to nothing, other than on "
@@ -41,11 +36,16 @@ def positions(record: dict[str, Any]) -> str:
         "Models of real size with **random weights**, four tokens in a hundred merged per block: they show costs, "
         "graphs and TensorRT-RTX plans, and nothing of quality. Errors are of the FP32 graph against torch on noise:"
     )
-    shapes = table_of(record.get("shapes", ()), columns)
-    return "\n\n".join([quality, table(["model", "way", *heads], lines), real, shapes])
+    first: dict[str, Column] = {"model": lambda row: _MODELS[row["model"]], "way": "{way}"}
+
+    def head(row: Row) -> str:
+        return f"{row['merged']} ({shares[row['merged']]:.2f} of the MACs)"
+
+    errors = cross_table(merged, first, head, "{error:.3g}")
+    return paragraphs(quality, errors, real, table_of(record.get("shapes", ()), columns))
 
 
-def mlp_merging(record: dict[str, Any]) -> str:
+def mlp_merging(record: Row) -> str:
     """Return errors by model and share of the tokens, beside widths of the same cost, then times of graphs."""
     rows = [{**row, "way": _way(row)} for row in record["rows"]]
     columns: dict[str, Column] = {
@@ -69,16 +69,16 @@ def mlp_merging(record: dict[str, Any]) -> str:
         "model": "`{model}`",
         "batch": "{batch}",
         "MACs": "{macs_share:.2f}",
-        "speed-up": lambda row: interval(row["speedup"]),
+        "speed-up": interval_of("speedup"),
     }
     speed = (
         "Time of FP32 graphs in ONNX Runtime on two CPU threads, 30 % of the tokens merged for each MLP, against dense "
         "(random weights):"
     )
-    return "\n\n".join([quality, table_of(rows, columns), speed, table_of(times, timed)])
+    return paragraphs(quality, table_of(rows, columns), speed, table_of(times, timed))
 
 
-def _way(row: dict[str, Any]) -> str:
+def _way(row: Row) -> str:
     if row["way"] == "merged":
         return f"{row['share']:.0%} of each MLP's tokens merged"
     return str(row["way"]) if row["share"] == 0 else f"widths like {row['share']:.0%} merged"

@@ -1,20 +1,19 @@
 """The table of the commands' start-up times."""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from statistics import median
-from typing import Any
 
-from benchmarks.pages.markdown import table
+from benchmarks.pages.markdown import Row, paragraphs, table
 
 TORCH, WITH_TIMM = "import torch", "import torch, timm"
 HELP = " --help"
 
 
-def rows_by_command(record: Mapping[str, Any], *, bytecode: bool) -> dict[str, Any]:
+def rows_by_command(record: Row, *, bytecode: bool) -> dict[str, Row]:
     return {row["command"]: row for row in record["rows"] if row["bytecode"] == bytecode}
 
 
-def startup(record: Mapping[str, Any]) -> str:
+def startup(record: Row) -> str:
     """Return a table with the baselines, a row for each command on a small input, and one for `--help`."""
     compiled, bare = (rows_by_command(record, bytecode=each) for each in (True, False))
     rows = [_row(f"`{name}`", [compiled[name]], [bare[name]]) for name in compiled if not name.endswith(HELP)]
@@ -29,10 +28,10 @@ def startup(record: Mapping[str, Any]) -> str:
         f"{record['environment']['load_average']:.1f} at the end:"
     )
     head = ["process", "CPU s", "wall s", f"of `{TORCH}`", f"of `{WITH_TIMM}`", "CPU s without bytecode"]
-    return text + "\n\n" + table(head, rows)
+    return paragraphs(text, table(head, rows))
 
 
-def _row(name: str, compiled: list[Any], bare: list[Any]) -> list[str]:
+def _row(name: str, compiled: Sequence[Row], bare: Sequence[Row]) -> list[str]:
     """Return a row with the medians over several runs."""
     ratios = [median(row["ratio"][each]["cpu_s"] for row in compiled) for each in (TORCH, WITH_TIMM)]
     cpu_s, wall_s = (median(row[clock] for row in compiled) for clock in ("cpu_s", "wall_s"))

@@ -1,66 +1,39 @@
-"""The tables of a record of real_vit.py, real_vit_engines.py, real_convnet.py and efforts.py."""
+"""The tables of a record of real_vit.py, real_vit_engines.py, real_convnet.py, efforts.py and more_data.py."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from benchmarks.pages.markdown import Column, interval, table, table_of
+from benchmarks.pages.markdown import Column, Row, cross_table, interval_of, paragraphs, table, table_of
 
 SHOWN_SHARE = 0.8
-Row = Mapping[str, Any]
-FIGURES: Mapping[str, tuple[str, Callable[[float], str]]] = {
-    "macs_share": ("MACs", "{:.2f}".format),
-    "class_error": ("class token", "{:.3f}".format),
-    "patch_error": ("patch tokens", "{:.3f}".format),
-    "cosine_mean": ("cosine", "{:.3f}".format),
-    "cosine_low": ("lowest 1 %", "{:.3f}".format),
-    "saliency_error": ("saliency", "{:.3f}".format),
-    "saliency_iou": ("IoU", "{:.3f}".format),
-    "neighbour_agreement": ("neighbours", "{:.0%}".format),
-    "cpu_s": ("CPU s", "{:.0f}".format),
-    "passes": ("passes", "{:.1f}".format),
+FIGURES: dict[str, Column] = {
+    f"at {SHOWN_SHARE:g} of the MACs": "{method}",
+    "MACs": "{macs_share:.2f}",
+    "class token": "{class_error:.3f}",
+    "patch tokens": "{patch_error:.3f}",
+    "cosine": "{cosine_mean:.3f}",
+    "lowest 1 %": "{cosine_low:.3f}",
+    "saliency": "{saliency_error:.3f}",
+    "IoU": "{saliency_iou:.3f}",
+    "neighbours": "{neighbour_agreement:.0%}",
+    "CPU s": "{cpu_s:.0f}",
+    "passes": "{passes:.1f}",
 }
 
 
-def _by_share(rows: Sequence[Row]) -> str:
-    """Return a table of the class token's errors with a row for each method."""
-    shares = sorted({row["share"] for row in rows}, reverse=True)
-    errors = {(row["method"], row["share"]): f"{row['class_error']:.3f}" for row in rows}
-    methods = dict.fromkeys(row["method"] for row in rows)
-    lines = [[method, *(errors.get((method, share), "-") for share in shares)] for method in methods]
-    return table(["share of the MACs", *(f"{share:g}" for share in shares)], lines)
+def _shares(rows: Sequence[Row], form: str) -> list[str]:
+    """Return headings of the shares of the MACs, the largest first."""
+    return [form.format(share=share) for share in sorted({row["share"] for row in rows}, reverse=True)]
 
 
-def _figures(rows: Sequence[Row]) -> str:
-    """Return a table of all figures of the rows at one share."""
-    lines = [
-        [row["method"], *("-" if row[name] is None else words(row[name]) for name, (_, words) in FIGURES.items())]
-        for row in rows
-        if row["share"] == SHOWN_SHARE
-    ]
-    return table([f"at {SHOWN_SHARE:g} of the MACs", *(name for name, _ in FIGURES.values())], lines)
-
-
-def _photographs(rows: Sequence[Row]) -> str:
-    """Return a table of errors on the calibration crops and on held-out crops, by the number of photographs."""
-    counts = sorted({row["photographs"] for row in rows})
-    cells = {
-        (row["method"], row["photographs"]): f"{row['fitted_class_error']:.3f} / {row['class_error']:.3f}"
-        for row in rows
-    }
-    methods = dict.fromkeys(row["method"] for row in rows)
-    lines = [[method, *(cells.get((method, count), "-") for count in counts)] for method in methods]
-    return table(["photographs", *map(str, counts)], lines)
-
-
-def _threads(record: Mapping[str, Any]) -> str:
+def _threads(record: Row) -> str:
     count = record["threads"]
     return f"{count} thread{'s'[: count > 1]}"
 
 
-def real_vit(record: Mapping[str, Any]) -> str:
+def real_vit(record: Row) -> str:
     """Return the tables of all methods on real weights."""
     calibration, held_out = record["calibration"], record["held_out"]
-    rows = record["rows"]
+    rows, photographs = record["rows"], record.get("photographs", ())
     text = (
         f"**A real {record['model']}** (`make real`), calibrated on {calibration['crops']} crops of "
         f"{calibration['photographs']} photographs, judged on {held_out['crops']} crops of {held_out['photographs']} "
@@ -68,63 +41,58 @@ def real_vit(record: Mapping[str, Any]) -> str:
         "Presets use the smallest uniform sparsity of MLPs and Q/K that leaves at most that share; `by site` is "
         "`--macs`:"
     )
-    parts = [text, _by_share(rows)]
-    if any(row["share"] == SHOWN_SHARE for row in rows):
+    form, first = "{share:g}", {"share of the MACs": "{method}"}
+    parts = [text, cross_table(rows, first, form, "{class_error:.3f}", _shares(rows, form))]
+    if shown := [row for row in rows if row["share"] == SHOWN_SHARE]:
         more = (
             "All figures: errors of class and patch tokens, cosine of patch tokens (mean and 1 % quantile), error and "
             "overlap of the maps of an unchanged saliency head, images with the same nearest neighbour, CPU seconds of "
             f"`reduce` with {_threads(record)}, and the same cost in bare forward passes over the calibration crops:"
         )
-        parts += [more, _figures(rows)]
-    if record.get("photographs"):
-        (share,) = {row["share"] for row in record["photographs"]}
-        parts.append(
+        parts += [more, table_of(shown, FIGURES)]
+    if photographs:
+        (share,) = {row["share"] for row in photographs}
+        over_fitting = (
             f"Over-fitting: the class token's error at {share:g} of the MACs, uniform widths, on the calibration crops "
             "/ on held-out crops, by the number of photographs:"
         )
-        parts.append(_photographs(record["photographs"]))
-    return "\n\n".join([*parts, *record.get("remarks", [])])
+        counts = map(str, sorted({row["photographs"] for row in photographs}))
+        both = "{fitted_class_error:.3f} / {class_error:.3f}"
+        parts += [over_fitting, cross_table(photographs, {"photographs": "{method}"}, "{photographs}", both, counts)]
+    return paragraphs(*parts)
 
 
-def real_vit_engines(record: Mapping[str, Any]) -> str:
+def real_vit_engines(record: Row) -> str:
     """Return the tables of latencies and engines."""
-    lines = []
-    engines = [("dense", record["dense_engine"]), *((row["name"], row["engine"]) for row in record["rows"])]
-    for row in record["rows"]:
-        head = [row["name"], f"{row['macs_share']:.2f}", f"{row['class_error']:.3f}"]
-        for line in row["latency"]["rows"]:
-            p50 = [interval(line["p50_ms"][side], 1) for side in ("dense", "reduced")]
-            rates = [interval(line["images_per_s"][side], 1) for side in ("dense", "reduced")]
-            lines.append([*head, str(line["batch"]), *p50, *rates, interval(line["speedup"], 2)])
     text = (
         f"ONNX Runtime, FP32, {_threads(record)} of an {record['cpu']}, each model interleaved with the dense model in "
         "one process (95 % intervals in brackets):"
     )
-    names = [
-        "model",
-        "MACs",
-        "class token",
-        "batch",
-        "dense p50 ms",
-        "p50 ms",
-        "dense images/s",
-        "images/s",
-        "speed-up",
-    ]
-    parts = [text, table(names, lines)]
-    if all(engine is not None for _, engine in engines):
+    columns: dict[str, Column] = {
+        "model": "{name}",
+        "MACs": "{macs_share:.2f}",
+        "class token": "{class_error:.3f}",
+        "batch": "{batch}",
+        "dense p50 ms": interval_of("p50_ms.dense", 1),
+        "p50 ms": interval_of("p50_ms.reduced", 1),
+        "dense images/s": interval_of("images_per_s.dense", 1),
+        "images/s": interval_of("images_per_s.reduced", 1),
+        "speed-up": interval_of("speedup"),
+    }
+    parts = [text, table_of([{**row, **line} for row in record["rows"] for line in row["latency"]["rows"]], columns)]
+    engines = {"dense": record["dense_engine"], **{row["name"]: row["engine"] for row in record["rows"]}}
+    if None not in engines.values():
         parts.append("The same as TensorRT-RTX engines, FP16, SM86, built without a GPU:")
-        parts.append(table(["model", "fused attention", "kernels", "plan MB"], map(_engine, engines)))
-    return "\n\n".join([*parts, *record.get("remarks", [])])
+        lines = [
+            (name, f"{engine['fused_attention']} of {len(engine['attention_sites'])}", str(engine["kernels"]),
+             f"{engine['plan_bytes'] / 1e6:.1f}")
+            for name, engine in engines.items()
+        ]  # fmt: skip
+        parts.append(table(("model", "fused attention", "kernels", "plan MB"), lines))
+    return paragraphs(*parts)
 
 
-def _engine(named: tuple[str, Mapping[str, Any]]) -> list[str]:
-    name, engine = named
-    fused = f"{engine['fused_attention']} of {len(engine['attention_sites'])}"
-    return [name, fused, str(engine["kernels"]), f"{engine['plan_bytes'] / 1e6:.1f}"]
-
-
-def efforts(record: Mapping[str, Any]) -> str:
+def efforts(record: Row) -> str:
     """Return the error on held-out inputs and the cost of each effort."""
     text = (
         f"`reduce --effort` with preset `best`, calibrated on {record['crops']} crops (MiniLM: 312 texts) and judged "
@@ -134,7 +102,6 @@ def efforts(record: Mapping[str, Any]) -> str:
         "calibration inputs:"
     )
     absent = dict.fromkeys(("median_error", "more_error", "more_median_error", "fitted_error"))
-    rows = [{**absent, **row, "said": _stages(row)} for row in record["rows"]]
     columns: dict[str, Column] = {
         "model": "{model}",
         "asked": "{asked}",
@@ -144,13 +111,13 @@ def efforts(record: Mapping[str, Any]) -> str:
         "30 more photographs": "{more_error:.3f}",
         "median of these": "{more_median_error:.3f}",
         "on calibration inputs": "{fitted_error:.3f}",
-        "stages": "{said}",
+        "stages": lambda row: ", ".join(f"{stage['name']} {stage['error']:.3f}" for stage in row["stages"]) or "-",
         "passes": "{passes:.1f}",
     }
-    return "\n\n".join([text, table_of(rows, columns), *record.get("remarks", [])])
+    return paragraphs(text, table_of([absent | row for row in record["rows"]], columns))
 
 
-def more_data(record: Mapping[str, Any]) -> str:
+def more_data(record: Row) -> str:
     """Return the error by the numbers of photographs and crops, on each set of judging photographs."""
     text = (
         f"DINOv2-S at {record['share']:g} of the multiply-adds, calibrated on crops of 37 large photographs, or of "
@@ -167,34 +134,21 @@ def more_data(record: Mapping[str, Any]) -> str:
         "CPU s of `reduce`": "{cpu_s:.0f}",
     }
     picture = "![Error of the class token by the images of the fit](../pictures/more-data.svg)"
-    return "\n\n".join([text, table_of(record["rows"], columns), picture, *record.get("remarks", [])])
+    return paragraphs(text, table_of(record["rows"], columns), picture)
 
 
-def _stages(row: Row) -> str | None:
-    return ", ".join(f"{stage['name']} {stage['error']:.3f}" for stage in row["stages"]) or None
-
-
-def real_convnet(record: Mapping[str, Any]) -> str:
+def real_convnet(record: Row) -> str:
     """Return a table with a row for each method and a column for each share of the MACs."""
-    rows = record["rows"]
-    shares = sorted({row["share"] for row in rows}, reverse=True)
-    by_key = {(row["method"], row["share"]): row for row in rows}
-
-    def cell(method: str, share: float) -> str:
-        row = by_key.get((method, share))
-        return "-" if row is None else f"{row['error']:.3f}, {row['agreement']:.1%}"
-
-    def cost(method: str) -> str:
-        row = by_key.get((method, shares[0]))
-        return "-" if row is None else f"{row['cpu_s']:.0f}"
-
-    methods = list(dict.fromkeys(row["method"] for row in rows))
-    lines = [[method, *(cell(method, share) for share in shares), cost(method)] for method in methods]
+    rows, cost = record["rows"], "CPU s"
+    largest = max(row["share"] for row in rows)
     text = (
         f"A convolutional network, {record['model']}, with ImageNet weights, calibrated on {record['crops']} crops and "
         f"judged on {record['held_out']} crops of other photographs. Relative error of the logits and agreement of the "
-        f"top class with the dense model, by the share of the MACs; CPU seconds of `reduce` at {shares[0]:g} on "
+        f"top class with the dense model, by the share of the MACs; CPU seconds of `reduce` at {largest:g} on "
         f"{record['cpu']}, {record['threads']} thread(s):"
     )
-    head = ("method", *(f"{share:g} of the MACs" for share in shares), "CPU s")
-    return "\n\n".join([text, table(head, lines), *record.get("remarks", [])])
+    form = "{share:g} of the MACs"
+    cells = [{**row, "head": form.format(**row), "cell": "{error:.3f}, {agreement:.1%}".format(**row)} for row in rows]
+    cells += [{**row, "head": cost, "cell": f"{row['cpu_s']:.0f}"} for row in rows if row["share"] == largest]
+    order = [*_shares(rows, form), cost]
+    return paragraphs(text, cross_table(cells, {"method": "{method}"}, "{head}", "{cell}", order))
