@@ -1,6 +1,7 @@
-"""One instance through the chain: sites, calibration, reduction, graphs, ONNX Runtime, engines."""
+"""The chain of one instance: sites, calibration, reduction, graphs, ONNX Runtime, engines."""
 
 import math
+import tempfile
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +14,9 @@ import onnxruntime as ort
 import torch
 from torch import Tensor, nn
 
+from benchmarks.coverage.instances import Instance
+from benchmarks.coverage.models import beside, dense, inputs, outputs
+from benchmarks.speed.random_models import build_rtx
 from calib.inputs import InputSet, chunks, tensors_by_name
 from calib.moments import Moments
 from corp_deploy.families.family import CONVOLUTIONS, OPTION_KINDS, input_ports, sites_of
@@ -24,21 +28,16 @@ from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.onnx_file import export_checkpoint
 from corp_deploy.traced.models.module import Tracing
 from corp_deploy.traced.programs.program import sizes_at_one
-from export.engine.build import build_engine
-from export.engine.options import BatchProfile, BuildOptions
 from ground.errors import BadInput, Missing
-
-from .instances import Instance
-from .models import beside, dense, inputs, outputs
 
 BATCH, CALIBRATION, JUDGED = 8, 64, 32
 MOST_INPUTS = 1024
 PRESETS = ("none", "corp", "best")
 PRECISIONS = ("fp32", "fp16")
 DRAWS, CLOSE = 4, 1.2
-"""How many draws of weights and inputs are told of where two presets err by less than this ratio in the first one."""
+"""The number of draws of weights and inputs if the errors of two presets differ by less than the ratio CLOSE."""
 OTHER_SIZE = 1.5
-"""The second image size that nothing removed is tried at, beside the instance's own."""
+"""The ratio of a second image size to the instance's own, at which nothing is removed."""
 TARGET = "86"
 PAIRS, VALUES = "traced queries and keys", "traced values"
 
@@ -49,13 +48,13 @@ def method(preset: str, sparsity: float) -> Method:
 
 
 def away(got: Tensor, expected: Tensor) -> float:
-    """Relative error."""
+    """Return the relative error."""
     return float((got - expected).norm() / expected.norm())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """A dense instance, its moments, and inputs that it is judged on."""
+    """A dense instance, its moments, and the inputs that judge it."""
 
     checkpoint: Checkpoint
     moments: Moments
@@ -69,15 +68,13 @@ class Subject:
         return reduce(self.model, self.moments, method(preset, sparsity)).model
 
     def error(self, candidate: nn.Module) -> float:
-        """Of the outputs on the judged inputs."""
+        """Return the error of the outputs on the judging inputs."""
         exact = outputs(self.model, self.judged.batches(BATCH))
         return away(outputs(candidate, self.judged.batches(BATCH)), exact)
 
 
 def needed(found: Tracing) -> int:
-    """How many inputs to calibrate on: as many as give each layer half as many rows again as it has columns, within
-    bounds.
-    """
+    """Return the number of inputs, within bounds, that gives each layer 1.5 times as many rows as columns."""
     counts = [CALIBRATION]
     for node_name, layer in found.hooked[1].items():
         node = found.by_node[node_name]
@@ -87,7 +84,7 @@ def needed(found: Tracing) -> int:
 
 
 def subject_of(instance: Instance, directory: Path, *, seed: int = 0, **changes: Any) -> Subject:
-    """Calibrated; `seed` draws weights and inputs. Raises BadInput where no family takes the model."""
+    """Return an instance, calibrated; `seed` draws weights and inputs. Raises BadInput if no family reads the model."""
     directory.mkdir(parents=True)
     checkpoint = dense(instance, directory, seed=seed, **changes)
     fitted = inputs(instance, checkpoint.model, needed(tracing(checkpoint.model)), 2 * seed + 1, directory)
@@ -100,7 +97,7 @@ def subject_of(instance: Instance, directory: Path, *, seed: int = 0, **changes:
 
 
 def graph_errors(subject: Subject, candidate: nn.Module, directory: Path) -> dict[str, float]:
-    """What ONNX Runtime gives beside torch, the worst of two batch sizes, by precision."""
+    """Return the error of ONNX Runtime against torch by precision, the worst of two batch sizes."""
     whole = Checkpoint(model=candidate, architecture=subject.checkpoint.architecture, lineage={})
     errors = {}
     for precision in PRECISIONS:
@@ -123,23 +120,25 @@ def graph_errors(subject: Subject, candidate: nn.Module, directory: Path) -> dic
 
 
 def fused(subject: Subject, candidate: nn.Module, directory: Path) -> Mapping[str, int] | None:
-    """Attention sites of the half-precision graph and how many of them stayed one kernel in TensorRT-RTX; None where
-    that is not installed.
+    """Return the numbers of attention sites, of fused ones and of kernels in the FP16 plan of TensorRT-RTX.
+
+    Without TensorRT-RTX, return None.
     """
     whole = Checkpoint(model=candidate, architecture=subject.checkpoint.architecture, lineage={})
     path = directory / "engine.onnx"
     export_checkpoint(whole, path, precision="fp16")
-    profile = BatchProfile(smallest=1, tuned=4, largest=8)
     try:
-        built = build_engine(path, BuildOptions(backend="tensorrt-rtx", profiles=(profile,), sms=(TARGET,))).record
+        built = build_rtx(path, TARGET, "1:4:8")
     except Missing:
         return None
     return {"sites": len(built.attention_sites), "fused": built.fused_attention or 0, "kernels": built.kernels or 0}
 
 
 def errors_of(instance: Instance, subject: Subject, directory: Path) -> tuple[dict[str, float], int]:
-    """Of half of everything by every preset; means over more draws where CORP and `best` are close in the first one,
-    since a single network of random weights may favour either by chance; and of how many draws.
+    """Return the error of every preset with half of everything removed, and the number of draws that it is a mean of.
+
+    There are several draws if CORP and `best` are close in the first one, since one network with random weights may
+    favour either by chance.
     """
 
     def drawn(each: Subject) -> dict[str, float]:
@@ -154,7 +153,7 @@ def errors_of(instance: Instance, subject: Subject, directory: Path) -> tuple[di
 
 
 def identities(instance: Instance, subject: Subject, directory: Path) -> dict[str, float]:
-    """What the outputs change by where nothing is removed, at one image size or two."""
+    """Return the error of the outputs with nothing removed, at one or two image sizes."""
     sizes = {"own": subject.error(subject.reduced("best", 0.0))}
     if "img_size" in instance.kwargs:
         size = int(OTHER_SIZE * instance.kwargs["img_size"])
@@ -163,19 +162,24 @@ def identities(instance: Instance, subject: Subject, directory: Path) -> dict[st
     return sizes
 
 
-def row_of(instance: Instance, directory: Path) -> dict[str, Any]:
-    """Everything that is told of an instance; of one that no family takes the reason."""
-    row: dict[str, Any] = {"source": instance.source, "family": instance.family, "name": instance.name}
-    try:
-        subject = subject_of(instance, directory / "own")
-    except BadInput as refusal:
-        return row | {"refused": str(refusal)}
+def row_of(instance: Instance) -> dict[str, Any]:
+    """Return the figures of an instance, or the reason why no family reads it."""
+    with tempfile.TemporaryDirectory() as scratch:
+        try:
+            subject = subject_of(instance, Path(scratch) / "own")
+        except BadInput as refusal:
+            return {"refused": str(refusal)}
+        return figures_of(instance, subject, Path(scratch))
+
+
+def figures_of(instance: Instance, subject: Subject, directory: Path) -> dict[str, Any]:
+    """Return sites, errors, graphs and engines of an instance."""
     sites = sites_of(subject.model)
     kinds = Counter(OPTION_KINDS.get(site.kind, site.kind) for site in sites.every)
     own = Counter(site.kind for site in sites.every)
     half = subject.reduced("best", 0.5)
     errors, draws = errors_of(instance, subject, directory)
-    return row | {
+    return {
         "class": type(subject.model).__name__,
         "mlps": kinds["channels"],
         "attentions": max(own[PAIRS], own[VALUES]),

@@ -1,7 +1,7 @@
-"""What is taken through the chain: timm's names and classes of transformers, each made small.
+"""Small instances of timm's names and of classes of transformers, for the chain.
 
-An instance keeps what makes its architecture its own (stem, pooling, norms, gates, position embedding, layer scale);
-there are fewer blocks, and heads of 16 dimensions each: as many as the name has, where nothing else is said.
+An instance keeps the characteristic parts of its architecture (stem, pooling, norms, gates, position embedding, layer
+scale). It has fewer blocks, and heads of 16 dimensions each, by default as many as the model of its name.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,8 +16,9 @@ Source = Literal["timm", "transformers"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instance:
-    """A model by its library's name for it; `family` is that of the support table. `head_dim`: how wide each of the
-    name's own heads is made, None where the arguments say it.
+    """A small model of a library; `family` is its name in the support table.
+
+    `head_dim` is the width of each of the model's own heads, None if the arguments give it.
     """
 
     source: Source
@@ -25,6 +26,11 @@ class Instance:
     name: str
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     head_dim: int | None = None
+
+    @property
+    def key(self) -> dict[str, str]:
+        """Return the fields that name the instance in records."""
+        return {"source": self.source, "family": self.family, "name": self.name}
 
 
 _TOWER: Mapping[str, Any] = {

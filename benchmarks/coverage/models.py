@@ -1,6 +1,7 @@
 """Dense instances with random weights, and inputs for them."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from tokenizers.models import WordLevel
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks.coverage.instances import Instance
 from calib.inputs import Inputs, InputSet, as_tuple, run_model
 from corp_deploy.families.family import image_spec, sites_of
 from corp_deploy.spec.architecture import Architecture
@@ -19,22 +21,22 @@ from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
 from corp_deploy.store.dense_model import load_dense
 from corp_deploy.store.input_sets import images_for_model, texts_for_model
 from corp_deploy.traced.models.pairs import TracedPairs
-
-from .instances import Instance
+from ground.errors import Missing
 
 WORDS, MARKS = 120, 4
 TEXT: dict[str, Any] = {"pooling": "mean", "normalize": False, "length": 24}
 
 
 def takes_text(instance: Instance) -> bool:
-    """Whether the model is an encoder of texts."""
+    """Return whether the model is an encoder of texts."""
     return "vocab_size" in instance.kwargs
 
 
 def spread_(model: nn.Module, seed: int) -> None:
-    """Random weights of a size that keeps every layer's outputs near one, none of them near where it begins: a layer
-    that is scaled by 1e-6 says nothing of what its narrower form loses. A quarter of each matrix's directions has most
-    of its energy, as in trained models.
+    """Draw weights that keep every layer's outputs near one, and none near its initial value.
+
+    A layer scale of 1e-6, for example, would hide the loss of its narrower layer. As in trained models, a quarter of
+    each matrix's directions has most of its energy.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -43,7 +45,7 @@ def spread_(model: nn.Module, seed: int) -> None:
 
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            # Of tokens themselves, not of layers that mix them.
+            # The name of a token itself, not of a layer that mixes tokens.
             is_token = "token" in name.rpartition(".")[2]
             if parameter.ndim < 2 or is_token or any(part in name for part in ("embed", "bias")):
                 parameter.add_(0.3 * drawn(*parameter.shape))
@@ -56,9 +58,9 @@ def spread_(model: nn.Module, seed: int) -> None:
 
 
 def strengthen_planes_(model: nn.Module, seed: int) -> None:
-    """Where positions turn queries and keys: a quarter of each head's planes gets most of the logits' energy, as it is
-    in language models (arXiv 2502.01563). No plane can stand for another, so of planes that are all alike half is lost
-    whatever is done.
+    """Give a quarter of each rotary head's planes most of the logits' energy, as in language models (arXiv 2502.01563).
+
+    No plane can replace another, so with equal planes every method would lose half of the energy.
     """
     generator = torch.Generator().manual_seed(seed)
     for site in sites_of(model).every:
@@ -69,13 +71,13 @@ def strengthen_planes_(model: nn.Module, seed: int) -> None:
         factor_HD = torch.where(strong, 1.5, 0.5).repeat(1, 2)
         for side in site.repair.sides:
             for parameter in map(site.program.tensor, (side.weight, side.bias)):
-                if isinstance(parameter, nn.Parameter):  # no constant that is made of some
+                if isinstance(parameter, nn.Parameter):  # not a constant computed from parameters
                     with torch.no_grad():
                         parameter[side.rows_HTD] *= factor_HD.view(len(factor_HD), 1, -1, *[1] * (parameter.ndim - 1))
 
 
 def _own_heads(name: str, kwargs: Mapping[str, Any]) -> tuple[int, ...]:
-    """Of the first block of each stage that has attention, as the name has them."""
+    """Return the number of heads of each stage, in its first block with attention, in the full-size model."""
     own = {key: value for key, value in kwargs.items() if key in ("depth", "depths", "window_size")}
     with torch.device("meta"):
         model = timm.create_model(name, **own)
@@ -86,7 +88,7 @@ def _own_heads(name: str, kwargs: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def architecture_of(instance: Instance, **changes: Any) -> Architecture:
-    """Of one of timm's names, some arguments changed."""
+    """Return the architecture of an instance of timm, with some arguments changed."""
     widths: dict[str, Any] = {}
     if instance.head_dim is not None:
         heads = _own_heads(instance.name, instance.kwargs)
@@ -103,7 +105,7 @@ def _timm(instance: Instance, seed: int, **changes: Any) -> Checkpoint:
 
 
 def _transformers(instance: Instance, directory: Path, seed: int, **changes: Any) -> Checkpoint:
-    """Written as a directory, read as anybody's."""
+    """Write a model as a directory of transformers, and load it as a user would."""
     import transformers as library
 
     logging: Any = library.utils.logging
@@ -123,21 +125,25 @@ def _transformers(instance: Instance, directory: Path, seed: int, **changes: Any
     return load_dense(f"hf:{directory}", weights=None, kwargs=TEXT)
 
 
-def _built(instance: Instance, directory: Path, seed: int, **changes: Any) -> Checkpoint:
-    if instance.source == "transformers":
-        return _transformers(instance, directory, seed, **changes)
-    return _timm(instance, seed, **changes)
-
-
 def dense(instance: Instance, directory: Path, *, seed: int = 0, **changes: Any) -> Checkpoint:
-    """The instance with random weights, some arguments changed. Raises BadInput where no family takes the model."""
-    checkpoint = _built(instance, directory, seed, **changes)
+    """Return the instance with random weights and some arguments changed.
+
+    Raises:
+        BadInput: No family reads the model.
+        Missing: The instance's library is not installed.
+    """
+    if find_spec(instance.source) is None:
+        raise Missing(f"{instance.source} is not installed")
+    if instance.source == "transformers":
+        checkpoint = _transformers(instance, directory, seed, **changes)
+    else:
+        checkpoint = _timm(instance, seed, **changes)
     strengthen_planes_(checkpoint.model, seed)
     return checkpoint
 
 
 def inputs(instance: Instance, model: nn.Module, count: int, seed: int, directory: Path) -> InputSet:
-    """Smooth random images with some noise, or texts of random words and lengths."""
+    """Return smooth random images with some noise, or texts of random words and lengths."""
     at, generator = directory / f"inputs-{seed}", torch.Generator().manual_seed(seed)
     if takes_text(instance):
         lengths = torch.randint(4, int(TEXT["length"]), (count,), generator=generator).tolist()
@@ -153,11 +159,11 @@ def inputs(instance: Instance, model: nn.Module, count: int, seed: int, director
 
 
 def outputs(model: nn.Module, batches: Iterator[Inputs]) -> Tensor:
-    """All that is given for each input, in float64 [B,...]."""
+    """Return all outputs of each input, in float64 [B,...]."""
     with torch.inference_mode():
         return torch.cat([beside(as_tuple(run_model(model, batch))) for batch in batches]).double()
 
 
 def beside(outputs: Sequence[Tensor]) -> Tensor:
-    """As one [B,...]."""
+    """Join several outputs to one [B,...]."""
     return torch.cat([each.flatten(1) for each in outputs], 1)

@@ -1,41 +1,31 @@
-"""Convolutional networks: what methods lose on a trained ResNet at equal widths, and how much faster half the MACs are.
+"""Errors of methods on a trained ResNet at equal widths, and the speed of convolutional networks with half the MACs.
 
     python -m benchmarks.quality.convnets --output benchmarks/results/convnets.json
 
-The first is the digits' ResNet, uniform widths, the same for every method, whose MACs have the share
-that comes nearest to what was asked for; all numbers are on held-out images. The second is of shapes alone: random
-weights, ONNX Runtime on the CPU, dense and reduced interleaved in one process.
+Errors are of the digits' ResNet on held-out images, at the uniform widths whose MACs are nearest to the share. Speed is
+that of networks with random weights in ONNX Runtime on the CPU, dense and reduced interleaved in one process.
 """
 
 import tempfile
 from bisect import bisect_left
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
-import numpy as np
-import torch
 from torch import nn
 
 from benchmarks.harness import Bench, measures
-from benchmarks.quality.methods import logits
-from calib.images import Images
-from calib.moments import Moments
+from benchmarks.quality.subjects import Subject, of_images
+from benchmarks.quality.ways import Way
+from benchmarks.speed.random_models import random_checkpoint, time_pair
 from corp_deploy.families.counting import macs
-from corp_deploy.invocation.running import RunOptions
-from corp_deploy.proof.speed import time_models
-from corp_deploy.reduction.calibrate import calibrate
-from corp_deploy.reduction.closed_loop import reduce_traced
 from corp_deploy.reduction.loop import Loop
-from corp_deploy.reduction.method import LoopName, method_from_preset
-from corp_deploy.reduction.model import reduce, uniform_widths
-from corp_deploy.spec.architecture import Architecture
+from corp_deploy.reduction.method import method_from_preset
+from corp_deploy.reduction.model import uniform_widths
 from corp_deploy.spec.widths import Widths
-from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
+from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.dense_model import model_of_directory
-from corp_deploy.store.input_sets import images_for_model
-from corp_deploy.store.onnx_file import export_checkpoint
 from corp_deploy.traced.models.narrowed_model import at_widths
 from corp_deploy.views.speed import speed_record
 from examples.digits.images import load_part
@@ -49,31 +39,22 @@ ALIGN = 4
 SHAPES = {"ResNet-50": "resnet50", "MobileNetV2": "mobilenetv2_100"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
-    """A preset in the open or in a closed loop."""
-
-    name: str
-    preset: str
-    loop: LoopName | None = None
-
-
 WAYS = (
-    Way(name="none", preset="none"),
-    Way(name="grail", preset="grail"),
-    Way(name="grail, symmetric closed loop", preset="grail", loop="symmetric"),
-    Way(name="best", preset="best"),
-    Way(name="best, closed loop", preset="best", loop="asymmetric"),
+    Way("none", "none"),
+    Way("grail", "grail"),
+    Way("grail, symmetric closed loop", "grail", loop="symmetric"),
+    Way("best"),
+    Way("best, closed loop", loop=Loop()),
 )
 
 
 def evenly(model: nn.Module, sparsity: float, align: int) -> Widths:
-    """The same share of every site's channels."""
+    """Return widths with the same share of every site's channels removed."""
     return uniform_widths(model, method_from_preset("none", conv_sparsity=sparsity, align_conv=align))
 
 
 def nearest(model: nn.Module, asked: float, align: int) -> tuple[Widths, float]:
-    """Uniform widths that remove what of the model's MACs is nearest to the share asked for, and what they remove."""
+    """Return the uniform widths that remove about this share of the MACs, and the share that they remove."""
     dense = macs(model)
 
     def removed(percent: int) -> float:
@@ -84,56 +65,31 @@ def nearest(model: nn.Module, asked: float, align: int) -> tuple[Widths, float]:
     return evenly(model, percent / 100, align), removed(percent)
 
 
-def reduced(model: nn.Module, way: Way, widths: Widths, images: Images, moments: Moments) -> nn.Module:
-    """By one way, at these widths."""
-    method = method_from_preset(way.preset, align_conv=ALIGN)
-    if way.loop == "symmetric":
-        return reduce_traced(model, images, method, widths=widths).model
-    if way.loop == "asymmetric":
-        return reduce_traced(model, images, method, widths=widths, loop=Loop()).model
-    return reduce(model, moments, method, widths=widths).model
+def row_of(subject: Subject, way: Way, widths: Widths) -> dict[str, float]:
+    """Reduce and judge on the held-out images."""
+    return subject.figures(way.reduced(subject, method_from_preset(way.preset, align_conv=ALIGN), widths))
 
 
-def row_of(dense: Checkpoint, way: Way, widths: Widths, images: Images, moments: Moments) -> dict[str, float]:
-    """Reduce by one way and judge on the held-out images."""
-    held_out = load_part("held-out")
-    pixels = torch.from_numpy(held_out.images)
-    exact, answers = logits(dense.model, pixels), logits(reduced(dense.model, way, widths, images, moments), pixels)
-    top = answers.argmax(dim=1)
-    return {
-        "relative_error": float((answers - exact).norm() / exact.norm()),
-        "agreement": float((top == exact.argmax(dim=1)).double().mean()),
-        "accuracy": float((top.numpy() == held_out.labels).mean()),
-    }
-
-
-def add_methods(bench: Bench, dense: Checkpoint, shares: tuple[float, ...], count: int) -> None:
+def add_methods(bench: Bench, dense: Checkpoint) -> None:
     """Make the rows of every way at every share and seed."""
+    train, held_out = load_part("train"), load_part("held-out")
+    both, labels = (train.images, held_out.images), held_out.labels
     with tempfile.TemporaryDirectory() as scratch:
-        path = Path(scratch) / "calibration.npy"
-        np.save(path, load_part("train").images)
         for seed in SEEDS:
-            images = images_for_model(dense.model, path, samples=count, seed=seed)
-            moments = calibrate(dense, images, batch_size=32)
-            for share in shares:
+            drawn = {"samples": CALIBRATION_IMAGES, "seed": seed}
+            subject = of_images("ResNet", dense, Path(scratch), *both, **drawn, labels=labels)
+            for share in REMOVED:
                 widths, removed = nearest(dense.model, share, ALIGN)
                 for way in WAYS:
                     key = {"asked": share, "way": way.name, "seed": seed, "removed_of_model": removed}
-                    bench.row(key, row_of, dense, way, widths, images, moments)
+                    bench.row(key, row_of, subject, way, widths)
 
 
 def compared(name: str, asked: float, batches: tuple[int, ...], plan: Plan) -> dict[str, Any]:
-    """One shape dense beside reduced, a line a batch size."""
-    torch.manual_seed(0)
-    architecture = Architecture(name=SHAPES[name])
-    dense = Checkpoint(model=dense_from_architecture(architecture), architecture=architecture, lineage={})
-    widths, _ = nearest(dense.model, asked, 8)
-    narrower = replace(dense, model=at_widths(dense.model, widths))
-    with tempfile.TemporaryDirectory() as scratch:
-        graphs = Path(scratch) / "dense.onnx", Path(scratch) / "reduced.onnx"
-        for checkpoint, path in zip((dense, narrower), graphs, strict=True):
-            export_checkpoint(checkpoint, path, precision="fp32")
-        bench = time_models(*graphs, batches=batches, plan=plan, running=RunOptions(threads=2))
+    """Time one network dense against reduced, with a line for each batch size."""
+    dense = random_checkpoint(SHAPES[name])
+    narrower = replace(dense, model=at_widths(dense.model, nearest(dense.model, asked, 8)[0]))
+    bench = time_pair(dense, narrower, batches, plan)
     share = macs(narrower.model) / macs(dense.model)
     return {"macs_share": share, **speed_record(bench), "environment": bench.environment}
 
@@ -145,7 +101,7 @@ def compared(name: str, asked: float, batches: tuple[int, ...], plan: Plan) -> d
 def main(bench: Bench, batches: str, time_limit: float, rounds: int) -> None:
     """Measure both parts."""
     bench.share(calibration_images=CALIBRATION_IMAGES, align=ALIGN)
-    add_methods(bench, model_of_directory(DIGITS), REMOVED, CALIBRATION_IMAGES)
+    add_methods(bench, model_of_directory(DIGITS))
     plan = Plan(time_limit_s=time_limit, min_rounds=rounds, noise_rounds=rounds)
     sizes = tuple(int(size) for size in batches.split(","))
     for name in SHAPES:

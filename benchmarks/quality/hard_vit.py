@@ -1,14 +1,13 @@
-"""A ViT in which no channel is to spare, reduced by every method without labels: what is left of its accuracy.
+"""A ViT without redundant channels, reduced by every method without labels.
 
     python -m benchmarks.quality.hard_vit --output benchmarks/results/hard_vit.json
 
-The model `HARD` of benchmarks/quality/training.py, trained first where its weights are not in the cache. Methods see
-calibration images alone, labels of held-out ones judge. Uniform rows remove the same share of every MLP's hidden
-channels and of every head's queries and keys; rows by site keep the MACs of those.
+The model is `HARD` of benchmarks/quality/training.py, trained first if the cache lacks its weights. Methods get only
+calibration images, and labels of held-out images judge. Uniform rows remove the same share of every MLP's hidden
+channels and of every head's queries and keys; rows by site keep the MACs of these.
 """
 
 import tempfile
-from dataclasses import dataclass, replace
 from math import sqrt
 from pathlib import Path
 from statistics import NormalDist
@@ -18,46 +17,21 @@ import click
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
 
 from benchmarks.harness import Bench, measures
-from benchmarks.quality.methods import Subject, logits
 from benchmarks.quality.procedural_images import Labelled, made
+from benchmarks.quality.subjects import Subject, of_images, outputs
 from benchmarks.quality.training import HARD, SEED, labels_by_band, trained
+from benchmarks.quality.ways import Way, uniform_share, widths_by_site
 from corp_deploy.families.counting import macs
-from corp_deploy.invocation.reduction import ReduceOptions
-from corp_deploy.planning.plan import make_plan
-from corp_deploy.planning.request import build_request
-from corp_deploy.polish.options import PolishOptions
-from corp_deploy.polish.polish import polished
-from corp_deploy.reduction.closed_loop import reduce_traced
 from corp_deploy.reduction.loop import Loop
 from corp_deploy.reduction.method import PRESETS, Method, method_from_preset
-from corp_deploy.reduction.model import reduce
 from corp_deploy.store.checkpoint import Checkpoint
-from corp_deploy.store.input_sets import images_for_model, model_digest
+from corp_deploy.store.input_sets import model_digest
 from perf.parity.labels import accuracy_on_labels, mcnemar
 
 SPARSITIES = (0.3, 0.5)
 CALIBRATION_IMAGES, HELD_OUT_IMAGES, ALIGN = 512, 2000, 2
-
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """A line of the table; `by_site` spends the MACs of uniform widths by what each site costs."""
-
-    name: str
-    preset: str = "best"
-    by_site: bool = False
-    closed_loop: bool = False
-    polished: bool = False
-
-    def method(self, sparsity: float) -> Method:
-        """Presets that keep queries and keys reduce MLPs alone."""
-        widths: dict[str, Any] = {"mlp_sparsity": sparsity, "align_hidden": ALIGN, "align_head": ALIGN}
-        if PRESETS[self.preset].qk_recovery != "keep":
-            widths["attention_sparsity"] = sparsity
-        return method_from_preset(self.preset, **widths)
 
 
 WAYS = (
@@ -67,45 +41,37 @@ WAYS = (
     Way("corp-v1", "corp-v1"),
     Way("corp", "corp"),
     Way("best"),
-    Way("best, closed loop", closed_loop=True),
+    Way("best, closed loop", loop=Loop()),
     Way("best, by site", by_site=True),
-    Way("best, by site, closed loop", by_site=True, closed_loop=True),
-    Way("best, by site, closed loop, layers polished", by_site=True, closed_loop=True, polished=True),
+    Way("best, by site, closed loop", by_site=True, loop=Loop()),
+    Way("best, by site, closed loop, layers polished", by_site=True, loop=Loop(), polished=True),
 )
 
 
+def method_of(preset: str, sparsity: float) -> Method:
+    """Return the method; presets that keep queries and keys reduce only MLPs."""
+    attention = None if PRESETS[preset].qk_recovery == "keep" else sparsity
+    align = {"align_hidden": ALIGN, "align_head": ALIGN}
+    return method_from_preset(preset, mlp_sparsity=sparsity, attention_sparsity=attention, **align)
+
+
 def subject_of(dense: Checkpoint, calibration: Labelled, held_out: Labelled, scratch: Path) -> Subject:
-    """Return the dense model with images to calibrate on, without labels, and labelled ones to judge by."""
-    np.save(scratch / "calibration.npy", calibration.images)
-    return Subject(
-        dense=dense,
-        calibration=images_for_model(dense.model, scratch / "calibration.npy"),
-        images=torch.from_numpy(held_out.images),
-        labels=labels_by_band(held_out),
-    )
-
-
-def reduced(subject: Subject, way: Way, sparsity: float) -> nn.Module:
-    """Return the reduced model."""
-    model, method, widths = subject.dense.model, way.method(sparsity), None
-    if way.by_site:
-        uniform = reduce(model, subject.moments, Way("uniform", "none").method(sparsity)).model
-        options = ReduceOptions(preset=way.preset, macs=macs(uniform) / macs(model))
-        asked = replace(build_request(options), method=method)
-        widths = make_plan(subject.dense, subject.moments, asked, subject.calibration).widths
-    if way.closed_loop:
-        result = reduce_traced(model, subject.calibration, method, widths=widths, loop=Loop()).model
-    else:
-        result = reduce(model, subject.moments, method, widths=widths, images=subject.calibration).model
-    return polished(model, result, subject.calibration, PolishOptions()).model if way.polished else result
+    """Return the dense model with images to calibrate on, without labels, and labelled images to judge by."""
+    both, labels = (calibration.images, held_out.images), labels_by_band(held_out)
+    return of_images("hard", dense, scratch, *both, labels=labels, attention_system=True)
 
 
 def row_of(subject: Subject, way: Way, sparsity: float) -> dict[str, Any]:
     """Judge one reduced model on the held-out images."""
-    model = reduced(subject, way, sparsity)
-    share = macs(model) / macs(subject.dense.model)
-    answers = logits(model, subject.images).numpy()
-    return {"macs_share": share} | figures(subject.answers.numpy(), answers, subject.labels)
+    method, widths = method_of(way.preset, sparsity), None
+    if way.by_site:
+        share = uniform_share(subject.dense.model, method_of("none", sparsity))
+        widths = widths_by_site(subject, method, share)
+    model = way.reduced(subject, method, widths)
+    answers = outputs(model, subject.held_out).numpy()
+    assert subject.labels is not None
+    own = {"macs_share": macs(model) / macs(subject.dense.model)}
+    return own | figures(subject.answers.numpy(), answers, subject.labels)
 
 
 def figures(
@@ -113,8 +79,8 @@ def figures(
 ) -> dict[str, Any]:
     """Relative error of the logits, agreement, accuracy, and its change in points with a paired 95 % interval.
 
-    The interval is that of a difference of paired shares: of n images the dense model alone has b right and the
-    reduced one alone c, so the change's variance is (b + c - (b - c)^2 / n) / n^2.
+    The interval is that of a difference of paired shares: if only the dense model is right on b of n images, and only
+    the reduced one on c, the variance of the change is (b + c - (b - c)^2 / n) / n^2.
     """
     pairs, images = mcnemar("dense", dense_NC, "reduced", reduced_NC, labels_N), len(labels_N)
     change = (pairs.only_b - pairs.only_a) / images
@@ -131,14 +97,15 @@ def figures(
 
 
 def facts(subject: Subject) -> dict[str, Any]:
-    """Return what all rows share: the model, its training and the images."""
+    """Return the facts of all rows: the model, its training and the images."""
+    assert subject.labels is not None
     dense = accuracy_on_labels("dense", subject.answers.numpy(), subject.labels)
     return {
         "model": dict(subject.dense.architecture.kwargs),
         "training": {"images": HARD.images, "epochs": HARD.epochs, "seed": SEED},
         "weights": model_digest(subject.dense.model),
         "classes": HARD.classes,
-        "calibration_images": subject.calibration.count,
+        "calibration_images": subject.inputs.count,
         "held_out_images": dense.images,
         "dense_macs": macs(subject.dense.model),
         "dense_accuracy": dense.accuracy,

@@ -1,40 +1,31 @@
-"""Every preset at equal kept widths, on models this project trained.
+"""Every preset at equal kept widths, on two models that this project trained.
 
     python -m benchmarks.quality.methods --output benchmarks/results/methods.json
 
-Two models: the digits example, and the ViT of benchmarks/quality/training.py on procedural images, trained first where
-its weights are not in the cache. Widths are given exactly (hidden to a multiple of 8, heads to one of 4), the same for
-every method; all numbers are on held-out images.
+The models are the digits example, and the ViT of benchmarks/quality/training.py on procedural images, which is trained
+first if the cache lacks its weights. Widths are equal for every method: hidden channels are a multiple of 8, head
+dimensions of 4. All figures are of held-out images.
 """
 
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
 import click
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor, nn
 
 from benchmarks.harness import Bench, measures
+from benchmarks.quality import ways
 from benchmarks.quality.procedural_images import made
-from benchmarks.quality.subjects import DIGITS
+from benchmarks.quality.subjects import DIGITS, Subject, of_images
 from benchmarks.quality.timm_sites import first_widths
 from benchmarks.quality.training import PLAIN, trained
-from calib.images import Images
-from calib.moments import Moments
-from corp_deploy.reduction.calibrate import Statistics, calibrate
-from corp_deploy.reduction.closed_loop import reduce_traced
 from corp_deploy.reduction.loop import Loop
-from corp_deploy.reduction.method import LoopName, Method, method_from_preset
-from corp_deploy.reduction.model import reduce
+from corp_deploy.reduction.method import Method, method_from_preset
 from corp_deploy.store.checkpoint import Checkpoint, load_checkpoint
-from corp_deploy.store.input_sets import images_for_model
 from examples.digits.images import load_part
 
 Kind = Literal["mlp", "attention", "joint"]
@@ -44,12 +35,9 @@ ALIGN_HIDDEN, ALIGN_HEAD = 8, 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
-    """A row of the table: a preset, in the open or in a closed loop, and the kinds of reduction it can do."""
+class Way(ways.Way):
+    """A way to reduce, and the kinds of reduction that it has."""
 
-    name: str
-    preset: str
-    loop: LoopName | None = None
     kinds: tuple[Kind, ...] = KINDS
 
     def method(self, kind: Kind, sparsity: float) -> Method:
@@ -64,7 +52,7 @@ class Way:
 
 
 WAYS = (
-    Way(name="best, closed loop", preset="best", loop="asymmetric"),
+    Way(name="best, closed loop", preset="best", loop=Loop()),
     Way(name="best", preset="best"),
     Way(name="corp", preset="corp"),
     Way(name="corp-v1", preset="corp-v1"),
@@ -77,85 +65,47 @@ WAYS = (
 )
 
 
-def logits(model: nn.Module, images: Tensor) -> Tensor:
-    """Return the logits [N,classes] of all images in float64."""
-    with torch.inference_mode():
-        return torch.cat([model(piece) for piece in images.split(50)]).double()
+def facts(name: str, subject: Subject) -> dict[str, Any]:
+    """Return the row of the dense model."""
+    assert subject.labels is not None, name
+    return {
+        "name": name,
+        "accuracy": subject.figures(subject.dense.model)["accuracy"],
+        "held_out_images": len(subject.labels),
+        "classes": int(subject.labels.max()) + 1,
+        "architecture": dict(subject.dense.architecture.kwargs),
+    }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Subject:
-    """A dense model, images of one seed to calibrate on, and held-out ones with labels."""
-
-    dense: Checkpoint
-    calibration: Images
-    images: Tensor
-    labels: NDArray[np.int64]
-
-    @cached_property
-    def moments(self) -> Moments:
-        return calibrate(self.dense, self.calibration, batch_size=32, statistics=Statistics(attention_system=True))
-
-    @cached_property
-    def answers(self) -> Tensor:
-        return logits(self.dense.model, self.images)
-
-    def facts(self, name: str) -> dict[str, Any]:
-        """Return the dense model's own row."""
-        return {
-            "name": name,
-            "accuracy": float((self.answers.argmax(dim=1).numpy() == self.labels).mean()),
-            "held_out_images": len(self.labels),
-            "classes": int(self.labels.max()) + 1,
-            "architecture": dict(self.dense.architecture.kwargs),
-        }
-
-    def reduced(self, way: Way, method: Method) -> nn.Module:
-        """Return the reduced model."""
-        if way.loop is None:
-            return reduce(self.dense.model, self.moments, method, images=self.calibration).model
-        loop = Loop() if way.loop == "asymmetric" else None
-        return reduce_traced(self.dense.model, self.calibration, method, loop=loop).model
-
-    def row(self, way: Way, kind: Kind, sparsity: float) -> dict[str, Any]:
-        """Reduce and judge."""
-        model = self.reduced(way, way.method(kind, sparsity))
-        answers = logits(model, self.images)
-        top = answers.argmax(dim=1)
-        return {
-            **first_widths(model),
-            "accuracy": float((top.numpy() == self.labels).mean()),
-            "agreement": float((top == self.answers.argmax(dim=1)).double().mean()),
-            "relative_error": float((answers - self.answers).norm() / self.answers.norm()),
-        }
+def row_of(subject: Subject, way: Way, kind: Kind, sparsity: float) -> dict[str, Any]:
+    """Reduce and judge."""
+    model = way.reduced(subject, way.method(kind, sparsity))
+    return {**first_widths(model), **subject.figures(model)}
 
 
 def digits(cache: Path, scratch: Path, images: int, seed: int) -> Subject:
-    """Return the example in the repository."""
+    """Return the digits example."""
     return _subject(load_checkpoint(DIGITS), load_part("train"), load_part("held-out"), scratch, images, seed)
 
 
 def procedural(cache: Path, scratch: Path, images: int, seed: int) -> Subject:
-    """Return the larger model, trained where the cache has no weights."""
+    """Return the model of procedural images, trained first if the cache lacks its weights."""
     dense = trained(cache / "procedural", PLAIN)
     return _subject(dense, made("train", 2048), made("held-out", HELD_OUT), scratch, images, seed)
 
 
 def _subject(dense: Checkpoint, train: Any, held_out: Any, scratch: Path, images: int, seed: int) -> Subject:
-    np.save(scratch / "calibration.npy", train.images)
-    return Subject(
-        dense=dense,
-        calibration=images_for_model(dense.model, scratch / "calibration.npy", samples=images, seed=seed),
-        images=torch.from_numpy(held_out.images[:HELD_OUT]),
-        labels=held_out.labels[:HELD_OUT],
-    )
+    both = train.images, held_out.images[:HELD_OUT]
+    labels = held_out.labels[:HELD_OUT]
+    more: dict[str, Any] = {"labels": labels, "attention_system": True}
+    return of_images("", dense, scratch, *both, samples=images, seed=seed, **more)
 
 
 SUBJECTS: Mapping[str, Callable[[Path, Path, int, int], Subject]] = {"digits": digits, "procedural": procedural}
 
 
 def cases(sparsities: tuple[float, ...]) -> Iterator[tuple[Kind, float, Way]]:
-    """Every row of one model and seed."""
+    """Yield every row of one model and seed."""
     for kind, sparsity, way in product(KINDS, sparsities, WAYS):
         if kind in way.kinds:
             yield kind, sparsity, way
@@ -173,10 +123,10 @@ def main(bench: Bench, cache: Path, threads: int, quick: bool) -> None:
     for name, seed in product(("digits",) if quick else SUBJECTS, seeds):
         with tempfile.TemporaryDirectory() as scratch:
             subject = SUBJECTS[name](cache, Path(scratch), images, seed)
-            bench.record.put("models", subject.facts(name), ("name",))
+            bench.record.put("models", facts(name, subject), ("name",))
             for kind, sparsity, way in cases(sparsities):
                 key = {"model": name, "seed": seed, "kind": kind, "sparsity": sparsity, "method": way.name}
-                bench.row(key, subject.row, way, kind, sparsity)
+                bench.row(key, row_of, subject, way, kind, sparsity)
 
 
 if __name__ == "__main__":

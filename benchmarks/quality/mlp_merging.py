@@ -1,16 +1,17 @@
-"""Tokens merged for MLPs alone: quality beside narrower widths, and time beside the dense model.
+"""Tokens merged for MLPs alone: errors against narrower widths, and time against the dense model.
 
     make real
     python -m benchmarks.quality.mlp_merging --output benchmarks/results/mlp_merging.json
 
-DINOv2-S on photographs, with errors of the class token, and a Swin trained on the digits first where its weights are
-not in the cache (about ten minutes on one idle CPU core), with errors of the logits. Shares of the tokens are merged at
-full widths and beside a budget of MACs; `widths` have the same multiply-adds with all tokens, at quick effort. Times
-are of ONNX graphs with random weights in ONNX Runtime on two CPU threads, both sides in turns.
+DINOv2-S on photographs has errors of the class token, a Swin trained on the digits has errors of the logits. The Swin
+is trained first if the cache lacks its weights (about ten minutes on one idle CPU core). Shares of the tokens are
+merged at full widths and together with a budget of MACs; `widths` have the same multiply-adds with all tokens, at quick
+effort. Times are of ONNX graphs with random weights in ONNX Runtime on two CPU threads, interleaved.
 """
 
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -22,17 +23,14 @@ from torch import nn
 from benchmarks.harness import Bench, measures
 from benchmarks.quality.positions import trained
 from benchmarks.quality.subjects import Subject, digits, dinov2, outputs, relative_errors
+from benchmarks.speed.random_models import random_checkpoint, time_pair
 from corp_deploy.families.counting import macs
 from corp_deploy.families.traced_model import token_mlps, with_merging
 from corp_deploy.invocation.reduction import ReduceOptions
-from corp_deploy.invocation.running import RunOptions
 from corp_deploy.planning.execution import reduce_as_asked
 from corp_deploy.planning.request import build_request
-from corp_deploy.proof.speed import time_models
 from corp_deploy.spec.architecture import Architecture
 from corp_deploy.spec.merging import Merging
-from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
-from corp_deploy.store.onnx_file import export_checkpoint
 from corp_deploy.views.speed import speed_record
 from perf.timing.laps import Plan
 
@@ -79,16 +77,13 @@ def widths_row(subject: Callable[[], Subject], share: float) -> dict[str, Any]:
     return reduced_row(subject, {"macs": round(macs(merged_at(dense, share)) / macs(dense), 3)})
 
 
-def time_row(name: str, share: float, batches: tuple[int, ...], scratch: Path) -> dict[str, Any]:
-    torch.manual_seed(0)
-    architecture = Architecture(name=name)
-    dense = dense_from_architecture(architecture)
-    graphs = scratch / f"{name}.onnx", scratch / f"{name}-merged.onnx"
-    for model, path in zip((dense, merged_at(dense, share)), graphs, strict=True):
-        export_checkpoint(Checkpoint(model=model, architecture=architecture, lineage={}), path, precision="fp32")
-    bench = time_models(*graphs, batches=batches, plan=PLAN, running=RunOptions(threads=2))
-    rows = [{each: row[each] for each in ("batch", "speedup", "noise")} for row in speed_record(bench)["rows"]]
-    return {"macs_share": macs(merged_at(dense, share)) / macs(dense), "rows": rows}
+def time_row(name: str, share: float, batches: tuple[int, ...]) -> dict[str, Any]:
+    """Time a model with this share of every MLP's tokens merged against the dense model."""
+    dense = random_checkpoint(name)
+    merged = replace(dense, model=merged_at(dense.model, share))
+    bench = speed_record(time_pair(dense, merged, batches, PLAN))
+    rows = [{each: row[each] for each in ("batch", "speedup", "noise")} for row in bench["rows"]]
+    return {"macs_share": macs(merged.model) / macs(dense.model), "rows": rows}
 
 
 @measures("benchmarks/mlp-merging")
@@ -113,7 +108,7 @@ def main(bench: Bench, models: Path, held_out: int) -> None:
             bench.row({"model": name, "way": f"merged {BESIDE} and widths", "share": 0.0}, reduced_row, subject, mixed)
             bench.row({"model": name, "way": "widths", "share": 0.0}, reduced_row, subject, {"macs": BUDGET})
         for name, batches in TIMED.items():
-            bench.row({"timed": name, "share": 0.3}, time_row, name, 0.3, batches, scratch, part="times")
+            bench.row({"timed": name, "share": 0.3}, time_row, name, 0.3, batches, part="times")
 
 
 if __name__ == "__main__":

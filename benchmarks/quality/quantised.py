@@ -1,10 +1,10 @@
-"""INT8 and FP8 on top of reduced widths: what they change, what engines make of them, how fast a CPU runs them.
+"""INT8 and FP8 on dense and reduced models: errors, engines, and speed on a CPU.
 
     python -m benchmarks.quality.quantised --output benchmarks/results/quantised.json
 
-`quality`: the digits example, dense and reduced, against its own FP32 graphs on held-out images; `plain` takes the
-largest value seen as the end of each range and balances nothing. `plans`: DeiT-S on TensorRT-RTX, weights random.
-`cpu`: DeiT-S in ONNX Runtime, each graph interleaved with the dense FP32 one.
+`quality` has the digits example, dense and reduced, against its FP32 graphs on held-out images; `plain` ends each range
+at the largest value and balances nothing. `plans` has DeiT-S with random weights in TensorRT-RTX. `cpu` has DeiT-S in
+ONNX Runtime, each graph interleaved with the dense FP32 graph.
 """
 
 import tempfile
@@ -20,21 +20,18 @@ from numpy.typing import NDArray
 
 from benchmarks.harness import Bench, measures
 from benchmarks.quality.subjects import digits
-from benchmarks.speed.cpu_latency import halved
+from benchmarks.speed.random_models import build_rtx, halved, random_checkpoint
 from corp_deploy.families.family import input_ports, output_ports
 from corp_deploy.invocation.running import RunOptions
 from corp_deploy.proof.candidates import candidate_from_path, run_in_batches
 from corp_deploy.proof.speed import time_models
 from corp_deploy.reduction.method import method_from_preset
 from corp_deploy.reduction.model import reduce
-from corp_deploy.spec.architecture import Architecture
-from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
+from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.onnx_file import export_checkpoint
 from corp_deploy.store.quantised_onnx import Quantisation, export_quantised, quantiser_of
 from corp_deploy.views.speed import speed_record
 from examples.digits.images import load_part
-from export.engine.build import build_engine
-from export.engine.options import BatchProfile, BuildOptions
 from perf.timing.laps import Plan
 
 Images = NDArray[np.float32]
@@ -50,7 +47,7 @@ SM = "89"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """A model, what its FP32 graph answers to held-out images, and their labels."""
+    """A model and the outputs of its FP32 graph on held-out images."""
 
     checkpoint: Checkpoint
     expected: Images
@@ -64,14 +61,14 @@ class Judged:
 
 
 def answers(path: Path, checkpoint: Checkpoint, images: Images) -> Images:
-    """Return what a graph gives to all images, computed as its types say."""
+    """Return a graph's outputs for all images, computed in its types."""
     ports = output_ports(checkpoint.model)
     with candidate_from_path(path).opened(ports) as run:
         return run_in_batches(run, {input_ports(checkpoint.model)[0].name: images}, 16)[ports[0].name]
 
 
 def quality(bench: Bench, name: str, checkpoint: Checkpoint, path: Path) -> None:
-    """Make a row for each way and format; `path` holds one graph after the other."""
+    """Make a row for each way and format; every graph is written to `path`."""
     export_checkpoint(checkpoint, path, precision="fp32")
     judged = Judged(checkpoint=checkpoint, expected=answers(path, checkpoint, load_part("held-out").images))
     feeds = {"images": load_part("train").images[:256]}
@@ -94,14 +91,13 @@ def quality(bench: Bench, name: str, checkpoint: Checkpoint, path: Path) -> None
 
 
 def deit(name: str) -> Checkpoint:
-    """DeiT-S, dense or with half the hidden channels and square heads of half the width."""
-    architecture = Architecture(name="deit_small_patch16_224")
-    dense = Checkpoint(model=dense_from_architecture(architecture), architecture=architecture, lineage={})
+    """Return DeiT-S, dense or with half the hidden channels and square heads of half the width."""
+    dense = random_checkpoint("deit_small_patch16_224")
     return dense if name == "dense" else halved(dense, "square")
 
 
 def noise() -> dict[str, Images]:
-    """Return sixteen images of noise, for which any range will do: weights are random, too."""
+    """Return sixteen images of noise; with random weights any range is as good."""
     return {"images": np.random.default_rng(0).standard_normal((16, 3, 224, 224)).astype(np.float32)}
 
 
@@ -117,10 +113,8 @@ def graph_of(name: str, precision: str, rest: str, path: Path) -> Path:
 
 
 def plan_of(name: str, precision: str, folder: Path) -> dict[str, Any]:
-    """Build one plan and say what it holds."""
-    path = graph_of(name, precision, "fp16", folder / "graph.onnx")
-    options = BuildOptions(backend="tensorrt-rtx", sms=(SM,), profiles=(BatchProfile.from_text("1:8:64"),))
-    record = build_engine(path, options).record
+    """Build one plan and return its figures."""
+    record = build_rtx(graph_of(name, precision, "fp16", folder / "graph.onnx"), SM)
     return {
         "recorded": record.precision,
         "plan_bytes": record.plan_bytes,
@@ -132,7 +126,7 @@ def plan_of(name: str, precision: str, folder: Path) -> dict[str, Any]:
 
 
 def timed(name: str, precision: str, graph: Callable[[str, str], Path]) -> dict[str, Any]:
-    """Time one graph beside the dense FP32 one on the CPU."""
+    """Time one graph against the dense FP32 graph on the CPU."""
     plan = Plan(time_limit_s=30.0, min_rounds=8, noise_rounds=8)
     graphs = graph("dense", "fp32"), graph(name, precision)
     return speed_record(time_models(*graphs, batches=(1, 8), plan=plan, running=RunOptions(threads=2)))

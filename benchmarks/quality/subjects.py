@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -57,7 +58,8 @@ class Subject:
 
     `more_held_out`: crops of 30 further photographs, smaller than the others, None for models of other inputs.
     `photographs`: the photograph of each input that is fitted to, as `calibrate` finds it by names such as
-    a_crop2.png; empty where each input is its own.
+    a_crop2.png; empty if every input is independent.
+    `labels`: the classes of the held-out inputs, if they are known.
     """
 
     name: str
@@ -67,6 +69,7 @@ class Subject:
     more_held_out: InputSet | None = None
     attention_system: bool = False
     photographs: tuple[str, ...] = ()
+    labels: NDArray[np.int64] | None = None
 
     @cached_property
     def moments(self) -> Moments:
@@ -93,23 +96,34 @@ class Subject:
         spread = self.answers - self.answers.mean(dim=0)
         return float((outputs(model, self.held_out) - self.answers).norm() / spread.norm())
 
+    def figures(self, model: nn.Module) -> dict[str, float]:
+        """Return a model's relative error, its agreement with the dense top class and, with labels, its accuracy."""
+        found = outputs(model, self.held_out)
+        top, exact = (each.argmax(1).numpy() for each in (found, self.answers))
+        own = {"relative_error": relative_errors(found, self.answers)[0], "agreement": float((top == exact).mean())}
+        return own if self.labels is None else own | {"accuracy": float((top == self.labels).mean())}
 
-def _of_images(
-    name: str, dense: Checkpoint, scratch: Path, *images: NDArray[np.float32], photographs: tuple[str, ...] = ()
+
+def of_images(
+    name: str,
+    dense: Checkpoint,
+    scratch: Path,
+    *images: NDArray[np.float32],
+    samples: int | None = None,
+    seed: int = 0,
+    **more: Any,
 ) -> Subject:
-    """Return a subject of images to fit to, to judge by, and to judge by as well, if there are further ones."""
+    """Return a subject of images to fit to, images to judge by and, if given, further images to judge by.
+
+    `samples` of the images to fit to are drawn by a seed, by default all of them.
+    """
     paths = [scratch / f"{part}.npy" for part in ("fitted", "judging", "judging-too")[: len(images)]]
     for path, own in zip(paths, images, strict=True):
         np.save(path, own)
-    fitted, judging, *more = (images_for_model(dense.model, path) for path in paths)
-    return Subject(
-        name=name,
-        dense=dense,
-        inputs=fitted,
-        held_out=judging,
-        more_held_out=more[0] if more else None,
-        photographs=photographs,
-    )
+    fitted = images_for_model(dense.model, paths[0], samples=samples, seed=seed)
+    judging, further = ([*(images_for_model(dense.model, path) for path in paths[1:]), None])[:2]
+    assert judging is not None, images
+    return Subject(name=name, dense=dense, inputs=fitted, held_out=judging, more_held_out=further, **more)
 
 
 def crops_of(count: int, photographs_used: int = len(photographs.CALIBRATION)) -> photographs.Crops:
@@ -127,18 +141,26 @@ def _with_judges(fitted: NDArray[np.float32], judging: int) -> list[NDArray[np.f
 
 def digits(scratch: Path, fitted: int, judging: int, dense: Checkpoint | None = None) -> Subject:
     """Return the digits example, or another model of these images, judged by its logits."""
-    images = load_part("train").images[:fitted], load_part("held-out").images[:judging]
-    return _of_images("digits", dense or load_checkpoint(DIGITS), scratch, *images)
+    held_out = load_part("held-out")
+    images, labels = (load_part("train").images[:fitted], held_out.images[:judging]), held_out.labels[:judging]
+    return of_images("digits", dense or load_checkpoint(DIGITS), scratch, *images, labels=labels)
+
+
+def dinov2_checkpoint() -> Checkpoint:
+    """Return DINOv2 ViT-S/14. Raises Missing if `make real` has not brought its weights."""
+    path = assembled() / "dinov2_s.safetensors"
+    if not path.is_file():
+        raise Missing(f"{path}: no real weights here; `make real` brings them")
+    model = dense_from_architecture(ARCHITECTURE)
+    model.load_state_dict(load_file(path))
+    return Checkpoint(model=model.eval().requires_grad_(False), architecture=ARCHITECTURE, lineage={})
 
 
 def dinov2(scratch: Path, fitted: int, judging: int, crops: photographs.Crops | None = None) -> Subject:
     """Return DINOv2 ViT-S/14 on crops of photographs, judged by its class tokens."""
     crops = crops or crops_of(fitted)
     images = _with_judges(crops.images, judging)
-    model = dense_from_architecture(ARCHITECTURE)
-    model.load_state_dict(load_file(assembled() / "dinov2_s.safetensors"))
-    dense = Checkpoint(model=model.eval().requires_grad_(False), architecture=ARCHITECTURE, lineage={})
-    return _of_images("DINOv2-S", dense, scratch, *images, photographs=crops.photographs)
+    return of_images("DINOv2-S", dinov2_checkpoint(), scratch, *images, photographs=crops.photographs)
 
 
 def efficientnet(scratch: Path, fitted: int, judging: int, crops: photographs.Crops | None = None) -> Subject:
@@ -146,7 +168,7 @@ def efficientnet(scratch: Path, fitted: int, judging: int, crops: photographs.Cr
     crops = crops or crops_of(fitted)
     images = map(lite0.renormalised, _with_judges(crops.images, judging))
     dense = load_dense(lite0.ARCHITECTURE.name, weights=lite0.weights(ROOT), kwargs={})
-    return _of_images("EfficientNet-Lite0", dense, scratch, *images, photographs=crops.photographs)
+    return of_images("EfficientNet-Lite0", dense, scratch, *images, photographs=crops.photographs)
 
 
 def minilm(scratch: Path, fitted: int, judging: int, *, seed: int = 0) -> Subject:

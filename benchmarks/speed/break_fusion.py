@@ -1,9 +1,9 @@
-"""What fusion breaks do to a real builder: kernels, fused attention, bytes and memory of TensorRT-RTX plans.
+"""Kernels, fused attention, bytes and memory of TensorRT-RTX plans with fusion breaks, and for several targets.
 
     python -m benchmarks.speed.break_fusion --output benchmarks/results/break_fusion.json
 
-Two blocks of a ViT-S in FP16, whole and with one place broken, built without a GPU; and what a plan for several targets
-costs beside one for a single GPU. Nothing here is timed.
+The model has two blocks of a ViT-S in FP16 with random weights. Its plans are built without a GPU, without a break and
+with a break at one place. A plan for several targets is compared with a plan for each of them. Nothing is timed.
 """
 
 import tempfile
@@ -11,36 +11,25 @@ from pathlib import Path
 from typing import Any
 
 import click
-import torch
 
+from benchmarks.harness import Bench, measures
+from benchmarks.speed.random_models import build_rtx, random_checkpoint
 from corp_deploy.proof.compatibility import build_priced
-from corp_deploy.spec.architecture import Architecture
-from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture
+from corp_deploy.store.checkpoint import Checkpoint
 from corp_deploy.store.onnx_file import export_checkpoint
-from export.engine.build import build_engine
 from export.engine.options import BatchProfile, BuildOptions
-from ground.files import write_json
 from ground.records import json_from_record
 
-KIND, VERSION = "benchmarks/break-fusion", 1
 TARGETS = ("86", "89", "120")
 BREAKS = ("", "blocks.0", "blocks.0.attn", "blocks.0.mlp", "blocks.0.attn/Softmax", "blocks.*.attn/Softmax")
-PROFILE = BatchProfile(smallest=1, tuned=8, largest=64)
 COMPATIBLE = {"portable": (), "targets": ("75", "86", "89")}
 
 
-def checkpoint(architecture: Architecture) -> Checkpoint:
-    """Random weights: a builder fuses by shapes and types."""
-    torch.manual_seed(0)
-    return Checkpoint(model=dense_from_architecture(architecture).eval(), architecture=architecture, lineage={})
-
-
-def row(graph: Path, target: str, site: str) -> dict[str, Any]:
-    """One plan."""
-    record = build_engine(graph, BuildOptions(backend="tensorrt-rtx", sms=(target,), profiles=(PROFILE,))).record
+def row_of(checkpoint: Checkpoint, target: str, site: str, graph: Path) -> dict[str, Any]:
+    """Build a plan with a fusion break at a site, or without a break."""
+    export_checkpoint(checkpoint, graph, precision="fp16", breaks=[site] if site else [])
+    record = build_rtx(graph, target)
     return {
-        "target": target,
-        "break": site,
         "kernels": record.kernels,
         "fused_attention": list(record.fused_attention_sites or ()),
         "plan_bytes": record.plan_bytes,
@@ -50,25 +39,32 @@ def row(graph: Path, target: str, site: str) -> dict[str, Any]:
     }
 
 
-@click.command(help=__doc__)
-@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), required=True)
+def compare_targets(bench: Bench, checkpoint: Checkpoint, graph: Path) -> None:
+    """Compare one plan for several targets with a plan for each, at each level of compatibility."""
+    export_checkpoint(checkpoint, graph, precision="fp16")
+    prices = {}
+    for level, sms in COMPATIBLE.items():
+        profile = BatchProfile.from_text("1:8:64")
+        options = BuildOptions(backend="tensorrt-rtx", sms=sms, profiles=(profile,), compatibility=level)
+        record = build_priced(graph, options, graph.with_suffix(".plan")).record
+        prices[level] = json_from_record(record.compatibility)
+    bench.record.set("library_version", record.library_version)
+    bench.record.set("compatibility", prices)
+
+
+@measures("benchmarks/break-fusion")
 @click.option("--depth", type=int, default=2, show_default=True)
-def main(output: Path, depth: int) -> None:
-    """Build every plan and write the record."""
-    architecture = Architecture(name="vit_small_patch16_224", kwargs={"depth": depth, "num_classes": 10})
-    model, rows, prices = checkpoint(architecture), [], {}
+def main(bench: Bench, depth: int) -> None:
+    """Build every plan."""
+    checkpoint = random_checkpoint("vit_small_patch16_224", depth=depth, num_classes=10)
+    bench.share(architecture=checkpoint.architecture.name, depth=depth)
     with tempfile.TemporaryDirectory() as folder:
         graph = Path(folder) / "model.onnx"
         for site in BREAKS:
-            export_checkpoint(model, graph, precision="fp16", breaks=[site] if site else [])
-            rows += [row(graph, target, site) for target in TARGETS]
-        export_checkpoint(model, graph, precision="fp16")
-        for level, sms in COMPATIBLE.items():
-            asked = BuildOptions(backend="tensorrt-rtx", sms=sms, profiles=(PROFILE,), compatibility=level)
-            built = build_priced(graph, asked, Path(folder) / "model.plan").record
-            prices[level] = json_from_record(built.compatibility)
-    record = {"architecture": architecture.name, "depth": depth, "library_version": built.library_version}
-    write_json(output, {"kind": KIND, "version": VERSION, **record, "rows": rows, "compatibility": prices})
+            for target in TARGETS:
+                bench.row({"target": target, "break": site}, row_of, checkpoint, target, site, graph)
+        if bench.again or "compatibility" not in bench.record:
+            compare_targets(bench, checkpoint, graph)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,14 @@
-"""What the harness adds to a call of 5 ms at batch 1.
+"""The overhead of the timing code on a call of 5 ms at batch 1.
 
-Three figures. `inside_us` is what a sample contains beyond the call: the harness timing an empty function. `around_us`
-is all that the harness does for a call, inside the sample or beside it, in CPU time: blocks of empty calls, as many in
-a block as it would make of 5 ms. `against_bare_loop_share` is the check on real calls: blocks by the harness against
-the same calls in a bare loop, ABBA, in CPU time. Other programs raise the last one: the harness asks how long a call
-was interrupted whenever it was, and after that finds cold caches (`load_average` tells how busy the machine was).
+`inside_us` is the time that a sample contains beyond the call, measured on an empty function. `around_us` is the CPU
+time of the timing code for a call, inside the sample or around it, measured on blocks with as many empty calls as a
+block of 5 ms calls has. `against_bare_loop_share` checks this on real calls: blocks of the timing code against the same
+calls in a bare loop, in turns, in CPU time. Other programs raise this last figure, since the timing code asks for the
+length of every interruption and finds cold caches after it; `load_average` shows how busy the machine was.
 
-    python benchmarks/speed/harness_overhead.py --output benchmarks/results/harness_overhead.json
+    python -m benchmarks.speed.harness_overhead --output benchmarks/results/harness_overhead.json
 """
 
-import argparse
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,8 +16,10 @@ from pathlib import Path
 from statistics import median
 from time import perf_counter_ns, process_time_ns
 
+import click
 import numpy as np
 
+from ground.files import write_json
 from perf.runners.protocol import HostBound
 from perf.stats.quiet import samples
 from perf.stats.stats import ratio_of_medians
@@ -34,7 +35,7 @@ EMPTY_BLOCKS = 4000
 
 @dataclass(frozen=True)
 class BareLoop:
-    """The same calls with nothing between them."""
+    """Calls of a function without any timing code between them."""
 
     call: Callable[[], object]
 
@@ -47,7 +48,7 @@ class BareLoop:
 
 @dataclass(frozen=True)
 class Whole:
-    """The harness's block as one piece: everything it does from the first call to the last."""
+    """A block of the timing code, timed as one piece."""
 
     bound: HostBound
 
@@ -58,7 +59,7 @@ class Whole:
 
 
 def work_of(milliseconds: float) -> Callable[[], object]:
-    """A single-threaded call of about this time that allocates nothing."""
+    """Return a single-threaded function that takes about this time and allocates no memory."""
     values, result = np.linspace(0.1, 1.0, 2048), np.empty(2048)
 
     def passes(count: int) -> Callable[[], None]:
@@ -72,10 +73,9 @@ def work_of(milliseconds: float) -> Callable[[], object]:
     return passes(round(100 * milliseconds / fastest_ms))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True)
-    output: Path = parser.parse_args().output
+@click.command(help=__doc__)
+@click.option("--output", "-o", type=click.Path(path_type=Path, dir_okay=False), required=True)
+def main(output: Path) -> None:
     empty = HostBound(lambda: None)
     inside_us = 1e3 * median(empty.laps(100_000, perf_counter_ns).compute_ms)
     started = process_time_ns()
@@ -101,9 +101,8 @@ def main() -> None:
         "rounds": ROUNDS,
         "calls_per_block": CALLS,
     }
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps({key: value for key, value in document.items() if key != "environment"}, indent=1))
+    write_json(output, document, indent=1)
+    click.echo(json.dumps({key: value for key, value in document.items() if key != "environment"}, indent=1))
 
 
 if __name__ == "__main__":

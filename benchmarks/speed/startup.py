@@ -1,12 +1,12 @@
-"""Time how commands start: their help, and each on a small prepared input, beside importing torch and timm.
+"""Start-up times of commands: their help and each on a small input, against importing torch and timm.
 
     python -m benchmarks.speed.startup --output benchmarks/results/startup.json
 
-Every run is a fresh process. In a round all runs take turns, and every second round goes backwards; a ratio is the
-median over rounds of a round's own ratio, so that what else the machine does falls on both. With bytecode: every module
-was compiled before. Without: an empty directory stands in for all caches (PYTHONPYCACHEPREFIX) and none is written, as
-in an image that is built without compiling. The inputs are of the digits example, made by the commands themselves, and
-so small that starting takes most of the time.
+Every run is a fresh process. In a round all runs take turns, and every second round goes backwards. A ratio is the
+median over rounds of the ratio within a round, so that other load affects both sides. With bytecode, every module was
+compiled before. Without bytecode, an empty directory replaces all caches (PYTHONPYCACHEPREFIX) and no cache is written,
+as in an image that is built without compiling. The inputs are of the digits example, made by the commands themselves,
+and so small that starting takes most of the time.
 """
 
 import os
@@ -35,13 +35,13 @@ KIND, VERSION = "benchmarks/startup", 1
 IMAGES = 32
 BASELINES = {"import torch": "import torch", "import torch, timm": "import torch, timm"}
 QUICK = ("--batch", "1", "--time-limit", "0.2", "--half-width", "0.9", "--min-rounds", "6", "--block-ms", "1")
-INCONCLUSIVE = 3  # as a busy machine makes of times
+INCONCLUSIVE = 3  # the exit code when a busy machine spoils the times
 Clock = Literal["wall_s", "cpu_s"]
 Samples = dict[str, list[float]]
 
 
 def prepared(home: Path) -> dict[str, list[str]]:
-    """The words of each command, by its name in the record, on inputs that are made in this directory."""
+    """Make inputs in this directory, and return the words of each command by its name in the record."""
     model, images, moments = EXAMPLE / "model", home / "images.npz", home / "moments.safetensors"
     dense, reduced, graph = home / "dense.onnx", home / "reduced", home / "reduced" / "model.onnx"
     bench, parity, release = home / "records" / "bench.json", home / "records" / "parity.json", home / "release"
@@ -80,19 +80,19 @@ def _call(*words: object) -> None:
 
 
 def helped() -> dict[str, list[str]]:
-    """The words that show each command's help."""
+    """Return the words that show each command's help."""
     return {f"{name} --help": [*name.split(), "--help"] for name in sorted(corp_deploy.commands)}
 
 
 def processes(home: Path) -> dict[str, list[str]]:
-    """The whole command line of every run, baselines first."""
+    """Return the command line of every run, baselines first."""
     tool = [sys.executable, "-m", "corp_deploy"]
     commands = {name: [*tool, *words] for name, words in (prepared(home) | helped()).items()}
     return {name: [sys.executable, "-c", code] for name, code in BASELINES.items()} | commands
 
 
 def timed(command: Sequence[str], variables: Mapping[str, str]) -> dict[Clock, float]:
-    """Wall seconds and CPU seconds of a process and its children, which has to end well."""
+    """Return wall and CPU seconds of a process and its children. Raises ClickException if the process fails."""
     with tempfile.TemporaryFile() as log:
         start = time.perf_counter()
         process = subprocess.Popen(command, env=variables, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
@@ -106,7 +106,7 @@ def timed(command: Sequence[str], variables: Mapping[str, str]) -> dict[Clock, f
 
 
 def environments(threads: int, empty: Path) -> dict[bool, dict[str, str]]:
-    """The variables of a run, with compiled bytecode and without."""
+    """Return the environment variables of a run with compiled bytecode (True) and of one without."""
     own = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     own |= {"OMP_NUM_THREADS": str(threads)}
     return {True: own, False: {**own, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPYCACHEPREFIX": str(empty)}}
@@ -115,7 +115,7 @@ def environments(threads: int, empty: Path) -> dict[bool, dict[str, str]]:
 def measured(
     commands: Mapping[str, Sequence[str]], variables: Mapping[bool, Mapping[str, str]], rounds: Mapping[bool, int]
 ) -> dict[bool, dict[str, Samples]]:
-    """Samples of every run with bytecode and without, each in as many rounds as `rounds` has of it."""
+    """Time every run with bytecode and without, in the number of rounds of each kind."""
     samples: dict[bool, dict[str, Samples]] = {compiled: {} for compiled in variables}
     for number in range(max(rounds.values())):
         for name in list(commands)[:: -1 if number % 2 else 1]:
@@ -127,7 +127,7 @@ def measured(
 
 
 def rows_of(samples: Mapping[bool, Mapping[str, Samples]]) -> list[dict[str, Any]]:
-    """A row for each run: medians, and the median over rounds of its ratio to each baseline of the same kind."""
+    """Return a row for each run: medians, and the median over rounds of its ratio to each baseline of the same kind."""
     return [
         {
             "command": name,

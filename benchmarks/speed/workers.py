@@ -5,7 +5,7 @@
 Workers are processes with a `Collector`, or actors of Ray with one. All take turns, round after round. The time of a
 run begins when the workers have loaded the model, and ends when the moments of all images are written: each worker
 writes one part, and the parts are merged. A ratio is the median over rounds of a run's rate over that of one process in
-this round. Weights and images are random; rates don't depend on their values.
+this round. Weights are random and images are noise.
 """
 
 import multiprocessing
@@ -28,9 +28,8 @@ from numpy.typing import NDArray
 
 import corp_deploy
 from benchmarks.harness import Bench, measures
-from corp_deploy.families.family import input_ports
-from corp_deploy.spec.architecture import Architecture
-from corp_deploy.store.checkpoint import Checkpoint, dense_from_architecture, save
+from benchmarks.speed.random_models import random_checkpoint, save_noise
+from corp_deploy.store.checkpoint import save
 from ground.threads import affinity_cpus, set_thread_policy_
 
 ONE, PROCESSES, RAY = "one process", "processes", "actors of Ray"
@@ -126,14 +125,10 @@ def taken_s(job: Job, workers: list[Start]) -> float:
 
 
 def prepared(model: str, kwargs: Mapping[str, Any], images: int, folder: Path) -> Job:
-    torch.manual_seed(0)
-    architecture = Architecture(name=model, kwargs=dict(kwargs))
-    dense = Checkpoint(model=dense_from_architecture(architecture), architecture=architecture, lineage={})
-    job = Job(model=folder / "dense", images=folder / "images.npy", folder=folder)
-    save(dense, job.model)
-    shape = input_ports(dense.model)[0].shape
-    np.save(job.images, np.random.default_rng(0).standard_normal((images, *shape), dtype=np.float32))
-    return job
+    """Write a model with random weights and images of noise."""
+    dense = random_checkpoint(model, **kwargs)
+    save(dense, folder / "dense")
+    return Job(model=folder / "dense", images=save_noise(dense.model, images, folder / "images.npy"), folder=folder)
 
 
 def measured(job: Job, rounds: int) -> dict[Key, list[float]]:
