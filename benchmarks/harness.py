@@ -1,4 +1,4 @@
-"""One way to measure: rows that are made one by one and kept in a record of JSON, which pages make tables of.
+"""Rows that are measured one by one and kept in a JSON record, from which pages make tables.
 
     @measures("benchmarks/bf16")
     @click.option("--count", default=64)
@@ -8,8 +8,8 @@
         for precision in PRECISIONS:
             bench.row({"precision": precision}, figures, precision)  # calls figures(precision) for the other fields
 
-A run goes on where another ended: rows that the record has are made again by `--again` alone. `--only` chooses rows
-by the values of their keys. `benchmarks/pages/markdown.py` has the tables.
+A run continues a record: rows in it are measured again only with `--again`. `--only` chooses rows by values of their
+keys. `benchmarks/pages/markdown.py` makes tables.
 """
 
 import fnmatch
@@ -35,7 +35,7 @@ def _has_key(row: Row, key: Mapping[str, Any]) -> bool:
 
 
 class Record:
-    """Facts that all rows share, and lists of rows by key; the file is written whole after each change."""
+    """Facts that all rows share, and lists of rows; the file is written after each change."""
 
     def __init__(self, path: Path, kind: str, facts: Mapping[str, Any], *, anew: bool = False) -> None:
         self.path = path
@@ -46,7 +46,7 @@ class Record:
         self.share(**facts)
 
     def share(self, **facts: Any) -> None:
-        """Add what all rows share. Raises BadInput where rows were measured with other facts."""
+        """Add facts that all rows share. Raises BadInput if rows were measured with other facts."""
         if self.before and (other := [name for name, value in facts.items() if self.before.get(name) != value]):
             raise BadInput(f"{self.path}: its rows were measured with another {', '.join(other)}; {REMEDY}")
         self.content |= facts
@@ -62,7 +62,7 @@ class Record:
         return any(_has_key(row, key) for row in self.content.get(part, ()))
 
     def row(self, part: str, key: Mapping[str, Any]) -> Row:
-        """Return the first row of this key. Raises LookupError where there is none."""
+        """Return the first row of this key. Raises LookupError if there is none."""
         rows: list[Row] = self.content.get(part, [])
         try:
             return next(row for row in rows if _has_key(row, key))
@@ -87,7 +87,7 @@ class Record:
         self.write()
 
     def set(self, name: str, value: Any) -> None:
-        """Write one entry that is no row."""
+        """Write an entry that is no row."""
         self.content[name] = value
         self.write()
 
@@ -96,17 +96,17 @@ class Record:
 
 
 class Bench:
-    """The record of a run and the rows that it is asked for."""
+    """The record of a run, and the choice of its rows."""
 
     def __init__(self, record: Record, only: Sequence[str] = (), again: bool = False) -> None:
         self.record, self.only, self.again = record, only, again
 
     def share(self, **facts: Any) -> None:
-        """Add what all rows share, as Record.share."""
+        """Add facts that all rows share, as Record.share."""
         self.record.share(**facts)
 
     def wanted(self, key: Mapping[str, Any], part: str = "rows") -> bool:
-        """Return whether the row of this key is to be made: chosen by `--only`, and absent or `--again`."""
+        """Return whether to make the row of this key: `--only` chooses it, and it is absent or `--again` is given."""
         values = [str(value) for value in key.values()]
         if self.only and not any(fnmatch.fnmatchcase(value, each) for value in values for each in self.only):
             return False
@@ -115,9 +115,9 @@ class Bench:
     def row(
         self, key: Mapping[str, Any], make: Callable[..., Mapping[str, Any]], *arguments: Any, part: str = "rows"
     ) -> None:
-        """Make and write the row of this key if it is wanted, its other fields by `make(*arguments)`.
+        """Make and write the row of this key if it is wanted; `make(*arguments)` returns its other fields.
 
-        Where a package or a device is absent, this is reported and there is no row.
+        If a package or a device is absent, the reason is printed and no row is written.
         """
         if not self.wanted(key, part):
             return
@@ -135,13 +135,15 @@ class Bench:
 
 
 def measures(kind: str) -> Callable[[Callable[..., None]], click.Command]:
-    """Make a command of a function that takes a Bench and the options of its own."""
+    """Make a command of a function that takes a Bench and further options."""
 
     def decorate(function: Callable[..., None]) -> click.Command:
         @click.command()
         @click.option("--output", "-o", type=click.Path(path_type=Path, dir_okay=False), required=True)
-        @click.option("--only", multiple=True, metavar="PATTERN", help="Make rows with such a value in their key.")
-        @click.option("--again", is_flag=True, help="Make rows that the record has once more.")
+        @click.option(
+            "--only", multiple=True, metavar="PATTERN", help="Make only rows with a matching value in their key."
+        )
+        @click.option("--again", is_flag=True, help="Make rows again that the record already has.")
         @functools.wraps(function)
         def command(*, output: Path, only: tuple[str, ...], again: bool, **options: Any) -> None:
             facts = {"cpu": cpu_name(), "versions": versions()}

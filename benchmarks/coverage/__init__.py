@@ -1,1 +1,1 @@
-"""Small instances of the architectures that people deploy, each taken through the whole chain."""
+"""Small instances of deployed architectures, and their chain from sites to engines."""

@@ -10,8 +10,9 @@ Row: TypeAlias = dict[str, Any]
 
 
 def alone(measured: Callable[[], Row], *, most_s: int, most_bytes: int) -> Row:
-    """What it gives, or what it failed with under `said`. A copy of this process, so that nothing is imported again;
-    seconds of one core.
+    """Return the row of a measurement made in a fork of this process, or the error under `said`.
+
+    The limits are CPU seconds and bytes. A fork needs no imports.
     """
     receiving, sending = multiprocessing.Pipe(duplex=False)
     process = multiprocessing.get_context("fork").Process(

@@ -1,10 +1,10 @@
-"""A small model of every class that no family serves, through the chain: sites, errors of half, graphs beside torch.
+"""The chain of a small model of every class without a family: sites, errors with half removed, graphs against torch.
 
     python -m benchmarks.coverage.classes --output benchmarks/results/coverage_classes.json
 
-Random weights of which some tell of others, as many inputs to calibrate on as the widest layer has columns, and others
-to judge by. A row is added after each class, measured in a process of its own; rows that the record has are kept, but
-those that fit `--again`. Seconds are those of one core (of the process, not of a clock).
+Weights are random, with correlated channels. There are as many calibration inputs as the widest layer has columns, and
+other inputs judge. A separate process measures each class. The record is written after every row; rows in the record
+are measured again only if they match `--again`. Seconds are CPU seconds of one core.
 """
 
 import fnmatch
@@ -40,7 +40,7 @@ MOST_S, MOST_BYTES = 900, 12 * 2**30
 
 
 def share_within(found: FoundSites) -> float:
-    """Of the multiply-adds, those that go when all that can be removed is: by the share of rows or columns of each."""
+    """Return the share of the multiply-adds within sites, by the removable share of each layer's rows or columns."""
     units, share = torch.zeros(found.flow.groups.count + 1, dtype=torch.bool), defaultdict[fx.Node, float](float)
     for site in found.sites:
         units[site_labels(found.flow, site)] = True
@@ -51,7 +51,7 @@ def share_within(found: FoundSites) -> float:
 
 
 def measured(small: Small) -> Row:
-    """All that is told of a class; of one that can't be taken the reason."""
+    """Return the row of a class."""
     row: Row = {"source": small.source, "class": small.kind, "name": small.name}
     model = trace_model(dense(small, 0), _architecture(small))
     began = time.process_time()
@@ -76,8 +76,10 @@ def _architecture(small: Small) -> Architecture:
 
 
 def _chained(small: Small, model: nn.Module, count: int, scratch: Path) -> Row:
-    """Means over several draws where half of everything gone errs least without `best` in the first one, since a single
-    network of random weights may favour any by chance.
+    """Return identity, errors and graphs of a class.
+
+    If `best` does not have the smallest error in the first draw, errors are means over several draws, since one network
+    with random weights may favour any preset by chance.
     """
     subject = _subject(small, model, count, 0, scratch)
     half = _half(subject)
@@ -95,7 +97,7 @@ def _chained(small: Small, model: nn.Module, count: int, scratch: Path) -> Row:
 
 
 def _subject(small: Small, model: nn.Module, count: int, seed: int, scratch: Path) -> Subject:
-    """Calibrated, with what it is judged on."""
+    """Return a calibrated model with the inputs that judge it."""
     for name, many, of in (("fitted", count, 2 * seed + 1), ("judged", JUDGED, 2 * seed + 2)):
         np.savez(scratch / f"{name}-{seed}.npz", **drawn(model, many, of))  # type: ignore[arg-type]
     fitted, judged = (inputs_for_model(model, scratch / f"{name}-{seed}.npz") for name in ("fitted", "judged"))
@@ -114,14 +116,14 @@ def _errors(subject: Subject, half: Mapping[str, nn.Module]) -> dict[str, float]
 
 
 def warm() -> None:
-    """So that no process has to import what tracing and exporting need."""
+    """Trace and export a tiny model, so that forked processes need no imports."""
     tiny, numbers = nn.Linear(2, 2), torch.zeros(2, 2)
     trace(tiny, [numbers])
     torch.onnx.export(tiny, (numbers,), dynamo=True, verbose=False)
 
 
 def row_of(small: Small) -> Row:
-    """Measured by itself, within a time and an amount of memory."""
+    """Measure a class in a separate process, with limits of time and memory."""
     return {"source": small.source, "class": small.kind, "name": small.name} | alone(
         lambda: measured(small), most_s=MOST_S, most_bytes=MOST_BYTES
     )

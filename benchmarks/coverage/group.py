@@ -1,4 +1,4 @@
-"""Names that the same arguments make small."""
+"""Groups of models that the same arguments make small."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

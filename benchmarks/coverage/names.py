@@ -1,10 +1,10 @@
-"""Which sites every name of timm has: traced and found on the meta device, in each name's own size; no weights.
+"""The sites of every model of timm in full size, traced on the meta device without weights.
 
     python -m benchmarks.coverage.names --output benchmarks/results/coverage_names.json
 
-One name of every module of timm's comes first, then a second one of each, and so on. Each name is measured in a process
-of its own, within a time and an amount of memory. A row is added after each; rows that the record has are kept, but
-those that fit `--again`. Seconds are those of one core (of the process, not of a clock).
+One name of every module of timm comes first, then a second one of each, and so on. A separate process measures each
+name, with limits of time and memory. The record is written after every row; rows in the record are measured again only
+if they match `--again`. Seconds are CPU seconds of one core.
 """
 
 import fnmatch
@@ -37,14 +37,14 @@ KIND = "benchmarks/coverage-names"
 MOST_S, MOST_BYTES = 120, 12 * 2**30
 MIB = 2**20
 COLUMNS = ("name", "class", "build_s", "trace_s", "find_s", "grown_mib", "share", "sites", "refused", "unknown", "said")
-"""`grown_mib`: of resident memory, from before the model is built. `share`: of the multiply-adds, those within sites.
-`sites`, `refused`: by kind or reason, how many that can be reduced and that can't be; `unknown`: ops without a
-rule; `said`: why nothing was found.
+"""`grown_mib` is the growth of resident memory from before the model is built, `share` that of the multiply-adds within
+sites. `sites` and `refused` count places that can be reduced, by kind, and that can't, by reason. `unknown` has ops
+without a rule, `said` the reason why there is no site.
 """
 
 
 def ordered(pattern: str) -> Iterator[str]:
-    """The first name of every module, then the second ones, and so on."""
+    """Yield the first name of every module, then the second ones, and so on."""
     every = set(timm.list_models())
     by_module = [
         [name for name in timm.list_models(module=module) if name in every and fnmatch.fnmatchcase(name, pattern)]
@@ -61,7 +61,7 @@ def built(name: str) -> nn.Module:
 
 
 def measured(name: str) -> Row:
-    """What is found, or why nothing can be."""
+    """Return the row of a name."""
     before, began = resident(), time.process_time()
     plain = built(name)
     row: Row = {"name": name, "class": type(plain).__name__, "build_s": round(time.process_time() - began, 2)}
@@ -81,7 +81,7 @@ def measured(name: str) -> Row:
 
 
 def resident() -> int:
-    """Bytes of this process."""
+    """Return the resident bytes of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
@@ -90,7 +90,7 @@ def peak() -> int:
 
 
 def row_of(name: str) -> Row:
-    """Measured by itself, within a time and an amount of memory."""
+    """Measure a name in a separate process, with limits of time and memory."""
     return {"name": name} | alone(lambda: measured(name), most_s=MOST_S, most_bytes=MOST_BYTES)
 
 
@@ -112,7 +112,7 @@ class Names:
 
 
 def _line(row: Mapping[str, Any]) -> Sequence[Any]:
-    """Up to the last column that says something."""
+    """Return a row's values up to the last one that is not empty."""
     line = [row.get(column) for column in COLUMNS]
     return line[: max(place for place, value in enumerate(line) if value) + 1]
 
@@ -124,7 +124,7 @@ def _line(row: Mapping[str, Any]) -> Sequence[Any]:
 def main(output: Path, pattern: str, again: str) -> None:
     torch.set_num_threads(1)
     record = Names(output)
-    measured("test_vit")  # so that no process has to import what tracing needs
+    measured("test_vit")  # so that forked processes need no imports
     for name in ordered(pattern):
         if name not in record.rows or fnmatch.fnmatchcase(name, again):
             record.put(row_of(name))

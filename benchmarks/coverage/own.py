@@ -1,4 +1,4 @@
-"""Modules as people write them, of which no library knows; each says what it takes."""
+"""Modules of no library, as users write them; each declares its inputs."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ SERIES: Mapping[str, Any] = {"x": (TOKENS, D)}
 
 
 class Residual(nn.Module):
-    """What is normed first, and added."""
+    """Bodies that each add to a residual stream, behind a norm."""
 
     def __init__(self, *bodies: nn.Module) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ def mlp() -> nn.Module:
 
 
 class Causal(nn.Module):
-    """Fused, causal, in chunks."""
+    """Causal attention by one fused layer for queries, keys and values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Causal(nn.Module):
 
 
 class NanoGPT(nn.Module):
-    """Tokens and places, blocks, a head for the last token."""
+    """A small GPT: embeddings of tokens and positions, blocks, and a head for the last token."""
 
     inputs = TEXT
 
@@ -64,7 +64,7 @@ class NanoGPT(nn.Module):
 
 
 class Tied(NanoGPT):
-    """A head that has the embedding's weights."""
+    """A GPT whose head shares the weights of the embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Tied(NanoGPT):
 
 
 class TorchEncoder(nn.Module):
-    """torch's own."""
+    """An encoder of torch.nn."""
 
     inputs = SERIES
 
@@ -87,7 +87,7 @@ class TorchEncoder(nn.Module):
 
 
 class Rearranged(nn.Module):
-    """As einops has it, `b n (qkv h d) -> qkv b h n d`, spelled by torch: einops is no dependency here."""
+    """Attention with the rearrangement `b n (qkv h d) -> qkv b h n d`, in torch since einops is no dependency."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class Rearranged(nn.Module):
 
 
 class Lettered(nn.Module):
-    """Every product by letters."""
+    """Attention whose products are einsums."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class GatedMlp(nn.Module):
 
 
 class Stack(nn.Module):
-    """Two residual blocks of some bodies, their mean token read."""
+    """Two residual blocks, and a head for the mean token."""
 
     inputs = SERIES
 
@@ -146,7 +146,7 @@ def conv(inputs: int, outputs: int) -> nn.Module:
 
 
 class UNet(nn.Module):
-    """Maps beside those that went around, joined."""
+    """A U-Net with two skip connections."""
 
     inputs: Mapping[str, Any] = {"x": (3, 32, 32)}
 
@@ -167,7 +167,7 @@ class UNet(nn.Module):
 
 
 class TwoInputs(nn.Module):
-    """An image's tower and a vector's, joined."""
+    """A tower for images and one for vectors, joined by a head."""
 
     inputs: Mapping[str, Any] = {"pixels": (3, 16, 16), "vector": (9,)}
 
@@ -183,7 +183,7 @@ class TwoInputs(nn.Module):
 
 
 class SeveralOutputs(Stack):
-    """A class, a value for each token, and the features."""
+    """A model with logits, a value for each token, and features."""
 
     def __init__(self) -> None:
         super().__init__(Causal, mlp)
@@ -195,7 +195,7 @@ class SeveralOutputs(Stack):
 
 
 class Twice(nn.Module):
-    """One block called twice between a first and a last layer."""
+    """A block that is called twice, between a first and a last layer."""
 
     inputs = SERIES
 

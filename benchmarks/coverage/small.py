@@ -1,5 +1,6 @@
-"""Small models that no family is asked about, of timm's classes, torchvision and transformers: each a plain module that
-says what it takes, with weights of which some tell of others.
+"""Small models without a family, of timm, torchvision and transformers: plain modules that declare their inputs.
+
+Their weights are random, with correlated channels.
 """
 
 import inspect
@@ -27,7 +28,7 @@ SIDE = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Small:
-    """A model by its class. `name`: the library's for it, where it has one."""
+    """A small model of a class; `name` is its name in the library, if it has one."""
 
     source: str
     kind: str
@@ -41,8 +42,9 @@ class Small:
 
 
 def dense(small: Small, seed: int) -> nn.Module:
-    """Random weights of some structure, and the statistics of its batch norms taken on its inputs. It says what it
-    takes, where that isn't images of the side.
+    """Return the model with structured random weights, and batch norms with the statistics of its inputs.
+
+    A model that takes other inputs than images declares them in `inputs`.
     """
     torch.manual_seed(0)
     with warnings.catch_warnings():
@@ -56,9 +58,7 @@ def dense(small: Small, seed: int) -> nn.Module:
 
 
 def drawn(model: nn.Module, count: int, seed: int) -> dict[str, NDArray[Any]]:
-    """Its inputs by name: smooth random images with some noise, tokens of which the last ones are padding where it
-    takes a mask, or vectors.
-    """
+    """Draw a model's inputs by name: smooth images with noise, tokens (padded if there is a mask), or vectors."""
     generator, numpy = torch.Generator().manual_seed(seed), np.random.default_rng(seed)
     said: Any = getattr(model, "inputs", None) or {"images": model.input_size}
     lengths = numpy.integers(4, TOKENS + 1, count)
@@ -78,7 +78,7 @@ def drawn(model: nn.Module, count: int, seed: int) -> dict[str, NDArray[Any]]:
 
 @torch.no_grad()
 def settle_(model: nn.Module, inputs: Mapping[str, Tensor]) -> None:
-    """Every batch norm has the means and variances of what it meets."""
+    """Set the statistics of every batch norm to those of its inputs."""
     norms = [each for each in model.modules() if isinstance(each, nn.modules.batchnorm._BatchNorm)]
     for norm in norms:
         norm.reset_running_stats()
@@ -105,7 +105,7 @@ def _timm_class(kind: str) -> Small:
 
 
 def _classes() -> Mapping[str, type[nn.Module]]:
-    """All of timm's modules by name."""
+    """Return all modules of timm by name."""
     files = [import_module(f"timm.models.{each}") for each in timm.list_modules()]
     return {
         name: each
@@ -152,11 +152,11 @@ TORCHVISION: Mapping[str, tuple[Callable[[Any], nn.Module], int]] = {
     ),
     "vision_transformer": (lambda of: of.VisionTransformer(SIDE, 16, 2, 4, 64, 256, num_classes=CLASSES_TOLD), SIDE),
 }
-"""One of each of its files, and the side of its images."""
+"""A constructor for each file of torchvision's models, and the side of its images."""
 
 
 def _headed(model: nn.Module, features: int) -> nn.Module:
-    """With a narrower classifier of its features."""
+    """Replace the classifier by a narrower one."""
     model.classifier = nn.Sequential(nn.Linear(features, 128), nn.ReLU(), nn.Linear(128, CLASSES_TOLD))
     return model
 
@@ -175,7 +175,7 @@ def _torchvision(file: str) -> Small:
 
 
 class _Logits(nn.Module):
-    """What a classifier of transformers gives, alone."""
+    """A classifier of transformers that returns only the logits."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -224,7 +224,7 @@ TRANSFORMERS: Mapping[str, Mapping[str, Any]] = {
     "ViT": _TOWER,
     "ViTMSN": _TOWER,
 }
-"""Classifiers of images: what makes each small."""
+"""Classifiers of images, with the arguments that make them small."""
 
 
 def _transformers(kind: str) -> Small:
@@ -238,7 +238,7 @@ def _transformers(kind: str) -> Small:
 
 
 class _States(nn.Module):
-    """What an encoder of texts gives for each token."""
+    """An encoder of texts that returns only the states of the tokens."""
 
     inputs = dict.fromkeys(("input_ids", "attention_mask"), torch.zeros(TOKENS, dtype=torch.int64))
 
@@ -271,7 +271,7 @@ TEXTS: Mapping[str, Mapping[str, Any]] = {
     "RobertaModel": {**_TEXT, "pad_token_id": 1},
     "T5EncoderModel": {"vocab_size": WORDS, "d_model": 64, "d_kv": 16, "num_heads": 4, "num_layers": 2, "d_ff": 192},
 }
-"""Encoders of texts: what makes each small."""
+"""Encoders of texts, with the arguments that make them small."""
 
 
 def _text(kind: str) -> Small:
@@ -285,7 +285,7 @@ def _text(kind: str) -> Small:
 
 
 def smalls() -> Iterator[Small]:
-    """All of them."""
+    """Yield all small models."""
     yield from (Small(source="own", kind=name, name=name, build=build) for name, build in OWN.items())
     yield from map(_timm_class, CLASSES)
     yield from map(_torchvision, TORCHVISION)

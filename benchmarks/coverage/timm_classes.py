@@ -1,4 +1,4 @@
-"""A small model of each of timm's classes that no family serves: a name, what makes it small, and its images' side."""
+"""timm's classes without a family: the name of a model, arguments that make it small, and the side of its images."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +11,7 @@ _D3: Mapping[str, Any] = {"depths": (1, 1, 1)}
 
 
 def _dims(*dims: int, name: str = "dims", depths: str = "depths") -> dict[str, Any]:
-    """One block in each stage, of these widths."""
+    """Return the arguments for one block in each stage, of these widths."""
     return {depths: (1,) * len(dims), name: dims}
 
 

@@ -1,9 +1,9 @@
-"""A Llama of 8 layers in ONNX Runtime on the CPU, dense against half of its MLPs' channels and half of its groups.
+"""A Llama of 8 layers in ONNX Runtime on the CPU, dense against half of the MLPs' channels and of the heads' groups.
 
     python -m benchmarks.decoders.decoder_onnx --output benchmarks/results/decoder_onnx.json
 
-Weights are random: the time doesn't depend on their values. Graphs are those of export-decoder; each is held against
-transformers before it is timed, dense and reduced interleaved in one process.
+Weights are random, since time doesn't depend on their values. Graphs of export-decoder are compared with transformers,
+and then timed, dense and reduced interleaved in one process.
 """
 
 import os
@@ -40,7 +40,7 @@ REDUCED = {"half of the channels": MLP, "half of the groups": GROUPS, "both": ML
 
 
 def exported(scratch: Path, name: str, changes: dict[str, Any]) -> tuple[DecoderGraph, dict[str, Any]]:
-    """The graph of such a Llama with random weights, and how far its logits are from transformers'."""
+    """Export a Llama with random weights, and return the graph with its sizes and its errors against transformers."""
     home = scratch / name
     model = write_decoder(home / "model", "llama", **DENSE | changes)
     graph = export_decoder(home / "model", home / "graph")

@@ -1,7 +1,8 @@
-"""A small Llama trained on the text of Python's own help, letter by letter, and what methods leave of its perplexity.
+"""Perplexity of a small Llama, trained on the text of Python's help letter by letter, by method.
 
-Two heads share each key and value; half or less of the MLPs' channels, of the heads' groups, and of both go. Every
-method gets the same moments of the same sequences, and is judged on text that neither training nor calibration saw.
+Two heads share each key and value. Methods remove half or less of the MLPs' channels, of the heads' groups, of both, or
+of the dimensions of queries and keys. Every method uses the same moments, and is judged on text that neither training
+nor calibration used.
 
     python -m benchmarks.decoders.trained_decoder --output benchmarks/results/trained_decoder.json
 """
@@ -52,7 +53,7 @@ PARTS: dict[str, tuple[str, ...]] = {
 
 
 def architecture(layers: int = 3, hidden: int = 192, groups: int = 4) -> DecoderArchitecture:
-    """Two heads of 16 in each group that shares keys and values, as Llama has them."""
+    """Return a Llama with two heads of 16 dimensions in each group."""
     return DecoderArchitecture(
         vocabulary=decoders.LETTERS, positions=LENGTH, width=64, heads=2 * groups, groups=groups, head=16,
         hidden=hidden, layers=layers, rope=Rope(),
@@ -60,7 +61,7 @@ def architecture(layers: int = 3, hidden: int = 192, groups: int = 4) -> Decoder
 
 
 def letters(start: float, stop: float) -> Tensor:
-    """Ids of the text between these shares of it."""
+    """Return the letters between two shares of the text."""
     text = decoders.text(0, 10**9)
     return torch.tensor([ord(letter) for letter in text[int(start * len(text)) : int(stop * len(text))]])
 
@@ -72,7 +73,7 @@ def _batches(ids_n: Tensor, steps: int, draw: torch.Generator) -> Iterator[Tenso
 
 
 def trained(own: DecoderArchitecture, *, steps: int = STEPS) -> TextDecoder:
-    """On the first 80 % of the text; the same weights for the same number of steps."""
+    """Train on the first 80 % of the text; the weights depend only on the number of steps."""
     torch.manual_seed(0)
     model = TextDecoder(own)
     for parameter in model.parameters():
@@ -91,14 +92,14 @@ def trained(own: DecoderArchitecture, *, steps: int = STEPS) -> TextDecoder:
 
 
 def sequences(start: float, stop: float, count: int) -> Sequences:
-    """So many, evenly over a part of the text."""
+    """Return this number of sequences, evenly spread over a part of the text."""
     rows = cut_into_rows(letters(start, stop).numpy(), LENGTH, where="text")
     return sample_sequences(rows[:: max(1, len(rows) // count)][:count], where="text")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """A trained decoder, its moments, and the sequences that they are of."""
+    """A trained decoder, its moments, and its calibration sequences."""
 
     checkpoint: Checkpoint
     moments: Moments
@@ -115,7 +116,7 @@ class Trained:
         return cls(checkpoint=checkpoint, moments=moments, calibrated=own)
 
     def reduced(self, preset: str, sparsity: float, parts: Sequence[str], *, closed_loop: bool = False) -> nn.Module:
-        """By one method at one sparsity of these parts."""
+        """Reduce these parts by a preset at a sparsity."""
         asked: dict[str, Any] = {f"{part}_sparsity": sparsity for part in parts}
         method = method_from_preset(preset, align_hidden=8, align_head=4, aligned=True, **asked)
         if closed_loop:
@@ -123,7 +124,7 @@ class Trained:
         return reduce(self.checkpoint.model, self.moments, method).model
 
     def judged(self, models: dict[str, nn.Module]) -> list[dict[str, Any]]:
-        """The dense model and these on text that nobody saw."""
+        """Measure the perplexity of the dense model and of these on unused text."""
         steps = [
             Candidate(
                 label=name,
@@ -152,7 +153,7 @@ def main() -> None:
     told: dict[str, dict[str, Any]] = {}
     for part, sparsity, method in product(PARTS, SPARSITIES, (*METHODS, CLOSED)):
         if (method, part) == ("grail", "Q/K"):
-            continue  # its method has none of them
+            continue  # its method reduces no queries and keys
         label = f"{part} {sparsity:g} {method}"
         told[label] = {"part": part, "sparsity": sparsity, "method": method}
         preset = "best" if method == CLOSED else method

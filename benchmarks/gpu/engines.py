@@ -1,11 +1,11 @@
-"""TensorRT-RTX engines that are built without a GPU, carried over in parts, and timed dense beside reduced on one.
+"""TensorRT-RTX engines that are built without a GPU, copied in parts, and timed on a GPU, dense against reduced.
 
-    python -m benchmarks.gpu.engines --output build/engines           # here: FP16 plans and what they fuse
+    python -m benchmarks.gpu.engines --output build/engines           # without a GPU: FP16 plans
     python -m benchmarks.gpu.run --output out --only engines --engines build/engines       # on the GPU
 
-A plan is cut into parts of at most 48 MB, each small enough to travel; the parts may arrive one after the other, and
-what is absent is a row that says so. `--small` builds tiny models, whose plans a run without a GPU joins and checks,
-and whose graphs it times in ONNX Runtime in place of the plans: it shows that the scripts work and measures nothing.
+A plan is cut into parts of at most 48 MB, which can be copied one after the other; a plan with absent parts has a row
+with this reason. `--small` builds tiny models. A run without a GPU joins and checks their plans and times their graphs
+in ONNX Runtime, which only tests the scripts.
 """
 
 import json
@@ -62,7 +62,7 @@ class Built:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Raises Missing where it was not built or not carried over."""
+        """Return the facts of the build. Raises Missing if it was not built or not copied."""
         path = self.at / FACTS
         if not path.is_file():
             raise Missing(f"{path}: no such engine; python -m benchmarks.gpu.engines builds it on any machine")
@@ -70,7 +70,7 @@ class Built:
         return facts
 
     def joined(self) -> Path:
-        """Return the whole plan. Raises Missing where parts are absent or damaged."""
+        """Join the parts to a plan. Raises Missing if parts are absent or damaged."""
         facts, path = self.facts, self.at / "model.plan"
         parts = [self.at / f"part.{number:03}" for number in range(facts["parts"])]
         if absent := [part for part in parts if not part.is_file()]:
@@ -96,7 +96,7 @@ def checkpoint_of(built: Built, setting: Setting) -> Checkpoint:
 
 
 def build(built: Built, sm: str, setting: Setting) -> None:
-    """Build one plan for a target, count what it fuses, and write it in parts."""
+    """Build one plan for a target, write it in parts, and write its facts."""
     built.at.mkdir(parents=True, exist_ok=True)
     checkpoint, half = checkpoint_of(built, setting), built.at / "model.fp16.onnx"
     export_checkpoint(checkpoint, half, precision="fp16")
@@ -128,13 +128,13 @@ def build(built: Built, sm: str, setting: Setting) -> None:
 
 
 def every(setting: Setting) -> Iterator[Built]:
-    """Engines by model, dense first."""
+    """Yield the engines of every model, the dense one first."""
     for name in setting.models if setting.small else NAMES:
         yield from (Built(folder=setting.engines, model=name, variant=variant) for variant in VARIANTS)
 
 
 def timed(built: Built, setting: Setting) -> Row:
-    """Time one engine beside the dense one of the same model, at each batch size."""
+    """Time one engine against the dense one of the same model, at each batch size."""
     dense = Built(folder=built.folder, model=built.model, variant="dense")
     plans = dense.joined(), built.joined()
     row = {"row": "engine", **built.facts, "dense": dense.facts}
@@ -149,7 +149,7 @@ def timed(built: Built, setting: Setting) -> Row:
 
 
 def tasks(setting: Setting, record: Record) -> list[Task]:
-    """Each reduced engine beside its dense one."""
+    """Return a task for each reduced engine, timed against the dense one."""
 
     def estimate_s(built: Built) -> float:
         return 40.0 if (built.at / FACTS).is_file() and not setting.small else 0.0

@@ -1,4 +1,4 @@
-"""What a GPU run ran on: the machine as perf describes it, what torch says of the GPU, and its state between rows."""
+"""The environment of a GPU run: the machine, the GPU as torch describes it, and its state between rows."""
 
 from collections.abc import Callable
 from dataclasses import asdict
@@ -10,12 +10,12 @@ from perf.record.runs import Flat, Scalar
 from perf.timing.watch import Watch, package_version
 from perf.timing.watch import environment as machine
 
-# Rows that were measured under other values of these don't belong into one record.
+# All rows of one record have the same values of these.
 MUST_MATCH = ("machine", "cpu", "gpu", "sm", "driver", "torch", "timm")
 
 
 def environment(device: str, gpu: Flat | None) -> dict[str, Scalar]:
-    """`gpu` is what NVML says, None without it; torch then tells name and compute capability. Names no host or path."""
+    """Return the facts of the environment, but no host or path; `gpu` has those of NVML, None without it."""
     described = {**machine(gpu), "timm": package_version("timm"), "triton": package_version("triton"), "device": device}
     if device == "cpu":
         return described | {"gpu": None, "sm": None, "torch_threads": torch.get_num_threads()}
@@ -35,7 +35,7 @@ def environment(device: str, gpu: Flat | None) -> dict[str, Scalar]:
 
 
 def state_of(watch: Watch) -> Callable[[], dict[str, Any] | None]:
-    """A function that reads clocks, temperature, power and throttling; None where NVML is not there."""
+    """Return a function that reads clocks, temperature, power and throttling, or returns None without NVML."""
 
     def read() -> dict[str, Any] | None:
         found = watch().gpu

@@ -1,4 +1,4 @@
-"""Which attention kernel torch ran, told from the names in a profile."""
+"""The attention kernel that torch ran, by the names in a profile."""
 
 import re
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-# In this order: cuDNN's kernels have "flash" in their names too, and softmax alone marks attention that is not fused.
+# The order matters: cuDNN's kernels have "flash" in their names too, and softmax marks attention that is not fused.
 KINDS = {
     "cudnn": re.compile(r"cudnn.*(sdpa|attention|fmha|flash)|_cudnn_attention"),
     "mem-efficient": re.compile(r"fmha_cutlass|_efficient_attention|attention_kernel_batched"),
@@ -18,14 +18,14 @@ KINDS = {
 
 
 def kind_of(name: str) -> str | None:
-    """The kind of attention that a kernel or operator of this name belongs to, None for all others."""
+    """Return the kind of attention of a kernel or operator, None if it is no attention."""
     return next((kind for kind, pattern in KINDS.items() if pattern.search(name)), None)
 
 
 def attention_kind(names: Iterable[str]) -> str:
-    """flash, mem-efficient, cudnn or math; `a + b` where a profile shows several, `none seen` where none.
+    """Return flash, mem-efficient, cudnn or math, joined by + if a profile has several, or `none seen`.
 
-    Softmax counts only where no fused attention ran: other layers may hold one.
+    Softmax counts only without a fused attention, since other layers may have one too.
     """
     found = {kind for name in names if (kind := kind_of(name)) is not None}
     fused = sorted(found - {"math"})
@@ -33,7 +33,7 @@ def attention_kind(names: Iterable[str]) -> str:
 
 
 def profiled(module: nn.Module, images: Tensor) -> dict[str, Any]:
-    """Profile one call, warm: the kind, and the names that told it (kernels on a GPU, operators on a CPU)."""
+    """Profile one warm call; return its kind of attention, and the names of the kernels or operators that show it."""
     on_gpu = images.is_cuda
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if on_gpu else [])
     with torch.inference_mode():

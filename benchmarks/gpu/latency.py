@@ -1,6 +1,6 @@
-"""Dense against reduced, 0.1 to 0.7 joint sparsity, heads padded, square and ragged, in torch.
+"""Latency in torch, dense against 0.1 to 0.7 joint sparsity, heads padded, square and ragged.
 
-Weights are random, which costs the same time.
+Weights are random, since time doesn't depend on their values.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from perf.runners.module import DTYPES
 from perf.timing.watch import Watch
 
 GOALS_SPARSITY = 0.5
-# What an H100's host took to make the forms of a model.
+# Seconds that the host of an H100 took to make the forms of a model.
 MAKING_S = {"DeiT-T": 6.0, "DeiT-S": 6.0, "DeiT-B": 6.0, "DeiT-L": 17.0, "DeiT-H": 23.0}
 
 
@@ -40,14 +40,14 @@ class Case:
         return f"{self.model} {self.mode} {self.sparsity:.0%} batch {self.batch}"
 
     def estimate_s(self, macs: int, setting: Setting) -> float:
-        """A guess at building, warming and measuring all subjects."""
+        """Estimate the seconds to build, warm up and measure all subjects."""
         compiled = len(self.geometries) + 1 if self.mode == "compiled" else 0
         return estimate_s(macs, self.batch, len(self.geometries) + 1, compiled, setting)
 
 
 @dataclass(slots=True)
 class Shelf:
-    """Every dense model, and what runs of it; of sparsities other than the goals', only the latest."""
+    """All dense models and their forms; of sparsities other than the goals', only the latest forms are kept."""
 
     setting: Setting
     dense: dict[str, nn.Module] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class Shelf:
         return "eager" if self.setting.small else "inductor"
 
     def forms_of(self, case: Case) -> dict[str, models.Form]:
-        """By subject name."""
+        """Return the forms of a case by the name of the subject."""
         if case.model not in self.dense:
             self.dense[case.model] = models.dense(case.model, self.setting)
         dense, precision, compiled = self.dense[case.model], self.setting.precision, case.mode == "compiled"
@@ -77,7 +77,7 @@ class Shelf:
 
 
 def measured(case: Case, shelf: Shelf, watch: Watch) -> Row:
-    """The row of one case."""
+    """Measure one case."""
     setting = shelf.setting
     forms = shelf.forms_of(case)
     subjects = {
@@ -99,7 +99,7 @@ def measured(case: Case, shelf: Shelf, watch: Watch) -> Row:
 
 
 def attention(name: str, shelf: Shelf, batch: int) -> Row:
-    """The row that says which attention kernel each geometry of a model runs, at the goals' sparsity."""
+    """Return the attention kernel of each geometry of a model at the goals' sparsity."""
     setting = shelf.setting
     forms = shelf.forms_of(Case(model=name, mode="graph", sparsity=GOALS_SPARSITY, batch=batch))
     shape = batch, 3, setting.image_size, setting.image_size
@@ -109,7 +109,7 @@ def attention(name: str, shelf: Shelf, batch: int) -> Row:
 
 
 def cases(setting: Setting) -> Iterator[Case]:
-    """Those that the goals judge first, then the neighbourhood of these."""
+    """Yield the cases that the goals judge, then cases near them."""
     if setting.small:
         yield from (Case(model=name, mode="graph", sparsity=GOALS_SPARSITY, batch=2) for name in setting.models)
         yield Case(model="DeiT-T", mode="compiled", sparsity=GOALS_SPARSITY, batch=1, geometries=("padded",))
@@ -126,7 +126,7 @@ def cases(setting: Setting) -> Iterator[Case]:
 
 
 def tasks(setting: Setting, record: Record, watch: Watch) -> list[Task]:
-    """Kernels of every model first, which takes seconds; then the cases, each once."""
+    """Return tasks for the kernels of every model, which take seconds, and for each case."""
     shelf = Shelf(setting)
     macs = {name: models.macs_of(name, setting) for name in setting.models}
     batch = 2 if setting.small else 16

@@ -1,4 +1,4 @@
-"""Dense models with random but lively weights, and the same models at reduced widths, made on the device."""
+"""Dense models with random weights at a trained model's scale, and the same models at reduced widths."""
 
 import re
 from bisect import bisect_left
@@ -27,12 +27,12 @@ LAYER_SCALE = 0.3
 
 
 def architecture(name: str, setting: Setting) -> Architecture:
-    """Of the model of this name."""
+    """Return the architecture of the model of this name."""
     return Architecture(name=setting.models[name], kwargs=setting.kwargs)
 
 
 def dense(name: str, setting: Setting) -> nn.Module:
-    """The model of this name in evaluation mode."""
+    """Return the model of this name on the device, in evaluation mode."""
     torch.manual_seed(0)
     with torch.device(setting.device):
         model = dense_from_architecture(architecture(name, setting))
@@ -42,8 +42,9 @@ def dense(name: str, setting: Setting) -> nn.Module:
 
 @torch.no_grad()
 def enliven(model: nn.Module) -> None:
-    """Weights at the scale of a trained model's: as initialised, a layer scale of 1e-6 would hide every block's work,
-    so that a wrong output looked right.
+    """Draw weights at the scale of a trained model's.
+
+    An initial layer scale of 1e-6 would hide every block, so that a wrong output looks right.
     """
     for module in model.modules():
         if isinstance(module, nn.Linear):
@@ -55,7 +56,7 @@ def enliven(model: nn.Module) -> None:
 
 
 def reduced(model: nn.Module, sparsity: float, geometry: HeadGeometry, setting: Setting) -> nn.Module:
-    """The model with that share of hidden channels and of q/k (and, square, v) taken away, and nothing repaired."""
+    """Return the model without this share of hidden channels and of q/k (if square, also of v), not repaired."""
     method = method_from_preset(
         "best",
         qk_recovery="select",
@@ -70,14 +71,14 @@ def reduced(model: nn.Module, sparsity: float, geometry: HeadGeometry, setting: 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """A module as it is run, in its precision, and its facts."""
+    """A module in its precision, and its facts."""
 
     module: nn.Module
     facts: dict[str, int]
 
 
 def form(model: nn.Module, precision: Precision, geometry: HeadGeometry = "ragged") -> Form:
-    """The model in evaluation mode, with zeros in its graph where the geometry is padded."""
+    """Return the module to run; a padded geometry has zeros in its graph."""
     exported, told = traced_model.exportable(model, geometry=geometry), facts(model)
     if geometry == "padded":
         told = told | {"macs": count_products(exported, input_ports(model)).macs}
@@ -87,13 +88,14 @@ def form(model: nn.Module, precision: Precision, geometry: HeadGeometry = "ragge
 def forms(
     model: nn.Module, sparsity: float, geometries: Sequence[HeadGeometry], precision: Precision, setting: Setting
 ) -> dict[str, Form]:
-    """By geometry the model reduced."""
+    """Return the reduced model of each geometry."""
     return {each: form(reduced(model, sparsity, each, setting), precision, each) for each in geometries}
 
 
 def at_macs_share(model: nn.Module, share: float, align: int) -> tuple[nn.Module, float]:
-    """A convolutional network with the same share of every site's channels taken away, the least in percent that leaves
-    at most this share of the MACs; and that sparsity. Raises ValueError where none does.
+    """Return a network at the least uniform sparsity, in percent steps, that leaves at most this share of the MACs.
+
+    The second value is the sparsity. Raises ValueError if no sparsity leaves so few MACs.
     """
     dense = macs(model)
 
@@ -111,17 +113,17 @@ def at_macs_share(model: nn.Module, share: float, align: int) -> tuple[nn.Module
 
 
 def facts(model: nn.Module) -> dict[str, int]:
-    """MACs of an image and the widths of the first block; all blocks have the same here."""
+    """Return the MACs of an image and the widths of the first block, which all blocks share."""
     return {"macs": macs(model), **first_widths(model)}
 
 
 @cache
 def macs_of(name: str, setting: Setting) -> int:
-    """Of the dense model for one image, without making its weights."""
+    """Return the MACs of the dense model for one image, without making its weights."""
     with torch.device("meta"):
         return macs(dense_from_architecture(architecture(name, setting)))
 
 
 def block_names(module: nn.Module) -> list[str]:
-    """The blocks of a model of timm's or of what is exported of it, in order."""
+    """Return the names of the blocks of a model of timm, or of its exportable form, in order."""
     return [name for name, _ in module.named_modules() if re.fullmatch(r"blocks\.\d+", name)]

@@ -1,7 +1,7 @@
-"""Linear layers in eight bits as tensor cores take them: what engines make of quantised graphs, where none is.
+"""Linear layers in eight bits for tensor cores, like those in engines of quantised graphs.
 
-Only for timing. Scales are one number a tensor, from the largest value seen; what such a model answers is checked to be
-near the plain one's, no more.
+They serve only for timing. Each tensor has one scale, from its largest value. The outputs are only checked to be near
+those of the plain model.
 """
 
 from collections.abc import Sequence
@@ -15,19 +15,19 @@ from corp_deploy.traced.models.module import replace_submodules
 Eight = Literal["fp8", "int8"]
 LARGEST: dict[Eight, float] = {"fp8": 448.0, "int8": 127.0}
 TYPES: dict[Eight, torch.dtype] = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
-# Both sides of a product have to be a multiple of this.
+# Both dimensions of a product have to be multiples of this.
 MULTIPLE = 16
-LEAST = 1e-6  # what stands for nothing at all, which no scale fits
+LEAST = 1e-6  # the smallest range, since zero has no scale
 
 
 def rounded(values: Tensor, how: Eight) -> Tensor:
-    """Scaled values in eight bits; beyond the largest they stay at it."""
+    """Round scaled values to eight bits, clamped to the largest."""
     held = values.clamp(-LARGEST[how], LARGEST[how])
     return (held.round() if how == "int8" else held).to(TYPES[how])
 
 
 class QuantisedLinear(nn.Module):
-    """x [...,I] -> x W^T + b [...,O], both factors in eight bits; `largest` is that of the inputs' magnitudes."""
+    """A layer x [...,I] -> x W^T + b [...,O] in eight bits; `largest` is the largest magnitude of the inputs."""
 
     weight_OI: Tensor
     bias_O: Tensor | None
@@ -63,7 +63,7 @@ class QuantisedLinear(nn.Module):
 
 
 def quantised(model: nn.Module, blocks: Sequence[str], images: Tensor, how: Eight) -> nn.Module:
-    """A copy of the model with the linear layers of these blocks in eight bits, their scales from these images."""
+    """Return a copy of the model with the linear layers of these blocks in eight bits, scaled by these images."""
     layers = {
         name: module
         for name, module in model.named_modules()

@@ -1,4 +1,4 @@
-"""Subjects timed in turns within every round, dense first and last, in one process.
+"""The timing of several subjects, in turns within every round, dense first and last, in one process.
 
 See perf.timing.rounds; ratios are medians over rounds of the ratio within a round, with bootstrap intervals
 (perf.stats.stats). Compute is the time between CUDA events around the model; wall time adds the copies of images and
@@ -27,19 +27,19 @@ DENSE, AGAIN = "dense", "dense again"
 PLAN = Plan(block_ms=10.0, min_rounds=8, noise_rounds=0, warm_up_window=8, warm_up_min_s=0.1, warm_up_limit_s=2.0)
 LONG_PLAN = replace(PLAN, min_rounds=6, warm_up_window=4)
 SMALL_PLAN = Plan(block_ms=1.0, min_rounds=6, noise_rounds=0, warm_up_window=4, warm_up_min_s=0.0, warm_up_limit_s=0.1)
-# Guesses that rows are planned by: multiply-adds a second of a half-precision ViT; seconds to compile one block.
+# Estimates to plan rows: multiply-adds a second of a half-precision ViT, and seconds to compile one block.
 RATE, COMPILING_S = 2e14, 9.0
 
 
 def plan_of(batch: int, setting: Setting) -> Plan:
-    """Fewer warm-up calls and rounds where one call takes a fifth of a second."""
+    """Return the plan of a batch size, with fewer warm-up calls and rounds for slow calls."""
     if setting.small:
         return SMALL_PLAN
     return LONG_PLAN if batch >= 256 else PLAN
 
 
 def estimate_s(macs: int, batch: int, subjects: int, compiled: int, setting: Setting) -> float:
-    """A guess at building, warming and measuring so many subjects and dense again, some of them compiled."""
+    """Estimate the seconds to build, warm up and measure subjects and the dense one again, some of them compiled."""
     if setting.small:
         return 0.0
     plan, call_s = plan_of(batch, setting), macs * batch / RATE + 2e-4
@@ -49,12 +49,12 @@ def estimate_s(macs: int, batch: int, subjects: int, compiled: int, setting: Set
 
 
 def figures(interval: Interval | None) -> list[float | None] | None:
-    """Value, low, high; an open end is null."""
+    """Return value, low and high; an open end is None."""
     return None if interval is None else list(interval.figures)
 
 
 def bounds_of(subjects: Mapping[str, Subject], images: Images) -> tuple[dict[str, Bound], dict[str, str]]:
-    """Subjects ready to be timed, and those refused with the reason. Raises Refused where it is the dense one."""
+    """Return the subjects that are ready, and the refused ones with the reason. Raises Refused for the dense one."""
     bounds, refused = dict[str, Bound](), dict[str, str]()
     for name, subject in subjects.items():
         try:
@@ -68,14 +68,14 @@ def bounds_of(subjects: Mapping[str, Subject], images: Images) -> tuple[dict[str
 
 
 def timed(bounds: dict[str, Bound], plan: Plan, watch: Watch) -> tuple[tuple[TimedBlock, ...], int]:
-    """The blocks of all rounds, and how many calls each has."""
+    """Return the blocks of all rounds, and the number of calls in a block."""
     call_ms = min(warm_up(bound, plan, perf_counter_ns).call_ms() for bound in bounds.values())
     calls = calls_per_block(call_ms, plan.block_ms)
     return measure_rounds(bounds, plan.min_rounds, calls=calls, clock=perf_counter_ns, watch=watch), calls
 
 
 def subject_figures(blocks: tuple[TimedBlock, ...], name: str, batch: int, macs: Mapping[str, int]) -> Row:
-    """p50, throughput and what the reduction brought, of one subject."""
+    """Return p50, throughput, speed-up and realised share of one subject."""
     own, reference, wall = (samples(blocks, *at) for at in ((name,), (DENSE,), (name, "wall")))
     speedup = ratio_of_medians(reference, own)
     p50 = median_interval(own)
@@ -92,8 +92,9 @@ def subject_figures(blocks: tuple[TimedBlock, ...], name: str, batch: int, macs:
 
 
 def raced(subjects: Mapping[str, Subject], images: Images, macs: Mapping[str, int], plan: Plan, watch: Watch) -> Row:
-    """Figures of every subject, by name, those that were refused, and how they were timed. `macs` of an image, by
-    subject; one of them is `dense`, which raises Refused where its timed answer isn't its plain one.
+    """Time all subjects; return the figures of each, the refused ones, and the numbers of calls and rounds.
+
+    `macs` has those of one image by subject. Raises Refused if the timed output of `dense` differs from its plain one.
     """
     bounds, refused = bounds_of(subjects, images)
     blocks, calls = timed(bounds, plan, watch)

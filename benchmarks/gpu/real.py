@@ -1,7 +1,7 @@
-"""Real weights on photographs: a DINOv2 ViT-S/14, closed loop, budgets by share of the MACs.
+"""Reductions of a DINOv2 ViT-S/14 with real weights on photographs, by share of the MACs, widths and loop.
 
-What is unpacked (see benchmarks/real/packed.py) is the dense model; crops of some photographs are fitted to, those of
-others judge.
+The unpacked model (see benchmarks/real/packed.py) is the dense one. Crops of some photographs are the calibration set;
+crops of others judge.
 """
 
 import time
@@ -57,14 +57,14 @@ class Case:
 
 
 class Subject:
-    """The dense model on the device, its crops and its own answers."""
+    """The dense model on the device, its crops and its outputs."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting, self.device = setting, setting.device
 
     @cached_property
     def unpacked(self) -> Unpacked:
-        """Raises Missing where nothing lies packed."""
+        """Return the packed model and crops. Raises Missing if there are none."""
         return unpack(self.setting.packed)
 
     @cached_property
@@ -73,7 +73,7 @@ class Subject:
 
     @cached_property
     def images(self) -> Images:
-        """Those that are fitted to, read from a file as commands read them."""
+        """Return the calibration images, read from a file as commands read them."""
         path = self.setting.cache / "real" / "calibration.npy"
         path.parent.mkdir(parents=True, exist_ok=True)
         np.save(path, self.unpacked.calibration.pixels)
@@ -103,12 +103,12 @@ class Subject:
         return outputs(model, self.held_out, self.unpacked.head.to(self.device))
 
     def judged(self, model: nn.Module) -> Row:
-        """How large it is and how far from the dense model on photographs that nothing was fitted to."""
+        """Return a model's size, and its errors against the dense model on held-out photographs."""
         size = {"macs_share": macs(model) / self.macs, "parameters": parameters(model)}
         return {**size, **figures(self.outputs(model), self.answers)}
 
     def reduced(self, case: Case, watch: Stopwatch | None = None) -> nn.Module:
-        """The reduction of a case; `watch` takes the time of its parts."""
+        """Return the reduced model of a case; `watch` records the time of its parts."""
         uniform = case.widths == "uniform"
         sparsity = self.sparsities.of("joint", case.share) if uniform else None
         options = ReduceOptions(
@@ -122,7 +122,7 @@ class Subject:
 
 
 def prepared(subject: Subject) -> Row:
-    """What is measured on, and what its calibration takes."""
+    """Calibrate; return the facts of the model and its images, and the seconds."""
     dense, begun_s = subject.dense, clock_s(subject.device)
     moments = subject.moments
     seconds = clock_s(subject.device) - begun_s
@@ -141,7 +141,7 @@ def prepared(subject: Subject) -> Row:
 
 
 def reduction(case: Case, subject: Subject) -> Row:
-    """The row of one reduction, its moments not counted."""
+    """Measure one reduction, without its moments."""
     assert subject.moments is not None
     begun_s, watch = clock_s(subject.device), build_stopwatch(subject.device)
     model = subject.reduced(case, watch)
@@ -151,19 +151,19 @@ def reduction(case: Case, subject: Subject) -> Row:
 
 
 def cases(setting: Setting) -> list[Case]:
-    """One share whole, then the others."""
+    """Return all cases of one share, then those of the others."""
     order: tuple[tuple[Widths, Loop], ...] = (("by site", "closed"), ("by site", "open"))
     order += (("uniform", "closed"), ("uniform", "open"))
     shares = (0.8,) if setting.small else (0.66, 0.5, 0.8)
     return [Case(share=share, widths=widths, loop=loop) for share in shares for widths, loop in order]
 
 
-# Guesses in seconds: unpacking and calibrating, a plan by site, a walk through the blocks, a solution of all sites.
+# Estimated seconds: unpacking and calibrating, a plan by site, a walk through the blocks, a solution of all sites.
 PREPARING_S, PLANNING_S, WALKING_S, SOLVING_S = 25.0, 20.0, 15.0, 8.0
 
 
 def tasks(setting: Setting, record: Record) -> list[Task]:
-    """What is measured on first, then the cases."""
+    """Return a task for the calibration, and one for each case."""
     subject = Subject(setting)
 
     def estimate_s(case: Case) -> float:

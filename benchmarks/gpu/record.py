@@ -1,8 +1,8 @@
-"""The rows of one part on disk: written whole after every row, so that a later run goes on where this one ended.
+"""The rows of one part on disk; the file is written after every row, so that a later run can continue.
 
-A row says how it ended: done; absent (a package or device is not there); refused (what was timed gave another answer
-than a plain call); oom; failed. What the time did not allow is listed under `skipped` with the reason. The next run
-makes again whatever is not done.
+The status of a row is done, absent (no such package or device), refused (the timed call had other outputs than a plain
+call), oom, or failed. Rows for which time was too short are listed under `skipped` with the reason. The next run makes
+every row that is not done.
 """
 
 import gc
@@ -22,7 +22,7 @@ Row = dict[str, Any]
 
 
 class Refused(RuntimeError):
-    """A timed call gave another answer than a plain one, so that its times mean nothing."""
+    """A timed call with other outputs than a plain call, so that its times are worthless."""
 
 
 class OtherMachine(ValueError):
@@ -31,7 +31,7 @@ class OtherMachine(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One row to be made: its key, unique in the part; a guess, nothing measured, of its seconds; what makes it."""
+    """A row to be made: its key, unique in the part, its estimated seconds, and the function that makes it."""
 
     key: str
     estimate_s: float
@@ -100,7 +100,7 @@ class Record:
         write_json(self.path, self.as_json())
 
     def skip(self, key: str, reason: str) -> None:
-        """List what the time did not allow."""
+        """List a row for which time was too short."""
         self.skipped[key] = reason
         write_json(self.path, self.as_json())
 
@@ -116,7 +116,7 @@ class Record:
 
 
 def made(task: Task, clock: Callable[[], float]) -> Row:
-    """Return the task's row, however it ended; an interrupt goes on."""
+    """Return the task's row with its status; an interrupt is raised."""
     started = clock()
     row: Row = {"key": task.key}
     try:
@@ -144,9 +144,9 @@ def work(
     state: Callable[[], Row | None],
     say: Callable[[str], None],
 ) -> None:
-    """Make the rows that are missing, in order, while the time lasts; `state` is asked for the GPU's after each.
+    """Make the missing rows in order while there is time; `state` returns the GPU's state after each.
 
-    Guesses are for a large data-centre GPU; they grow by how much longer than guessed the rows so far took.
+    Estimates are for a large data-centre GPU. They are scaled by the pace of the rows so far.
     """
     taken_s = estimated_s = 0.0
     for task in tasks:

@@ -1,14 +1,14 @@
-"""Everything this project wants to know of a GPU, in commands of at most nine minutes each.
+"""All measurements on a GPU, in commands of at most nine minutes each.
 
     python -m benchmarks.gpu.run --output out --only latency,variants --budget-s 480
     python -m benchmarks.gpu.run --output out --only real --budget-s 180
     python -m benchmarks.gpu.run --output out --only engines
 
-Writes one JSON record a part, after every row, and gpu.md. A run that was stopped, or whose time was up, goes on from
-the finished rows when it is started again with the same output. What is not installed is a row that says so, what the
-time did not allow is listed as skipped. The part `real` wants what `python -m benchmarks.real.packed --output
-build/packed` makes, `engines` what `python -m benchmarks.gpu.engines --output build/engines` does. `--small --device
-cpu` runs the same code on tiny models in seconds: it shows that the scripts work and measures nothing.
+Writes a JSON record of each part after every row, and gpu.md. A run with the same output continues after the finished
+rows of a stopped one. An absent package is the reason in a row; rows for which time was too short are listed as
+skipped. The part `real` needs the files of `python -m benchmarks.real.packed --output build/packed`, `engines` those of
+`python -m benchmarks.gpu.engines --output build/engines`. `--small --device cpu` runs the same code on tiny models in
+seconds, which only tests the scripts.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 STARTED_S = time.monotonic()
-# Of the time left when a part begins; what a part leaves over goes to the next, and at the end to what was skipped.
+# Shares of the time left when a part begins; unused time goes to the next part, and at the end to skipped rows.
 WEIGHTS = {"latency": 0.4, "variants": 0.3, "engines": 0.15, "real": 0.15}
 
 
@@ -42,7 +42,7 @@ def parsed(words: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(words: Sequence[str] | None = None, say: Callable[[str], None] | None = None) -> None:
-    """Run the chosen parts one after the other, then once more what their shares of the time did not allow."""
+    """Run the chosen parts one after the other, then the rows that they skipped."""
     given = parsed(words)
     import torch
 

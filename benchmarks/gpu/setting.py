@@ -1,4 +1,4 @@
-"""How large a run is: on which device, of which models; `small` is the same code on tiny models in seconds."""
+"""The device and the models of a run; `small` runs the same code on tiny models in seconds."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,8 +21,9 @@ ALIGN_HIDDEN, ALIGN_HEAD = 64, 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """The directories of a run: `cache` for files that it keeps, `packed` for real weights (benchmarks/real/packed.py),
-    `engines` for plans (engines.py).
+    """Device, size and directories of a run.
+
+    `cache` has files that the run keeps, `packed` real weights (benchmarks/real/packed.py), `engines` plans.
     """
 
     device: str
@@ -37,7 +38,7 @@ class Setting:
 
     @property
     def kwargs(self) -> dict[str, Any]:
-        """Arguments of timm's models."""
+        """Return the arguments of timm's models."""
         return dict(TINY, num_classes=24) if self.small else {}
 
     @property
@@ -50,7 +51,7 @@ class Setting:
 
     @property
     def precision(self) -> Precision:
-        """Of latency: half where there is a GPU."""
+        """Return the precision of latency: FP16 on a GPU."""
         return "fp16" if self.device == "cuda" else "fp32"
 
     def as_json(self) -> dict[str, Any]:

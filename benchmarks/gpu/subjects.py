@@ -1,4 +1,4 @@
-"""A model bound to one batch for timing, its output held against a plain call's before any time is believed."""
+"""A model bound to one batch for timing, whose output is first compared with that of a plain call."""
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -20,12 +20,12 @@ from perf.timing.laps import Bound
 
 Mode = Literal["graph", "compiled", "eager"]
 Images = NDArray[np.float32]
-# ||timed - plain|| / ||plain||: other kernels round otherwise, wrong answers are far above.
+# ||timed - plain|| / ||plain||: rounding differs between kernels, and wrong outputs have much larger errors.
 TOLERANCE: dict[Precision, float] = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 5e-2}
 
 
 def compile_blocks(module: nn.Module, compiler: str) -> nn.Module:
-    """Has the module's blocks compiled one by one: all are alike, so that the code of one serves all of them."""
+    """Compile the module's blocks one by one; equal blocks share their code."""
     for name in block_names(module):
         module.get_submodule(name).compile(backend=compiler, dynamic=False)
     return module
@@ -35,9 +35,9 @@ def compile_blocks(module: nn.Module, compiler: str) -> nn.Module:
 class Subject:
     """A module on its device and in its precision, and how it is called.
 
-    `graph` and `compiled` (see compile_blocks) are captured as CUDA graphs on a GPU. Borders are float32 as everywhere:
-    casting belongs to the call, and so does laying the images out with their channels last. `tolerance`: how far the
-    timed answer may be from the plain one, by default what its precision allows.
+    `graph` and `compiled` (see compile_blocks) are captured as CUDA graphs on a GPU. Inputs and outputs are float32, so
+    that casts, and the layout with channels last, are part of the call. `tolerance` is the allowed error of the timed
+    output, by default that of the precision.
     """
 
     module: nn.Module
@@ -48,7 +48,7 @@ class Subject:
     tolerance: float | None = None
 
     def bind(self, images: Images) -> Bound:
-        """Put a batch in place. Raises Refused where the timed call's answer isn't the plain one's."""
+        """Bind a batch. Raises Refused if the timed call's output differs from the plain one's."""
         plain = self.plain(images)
         bound, answer = self._bound_on_gpu(images, plain.shape) if self.device == "cuda" else self._bound_on_cpu(images)
         bound.laps(1, perf_counter_ns)
@@ -56,13 +56,13 @@ class Subject:
         return bound
 
     def plain(self, images: Images) -> Tensor:
-        """One uncompiled call outside any graph."""
+        """Return the output of one uncompiled call outside any graph."""
         compiled = self.mode == "compiled"
         with torch.inference_mode(), torch.compiler.set_stance("force_eager") if compiled else nullcontext():
             return self._call(torch.from_numpy(images).to(self.device)).cpu()
 
     def memory(self, images: Images) -> dict[str, int] | None:
-        """Bytes of the weights and, at their most, of what one call allocates; None on a CPU."""
+        """Return the bytes of the weights and the peak bytes of one call; None on a CPU."""
         if self.device != "cuda":
             return None
         held = {each.data_ptr(): each.nbytes for each in (*self.module.parameters(), *self.module.buffers())}
@@ -78,7 +78,7 @@ class Subject:
         return logits.float()
 
     def _first(self, images: Tensor) -> None:
-        """The call that compiles, beyond dynamo's limit of shapes, which all models share."""
+        """Make the call that compiles, with a higher limit on the shapes that all models share."""
         if self.mode == "compiled":
             from torch._dynamo import config
 
@@ -114,7 +114,7 @@ class Subject:
 
 
 def refuse_unequal(timed: Tensor, plain: Tensor, tolerance: float) -> None:
-    """Raises Refused for a difference, or for anything that is no number."""
+    """Raise Refused if outputs differ or are not finite."""
     difference = float((timed.double() - plain.double()).norm() / plain.double().norm())
     if not difference <= tolerance:
         raise Refused(f"the timed call differs from the plain one by {difference:.3g} of its norm, allowed {tolerance}")

@@ -1,4 +1,4 @@
-"""What the tables of all parts say alike."""
+"""The description of the machine in all tables."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,7 +7,7 @@ Record = Mapping[str, Any]
 
 
 def machine(record: Record) -> str:
-    """What a reader must know of the machine."""
+    """Return the facts of the machine in words."""
     here = record["environment"]
     if here["gpu"] is None:
         return f"on a CPU ({here['cpu']}), torch {here['torch']}, where these numbers only show that the scripts run"

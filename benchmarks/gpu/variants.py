@@ -1,7 +1,7 @@
-"""Other ways to be smaller, dense beside reduced: BF16, merged tokens, eight bits, convolutional networks.
+"""Latency of other reductions against dense models: BF16, merged tokens, eight bits, convolutional networks.
 
-Merged tokens and narrower layers are compared at the same share of the MACs. Weights are random, which costs the same
-time.
+Merged tokens and narrower layers are compared at the same share of the MACs. Weights are random, since time doesn't
+depend on their values.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -33,14 +33,14 @@ SPARSITY, SHARE = 0.5, 0.6
 CONVNETS = {"ResNet-50": "resnet50", "ConvNeXt-B": "convnext_base"}
 SMALL_CONVNETS = {"ResNet-50": "resnet10t", "ConvNeXt-B": "convnext_atto"}
 SMALL_SIDE = 64
-ALIGNED = (8, 32)  # what graphs take at least, and the tool's own default
-# Rounding falls otherwise where a product's inputs were rounded otherwise; a wrong answer is far above either.
+ALIGNED = (8, 32)  # the least of graphs, and the default of the tool
+# Rounding depends on the rounding of a product's inputs; wrong outputs have much larger errors than either.
 EIGHT_BITS_TOLERANCE, EIGHT_BITS_NEAR = 0.05, 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Race:
-    """What takes turns: subjects by name, `dense` among them, the MACs of an image of each, and what else is told."""
+    """Subjects to be timed in turns, one of them `dense`, the MACs of an image of each, and further facts."""
 
     subjects: Mapping[str, Subject]
     macs: Mapping[str, int]
@@ -50,7 +50,7 @@ class Race:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """One row."""
+    """A row to be measured."""
 
     about: About
     model: str
@@ -75,7 +75,7 @@ def images_of(model: nn.Module, batch: int) -> Images:
 def captured(
     modules: Mapping[str, nn.Module], precision: Precision, setting: Setting, **how: Any
 ) -> dict[str, Subject]:
-    """Each as one CUDA graph."""
+    """Return subjects, by default as CUDA graphs."""
     mode: Mode = how.pop("mode", "graph")
     return {
         name: Subject(module=module, mode=mode, precision=precision, device=setting.device, **how)
@@ -84,7 +84,7 @@ def captured(
 
 
 def in_bf16(variant: Variant, setting: Setting) -> Race:
-    """The three geometries at half the widths, in bfloat16."""
+    """Return the three geometries at half the widths, in bfloat16."""
     dense = models.dense(variant.model, setting)
     forms = {DENSE: models.form(dense, "bf16"), **models.forms(dense, SPARSITY, GEOMETRIES, "bf16", setting)}
     return Race(
@@ -96,7 +96,7 @@ def in_bf16(variant: Variant, setting: Setting) -> Race:
 
 
 def merged(variant: Variant, setting: Setting) -> Race:
-    """Merged and dropped tokens beside narrower layers, all of them at the same share of the MACs."""
+    """Return merged tokens, dropped tokens and narrower layers, at the same share of the MACs."""
     share, dense = 0.9 if setting.small else SHARE, models.dense(variant.model, setting)
     tokens, sparsity = Schedules(dense).of("each", share), Sparsities(dense).of("joint", share)
     narrower = {DENSE: dense}
@@ -120,8 +120,9 @@ def answer(model: nn.Module, images: Tensor) -> Tensor:
 
 
 def in_eight_bits(variant: Variant, setting: Setting) -> Race:
-    """FP8 and INT8 products, dense and with square heads at half the widths, beside half precision; blocks compiled, as
-    rounding to eight bits is to be part of what stands before it.
+    """Return FP8 and INT8 products, dense and with square heads at half the widths, and the same in half precision.
+
+    Blocks are compiled, which fuses rounding to eight bits with the operation before it.
     """
     dense, precision = models.dense(variant.model, setting), setting.precision
     plain = {DENSE: models.form(dense, precision), **models.forms(dense, SPARSITY, ("square",), precision, setting)}
@@ -149,7 +150,7 @@ def in_eight_bits(variant: Variant, setting: Setting) -> Race:
 
 
 def convolutional(variant: Variant, setting: Setting) -> Race:
-    """At half the MACs, the same share of every site's channels, channels last."""
+    """Return convolutional networks with half the MACs at uniform widths, with channels last."""
     names = SMALL_CONVNETS if setting.small else CONVNETS
     torch.manual_seed(0)
     dense = dense_from_architecture(Architecture(name=names[variant.model])).requires_grad_(False).to(setting.device)
@@ -170,7 +171,7 @@ def convolutional(variant: Variant, setting: Setting) -> Race:
 
 
 def measured(variant: Variant, setting: Setting, watch: Watch) -> Row:
-    """The row of one variant."""
+    """Measure one variant."""
     race = variant.make(variant, setting)
     timed = raced(race.subjects, race.images, race.macs, plan_of(variant.batch, setting), watch)
     told = {"row": "variant", "about": variant.about, "model": variant.model, "batch": variant.batch}
@@ -179,7 +180,7 @@ def measured(variant: Variant, setting: Setting, watch: Watch) -> Row:
 
 
 def variants(setting: Setting) -> Iterator[Variant]:
-    """One of each first."""
+    """Yield one variant of each kind, then the others."""
     if setting.small:
         yield Variant(about="bf16", model="DeiT-T", batch=2, make=in_bf16)
         yield Variant(about="merging", model="DeiT-T", batch=2, make=merged)
@@ -204,13 +205,13 @@ def variants(setting: Setting) -> Iterator[Variant]:
     yield Variant(about="eight bits", model="DeiT-B", batch=1, make=in_eight_bits, compiled=6, subjects=6)
 
 
-# Guesses in seconds of what making the models takes, merging's in looking for a schedule.
+# Estimated seconds to make the models; those of merging include the search for a schedule.
 MAKING_S: Mapping[About, float] = {"bf16": 7.0, "merging": 10.0, "eight bits": 5.0, "convnet": 12.0}
 CONV_MACS = {"ResNet-50": int(4.1e9), "ConvNeXt-B": int(15.4e9)}
 
 
 def tasks(setting: Setting, record: Record, watch: Watch) -> list[Task]:
-    """The variants, each once."""
+    """Return a task for each variant."""
 
     def seconds(variant: Variant) -> float:
         counted = CONV_MACS[variant.model] if variant.about == "convnet" else models.macs_of(variant.model, setting)

@@ -1,9 +1,9 @@
-"""Every lever on every kind of site: what it does there, or why it does nothing.
+"""Every option on every kind of site: its error, or the reason why it does nothing.
 
     python -m benchmarks.quality.levers --output benchmarks/results/levers.json [--only KIND]
 
-A small model for each kind, with random weights of some structure, goes through each lever by the Python interface. A
-cell is the error of the outputs on other images, relative to the dense ones, or what the tool said.
+A small model for each kind, with structured random weights, is reduced by each option through the Python interface. A
+cell has the relative error of the outputs on other images, or the message of the tool.
 """
 
 import json
@@ -42,7 +42,7 @@ def make():
 
 
 class Grouped(nn.Module):
-    """Patches through one attention whose two heads share keys and values, to classes."""
+    """A classifier with one attention whose two heads share keys and values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Grouped(nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """A model whose sites are of one kind where `share` alone is asked for; `parts` as reports call them."""
+    """A model whose sites are of one kind if only the option `share` is given; `parts` are their names in reports."""
 
     architecture: Architecture
     share: str
@@ -94,7 +94,7 @@ Lever = Callable[["Room"], Any]
 
 
 def _asking(**options: Any) -> Lever:
-    """`reduce` of half of the kind's sites, and this."""
+    """Return a reduction of half of the kind's sites with these options."""
     return lambda room: room.reduced({room.kind.share: 0.5, **options})
 
 
@@ -140,7 +140,7 @@ LEVERS: Mapping[str, Lever] = {
 
 @torch.no_grad()
 def _with_structure(model: nn.Module) -> nn.Module:
-    """A quarter of each matrix's directions strong, so that some channels tell of others."""
+    """Make a quarter of each matrix's directions strong, so that channels are correlated."""
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         noise = torch.randn(parameter.shape, generator=generator)
@@ -161,7 +161,7 @@ def _images(count: int, seed: int) -> NDArray[np.float32]:
 
 
 class Room:
-    """The current directory, where one kind's model is and what is made of it."""
+    """A kind's model, and the files that are made of it in the current directory."""
 
     kind: Kind
 
@@ -173,7 +173,7 @@ class Room:
         self.count = 0
 
     def model(self, name: str) -> corp_deploy.Source:
-        """A directory here, whose code is this file's."""
+        """Return a model directory, whose code is in this file."""
         return corp_deploy.Source(name, trust_code=True)
 
     def moments(self, **options: Any) -> str:
@@ -196,7 +196,7 @@ class Room:
         return _error(made.model, self.dense)
 
     def exported(self, precision: str) -> float:
-        """The largest error among the links of what is reduced, beside its own torch model."""
+        """Return the largest error of the reduced model's graph against its torch model."""
         if not Path("half").exists():
             options: dict[str, Any] = {self.kind.share: 0.5, "align": {"mlp": 8, "head": 8, "conv": 8}}
             corp_deploy.reduce(self.model("dense"), self.moments(), "half", **options)
@@ -215,7 +215,7 @@ def _error(model: nn.Module, dense: nn.Module) -> float:
 
 
 def cells(kind: str, levers: Mapping[str, Lever] = LEVERS) -> Iterator[dict[str, Any]]:
-    """Of one kind, in a directory of its own."""
+    """Yield the cells of one kind, made in a temporary directory."""
     with tempfile.TemporaryDirectory() as directory, chdir(directory), trusting_code(True):
         room = Room(KINDS[kind])
         for name, lever in levers.items():

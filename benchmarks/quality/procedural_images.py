@@ -1,4 +1,4 @@
-"""Textures cut out in shapes: 64x64 images of 24 classes made by formula, the same on every machine.
+"""Images of 64x64 pixels with textured shapes, of 24 classes, made by formula and equal on every machine.
 
 A class is one of 6 textures (stripes, checks, dots, rings, waves, grain) in one of 4 shapes (disc, square, triangle,
 ring). Place, size, turn, scale of the texture, both colours, the background's slope and the noise are drawn per image.
@@ -18,7 +18,7 @@ Grid = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Labelled:
-    """images [N,3,64,64] float32, roughly in [-1, 1]; labels [N] int64; wavelengths [N] of the textures, in pixels."""
+    """Images [N,3,64,64], roughly in [-1, 1], labels [N], and wavelengths [N] of the textures in pixels."""
 
     images: NDArray[np.float32]
     labels: NDArray[np.int64]
@@ -29,7 +29,7 @@ def _dots(u: Grid, v: Grid) -> Grid:
     return np.where(np.cos(u) + np.cos(v) > 0.6, 1.0, -1.0)
 
 
-# Each takes the turned coordinates [64,64] in radians of the texture's own wavelength and gives values in [-1, 1].
+# Functions of the turned coordinates [64,64], in radians of the wavelength, with values in [-1, 1].
 TEXTURES: dict[str, Callable[[Grid, Grid], Grid]] = {
     "stripes": lambda u, v: np.sign(np.sin(u)),
     "checks": lambda u, v: np.sign(np.sin(u) * np.sin(v)),
@@ -39,7 +39,7 @@ TEXTURES: dict[str, Callable[[Grid, Grid], Grid]] = {
     "grain": lambda u, v: np.sin(u * np.cos(0.37 * v)) * np.cos(v * np.sin(0.73 * u)),
 }
 
-# Each takes coordinates in which the shape's radius is 1 and tells where it is.
+# Masks of the shapes, by coordinates in which the radius is 1.
 SHAPES: dict[str, Callable[[Grid, Grid], NDArray[np.bool_]]] = {
     "disc": lambda x, y: np.hypot(x, y) < 1.0,
     "square": lambda x, y: np.maximum(np.abs(x), np.abs(y)) < 0.85,
@@ -50,7 +50,7 @@ CLASSES = tuple(f"{texture} {shape}" for texture in TEXTURES for shape in SHAPES
 
 
 def _image(label: int, random: np.random.Generator) -> tuple[NDArray[np.float32], float]:
-    """The image and its texture's wavelength."""
+    """Return an image and the wavelength of its texture."""
     texture, shape = CLASSES[label].split()
     axis = np.arange(IMAGE_SIZE) - (IMAGE_SIZE - 1) / 2
     y, x = np.meshgrid(axis, axis, indexing="ij")
@@ -75,7 +75,7 @@ def _turned(x: Grid, y: Grid, angle: float) -> tuple[Grid, Grid]:
 
 
 def made(part: str, count: int) -> Labelled:
-    """The first `count` images of `train` or `held-out`: every image follows from its part and number alone."""
+    """Return the first images of `train` or `held-out`; an image depends only on its part and number."""
     if part not in SEEDS:
         raise ValueError(f"part of the procedural images: got {part!r}, expected one of {', '.join(SEEDS)}")
     images = np.empty((count, 3, IMAGE_SIZE, IMAGE_SIZE), dtype=np.float32)

@@ -1,4 +1,4 @@
-"""The language reference that ships with Python, cut into pieces of one length, so that nothing has to be padded."""
+"""Python's language reference, cut into pieces of one length without padding."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +12,7 @@ from calib.texts import Texts, open_texts
 
 
 def pieces(tokenizer_json: Path, tokens: int) -> list[str]:
-    """The text as numbers of tokens, so many a piece with the marks of a text's start and end."""
+    """Return pieces of this many token ids, including the marks of start and end."""
     tokenizer = Tokenizer.from_file(str(tokenizer_json))
     tokenizer.no_padding()
     tokenizer.no_truncation()
@@ -25,7 +25,7 @@ def pieces(tokenizer_json: Path, tokens: int) -> list[str]:
 
 
 def opened(path: Path, documents: Sequence[str]) -> Texts:
-    """Pieces as the encoder takes them, kept in a file."""
+    """Write pieces to a file, and open them as inputs of the encoder."""
 
     def encode(batch: Sequence[str]) -> Mapping[str, Tensor]:
         ids_BN = torch.tensor([[int(number) for number in piece.split()] for piece in batch])

@@ -1,9 +1,9 @@
-"""2:4 sparse weights beside narrower layers at equal multiply-adds, on three trained models (see subjects.py).
+"""2:4 sparsity against narrower layers at equal multiply-adds, on three trained models (see subjects.py).
 
     python -m benchmarks.quality.sparsity --output benchmarks/results/sparsity.json
 
-The multiply-adds of 2:4 rows are nominal: half of the sparse layers', as if every kernel skipped its zeros, which no
-engine promises. Errors are of the outputs (logits; pooled; class tokens), relative to the dense ones about their mean.
+The multiply-adds of 2:4 rows are nominal: half of the sparse layers', as if every kernel skipped its zeros. Errors are
+of the outputs (logits, pooled outputs or class tokens), relative to the centred dense outputs.
 """
 
 import tempfile
@@ -51,7 +51,7 @@ def method_at(sparsity: float) -> Method:
 
 
 def at_share(model: nn.Module, share: float) -> Method:
-    """Return the least sparsity, in steps of 1 %, that leaves at most this share of the multiply-adds."""
+    """Return a method at the least sparsity, in steps of 1 %, that leaves at most this share of the multiply-adds."""
     costs, whole = site_costs(model, "macs"), macs(model)
     for percent in range(1, 97):
         method = method_at(percent / 100)
@@ -68,7 +68,7 @@ def narrower(subject: Subject, method: Method, *, loop: bool) -> nn.Module:
 
 
 def row_of(subject: Callable[[], Subject], made: Callable[[Subject], tuple[nn.Module, int]]) -> dict[str, Any]:
-    """Judge one model; `made` also gives the multiply-adds of its zeros."""
+    """Judge one model; `made` returns the model and the multiply-adds of its zeros."""
     own = subject()
     started = time.perf_counter()
     model, zeros = made(own)
@@ -79,7 +79,7 @@ def row_of(subject: Callable[[], Subject], made: Callable[[Subject], tuple[nn.Mo
 
 
 def sparse(how: Sparsifying, of_widths: float, subject: Subject) -> tuple[nn.Module, int]:
-    """Make weights sparse, of layers that are narrower by a share if one is given."""
+    """Make weights sparse, after a share of the widths was removed if one is given."""
     dense = subject.dense.model
     model = narrower(subject, method_at(of_widths), loop=True) if of_widths else dense
     result, report = sparsify(model, subject.inputs, how, batch_size=BATCH)
@@ -87,12 +87,12 @@ def sparse(how: Sparsifying, of_widths: float, subject: Subject) -> tuple[nn.Mod
 
 
 def structured(share: float, loop: bool, subject: Subject) -> tuple[nn.Module, int]:
-    """Make layers narrower until this share of the multiply-adds is left."""
+    """Make layers narrower until at most this share of the multiply-adds is left."""
     return narrower(subject, at_share(subject.dense.model, share), loop=loop), 0
 
 
 def measure(bench: Bench, name: str, subject: Callable[[], Subject]) -> None:
-    """Make all rows of one model, those of narrower layers at the multiply-adds of sparse ones."""
+    """Make all rows of one model; narrower layers have the multiply-adds of sparse ones."""
 
     def row(method: str, made: Callable[[Subject], tuple[nn.Module, int]]) -> None:
         bench.row({"model": name, "method": method}, row_of, subject, made)

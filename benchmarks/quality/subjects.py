@@ -1,4 +1,4 @@
-"""Trained models that methods are judged on, each with inputs to fit to and held-out inputs.
+"""Trained models for the comparison of methods, each with calibration inputs and held-out inputs.
 
 `digits` is in the repository, the others' weights come with packages:
 
@@ -54,10 +54,10 @@ def relative_errors(found: Tensor, dense: Tensor) -> tuple[float, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A dense model, inputs that it is fitted to, and held-out inputs that judge.
+    """A dense model, calibration inputs, and held-out inputs that judge.
 
-    `more_held_out`: crops of 30 further photographs, smaller than the others, None for models of other inputs.
-    `photographs`: the photograph of each input that is fitted to, as `calibrate` finds it by names such as
+    `more_held_out`: crops of 30 further, smaller photographs, None for models of other inputs.
+    `photographs`: the photograph of each calibration input, as `calibrate` finds it by names such as
     a_crop2.png; empty if every input is independent.
     `labels`: the classes of the held-out inputs, if they are known.
     """
@@ -86,13 +86,13 @@ class Subject:
 
     @cached_property
     def pass_s(self) -> float:
-        """CPU seconds of a bare forward pass over the inputs of the fit."""
+        """Return the CPU seconds of a bare forward pass over the calibration inputs."""
         started = time.process_time()
         outputs(self.dense.model, self.inputs)
         return time.process_time() - started
 
     def error(self, model: nn.Module) -> float:
-        """Return the error of the held-out outputs, relative to the dense ones about their mean."""
+        """Return the error of the held-out outputs, relative to the centred dense outputs."""
         spread = self.answers - self.answers.mean(dim=0)
         return float((outputs(model, self.held_out) - self.answers).norm() / spread.norm())
 
@@ -127,7 +127,7 @@ def of_images(
 
 
 def crops_of(count: int, photographs_used: int = len(photographs.CALIBRATION)) -> photographs.Crops:
-    """Return crops of the first so many photographs to calibrate on: 37 large ones, then 260 others."""
+    """Return calibration crops of the first photographs: 37 are large, the 260 others are not."""
     return photographs.crops(photographs.EVERY_CALIBRATION[:photographs_used], count, 0)
 
 

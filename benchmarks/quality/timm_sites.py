@@ -1,4 +1,4 @@
-"""The widths of timm's vision transformers, and what they cost as graphs."""
+"""The widths of timm's vision transformers, and the multiply-adds of their graphs."""
 
 from torch import nn
 
@@ -20,5 +20,5 @@ def first_widths(model: nn.Module) -> dict[str, int]:
 
 
 def graph_macs(model: nn.Module) -> int:
-    """Return the multiply-adds of what is exported of it, the zeros beside padded heads among them."""
+    """Return the multiply-adds of the exported model, including zeros of padded heads."""
     return count_products(traced_model.exportable(model), input_ports(model)).macs

@@ -1,13 +1,13 @@
-"""Train the ViTs of the procedural images: one with much to spare, and one in which no channel is.
+"""The training of two ViTs on the procedural images: one with many redundant channels, and one with none.
 
 `PLAIN`: 6 blocks, 128 wide, 2 heads of 64; about 10 minutes on one idle CPU core.
 
-`HARD`: 6 blocks, 40 wide, 40 hidden, 2 heads of 20, 16 patches; its 72 classes are the 24 of the images in a short, a
-middle and a long wavelength, which are neighbours without a gap, so that many images lie near an edge. Two terms beside
-its cross entropy make it hard to prune, with no look at any way of pruning it: what each hidden channel, and each
-dimension of queries and keys, carries is to be equal, and they are to be uncorrelated.
+`HARD`: 6 blocks, 40 wide, 40 hidden, 2 heads of 20, 16 patches. Its 72 classes are the 24 of the images at a short, a
+middle and a long wavelength. The ranges of wavelengths touch, so many images lie near the edge of a class. Two terms in
+addition to the cross entropy make the model hard to prune by any method: hidden channels, and dimensions of queries and
+keys, have to carry equal energy and be uncorrelated.
 
-Weights follow from the seed with one thread; a training that was stopped goes on from its last whole epoch.
+With one thread, the weights depend only on the seed. A stopped training continues after its last whole epoch.
 """
 
 from collections.abc import Callable
@@ -38,7 +38,7 @@ def labels_by_band(labelled: Labelled) -> NDArray[np.int64]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
-    """Settings of a training: `spares` penalises spare channels, `half` multiplies in bfloat16."""
+    """The settings of a training: `spares` penalises redundant channels, `half` multiplies in bfloat16."""
 
     width: int
     patch: int
@@ -83,13 +83,13 @@ HARD = Course(
 
 
 def unevenness(carried: Tensor) -> Tensor:
-    """Return the mean square of log(carried) [...,C] about its mean over C: 0 where all channels carry the same."""
+    """Return the mean square of log(carried) [...,C] about its mean over C, 0 for equal channels."""
     logs = torch.log(carried + 1e-8)
     return (logs - logs.mean(-1, keepdim=True)).square().mean()
 
 
 def correlation(values: Tensor) -> Tensor:
-    """Return the mean squared correlation of two channels of values [G,M,C], M samples, times C, mean over G."""
+    """Return C times the mean squared correlation of two channels of values [G,M,C], M samples, mean over G."""
     centred = values - values.mean(1, keepdim=True)
     unit = centred / (centred.norm(dim=1, keepdim=True) + 1e-6)
     squares, channels = (unit.transpose(1, 2) @ unit).square(), values.shape[-1]
@@ -98,7 +98,7 @@ def correlation(values: Tensor) -> Tensor:
 
 
 class Spares:
-    """Hidden channels [B,N,C] and queries and keys [B,H,N,D] of a forward pass, as hooks keep them."""
+    """Hooks that keep hidden channels [B,N,C], queries and keys [B,H,N,D] of a forward pass."""
 
     def __init__(self, model: nn.Module, depth: int) -> None:
         self.model, self.depth = model, depth
@@ -162,7 +162,7 @@ def train(state: Path, course: Course) -> nn.Module:
 
 
 def trained(directory: Path, course: Course) -> Checkpoint:
-    """Return the model that the directory holds, trained and saved there first where it holds none."""
+    """Return the model of a directory, trained and saved there first if there is none."""
     if (directory / "config.json").is_file():
         return load_checkpoint(directory)
     directory.mkdir(parents=True, exist_ok=True)

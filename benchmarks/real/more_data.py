@@ -3,9 +3,9 @@
     make real
     python -m benchmarks.real.more_data --output benchmarks/results/more_data.json
 
-Errors are of the class token on crops that nothing was fitted to, of the 16 photographs that judge every record and of
-30 of another kind, and on the first 256 crops of the fit. Quick and standard effort narrow MLPs, queries and keys;
-merged tokens are chosen together with widths, at quick effort.
+Errors are of the class token on held-out crops, of the 16 photographs that judge every record and of 30 of another
+kind, and on the first 256 calibration crops. Quick and standard effort narrow MLPs, queries and keys; merged tokens are
+chosen together with widths, at quick effort.
 """
 
 import tempfile
@@ -41,7 +41,7 @@ SIZES: Mapping[tuple[int, int], tuple[str, ...]] = {
     (LARGE, 1536): ("quick",),
     (EVERY, 4096): ("quick",),
 }
-"""Numbers of photographs and crops, with what is tried on them: 4,096 crops at standard effort would take two hours."""
+"""Numbers of photographs and crops, with the efforts to try: 4,096 crops at standard effort would take two hours."""
 
 
 def row_of(subject: Callable[[], Subject], known: dict[str, Tensor], how: str) -> dict[str, Any]:

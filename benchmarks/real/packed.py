@@ -1,10 +1,10 @@
-"""Real weights and crops made small, to be taken to a machine that has neither a network nor room for them.
+"""Real weights and crops in a small form, for machines without a network.
 
     make real
     python -m benchmarks.real.packed --output build/packed
 
-Weights in half precision, packed losslessly, crops as JPEG: about 50 MB instead of 480. What is unpacked is a model of
-its own (its weights are rounded, its crops are JPEGs), by which everything made from it is judged.
+Weights are in half precision and compressed without loss, crops are JPEGs: about 50 MB instead of 480. The unpacked
+model with rounded weights is the dense model of all comparisons.
 """
 
 import json
@@ -37,7 +37,7 @@ KIND = "benchmarks/real-packed"
 ABOUT, WEIGHTS, HEAD = "packed.json", "model.safetensors.xz", "head.safetensors.xz"
 SETS = ("calib", "held")
 QUALITY = 88
-# Bytes come in pairs, of which the upper ones are alike.
+# Values have two bytes, and the upper ones are similar.
 FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 6, "lc": 3, "lp": 1, "pb": 1}]
 
 
@@ -51,7 +51,7 @@ class Crops:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unpacked:
-    """The encoder, the head that reads its patch tokens, crops to calibrate on and others to judge by."""
+    """An encoder, the head on its patch tokens, calibration crops and held-out crops."""
 
     dense: Checkpoint
     head: SaliencyHead
@@ -70,19 +70,19 @@ def _read_half(path: Path) -> dict[str, Tensor]:
 
 
 def pixels_of(images: NDArray[np.float32]) -> NDArray[np.uint8]:
-    """Normalised images [N,3,S,S] as the bytes that they were made of."""
+    """Return the pixels of normalised images [N,3,S,S]."""
     values = (images * STD[:, None, None] + MEAN[:, None, None]) * 255.0
     pixels: NDArray[np.uint8] = np.clip(np.rint(values), 0, 255).astype(np.uint8)
     return pixels
 
 
 def normalised(pixels: NDArray[np.uint8]) -> Tensor:
-    """Pixels [N,3,S,S] as the model wants them."""
+    """Return normalised images of pixels [N,3,S,S]."""
     return torch.from_numpy((pixels.astype(np.float32) / 255.0 - MEAN[:, None, None]) / STD[:, None, None])
 
 
 def pack(ready: Path, output: Path, architecture: Architecture = ARCHITECTURE) -> None:
-    """What lies assembled in `ready`, made small in `output`, whole or not at all. Raises Missing without it."""
+    """Pack the files of `ready` into `output`. Raises Missing if there are none."""
     if not (ready / "dinov2_s.safetensors").is_file():
         raise Missing(f"{ready}: no real weights here; `make real` brings them")
     partial = output.with_name(f"{output.name}.partial")
@@ -112,7 +112,7 @@ def _crops(folder: Path, name: str, photographs: list[str]) -> Crops:
 
 
 def unpack(folder: Path) -> Unpacked:
-    """Everything of a packed folder. Raises Missing where there is none."""
+    """Unpack a packed folder. Raises Missing if there is none."""
     if not (folder / ABOUT).is_file():
         raise Missing(
             f"{folder}: nothing packed here; `make real` and `python -m benchmarks.real.packed --output {folder.name}` "

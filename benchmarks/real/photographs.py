@@ -1,10 +1,10 @@
-"""Photographs that packages ship, and crops of them; split by photograph, never by crop.
+"""Photographs in packages, and crops of them; sets are split by photograph, never by crop.
 
-The first 53 are large. Of 290 more, named in more_photographs.json, many are small, so their crops have at least 128
-pixels. Drawn and abstract pictures of the same packages are left out, and all but one of the photographs that calib's
-perceptual hashes find alike. Every crop is square, 0.3 to 1 of the short side, anywhere in the photograph, at 224
-pixels, and half of them are mirrored. Crops go round the photographs, in another order each time, so that any first
-part of them has every photograph about equally often.
+The first 53 are large. Many of the 290 others, listed in more_photographs.json, are small, so their crops have at least
+128 pixels. Drawn and abstract pictures of the packages are excluded, and so are near-duplicates by calib's perceptual
+hashes. Every crop is square, 0.3 to 1 of the short side, anywhere in the photograph, resized to 224 pixels, and half of
+them are mirrored. Crops take turns over the photographs in a new order each time, so that the first crops have every
+photograph about equally often.
 """
 
 import json
@@ -61,14 +61,14 @@ EVERY_CALIBRATION = (*CALIBRATION, *MORE_CALIBRATION)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crops:
-    """Images [N,3,224,224] float32 as the model wants them, and the photograph of each."""
+    """Normalised images [N,3,224,224], and the photograph of each."""
 
     images: NDArray[np.float32]
     photographs: tuple[str, ...]
 
 
 def files(names: Sequence[str], root: Path = ROOT) -> tuple[Path, ...]:
-    """Where the photographs lie; refused with the ones that don't."""
+    """Return the paths of photographs. Raises Missing if some are absent."""
     paths = tuple(root / name for name in names)
     if absent := [path for path in paths if not path.is_file()]:
         raise Missing(f"{absent[0]}: {len(absent)} of {len(paths)} photographs are not here; `make real` brings them")
@@ -76,7 +76,7 @@ def files(names: Sequence[str], root: Path = ROOT) -> tuple[Path, ...]:
 
 
 def _crop(picture: Image.Image, random: np.random.Generator, least: int) -> NDArray[np.float32]:
-    """Return a normalised crop [3,224,224] of at least so many pixels a side, if the photograph has them."""
+    """Return a normalised crop [3,224,224], of at least this many pixels a side if the photograph is large enough."""
     edge = max(round(min(picture.size) * random.uniform(*SHARES)), min(least, *picture.size))
     left, top = (int(random.integers(size - edge + 1)) for size in picture.size)
     box = (left, top, left + edge, top + edge)
@@ -88,14 +88,14 @@ def _crop(picture: Image.Image, random: np.random.Generator, least: int) -> NDAr
 
 
 def rounds(count: int, photographs: int, seed: int) -> NDArray[np.int64]:
-    """The photograph of each of `count` crops: rounds over all of them, each in an order of its own."""
+    """Return the photograph of each crop: rounds over all photographs, each in a new order."""
     random = np.random.default_rng(seed)
     turns = [random.permutation(photographs) for _ in range(-(-count // photographs))]
     return np.concatenate(turns)[:count]
 
 
 def crops(names: Sequence[str], count: int, seed: int, root: Path = ROOT) -> Crops:
-    """`count` crops of these photographs, the same ones every time."""
+    """Return crops of these photographs, which depend only on the seed."""
     paths, order = files(names, root), rounds(count, len(names), seed)
     images, more = np.empty((count, 3, SIDE, SIDE), np.float32), {*MORE_CALIBRATION, *MORE_HELD_OUT}
     for index, path in enumerate(paths):

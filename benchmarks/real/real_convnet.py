@@ -1,11 +1,11 @@
-"""A convolutional network of real weights on real photographs: EfficientNet-Lite0 at shares of its MACs.
+"""EfficientNet-Lite0 with real weights, reduced to shares of its MACs, on photographs.
 
     make real
     python -m benchmarks.real.real_convnet --output benchmarks/results/real_convnet.json
 
-Fitted to crops of 37 photographs, judged on crops of 16 others: relative error of the logits and agreement of the top
-class with the dense model. Uniform rows remove the same share of the channels everywhere, the least whole percent that
-meets the share; rows `by site` choose by a budget.
+It is calibrated on crops of 37 photographs and judged on crops of 16 others, by the relative error of the logits and by
+the agreement of the top class with the dense model. Uniform rows remove the same share of all channels, the least whole
+percent that leaves at most the share; rows `by site` have a budget.
 """
 
 import tempfile
@@ -46,13 +46,13 @@ ROWS: Mapping[str, Mapping[str, Any]] = {
 
 
 def share_left(model: nn.Module, sparsity: float) -> float:
-    """Return the share of the MACs that stays where this share of channels is removed everywhere."""
+    """Return the share of the MACs that is left when this share of all channels is removed."""
     widths = uniform_widths(model, method_from_preset("best", conv_sparsity=sparsity, align_conv=ALIGN["conv"]))
     return macs(at_widths(model, widths)) / macs(model)
 
 
 def uniform_sparsity(model: nn.Module, share: float) -> float:
-    """Return the least whole percent removed everywhere that leaves at most this share of the MACs."""
+    """Return the least sparsity, in percent steps, that leaves at most this share of the MACs."""
     return bisect_left(range(100), -share, key=lambda percent: -share_left(model, percent / 100)) / 100
 
 

@@ -1,10 +1,10 @@
-"""Every method on real weights and real photographs: a DINOv2 ViT-S/14, and a dense saliency head that is left alone.
+"""Every method on a DINOv2 ViT-S/14 with real weights, on photographs, with an unchanged saliency head.
 
     make real
     python -m benchmarks.real.real_vit --output benchmarks/results/real_vit.json
 
-Fitted to crops of 37 photographs, judged on crops of 16 others. What a reduction costs is told in CPU seconds and in
-bare forward passes over the same crops, beside moments that all methods share.
+The model is calibrated on crops of 37 photographs and judged on crops of 16 others. The cost of a reduction is given in
+CPU seconds and in bare forward passes over the same crops, without the moments, which all methods share.
 """
 
 import tempfile

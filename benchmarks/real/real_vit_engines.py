@@ -1,11 +1,10 @@
-"""What engines make of reduced real encoders: ONNX Runtime on a CPU, and TensorRT-RTX plans built without a GPU.
+"""Reduced real encoders in ONNX Runtime on a CPU, and as TensorRT-RTX plans built without a GPU.
 
     make real
     python -m benchmarks.real.real_vit_engines --output benchmarks/results/real_vit_engines.json
 
-Each model is one of real_vit.py's rows, made anew. It is timed interleaved with the dense one in one process, on an
-otherwise quiet machine; medians stand with their intervals, the dense model against itself beside them. FP16 graphs of
-both become plans, whose kernels and fused attention are counted.
+Each model is one of real_vit.py's rows, made again. It is timed interleaved with the dense model in one process, on an
+otherwise quiet machine. Plans are built of the FP16 graphs of both, and their kernels and fused attention counted.
 """
 
 import tempfile
@@ -45,7 +44,7 @@ def exported(encoder: Encoder, model: nn.Module, directory: Path) -> Path:
 
 
 def engine(directory: Path) -> dict[str, Any] | None:
-    """Count kernels and fused attention of the FP16 graph's plan; None where TensorRT-RTX is not installed."""
+    """Count kernels and fused attention of the FP16 graph's plan; None if TensorRT-RTX is not installed."""
     try:
         options = BuildOptions(backend="tensorrt-rtx", profiles=(PROFILE,), sms=(TARGET,))
         built = build_engine(directory / "fp16.onnx", options).record

@@ -1,4 +1,4 @@
-"""Pictures in Qt resource files (.rcc), where JPEG and WebP lie uncompressed and are found by their headers."""
+"""JPEG and WebP pictures in Qt resource files (.rcc), found by their headers."""
 
 import hashlib
 import re
@@ -9,7 +9,7 @@ _HEADER = re.compile(rb"\xff\xd8\xff|RIFF....WEBP", re.DOTALL)
 
 
 def pictures(data: bytes) -> Iterator[tuple[str, bytes]]:
-    """Return the suffix and the bytes of each picture; in front of each lie its bytes' number, in four bytes."""
+    """Yield the suffix and the bytes of each picture; the four bytes before a picture have its size."""
     at = 0
     while (found := _HEADER.search(data, at)) is not None:
         start = found.start()

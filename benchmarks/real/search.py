@@ -18,22 +18,22 @@ MOST_MERGED = 256
 
 
 class Sparsities:
-    """The least uniform sparsity, in percent steps, that leaves at most a share of the dense MACs.
+    """A search for the least uniform sparsity, in percent steps, that leaves at most a share of the dense MACs.
 
-    Widths are rounded as the presets do it; all presets round alike.
+    Widths are rounded as by all presets.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.costs, self.dense = model, site_costs(model, "macs"), macs(model)
 
     def left(self, mlp: float, attention: float | None) -> float:
-        """Return the share of the dense MACs that stays."""
+        """Return the share of the dense MACs that is left."""
         method = method_from_preset("none", mlp_sparsity=mlp, attention_sparsity=attention)
         widths = uniform_widths(self.model, method)
         return 1.0 - self.costs.saved(sites_of(self.model).every, widths) / self.dense
 
     def of(self, which: Literal["joint", "mlp"], share: float) -> float:
-        """Return the sparsity of MLPs, and of Q/K if joint. Raises BadInput for a share that none reaches."""
+        """Return the sparsity of MLPs, and of Q/K if joint. Raises BadInput if none reaches the share."""
         for sparsity in (percent / 100 for percent in range(100)):
             if self.left(sparsity, sparsity if which == "joint" else None) <= share:
                 return sparsity
@@ -41,21 +41,21 @@ class Sparsities:
 
 
 class Schedules:
-    """The fewest merged tokens, so many in each block or growing to so many in the last, that leave at most a share.
+    """A search for the fewest merged tokens, equal in all blocks or growing, that leave at most a share of the MACs.
 
-    A block that can't merge as many merges what it can, as `reduce` does it.
+    As in `reduce`, a block with too few tokens merges as many as it can.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.dense = model, macs(model)
 
     def left(self, text: str) -> float:
-        """Return the share of the dense MACs that stays."""
+        """Return the share of the dense MACs that is left."""
         merging = merging_from_choice(MergingChoice(merge_tokens=text), self.model)
         return macs(traced_model.with_merging(self.model, merging)) / self.dense
 
     def of(self, which: Literal["each", "grow"], share: float) -> str:
-        """Return the schedule as `--merge-tokens` takes it. Raises BadInput for a share that none reaches."""
+        """Return the schedule as `--merge-tokens` takes it. Raises BadInput if none reaches the share."""
         texts = [f"{'grow:' if which == 'grow' else ''}{count}" for count in range(1, MOST_MERGED)]
         place = bisect_left(texts, True, key=lambda text: self.left(text) <= share)
         if place == len(texts):

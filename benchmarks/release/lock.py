@@ -1,7 +1,7 @@
-"""requirements.lock: every package of constraints.txt with the SHA-256 of each file that its index has of that version.
+"""requirements.lock: every package of constraints.txt with the SHA-256 of each file of this version in the index.
 
-python -m benchmarks.release.lock            writes it, by uv (pip install uv), which asks the index
-python -m benchmarks.release.lock --check    holds it to constraints.txt, and what pip would install here to it
+python -m benchmarks.release.lock            writes it by uv (pip install uv), which queries the index
+python -m benchmarks.release.lock --check    compares it with constraints.txt, and with the files that pip would install
 """
 
 import json
@@ -30,7 +30,7 @@ _HASH = re.compile(r"--hash=sha256:([0-9a-f]{64})")
 
 
 def digests_from_text(text: str) -> dict[tuple[str, str], set[str]]:
-    """Digests by package and version."""
+    """Return digests by package and version."""
     found: dict[tuple[str, str], set[str]] = {}
     of_last: set[str] = set()
     for line in text.splitlines():
@@ -41,7 +41,7 @@ def digests_from_text(text: str) -> dict[tuple[str, str], set[str]]:
 
 
 def unlike(locked: Mapping[tuple[str, str], Iterable[str]], pins: Mapping[str, str]) -> list[str]:
-    """Where the lock and the constraints say different things."""
+    """Return the differences between the lock and the constraints."""
     versions = dict(locked)
     wrong = [
         f"{name}=={version}: not in {LOCK.name}" for name, version in pins.items() if (name, version) not in locked
@@ -52,7 +52,7 @@ def unlike(locked: Mapping[tuple[str, str], Iterable[str]], pins: Mapping[str, s
 
 
 def foreign(report: Mapping[str, Any], locked: Mapping[tuple[str, str], set[str]]) -> list[str]:
-    """Files of pip's report (pip install --report) that the lock has no digest of."""
+    """Return files of pip's report (pip install --report) whose digest is not in the lock."""
     wrong = []
     for each in report["install"]:
         name, version = canonicalize_name(each["metadata"]["name"]), each["metadata"]["version"]
@@ -87,7 +87,9 @@ def _report() -> dict[str, Any]:
 
 
 @click.command()
-@click.option("--check", is_flag=True, help="Hold the lock to the constraints, and what pip would install to the lock.")
+@click.option(
+    "--check", is_flag=True, help="Compare the lock with the constraints, and with the files that pip would install."
+)
 def main(check: bool) -> None:
     """Write requirements.lock."""
     if not check:

@@ -1,9 +1,9 @@
-"""Whether two checkouts make the same bytes of the digits example: the reduced model, its graphs, its plan.
+"""Compare the digests of the reduced model, graphs and plan that two checkouts make of the digits example.
 
-    python benchmarks/release/same_bytes.py BEFORE AFTER --output benchmarks/results/same_bytes.json
+    python benchmarks/release/same_bytes.py BEFORE AFTER
 
-Both run in the environment that runs this script, one after the other, on the model of BEFORE and the images of AFTER,
-whose function this script calls. Exit code 1 where a digest differs.
+Both run in this environment, one after the other, on the model of BEFORE and the images of AFTER. The exit code is 1 if
+a digest differs.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ PACKAGES = ("torch", "timm", "numpy", "onnx", "onnxscript", "tensorrt-rtx")
 
 
 def run(checkout: Path, words: list[str], directory: Path) -> None:
-    """One Python call with the checkout's own code, in the directory."""
+    """Run Python with the checkout's code in a directory."""
     environment = os.environ | {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, *words], cwd=directory, env=environment, check=True, stdout=subprocess.DEVNULL)
 
@@ -47,7 +47,7 @@ def digests(checkout: Path, example: Path, images: Path) -> dict[str, str]:
 
 
 def commit(checkout: Path) -> str:
-    """The checkout's commit, with a + where files differ from it."""
+    """Return the checkout's commit, with a + if files differ from it."""
     words = ["git", "-C", str(checkout), "describe", "--always", "--abbrev=12", "--dirty=+"]
     return subprocess.run(words, check=True, capture_output=True, text=True).stdout.strip()
 

@@ -1,4 +1,4 @@
-"""The bill of materials of this environment in CycloneDX 1.6: this tool and every package installed beside it.
+"""The bill of materials of this environment in CycloneDX 1.6: this tool and every installed package.
 
 python -m benchmarks.release.sbom -o sbom.cdx.json
 """
@@ -17,7 +17,7 @@ from ground.installed import installed_packages
 @click.command()
 @click.option("-o", "--output", type=click.Path(path_type=Path), default="sbom.cdx.json", show_default=True)
 def main(output: Path) -> None:
-    """Write it."""
+    """Write the bill of materials."""
     packages = installed_packages()
     write_json(output, bill_of_environment(packages))
     unsaid = [each.name for each in packages if not each.licence and each.name not in policy().unsaid]

@@ -1,10 +1,10 @@
-"""What a release of this package is: the wheel, and the source distribution that the wheel can be built from again.
+"""The wheel, and the source distribution from which the wheel can be built again.
 
 python -m benchmarks.release.sdist -o dist       builds both, and the wheel once more from the source distribution
 
-The source distribution holds what the commit holds, tests, records and pages among it: who has it can build the wheel,
-run the tests and make the pages. PKG-INFO is the wheel's metadata. It is written here because setuptools keeps the
-times and the owner of files; the wheel made of it has to be the wheel made of the tree, byte for byte.
+The source distribution has all files of the commit, including tests, records and pages, and the wheel's metadata as
+PKG-INFO. It is written here because setuptools keeps the times and the owner of files. The wheel built from it has to
+be equal, byte for byte, to the wheel built from the tree.
 """
 
 import gzip
@@ -23,21 +23,21 @@ from ground.files import replacing, sha256_of_file
 
 
 def metadata(wheel: Path) -> bytes:
-    """The core metadata of a wheel."""
+    """Return the core metadata of a wheel."""
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         return archive.read(name)
 
 
 def _anonymous(info: tarfile.TarInfo, epoch: int) -> tarfile.TarInfo:
-    """Nobody's, of the commit's time, with one of two modes."""
+    """Remove the owner, and set the commit's time and one of two modes."""
     info.uid, info.gid, info.uname, info.gname, info.mtime = 0, 0, "", "", epoch
     info.mode = 0o755 if info.mode & 0o100 else 0o644
     return info
 
 
 def write_sdist(wheel: Path, into: Path, epoch: int) -> Path:
-    """The source distribution of the version that `wheel` has."""
+    """Write the source distribution of a wheel's version."""
     stem = "-".join(wheel.name.split("-")[:2])
     with (
         replacing(into / f"{stem}.tar.gz") as temporary,
@@ -55,14 +55,14 @@ def write_sdist(wheel: Path, into: Path, epoch: int) -> Path:
 
 
 def unpacked(sdist: Path, into: Path) -> Path:
-    """Its one directory."""
+    """Unpack a source distribution, and return its directory."""
     shutil.unpack_archive(sdist, into, filter="data")
     (root,) = into.iterdir()
     return root
 
 
 def both(scratch: Path, epoch: int) -> tuple[Path, Path]:
-    """The wheel and the source distribution, in `scratch`. Raises ClickException where they are not one."""
+    """Build the wheel and the source distribution. Raises ClickException if the latter gives another wheel."""
     sources(scratch / "tree")
     wheel = build(scratch / "tree", scratch / "of-tree", epoch)
     sdist = write_sdist(wheel, scratch, epoch)

@@ -1,8 +1,8 @@
-"""The wheel, the same to the byte wherever and whenever it is built from the same files.
+"""A reproducible wheel: the same files give the same bytes on any machine at any time.
 
 python -m benchmarks.release.wheel -o dist
 
-Beside the bytes of its sources a wheel keeps their times, which SOURCE_DATE_EPOCH sets, and modes, which are set here.
+A wheel also keeps the times of its sources, which SOURCE_DATE_EPOCH sets, and their modes, which are set here.
 """
 
 import os
@@ -18,19 +18,19 @@ from ground.files import sha256_of_file
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("calib", "corp_deploy", "export", "ground", "perf", "pyproject.toml", "README.md", "LICENSE")
-# Of files that no commit has: the first day that the format of a wheel knows.
+# The time without a commit: the first day in the format of wheels.
 EARLIEST = 315_532_800
 
 
 def tracked() -> list[str]:
-    """The files and links that git would commit, by name."""
+    """Return the names of the files and links that git would commit."""
     listed = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listed, capture_output=True, text=True, check=True).stdout.split("\0")
     return sorted(name for name in names if name and os.path.lexists(ROOT / name))
 
 
 def sources(into: Path) -> None:
-    """What a wheel is made of, with one mode."""
+    """Copy the sources of the wheel, with one mode."""
     for name in tracked():
         if Path(name).parts[0] in PARTS:
             (into / name).parent.mkdir(parents=True, exist_ok=True)
@@ -39,14 +39,14 @@ def sources(into: Path) -> None:
 
 
 def committed() -> int:
-    """When the newest commit was made, in seconds since 1970."""
+    """Return the time of the newest commit, in seconds since 1970."""
     command = ["git", "-C", str(ROOT), "log", "-1", "--format=%ct"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return int(done.stdout) if done.stdout.strip().isdigit() else EARLIEST
 
 
 def build(source: Path, into: Path, epoch: int) -> Path:
-    """One wheel, by the setuptools that is installed; no network."""
+    """Build a wheel with the installed setuptools, without a network."""
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet", "--no-index", "--no-deps"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     subprocess.run(

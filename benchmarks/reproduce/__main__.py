@@ -1,10 +1,10 @@
-"""The papers' tables of a model at hand, in their own layout, beside what the papers printed.
+"""The papers' tables for a given model, in the papers' layout, next to the printed tables.
 
     python -m benchmarks.reproduce --example digits -o build/digits --record benchmarks/results/reproduce_digits.json
     python -m benchmarks.reproduce --model deit_base_patch16_224 --weights deit_base.safetensors --name DeiT-B
         --calibration imagenet/train-4000 --images imagenet/val --labels val.npy --snapshots 100,500,1000,2000 -o out
 
-Every run goes on where it stood. What needs a GPU is not timed without one; --bench none times nothing.
+A run continues after the finished commands of a stopped one. `--bench none` times nothing.
 """
 
 from collections.abc import Sequence
@@ -62,7 +62,7 @@ EXAMPLES = {"digits": _digits, "procedural": _procedural}
 
 
 def reproduced(subject: Subject, keys: Sequence[str], into: Path) -> list[MadeTable]:
-    """The tables asked for; the page is written anew after each."""
+    """Return the tables of these keys; the page is written after each."""
     calibrated(subject)
     tables: list[MadeTable] = []
     for key in keys:
@@ -73,10 +73,10 @@ def reproduced(subject: Subject, keys: Sequence[str], into: Path) -> list[MadeTa
 
 
 @click.command()
-@click.option("--example", type=click.Choice([*EXAMPLES]), default=None, help="A model and data made here.")
-@click.option("--model", default=None, help="As corp-deploy takes it.")
+@click.option("--example", type=click.Choice([*EXAMPLES]), default=None, help="A model and data of this repository.")
+@click.option("--model", default=None, help="As for corp-deploy.")
 @click.option("--weights", type=click.Path(exists=True), default=None)
-@click.option("--name", default=None, help="What rows call the model.")
+@click.option("--name", default=None, help="The name of the model in the tables.")
 @click.option("--calibration", type=click.Path(exists=True, path_type=Path), default=None)
 @click.option("--images", type=click.Path(exists=True, path_type=Path), default=None, help="Labelled, held out.")
 @click.option("--labels", type=click.Path(exists=True, path_type=Path), default=None)

@@ -1,4 +1,4 @@
-"""The tables as Markdown, each with what its paper printed."""
+"""The tables as Markdown, each next to the printed table."""
 
 from collections.abc import Iterable, Sequence
 
@@ -12,7 +12,7 @@ def _rows(columns: Sequence[str], rows: Iterable[Sequence[Cell]]) -> str:
 
 
 def page(title: str, tables: Sequence[MadeTable]) -> str:
-    """Return one page."""
+    """Return the page of all tables."""
     parts = [f"# {title}"]
     for each in tables:
         parts += [f"## {each.title}", _rows(each.columns, each.rows), each.note]

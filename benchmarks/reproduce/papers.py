@@ -1,4 +1,4 @@
-"""What the papers printed, as data (papers.json): paper, table, section, columns, rows."""
+"""The printed tables of the papers (papers.json): section, columns and rows by paper and table."""
 
 from functools import cache
 from pathlib import Path
@@ -13,12 +13,12 @@ def _papers() -> dict[str, Any]:
 
 
 def printed(paper: str, table: str) -> dict[str, Any]:
-    """A table as it was printed: section, caption, columns, rows, and a note where there is one."""
+    """Return a printed table: section, caption, columns, rows and perhaps a note."""
     found: dict[str, Any] = _papers()[paper]["tables"][table]
     return found
 
 
 def figure(paper: str, number: str) -> str:
-    """What a figure shows; the papers' figures print no numbers."""
+    """Return the description of a figure; the papers print no numbers for figures."""
     found: str = _papers()[paper]["figures"][number]
     return found

@@ -1,4 +1,4 @@
-"""The runs that tables are made of: commands of corp-deploy as a user types them, each kept and so not made twice."""
+"""The commands of corp-deploy whose results make the tables; a finished command is not run again."""
 
 import json
 from collections.abc import Sequence
@@ -15,9 +15,9 @@ Trials = list[dict[str, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """A model, images to calibrate on, labelled ones to judge by, and where the runs are kept.
+    """A model, calibration images, labelled held-out images, and the directory of the runs.
 
-    `align`: multiples of widths. `batches`: of latency and of throughput; none where nothing is timed.
+    `align`: multiples of widths. `batches`: those of latency and of throughput. `bench`: None times nothing.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Subject:
 
 
 def command(*words: object) -> dict[str, Any]:
-    """What a command prints as JSON. Raises RuntimeError with its own message where it fails."""
+    """Run a command and return its JSON. Raises RuntimeError with its message if it fails."""
     result = CliRunner().invoke(main, [*map(str, words), "--json"])
     if result.exit_code:
         raise RuntimeError(f"{' '.join(map(str, words))}: exit {result.exit_code}: {result.stderr[-2000:]}")
@@ -59,7 +59,7 @@ def _kept(path: Path, *words: object) -> dict[str, Any]:
 
 
 def calibrated(subject: Subject) -> dict[str, Any]:
-    """One pass with CORP's system and snapshots, and its own account."""
+    """Calibrate in one pass with CORP's system and snapshots, and return the JSON of the command."""
     subject.home.mkdir(parents=True, exist_ok=True)
     snapshots = ("--snapshots", ",".join(map(str, subject.snapshots))) if subject.snapshots else ()
     words = ("--images", subject.calibration, "--attention-system", *snapshots, "-o", subject.moments)
@@ -67,7 +67,7 @@ def calibrated(subject: Subject) -> dict[str, Any]:
 
 
 def swept(subject: Subject, name: str, *words: object, moments: Sequence[Path] = (), timed: bool = False) -> Trials:
-    """The trials of a sweep, which goes on where it stood."""
+    """Run a sweep, or continue a stopped one, and return its trials."""
     files = ",".join(map(str, moments or (subject.moments,)))
     judged = ("--images", subject.held_out, "--labels", subject.labels, "--align", subject.align)
     bench: tuple[object, ...] = ()
@@ -82,6 +82,6 @@ def swept(subject: Subject, name: str, *words: object, moments: Sequence[Path] =
 
 
 def dense_of(subject: Subject, name: str) -> dict[str, Any]:
-    """The dense model as the sweep of that name judged it."""
+    """Return the figures of the dense model in the sweep of this name."""
     found: dict[str, Any] = json.loads((subject.home / name / "sweep.json").read_text())["dense"]
     return found

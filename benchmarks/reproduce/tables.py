@@ -1,6 +1,6 @@
-"""The papers' tables, in their own layout, of a model at hand.
+"""The papers' tables of a given model, in the papers' layout.
 
-FLOPs stand for multiply-accumulates in billions, as in the papers. A cell that this machine can't fill says why.
+FLOPs are multiply-accumulates in billions, as in the papers. A cell without a figure has the reason.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,7 +26,7 @@ RATIOS: tuple[float, ...] = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MadeTable:
-    """A table of a model, with the paper's own beside it."""
+    """A table of a model, with the printed table of the paper."""
 
     key: str
     title: str
@@ -45,13 +45,13 @@ def _down(now: float, dense: float) -> float:
 
 
 def _cost(trial: Mapping[str, Any], dense: Mapping[str, Any]) -> tuple[Cell, ...]:
-    """Top1, FLOPs, how much less, P."""
+    """Return top-1 accuracy, FLOPs, their reduction in percent, and parameters."""
     less = _down(trial["macs"], dense["macs"])
     return _percent(trial["accuracy"]), round(trial["macs"] / 1e9, 4), less, round(trial["parameters"] / 1e6, 3)
 
 
 def table_2(subject: Subject) -> MadeTable:
-    """50 % of MLPs, of attention, of both."""
+    """Return accuracy and cost with half of MLPs, of attention and of both removed."""
     found: dict[str, Trials] = {}
     for parts in ("mlp", "attn", "joint"):
         found[parts] = swept(subject, f"table2-{parts}", *CORP, "--sparsity", 0.5, "--parts", parts)
@@ -70,7 +70,7 @@ def table_2(subject: Subject) -> MadeTable:
 
 
 def table_3(subject: Subject) -> MadeTable:
-    """Top-1 by the number of calibration images."""
+    """Return top-1 accuracy by the number of calibration images."""
     counts = subject.snapshots
     moments = [*(subject.moments_of(count) for count in counts), subject.moments]
     trials = swept(subject, "table3", *CORP, "--sparsity", 0.5, moments=moments)
@@ -85,7 +85,7 @@ def table_3(subject: Subject) -> MadeTable:
 
 
 def _efficiency(subject: Subject, trial: Mapping[str, Any] | None, dense: Mapping[str, Any], one: Any) -> list[Cell]:
-    """Lat (ms) at the first batch, TP (fps) at the last, and how many times the dense throughput."""
+    """Return latency (ms) at the first batch size, throughput (fps) at the last, and its ratio to the dense one."""
     if not one["speeds"]:
         return ["not timed", "not timed"] if trial is None else ["not timed", "not timed", "not timed"]
     first, last = one["speeds"][0], one["speeds"][-1]
@@ -97,7 +97,7 @@ def _efficiency(subject: Subject, trial: Mapping[str, Any] | None, dense: Mappin
 
 
 def table_10(subject: Subject) -> MadeTable:
-    """Sparsity of both from 0 to 0.7: accuracy, size, latency, throughput."""
+    """Return accuracy, size, latency and throughput by joint sparsity from 0 to 0.7."""
     steps = ",".join(map(str, STEPS))
     rows: list[tuple[Cell, ...]] = []
     for preset in ("corp", "best"):
@@ -124,9 +124,9 @@ def table_10(subject: Subject) -> MadeTable:
 
 
 def table_6(subject: Subject) -> MadeTable:
-    """Seconds of calibration, ranking and compensation, and the most memory of each, as the commands keep them."""
+    """Return seconds and peak memory of calibration, ranking and compensation, from the commands' records."""
     calibrated(subject)
-    swept(subject, "table2-joint", *CORP, "--sparsity", 0.5, "--parts", "joint")  # whose dense model is told below
+    swept(subject, "table2-joint", *CORP, "--sparsity", 0.5, "--parts", "joint")  # has the size of the dense model
     size = round(dense_of(subject, "table2-joint")["parameters"] / 1e6, 3)
     rows: list[tuple[Cell, ...]] = []
     for preset in ("corp", "best"):
@@ -151,12 +151,12 @@ def table_6(subject: Subject) -> MadeTable:
 
 
 def _effort(output: Path) -> Mapping[str, Effort]:
-    """What making this took, by part."""
+    """Return seconds and memory by part of a command, from the record next to its output."""
     return load_effort(path_beside(output)).parts
 
 
 def table_9(subject: Subject) -> MadeTable:
-    """Redundancy of MLP activations."""
+    """Return the redundancy of MLP activations."""
     found = command("inspect", "redundancy", "--moments", subject.moments)["sites"]
     rows = tuple(
         (
@@ -173,7 +173,7 @@ def table_9(subject: Subject) -> MadeTable:
 
 
 def figure_2(subject: Subject) -> MadeTable:
-    """Top-1 against sparsity, with and without compensation."""
+    """Return top-1 accuracy by sparsity, with and without compensation."""
     words = ("--sparsity", ",".join(map(str, STEPS)))
     trials = swept(subject, "figure2", "--preset", "corp,best,none", *words)
     by = {(trial["preset"], trial["mlp_sparsity"]): _percent(trial["accuracy"]) for trial in trials}
@@ -183,7 +183,7 @@ def figure_2(subject: Subject) -> MadeTable:
 
 
 def figure_5(subject: Subject) -> MadeTable:
-    """Four rankings with and without compensation at 50 % of both."""
+    """Return accuracy by four rankings at 50 % joint sparsity, with and without compensation."""
     ranks = ("energy", "magnitude", "active", "combined")
     words = ("--preset", "corp", "--sparsity", 0.5, "--select", ",".join(ranks))
     with_it = swept(subject, "figure5-with", *words, "--repair", "affine", "--qk", "logit")
@@ -195,7 +195,7 @@ def figure_5(subject: Subject) -> MadeTable:
 
 
 def grail_2(subject: Subject) -> MadeTable:
-    """Accuracy against uniform ratios: selectors and folding, with and without GRAIL, MLPs alone."""
+    """Return accuracy by uniform ratios of MLPs: selectors and folding, with and without GRAIL."""
     ranks = ("wanda", "producer-l1", "producer-l2")
     words = ("--preset", "grail", "--parts", "mlp", "--sparsity", ",".join(map(str, RATIOS)))
     trials = swept(subject, "grail2", *words, "--select", ",".join(ranks), "--repair", "none,gram")
@@ -213,7 +213,7 @@ def grail_2(subject: Subject) -> MadeTable:
 
 
 def deployability(subject: Subject) -> MadeTable:
-    """Exact 2:4 on saved weights, and what runs them at the best batch of a sweep."""
+    """Return a check of 2:4 sparsity on saved weights, and throughput at the best batch size."""
     sparse = subject.home / "sparse"
     model = ("--model", *subject.model, "--moments", subject.moments, "--images", subject.calibration)
     command("reduce", *model, "--sparse", "2:4", "-o", sparse)
@@ -238,7 +238,7 @@ def deployability(subject: Subject) -> MadeTable:
 
 
 def _sparse_speeds(subject: Subject) -> list[tuple[int, float, float, float]]:
-    """Batch, dense and sparse images per second, speed-up."""
+    """Return batch size, dense and sparse images per second, and speed-up of each batch size."""
     output = subject.home / "sparse-bench.json"
     dense = subject.home / "dense"
     command(
@@ -256,7 +256,7 @@ def _sparse_speeds(subject: Subject) -> list[tuple[int, float, float, float]]:
 
 
 def _exact_groups(sparse: Path) -> tuple[int, int]:
-    """Layers that say they are 2:4, and their groups of four inputs, each seen to hold two zeros as saved."""
+    """Count 2:4 layers and their groups of four. Raises ValueError if a group has more than two nonzero weights."""
     saved = load_checkpoint(sparse)
     weights, groups = saved.model.state_dict(), 0
     for name in saved.sparsity:

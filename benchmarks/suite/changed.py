@@ -2,11 +2,11 @@
 
     python -m benchmarks.suite.changed [--base REF] -- .venv/bin/pytest -m "not slow"
 
-`make test-map` records which test file runs lines of which source file. A changed source file then selects the test
-files that ran a line of it inside a function. Results that test files share are computed by one of them, so the map may
+`make test-map` records which test files run lines of which source files. A changed source file then selects the test
+files that ran a line of it inside a function. Only one test file computes a result that several share, so the map may
 miss a test; CI runs all. Without a map, and for files newer than it, a test file is selected if it imports the changed
-file, directly or through others and inside functions too. A test file that names the repository's root may read any
-file and is always selected.
+file, directly or indirectly, including imports inside functions. A test file that uses the repository's root may read
+any file and is always selected.
 """
 
 import re
@@ -24,22 +24,22 @@ ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("calib", "corp_deploy", "export", "ground", "perf")
 OTHERS, TESTS = ("benchmarks", "examples"), "tests"
 EVERY_TEST = ("conftest", "quick")
-"""Modules of tests/ that every test depends on, with what they import of tests/."""
+"""Modules of tests/ that every test depends on, together with the modules of tests/ that these import."""
 READS_ROOT = re.compile(r"\bROOT\b|parents\[1\]|\btests\.pages\b")
 MAP = ROOT / "build" / "tests.cov"
-NOTHING_COLLECTED = 5  # of pytest, where all tests of the files are left out
+NOTHING_COLLECTED = 5  # the exit code of pytest if it deselects all tests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """Test files to run, in this order; `everything` says why they are all, or nothing."""
+    """Test files to run, in this order; `everything` has the reason if they are all, and is empty otherwise."""
 
     files: tuple[str, ...]
     everything: str = ""
 
 
 class Imports:
-    """Who imports whom in a repository."""
+    """The imports between modules of a repository."""
 
     def __init__(self, root: Path, packages: Sequence[str], tests: str) -> None:
         self.root, self.tests = root, tests
@@ -54,7 +54,7 @@ class Imports:
         return {name for name in self.graph.find_upstream_modules(module) if name.startswith(f"{self.tests}.")}
 
     def reached_from(self, path: str) -> dict[str, int] | str:
-        """The test modules that can reach a file, by how many imports lie between, or why any may."""
+        """Return the distance in imports of every test module that reaches a file, or the reason why all may."""
         module = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
         if path.endswith(".md"):
             return {}
@@ -74,7 +74,7 @@ class Imports:
         return found
 
     def select(self, changed: Iterable[str], ran: Mapping[str, Collection[str]] | None = None) -> Selection:
-        """Return the nearest files first, which test what most likely broke; `ran` is a map of `mapped_tests`."""
+        """Return the test files, nearest first; `ran` is a map of `mapped_tests`."""
         ran = ran or {}
         known = {file for files in ran.values() for file in files}
         distances: dict[str, int] = {}
@@ -113,13 +113,13 @@ def _git(root: Path, *words: str) -> str:
 
 
 def default_base(root: Path) -> str:
-    """Where the branch left main, or the last commit on main itself or without one."""
+    """Return the commit where the branch left main, or HEAD on main and without a main."""
     heads = _git(root, "for-each-ref", "--format=%(refname:short)", "refs/heads/main")
     return _git(root, "merge-base", "HEAD", "main").strip() if heads else "HEAD"
 
 
 def changed_files(root: Path, base: str) -> list[str]:
-    """Changed, deleted and new files, each by its place in the repository."""
+    """Return the paths of changed, deleted and new files in the repository."""
     differing = _git(root, "diff", "--name-only", "--no-renames", "-z", base, "--")
     new = _git(root, "ls-files", "--others", "--exclude-standard", "-z")
     return sorted({path for path in (differing + new).split("\0") if path})

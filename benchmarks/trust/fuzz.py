@@ -1,10 +1,10 @@
-"""Change valid files at random and give each to the reader of its kind, which has to take or refuse it.
+"""Random changes of valid files, which the reader of each format has to accept or refuse.
 
     python -m benchmarks.trust.fuzz --inputs 4000
 
-Valid files are those of tests/golden, and small pictures, arrays, archives, labels and rules. Hypothesis changes bytes
-anywhere and single values of JSON and TOML documents; digests inside of moments and models are corrected afterwards, as
-an attacker would do. A finding is an exception other than BadInput, or more than 5 CPU seconds for one file.
+Valid files are those of tests/golden, and small pictures, arrays, archives, labels and rules. Hypothesis changes bytes,
+and single values of JSON and TOML documents. Digests within moments and models are corrected afterwards, as an attacker
+would do. A finding is an exception other than BadInput, or more than 5 CPU seconds for one file.
 `tests/test_fuzz.py` runs a few examples of each format.
 """
 
@@ -72,7 +72,7 @@ GOLDEN = Path(__file__).resolve().parents[2] / "tests" / "golden" / "files"
 SLOW_S = 5.0
 WORDS = (b"\0", b"\xff\xff\xff\xff", b"\xff" * 8, b"\x7f\xff\xff\xff", b"-1", b"1e999", b"nan", b"../", b"/etc/passwd",
          b"{", b"[" * 50, b'"', b"\n", b"\x1b[2J", "\u202e".encode(), b"=", b"%s")  # fmt: skip
-"""Pieces that parsers stumble over."""
+"""Pieces that often break parsers."""
 SCALARS = (
     st.none() | st.booleans() | st.integers() | st.sampled_from([-1, 0, 10**19, 10**400])
     | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5)
@@ -94,7 +94,7 @@ Read = Callable[[Path], object]
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A kind of file: the name that it is read by, valid contents, its reader, and what rights its digests."""
+    """A file format: a file name, valid contents, the reader, and a function that corrects digests."""
 
     name: str
     valid: Sequence[bytes]
@@ -103,13 +103,13 @@ class Format:
 
     @property
     def document(self) -> Any:
-        """The first valid content as a JSON or TOML document, None for other kinds."""
+        """Return the first valid content as a JSON or TOML document, None for other formats."""
         if self.name.endswith(".toml"):
             return tomllib.loads(self.valid[0].decode())
         return json.loads(self.valid[0]) if self.name.endswith(".json") else None
 
     def accepts(self, content: bytes, folder: Path) -> bool:
-        """Return whether the reader takes the content; raise whatever it raises but BadInput."""
+        """Return whether the reader accepts the content; exceptions other than BadInput are raised."""
         path = folder / self.name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(self.seal(content))
@@ -120,7 +120,7 @@ class Format:
         return True
 
     def changed(self) -> st.SearchStrategy[bytes]:
-        """Return contents with changed bytes or, of documents, one changed value."""
+        """Return contents with changed bytes or, for documents, with one changed value."""
         if self.document is None:
             return spliced(self.valid)
         paths = st.sampled_from(list(paths_of(self.document)))
@@ -135,7 +135,7 @@ class Format:
 
 
 def paths_of(value: Any, above: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
-    """Yield the path to every value inside of a document."""
+    """Yield the path to every value in a document."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in items:
         yield (*above, key)
@@ -153,7 +153,7 @@ def replaced(record: Any, path: tuple[str | int, ...], value: object) -> Any:
 
 @st.composite
 def spliced(draw: st.DrawFn, valid: Sequence[bytes]) -> bytes:
-    """One of the contents with some bytes removed, overwritten or inserted."""
+    """Draw one of the contents with bytes removed, overwritten or inserted."""
     content = draw(st.sampled_from(list(valid)))
     for _ in range(draw(st.integers(1, 4))):
         start = draw(st.integers(0, len(content)))
@@ -164,7 +164,7 @@ def spliced(draw: st.DrawFn, valid: Sequence[bytes]) -> bytes:
 
 
 def saved(save: Callable[..., object], *values: Any, **named: Any) -> bytes:
-    """Return what a function writes into a file."""
+    """Return the bytes that a function writes to a file."""
     file = io.BytesIO()
     save(file, *values, **named)
     return file.getvalue()
@@ -183,7 +183,7 @@ def save_tar(file: io.BytesIO, members: dict[str, bytes]) -> None:
 
 
 def sealed_moments(content: bytes) -> bytes:
-    """Return moments with the right digests of their tensors and header, unless their form is broken."""
+    """Return moments with correct digests of their tensors and header, if they can be parsed."""
     with suppress(Exception):
         length = int.from_bytes(content[:8], "little")
         header = json.loads(json.loads(content[8 : 8 + length])["__metadata__"][store.HEADER])
@@ -200,7 +200,7 @@ def _read_moments(path: Path) -> object:
 
 
 def _read_model(path: Path) -> object:
-    """Read a model directory whose config.json or weights were changed, the weights under their own digest."""
+    """Read a model directory with a changed config.json, or with changed weights and their digest."""
     content = path.read_bytes()
     save(tiny.checkpoint(), path.parent)
     path.write_bytes(content)
@@ -264,7 +264,7 @@ RECORDS: dict[str, Read] = {
 
 
 def formats(home: Path) -> dict[str, Format]:
-    """Return every format by name; `home` gets inputs that readers of images and labels need."""
+    """Return every format by name, and write inputs of the readers of images and labels to `home`."""
 
     def golden(name: str) -> list[bytes]:
         return [(GOLDEN / name).read_bytes()]
