@@ -94,10 +94,9 @@ def _timm_class(kind: str) -> Small:
     name, kwargs, side = CLASSES[kind]
 
     def build() -> nn.Module:
-        arguments = {**kwargs, "num_classes": CLASSES_TOLD}
         cls = _classes()[kind]
-        if "img_size" in inspect.signature(cls).parameters:
-            arguments["img_size"] = side
+        sized = {"img_size": side} if "img_size" in inspect.signature(cls).parameters else {}
+        arguments = {**kwargs, **sized, "num_classes": CLASSES_TOLD}
         model: nn.Module = timm.create_model(name, **arguments) if name else cls(**arguments)
         return model
 
@@ -115,44 +114,33 @@ def _classes() -> Mapping[str, type[nn.Module]]:
     }
 
 
-TORCHVISION: Mapping[str, tuple[Callable[[Any], nn.Module], int]] = {
-    "alexnet": (lambda of: _headed(of.AlexNet(), 256 * 36), SIDE),
-    "convnext": (lambda of: of.ConvNeXt(_blocks(of.convnext.CNBlockConfig), num_classes=CLASSES_TOLD), SIDE),
-    "densenet": (lambda of: of.DenseNet(16, (2, 2, 2, 2), 32, num_classes=CLASSES_TOLD), SIDE),
-    "efficientnet": (lambda of: of.efficientnet_b0(num_classes=CLASSES_TOLD), SIDE),
-    "googlenet": (lambda of: of.GoogLeNet(CLASSES_TOLD, aux_logits=False, init_weights=False), SIDE),
-    "inception": (lambda of: of.Inception3(CLASSES_TOLD, aux_logits=False, init_weights=False), 96),
-    "maxvit": (
-        lambda of: of.MaxVit((SIDE, SIDE), 32, 4, [32, 48], [1, 1], 16, 0.0, num_classes=CLASSES_TOLD),
-        SIDE,
+TORCHVISION: Mapping[str, Callable[[Any], nn.Module]] = {
+    "alexnet": lambda of: _headed(of.AlexNet(), 256 * 36),
+    "convnext": lambda of: of.ConvNeXt(_blocks(of.convnext.CNBlockConfig), num_classes=CLASSES_TOLD),
+    "densenet": lambda of: of.DenseNet(16, (2, 2, 2, 2), 32, num_classes=CLASSES_TOLD),
+    "efficientnet": lambda of: of.efficientnet_b0(num_classes=CLASSES_TOLD),
+    "googlenet": lambda of: of.GoogLeNet(CLASSES_TOLD, aux_logits=False, init_weights=False),
+    "inception": lambda of: of.Inception3(CLASSES_TOLD, aux_logits=False, init_weights=False),
+    "maxvit": lambda of: of.MaxVit((SIDE, SIDE), 32, 4, [32, 48], [1, 1], 16, 0.0, num_classes=CLASSES_TOLD),
+    "mnasnet": lambda of: of.MNASNet(0.5, CLASSES_TOLD),
+    "mobilenetv2": lambda of: of.MobileNetV2(CLASSES_TOLD, 0.5),
+    "mobilenetv3": lambda of: of.mobilenet_v3_small(num_classes=CLASSES_TOLD),
+    "regnet": lambda of: of.regnet_y_400mf(num_classes=CLASSES_TOLD),
+    "resnet": lambda of: of.resnet18(num_classes=CLASSES_TOLD),
+    "shufflenetv2": lambda of: of.shufflenet_v2_x0_5(num_classes=CLASSES_TOLD),
+    "squeezenet": lambda of: of.squeezenet1_1(num_classes=CLASSES_TOLD),
+    "swin_transformer": lambda of: of.SwinTransformer(
+        *([4, 4], 32, [1, 2], [2, 4], [4, 4]),
+        num_classes=CLASSES_TOLD,
+        block=of.swin_transformer.SwinTransformerBlockV2,
+        downsample_layer=of.swin_transformer.PatchMergingV2,
     ),
-    "mnasnet": (lambda of: of.MNASNet(0.5, CLASSES_TOLD), SIDE),
-    "mobilenetv2": (lambda of: of.MobileNetV2(CLASSES_TOLD, 0.5), SIDE),
-    "mobilenetv3": (lambda of: of.mobilenet_v3_small(num_classes=CLASSES_TOLD), SIDE),
-    "regnet": (lambda of: of.regnet_y_400mf(num_classes=CLASSES_TOLD), SIDE),
-    "resnet": (lambda of: of.resnet18(num_classes=CLASSES_TOLD), SIDE),
-    "shufflenetv2": (lambda of: of.shufflenet_v2_x0_5(num_classes=CLASSES_TOLD), SIDE),
-    "squeezenet": (lambda of: of.squeezenet1_1(num_classes=CLASSES_TOLD), SIDE),
-    "swin_transformer": (
-        lambda of: of.SwinTransformer(
-            [4, 4],
-            32,
-            [1, 2],
-            [2, 4],
-            [4, 4],
-            num_classes=CLASSES_TOLD,
-            block=of.swin_transformer.SwinTransformerBlockV2,
-            downsample_layer=of.swin_transformer.PatchMergingV2,
-        ),
-        SIDE,
-    ),
-    "vgg": (
-        lambda of: _headed(of.VGG(of.vgg.make_layers([32, "M", 48, "M", 64, "M"], batch_norm=True)), 64 * 49),
-        SIDE,
-    ),
-    "vision_transformer": (lambda of: of.VisionTransformer(SIDE, 16, 2, 4, 64, 256, num_classes=CLASSES_TOLD), SIDE),
+    "vgg": lambda of: _headed(of.VGG(of.vgg.make_layers([32, "M", 48, "M", 64, "M"], batch_norm=True)), 64 * 49),
+    "vision_transformer": lambda of: of.VisionTransformer(SIDE, 16, 2, 4, 64, 256, num_classes=CLASSES_TOLD),
 }
-"""A constructor for each file of torchvision's models, and the side of its images."""
+"""A constructor for each file of torchvision's models."""
+LARGER = {"inception": 96}
+"""Sides of images that differ from SIDE."""
 
 
 def _headed(model: nn.Module, features: int) -> nn.Module:
@@ -166,12 +154,10 @@ def _blocks(config: Any) -> list[Any]:
 
 
 def _torchvision(file: str) -> Small:
-    make, side = TORCHVISION[file]
-
     def build() -> nn.Module:
-        return make(import_module("torchvision.models"))
+        return TORCHVISION[file](import_module("torchvision.models"))
 
-    return Small(source="torchvision", kind=file, name=file, build=build, side=side)
+    return Small(source="torchvision", kind=file, name=file, build=build, side=LARGER.get(file, SIDE))
 
 
 class _Logits(nn.Module):
@@ -186,14 +172,14 @@ class _Logits(nn.Module):
         return out
 
 
-_TOWER: Mapping[str, Any] = {
+_SIZES: Mapping[str, Any] = {
     "hidden_size": 64,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "intermediate_size": 192,
-    "image_size": SIDE,
-    "patch_size": 16,
 }
+_TOWER: Mapping[str, Any] = {**_SIZES, "image_size": SIDE, "patch_size": 16}
+_TEXT: Mapping[str, Any] = {**_SIZES, "vocab_size": WORDS, "max_position_embeddings": 32, "pad_token_id": 0}
 _FOUR = {"depths": [1, 1, 1, 1], "hidden_sizes": [32, 48, 64, 96]}
 TRANSFORMERS: Mapping[str, Mapping[str, Any]] = {
     "Beit": _TOWER,
@@ -227,16 +213,6 @@ TRANSFORMERS: Mapping[str, Mapping[str, Any]] = {
 """Classifiers of images, with the arguments that make them small."""
 
 
-def _transformers(kind: str) -> Small:
-    library: Any = import_module("transformers")
-
-    def build() -> nn.Module:
-        cls = getattr(library, f"{kind}ForImageClassification")
-        return _Logits(cls(cls.config_class(**TRANSFORMERS[kind], num_labels=CLASSES_TOLD)))
-
-    return Small(source="transformers", kind=kind, name=f"{kind}ForImageClassification", build=build)
-
-
 class _States(nn.Module):
     """An encoder of texts that returns only the states of the tokens."""
 
@@ -251,15 +227,6 @@ class _States(nn.Module):
         return out
 
 
-_TEXT: Mapping[str, Any] = {
-    "vocab_size": WORDS,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 192,
-    "max_position_embeddings": 32,
-    "pad_token_id": 0,
-}
 TEXTS: Mapping[str, Mapping[str, Any]] = {
     "AlbertModel": {**_TEXT, "embedding_size": 32},
     "BertModel": _TEXT,
@@ -274,14 +241,12 @@ TEXTS: Mapping[str, Mapping[str, Any]] = {
 """Encoders of texts, with the arguments that make them small."""
 
 
-def _text(kind: str) -> Small:
-    library: Any = import_module("transformers")
-
+def _transformers(kind: str, name: str, kwargs: Mapping[str, Any], output: Callable[[nn.Module], nn.Module]) -> Small:
     def build() -> nn.Module:
-        cls = getattr(library, kind)
-        return _States(cls(cls.config_class(**TEXTS[kind])))
+        cls = getattr(import_module("transformers"), name)
+        return output(cls(cls.config_class(**kwargs)))
 
-    return Small(source="transformers", kind=kind, name=kind, build=build)
+    return Small(source="transformers", kind=kind, name=name, build=build)
 
 
 def smalls() -> Iterator[Small]:
@@ -289,5 +254,7 @@ def smalls() -> Iterator[Small]:
     yield from (Small(source="own", kind=name, name=name, build=build) for name, build in OWN.items())
     yield from map(_timm_class, CLASSES)
     yield from map(_torchvision, TORCHVISION)
-    yield from map(_transformers, TRANSFORMERS)
-    yield from map(_text, TEXTS)
+    for kind, kwargs in TRANSFORMERS.items():
+        yield _transformers(kind, f"{kind}ForImageClassification", {**kwargs, "num_labels": CLASSES_TOLD}, _Logits)
+    for kind, kwargs in TEXTS.items():
+        yield _transformers(kind, kind, kwargs, _States)

@@ -3,7 +3,7 @@
 FLOPs are multiply-accumulates in billions, as in the papers. A cell without a figure has the reason.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -19,6 +19,7 @@ from .papers import figure, printed
 from .runs import Subject, Trials, calibrated, command, dense_of, swept
 
 Cell = str | float | int
+PAPERS = {"corp-v2": "CORP v2", "marchenko-pastur": "Marchenko-Pastur paper"}
 CORP = ("--preset", "corp,best")
 STEPS: tuple[float, ...] = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
 RATIOS: tuple[float, ...] = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
@@ -34,6 +35,23 @@ class MadeTable:
     rows: tuple[tuple[Cell, ...], ...]
     note: str = ""
     printed: Mapping[str, Any] | None = None
+
+
+def _made(
+    key: str,
+    paper: str,
+    number: str,
+    rows: Iterable[Sequence[Cell]],
+    columns: Sequence[str] | None = None,
+    note: str = "",
+) -> MadeTable:
+    """Return the table that corresponds to a printed one, by default with the printed columns."""
+    of_paper = printed(paper, number)
+    own = of_paper["columns"] if columns is None else columns
+    title = f"{PAPERS[paper]}, {'Tables 5 and 10' if key == 'table10' else f'Table {number}'}"
+    return MadeTable(
+        key=key, title=title, columns=tuple(own), rows=tuple(map(tuple, rows)), note=note, printed=of_paper
+    )
 
 
 def _percent(value: float | None) -> Cell:
@@ -63,10 +81,7 @@ def table_2(subject: Subject) -> MadeTable:
         (f"{subject.name}, {by}", *base, *(cell for trials in found.values() for cell in _cost(trials[place], dense)))
         for place, by in enumerate(("corp", "best"))
     ]
-    of_paper = printed("corp-v2", "2")
-    return MadeTable(
-        key="table2", title="CORP v2, Table 2", columns=tuple(of_paper["columns"]), rows=tuple(rows), printed=of_paper
-    )
+    return _made("table2", "corp-v2", "2", rows)
 
 
 def table_3(subject: Subject) -> MadeTable:
@@ -77,11 +92,8 @@ def table_3(subject: Subject) -> MadeTable:
     by_images: dict[int, dict[str, Cell]] = {}
     for trial in trials:
         by_images.setdefault(trial["images"], {})[trial["preset"]] = _percent(trial["accuracy"])
-    rows = tuple((count, row["corp"], row["best"]) for count, row in sorted(by_images.items()))
-    columns = ("Calib", f"{subject.name}, corp", f"{subject.name}, best")
-    return MadeTable(
-        key="table3", title="CORP v2, Table 3", columns=columns, rows=rows, printed=printed("corp-v2", "3")
-    )
+    rows = [(count, row["corp"], row["best"]) for count, row in sorted(by_images.items())]
+    return _made("table3", "corp-v2", "3", rows, ("Calib", f"{subject.name}, corp", f"{subject.name}, best"))
 
 
 def _efficiency(subject: Subject, trial: Mapping[str, Any] | None, dense: Mapping[str, Any], one: Any) -> list[Cell]:
@@ -113,14 +125,8 @@ def table_10(subject: Subject) -> MadeTable:
             rows.append((name, trial["mlp_sparsity"], accuracy, parameters, flops, latency, rate, fewer, less, gain))
     where = "nowhere" if subject.bench is None else f"in {subject.bench} on this machine's CPU"
     batches = f"latency at batch {subject.batches[0]}, throughput at batch {subject.batches[-1]}"
-    return MadeTable(
-        key="table10",
-        title="CORP v2, Tables 5 and 10",
-        columns=tuple(printed("corp-v2", "10")["columns"]),
-        rows=tuple(rows),
-        note=f"Timed {where}: {batches}; widths are rounded to {subject.align}.",
-        printed=printed("corp-v2", "10"),
-    )
+    note = f"Timed {where}: {batches}; widths are rounded to {subject.align}."
+    return _made("table10", "corp-v2", "10", rows, note=note)
 
 
 def table_6(subject: Subject) -> MadeTable:
@@ -138,16 +144,12 @@ def table_6(subject: Subject) -> MadeTable:
         peaks: list[Cell] = ["-" if part.peak_bytes is None else round(part.peak_bytes / 1e6) for part in parts]
         taken = (round(seconds[0], 1), *(round(each, 2) for each in seconds[1:]), round(sum(seconds), 1))
         rows.append((f"{subject.name}, {preset}", size, *taken, *peaks))
-    of_memory = ("Cal MB", "Rank MB", "Comp MB")
-    return MadeTable(
-        key="table6",
-        title="CORP v2, Table 6",
-        columns=(*printed("corp-v2", "6")["columns"], *of_memory),
-        rows=tuple(rows),
-        note="Seconds on this machine's CPU, and the most that the process held meanwhile; calibration takes the "
-        "per-image system too, which preset best needs not. Reading and writing files is not counted.",
-        printed=printed("corp-v2", "6"),
+    columns = (*printed("corp-v2", "6")["columns"], "Cal MB", "Rank MB", "Comp MB")
+    note = (
+        "Seconds on this machine's CPU, and the most that the process held meanwhile; calibration takes the "
+        "per-image system too, which preset best needs not. Reading and writing files is not counted."
     )
+    return _made("table6", "corp-v2", "6", rows, columns, note)
 
 
 def _effort(output: Path) -> Mapping[str, Effort]:
@@ -166,10 +168,7 @@ def table_9(subject: Subject) -> MadeTable:
         for each in found
         if each["type"] == "mlp"
     )  # fmt: skip
-    of_paper = printed("corp-v2", "9")
-    return MadeTable(
-        key="table9", title="CORP v2, Table 9", columns=tuple(of_paper["columns"]), rows=rows, printed=of_paper
-    )
+    return _made("table9", "corp-v2", "9", rows)
 
 
 def figure_2(subject: Subject) -> MadeTable:
@@ -225,16 +224,8 @@ def deployability(subject: Subject) -> MadeTable:
         rate = (best[0], round(best[1], 1), round(best[2], 1), round(best[3], 3))
     status = f"exactly 2:4 in {groups:,} of {groups:,} groups of {layers} layers; this runtime has no sparse kernel"
     row: tuple[Cell, ...] = (subject.name, f"{subject.bench or 'none'}, FP32", *rate, status)
-    of_paper = printed("marchenko-pastur", "4")
     note = "A native 2:4 endpoint needs TensorRT on an NVIDIA GPU (build --sparse); weights are not rewritten."
-    return MadeTable(
-        key="deploy",
-        title="Marchenko-Pastur paper, Table 4",
-        columns=tuple(of_paper["columns"]),
-        rows=(row,),
-        note=note,
-        printed=of_paper,
-    )
+    return _made("deploy", "marchenko-pastur", "4", [row], note=note)
 
 
 def _sparse_speeds(subject: Subject) -> list[tuple[int, float, float, float]]:
