@@ -37,7 +37,6 @@ def test_costs_are_reported_in_passes(tmp_path: Path) -> None:
     assert record["cpu"]
     assert list(record["passes"]) == [*passes.BARE, *passes.ROWS]
     assert all(len(each["cpu_s"]) == 1 for each in record["samples"].values())
-    assert CliRunner().invoke(passes.main, [*kwargs, *few, "--rounds", "0"]).exit_code == 2
 
 
 def test_pass_cost_is_relative_to_the_faster_bare_pass_of_its_round() -> None:
