@@ -424,8 +424,23 @@ class _Positioned(nn.Module):
         return self.head(x.mean(1))
 
 
+class _AcrossImages(nn.Module):
+    """An attention of single numbers between the images of a batch, as timm's CSATv2 computes it."""
+
+    input_size = (3, 16, 16)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.qkv, self.head = nn.Conv2d(3, 1, 4, 4), nn.Linear(1, 3), nn.Linear(16, 3)
+
+    def forward(self, images: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.embed(images).flatten(2).transpose(1, 2)).unbind(-1)
+        return self.head((q @ k.transpose(0, 1)).softmax(-1) @ v)
+
+
 NEEDING: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "convnet": (lambda: timm.create_model("resnet10t"), "no attention of tokens is found"),
+    "attention between images": (_AcrossImages, "no attention of tokens is found"),
     "positions behind the first block": (
         _Positioned,
         "maximum in the model takes a tensor with an entry for every token",

@@ -111,12 +111,12 @@ def _joins_constants(program: Program, before: fx.Node, constants: set[fx.Node])
 
 
 def find_attentions(program: Program) -> Iterator[Attention]:
-    """Yield the attentions with as many queries as keys."""
+    """Yield the attentions with as many queries as keys, of tensors with a batch axis in front of tokens and channels."""
     for node in program.nodes:
         output = find_attention_output(node)
         if output is not None and len(node.all_input_nodes) > 1:
             queries, keys = (sizes_at_one(each) for each in node.all_input_nodes[:2])
-            if queries[-2] == keys[-2 if output is node else -1]:
+            if len(queries) > 2 and queries[-2] == keys[-2 if output is node else -1]:
                 scores, _ = (output is not node and scores_and_softmax(node)) or (None, None)
                 yield Attention(product=node, output=output, scores=scores)
 
