@@ -15,23 +15,23 @@ NAMES = (
 )
 """Names of methods in the record and in the legend, by lines of the legend."""
 TONES = ("hue6", "hue1", "hue0", "hue3", "hue2", "hue5", "hue4")
-JUDGES = {"error": "16 photographs", "more_error": "30 others"}
+JUDGES = {"error": "the 16", "more_error": "30 others"}
 Points = list[tuple[str, Interval]]
 
 
 def _drawn(lines: Sequence[Mapping[str, Points]], labels: Sequence[str], title: str, x_label: str) -> Drawing:
     """Draw a line through the points of each name, and a line of the legend for each mapping of names."""
-    left, right, top, bottom = 46, WIDTH - 14, 50, 276
+    left, right, top, bottom = 46, WIDTH - 14, 32 + 18 * len(lines), 276
     tones = iter(TONES)
     series = [[PlotSeries(name=name, tone=next(tones), points=line[name]) for name in line] for line in lines]
     every = [each for own in series for each in own]
     y = logarithmic_scale(ends_of(every), start=bottom, end=top)
-    step = (right - left - 36) / max(len(labels) - 1, 1)
-    places = {label: left + 18 + place * step for place, label in enumerate(labels)}
+    step = (right - left - 56) / max(len(labels) - 1, 1)
+    places = {label: left + 28 + place * step for place, label in enumerate(labels)}
     marks: list[Markup] = [grid_y(y, left, right, "relative error")]
     for number, own in enumerate(series):
         names = legend([(each.name, each.tone) for each in own])
-        marks.append(element("g", names, transform=f"translate(0 {18 * number})"))
+        marks.append(element("g", names, transform=f"translate(0 {18 * (number + 1)})"))
     marks += [text(x, bottom + 18, label, anchor="middle") for label, x in places.items()]
     marks.append(text((left + right) / 2, bottom + 36, x_label, anchor="middle"))
     marks += [mark for each in every for mark in line_with_whiskers(each, places, y, "relative error")]
@@ -64,9 +64,9 @@ def more_data(record: Mapping[str, Any]) -> Drawing:
     lines = [
         {
             f"{how}, {judged_on}": [(named(row), exact_interval(row[field])) for row in rows if row["how"] == how]
-            for how in hows
+            for field, judged_on in JUDGES.items()
         }
-        for field, judged_on in JUDGES.items()
+        for how in hows
     ]
     title = "DINOv2 ViT-S at 0.8 of the multiply-adds: relative error of the class token by the images of the fit"
     return _drawn(lines, list(dict.fromkeys(map(named, rows))), title, "crops of so many photographs")
