@@ -111,7 +111,7 @@ def _joins_constants(program: Program, before: fx.Node, constants: set[fx.Node])
 
 
 def find_attentions(program: Program) -> Iterator[Attention]:
-    """Yield the attentions with as many queries as keys, of tensors with a batch axis in front of tokens and channels."""
+    """Yield the attentions with as many queries as keys, of tensors with a batch axis in front."""
     for node in program.nodes:
         output = find_attention_output(node)
         if output is not None and len(node.all_input_nodes) > 1:
