@@ -162,9 +162,9 @@ def required_nodes(
 
     The ends are included, and sizes of tensors in front of the cut, though not those tensors.
     """
-    found = _needed(program, before, ends, beside)
-    assert before is None or found.isdisjoint(program.inputs), (before, ends)
-    found.update(program.inputs if before is None else ())
+    found, inputs = _needed(program, before, ends, beside), set(program.inputs)
+    assert before is None or not found & inputs, (before, ends)
+    found |= inputs if before is None else set()
     return [node for node in program.nodes if node in found]
 
 
