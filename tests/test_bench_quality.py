@@ -133,7 +133,7 @@ def test_every_method_removes_channels_of_convolutions(tmp_path: Path, monkeypat
     errors = {row["way"]: row["relative_error"] for row in record["rows"]}
     assert errors["best, closed loop"] < 0.5 * errors["grail, symmetric closed loop"]
     assert errors["best"] < 0.5 * errors["grail"] < errors["none"]
-    assert "means of 1 choices of images" in convnets_page.convnets(record)
+    assert "means over 1 choices of images" in convnets_page.convnets(record)
 
 
 @pytest.mark.slow("graph")
