@@ -119,7 +119,7 @@ def test_swap_ends_at_a_local_optimum(seed: int, width: int) -> None:
     assert loss <= ridge_loss(cov, weight, start.tolist(), ridge)
     for out, new in itertools.product(kept, set(range(12)) - set(kept)):
         exchanged = [j for j in kept if j != out] + [new]
-        assert ridge_loss(cov, weight, exchanged, ridge) >= loss * (1.0 - 2e-5)
+        assert ridge_loss(cov, weight, exchanged, ridge) >= loss * (1.0 - 1.001e-5)
 
 
 def test_swap_depends_on_no_scale_and_ends_on_redundant_channels() -> None:

@@ -109,6 +109,9 @@ class TracedKind(Generic[OfSite]):
     def chosen(
         self, site: OfSite, moments: Reads, method: Method, width: int, cached: Elimination | None = None
     ) -> Tensor | None:
+        return self._choice(site, moments, method, width, cached)
+
+    def _choice(self, site: OfSite, moments: Reads, method: Method, width: int, cached: Elimination | None) -> Tensor:
         selection, part_C = self._choices(method)[2], _parts(site, moments)
         if width in (0, site.width):
             return torch.arange(width, device=moments[0].weight_OU.device)
@@ -129,8 +132,7 @@ class TracedKind(Generic[OfSite]):
         held_out: Reads | None = None,
         splits: tuple[Reads, Reads] | None = None,
     ) -> TracedReduced:
-        kept_K = cached if isinstance(cached, Tensor) else TracedKind.chosen(self, site, moments, method, width, cached)
-        assert kept_K is not None, site.name
+        kept_K = cached if isinstance(cached, Tensor) else self._choice(site, moments, method, width, cached)
         recovery = self._choices(method)[3] if width else "affine"
         chooses = width and recovery == _LEAST_SQUARES[self.part]
         strength, ridge = ridge_by_halves(
